@@ -1,0 +1,70 @@
+"""A step's factor on the gradient and its skip flag: device scalars that `step()` never reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zenflow.host import Control
+
+# torch.nn.utils.clip_grad_norm_ uses the same.
+_NORM_EPS = 1e-6
+
+
+@dataclass(slots=True)
+class StepControl:
+    """Clip and unscale factor, and whether the step is skipped."""
+
+    factor: torch.Tensor
+    """0-dim fp32."""
+    skip: torch.Tensor
+    """0-dim bool."""
+    host: Control | None = None
+    """The same on its way to the host; None where nothing is deferred."""
+
+    def packed(self) -> torch.Tensor:
+        """[2] fp32: factor, skip."""
+        return torch.stack([self.factor, self.skip.float()])
+
+
+def step_control(
+    gradients: Sequence[torch.Tensor],
+    *,
+    max_grad_norm: float | None,
+    skip_nonfinite: bool,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> StepControl | None:
+    """Factor and skip flag of a step, without reading them.
+
+    Args:
+        gradients: of all parameters that have one, in plan order.
+        max_grad_norm: clip the global L2 norm of the unscaled gradient to this.
+        skip_nonfinite: skip where that norm is not finite.
+        grad_scale: what the loss was multiplied with (GradScaler's protocol).
+        found_inf: not 0 where GradScaler found a non-finite gradient.
+
+    Returns:
+        None where the factor is 1 and nothing can be skipped.
+    """
+    if max_grad_norm is None and not skip_nonfinite and grad_scale is None and found_inf is None:
+        return None
+    if not gradients:
+        return None
+    device = gradients[0].device
+    factor = torch.ones((), device=device)
+    skip = torch.zeros((), dtype=torch.bool, device=device)
+    if grad_scale is not None:
+        factor = torch.as_tensor(grad_scale, device=device).float().reshape(()).reciprocal()
+    if found_inf is not None:
+        skip = torch.as_tensor(found_inf, device=device).reshape(()) != 0
+    if max_grad_norm is not None or skip_nonfinite:
+        norms = [torch.linalg.vector_norm(gradient.float()) for gradient in gradients]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) * factor
+        if skip_nonfinite:
+            skip = skip | ~torch.isfinite(norm)
+        if max_grad_norm is not None:
+            factor = factor * (max_grad_norm / (norm + _NORM_EPS)).clamp(max=1.0)
+    return StepControl(factor, skip)

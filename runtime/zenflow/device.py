@@ -1,0 +1,282 @@
+"""Accelerators as the runtime sees them: a compute stream, a copy stream each way, and marks to time them.
+
+This module is the only one that knows CUDA. `zenflow.emulator` holds the second implementation with streams, the
+emulated accelerator; `CpuDevice` has none, and its waits are not called stalls.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Mark = Any
+"""A point on a device's timeline; only its own device can compare two of them."""
+
+
+class Transfer(ABC):
+    """A copy over the link that was queued; any thread may wait for it."""
+
+    begin: Mark
+    end: Mark
+    nbytes: int
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block the calling thread until the bytes are there."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the bytes are there."""
+
+
+@dataclass(slots=True)
+class HostSpan:
+    """One piece of work on the host: when it began and ended, in seconds of the device's host clock."""
+
+    begin_s: float = 0.0
+    end_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How long the work took (on a rig: how long the rig's host takes for it)."""
+        return self.end_s - self.begin_s
+
+
+class Device(ABC):
+    """One accelerator. Methods are called by the training thread, except those that say otherwise."""
+
+    torch_device: torch.device
+    has_streams: bool
+    """Whether `mark` times a device stream, so that a wait on it is a stall."""
+
+    @abstractmethod
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised host memory that the copy streams can reach (pinned where that exists)."""
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """Record the point that the compute stream has been given work up to."""
+
+    @abstractmethod
+    def elapsed_s(self, begin: Mark, end: Mark) -> float:
+        """Seconds between two marks that have both been passed; negative if `end` came first."""
+
+    @abstractmethod
+    def passed(self, mark: Mark) -> bool:
+        """Whether the device has reached a mark."""
+
+    @abstractmethod
+    def wait_for(self, mark: Mark) -> None:
+        """Block the calling thread until the device has reached a mark."""
+
+    @abstractmethod
+    def d2h(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+        """Queue a copy to host memory, after all work that the compute stream has so far."""
+
+    @abstractmethod
+    def h2d(self, source: torch.Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, torch.Tensor]:
+        """Queue a copy of host memory into new device memory; any thread may call it.
+
+        Args:
+            source: host memory; must not change until the transfer is done.
+            after: the finished host work that produced `source`.
+            asked: where the compute stream was when the copy was asked for.
+        """
+
+    @abstractmethod
+    def join(self, transfer: Transfer, tensor: torch.Tensor) -> None:
+        """Let the compute stream wait for a copy, before work that reads `tensor`."""
+
+    def block_on(self, transfer: Transfer) -> None:
+        """Block the training thread until a copy has arrived; what it queues next comes later than that."""
+        transfer.wait()
+
+    def caught_up(self, span: HostSpan) -> None:  # noqa: B027 - only an emulated accelerator has to be told
+        """Say that the training thread has waited for host work; what it queues next comes later than that."""
+
+    @abstractmethod
+    @contextmanager
+    def host_work(self, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> Iterator[HostSpan]:
+        """Time a piece of host work whose inputs have arrived; called by the host engine's thread.
+
+        Args:
+            nbytes: memory traffic of the work.
+            inputs: the transfers that it waited for.
+            submitted: where the compute stream was when the work was submitted.
+        """
+        yield HostSpan()
+
+    def begin_step(self) -> None:  # noqa: B027 - only an emulated accelerator has to be told
+        """Say that backward is over and `step()` begins."""
+
+    def charge(self, nbytes: int) -> None:  # noqa: B027 - only an emulated accelerator has to be told
+        """Say that the compute stream was just given a kernel that moves `nbytes` of device memory."""
+
+    def enter_thread(self) -> None:  # noqa: B027
+        """Prepare a new thread that will call this device."""
+
+    def peak_bytes(self) -> int | None:
+        """Peak of the device memory in use, or None where there is no such memory."""
+        return None
+
+    def close(self) -> None:  # noqa: B027
+        """End the device's own threads."""
+
+
+class _Copied(Transfer):
+    """A copy that was made on the spot."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.begin = self.end = time.perf_counter()
+        self.nbytes = nbytes
+
+    def wait(self) -> None:
+        return None
+
+    def done(self) -> bool:
+        return True
+
+
+class CpuDevice(Device):
+    """No accelerator: copies are made on the spot and marks are wall time."""
+
+    has_streams = False
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def mark(self) -> Mark:
+        return time.perf_counter()
+
+    def elapsed_s(self, begin: Mark, end: Mark) -> float:
+        return float(end - begin)
+
+    def passed(self, mark: Mark) -> bool:
+        return True
+
+    def wait_for(self, mark: Mark) -> None:
+        return None
+
+    def d2h(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+        target.copy_(source)
+        return _Copied(source.nbytes)
+
+    def h2d(self, source: torch.Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, torch.Tensor]:
+        return _Copied(source.nbytes), source.clone()
+
+    def join(self, transfer: Transfer, tensor: torch.Tensor) -> None:
+        return None
+
+    @contextmanager
+    def host_work(self, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> Iterator[HostSpan]:
+        span = HostSpan(begin_s=time.perf_counter())
+        yield span
+        span.end_s = time.perf_counter()
+
+
+class _CudaTransfer(Transfer):
+    def __init__(self, nbytes: int) -> None:
+        self.begin = torch.cuda.Event(enable_timing=True)
+        self.end = torch.cuda.Event(enable_timing=True, blocking=True)  # a spinning wait would take a host core
+        self.nbytes = nbytes
+
+    def wait(self) -> None:
+        self.end.synchronize()
+
+    def done(self) -> bool:
+        return bool(self.end.query())
+
+
+class CudaDevice(Device):
+    """An NVIDIA GPU through torch.cuda: two copy streams beside the current stream, pinned host memory."""
+
+    has_streams = True
+
+    def __init__(self, torch_device: torch.device) -> None:
+        index = torch_device.index if torch_device.index is not None else torch.cuda.current_device()
+        self.torch_device = torch.device(torch_device.type, index)
+        self._d2h_stream = torch.cuda.Stream(self.torch_device)
+        self._h2d_stream = torch.cuda.Stream(self.torch_device)
+        self._h2d_lock = threading.Lock()  # the training thread and the host engine both queue copies
+
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def elapsed_s(self, begin: Mark, end: Mark) -> float:
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def passed(self, mark: Mark) -> bool:
+        return bool(mark.query())
+
+    def wait_for(self, mark: Mark) -> None:
+        mark.synchronize()
+
+    def d2h(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+        transfer = _CudaTransfer(source.nbytes)
+        stream = self._d2h_stream
+        stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        with torch.cuda.stream(stream):
+            transfer.begin.record(stream)
+            target.copy_(source, non_blocking=True)
+            transfer.end.record(stream)
+        source.record_stream(stream)  # the caching allocator must not hand it out before the copy
+        return transfer
+
+    def h2d(self, source: torch.Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, torch.Tensor]:
+        transfer = _CudaTransfer(source.nbytes)
+        stream = self._h2d_stream
+        with self._h2d_lock, torch.cuda.stream(stream):
+            transfer.begin.record(stream)
+            tensor = source.to(self.torch_device, non_blocking=True)
+            transfer.end.record(stream)
+        return transfer, tensor
+
+    def join(self, transfer: Transfer, tensor: torch.Tensor) -> None:
+        stream = torch.cuda.current_stream(self.torch_device)
+        stream.wait_event(transfer.end)
+        tensor.record_stream(stream)  # allocated on the copy stream, read on this one
+
+    @contextmanager
+    def host_work(self, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> Iterator[HostSpan]:
+        span = HostSpan(begin_s=time.perf_counter())
+        yield span
+        span.end_s = time.perf_counter()
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self.torch_device)
+
+    def peak_bytes(self) -> int | None:
+        return int(torch.cuda.max_memory_allocated(self.torch_device))
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside autograd's backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def device_for(torch_device: torch.device) -> Device:
+    """The device implementation for where the parameters are.
+
+    Raises:
+        ValueError: neither a CPU nor a CUDA device.
+    """
+    if torch_device.type == "cuda":
+        return CudaDevice(torch_device)
+    if torch_device.type == "cpu":
+        return CpuDevice()
+    raise ValueError(f"parameters are on {torch_device}, allowed are a CUDA device and the CPU")

@@ -1,0 +1,254 @@
+"""The emulated accelerator: real work on the CPU, padded so that compute : link : host are those of a real machine.
+
+Time on the emulated compute stream is a number that runs ahead of the clock, as a GPU's queue does: forward and
+backward are done for real and their layers' pads are added to it; the runtime's own device kernels are charged at a
+rate. A copy starts when both its stream and the data are ready by that reckoning, and a link thread delivers it no
+earlier than a link of the rig's rate would. A wait therefore is a real wait, and its length follows from the rig. Where
+real work took longer than its pad the segment is late; the clock then wins and the run counts it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from zenflow.device import Device, HostSpan, Mark, Transfer, in_backward
+from zenflow.rig import Rig
+
+
+@dataclass(slots=True)
+class Slack:
+    """How far real work stayed ahead of its pads."""
+
+    segments: int = 0
+    late: int = 0
+    host_s: float = 0.0
+    """Time that the rig's host takes for the work it was given."""
+    late_host_s: float = 0.0
+    """Time by which this machine's host was slower than the rig's."""
+    margins_s: list[float] = field(default_factory=list)
+    """Per segment: pad's end minus the moment when the real work was done."""
+
+    def add(self, margin_s: float) -> None:
+        """Count one segment."""
+        self.segments += 1
+        self.late += margin_s < 0
+        self.margins_s.append(margin_s)
+
+
+class _LinkTransfer(Transfer):
+    def __init__(self, nbytes: int, begin: float, end: float) -> None:
+        self.nbytes = nbytes
+        self.begin = begin
+        self.end = end
+        self._arrived = threading.Event()
+        self._error: Exception | None = None
+
+    def wait(self) -> None:
+        self._arrived.wait()
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        return self._arrived.is_set()
+
+    def deliver(self, error: Exception | None = None) -> None:
+        self._error = error
+        self._arrived.set()
+
+
+class _Link:
+    """One direction of the link: copies one after the other at a set rate."""
+
+    def __init__(self, name: str, gbps: float) -> None:
+        self._bytes_per_s = gbps * 1e9
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[_LinkTransfer, torch.Tensor, torch.Tensor] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"zenflow-link-{name}", daemon=True)
+        self._thread.start()
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, ready_at: float) -> _LinkTransfer:
+        with self._lock:
+            begin = max(self._free_at, ready_at)
+            self._free_at = begin + source.nbytes / self._bytes_per_s
+            transfer = _LinkTransfer(source.nbytes, begin, self._free_at)
+            self._queue.put((transfer, source, target))
+        return transfer
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            transfer, source, target = item
+            try:
+                target.copy_(source)
+            except Exception as error:  # raised again in the thread that waits for the copy
+                transfer.deliver(error)
+                continue
+            _sleep_until(transfer.end)
+            transfer.deliver()
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+
+class EmulatedAccelerator(Device):
+    """A rig's accelerator on the CPU.
+
+    Attach the model before training so that its layers are padded; every mark is a time in seconds of `time.monotonic`.
+    """
+
+    has_streams = True
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.slack = Slack()
+        self.torch_device = torch.device("cpu")
+        self._compute_t = time.monotonic()
+        self._host_t = 0.0
+        self._pads: _Pads | None = None
+        self._d2h = _Link("d2h", rig.link_d2h_gbps)
+        self._h2d = _Link("h2d", rig.link_h2d_gbps)
+
+    def attach(self, module: nn.Module) -> None:
+        """Pad this module's forward and backward passes to the rig's times, spread over its layers."""
+        self._pads = _Pads(module, self.rig, self._segment)
+
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def mark(self) -> Mark:
+        return self._compute_t
+
+    def elapsed_s(self, begin: Mark, end: Mark) -> float:
+        return float(end - begin)
+
+    def passed(self, mark: Mark) -> bool:
+        return time.monotonic() >= float(mark)
+
+    def wait_for(self, mark: Mark) -> None:
+        _sleep_until(mark)
+
+    def d2h(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+        return self._d2h.copy(source, target, self._compute_t)
+
+    def h2d(self, source: torch.Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, torch.Tensor]:
+        tensor = torch.empty_like(source)
+        return self._h2d.copy(source, tensor, max(after.end_s, asked)), tensor
+
+    def block_on(self, transfer: Transfer) -> None:
+        transfer.wait()
+        self._compute_t = max(self._compute_t, transfer.end)
+
+    def caught_up(self, span: HostSpan) -> None:
+        self._compute_t = max(self._compute_t, span.end_s)
+
+    def join(self, transfer: Transfer, tensor: torch.Tensor) -> None:
+        transfer.wait()
+        self._compute_t = max(self._compute_t, transfer.end)
+
+    @contextmanager
+    def host_work(self, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> Iterator[HostSpan]:
+        begin = max([self._host_t, submitted, *(transfer.end for transfer in inputs)])
+        span = HostSpan(begin_s=begin)
+        yield span
+        seconds = nbytes / (self.rig.host_gbps * 1e9)
+        late_s = max(0.0, time.monotonic() - (begin + seconds))
+        self.slack.host_s += seconds
+        self.slack.late_host_s += late_s
+        span.end_s = self._host_t = begin + seconds + late_s
+        _sleep_until(span.end_s)
+
+    def begin_step(self) -> None:
+        if self._pads is not None:
+            self._pads.finish_backward()
+
+    def charge(self, nbytes: int) -> None:
+        if self.rig.device_gbps is not None:
+            self._compute_t += nbytes / (self.rig.device_gbps * 1e9)
+
+    def close(self) -> None:
+        self._d2h.close()
+        self._h2d.close()
+
+    def _segment(self, pad_s: float) -> None:
+        self._compute_t += pad_s
+        margin_s = self._compute_t - time.monotonic()
+        self.slack.add(margin_s)
+        if margin_s < 0:
+            self._compute_t -= margin_s
+
+
+class _Pads:
+    """Hooks that add each layer's share of the forward and backward time."""
+
+    def __init__(self, module: nn.Module, rig: Rig, segment: Callable[[float], None]) -> None:
+        self._segment = segment
+        layers = _layers(module)
+        self._layered = layers != [module]
+        self._forward_s = rig.forward_ms / 1e3
+        self._backward_s = rig.backward_ms / 1e3
+        self._share = 1 / len(layers)
+        self._forward_left = self._backward_left = 0.0
+        module.register_forward_pre_hook(self._begin_forward)
+        for layer in layers:
+            layer.register_forward_hook(self._end_layer_forward)
+            if self._layered:  # a whole model's inputs need no gradient, so its hook would not fire in time
+                layer.register_full_backward_hook(self._end_layer_backward)
+        module.register_forward_hook(self._end_forward)
+
+    def _begin_forward(self, *_: Any) -> None:
+        if in_backward():  # recomputation under gradient checkpointing is part of backward's pad
+            return
+        if not self._layered:
+            self.finish_backward()
+        self._backward_left = 0.0  # left over where no backward followed (evaluation)
+        self._forward_left = self._forward_s
+
+    def _end_layer_forward(self, *_: Any) -> None:
+        if not in_backward():
+            self._forward_left = self._take(self._forward_left, self._forward_s * self._share)
+
+    def _end_forward(self, *_: Any) -> None:
+        if in_backward():
+            return
+        self._take(self._forward_left, self._forward_left)
+        self._forward_left = 0.0
+        if torch.is_grad_enabled():
+            self._backward_left = self._backward_s
+
+    def _end_layer_backward(self, *_: Any) -> None:
+        self._backward_left = self._take(self._backward_left, self._backward_s * self._share)
+
+    def finish_backward(self) -> None:
+        """Add what no layer's hook has added: all of it for a module without layers."""
+        if not in_backward() and self._backward_left > 0:
+            left, self._backward_left = self._backward_left, 0.0
+            self._take(left, left)
+
+    def _take(self, left: float, share: float) -> float:
+        pad = min(left, share)
+        if pad > 1e-9:
+            self._segment(pad)
+        return left - pad
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """The modules that the pads are spread over: the list of layers with the most parameters, else the module."""
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) > 0]
+    if not lists:
+        return [module]
+    return list(max(lists, key=lambda part: sum(parameter.numel() for parameter in part.parameters())))
+
+
+def _sleep_until(moment: float) -> None:
+    while (left := moment - time.monotonic()) > 0:
+        time.sleep(left)

@@ -1,0 +1,220 @@
+"""The host engine: applies windows to the deferred columns on a worker thread, in eager PyTorch.
+
+One thread runs jobs in the order in which they were submitted. A job waits for its inputs, does its work, and its
+result goes back over the link as soon as it is both finished and asked for.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zenflow.device import Device, HostSpan, Mark, Transfer
+from zenflow.errors import HostEngineError
+from zenflow.rules import AdamW, AdamWHyper
+from zenflow.state import ColumnState
+
+_POLL_S = 0.2
+
+
+@dataclass(slots=True)
+class Control:
+    """A step's device scalars on the host: factor on the gradient, and whether the step is skipped."""
+
+    values: torch.Tensor
+    """[2] fp32 in host memory: factor, skip (0 or 1)."""
+    transfer: Transfer
+
+
+@dataclass(slots=True)
+class LogEntry:
+    """One step's gradient of one bucket, on its way to the host or there."""
+
+    step: int
+    rows: torch.Tensor
+    """[slots, rows] in the gradient's dtype, in host memory."""
+    transfer: Transfer
+    hyper: AdamWHyper
+    control: Control | None
+    """None: factor 1, not skipped."""
+
+
+class Job:
+    """A piece of host work; submitted by the training thread, finished by the worker."""
+
+    def __init__(
+        self,
+        name: str,
+        device: Device,
+        work: Callable[[], None],
+        *,
+        nbytes: int,
+        inputs: Sequence[Transfer],
+        result: torch.Tensor | None = None,
+    ) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self.inputs = inputs
+        self.work = work
+        self.result = result
+        """Host memory that the work writes and that `ask_result` sends to the device."""
+        self.span = HostSpan()
+        self.submitted: Mark = device.mark()
+        self.delivered: torch.Tensor | None = None
+        """Device memory that the result arrives in, once the copy was queued."""
+        self.transfer: Transfer | None = None
+        self._device = device
+        self._asked: Mark | None = None
+        self._finished = threading.Event()
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the worker is through with this job."""
+        return self._finished.is_set()
+
+    def ask_result(self) -> None:
+        """Send the result to the device as soon as it is there."""
+        with self._lock:
+            if self._asked is None:
+                self._asked = self._device.mark()
+                if self.finished and self._error is None:
+                    self._send()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Called by the worker when the work is done."""
+        with self._lock:
+            self._error = error
+            if error is None and self._asked is not None:
+                self._send()
+            self._finished.set()
+
+    def wait(self, engine: HostEngine) -> None:
+        """Block until the work is done.
+
+        Raises:
+            HostEngineError: the work failed, or the worker is gone.
+        """
+        while not self._finished.wait(_POLL_S):
+            if not engine.alive:
+                raise HostEngineError(f"the host engine's thread is gone; {self.name} was not finished")
+        if self._error is not None:
+            raise HostEngineError(f"{self.name} failed: {self._error}") from self._error
+        self._device.caught_up(self.span)
+
+    def receive(self, engine: HostEngine) -> torch.Tensor:
+        """The result on the device; blocks until it is queued and lets the compute stream wait for it.
+
+        Raises:
+            HostEngineError: the work failed, or the worker is gone.
+        """
+        self.ask_result()
+        self.wait(engine)
+        if self.transfer is None or self.delivered is None:
+            raise HostEngineError(f"{self.name} has no result to send")
+        self._device.join(self.transfer, self.delivered)
+        return self.delivered
+
+    def _send(self) -> None:
+        if self.result is not None:
+            self.transfer, self.delivered = self._device.h2d(self.result, self.span, self._asked)
+
+
+class HostEngine:
+    """Owns the worker thread. Only the training thread submits; jobs run in order of submission."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the worker runs."""
+        return self._thread.is_alive()
+
+    def submit(self, job: Job) -> Job:
+        """Queue a job.
+
+        Raises:
+            HostEngineError: the worker is gone.
+        """
+        if not self.alive:
+            raise HostEngineError(f"the host engine's thread is gone; {job.name} cannot be submitted")
+        self._queue.put(job)
+        return job
+
+    def close(self) -> None:
+        """Finish what was submitted and end the worker."""
+        if self.alive:
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        self._device.enter_thread()
+        while (job := self._queue.get()) is not None:
+            try:
+                self._do(job)
+            except BaseException as error:  # raised again in the training thread by Job.wait
+                job.finish(error)
+            else:
+                job.finish()
+
+    def _do(self, job: Job) -> None:
+        for transfer in job.inputs:
+            transfer.wait()
+        with torch.no_grad(), self._device.host_work(job.nbytes, job.inputs, job.submitted) as span:
+            job.work()
+        job.span = span
+
+
+def apply_entries(
+    state: ColumnState,
+    rule: AdamW,
+    entries: Sequence[LogEntry],
+    rows: Sequence[torch.Tensor],
+    closing: AdamWHyper,
+    deferred_update: str,
+) -> None:
+    """Apply a window's entries to columns on the host, in place.
+
+    Args:
+        state: n columns.
+        rule: the update rule.
+        entries: the entries in order of their steps; those of skipped steps are passed over.
+        rows: for each entry, its gradient of these columns, [n, rows].
+        closing: hyperparameters of the step that closed the window.
+        deferred_update: "replay" or "mean" (one update with the mean gradient, ZenFlow paper).
+    """
+    live: list[tuple[torch.Tensor, AdamWHyper, float | None]] = []
+    for entry, gradient in zip(entries, rows, strict=True):
+        factor, skip = (None, 0.0) if entry.control is None else entry.control.values.tolist()
+        if not skip:
+            live.append((gradient, entry.hyper, factor))
+    if not live:
+        return
+
+    def replay(part: ColumnState, low: int, high: int) -> None:
+        for gradient, hyper, factor in live:
+            part.update(rule, _gradient(gradient[low:high], factor), hyper)
+
+    def mean(part: ColumnState, low: int, high: int) -> None:
+        total = _gradient(live[0][0][low:high], live[0][2]).clone()
+        decay = live[0][1].decay
+        for gradient, hyper, factor in live[1:]:
+            total.add_(_gradient(gradient[low:high], factor))
+            decay *= hyper.decay
+        part.update(rule, total.div_(len(live)), closing, decay=decay)
+
+    state.each_chunk(mean if deferred_update == "mean" else replay)
+
+
+def _gradient(rows: torch.Tensor, factor: float | None) -> torch.Tensor:
+    gradient = rows.float()
+    return gradient if factor is None else gradient.mul(factor)

@@ -1,0 +1,140 @@
+"""The column view of a parameter, and which tier each of its columns starts in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zenflow.config import ZenFlowConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """The split of one parameter. A parameter without a column view has 0 columns and is wholly resident."""
+
+    rows: int
+    columns: int
+    transposed: bool
+    """Whether the parameter is stored [columns, rows] (a transformers Conv1D)."""
+    resident: int
+    """Resident columns: 0 .. resident - 1."""
+    selected: int
+    """Number of selected columns among the offloaded ones."""
+    slots_per_bucket: int
+    first_bucket: int
+
+    @property
+    def offloaded(self) -> int:
+        """Number of offloaded columns: resident .. columns - 1."""
+        return self.columns - self.resident
+
+    @property
+    def deferred(self) -> int:
+        """Number of deferred columns, each in a slot of the host state."""
+        return self.offloaded - self.selected
+
+    @property
+    def bucket_slots(self) -> list[tuple[int, int]]:
+        """Slot range [low, high) of each bucket."""
+        starts = range(0, self.deferred, self.slots_per_bucket)
+        return [(low, min(low + self.slots_per_bucket, self.deferred)) for low in starts]
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as [rows, columns], sharing its memory."""
+        return tensor.t() if self.transposed else tensor.view(self.rows, self.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """The split of all parameters, in plan (forward) order."""
+
+    weights: tuple[WeightPlan, ...]
+    buckets: int
+    """B: number of buckets of the whole model."""
+
+
+def round_half_up(value: float) -> int:
+    """Round to the nearest integer, halves upwards."""
+    return math.floor(value + 0.5)
+
+
+def plan_order(parameters: Sequence[nn.Parameter], module: nn.Module | None) -> list[nn.Parameter]:
+    """The parameters in forward order: the module's registration order, then those outside it as given."""
+    if module is None:
+        return list(parameters)
+    given = {id(parameter) for parameter in parameters}
+    inside = [parameter for parameter in module.parameters() if id(parameter) in given]
+    seen = {id(parameter) for parameter in inside}
+    return inside + [parameter for parameter in parameters if id(parameter) not in seen]
+
+
+def conv1d_weights(module: nn.Module | None) -> set[int]:
+    """Ids of the weights that a transformers `Conv1D` holds: stored [in, out], so a column is a row of memory."""
+    if module is None:
+        return set()
+    # By name: the runtime does not import transformers.
+    return {
+        id(part.weight)
+        for part in module.modules()
+        if type(part).__name__ == "Conv1D" and isinstance(part.weight, nn.Parameter) and part.weight.dim() == 2
+    }
+
+
+def plan_model(parameters: Iterable[nn.Parameter], config: ZenFlowConfig, transposed: set[int]) -> ModelPlan:
+    """Split every parameter between the tiers.
+
+    Residents are whole weights from the front: their gradients come last in backward and their weights are
+    needed first in forward, so they shorten the exposed tail. The last one is split by columns.
+
+    Args:
+        parameters: in forward order.
+        config: `topk_ratio`, `offload_ratio` and `bucket_bytes` are used.
+        transposed: ids of the parameters that are stored [columns, rows].
+    """
+    parameters = list(parameters)
+    shapes = [_matrix_shape(parameter, id(parameter) in transposed) for parameter in parameters]
+    live = [p.numel() for p, shape in zip(parameters, shapes, strict=True) if shape and p.requires_grad]
+    left = sum(live) - round_half_up(config.offload_ratio * sum(live))
+    plans: list[WeightPlan] = []
+    buckets = 0
+    for parameter, shape in zip(parameters, shapes, strict=True):
+        if shape is None:
+            plans.append(WeightPlan(0, 0, False, 0, 0, 1, buckets))
+            continue
+        rows, columns = shape
+        if not parameter.requires_grad:  # thawed later perhaps: it must not shift the split of the others
+            resident = round_half_up((1 - config.offload_ratio) * columns)
+        elif parameter.numel() <= left:
+            resident, left = columns, left - parameter.numel()
+        else:
+            resident, left = min(columns, round_half_up(left / rows)), 0
+        selected = _selected_columns(columns - resident, config.topk_ratio)
+        slots = max(1, config.bucket_bytes // (rows * parameter.element_size()))
+        plan = WeightPlan(rows, columns, id(parameter) in transposed, resident, selected, slots, buckets)
+        buckets += len(plan.bucket_slots)
+        plans.append(plan)
+    return ModelPlan(tuple(plans), buckets)
+
+
+def _selected_columns(offloaded: int, topk_ratio: float) -> int:
+    if topk_ratio == 0 or offloaded == 0:
+        return 0
+    return min(offloaded, max(1, round_half_up(topk_ratio * offloaded)))
+
+
+def _matrix_shape(parameter: nn.Parameter, transposed: bool) -> tuple[int, int] | None:
+    """[rows, columns] of the column view, or None where there is none."""
+    if parameter.dim() < 2 or parameter.numel() == 0:
+        return None
+    if transposed:
+        return parameter.shape[1], parameter.shape[0]
+    columns = parameter.shape[-1]
+    try:
+        parameter.detach().view(-1, columns)
+    except RuntimeError:  # strides that no 2-D view can express
+        return None
+    return parameter.numel() // columns, columns

@@ -1,0 +1,356 @@
+"""`ZenFlowAdamW`: AdamW whose state is split between the GPU and the host."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from zenflow.config import ZenFlowConfig
+from zenflow.control import StepControl, step_control
+from zenflow.device import Device, Mark, device_for
+from zenflow.errors import ConfigError, UnsupportedError, ZenFlowError
+from zenflow.host import Control, HostEngine
+from zenflow.layout import conv1d_weights, plan_model, plan_order
+from zenflow.rules import AdamW, AdamWHyper
+from zenflow.runtime import Runtime
+from zenflow.schedule import StepPlan, WindowClock, selects
+from zenflow.selection import importance
+from zenflow.stats import StepRecord, StepStats, Traffic, Wait
+from zenflow.weight import WeightState
+from zenflow.windows import Flight, ForwardWaits, Windows
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Steps between a step and its statistics: resolving earlier could wait for the device.
+_RESOLVE_LAG = 2
+_HISTORY_STEPS = 4096
+
+Live = list[tuple[WeightState, torch.Tensor]]
+"""The parameters that have a gradient in this step, with it."""
+
+
+class ZenFlowAdamW(Optimizer):
+    """AdamW with resident, selected and deferred columns (ZenFlow, arXiv 2505.12242; Twin-Flow, ZeRO-Offload++).
+
+    With `update_interval=1, overlap_step=False` it is AdamW on fp32 masters, wherever the state lives; with a longer
+    window the deferred columns receive the same updates later, at most S + L - 1 steps.
+
+    Args:
+        params: parameters or parameter groups, fp32, bf16 or fp16, all on one device.
+        lr: learning rate.
+        betas: decay rates of the two moments.
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay.
+        config: the knobs; None takes the defaults.
+        module: the model that owns the parameters. Gives names, finds transformers' `Conv1D`, and lets a wait for a
+            late host update be deferred to the forward of the layer that needs it. Weights that are read otherwise
+            between `step()` and the next forward (an average of weights, say) need `synchronize()` first.
+        device: the accelerator; None takes the one that the parameters are on.
+
+    Raises:
+        ConfigError: a hyperparameter or knob is not allowed.
+        UnsupportedError: a parameter's dtype or device, or several ranks.
+    """
+
+    # GradScaler then leaves unscaling and skipping to us, through `grad_scale` and `found_inf`.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        config: ZenFlowConfig | None = None,
+        module: nn.Module | None = None,
+        device: Device | None = None,
+    ) -> None:
+        _refuse_ranks()
+        self._rule = AdamW()
+        self._windows: Windows | None = None
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.config = (config or ZenFlowConfig()).resolved()
+        """The knobs, every "auto" replaced by what it stands for."""
+        self._update_interval, self._select_interval = intervals(self.config)
+        self._clock = WindowClock(
+            update_interval=self._update_interval,
+            warm_up=self.config.full_warm_up_rounds,
+            overlap=self.config.overlap_step,
+        )
+        self._device = device or device_for(next(iter(self._parameters())).device)
+        self._engine = HostEngine(self._device)
+        self._runtime = Runtime(self._device, self._engine, self._rule, self.config.deferred_update)
+        self._module = module
+        self._weights: list[WeightState] = []
+        self._waits: ForwardWaits | None = None
+        self._hypers: list[AdamWHyper] = []
+        self._last_end: Mark | None = None
+        self._record = StepRecord(step=0)
+        self._records: deque[StepRecord] = deque()
+        self._history: deque[StepStats] = deque(maxlen=_HISTORY_STEPS)
+        self._finalizer = weakref.finalize(self, _shut_down, self._engine, None if device else self._device)
+
+    # --- torch.optim.Optimizer -------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group before the first step.
+
+        Raises:
+            UnsupportedError: training has begun, or a parameter cannot be split.
+            ConfigError: a hyperparameter is not allowed.
+        """
+        if self._windows is not None:
+            raise UnsupportedError("add_param_group after the first step is not supported: add groups before training")
+        super().add_param_group(param_group)
+        self._rule.check(self.param_groups[-1])
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.dtype not in _DTYPES:
+                raise UnsupportedError(f"a parameter is {parameter.dtype}, allowed are float32, bfloat16 and float16")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Not supported yet.
+
+        Raises:
+            UnsupportedError: always; a state without masters and moments would lose them silently.
+        """
+        raise UnsupportedError("state_dict() of ZenFlowAdamW is not supported yet: save the model after flush()")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Not supported yet.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError("load_state_dict() of ZenFlowAdamW is not supported yet")
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step with the gradients in `.grad`; never synchronises the device.
+
+        Raises:
+            HostEngineError: host work failed, in this step or an earlier one.
+            UnsupportedError: a sparse gradient, or a weight was written to while its update was in flight.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._take_step()
+        return loss
+
+    # --- beyond torch ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Close the window and apply every pending host update now.
+
+        Raises:
+            HostEngineError: host work failed.
+        """
+        if self._windows is None:
+            return
+        self.synchronize()
+        self._windows.apply(self._clock.step, self._record, everything=True)
+        if self._clock.window_steps:
+            plan = StepPlan(self._clock.step, self._clock.window_steps, closes=True, synchronous=True)
+            moves = self._windows.resolve_pending(self._record)
+            self._windows.close(plan, self._hypers, moves, {}, self._record)
+            self._clock.close()
+            self.synchronize()
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Make visible now what a deferred wait has left to the next forward; applies nothing that is not due."""
+        if self._waits is not None:
+            self._waits.finish()
+
+    def stats(self) -> StepStats | None:
+        """The newest step that could be resolved without waiting; None before the first."""
+        self._resolve()
+        return self._history[-1] if self._history else None
+
+    def history(self) -> list[StepStats]:
+        """The last steps that could be resolved without waiting, oldest first (4096 at most)."""
+        self._resolve()
+        return list(self._history)
+
+    def host_bytes(self) -> dict[str, int]:
+        """Host memory by use: "state", "log", "staging"."""
+        total = {"state": 0, "log": 0, "staging": 0}
+        for weight in self._weights:
+            for use, nbytes in ({} if weight.deferred is None else weight.deferred.host_bytes).items():
+                total[use] += nbytes
+        return total
+
+    def close(self) -> None:
+        """Apply what is pending and end the host engine; afterwards `step()` fails."""
+        if self._finalizer.alive:
+            self.flush()
+            if self._waits is not None:
+                self._waits.remove()
+            self._finalizer()
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+
+    def _parameters(self) -> Iterable[nn.Parameter]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
+
+    def _begin(self) -> Windows:
+        """Split the parameters; at the first step, when it is known which of them are trained."""
+        ordered = plan_order(list(self._parameters()), self._module)
+        devices = {str(parameter.device) for parameter in ordered}
+        if len(devices) > 1:
+            raise UnsupportedError(f"parameters are on {' and '.join(sorted(devices))}, allowed is one device")
+        model_plan = plan_model(ordered, self.config, conv1d_weights(self._module))
+        names = {} if self._module is None else {id(p): name for name, p in self._module.named_parameters()}
+        groups = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        self._weights = [
+            WeightState(parameter, names.get(id(parameter), str(number)), plan, groups[id(parameter)], self._runtime)
+            for number, (parameter, plan) in enumerate(zip(ordered, model_plan.weights, strict=True))
+        ]
+        lag = self.config.apply_lag or self._update_interval
+        windows = Windows(self._runtime, self.config, self._weights, model_plan.buckets, lag)
+        if self._module is not None and self.config.pipeline == "bucket":
+            windows.waits = self._waits = ForwardWaits(self._module, _show_late(weakref.ref(self)))
+        return windows
+
+    def _take_step(self) -> None:
+        if not self._finalizer.alive:
+            raise ZenFlowError("step() was called after close(), allowed is a new optimizer")
+        self._windows = self._windows or self._begin()
+        self._device.begin_step()
+        if self._waits is not None:
+            self._waits.begin_step()
+        if self._last_end is not None:
+            self._device.wait_for(self._last_end)  # bounds the training thread's run-ahead to one step
+        live = [(weight, _gradient(weight)) for weight in self._weights if weight.parameter.grad is not None]
+        for weight in self._weights:
+            weight.take_outside_writes()
+        self._hypers = [self._rule.hyper(group) for group in self.param_groups]
+        plan = self._clock.advance()
+        control = self._control(live)
+        self._select(plan.step, live, None if control is None else control.skip)
+        self._split(plan, live, control, self._windows)
+        self._windows.ask(plan.step + 1)
+        self._end_step(plan.step)
+
+    def _split(self, plan: StepPlan, live: Live, control: StepControl | None, windows: Windows) -> None:
+        """Log the deferred columns, update the others, make visible what is due, close the window."""
+        moves = windows.resolve_pending(self._record) if plan.closes else {}
+        ahead = {
+            weight: weight.deferred.send_ahead(weight.plan.view(gradient), moves[weight])
+            for weight, gradient in live
+            if weight in moves and weight.deferred is not None
+        }
+        for weight, gradient in live:
+            if weight.deferred is not None:
+                weight.deferred.log(weight.plan.view(gradient), plan.step, self._hypers[weight.group], control)
+        for weight, gradient in live:
+            weight.update_on_device(gradient, self._hypers[weight.group], control)
+        windows.apply(plan.step, self._record, everything=plan.closes)
+        if plan.closes:
+            windows.close(plan, self._hypers, moves, ahead, self._record)
+            self._clock.close()
+
+    def _control(self, live: Live) -> StepControl | None:
+        control = step_control(
+            [gradient for _, gradient in live],
+            max_grad_norm=self.config.max_grad_norm,
+            skip_nonfinite=self.config.skip_nonfinite,
+            grad_scale=getattr(self, "grad_scale", None),  # GradScaler sets and deletes these two around step()
+            found_inf=getattr(self, "found_inf", None),
+        )
+        if control is not None and any(weight.plan.deferred for weight, _ in live):
+            control.host = Control(*self._runtime.fetch(control.packed()))
+            self._runtime.traffic.index_bytes += control.host.values.nbytes
+        return control
+
+    def _select(self, step: int, live: Live, skip: torch.Tensor | None) -> None:
+        """Measure importance, propose selections where one is due, and start parameters at their first gradient."""
+        scores = {}
+        for weight, gradient in live:
+            if weight.selects:
+                scores[weight] = importance(weight.plan.view(gradient))
+                self._device.charge(gradient.nbytes)
+                if not weight.started or selects(step, self._select_interval):
+                    weight.propose(scores[weight], skip)
+        starting = [weight for weight, _ in live if not weight.started]
+        if starting:
+            begin, cpu_begin = self._device.mark(), time.perf_counter()
+            for weight in starting:
+                weight.start()
+            cpu_s = time.perf_counter() - cpu_begin
+            self._record.waits.append(Wait(begin, self._device.mark(), cpu_s, cause="select"))
+        if scores:
+            energies = torch.stack([weight.selected_energy(of_weight) for weight, of_weight in scores.items()])
+            self._record.energy = self._runtime.fetch(energies.sum(dim=0))
+            self._runtime.traffic.index_bytes += self._record.energy[0].nbytes
+
+    # --- statistics ------------------------------------------------------------------------------------------------
+
+    def _end_step(self, step: int) -> None:
+        record, end = self._record, self._device.mark()
+        record.step, record.begin, record.end = step, self._last_end, end
+        record.traffic, self._runtime.traffic = self._runtime.traffic, Traffic()
+        self._records.append(record)
+        self._record = StepRecord(step=step + 1)
+        self._last_end = end
+        self._resolve()
+
+    def _resolve(self) -> None:
+        while len(self._records) > _RESOLVE_LAG and self._records[0].ready(self._device):
+            self._history.append(self._records.popleft().resolve(self._device))
+
+
+def intervals(config: ZenFlowConfig) -> tuple[int, int]:
+    """`update_interval` and `select_interval` of a resolved configuration, in steps."""
+    if config.update_interval == "auto" or config.select_interval == "auto":
+        raise ConfigError("update_interval or select_interval is 'auto', allowed is a resolved configuration")
+    return config.update_interval, config.select_interval
+
+
+def _gradient(weight: WeightState) -> torch.Tensor:
+    gradient = weight.parameter.grad
+    assert gradient is not None
+    if gradient.layout != torch.strided:
+        raise UnsupportedError(f"parameter {weight.name} has a sparse gradient, allowed are dense ones")
+    # A view as [rows, columns] needs the strides that the parameter's own shape has by default.
+    return gradient if weight.plan.transposed else gradient.contiguous()
+
+
+def _show_late(optimizer: weakref.ref[ZenFlowAdamW]) -> Callable[[Flight], None]:
+    """What the module's hooks call; they must not keep the optimizer alive."""
+
+    def show(flight: Flight) -> None:
+        owner = optimizer()
+        if owner is not None and owner._windows is not None:
+            with torch.no_grad():
+                owner._windows.show_late(flight, owner._record)
+
+    return show
+
+
+def _shut_down(engine: HostEngine, device: Device | None) -> None:
+    engine.close()
+    if device is not None:
+        device.close()
+
+
+def _refuse_ranks() -> None:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise UnsupportedError(
+            f"the world size is {distributed.get_world_size()}, allowed is 1: gradients are not reduced across ranks yet"
+        )

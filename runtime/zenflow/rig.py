@@ -1,0 +1,120 @@
+"""Rigs: descriptions of an emulated accelerator, as TOML files.
+
+A rig has a `name`, an optional `source` (where its figures come from) and one of two tables. Rates are taken as
+they are; a timeline is a published synchronous step of some model, from which rates are derived so that the
+workload at hand has the same ratios.
+
+    [rates]     link_d2h_gbps  link_h2d_gbps  host_gbps  device_gbps  forward_ms  backward_ms
+    [timeline]  forward_ms  backward_ms  d2h_ms  host_ms  h2d_ms  scale  (device_ms)
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zenflow.errors import ConfigError
+
+_RATES = ("link_d2h_gbps", "link_h2d_gbps", "host_gbps", "device_gbps", "forward_ms", "backward_ms")
+_TIMELINE = ("forward_ms", "backward_ms", "d2h_ms", "host_ms", "h2d_ms", "scale")
+# Bytes that a timeline's times stand for, per element: a 2-byte gradient or weight, and one AdamW update on a
+# host (or a device) with 2-byte gradient and result.
+_LINK_BYTES = 2
+_UPDATE_BYTES = 28
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """An emulated accelerator for one workload: compute time of a step and rates in 10^9 bytes/s."""
+
+    name: str
+    source: str
+    forward_ms: float
+    backward_ms: float
+    link_d2h_gbps: float
+    link_h2d_gbps: float
+    host_gbps: float
+    device_gbps: float | None
+    """None: the runtime's own device kernels take no time."""
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class RigSpec:
+    """A rig file that was read and checked."""
+
+    name: str
+    source: str
+    table: str
+    values: Mapping[str, float]
+
+    @classmethod
+    def load(cls, path: Path) -> RigSpec:
+        """Read a rig file.
+
+        Raises:
+            ConfigError: the file cannot be read or a field is missing, unknown or not a positive number.
+        """
+        try:
+            document = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"rig is '{path}', allowed is a readable TOML file ({error.strerror})") from error
+        except ValueError as error:
+            raise ConfigError(f"rig is '{path}', allowed is a file of valid TOML ({error})") from error
+        return cls._from_document(document, path)
+
+    @classmethod
+    def _from_document(cls, document: Mapping[str, Any], path: Path) -> RigSpec:
+        tables = [name for name in ("rates", "timeline") if isinstance(document.get(name), dict)]
+        if len(tables) != 1:
+            raise ConfigError(f"rig '{path}' has {len(tables)} of the tables [rates] and [timeline], allowed is one")
+        unknown = set(document) - {"name", "source", *tables}
+        if unknown or not isinstance(document.get("name"), str):
+            what = f"the unknown key {sorted(unknown)[0]!r}" if unknown else "no name"
+            raise ConfigError(f"rig '{path}' has {what}, allowed are name, source and one table")
+        required = _RATES if tables[0] == "rates" else _TIMELINE
+        optional = () if tables[0] == "rates" else ("device_ms",)
+        table = document[tables[0]]
+        for key in required:
+            if key not in table:
+                raise ConfigError(f"rig '{path}' has no {tables[0]}.{key}, needed are {', '.join(required)}")
+        for key, value in table.items():
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if key not in required + optional or not number or not math.isfinite(value) or value <= 0:
+                raise ConfigError(
+                    f"rig '{path}' has {tables[0]}.{key} = {value!r}, "
+                    f"allowed are numbers > 0 for {', '.join(required + optional)}"
+                )
+        return cls(document["name"], str(document.get("source", "")), tables[0], table)
+
+    def for_elements(self, elements: int) -> Rig:
+        """The rig for a workload.
+
+        Args:
+            elements: number of elements that the timeline's times stand for: those that can be offloaded.
+        """
+        values = self.values
+        if self.table == "rates":
+            rates = {key: float(values[key]) for key in _RATES}
+            return Rig(self.name, self.source, scale=1.0, **rates)
+        scale = values["scale"]
+
+        def gbps(bytes_per_element: int, milliseconds: float) -> float:
+            return bytes_per_element * elements / (milliseconds * scale * 1e-3) / 1e9
+
+        device_ms = values.get("device_ms")
+        return Rig(
+            name=self.name,
+            source=self.source,
+            forward_ms=values["forward_ms"] * scale,
+            backward_ms=values["backward_ms"] * scale,
+            link_d2h_gbps=gbps(_LINK_BYTES, values["d2h_ms"]),
+            link_h2d_gbps=gbps(_LINK_BYTES, values["h2d_ms"]),
+            host_gbps=gbps(_UPDATE_BYTES, values["host_ms"]),
+            device_gbps=None if device_ms is None else gbps(_UPDATE_BYTES, device_ms),
+            scale=scale,
+        )

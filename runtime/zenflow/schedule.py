@@ -1,0 +1,76 @@
+"""When windows close, when their buckets become visible, when columns are selected. Pure integers, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the schedule says about one step."""
+
+    step: int
+    """Number of the step, from 1."""
+    window_steps: int
+    """n_w so far: steps in the open window, this one included."""
+    closes: bool
+    """Whether the window closes at this step."""
+    synchronous: bool
+    """Whether a window that closes here is applied here (warm-up, or no overlap)."""
+
+
+class WindowClock:
+    """Counts steps and closes windows; owned by one optimizer."""
+
+    def __init__(self, *, update_interval: int, warm_up: int, overlap: bool) -> None:
+        self._update_interval = update_interval
+        self._warm_up = warm_up
+        self._overlap = overlap
+        self._step = 0
+        self._window_steps = 0
+
+    @property
+    def step(self) -> int:
+        """Number of the last step that began (0 before the first)."""
+        return self._step
+
+    @property
+    def window_steps(self) -> int:
+        """Steps in the open window."""
+        return self._window_steps
+
+    def advance(self) -> StepPlan:
+        """Begin the next step. A window that closes here must be ended with `close()`."""
+        self._step += 1
+        self._window_steps += 1
+        warm = self._step <= self._warm_up
+        closes = warm or self._window_steps >= self._update_interval
+        return StepPlan(self._step, self._window_steps, closes, warm or not self._overlap)
+
+    def close(self) -> None:
+        """End the open window; the next step begins a new one."""
+        self._window_steps = 0
+
+
+def due_step(*, close_step: int, bucket: int, buckets: int, lag: int, window_steps: int) -> int:
+    """The step after which a bucket of an overlapped window becomes visible, if no window closes before.
+
+    `e_w + 1 + floor(b * min(L, n_w) / B)`: spread over the lag, so that H2D makes no spike.
+
+    Args:
+        close_step: e_w, the step that closed the window.
+        bucket: b, from 0 to buckets - 1, in forward order.
+        buckets: B.
+        lag: L, in steps.
+        window_steps: n_w, the steps in the window.
+    """
+    return close_step + 1 + bucket * min(lag, window_steps) // buckets
+
+
+def selects(step: int, select_interval: int) -> bool:
+    """Whether a step computes a new selection: 1, 1 + R, 1 + 2R, ...
+
+    One step after a multiple of R, so that with R a multiple of S the new columns are known on the host
+    long before the close at which they take effect.
+    """
+    return (step - 1) % select_interval == 0

@@ -1,0 +1,68 @@
+"""Which columns matter: importance, the top columns, and what changes when the selection does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+def importance(gradient: torch.Tensor) -> torch.Tensor:
+    """Per-column squared L2 norm.
+
+    Args:
+        gradient: [rows, columns], any floating dtype.
+
+    Returns:
+        [columns], fp32.
+    """
+    return gradient.float().square().sum(dim=0)
+
+
+def top_columns(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the `count` greatest scores; ties go to the lower index, non-finite scores count as 0.
+
+    Args:
+        scores: [columns], fp32.
+        count: number of columns to take.
+
+    Returns:
+        [count], int64, in order of falling score, on the device of `scores`.
+    """
+    finite = torch.nan_to_num(scores, nan=0.0, posinf=0.0, neginf=0.0)
+    return torch.sort(finite, descending=True, stable=True).indices[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A change of selection: pair i swaps the deferred column in `slots[i]` with the selected one in `places[i]`."""
+
+    slots: torch.Tensor
+    """[n] int64: host slots whose columns become selected."""
+    places: torch.Tensor
+    """[n] int64: positions of the selected state whose columns become deferred."""
+    to_selected: torch.Tensor
+    """[n] int64: the columns that become selected."""
+    to_deferred: torch.Tensor
+    """[n] int64: the columns that become deferred."""
+
+
+def plan_move(selected: torch.Tensor, slot_columns: torch.Tensor, wanted: torch.Tensor) -> Move | None:
+    """Pair the columns that change tier, each side in ascending order, so that every state has one free place to go.
+
+    Args:
+        selected: [n_sel] int64, the selected columns in state order.
+        slot_columns: [n_def] int64, the deferred column in each host slot.
+        wanted: [n_sel] int64, the new selection in any order.
+
+    Returns:
+        The move, or None where nothing changes. All tensors on the CPU.
+    """
+    leaving_selected = ~torch.isin(selected, wanted)
+    if not bool(leaving_selected.any()):
+        return None
+    places = leaving_selected.nonzero().squeeze(1)
+    slots = torch.isin(slot_columns, wanted).nonzero().squeeze(1)
+    places = places[torch.argsort(selected[places])]
+    slots = slots[torch.argsort(slot_columns[slots])]
+    return Move(slots, places, slot_columns[slots], selected[places])

@@ -1,0 +1,165 @@
+"""What a step cost: stall by cause, bytes on the link, host work. Resolved later, without synchronising."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from zenflow.device import Device, Mark, Transfer
+
+Cause = Literal["host", "h2d", "d2h", "select"]
+CAUSES: tuple[Cause, ...] = ("host", "h2d", "d2h", "select")
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes on the link since the last step, by purpose."""
+
+    d2h_bytes: int = 0
+    """Deferred gradients."""
+    h2d_bytes: int = 0
+    """Updated weights."""
+    index_bytes: int = 0
+    """Column indices, device scalars."""
+    migrated_bytes: int = 0
+    """State that moved between the tiers, masters that were read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A wait of the compute stream, between two marks with no work between them."""
+
+    begin: Mark
+    end: Mark
+    cpu_s: float
+    """Time that the training thread was blocked."""
+    d2h_end: Mark | None = None
+    """When the last gradient that the awaited work needed had arrived."""
+    h2d_begin: Mark | None = None
+    """When the copy back began."""
+    cause: Cause | None = None
+    """Set where the whole wait has one cause."""
+
+    def by_cause(self, device: Device) -> dict[Cause, float]:
+        """Seconds of device idle time by cause: D2H until the gradients were there, then host, then H2D."""
+        total = max(0.0, device.elapsed_s(self.begin, self.end))
+        if self.cause is not None:
+            return {self.cause: total}
+        d2h = 0.0 if self.d2h_end is None else min(total, max(0.0, device.elapsed_s(self.begin, self.d2h_end)))
+        h2d = 0.0
+        if self.h2d_begin is not None:
+            h2d = min(total - d2h, max(0.0, device.elapsed_s(self.h2d_begin, self.end)))
+        return {"d2h": d2h, "host": total - d2h - h2d, "h2d": h2d}
+
+
+@dataclass(slots=True)
+class Applied:
+    """Deferred gradients that became visible, for their staleness."""
+
+    elements: int = 0
+    element_steps: int = 0
+    max_steps: int = 0
+
+    def add(self, elements: int, steps: int) -> None:
+        """Count `elements` gradient elements that were applied `steps` steps after they were produced."""
+        self.elements += elements
+        self.element_steps += elements * steps
+        self.max_steps = max(self.max_steps, steps)
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step of an optimizer, from the end of the previous `step()` to the end of this one."""
+
+    step: int
+    step_ms: float | None
+    """Time between the two ends on the device's timeline; None for the first step."""
+    stall_ms: Mapping[Cause, float] | None
+    """Time that the compute stream waited because of offloading; None where there is no such stream."""
+    hidden_ms: float | None
+    """Time that the training thread was blocked beyond the stall; None where there is no stall."""
+    cpu_wait_ms: float
+    """Time that the training thread was blocked."""
+    closed: bool
+    """Whether a window closed in this step."""
+    d2h_bytes: int
+    h2d_bytes: int
+    index_bytes: int
+    migrated_bytes: int
+    host_ms: float
+    """Host update time of what became visible in this step."""
+    host_bytes: int
+    """Memory traffic of that host work."""
+    host_elements: int
+    """Deferred elements whose windows became visible in this step."""
+    staleness_mean_steps: float | None
+    """Mean over the deferred gradient elements that became visible; None where none did."""
+    staleness_max_steps: int | None
+    coverage: float | None
+    """Share of the offloaded gradient energy in the selected columns; None where nothing can be selected."""
+    churn: float | None
+    """Share of the selected columns that were exchanged at this step's close; None where no selection was due."""
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """A step's raw material until its marks have been passed."""
+
+    step: int
+    begin: Mark | None = None
+    end: Mark | None = None
+    closed: bool = False
+    waits: list[Wait] = field(default_factory=list)
+    traffic: Traffic = field(default_factory=Traffic)
+    applied: Applied = field(default_factory=Applied)
+    host_s: float = 0.0
+    host_bytes: int = 0
+    host_elements: int = 0
+    energy: tuple[torch.Tensor, Transfer] | None = None
+    """[2] fp32 in host memory: energy of the selected and of all offloaded columns."""
+    moved_columns: int = 0
+    selected_columns: int = 0
+    """Columns of the selections that were due at this step's close."""
+
+    def ready(self, device: Device) -> bool:
+        """Whether everything that `resolve` needs is there."""
+        arrived = self.energy is None or self.energy[1].done()
+        return arrived and self.end is not None and device.passed(self.end)
+
+    def resolve(self, device: Device) -> StepStats:
+        """Turn marks into milliseconds; only after `ready`."""
+        stall: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
+        for wait in self.waits:
+            for cause, seconds in wait.by_cause(device).items():
+                stall[cause] += 1e3 * seconds
+        cpu_wait_ms = 1e3 * sum(wait.cpu_s for wait in self.waits)
+        timed = device.has_streams
+        return StepStats(
+            step=self.step,
+            step_ms=None if self.begin is None else 1e3 * device.elapsed_s(self.begin, self.end),
+            stall_ms=stall if timed else None,
+            hidden_ms=max(0.0, cpu_wait_ms - sum(stall.values())) if timed else None,
+            cpu_wait_ms=cpu_wait_ms,
+            closed=self.closed,
+            d2h_bytes=self.traffic.d2h_bytes,
+            h2d_bytes=self.traffic.h2d_bytes,
+            index_bytes=self.traffic.index_bytes,
+            migrated_bytes=self.traffic.migrated_bytes,
+            host_ms=1e3 * self.host_s,
+            host_bytes=self.host_bytes,
+            host_elements=self.host_elements,
+            staleness_mean_steps=self.applied.element_steps / self.applied.elements if self.applied.elements else None,
+            staleness_max_steps=self.applied.max_steps if self.applied.elements else None,
+            coverage=self._coverage(),
+            churn=self.moved_columns / self.selected_columns if self.selected_columns else None,
+        )
+
+    def _coverage(self) -> float | None:
+        if self.energy is None:
+            return None
+        selected, offloaded = self.energy[0].tolist()
+        share = selected / offloaded if offloaded > 0 else None
+        return share if share is not None and 0 <= share <= 1.0001 else None

@@ -1,0 +1,246 @@
+"""One parameter and its three tiers: resident and selected columns on the device, deferred ones on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zenflow.control import StepControl
+from zenflow.deferred import Ahead, DeferredTier, reread
+from zenflow.device import Transfer
+from zenflow.errors import UnsupportedError
+from zenflow.host import Job
+from zenflow.layout import WeightPlan
+from zenflow.rules import AdamWHyper
+from zenflow.runtime import Runtime
+from zenflow.selection import Move, plan_move, top_columns
+from zenflow.state import ColumnState
+
+
+@dataclass(slots=True)
+class _Proposal:
+    """A selection that was computed on the device and is on its way to the host."""
+
+    columns: torch.Tensor
+    """[n_sel] int32 in host memory."""
+    transfer: Transfer
+
+
+class WeightState:
+    """Everything that the runtime knows of one parameter; the only owner of its state."""
+
+    def __init__(self, parameter: nn.Parameter, name: str, plan: WeightPlan, group: int, runtime: Runtime) -> None:
+        self.parameter = parameter
+        self.name = name
+        self.plan = plan
+        self.group = group
+        """Index of the parameter group whose hyperparameters apply."""
+        self.started = False
+        """Whether the masters were read, which happens at the first gradient."""
+        self.deferred: DeferredTier | None = None
+        self.in_flight = 0
+        """Bucket jobs that are not visible yet."""
+        self._runtime = runtime
+        self._resident: ColumnState | None = None
+        self._selected: ColumnState | None = None
+        self._selected_columns = torch.empty(0, dtype=torch.int64)
+        self._selected_index = self._selected_columns  # the same on the device
+        self._proposal: _Proposal | None = None
+        self._version = -1
+
+    @property
+    def selects(self) -> bool:
+        """Whether there is anything to choose between."""
+        return 0 < self.plan.selected < self.plan.offloaded
+
+    @property
+    def pending(self) -> bool:
+        """Whether a selection takes effect at the next close."""
+        return self._proposal is not None
+
+    @property
+    def _whole(self) -> bool:
+        """Whether the parameter is wholly resident; its state then is one row."""
+        return self.plan.resident == self.plan.columns
+
+    def _matrix(self) -> torch.Tensor:
+        return self.plan.view(self.parameter.detach())
+
+    # --- start -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Read the masters; at the first gradient, after `propose` where something is to be selected."""
+        if self._whole:
+            self._resident = ColumnState(self._flat_master(), self._runtime.rule.moments)
+        else:
+            self._start_columns(self._matrix())
+        self._runtime.device.charge(2 * self.parameter.nbytes)
+        self.started = True
+        self._version = self.parameter._version
+
+    def _flat_master(self) -> torch.Tensor:
+        weights = self.parameter.detach()
+        if weights.dtype == torch.float32 and weights.is_contiguous():
+            return weights.view(1, -1)  # the parameter is its own master
+        return weights.reshape(1, -1).to(torch.float32, copy=True)
+
+    def _start_columns(self, matrix: torch.Tensor) -> None:
+        plan, runtime = self.plan, self._runtime
+        if plan.resident:
+            self._resident = self._device_state(matrix[:, : plan.resident].t())
+        offloaded = torch.arange(plan.resident, plan.columns)
+        if plan.selected:
+            self._selected_columns = self._take_proposal() if self.pending else offloaded
+            self._selected_index = runtime.send_index(self._selected_columns)
+            self._selected = self._device_state(matrix.t().index_select(0, self._selected_index))
+        if plan.deferred:
+            columns = offloaded[~torch.isin(offloaded, self._selected_columns)]
+            self.deferred = DeferredTier(self.name, plan, self.parameter.dtype, columns, runtime)
+            self.deferred.read_masters(matrix, keep=False)
+
+    def _device_state(self, columns: torch.Tensor) -> ColumnState:
+        return ColumnState(columns.to(torch.float32, copy=True).contiguous(), self._runtime.rule.moments)
+
+    # --- weights written by others ---------------------------------------------------------------------------------
+
+    def take_outside_writes(self) -> None:
+        """Read masters again where somebody else wrote to the parameter since we did.
+
+        Raises:
+            UnsupportedError: host updates of it are in flight, which were computed from the old values.
+        """
+        if not self.started or self.parameter._version == self._version:
+            return
+        if self.in_flight:
+            raise UnsupportedError(
+                f"parameter {self.name} was written to while host updates of it were in flight; "
+                "call optimizer.flush() before you write to weights"
+            )
+        if self._whole:
+            self._reread(self._resident, self.parameter.detach().reshape(1, -1))
+        else:
+            columns = self._matrix().t()
+            self._reread(self._resident, columns[: self.plan.resident])
+            if self._selected is not None:
+                self._reread(self._selected, columns.index_select(0, self._selected_index))
+            if self.deferred is not None:
+                self.deferred.read_masters(self._matrix(), keep=True)
+        self._version = self.parameter._version
+
+    def _reread(self, state: ColumnState | None, columns: torch.Tensor) -> None:
+        if state is not None and not self._is_own_master(state):
+            state.master.copy_(reread(state.master, columns))
+
+    def _is_own_master(self, state: ColumnState) -> bool:
+        return state.master.data_ptr() == self.parameter.data_ptr()
+
+    # --- selection -------------------------------------------------------------------------------------------------
+
+    def propose(self, scores: torch.Tensor, skip: torch.Tensor | None) -> None:
+        """Select by a gradient's importance; takes effect at the next close (in `start` the first time).
+
+        Args:
+            scores: [columns] fp32.
+            skip: 0-dim bool; where true the selection stays as it is.
+        """
+        plan = self.plan
+        columns = top_columns(scores[plan.resident :], plan.selected) + plan.resident
+        if skip is not None and self.started:
+            columns = torch.where(skip, self._selected_index, columns)
+        self._proposal = _Proposal(*self._runtime.fetch(columns.int()))
+        self._runtime.traffic.index_bytes += self._proposal.columns.nbytes
+
+    def selected_energy(self, scores: torch.Tensor) -> torch.Tensor:
+        """[2] fp32: energy in the selected and in all offloaded columns."""
+        offloaded = scores[self.plan.resident :].sum()
+        return torch.stack([scores.index_select(0, self._selected_index).sum(), offloaded])
+
+    def resolve_pending(self) -> Move | None:
+        """Take the pending selection, waiting for it; None where it changes nothing."""
+        assert self.deferred is not None
+        return plan_move(self._selected_columns, self.deferred.slot_columns, self._take_proposal())
+
+    def _take_proposal(self) -> torch.Tensor:
+        assert self._proposal is not None
+        proposal, self._proposal = self._proposal, None
+        self._runtime.device.block_on(proposal.transfer)
+        return proposal.columns.long()
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+
+    def update_on_device(self, gradient: torch.Tensor, hyper: AdamWHyper, control: StepControl | None) -> None:
+        """Update the resident and the selected columns and write their weights.
+
+        Args:
+            gradient: in the parameter's shape.
+            hyper: the group's hyperparameters.
+            control: factor and skip flag.
+        """
+        touched = 0
+        if self._resident is not None and self._whole:
+            self._update(self._resident, gradient.reshape(1, -1), hyper, control)
+            if not self._is_own_master(self._resident):
+                self.parameter.copy_(self._resident.master.view(self.parameter.shape))
+            touched = self.parameter.numel()
+        elif self._resident is not None:
+            self._update(self._resident, self.plan.view(gradient)[:, : self.plan.resident].t(), hyper, control)
+            self._matrix()[:, : self.plan.resident].copy_(self._resident.master.t())
+            touched = self._resident.master.numel()
+        if self._selected is not None:
+            rows = self.plan.view(gradient).t().index_select(0, self._selected_index)
+            self._update(self._selected, rows, hyper, control)
+            self.scatter(self._selected_index, self._selected.master)
+            touched += self._selected.master.numel()
+        self._runtime.device.charge(touched * (24 + 2 * self.parameter.element_size()))
+        self._version = self.parameter._version
+
+    def _update(self, state: ColumnState, rows: torch.Tensor, hyper: AdamWHyper, control: StepControl | None) -> None:
+        if control is None:
+            state.update(self._runtime.rule, rows.float(), hyper)
+        else:
+            state.update(self._runtime.rule, rows.float().mul(control.factor), hyper, skip=control.skip)
+
+    def scatter(self, columns: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write columns into the weights, rounded to their dtype.
+
+        Args:
+            columns: [n] int64 on the device.
+            rows: [n, rows] in any floating dtype.
+        """
+        self._matrix().index_copy_(1, columns, rows.t().to(self.parameter.dtype))
+        self._version = self.parameter._version
+
+    # --- a change of selection -------------------------------------------------------------------------------------
+
+    def begin_move(self, move: Move, closing: AdamWHyper, ahead: Ahead | None) -> Job:
+        """Exchange states between the tiers: what leaves the deferred one is brought up to date first.
+
+        Args:
+            move: the columns.
+            closing: hyperparameters of the closing step.
+            ahead: what `DeferredTier.send_ahead` sent, where the closing step has a gradient.
+
+        Returns:
+            The job whose result `finish_move` takes.
+        """
+        assert self.deferred is not None and self._selected is not None
+        leave = self.deferred.submit_leave(move, closing, ahead)
+        self.deferred.submit_join(move, self._selected.pack(self._runtime.send_index(move.places)))
+        return leave
+
+    def finish_move(self, move: Move, state: torch.Tensor) -> None:
+        """Take over the state of the columns that become selected, and make their weights visible.
+
+        Args:
+            move: the columns.
+            state: [n, packed_columns] int32 on the device.
+        """
+        assert self.deferred is not None and self._selected is not None
+        places = self._runtime.send_index(move.places)
+        self._selected.unpack(places, state)
+        self.scatter(self._runtime.send_index(move.to_selected), self._selected.master.index_select(0, places))
+        self._selected_columns[move.places] = move.to_selected
+        self._selected_index = self._runtime.send_index(self._selected_columns)
+        self.deferred.rename(move)

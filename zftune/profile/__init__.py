@@ -1,0 +1,1 @@
+"""Profiling: measuring, the document, its verdict and its screen."""

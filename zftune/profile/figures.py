@@ -1,0 +1,158 @@
+"""The figures of a run, one line each: what, how much, and where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from zftune.profile.units import ms, number, percent, size
+
+Document = Mapping[str, Any]
+
+
+class Figure(NamedTuple):
+    """A line: its name, the value with units, and the document's fields that it shows."""
+
+    name: str
+    value: str
+    fields: tuple[str, ...]
+
+
+def figures(document: Document, *, wide: bool) -> RenderableType:
+    """All figures as a grid; the sources stand at the right where there is room, else under one another dim."""
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(ratio=1)
+    if wide:
+        grid.add_column(style="dim italic", justify="right", no_wrap=True)
+    for figure in _lines(document):
+        sources = _sources(document, figure.fields)
+        if wide:
+            grid.add_row(figure.name, Text(figure.value), sources)
+        else:
+            grid.add_row(figure.name, Text.assemble(figure.value, (f"  {sources}", "dim italic")))
+    return grid
+
+
+def _sources(document: Document, fields: tuple[str, ...]) -> str:
+    """Where the fields come from, without repetition: the most specific entry that each has."""
+    found: dict[str, None] = {}
+    for field in fields:
+        exact = [source for name, source in document["sources"].items() if name.startswith(f"{field}.")]
+        whole = document["sources"].get(field)
+        found.update(dict.fromkeys([whole] if whole is not None else []) | dict.fromkeys(exact))
+    return f"[{', '.join(found)}]" if found else ""
+
+
+def _lines(document: Document) -> Iterator[Figure]:
+    yield Figure("knobs", _knobs(document["knobs"]), ())
+    yield Figure("speed", _speed(document), ("throughput",))
+    for name, show, fields in _GROUPS:
+        value = " · ".join(part for part in show(document) if part)
+        if value:
+            yield Figure(name, value, fields)
+
+
+def _knobs(knobs: Mapping[str, Any]) -> str:
+    shown = [f"topk_ratio {knobs['topk_ratio']:g}", f"update_interval {knobs['update_interval']}"]
+    shown += [f"select_interval {knobs['select_interval']}", f"offload_ratio {knobs['offload_ratio']:g}"]
+    shown += [f"overlap_step {'on' if knobs['overlap_step'] else 'off'}", f"pipeline {knobs['pipeline']}"]
+    return " · ".join(shown)
+
+
+def _speed(document: Document) -> str:
+    rate, steps = document["throughput"], document["steps"]
+    return (
+        f"{number(rate['steps_per_s'])} steps/s · {number(rate['tokens_per_s'])} tokens/s · "
+        f"{steps['measured']} steps measured, {steps['discarded']} discarded, seed {document['seed']}"
+    )
+
+
+def _phases(document: Document) -> list[str]:
+    phases = document["phases_ms"] or {}
+    parts = [f"{name} {number(value)}" for name, value in phases.items() if value is not None]
+    return [", ".join(parts) + " ms"] if parts else []
+
+
+def _hidden(document: Document) -> list[str]:
+    hidden = document["hidden_ms_per_step"]
+    return [f"{ms(hidden)} of waits a step run beside compute"] if hidden is not None else []
+
+
+def _link(document: Document) -> list[str]:
+    link = document["link"] or {}
+    parts = [f"{title} {size(link[key])}/step" for title, key in _DIRECTIONS if link.get(key) is not None]
+    if link.get("bytes_over_model_bytes") is not None:
+        parts.append(f"{number(link['bytes_over_model_bytes'])} × the model's bytes")
+    return parts
+
+
+_DIRECTIONS = (("D2H", "d2h_bytes_per_step"), ("H2D", "h2d_bytes_per_step"))
+
+
+def _host(document: Document) -> list[str]:
+    host = document["host"] or {}
+    parts = [f"{ms(host['update_ms'])} a pass" if host.get("update_ms") is not None else ""]
+    gbps, ceiling = host.get("gbps"), host.get("ceiling_gbps")
+    if gbps is not None and ceiling is not None:
+        parts.append(f"{number(gbps)} of {number(ceiling)} GB/s ({percent(gbps / ceiling)})")
+    elif gbps is not None:
+        parts.append(f"{number(gbps)} GB/s")
+    if host.get("bytes_per_element") is not None:
+        parts.append(f"{number(host['bytes_per_element'])} bytes/element")
+    return parts
+
+
+def _selection(document: Document) -> list[str]:
+    selection = document["selection"] or {}
+    parts = []
+    if selection.get("coverage") is not None:
+        parts.append(f"covers {percent(selection['coverage'])} of the gradient energy")
+    if selection.get("churn") is not None:
+        parts.append(f"a reselection replaces {percent(selection['churn'])}")
+    return parts
+
+
+def _staleness(document: Document) -> list[str]:
+    staleness = document["staleness"]
+    return [f"mean {number(staleness['mean'])} steps", f"most {staleness['max']}"] if staleness is not None else []
+
+
+def _memory(document: Document) -> list[str]:
+    memory = document["memory"]
+    names = {
+        "device_peak_bytes": "device peak",
+        "host_state_bytes": "host state",
+        "host_log_bytes": "gradient log",
+        "host_staging_bytes": "staging",
+    }
+    return [f"{title} {size(memory[key])}" for key, title in names.items() if memory[key] is not None]
+
+
+def _nvml(document: Document) -> list[str]:
+    nvml = document["nvml"] or {}
+    units = {"utilisation_percent": "% busy", "power_w": " W", "sm_clock_mhz": " MHz", "pcie_tx_gbps": " GB/s D2H"}
+    parts = [f"{number(nvml[key])}{unit}" for key, unit in units.items() if key in nvml]
+    return [*parts, *nvml.get("throttle_reasons", [])]
+
+
+def _overhead(document: Document) -> list[str]:
+    overhead = document["overhead_fraction"]
+    return [f"measuring takes {percent(overhead)} of a step"] if overhead is not None else []
+
+
+_GROUPS = (
+    ("phases", _phases, ("phases_ms",)),
+    ("hidden", _hidden, ("hidden_ms_per_step",)),
+    ("link", _link, ("link",)),
+    ("host update", _host, ("host",)),
+    ("selection", _selection, ("selection",)),
+    ("staleness", _staleness, ("staleness",)),
+    ("memory", _memory, ("memory",)),
+    ("NVML", _nvml, ("nvml",)),
+    ("overhead", _overhead, ("overhead_fraction",)),
+)

@@ -1,0 +1,138 @@
+"""`zftune.profile/1`: the shape of a profile document, and its check.
+
+The JSON Schema says which fields there are, of what type and unit, and which may be null. `validate` adds what
+JSON Schema cannot say: numbers are finite, everything that is null has its reason, every figure has its source,
+and figures that follow from each other agree.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from zftune.errors import ProfileError
+
+SCHEMA_NAME = "zftune.profile/1"
+CAUSES = ("host", "h2d", "d2h", "select", "comm", "data")
+
+# Null has a meaning of its own there: no rig, an uncharged device, a knob that is off.
+_NULL_IS_A_VALUE = ("rig", "rig.device_gbps")
+_FIGURES = (
+    "step_ms",
+    "throughput",
+    "phases_ms",
+    "stall",
+    "hidden_ms_per_step",
+    "link",
+    "host",
+    "memory",
+    "selection",
+    "staleness",
+    "practicality",
+    "baselines",
+    "nvml",
+    "overhead_fraction",
+)
+# Sums and quotients may be rounded in the document.
+_RELATIVE = 0.02
+_ABSOLUTE_MS = 0.05
+
+
+@cache
+def schema() -> dict[str, Any]:
+    """The JSON Schema (2020-12) of a profile document. Do not change what is returned."""
+    text = resources.files(__name__).joinpath("profile.schema.json").read_text(encoding="utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def validate(document: Mapping[str, Any]) -> None:
+    """Check a profile document.
+
+    Raises:
+        ProfileError: the document is not a valid profile; names the path of the first fault.
+    """
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import best_match
+
+    error = best_match(Draft202012Validator(schema()).iter_errors(document))
+    if error is not None:
+        path = ".".join(str(part) for part in error.absolute_path) or "the document"
+        raise ProfileError(f"profile: {path}: {_short(error.message)}")
+    for fault in _faults(document):
+        raise ProfileError(f"profile: {fault}")
+
+
+def _faults(document: Mapping[str, Any]) -> Iterator[str]:
+    for path, value in _leaves(document):
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{path}: {value} is not a finite number"
+        if value is None and not _null_is_explained(document, path):
+            yield f'{path}: is null, and "missing" gives no reason'
+    yield from _unnamed_sources(document)
+    yield from _disagreements(document)
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that holds no others, with its dotted path."""
+    if isinstance(value, Mapping):
+        children: Any = value.items()
+    elif isinstance(value, (list, tuple)):
+        children = enumerate(value)
+    else:
+        yield path, value
+        return
+    for key, child in children:
+        yield from _leaves(child, f"{path}.{key}" if path else str(key))
+
+
+def _null_is_explained(document: Mapping[str, Any], path: str) -> bool:
+    if path in _NULL_IS_A_VALUE or "knobs" in path.split("."):
+        return True
+    parts = path.split(".")
+    if any(".".join(parts[:length]) in document["missing"] for length in range(1, len(parts) + 1)):
+        return True
+    # hardware and software bring their own reasons, relative to themselves
+    return parts[0] in ("hardware", "software") and ".".join(parts[1:]) in document[parts[0]]["missing"]
+
+
+def _unnamed_sources(document: Mapping[str, Any]) -> Iterator[str]:
+    sources = document["sources"]
+    for figure in _FIGURES:
+        named = any(name.partition(".")[0] == figure for name in sources)
+        if document[figure] is not None and not named:
+            yield f'{figure}: "sources" does not say where it comes from'
+    for name in sources:
+        if name.partition(".")[0] not in document:
+            yield f"sources.{name}: names no field of the profile"
+
+
+def _disagreements(document: Mapping[str, Any]) -> Iterator[str]:
+    runs = {"": document}
+    for name, baseline in (document["baselines"] or {}).items():
+        if baseline is not None:
+            runs[f"baselines.{name}."] = baseline
+            if not _close(baseline["speedup"], baseline["step_ms"]["mean"] / document["step_ms"]["mean"]):
+                yield f"baselines.{name}.speedup: is not the baseline's mean step over this run's"
+    for prefix, run in runs.items():
+        step, stall = run["step_ms"], run["stall"]
+        if step["p50"] > step["p95"]:
+            yield f"{prefix}step_ms: p50 is above p95"
+        if stall is None:
+            continue
+        if not _close(sum(stall["by_cause"].values()), stall["ms_per_step"], _ABSOLUTE_MS):
+            yield f"{prefix}stall.by_cause: does not add up to ms_per_step"
+        if not _close(stall["fraction"] * step["mean"], stall["ms_per_step"], _ABSOLUTE_MS + _RELATIVE * step["mean"]):
+            yield f"{prefix}stall.fraction: is not ms_per_step over the mean step"
+
+
+def _close(value: float, other: float, absolute: float = 0.0) -> bool:
+    return math.isclose(value, other, rel_tol=_RELATIVE, abs_tol=absolute)
+
+
+def _short(message: str, limit: int = 200) -> str:
+    return message if len(message) <= limit else message[: limit - 1] + "…"

@@ -1,0 +1,184 @@
+"""A profile on one screen: verdict, where a step's time goes, the systems beside each other, the figures.
+
+Fits 100 columns, and narrower terminals with fewer of the table's columns. Nothing is told by colour alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from zftune.profile.bars import Bar, Kind, StackedBar
+from zftune.profile.figures import figures
+from zftune.profile.systems import System, systems
+from zftune.profile.units import amount, number, percent, times
+
+Document = Mapping[str, Any]
+
+_WIDE = 96
+_MAX_WIDTH = 110
+_COMPUTE = Kind("compute", "█", "#", "green")
+_CAUSES = {
+    "host": Kind("host", "▓", "H", "red"),
+    "h2d": Kind("h2d", "▒", "U", "yellow"),
+    "d2h": Kind("d2h", "░", "D", "magenta"),
+    "select": Kind("select", "╱", "S", "cyan"),
+    "comm": Kind("comm", "≈", "C", "blue"),
+    "data": Kind("data", "·", "L", "bright_black"),
+}
+_MEANINGS = {
+    "host": "waits for the host update",
+    "h2d": "weights up",
+    "d2h": "gradients down",
+    "select": "selection",
+    "comm": "communication",
+    "data": "next batch",
+}
+
+
+def render(document: Document) -> RenderableType:
+    """The whole screen of a valid profile document, to be printed by a rich console."""
+    return _Screen(document)
+
+
+class _Screen:
+    def __init__(self, document: Document) -> None:
+        self._document = document
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(options.max_width, _MAX_WIDTH)
+        rows = systems(self._document)
+        parts = (
+            _verdict(self._document),
+            _heading("where a step's time goes"),
+            _bars(rows),
+            _heading("the systems beside each other"),
+            _table(rows, wide=width >= _WIDE),
+            _heading("this run in figures"),
+            figures(self._document, wide=width >= _WIDE),
+            Text(),
+            _notes(self._document),
+        )
+        yield from console.render(Group(*parts), options.update_width(width))
+
+
+def _heading(text: str) -> RenderableType:
+    return Rule(Text(text, style="bold"), align="left", style="dim")
+
+
+def _verdict(document: Document) -> RenderableType:
+    workload = document["workload"]
+    title = Text.assemble(
+        ("zftune profile", "bold"),
+        f" · {workload['model']}, {amount(workload['parameters'])} parameters, {workload['dtype']}",
+        f" · {workload['micro_batch']} × {workload['sequence']} tokens",
+    )
+    sentences = [Text(sentence) for sentence in document["verdict"]] or [Text("No verdict.", style="dim")]
+    sentences[0].stylize("bold")
+    color = _verdict_color(document)
+    return Panel(Group(*sentences), title=title, title_align="left", border_style=color, box=box.ROUNDED, padding=(0, 1))
+
+
+def _verdict_color(document: Document) -> str:
+    stall = document["stall"]
+    if any(sentence.startswith("Do not offload") for sentence in document["verdict"]):
+        return "red"
+    if stall is None:
+        return "bright_black"
+    return "green" if stall["fraction"] < 0.05 else "yellow" if stall["fraction"] < 0.25 else "red"
+
+
+def _bars(rows: list[System]) -> RenderableType:
+    """A bar for each system, all on one time scale, and what the fills mean."""
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(justify="right", no_wrap=True)
+    scale = max(row.mean_ms for row in rows)
+    for row in rows:
+        bar = StackedBar(_bar(row), scale)
+        grid.add_row(Text(row.name, style=row.style), bar, Text(f"{number(row.mean_ms)} ms", style=row.style))
+    seen = {kind.name for row in rows for kind, length in _bar(row).parts if length > 0}
+    grid.add_row("", _Legend(seen), "")
+    return grid
+
+
+def _bar(row: System) -> Bar:
+    waits = row.by_cause or {}
+    compute = max(0.0, row.mean_ms - sum(waits.values()))
+    return Bar([(_COMPUTE, compute), *((_CAUSES[cause], waits[cause]) for cause in _CAUSES if cause in waits)])
+
+
+class _Legend:
+    def __init__(self, seen: set[str]) -> None:
+        self._seen = seen
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        parts = []
+        for kind in (_COMPUTE, *_CAUSES.values()):
+            if kind.name in self._seen:
+                fill = kind.ascii_fill if options.ascii_only else kind.fill
+                meaning = _MEANINGS.get(kind.name, "")
+                parts.append(Text.assemble((fill * 2, kind.style), f" {kind.name}", (f" {meaning}" if meaning else "", "dim")))
+        yield Text("   ").join(parts)
+
+
+def _table(rows: list[System], *, wide: bool) -> RenderableType:
+    table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("system", no_wrap=True)
+    for title in ("p50 ms", "p95 ms", "stall", "stall ms"):
+        table.add_column(title, justify="right", no_wrap=True)
+    if wide:
+        table.add_column("of which, ms", ratio=1)
+    table.add_column("vs ZeRO-Offload" if wide else "vs ZeRO", justify="right", no_wrap=True)
+    table.add_column("practicality" if wide else "practic.", justify="right", no_wrap=True)
+    for row in rows:
+        cells = [row.name, number(row.p50_ms), number(row.p95_ms), *_stall_cells(row)]
+        if wide:
+            cells.append(_causes(row))
+        cells += [_known(row.against_zero_offload, times), _known(row.practicality, percent)]
+        table.add_row(*cells, style=row.style)
+    return table
+
+
+def _stall_cells(row: System) -> tuple[str, str]:
+    return _known(row.stall_fraction, percent), _known(row.stall_ms, number)
+
+
+def _causes(row: System) -> str:
+    if row.by_cause is None:
+        return "–"
+    parts = [f"{cause} {number(value)}" for cause, value in row.by_cause.items() if value > 0]
+    return " · ".join(parts) or "–"
+
+
+def _known(value: float | None, show: Any) -> str:
+    return "–" if value is None else str(show(value))
+
+
+def _notes(document: Document) -> RenderableType:
+    return Group(*(Padding(note, 0) for note in _note_lines(document)))
+
+
+def _note_lines(document: Document) -> Iterator[Text]:
+    rig = document["rig"]
+    if rig is not None:
+        slack = rig["slack"]
+        late = f"{rig['late_segments']:,} of {rig['segments']:,} segments late"
+        yield Text.assemble(
+            (f"Emulated: times come from the rig {rig['name']}, not from a GPU", "bold yellow"),
+            f" ({rig['source']}; forward {number(rig['forward_ms'])} ms, backward {number(rig['backward_ms'])} ms, link ",
+            f"{number(rig['link_d2h_gbps'])}/{number(rig['link_h2d_gbps'])} GB/s, host {number(rig['host_gbps'])} GB/s). ",
+            f"Padding: {late}, slack {number(slack['p50_ms'])} ms median and {number(slack['min_ms'])} ms least, ",
+            f"real work fills {percent(slack['fraction_used_p50'])} of its pad.",
+        )
+    for name, reason in document["missing"].items():
+        yield Text(f"missing  {name}: {reason}", style="dim")
