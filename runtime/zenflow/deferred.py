@@ -47,6 +47,8 @@ class BucketJob:
     """[n] int64 on the device: where the result belongs."""
     job: Job
     entries: list[LogEntry]
+    gradients: Transfer
+    """The last of the gradients that the job waits for."""
 
 
 class DeferredTier:
@@ -169,7 +171,7 @@ class DeferredTier:
         inputs = _transfers(entries) + ([bucket.sent] if bucket.sent is not None else []) + barrier
         nbytes = _update_bytes(result.numel(), entries, self._dtype.itemsize)
         job = self._submit(f"updating {self._name}", work, nbytes, inputs, result)
-        return BucketJob(bucket, columns, job, entries)
+        return BucketJob(bucket, columns, job, entries, barrier[-1] if barrier else entries[-1].transfer)
 
     def send_ahead(self, matrix: torch.Tensor, move: Move) -> Ahead:
         """Send the closing step's gradient of the columns that leave the tier, ahead of everything else.

@@ -126,6 +126,9 @@ class Device(ABC):
         """Peak of the device memory in use, or None where there is no such memory."""
         return None
 
+    def reset_peaks(self) -> None:  # noqa: B027
+        """Forget what was counted so far: the peak of the memory, on a rig the slack."""
+
     def close(self) -> None:  # noqa: B027
         """End the device's own threads."""
 
@@ -262,6 +265,21 @@ class CudaDevice(Device):
 
     def peak_bytes(self) -> int | None:
         return int(torch.cuda.max_memory_allocated(self.torch_device))
+
+    def reset_peaks(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+
+def default_torch_device() -> torch.device:
+    """The current GPU where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def device_name(torch_device: torch.device) -> str:
+    """What a report calls a device."""
+    return torch.cuda.get_device_name(torch_device) if torch_device.type == "cuda" else "cpu"
 
 
 def in_backward() -> bool:

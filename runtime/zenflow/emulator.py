@@ -36,12 +36,15 @@ class Slack:
     """Time by which this machine's host was slower than the rig's."""
     margins_s: list[float] = field(default_factory=list)
     """Per segment: pad's end minus the moment when the real work was done."""
+    used: list[float] = field(default_factory=list)
+    """Per segment: processor time of the training thread since the segment before, as a share of the pad."""
 
-    def add(self, margin_s: float) -> None:
+    def add(self, margin_s: float, used: float) -> None:
         """Count one segment."""
         self.segments += 1
         self.late += margin_s < 0
         self.margins_s.append(margin_s)
+        self.used.append(used)
 
 
 class _LinkTransfer(Transfer):
@@ -89,7 +92,7 @@ class _Link:
             transfer, source, target = item
             try:
                 target.copy_(source)
-            except Exception as error:  # raised again in the thread that waits for the copy
+            except Exception as error:  # noqa: BLE001 - raised again in the thread that waits for the copy
                 transfer.deliver(error)
                 continue
             _sleep_until(transfer.end)
@@ -114,6 +117,7 @@ class EmulatedAccelerator(Device):
         self.torch_device = torch.device("cpu")
         self._compute_t = time.monotonic()
         self._host_t = 0.0
+        self._worked_s = time.thread_time()
         self._pads: _Pads | None = None
         self._d2h = _Link("d2h", rig.link_d2h_gbps)
         self._h2d = _Link("h2d", rig.link_h2d_gbps)
@@ -175,6 +179,9 @@ class EmulatedAccelerator(Device):
         if self.rig.device_gbps is not None:
             self._compute_t += nbytes / (self.rig.device_gbps * 1e9)
 
+    def reset_peaks(self) -> None:
+        self.slack = Slack()
+
     def close(self) -> None:
         self._d2h.close()
         self._h2d.close()
@@ -182,7 +189,8 @@ class EmulatedAccelerator(Device):
     def _segment(self, pad_s: float) -> None:
         self._compute_t += pad_s
         margin_s = self._compute_t - time.monotonic()
-        self.slack.add(margin_s)
+        worked_s, self._worked_s = time.thread_time() - self._worked_s, time.thread_time()
+        self.slack.add(margin_s, worked_s / pad_s)
         if margin_s < 0:
             self._compute_t -= margin_s
 

@@ -131,6 +131,7 @@ class HostEngine:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
         self._thread.start()
 
@@ -151,17 +152,19 @@ class HostEngine:
         return job
 
     def close(self) -> None:
-        """Finish what was submitted and end the worker."""
-        if self.alive:
-            self._queue.put(None)
-            self._thread.join()
+        """End the worker after the job that it is at; jobs behind it fail."""
+        self._closing = True
+        self._queue.put(None)
+        self._thread.join()
 
     def _run(self) -> None:
         self._device.enter_thread()
         while (job := self._queue.get()) is not None:
             try:
+                if self._closing:
+                    raise HostEngineError("the host engine was closed")
                 self._do(job)
-            except BaseException as error:  # raised again in the training thread by Job.wait
+            except BaseException as error:  # noqa: BLE001 - raised again in the training thread by Job.wait
                 job.finish(error)
             else:
                 job.finish()

@@ -181,9 +181,15 @@ class ZenFlowAdamW(Optimizer):
         self._resolve()
         return self._history[-1] if self._history else None
 
-    def history(self) -> list[StepStats]:
-        """The last steps that could be resolved without waiting, oldest first (4096 at most)."""
-        self._resolve()
+    def history(self, *, wait: bool = False) -> list[StepStats]:
+        """The last steps that could be resolved, oldest first (4096 at most).
+
+        Args:
+            wait: wait for the device, so that the newest step is among them.
+        """
+        for record in self._records if wait else ():
+            record.wait(self._device)
+        self._resolve(lag=0 if wait else _RESOLVE_LAG)
         return list(self._history)
 
     def host_bytes(self) -> dict[str, int]:
@@ -195,12 +201,22 @@ class ZenFlowAdamW(Optimizer):
         return total
 
     def close(self) -> None:
-        """Apply what is pending and end the host engine; afterwards `step()` fails."""
+        """Apply what is pending and end the host engine; afterwards `step()` fails.
+
+        Raises:
+            HostEngineError: host work failed; the engine is ended all the same.
+        """
         if self._finalizer.alive:
-            self.flush()
-            if self._waits is not None:
-                self._waits.remove()
-            self._finalizer()
+            try:
+                self.flush()
+            finally:
+                self.abandon()
+
+    def abandon(self) -> None:
+        """End the host engine without applying what is pending, for a model that is no longer needed."""
+        if self._waits is not None:
+            self._waits.remove()
+        self._finalizer()
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
@@ -233,6 +249,7 @@ class ZenFlowAdamW(Optimizer):
         self._device.begin_step()
         if self._waits is not None:
             self._waits.begin_step()
+        self._resolve()  # here, where the device has backward to work on
         if self._last_end is not None:
             self._device.wait_for(self._last_end)  # bounds the training thread's run-ahead to one step
         live = [(weight, _gradient(weight)) for weight in self._weights if weight.parameter.grad is not None]
@@ -266,7 +283,7 @@ class ZenFlowAdamW(Optimizer):
 
     def _control(self, live: Live) -> StepControl | None:
         control = step_control(
-            [gradient for _, gradient in live],
+            [weight.parameter.grad for weight, _ in live if weight.parameter.grad is not None],
             max_grad_norm=self.config.max_grad_norm,
             skip_nonfinite=self.config.skip_nonfinite,
             grad_scale=getattr(self, "grad_scale", None),  # GradScaler sets and deletes these two around step()
@@ -307,10 +324,9 @@ class ZenFlowAdamW(Optimizer):
         self._records.append(record)
         self._record = StepRecord(step=step + 1)
         self._last_end = end
-        self._resolve()
 
-    def _resolve(self) -> None:
-        while len(self._records) > _RESOLVE_LAG and self._records[0].ready(self._device):
+    def _resolve(self, lag: int = _RESOLVE_LAG) -> None:
+        while len(self._records) > lag and self._records[0].ready(self._device):
             self._history.append(self._records.popleft().resolve(self._device))
 
 

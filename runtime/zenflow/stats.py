@@ -129,6 +129,12 @@ class StepRecord:
         arrived = self.energy is None or self.energy[1].done()
         return arrived and self.end is not None and device.passed(self.end)
 
+    def wait(self, device: Device) -> None:
+        """Block until the record is ready."""
+        device.wait_for(self.end)
+        if self.energy is not None:
+            self.energy[1].wait()
+
     def resolve(self, device: Device) -> StepStats:
         """Turn marks into milliseconds; only after `ready`."""
         stall: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)

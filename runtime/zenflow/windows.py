@@ -157,8 +157,7 @@ class Windows:
         rows = job.receive(self._runtime.engine)
         cpu_s = time.perf_counter() - cpu_begin
         assert job.transfer is not None
-        d2h_end = window.entries[-1].transfer.end
-        record.waits.append(Wait(begin, self._device.mark(), cpu_s, d2h_end, job.transfer.begin))
+        record.waits.append(Wait(begin, self._device.mark(), cpu_s, window.gradients.end, job.transfer.begin))
         weight.scatter(window.columns, rows)
         self._device.charge(2 * rows.nbytes)
         window.bucket.sent = job.transfer

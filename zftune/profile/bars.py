@@ -58,12 +58,12 @@ def cells(lengths: Sequence[float], scale: float, width: int) -> list[int]:
 
 
 def _part(kind: Kind, length: float, width: int, *, ascii_only: bool) -> RenderResult:
-    """The part's fill, and in its middle its name and length where they fit."""
+    """The part's fill, and in its middle its name and length, or its name, where they fit."""
     fill = kind.ascii_fill if ascii_only else kind.fill
-    label = next((text for text in (f" {kind.name} {length:,.0f} ", f" {kind.name} ") if len(text) + 4 <= width), "")
+    label = next((text for text in (f" {kind.name} {length:,.0f} ", f" {kind.name} ") if len(text) + 2 <= width), "")
     left = (width - len(label)) // 2
     style = Style.parse(kind.style)
     yield Segment(fill * left, style)
     if label:
-        yield Segment(label, style + Style(bold=True))
+        yield Segment(label, style + Style(bold=True, reverse=True))
     yield Segment(fill * (width - left - len(label)), style)

@@ -24,15 +24,15 @@ class Figure(NamedTuple):
 
 def figures(document: Document, *, wide: bool) -> RenderableType:
     """All figures as a grid; the sources stand at the right where there is room, else under one another dim."""
-    grid = Table.grid(padding=(0, 2), expand=True)
+    grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(ratio=1)
     if wide:
-        grid.add_column(style="dim italic", justify="right", no_wrap=True)
+        grid.add_column(style="dim italic", justify="right")
     for figure in _lines(document):
         sources = _sources(document, figure.fields)
         if wide:
-            grid.add_row(figure.name, Text(figure.value), sources)
+            grid.add_row(figure.name, Text(figure.value), Text(sources))
         else:
             grid.add_row(figure.name, Text.assemble(figure.value, (f"  {sources}", "dim italic")))
     return grid
@@ -60,6 +60,8 @@ def _lines(document: Document) -> Iterator[Figure]:
 def _knobs(knobs: Mapping[str, Any]) -> str:
     shown = [f"topk_ratio {knobs['topk_ratio']:g}", f"update_interval {knobs['update_interval']}"]
     shown += [f"select_interval {knobs['select_interval']}", f"offload_ratio {knobs['offload_ratio']:g}"]
+    if knobs["apply_lag"] is not None:
+        shown.append(f"apply_lag {knobs['apply_lag']}")
     shown += [f"overlap_step {'on' if knobs['overlap_step'] else 'off'}", f"pipeline {knobs['pipeline']}"]
     return " · ".join(shown)
 
@@ -68,7 +70,7 @@ def _speed(document: Document) -> str:
     rate, steps = document["throughput"], document["steps"]
     return (
         f"{number(rate['steps_per_s'])} steps/s · {number(rate['tokens_per_s'])} tokens/s · "
-        f"{steps['measured']} steps measured, {steps['discarded']} discarded, seed {document['seed']}"
+        f"{steps['measured']} steps, {steps['discarded']} more discarded"
     )
 
 
@@ -80,18 +82,18 @@ def _phases(document: Document) -> list[str]:
 
 def _hidden(document: Document) -> list[str]:
     hidden = document["hidden_ms_per_step"]
-    return [f"{ms(hidden)} of waits a step run beside compute"] if hidden is not None else []
+    return [f"{ms(hidden)} of a step's waits run beside compute"] if hidden is not None else []
 
 
 def _link(document: Document) -> list[str]:
     link = document["link"] or {}
-    parts = [f"{title} {size(link[key])}/step" for title, key in _DIRECTIONS if link.get(key) is not None]
+    parts = [f"{title} {size(link[key])}" for title, key in _DIRECTIONS if link.get(key) is not None]
     if link.get("bytes_over_model_bytes") is not None:
-        parts.append(f"{number(link['bytes_over_model_bytes'])} × the model's bytes")
+        parts.append(f"{number(link['bytes_over_model_bytes'])} × the model")
     return parts
 
 
-_DIRECTIONS = (("D2H", "d2h_bytes_per_step"), ("H2D", "h2d_bytes_per_step"))
+_DIRECTIONS = (("D2H", "d2h_bytes_per_step"), ("H2D", "h2d_bytes_per_step"), ("other", "other_bytes_per_step"))
 
 
 def _host(document: Document) -> list[str]:
@@ -103,7 +105,7 @@ def _host(document: Document) -> list[str]:
     elif gbps is not None:
         parts.append(f"{number(gbps)} GB/s")
     if host.get("bytes_per_element") is not None:
-        parts.append(f"{number(host['bytes_per_element'])} bytes/element")
+        parts.append(f"{number(host['bytes_per_element'])} B/element")
     return parts
 
 
@@ -113,7 +115,7 @@ def _selection(document: Document) -> list[str]:
     if selection.get("coverage") is not None:
         parts.append(f"covers {percent(selection['coverage'])} of the gradient energy")
     if selection.get("churn") is not None:
-        parts.append(f"a reselection replaces {percent(selection['churn'])}")
+        parts.append(f"churn {percent(selection['churn'])}")
     return parts
 
 
@@ -148,7 +150,7 @@ def _overhead(document: Document) -> list[str]:
 _GROUPS = (
     ("phases", _phases, ("phases_ms",)),
     ("hidden", _hidden, ("hidden_ms_per_step",)),
-    ("link", _link, ("link",)),
+    ("link a step", _link, ("link",)),
     ("host update", _host, ("host",)),
     ("selection", _selection, ("selection",)),
     ("staleness", _staleness, ("staleness",)),

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.padding import Padding
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.table import Table
@@ -19,13 +18,14 @@ from rich.text import Text
 from zftune.profile.bars import Bar, Kind, StackedBar
 from zftune.profile.figures import figures
 from zftune.profile.systems import System, systems
-from zftune.profile.units import amount, number, percent, times
+from zftune.profile.units import amount, ms, number, percent, size, times
 
 Document = Mapping[str, Any]
 
 _WIDE = 96
 _MAX_WIDTH = 110
 _COMPUTE = Kind("compute", "█", "#", "green")
+# Fills and letters tell the causes apart where there is no colour.
 _CAUSES = {
     "host": Kind("host", "▓", "H", "red"),
     "h2d": Kind("h2d", "▒", "U", "yellow"),
@@ -35,13 +35,15 @@ _CAUSES = {
     "data": Kind("data", "·", "L", "bright_black"),
 }
 _MEANINGS = {
-    "host": "waits for the host update",
-    "h2d": "weights up",
-    "d2h": "gradients down",
+    "compute": "compute",
+    "host": "host update",
+    "h2d": "weights up (h2d)",
+    "d2h": "gradients down (d2h)",
     "select": "selection",
     "comm": "communication",
     "data": "next batch",
 }
+_VISIBLE = 0.004  # share of the longest bar: what is shorter is not in the legend
 
 
 def render(document: Document) -> RenderableType:
@@ -57,10 +59,10 @@ class _Screen:
         width = min(options.max_width, _MAX_WIDTH)
         rows = systems(self._document)
         parts = (
-            _verdict(self._document),
-            _heading("where a step's time goes"),
+            _verdict(self._document, width),
+            _heading("where a step's time goes, on one scale"),
             _bars(rows),
-            _heading("the systems beside each other"),
+            _heading(f"the systems beside each other{_table_sources(self._document)}"),
             _table(rows, wide=width >= _WIDE),
             _heading("this run in figures"),
             figures(self._document, wide=width >= _WIDE),
@@ -70,11 +72,19 @@ class _Screen:
         yield from console.render(Group(*parts), options.update_width(width))
 
 
+def _table_sources(document: Document) -> str:
+    sources = document["sources"]
+    named = [
+        f"{what} by {sources[field]}" for what, field in (("step", "step_ms"), ("stall", "stall")) if field in sources
+    ]
+    return f" · {', '.join(named)}" if named else ""
+
+
 def _heading(text: str) -> RenderableType:
     return Rule(Text(text, style="bold"), align="left", style="dim")
 
 
-def _verdict(document: Document) -> RenderableType:
+def _verdict(document: Document, width: int) -> RenderableType:
     workload = document["workload"]
     title = Text.assemble(
         ("zftune profile", "bold"),
@@ -83,8 +93,26 @@ def _verdict(document: Document) -> RenderableType:
     )
     sentences = [Text(sentence) for sentence in document["verdict"]] or [Text("No verdict.", style="dim")]
     sentences[0].stylize("bold")
-    color = _verdict_color(document)
-    return Panel(Group(*sentences), title=title, title_align="left", border_style=color, box=box.ROUNDED, padding=(0, 1))
+    return Panel(
+        Group(*sentences),
+        title=title,
+        title_align="left",
+        subtitle=Text(_place(document, width - 6), style="dim"),
+        subtitle_align="right",
+        border_style=_verdict_color(document),
+        box=box.ROUNDED,
+        padding=(0, 1),
+    )
+
+
+def _place(document: Document, width: int) -> str:
+    """Where this was measured, in a few words: without the CPU's name where it does not fit."""
+    machine = document["hardware"]
+    cores = machine["usable_cores"]
+    rest = [f"{cores:g} cores" if cores is not None else None, size(machine["ram_bytes"])]
+    choices = ([document["device"], machine["cpu_model"], *rest], [document["device"], *rest])
+    texts = [" · ".join(part for part in parts if part is not None) for parts in choices]
+    return next((text for text in texts if len(text) <= width), document["device"])
 
 
 def _verdict_color(document: Document) -> str:
@@ -106,7 +134,7 @@ def _bars(rows: list[System]) -> RenderableType:
     for row in rows:
         bar = StackedBar(_bar(row), scale)
         grid.add_row(Text(row.name, style=row.style), bar, Text(f"{number(row.mean_ms)} ms", style=row.style))
-    seen = {kind.name for row in rows for kind, length in _bar(row).parts if length > 0}
+    seen = {kind.name for row in rows for kind, length in _bar(row).parts if length > _VISIBLE * scale}
     grid.add_row("", _Legend(seen), "")
     return grid
 
@@ -126,26 +154,25 @@ class _Legend:
         for kind in (_COMPUTE, *_CAUSES.values()):
             if kind.name in self._seen:
                 fill = kind.ascii_fill if options.ascii_only else kind.fill
-                meaning = _MEANINGS.get(kind.name, "")
-                parts.append(Text.assemble((fill * 2, kind.style), f" {kind.name}", (f" {meaning}" if meaning else "", "dim")))
+                parts.append(Text.assemble((fill * 2, kind.style), (f" {_MEANINGS[kind.name]}", "dim")))
         yield Text("   ").join(parts)
 
 
 def _table(rows: list[System], *, wide: bool) -> RenderableType:
     table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("system", no_wrap=True)
-    for title in ("p50 ms", "p95 ms", "stall", "stall ms"):
+    table.add_column("\nsystem", no_wrap=True)
+    for title in ("step ms\np50", "\np95", "\nstall", "stall\nms"):
         table.add_column(title, justify="right", no_wrap=True)
     if wide:
-        table.add_column("of which, ms", ratio=1)
-    table.add_column("vs ZeRO-Offload" if wide else "vs ZeRO", justify="right", no_wrap=True)
-    table.add_column("practicality" if wide else "practic.", justify="right", no_wrap=True)
+        table.add_column("\nof which, ms", ratio=1)
+    table.add_column("vs ZeRO-\nOffload", justify="right", no_wrap=True)
+    table.add_column("\npracticality", justify="right", no_wrap=True)
     for row in rows:
         cells = [row.name, number(row.p50_ms), number(row.p95_ms), *_stall_cells(row)]
         if wide:
             cells.append(_causes(row))
         cells += [_known(row.against_zero_offload, times), _known(row.practicality, percent)]
-        table.add_row(*cells, style=row.style)
+        table.add_row(*(Text(cell) for cell in cells), style=row.style)
     return table
 
 
@@ -156,7 +183,11 @@ def _stall_cells(row: System) -> tuple[str, str]:
 def _causes(row: System) -> str:
     if row.by_cause is None:
         return "–"
-    parts = [f"{cause} {number(value)}" for cause, value in row.by_cause.items() if value > 0]
+    parts = [
+        f"{cause} {value:.0f}" if value >= 1 else f"{cause} {number(round(value, 1))}"
+        for cause, value in row.by_cause.items()
+        if value >= 0.05
+    ]
     return " · ".join(parts) or "–"
 
 
@@ -165,20 +196,26 @@ def _known(value: float | None, show: Any) -> str:
 
 
 def _notes(document: Document) -> RenderableType:
-    return Group(*(Padding(note, 0) for note in _note_lines(document)))
+    return Group(*_note_lines(document))
 
 
 def _note_lines(document: Document) -> Iterator[Text]:
     rig = document["rig"]
     if rig is not None:
-        slack = rig["slack"]
-        late = f"{rig['late_segments']:,} of {rig['segments']:,} segments late"
         yield Text.assemble(
-            (f"Emulated: times come from the rig {rig['name']}, not from a GPU", "bold yellow"),
-            f" ({rig['source']}; forward {number(rig['forward_ms'])} ms, backward {number(rig['backward_ms'])} ms, link ",
-            f"{number(rig['link_d2h_gbps'])}/{number(rig['link_h2d_gbps'])} GB/s, host {number(rig['host_gbps'])} GB/s). ",
-            f"Padding: {late}, slack {number(slack['p50_ms'])} ms median and {number(slack['min_ms'])} ms least, ",
-            f"real work fills {percent(slack['fraction_used_p50'])} of its pad.",
+            (f"Emulated: times come from the rig {rig['name']}, not from a GPU:", "bold yellow"), f" {_rig(rig)}"
         )
     for name, reason in document["missing"].items():
         yield Text(f"missing  {name}: {reason}", style="dim")
+
+
+def _rig(rig: Mapping[str, Any]) -> str:
+    slack = rig["slack"]
+    source = f"{rig['source']}; " if rig["source"] else ""
+    return (
+        f"{source}forward {ms(rig['forward_ms'])}, backward {ms(rig['backward_ms'])}, "
+        f"link {number(rig['link_d2h_gbps'])} GB/s down and {number(rig['link_h2d_gbps'])} up, "
+        f"host {number(rig['host_gbps'])} GB/s. "
+        f"Real work fills {percent(slack['fraction_used_p50'])} of its padding: slack {ms(slack['p50_ms'])} median, "
+        f"{ms(slack['min_ms'])} least, {rig['late_segments']:,} of {rig['segments']:,} segments late."
+    )

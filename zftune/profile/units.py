@@ -11,7 +11,7 @@ def number(value: float) -> str:
         return "0"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
     text = f"{value:,.{min(digits, 6)}f}"
-    return text.rstrip("0").rstrip(".") if "." in text and digits > 2 else text
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def ms(value: float) -> str:
@@ -37,6 +37,8 @@ def amount(count: float) -> str:
 
 def times(ratio: float) -> str:
     """How many times as much."""
+    if abs(ratio - 1) < 0.005:
+        return "1×"
     return f"{ratio:.0f}×" if ratio >= 10 else f"{ratio:.1f}×" if ratio >= 1.05 else f"{ratio:.2f}×"
 
 

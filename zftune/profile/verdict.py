@@ -117,7 +117,7 @@ def _bound(document: Document) -> str:
 
 def _comparison(document: Document) -> str | None:
     rival = (document["baselines"] or {}).get("zero_offload")
-    if rival is None:
+    if rival is None or rival["knobs"] == document["knobs"]:
         return None
     own, stall, rival_stall = document["step_ms"]["mean"], document["stall"], rival["stall"]
     steps = f"({ms(own)} a step instead of {ms(rival['step_ms']['mean'])})"
@@ -133,10 +133,7 @@ def _advise_host(document: Document) -> str:
     knobs = document["knobs"]
     interval = knobs["update_interval"]
     if not knobs["overlap_step"]:
-        target = least_update_interval(document) or 4
-        window = f" and set update_interval to {target}" if target > interval else ""
-        fresh = " and a topk_ratio above 0, which keeps the important columns fresh" if knobs["topk_ratio"] == 0 else ""
-        return f"Turn overlap_step on{window}{fresh}: then the host works beside the device instead of after it."
+        return _advise_overlap(document)
     host = document["host"] or {}
     gbps, ceiling = host.get("gbps"), host.get("ceiling_gbps")
     if gbps is not None and ceiling is not None and gbps < _SLOW_HOST * ceiling:
@@ -150,6 +147,15 @@ def _advise_host(document: Document) -> str:
     if least is None and host.get("update_ms") is not None:
         return _advise_less_host_work(document)
     return f"Raise update_interval above {interval}, or topk_ratio above {knobs['topk_ratio']:g}."
+
+
+def _advise_overlap(document: Document) -> str:
+    knobs, interval = document["knobs"], least_update_interval(document) or 4
+    changes = [f"update_interval {interval}"] if interval > knobs["update_interval"] else []
+    if knobs["topk_ratio"] == 0:
+        changes.append("a topk_ratio above 0, so that the important columns stay fresh")
+    also = f", with {' and '.join(changes)}" if changes else ""
+    return f"Turn overlap_step on{also}: the host then works beside the device."
 
 
 def _advise_less_host_work(document: Document) -> str:

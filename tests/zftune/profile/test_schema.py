@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import copy
+from typing import Any, get_args
+
+import jsonschema
+import pytest
+
+from zenflow.config import ZenFlowConfig
+from zftune.errors import ProfileError
+from zftune.profile.schema import CAUSES, schema, validate
+from zftune.telemetry import hardware, software
+
+Document = dict[str, Any]
+
+
+def put(document: Document, path: str, value: Any) -> Document:
+    *parents, last = path.split(".")
+    target = document
+    for parent in parents:
+        target = target[parent]
+    target[last] = value
+    return document
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(schema())
+
+
+def test_every_object_is_strict() -> None:
+    def walk(part: Any) -> None:
+        if isinstance(part, dict):
+            if part.get("type") == "object":
+                assert "additionalProperties" in part, part
+            for child in part.values():
+                walk(child)
+        elif isinstance(part, list):
+            for child in part:
+                walk(child)
+
+    walk(schema())
+
+
+def test_the_example_is_valid(document: Document) -> None:
+    validate(document)
+
+
+def test_this_machine_fits(document: Document) -> None:
+    validate({**document, "hardware": hardware(), "software": software()})
+
+
+def test_knobs_are_those_of_the_runtime() -> None:
+    from dataclasses import fields
+
+    knobs = schema()["$defs"]["knobs"]
+    assert set(knobs["properties"]) == {field.name for field in fields(ZenFlowConfig)}
+    assert set(knobs["required"]) == set(knobs["properties"])
+
+
+def test_causes_are_those_of_the_schema() -> None:
+    assert set(schema()["$defs"]["stall"]["properties"]["by_cause"]["properties"]) == set(CAUSES)
+
+
+def test_every_required_field_is_required(document: Document) -> None:
+    for name in document:
+        broken = copy.deepcopy(document)
+        del broken[name]
+        with pytest.raises(ProfileError):
+            validate(broken)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("schema", "zftune.profile/2", "schema"),
+        ("extra", 1, "extra"),
+        ("workload.sequence", 0, "workload.sequence"),
+        ("workload.micro_batch", True, "workload.micro_batch"),
+        ("stall.by_cause.gremlins", 1.0, "gremlins"),
+        ("stall.fraction", 1.5, "stall"),
+        ("knobs.update_interval", "auto", "knobs.update_interval"),
+        ("fingerprint.hw_id", "HOST", "fingerprint.hw_id"),
+        ("step_ms.mean", None, "step_ms.mean"),
+        ("step_ms.p95", 1.0, "p50 is above p95"),
+        ("step_ms.mean", float("nan"), "not a finite number"),
+        ("stall.by_cause.host", 20.0, "does not add up"),
+        ("stall.fraction", 0.5, "stall.fraction"),
+        ("baselines.zero_offload.speedup", 2.0, "baselines.zero_offload.speedup"),
+        ("baselines.zero_offload.stall.by_cause.h2d", 0.0, "baselines.zero_offload.stall.by_cause"),
+        ("practicality", 0, "practicality"),
+        ("practicality", None, "missing"),
+        ("selection.churn", None, "selection.churn: is null"),
+        ("hardware.numa_nodes", None, "hardware.numa_nodes: is null"),
+        ("software.torch", None, "software.torch: is null"),
+        ("baselines.no_offload", None, "baselines.no_offload: is null"),
+        ("sources", {}, "step_ms: "),
+        ("sources.nonesuch", "count", "names no field"),
+        ("missing.nvml", "", "missing.nvml"),
+    ],
+)
+def test_a_fault_is_named_by_its_path(document: Document, path: str, value: Any, message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        validate(put(document, path, value))
+
+
+@pytest.mark.parametrize(
+    "name", ["phases_ms", "hidden_ms_per_step", "link", "host", "selection", "staleness", "practicality", "baselines"]
+)
+def test_null_with_a_reason_is_valid_and_json_schema_alone_asks_for_it(document: Document, name: str) -> None:
+    document[name] = None
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.Draft202012Validator(schema()).validate(document)
+    document["missing"][name] = "not measured"
+    jsonschema.Draft202012Validator(schema()).validate(document)
+    validate(document)
+
+
+def test_a_nested_null_is_explained_by_its_own_name_or_its_parents(document: Document) -> None:
+    document["baselines"]["no_offload"]["stall"] = None
+    for name in ("baselines.no_offload.stall", "baselines.no_offload", "baselines"):
+        validate({**document, "missing": {**document["missing"], name: "too large for the device"}})
+
+
+def test_a_real_device_needs_no_reason_for_having_no_rig(document: Document) -> None:
+    validate(put(document, "rig", None))
+
+
+def test_knob_values_of_the_runtime_are_allowed() -> None:
+    from zenflow import config
+
+    properties = schema()["$defs"]["knobs"]["properties"]
+    assert set(properties["select_strategy"]["enum"]) == set(get_args(config.SelectStrategy))
+    assert set(properties["deferred_update"]["enum"]) == set(get_args(config.DeferredUpdate))
+    assert set(properties["pipeline"]["enum"]) == set(get_args(config.Pipeline))

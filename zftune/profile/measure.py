@@ -1,0 +1,200 @@
+"""Measuring one system: train the workload under its knobs and keep what every step cost."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from zenflow import Device, EmulatedAccelerator, RigSpec, StepStats, ZenFlowAdamW, ZenFlowConfig
+from zenflow.device import device_for
+from zenflow.emulator import Slack
+from zenflow.rig import Rig
+from zftune.errors import BadInputError, ProfileError
+from zftune.workload import TextCorpus, Workload, batches, build_model
+
+MAX_LATE_SHARE = 0.01
+"""Share of segments (or of host time) that may be late before a run on a rig is refused."""
+_ATTEMPTS = 3
+_LEARNING_RATE = 1e-4
+
+OnStep = Callable[[int, int], None]
+"""Told after each step: steps done and steps in all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """What is trained, and where."""
+
+    model: str
+    corpus: TextCorpus
+    dtype: torch.dtype
+    micro_batch: int
+    sequence: int
+    seed: int
+    torch_device: torch.device
+    rig: RigSpec | None
+    """None: the device itself."""
+
+    def build(self) -> Workload:
+        """The model on its device; the same weights every time."""
+        workload = build_model(self.model, dtype=self.dtype, seed=self.seed)
+        if self.sequence > workload.max_sequence:
+            raise BadInputError(
+                f"--sequence {self.sequence}: allowed is an integer from 2 to the model's {workload.max_sequence}"
+            )
+        workload.module.to(self.torch_device)
+        return workload
+
+    def rig_for(self, workload: Workload) -> Rig | None:
+        """The rig with the rates that fit this model."""
+        elements = sum(p.numel() for p in workload.module.parameters() if p.dim() >= 2 and p.requires_grad)
+        return None if self.rig is None else self.rig.for_elements(elements)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One system's measured steps."""
+
+    config: ZenFlowConfig
+    """The knobs, resolved."""
+    stats: list[StepStats]
+    """Of the measured steps, in order."""
+    discarded: int
+    phases_ms: dict[str, float]
+    """Mean per step."""
+    host_bytes: dict[str, int]
+    """Peak host memory by use."""
+    device_peak_bytes: int | None
+    slack: Slack | None
+    """None without a rig."""
+    attempts: int
+    """Times that the run was measured until it was accepted."""
+
+    @property
+    def step_ms(self) -> list[float]:
+        """Duration of each measured step."""
+        return [stats.step_ms for stats in self.stats if stats.step_ms is not None]
+
+
+def step_counts(config: ZenFlowConfig, steps: int) -> tuple[int, int]:
+    """Steps to discard and to measure: whole windows, and at least two of them before anything counts."""
+    window = config.update_interval
+    assert isinstance(window, int)
+    discarded = max(3, 2 * window) + config.full_warm_up_rounds
+    return discarded, -(-steps // window) * window
+
+
+def measure(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep) -> Measurement:
+    """Measure one system; on a rig again, at most three times, while real work was late for its pads.
+
+    Raises:
+        ProfileError: this machine is too slow for the rig.
+    """
+    for attempt in range(1, _ATTEMPTS + 1):
+        result = _measure_once(task, config, steps, on_step, attempt)
+        fault = None if result.slack is None else lateness(result.slack)
+        if fault is None:
+            return result
+    raise ProfileError(
+        f"rig '{task.rig.name if task.rig else ''}': {fault} in each of {_ATTEMPTS} runs, allowed is "
+        f"{MAX_LATE_SHARE:.0%}; use a rig with a larger scale, a smaller --model, or a less busy machine"
+    )
+
+
+def lateness(slack: Slack) -> str | None:
+    """Why a run on a rig cannot be accepted; None if it can."""
+    if slack.late > MAX_LATE_SHARE * slack.segments:
+        return f"{slack.late} of {slack.segments} segments were late"
+    if slack.late_host_s > MAX_LATE_SHARE * slack.host_s:
+        return f"the host was {slack.late_host_s / slack.host_s:.1%} slower than the rig's"
+    return None
+
+
+def _measure_once(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep, attempt: int) -> Measurement:
+    workload = task.build()
+    rig = task.rig_for(workload)
+    device: Device = device_for(task.torch_device) if rig is None else EmulatedAccelerator(rig)
+    if isinstance(device, EmulatedAccelerator):
+        device.attach(workload.module)
+    optimizer = ZenFlowAdamW(
+        workload.module.parameters(), lr=_LEARNING_RATE, config=config, module=workload.module, device=device
+    )
+    discarded, measured = step_counts(optimizer.config, steps)
+    loop = _Loop(task, workload, device, optimizer)
+    try:
+        with _steady(rig is not None):
+            for step in range(discarded + measured):
+                if step == discarded:
+                    device.reset_peaks()
+                loop.step()
+                on_step(step + 1, discarded + measured)
+            stats = optimizer.history(wait=True)[discarded:]
+            peak_bytes = device.peak_bytes()
+            slack = device.slack if isinstance(device, EmulatedAccelerator) else None
+            phases_ms = loop.phases_ms(discarded)
+        optimizer.close()  # what is pending comes back to the pools, which then are at their largest
+        host_bytes = optimizer.host_bytes()
+    finally:
+        optimizer.abandon()
+        device.close()
+    return Measurement(optimizer.config, stats, discarded, phases_ms, host_bytes, peak_bytes, slack, attempt)
+
+
+class _Loop:
+    """The training loop, with a mark on the device's timeline between its phases."""
+
+    def __init__(self, task: Task, workload: Workload, device: Device, optimizer: ZenFlowAdamW) -> None:
+        self._workload = workload
+        self._device = device
+        self._optimizer = optimizer
+        self._torch_device = task.torch_device
+        tokens = workload.encode(task.corpus)
+        self._feed = batches(tokens, micro_batch=task.micro_batch, sequence=task.sequence, seed=task.seed)
+        self._marks: list[tuple[object, object, object, object]] = []
+        self._data_s: list[float] = []
+
+    def step(self) -> None:
+        """One training step."""
+        began = time.perf_counter()
+        batch = next(self._feed).to(self._torch_device)
+        self._data_s.append(time.perf_counter() - began)
+        begin = self._device.mark()
+        loss = self._workload.loss(batch)
+        forward = self._device.mark()
+        loss.backward()
+        self._device.begin_step()
+        backward = self._device.mark()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._marks.append((begin, forward, backward, self._device.mark()))
+
+    def phases_ms(self, discarded: int) -> dict[str, float]:
+        """Mean milliseconds of each phase over the measured steps; after the device has reached their marks."""
+        device, marks = self._device, self._marks[discarded:]
+        device.wait_for(marks[-1][-1])
+        means = {
+            name: 1e3 * sum(device.elapsed_s(mark[i], mark[i + 1]) for mark in marks) / len(marks)
+            for i, name in enumerate(("forward", "backward", "optimizer"))
+        }
+        data_s = self._data_s[discarded:]
+        return {**means, "data": 1e3 * sum(data_s) / len(data_s)}
+
+
+@contextmanager
+def _steady(emulated: bool) -> Iterator[None]:
+    """Keep the garbage collector, and on a rig torch's own threads, from making single steps slow."""
+    threads = torch.get_num_threads()
+    gc.collect()
+    gc.freeze()
+    if emulated:
+        torch.set_num_threads(1)  # the host engine and the links need the other cores
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        gc.unfreeze()

@@ -1,0 +1,119 @@
+"""`zftune profile`: measure the given knobs and the baselines, one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zenflow import ConfigError, ZenFlowConfig
+from zenflow.device import default_torch_device, device_name
+from zftune.errors import BadInputError
+from zftune.profile.document import BASELINES, build_document
+from zftune.profile.measure import Measurement, OnStep, Task, measure
+from zftune.rig_files import DEFAULT_RIG, load_rig
+from zftune.workload import load_text
+
+SYNCHRONOUS_STEPS = 8
+"""Measured steps of the baselines: each of their steps is alike."""
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+OnSystem = Callable[[str], OnStep]
+"""Told the name of a system before it is measured; returns what is told about its steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileOptions:
+    """What the command line asks for; None means that it follows from the device."""
+
+    config: ZenFlowConfig
+    steps: int = 24
+    model: str | None = None
+    text: str | None = None
+    dtype: str = "bf16"
+    micro_batch: int | None = None
+    sequence: int | None = None
+    seed: int = 0
+    rig: str | None = None
+    """A name, a file or "none"; None: the default rig where there is no GPU."""
+    baselines: bool = True
+
+
+def profile(options: ProfileOptions, on_system: OnSystem) -> dict[str, Any]:
+    """Measure and return the profile document.
+
+    Raises:
+        BadInputError: an option is not allowed.
+        ProfileError: the run could not be accepted (see `measure`).
+    """
+    task, device_name = _task(options)
+    systems = {"this run": options.config} | (_baseline_configs(options.config) if options.baselines else {})
+    runs: dict[ZenFlowConfig, Measurement] = {}
+    for name, config in systems.items():
+        if config not in runs:
+            steps = options.steps if name == "this run" else min(options.steps, SYNCHRONOUS_STEPS)
+            runs[config] = measure(task, config, steps, on_system(name))
+    baselines = {name: runs[systems[name]] for name in BASELINES} if options.baselines else None
+    return build_document(task, runs[options.config], baselines, device_name=device_name)
+
+
+def _baseline_configs(own: ZenFlowConfig) -> dict[str, ZenFlowConfig]:
+    """The familiar systems, with this run's clipping, so that they do the same work."""
+    common: dict[str, Any] = {
+        "max_grad_norm": own.max_grad_norm,
+        "skip_nonfinite": own.skip_nonfinite,
+        "bucket_bytes": own.bucket_bytes,
+        "select_interval": own.select_interval,
+    }
+    return {
+        "no_offload": ZenFlowConfig.zero_offload(offload_ratio=0.0, pipeline="bucket", **common),
+        "zero_offload": ZenFlowConfig.zero_offload(**common),
+        "zero_offload_pipelined": ZenFlowConfig.zero_offload(pipeline="bucket", **common),
+    }
+
+
+def _task(options: ProfileOptions) -> tuple[Task, str]:
+    for name, value in (("steps", options.steps), ("seed", options.seed)):
+        least = 1 if name == "steps" else 0
+        if value < least:
+            raise BadInputError(f"--{name} {value}: allowed is an integer >= {least}")
+    if options.dtype not in DTYPES:
+        raise BadInputError(f"--dtype '{options.dtype}': allowed are {', '.join(DTYPES)}")
+    torch_device = _torch_device(options.rig)
+    on_gpu = torch_device.type != "cpu"
+    rig_name = None if options.rig == "none" or on_gpu else options.rig or DEFAULT_RIG
+    task = Task(
+        model=options.model or ("medium" if on_gpu else "tiny"),
+        corpus=load_text(options.text),
+        dtype=DTYPES[options.dtype],
+        micro_batch=options.micro_batch if options.micro_batch is not None else (4 if on_gpu else 1),
+        sequence=options.sequence if options.sequence is not None else (1024 if on_gpu else 64),
+        seed=options.seed,
+        torch_device=torch_device,
+        rig=None if rig_name is None else load_rig(rig_name),
+    )
+    return task, device_name(torch_device) + ("" if rig_name is None else " (emulated accelerator)")
+
+
+def _torch_device(rig: str | None) -> torch.device:
+    """The GPU if there is one; a rig that was asked for runs on the CPU."""
+    return torch.device("cpu") if rig not in (None, "none") else default_torch_device()
+
+
+def read_config(path: str | None, knobs: dict[str, Any]) -> ZenFlowConfig:
+    """The knobs of a ds_config (or the defaults of `zftune profile`), changed by flags.
+
+    Raises:
+        BadInputError: the file or a knob is not allowed.
+    """
+    try:
+        if path is None:
+            base = ZenFlowConfig(topk_ratio=0.05, update_interval=4, select_interval=16)
+        else:
+            base = ZenFlowConfig.from_ds_config(path)
+        return dataclasses.replace(base, **knobs).resolved()
+    except ConfigError as error:
+        raise BadInputError(str(error)) from error
