@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import InitVar, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -66,21 +66,41 @@ class ZenFlowConfig:
     """Steps in an epoch, for `select_strategy="epoch"`."""
     bucket_bytes: int = 64_000_000
     """Largest bucket: bytes of one weight's gradient that are moved and updated as a unit."""
+    offload: InitVar[bool] = False
+    """DeepSpeed's: accepted and ignored with a warning, since the state of selected columns stays on the GPU."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, offload: bool) -> None:
+        if offload:
+            warnings.warn("offload is ignored: the state of selected columns stays on the GPU", stacklevel=3)
         for name in ("topk_ratio", "offload_ratio", "auto_ratio", "pt_reserved_cores_perc"):
-            _require(self, name, _is_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1, "a number from 0 to 1")
+            _require(
+                self, name, _is_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1, "a number from 0 to 1"
+            )
         for name in ("select_interval", "update_interval"):
-            _require(self, name, _is_count(getattr(self, name), 1) or getattr(self, name) == "auto", 'an integer >= 1 or "auto"')
+            _require(
+                self,
+                name,
+                _is_count(getattr(self, name), 1) or getattr(self, name) == "auto",
+                'an integer >= 1 or "auto"',
+            )
         _require(self, "full_warm_up_rounds", _is_count(self.full_warm_up_rounds, 0), "an integer >= 0")
         for name in ("overlap_step", "skip_nonfinite"):
             _require(self, name, isinstance(getattr(self, name), bool), "true or false")
-        for name, literal in (("select_strategy", SelectStrategy), ("deferred_update", DeferredUpdate), ("pipeline", Pipeline)):
+        for name, literal in (
+            ("select_strategy", SelectStrategy),
+            ("deferred_update", DeferredUpdate),
+            ("pipeline", Pipeline),
+        ):
             allowed = get_args(literal)
             _require(self, name, getattr(self, name) in allowed, " or ".join(f'"{value}"' for value in allowed))
         norm = self.max_grad_norm
         _require(self, "max_grad_norm", norm is None or (_is_number(norm) and norm > 0), "a number > 0, or none")
-        _require(self, "steps_per_epoch", self.steps_per_epoch is None or _is_count(self.steps_per_epoch, 1), "an integer >= 1, or none")
+        _require(
+            self,
+            "steps_per_epoch",
+            self.steps_per_epoch is None or _is_count(self.steps_per_epoch, 1),
+            "an integer >= 1, or none",
+        )
         _require(self, "bucket_bytes", _is_count(self.bucket_bytes, 1), "an integer >= 1")
         longest = math.inf if self.update_interval == "auto" else self.update_interval
         lag_ok = self.apply_lag is None or (_is_count(self.apply_lag, 1) and self.apply_lag <= longest)
@@ -88,7 +108,7 @@ class ZenFlowConfig:
 
     @classmethod
     def zero_offload(cls, **knobs: Any) -> ZenFlowConfig:
-        """ZeRO-Offload: every state on the host, every step synchronous, in DeepSpeed's order unless `pipeline` says otherwise."""
+        """ZeRO-Offload: all state on the host, every step synchronous; in DeepSpeed's order unless `knobs` differ."""
         return cls(**{"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False, "pipeline": "none", **knobs})
 
     @classmethod
@@ -134,7 +154,9 @@ class ZenFlowConfig:
         update, select = self.update_interval, self.select_interval
         if update == "auto":
             warnings.warn(
-                f'update_interval "auto" does not adapt yet: using {AUTO_UPDATE_INTERVAL} steps', UserWarning, stacklevel=2
+                f'update_interval "auto" does not adapt yet: using {AUTO_UPDATE_INTERVAL} steps',
+                UserWarning,
+                stacklevel=2,
             )
             update = max(AUTO_UPDATE_INTERVAL, self.apply_lag or 1)
         if self.select_strategy == "epoch" and self.steps_per_epoch is not None:
@@ -147,21 +169,16 @@ class ZenFlowConfig:
 def _zenflow_section(section: Mapping[str, Any]) -> dict[str, Any]:
     # DeepSpeed's defaults, which differ from ours where a bare ZenFlowConfig() should be usable as it is.
     knobs: dict[str, Any] = {"update_interval": "auto", "overlap_step": False}
-    known = {field.name for field in fields(ZenFlowConfig)} - {"offload_ratio", "max_grad_norm", "bucket_bytes"}
+    known = {field.name for field in fields(ZenFlowConfig)} | {"offload"}
+    known -= {"offload_ratio", "max_grad_norm", "bucket_bytes"}  # these stand elsewhere in a ds_config, or nowhere
     for name, value in section.items():
-        if name == "offload":
-            if value:
-                warnings.warn(
-                    "zenflow.offload is ignored: the state of selected columns stays on the GPU", UserWarning, stacklevel=4
-                )
-        elif name not in known:
+        if name not in known:
             raise ConfigError(
                 f"zero_optimization.zenflow.{name} is {value!r}, allowed are the fields {', '.join(sorted(known))}"
             )
-        elif value == "auto" and name not in ("select_strategy", "select_interval", "update_interval"):
+        if value == "auto" and name not in ("select_strategy", "select_interval", "update_interval"):
             continue  # DeepSpeed drops such a field and takes its default
-        else:
-            knobs[name] = value
+        knobs[name] = value
     return knobs
 
 

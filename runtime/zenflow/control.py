@@ -54,7 +54,7 @@ def step_control(
     if not gradients:
         return None
     device = gradients[0].device
-    factor = torch.ones((), device=device)
+    factor = torch.ones((), dtype=torch.float32, device=device)
     skip = torch.zeros((), dtype=torch.bool, device=device)
     if grad_scale is not None:
         factor = torch.as_tensor(grad_scale, device=device).float().reshape(()).reciprocal()

@@ -54,7 +54,9 @@ class BucketJob:
 class DeferredTier:
     """Owns the host state of the deferred columns. Slot i of `state` holds column `slot_columns[i]`."""
 
-    def __init__(self, name: str, plan: WeightPlan, dtype: torch.dtype, columns: torch.Tensor, runtime: Runtime) -> None:
+    def __init__(
+        self, name: str, plan: WeightPlan, dtype: torch.dtype, columns: torch.Tensor, runtime: Runtime
+    ) -> None:
         """Make room for columns; `read_masters` fills it.
 
         Args:
@@ -69,7 +71,8 @@ class DeferredTier:
         self._dtype = dtype
         self._runtime = runtime
         self.slot_columns = columns
-        self.state = ColumnState(torch.zeros(plan.deferred, plan.rows), runtime.rule.moments)
+        masters = torch.zeros(plan.deferred, plan.rows, dtype=torch.float32, device="cpu")
+        self.state = ColumnState(masters, runtime.rule.moments)
         self.buckets = [
             Bucket(plan.first_bucket + number, low, high, runtime.send_index(columns[low:high]))
             for number, (low, high) in enumerate(plan.bucket_slots)
@@ -201,7 +204,7 @@ class DeferredTier:
                 if ahead is not None:
                     rows[-1] = ahead[0].index_select(0, positions)
                 apply_entries(state, runtime.rule, entries, rows, closing, runtime.deferred_update)
-                result.index_copy_(0, positions, state.pack(torch.arange(len(slots))))
+                result.index_copy_(0, positions, state.pack(torch.arange(len(slots), device="cpu")))
 
         arrived = [entries if ahead is None else entries[:-1] for _, entries, _, _ in parts]
         inputs = [transfer for entries in arrived for transfer in _transfers(entries)]
@@ -264,7 +267,7 @@ def _members(bucket: Bucket, slots: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 def _others(bucket: Bucket, moved: torch.Tensor) -> torch.Tensor | None:
     """The bucket's slots that are not among `moved`; None where that is all of them."""
-    slots = torch.arange(bucket.low, bucket.high)
+    slots = torch.arange(bucket.low, bucket.high, device="cpu")
     staying = slots[~torch.isin(slots, moved)]
     return None if len(staying) == len(slots) else staying
 

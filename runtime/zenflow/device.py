@@ -156,7 +156,7 @@ class CpuDevice(Device):
         self.torch_device = torch.device("cpu")
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def mark(self) -> Mark:
         return time.perf_counter()
@@ -206,14 +206,13 @@ class CudaDevice(Device):
     has_streams = True
 
     def __init__(self, torch_device: torch.device) -> None:
-        index = torch_device.index if torch_device.index is not None else torch.cuda.current_device()
-        self.torch_device = torch.device(torch_device.type, index)
+        self.torch_device = torch.empty(0, device=torch_device).device  # with its index
         self._d2h_stream = torch.cuda.Stream(self.torch_device)
         self._h2d_stream = torch.cuda.Stream(self.torch_device)
         self._h2d_lock = threading.Lock()  # the training thread and the host engine both queue copies
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
     def mark(self) -> Mark:
         event = torch.cuda.Event(enable_timing=True, blocking=True)

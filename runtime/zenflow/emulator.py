@@ -127,7 +127,7 @@ class EmulatedAccelerator(Device):
         self._pads = _Pads(module, self.rig, self._segment)
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def mark(self) -> Mark:
         return self._compute_t
@@ -251,10 +251,12 @@ class _Pads:
 
 def _layers(module: nn.Module) -> list[nn.Module]:
     """The modules that the pads are spread over: the list of layers with the most parameters, else the module."""
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) > 0]
-    if not lists:
-        return [module]
-    return list(max(lists, key=lambda part: sum(parameter.numel() for parameter in part.parameters())))
+    lists = [list(part) for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) > 0]
+    return max(lists, key=lambda layers: sum(_elements(layer) for layer in layers), default=[module])
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _sleep_until(moment: float) -> None:

@@ -1,9 +1,9 @@
 """Exceptions of the runtime.
 
-    ZenFlowError
-    ├── ConfigError (ValueError)       a setting has a value that is not allowed
-    ├── UnsupportedError               something this runtime does not do, and what to use instead
-    └── HostEngineError (RuntimeError) the host engine failed; raised in the training thread
+ZenFlowError
+├── ConfigError (ValueError)       a setting has a value that is not allowed
+├── UnsupportedError               something this runtime does not do, and what to use instead
+└── HostEngineError (RuntimeError) the host engine failed; raised in the training thread
 """
 
 

@@ -367,6 +367,5 @@ def _shut_down(engine: HostEngine, device: Device | None) -> None:
 def _refuse_ranks() -> None:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise UnsupportedError(
-            f"the world size is {distributed.get_world_size()}, allowed is 1: gradients are not reduced across ranks yet"
-        )
+        ranks = distributed.get_world_size()
+        raise UnsupportedError(f"the world size is {ranks}, allowed is 1: gradients are not reduced across ranks yet")

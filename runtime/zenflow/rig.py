@@ -74,7 +74,7 @@ class RigSpec:
             raise ConfigError(f"rig '{path}' has {len(tables)} of the tables [rates] and [timeline], allowed is one")
         unknown = set(document) - {"name", "source", *tables}
         if unknown or not isinstance(document.get("name"), str):
-            what = f"the unknown key {sorted(unknown)[0]!r}" if unknown else "no name"
+            what = f"the unknown key {min(unknown)!r}" if unknown else "no name"
             raise ConfigError(f"rig '{path}' has {what}, allowed are name, source and one table")
         required = _RATES if tables[0] == "rates" else _TIMELINE
         optional = () if tables[0] == "rates" else ("device_ms",)

@@ -168,4 +168,5 @@ class StepRecord:
             return None
         selected, offloaded = self.energy[0].tolist()
         share = selected / offloaded if offloaded > 0 else None
-        return share if share is not None and 0 <= share <= 1.0001 else None
+        # Both are fp32 sums, so that of all columns may come out a little below that of some.
+        return min(1.0, share) if share is not None and share >= 0 else None

@@ -45,7 +45,7 @@ class WeightState:
         self._runtime = runtime
         self._resident: ColumnState | None = None
         self._selected: ColumnState | None = None
-        self._selected_columns = torch.empty(0, dtype=torch.int64)
+        self._selected_columns = torch.empty(0, dtype=torch.int64, device="cpu")
         self._selected_index = self._selected_columns  # the same on the device
         self._proposal: _Proposal | None = None
         self._version = -1
@@ -90,7 +90,7 @@ class WeightState:
         plan, runtime = self.plan, self._runtime
         if plan.resident:
             self._resident = self._device_state(matrix[:, : plan.resident].t())
-        offloaded = torch.arange(plan.resident, plan.columns)
+        offloaded = torch.arange(plan.resident, plan.columns, device="cpu")
         if plan.selected:
             self._selected_columns = self._take_proposal() if self.pending else offloaded
             self._selected_index = runtime.send_index(self._selected_columns)
@@ -225,7 +225,8 @@ class WeightState:
         Returns:
             The job whose result `finish_move` takes.
         """
-        assert self.deferred is not None and self._selected is not None
+        assert self.deferred is not None
+        assert self._selected is not None
         leave = self.deferred.submit_leave(move, closing, ahead)
         self.deferred.submit_join(move, self._selected.pack(self._runtime.send_index(move.places)))
         return leave
@@ -237,7 +238,8 @@ class WeightState:
             move: the columns.
             state: [n, packed_columns] int32 on the device.
         """
-        assert self.deferred is not None and self._selected is not None
+        assert self.deferred is not None
+        assert self._selected is not None
         places = self._runtime.send_index(move.places)
         self._selected.unpack(places, state)
         self.scatter(self._runtime.send_index(move.to_selected), self._selected.master.index_select(0, places))

@@ -66,7 +66,7 @@ class Windows:
         ahead: Mapping[WeightState, Ahead],
         record: StepRecord,
     ) -> None:
-        """Close the window: hand it to the host, exchange the columns that change tier, and wait where nothing overlaps.
+        """Close the window: hand it to the host, exchange columns between the tiers, wait where nothing overlaps.
 
         Args:
             plan: the closing step.
