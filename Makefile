@@ -13,11 +13,13 @@ BUILD_TOOLS := pip setuptools wheel scikit-build-core nanobind cmake ninja
 NATIVE := $(wildcard csrc/*.hpp csrc/*.cpp)
 # The folder: an editable install finds it only if it held a file then.
 RIGS := $(wildcard studies/rigs)
+STUDIES := $(wildcard studies/[0-9]*/run.py)
+EXAMPLES_FACTOR ?= 30
 
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test soak sanitize sanitize-address sanitize-thread bench studies-quick lint format clean
 
 help:  ## show this list
-	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 setup: $(STAMP)  ## make .venv, install the pinned packages, build the native module
 
@@ -37,10 +39,41 @@ demo: setup  ## profile a real offloaded training run: ZeRO-Offload, ZenFlow and
 test: setup  ## the whole test suite
 	$(BIN)/pytest
 
+soak: setup  ## the property tests with EXAMPLES_FACTOR (30) times as many random cases
+	ZENFLOW_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(BIN)/pytest tests/zenflow/test_invariants.py -m hypothesis --timeout 0 \
+		--hypothesis-show-statistics
+
+sanitize: sanitize-address sanitize-thread  ## the native module's tests under ASan with UBSan, then under TSan
+
+sanitize-address: RUNTIME = libasan.so
+sanitize-thread: RUNTIME = libtsan.so
+
+# Python is not instrumented: the runtime, and the C++ library whose throw it hooks, come first by LD_PRELOAD; what the
+# interpreter keeps until it ends is no leak of ours, and races inside other libraries are not looked for.
+sanitize-address sanitize-thread: sanitize-%: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/sanitize-$* -G Ninja --log-level=WARNING \
+		-DCMAKE_CXX_COMPILER=$(CXX) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
+		-Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)" -DZENFLOW_WERROR=ON -DZENFLOW_SANITIZE=$*
+	$(BIN)/cmake --build build/sanitize-$*
+	export LD_PRELOAD="$$($(CXX) -print-file-name=$(RUNTIME)) $$($(CXX) -print-file-name=libstdc++.so)" \
+		PYTHONPATH="$(CURDIR)/tests/sanitize" \
+		ZENFLOW_NATIVE_FILE="$$(echo "$(CURDIR)"/build/sanitize-$*/_native.*.so)" \
+		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
+		TSAN_OPTIONS=halt_on_error=1:allocator_may_return_null=1:ignore_noninstrumented_modules=1; \
+	$(BIN)/python -c 'import os; from zenflow import _native as n; assert n.__file__ == os.environ["ZENFLOW_NATIVE_FILE"]'; \
+	$(BIN)/python -m pytest -p no:cacheprovider --capture=sys tests/zenflow/test_bandwidth.py
+
+bench: setup  ## the host's memory bandwidth over thread counts and update intervals
+	$(BIN)/python studies/001-host-bandwidth/run.py --again
+
+studies-quick: setup  ## every study in its short form
+	for study in $(STUDIES); do $(BIN)/python "$$study" --quick --again; done
+
 lint: setup  ## formatting, lint, types, import directions
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	for study in $(STUDIES); do $(BIN)/mypy "$$study"; done  # one by one: all of them are called run
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
@@ -49,6 +82,6 @@ format: setup  ## format Python and C++ in place
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE)
 
-clean:  ## remove what setup, lint and tests made, .venv included
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+clean:  ## remove what setup, lint, tests and quick studies made, .venv included
+	rm -rf $(VENV) build dist studies/*/results/quick .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

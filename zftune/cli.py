@@ -5,33 +5,57 @@ Heavy packages are imported inside the commands, so that `zftune --help` answers
 
 from __future__ import annotations
 
-import json
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from zftune import __version__
 from zftune.errors import BadInputError, ZftuneError
+from zftune.json_output import STANDARD_OUTPUT, check_json_path, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from zftune.profile.measure import OnStep
 
+
+class _Commands(TyperGroup):
+    """The commands; what they raise on purpose, or by Ctrl-C, ends in a sentence and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BadInputError as error:
+            _fail(str(error), 2)
+        except ZftuneError as error:
+            _fail(str(error), 1)
+        except ImportError as error:
+            reason = str(error).strip().partition("\n")[0].rstrip(".")
+            _fail(f"a package cannot be imported ({reason}), install zftune[demo] for everything that is needed", 1)
+        except KeyboardInterrupt:
+            _fail("interrupted", 130)
+
+
 app = typer.Typer(
     name="zftune",
+    cls=_Commands,
     help="Profile and tune offloaded training: where the GPU's time goes, and the knobs that win it back.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_KNOBS = "Knobs (over those of --config)"
-_WORKLOAD = "Workload"
+
+
+def _workload(text: str) -> Any:
+    return typer.Option(help=text, rich_help_panel="Workload")
+
+
+def _knob(text: str) -> Any:
+    return typer.Option(help=text, rich_help_panel="Knobs (over those of --config)")
 
 
 @app.callback(invoke_without_command=True)
@@ -56,27 +80,24 @@ def profile(
     ] = None,
     baselines: Annotated[bool, typer.Option(help="Measure no offloading and ZeRO-Offload too.")] = True,
     model: Annotated[
-        str | None,
-        typer.Option(help="tiny, small, medium, or a model directory. Default: tiny (medium on a GPU).", rich_help_panel=_WORKLOAD),
+        str | None, _workload("tiny, small, medium, or a model directory. Default: tiny (medium on a GPU).")
     ] = None,
-    text: Annotated[
-        str | None,
-        typer.Option(help="File or folder to train on. Default: Python's standard library.", rich_help_panel=_WORKLOAD),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="bf16 or fp32.", rich_help_panel=_WORKLOAD)] = "bf16",
-    micro_batch: Annotated[int | None, typer.Option(help="Sequences a step.", rich_help_panel=_WORKLOAD)] = None,
-    sequence: Annotated[int | None, typer.Option(help="Tokens a sequence.", rich_help_panel=_WORKLOAD)] = None,
-    seed: Annotated[int, typer.Option(help="Of the weights and the batches.", rich_help_panel=_WORKLOAD)] = 0,
-    topk_ratio: Annotated[float | None, typer.Option(help="Share of columns updated every step.", rich_help_panel=_KNOBS)] = None,
-    update_interval: Annotated[str | None, typer.Option(help="Steps in an update window.", rich_help_panel=_KNOBS)] = None,
-    select_interval: Annotated[str | None, typer.Option(help="Steps between selections.", rich_help_panel=_KNOBS)] = None,
-    offload_ratio: Annotated[float | None, typer.Option(help="Share of the state on the host.", rich_help_panel=_KNOBS)] = None,
-    apply_lag: Annotated[int | None, typer.Option(help="Steps over which a window shows.", rich_help_panel=_KNOBS)] = None,
-    deferred_update: Annotated[str | None, typer.Option(help="replay or mean.", rich_help_panel=_KNOBS)] = None,
-    full_warm_up_rounds: Annotated[int | None, typer.Option(help="Synchronous first steps.", rich_help_panel=_KNOBS)] = None,
-    overlap_step: Annotated[bool | None, typer.Option(help="Let the host work beside the GPU.", rich_help_panel=_KNOBS)] = None,
-    pipeline: Annotated[str | None, typer.Option(help="bucket or none (DeepSpeed's order).", rich_help_panel=_KNOBS)] = None,
-    max_grad_norm: Annotated[float | None, typer.Option(help="Clip the gradient norm.", rich_help_panel=_KNOBS)] = None,
+    text: Annotated[str | None, _workload("File or folder to train on. Default: Python's standard library.")] = None,
+    dtype: Annotated[str, _workload("bf16 or fp32.")] = "bf16",
+    micro_batch: Annotated[int | None, _workload("Sequences a step. Default: 1 (4 on a GPU).")] = None,
+    sequence: Annotated[int | None, _workload("Tokens a sequence. Default: 64 (1024 on a GPU).")] = None,
+    seed: Annotated[int, _workload("Of the weights and the batches.")] = 0,
+    topk_ratio: Annotated[float | None, _knob("Share of columns updated every step.")] = None,
+    update_interval: Annotated[str | None, _knob("Steps in an update window, or 'auto'.")] = None,
+    select_interval: Annotated[str | None, _knob("Steps between selections, or 'auto'.")] = None,
+    offload_ratio: Annotated[float | None, _knob("Share of the state on the host.")] = None,
+    apply_lag: Annotated[int | None, _knob("Steps over which a window shows.")] = None,
+    deferred_update: Annotated[str | None, _knob("replay or mean.")] = None,
+    full_warm_up_rounds: Annotated[int | None, _knob("Synchronous first steps.")] = None,
+    overlap_step: Annotated[bool | None, _knob("Let the host work beside the GPU.")] = None,
+    pipeline: Annotated[str | None, _knob("bucket or none (DeepSpeed's order).")] = None,
+    bucket_bytes: Annotated[int | None, _knob("Largest part of a gradient that moves as a unit.")] = None,
+    max_grad_norm: Annotated[float | None, _knob("Clip the gradient norm.")] = None,
 ) -> None:
     """Show where the time of an offloaded training run goes, beside no offloading and ZeRO-Offload."""
     knobs = {
@@ -89,9 +110,11 @@ def profile(
         "full_warm_up_rounds": full_warm_up_rounds,
         "overlap_step": overlap_step,
         "pipeline": pipeline,
+        "bucket_bytes": bucket_bytes,
         "max_grad_norm": max_grad_norm,
     }
-    _check_output(json_path)
+    if json_path is not None:
+        check_json_path(json_path)
     workload = {"model": model, "text": text, "dtype": dtype, "micro_batch": micro_batch, "sequence": sequence}
     knobs = {name: value for name, value in knobs.items() if value is not None}
     options = {"steps": steps, "rig": rig, "seed": seed, "baselines": baselines}
@@ -99,13 +122,8 @@ def profile(
 
 
 def main() -> None:
-    """Run the command line and turn what is raised on purpose into a sentence and an exit code."""
-    try:
-        app()
-    except BadInputError as error:
-        _fail(str(error), 2)
-    except ZftuneError as error:
-        _fail(str(error), 1)
+    """Run the command line."""
+    app()
 
 
 def _profile(config: str | None, knobs: dict[str, Any], options: dict[str, Any], json_path: str | None) -> None:
@@ -114,14 +132,14 @@ def _profile(config: str | None, knobs: dict[str, Any], options: dict[str, Any],
     from zftune.profile.run import ProfileOptions, profile, read_config
     from zftune.profile.screen import render
 
-    console = Console(stderr=json_path == "-")
+    console = Console(stderr=json_path == STANDARD_OUTPUT)
     with _notes(console):
         chosen = ProfileOptions(config=read_config(config, knobs), **options)
     with _progress(console) as on_system:
         document = profile(chosen, on_system)
     console.print(render(document))
     if json_path is not None:
-        _write(document, json_path)
+        write_json(document, json_path)
 
 
 @contextmanager
@@ -130,7 +148,8 @@ def _progress(console: Console) -> Iterator[Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
+    hidden = not console.is_terminal  # a log has no use for bars
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden) as bars:
 
         def on_system(name: str) -> OnStep:
             bar = bars.add_task(f"measuring {name.replace('_', ' ')}", total=None)
@@ -155,32 +174,12 @@ def _notes(console: Console) -> Iterator[None]:
 
 def _interval(value: str | None) -> int | str | None:
     """An integer where it is one; the knob's own check says what is allowed."""
-    return int(value) if value is not None and value.lstrip("-").isdecimal() else value
-
-
-def _check_output(json_path: str | None) -> None:
-    """Refuse a path that cannot be written before minutes are spent."""
-    if json_path in (None, "-"):
-        return
-    path = Path(str(json_path))
-    if path.is_dir() or not path.parent.is_dir():
-        raise BadInputError(f"--json '{json_path}': allowed is a file in a folder that exists, or -")
-
-
-def _write(document: dict[str, Any], json_path: str) -> None:
-    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
-    if json_path == "-":
-        sys.stdout.write(text)
-        return
-    path = Path(json_path)
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)  # a reader never sees half a file
-    except OSError as error:
-        raise ZftuneError(f"--json '{json_path}': cannot be written ({error.strerror})") from error
+        return None if value is None else int(value)
+    except ValueError:
+        return value
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     typer.echo(f"zftune: {message}", err=True)
     raise SystemExit(code)

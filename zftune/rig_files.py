@@ -29,7 +29,7 @@ def load_rig(name_or_file: str) -> RigSpec:
     from zenflow import ConfigError, RigSpec
 
     names = rig_names()
-    if name_or_file not in names and not Path(name_or_file).is_file():
+    if name_or_file not in names and not _exists(Path(name_or_file)):
         raise BadInputError(f"--rig '{name_or_file}': allowed are {', '.join(names)}, none, or a TOML file")
     try:
         if name_or_file in names:
@@ -38,6 +38,13 @@ def load_rig(name_or_file: str) -> RigSpec:
         return RigSpec.load(Path(name_or_file))
     except ConfigError as error:
         raise BadInputError(f"--rig: {error}") from error
+
+
+def _exists(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except OSError:  # a name that is too long
+        return False
 
 
 def _folder() -> Traversable:

@@ -90,13 +90,14 @@ class _Link:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             transfer, source, target = item
+            # Copied when it is due and not before: what changes a source too early then shows, as on a real link.
+            _sleep_until(transfer.end)
             try:
                 target.copy_(source)
             except Exception as error:  # noqa: BLE001 - raised again in the thread that waits for the copy
                 transfer.deliver(error)
-                continue
-            _sleep_until(transfer.end)
-            transfer.deliver()
+            else:
+                transfer.deliver()
 
     def close(self) -> None:
         self._queue.put(None)

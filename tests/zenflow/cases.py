@@ -7,6 +7,7 @@ after the other, never side by side.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from zenflow.config import ZenFlowConfig
 
+EXAMPLES_FACTOR = int(os.environ.get("ZENFLOW_EXAMPLES_FACTOR", "1"))  # times as many examples; `make soak` sets it
 FIXED_CASES = 200  # case_of(0) to case_of(199) are run by I2, and counted for what they exercise
 
 Kind = Literal["linear", "conv1d", "3d", "strided3d", "vector", "scalar", "tied"]

@@ -14,7 +14,17 @@ from hypothesis import HealthCheck, event, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.zenflow.cases import FIXED_CASES, Case, Make, assert_same, case_of, draw_case, run, same_bits
+from tests.zenflow.cases import (
+    EXAMPLES_FACTOR,
+    FIXED_CASES,
+    Case,
+    Make,
+    assert_same,
+    case_of,
+    draw_case,
+    run,
+    same_bits,
+)
 from tests.zenflow.torch_oracle import TorchOracle, assert_close_to_torch
 from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.reference import ReferenceAdamW
@@ -26,7 +36,7 @@ RANDOMS = st.randoms(use_true_random=False)
 def thorough(examples: int) -> Callable[[Any], Any]:
     """Settings of a property test here: a case is a whole training run, so examples are few and have no deadline."""
     return settings(
-        max_examples=examples,
+        max_examples=examples * EXAMPLES_FACTOR,
         deadline=None,
         print_blob=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],

@@ -18,18 +18,21 @@ BASELINES = ("no_offload", "zero_offload", "zero_offload_pipelined")
 
 _NOT_SAMPLED = "the in-process profile does not sample NVML"
 _NO_STREAM = "plain CPU: there is no device stream whose waits could be called stalls"
+_SWITCHED_OFF = "the baselines were switched off"
+_TOO_LARGE = "it does not fit into the GPU's memory"
 _NO_OVERHEAD = "needs interleaved runs with and without measuring, which this profile does not make"
 
 
 def build_document(
-    task: Task, own: Measurement, baselines: Mapping[str, Measurement] | None, *, device_name: str
+    task: Task, own: Measurement, baselines: Mapping[str, Measurement | None] | None, *, device_name: str
 ) -> dict[str, Any]:
     """Put a profile together and check it against its schema.
 
     Args:
         task: what was trained.
         own: the run under the given knobs.
-        baselines: the others, by their names in `BASELINES`; None if they were not measured.
+        baselines: the others, by their names in `BASELINES`, None for one that the GPU's memory was too small for;
+            None if they were not measured.
         device_name: the GPU's name, or what stands for one.
 
     Raises:
@@ -37,6 +40,7 @@ def build_document(
     """
     workload = task.build()
     rig = task.rig_for(workload)
+    fitting = {name: run for name, run in (baselines or {}).items() if run is not None}
     missing: dict[str, str] = {}
     machine = hardware()
     event = "event" if rig is None else "rig"
@@ -49,7 +53,7 @@ def build_document(
         "fingerprint": fingerprint(workload.module, machine=machine, rig=None if rig is None else rig.name),
         "hardware": machine,
         "software": software(),
-        "rig": None if rig is None else _rig(rig, [own, *(baselines or {}).values()]),
+        "rig": None if rig is None else _rig(rig, [own, *fitting.values()]),
         "knobs": _knobs(own),
         "steps": {"measured": len(own.stats), "discarded": own.discarded},
         "step_ms": _step_ms(own),
@@ -62,8 +66,8 @@ def build_document(
         "memory": _memory(own, missing),
         "selection": _selection(own, missing),
         "staleness": _staleness(own, missing),
-        "practicality": _speed(baselines, "no_offload", own),
-        "baselines": None if baselines is None else {name: _baseline(baselines[name], own) for name in BASELINES},
+        "practicality": _speed(fitting, "no_offload", own),
+        "baselines": None if baselines is None else _baselines(fitting, own, missing),
         "nvml": None,
         "overhead_fraction": None,
         "missing": missing,
@@ -73,9 +77,11 @@ def build_document(
     missing["overhead_fraction"] = _NO_OVERHEAD
     if stall is None:
         missing["stall"] = missing["hidden_ms_per_step"] = _NO_STREAM
-        missing |= {f"baselines.{name}.stall": _NO_STREAM for name in BASELINES if baselines is not None}
+        missing |= {f"baselines.{name}.stall": _NO_STREAM for name in fitting}
     if baselines is None:
-        missing["baselines"] = missing["practicality"] = "the baselines were switched off"
+        missing["baselines"] = missing["practicality"] = _SWITCHED_OFF
+    elif "no_offload" not in fitting:
+        missing["practicality"] = _TOO_LARGE
     document["sources"] = _sources(document, event)
     document["verdict"] = verdict(document)
     validate(document)
@@ -195,10 +201,15 @@ def _staleness(run: Measurement, missing: dict[str, str]) -> dict[str, float | i
     }
 
 
-def _speed(baselines: Mapping[str, Measurement] | None, name: str, own: Measurement) -> float | None:
-    if baselines is None:
-        return None
-    return statistics.fmean(baselines[name].step_ms) / statistics.fmean(own.step_ms)
+def _speed(runs: Mapping[str, Measurement], name: str, own: Measurement) -> float | None:
+    return statistics.fmean(runs[name].step_ms) / statistics.fmean(own.step_ms) if name in runs else None
+
+
+def _baselines(
+    runs: Mapping[str, Measurement], own: Measurement, missing: dict[str, str]
+) -> dict[str, dict[str, Any] | None]:
+    missing |= {f"baselines.{name}": _TOO_LARGE for name in BASELINES if name not in runs}
+    return {name: _baseline(runs[name], own) if name in runs else None for name in BASELINES}
 
 
 def _baseline(run: Measurement, own: Measurement) -> dict[str, Any]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from zenflow import Device, EmulatedAccelerator, RigSpec, StepStats, ZenFlowAdamW, ZenFlowConfig
+from zenflow import Device, EmulatedAccelerator, RigSpec, StepStats, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
 from zenflow.device import device_for
 from zenflow.emulator import Slack
 from zenflow.rig import Rig
 from zftune.errors import BadInputError, ProfileError
-from zftune.workload import TextCorpus, Workload, batches, build_model
+from zftune.workload import Batch, TextCorpus, Workload, batches, build_model
 
 MAX_LATE_SHARE = 0.01
 """Share of segments (or of host time) that may be late before a run on a rig is refused."""
@@ -49,6 +49,11 @@ class Task:
             )
         workload.module.to(self.torch_device)
         return workload
+
+    def feed(self, workload: Workload) -> Iterator[Batch]:
+        """The text as batches for this model; the same ones every time."""
+        tokens = workload.encode(self.corpus)
+        return batches(tokens, micro_batch=self.micro_batch, sequence=self.sequence, seed=self.seed)
 
     def rig_for(self, workload: Workload) -> Rig | None:
         """The rig with the rates that fit this model."""
@@ -93,10 +98,14 @@ def measure(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep) -> M
     """Measure one system; on a rig again, at most three times, while real work was late for its pads.
 
     Raises:
-        ProfileError: this machine is too slow for the rig.
+        BadInputError: the model or the text does not fit the options; before any training.
+        ProfileError: this machine is too slow for the rig, or the runtime refused the model.
     """
     for attempt in range(1, _ATTEMPTS + 1):
-        result = _measure_once(task, config, steps, on_step, attempt)
+        try:
+            result = _measure_once(task, config, steps, on_step, attempt)
+        except ZenFlowError as error:
+            raise ProfileError(str(error)) from error
         fault = None if result.slack is None else lateness(result.slack)
         if fault is None:
             return result
@@ -117,16 +126,19 @@ def lateness(slack: Slack) -> str | None:
 
 def _measure_once(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep, attempt: int) -> Measurement:
     workload = task.build()
+    feed = task.feed(workload)
     rig = task.rig_for(workload)
-    device: Device = device_for(task.torch_device) if rig is None else EmulatedAccelerator(rig)
-    if isinstance(device, EmulatedAccelerator):
-        device.attach(workload.module)
-    optimizer = ZenFlowAdamW(
-        workload.module.parameters(), lr=_LEARNING_RATE, config=config, module=workload.module, device=device
-    )
-    discarded, measured = step_counts(optimizer.config, steps)
-    loop = _Loop(task, workload, device, optimizer)
-    try:
+    with ExitStack() as cleanup:
+        device: Device = device_for(task.torch_device) if rig is None else EmulatedAccelerator(rig)
+        cleanup.callback(device.close)
+        if isinstance(device, EmulatedAccelerator):
+            device.attach(workload.module)
+        optimizer = ZenFlowAdamW(
+            workload.module.parameters(), lr=_LEARNING_RATE, config=config, module=workload.module, device=device
+        )
+        cleanup.callback(optimizer.abandon)
+        discarded, measured = step_counts(optimizer.config, steps)
+        loop = _Loop(task.torch_device, workload, feed, device, optimizer)
         with _steady(rig is not None):
             for step in range(discarded + measured):
                 if step == discarded:
@@ -139,22 +151,25 @@ def _measure_once(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep
             phases_ms = loop.phases_ms(discarded)
         optimizer.close()  # what is pending comes back to the pools, which then are at their largest
         host_bytes = optimizer.host_bytes()
-    finally:
-        optimizer.abandon()
-        device.close()
     return Measurement(optimizer.config, stats, discarded, phases_ms, host_bytes, peak_bytes, slack, attempt)
 
 
 class _Loop:
     """The training loop, with a mark on the device's timeline between its phases."""
 
-    def __init__(self, task: Task, workload: Workload, device: Device, optimizer: ZenFlowAdamW) -> None:
+    def __init__(
+        self,
+        torch_device: torch.device,
+        workload: Workload,
+        feed: Iterator[Batch],
+        device: Device,
+        optimizer: ZenFlowAdamW,
+    ) -> None:
+        self._torch_device = torch_device
         self._workload = workload
+        self._feed = feed
         self._device = device
         self._optimizer = optimizer
-        self._torch_device = task.torch_device
-        tokens = workload.encode(task.corpus)
-        self._feed = batches(tokens, micro_batch=task.micro_batch, sequence=task.sequence, seed=task.seed)
         self._marks: list[tuple[object, object, object, object]] = []
         self._data_s: list[float] = []
 

@@ -11,15 +11,17 @@ import torch
 
 from zenflow import ConfigError, ZenFlowConfig
 from zenflow.device import default_torch_device, device_name
-from zftune.errors import BadInputError
+from zftune.errors import BadInputError, ProfileError
 from zftune.profile.document import BASELINES, build_document
 from zftune.profile.measure import Measurement, OnStep, Task, measure
 from zftune.rig_files import DEFAULT_RIG, load_rig
 from zftune.workload import load_text
 
+OWN = "this run"
 SYNCHRONOUS_STEPS = 8
 """Measured steps of the baselines: each of their steps is alike."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_SEEDS = 1 << 63  # as many as torch's generators take, from 0
 
 OnSystem = Callable[[str], OnStep]
 """Told the name of a system before it is measured; returns what is told about its steps."""
@@ -49,15 +51,26 @@ def profile(options: ProfileOptions, on_system: OnSystem) -> dict[str, Any]:
         BadInputError: an option is not allowed.
         ProfileError: the run could not be accepted (see `measure`).
     """
-    task, device_name = _task(options)
-    systems = {"this run": options.config} | (_baseline_configs(options.config) if options.baselines else {})
-    runs: dict[ZenFlowConfig, Measurement] = {}
+    task, name_of_device = _task(options)
+    systems = {OWN: options.config} | (_baseline_configs(options.config) if options.baselines else {})
+    runs: dict[ZenFlowConfig, Measurement | None] = {}
     for name, config in systems.items():
         if config not in runs:
-            steps = options.steps if name == "this run" else min(options.steps, SYNCHRONOUS_STEPS)
-            runs[config] = measure(task, config, steps, on_system(name))
+            steps = options.steps if name == OWN else min(options.steps, SYNCHRONOUS_STEPS)
+            runs[config] = _measure_if_it_fits(task, config, steps, on_system(name))
+    own = runs[options.config]
+    if own is None:
+        raise ProfileError("the run does not fit into the GPU's memory; use a smaller --micro-batch or --sequence")
     baselines = {name: runs[systems[name]] for name in BASELINES} if options.baselines else None
-    return build_document(task, runs[options.config], baselines, device_name=device_name)
+    return build_document(task, own, baselines, device_name=name_of_device)
+
+
+def _measure_if_it_fits(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep) -> Measurement | None:
+    """None where the GPU's memory is too small: for no offloading that is a finding, not a failure."""
+    try:
+        return measure(task, config, steps, on_step)
+    except torch.cuda.OutOfMemoryError:
+        return None
 
 
 def _baseline_configs(own: ZenFlowConfig) -> dict[str, ZenFlowConfig]:
@@ -76,15 +89,11 @@ def _baseline_configs(own: ZenFlowConfig) -> dict[str, ZenFlowConfig]:
 
 
 def _task(options: ProfileOptions) -> tuple[Task, str]:
-    for name, value in (("steps", options.steps), ("seed", options.seed)):
-        least = 1 if name == "steps" else 0
-        if value < least:
-            raise BadInputError(f"--{name} {value}: allowed is an integer >= {least}")
-    if options.dtype not in DTYPES:
-        raise BadInputError(f"--dtype '{options.dtype}': allowed are {', '.join(DTYPES)}")
+    _check(options)
     torch_device = _torch_device(options.rig)
     on_gpu = torch_device.type != "cpu"
     rig_name = None if options.rig == "none" or on_gpu else options.rig or DEFAULT_RIG
+    rig = None if rig_name is None else load_rig(rig_name)  # before the text, which takes longer to read
     task = Task(
         model=options.model or ("medium" if on_gpu else "tiny"),
         corpus=load_text(options.text),
@@ -93,9 +102,24 @@ def _task(options: ProfileOptions) -> tuple[Task, str]:
         sequence=options.sequence if options.sequence is not None else (1024 if on_gpu else 64),
         seed=options.seed,
         torch_device=torch_device,
-        rig=None if rig_name is None else load_rig(rig_name),
+        rig=rig,
     )
-    return task, device_name(torch_device) + ("" if rig_name is None else " (emulated accelerator)")
+    return task, device_name(torch_device) + ("" if rig is None else " (emulated accelerator)")
+
+
+def _check(options: ProfileOptions) -> None:
+    """Refuse at once what needs neither the model nor the text to be seen as wrong."""
+    for name, value, least in (
+        ("steps", options.steps, 1),
+        ("micro-batch", options.micro_batch, 1),
+        ("sequence", options.sequence, 2),
+    ):
+        if value is not None and value < least:
+            raise BadInputError(f"--{name} {value}: allowed is an integer >= {least}")
+    if not 0 <= options.seed < _SEEDS:
+        raise BadInputError(f"--seed {options.seed}: allowed is an integer from 0 to {_SEEDS - 1}")
+    if options.dtype not in DTYPES:
+        raise BadInputError(f"--dtype '{options.dtype}': allowed are {', '.join(DTYPES)}")
 
 
 def _torch_device(rig: str | None) -> torch.device:

@@ -1,0 +1,100 @@
+"""What every study's run.py shares: its arguments, results that a later run resumes from, where figures come from."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zftune.telemetry import hardware, software
+
+ROOT = Path(__file__).parents[1]
+SCHEMA = "zftune.study/1"
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options that every study takes."""
+    arguments = argparse.ArgumentParser(description=description)
+    arguments.add_argument("--quick", action="store_true", help="a short form, under a minute; kept apart")
+    arguments.add_argument("--json", type=Path, metavar="PATH", help="also write everything to this file")
+    arguments.add_argument("--again", action="store_true", help="measure again what is there already")
+    arguments.add_argument("--results", type=Path, metavar="FOLDER", help="where results are kept")
+    return arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """One file for each finished measurement, so that a run resumes where the last one stopped."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, study: Path, arguments: argparse.Namespace) -> Results:
+        """The folder that the arguments ask for: by default the study's own, for short runs one below it."""
+        default = study / "results" / "quick" if arguments.quick else study / "results"
+        folder: Path = arguments.results or default
+        folder.mkdir(parents=True, exist_ok=True)
+        return cls(folder)
+
+    def load(self, name: str, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """A finished measurement's record; None if there is none of exactly these inputs."""
+        try:
+            record: dict[str, Any] = json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return record if record.get("inputs") == json.loads(json.dumps(inputs)) else None
+
+    def save(self, name: str, inputs: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str, Any]:
+        """Keep a finished measurement; all of it or nothing."""
+        record = {"schema": SCHEMA, "inputs": inputs, "figures": figures, "provenance": provenance()}
+        write_json(self.folder / f"{name}.json", record)
+        return record
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a file in one go."""
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def provenance() -> dict[str, Any]:
+    """When and on what: date, machine, versions, load (runnable processes over the last minute)."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"when": now, "hardware": hardware(), "software": software(), "load_1min": round(os.getloadavg()[0], 2)}
+
+
+def code_digest(*folders_or_files: str) -> str:
+    """Hash of source files, so that a change of them is a change of inputs."""
+    digest = hashlib.sha256()
+    for part in folders_or_files:
+        path = ROOT / part
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Median and the 5th and 95th percentile, interpolated; and how many values there were."""
+    ordered = sorted(values)
+    return {
+        "median": statistics.median(ordered),
+        "p5": percentile(ordered, 0.05),
+        "p95": percentile(ordered, 0.95),
+        "n": len(ordered),
+    }
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """A percentile of ascending values, linear between neighbours."""
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

@@ -1,0 +1,54 @@
+"""What the README says works: its example runs, its commands exist, its files are there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_python_example_runs() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    result = subprocess.run([sys.executable, "-W", "error", "-c", example], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("StepStats(step="), result.stdout
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"(?:`|^ {4})make ([a-z-]+)", README, re.MULTILINE))))
+def test_make_targets_exist(target: str) -> None:
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("option", sorted(set(re.findall(r"zftune profile.*?(?=\n)", README))))
+def test_the_command_lines_use_options_that_exist(option: str) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-c", "from zftune.cli import main; main()", "profile", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"COLUMNS": "200", "TERM": "dumb", "PATH": ""},
+    ).stdout
+    flags = re.findall(r"--[a-z][a-z-]+", option)
+    assert [flag for flag in flags if flag not in shown] == []
+
+
+def test_the_files_that_it_names_exist() -> None:
+    for link in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / link).exists(), link
+    tree = README.split("## How the parts fit")[1].split("```")[1]
+    folder = ROOT
+    for line in tree.splitlines():
+        if not line.strip():
+            continue
+        if not line.startswith(" "):
+            folder = ROOT / line.split()[0]
+            assert folder.is_dir(), folder
+        else:
+            for name in re.findall(r"\b[a-z_]+\.py\b", line):
+                assert (folder / name).is_file(), folder / name

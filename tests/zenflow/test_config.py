@@ -1,0 +1,242 @@
+"""`ZenFlowConfig`: what is refused and in which words, what a ds_config turns into, what "auto" stands for."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zenflow import ConfigError, ZenFlowConfig
+
+SHARE = "a number from 0 to 1"
+COUNT_OR_AUTO = 'an integer >= 1 or "auto"'
+OPTIONAL_COUNT = "an integer >= 1, or none"
+BAD: list[tuple[str, list[Any], str]] = [
+    *((name, [-0.1, 1.01, math.nan, math.inf, "0.5", True, None], SHARE)
+      for name in ("topk_ratio", "offload_ratio", "auto_ratio", "pt_reserved_cores_perc")),
+    *((name, [0, -1, 4.0, "Auto", True, None], COUNT_OR_AUTO) for name in ("select_interval", "update_interval")),
+    ("full_warm_up_rounds", [-1, 1.0, "auto", False, None], "an integer >= 0"),
+    ("overlap_step", [0, 1, "true", None], "true or false"),
+    ("skip_nonfinite", [0, "no", None], "true or false"),
+    ("select_strategy", ["custom", 1, None, ["step"]], '"auto" or "step" or "epoch"'),
+    ("deferred_update", ["sum", None], '"replay" or "mean"'),
+    ("pipeline", ["buckets", False], '"bucket" or "none"'),
+    ("max_grad_norm", [0, -1.0, math.nan, math.inf, "1", True], "a number > 0, or none"),
+    ("steps_per_epoch", [0, 2.5, "auto", True], OPTIONAL_COUNT),
+    ("bucket_bytes", [0, -5, 1e6, None], "an integer >= 1"),
+    ("apply_lag", [0, 5, -1, 1.5, True, "auto"], "an integer from 1 to update_interval (4), or none"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"), [(field, value, allowed) for field, values, allowed in BAD for value in values]
+)
+def test_a_bad_value_is_named_with_what_is_allowed(field: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ZenFlowConfig(**{field: value})
+    assert str(caught.value) == f"{field} is {value!r}, allowed is {allowed}"
+
+
+def test_every_field_has_bad_values_above() -> None:
+    assert {field for field, _, _ in BAD} == {field.name for field in fields(ZenFlowConfig)}
+
+
+def test_a_number_too_large_for_a_float_is_refused_like_any_other() -> None:
+    with pytest.raises(ConfigError, match="topk_ratio is 1000"):
+        ZenFlowConfig(topk_ratio=10**400)
+
+
+def test_ends_of_the_ranges_are_allowed() -> None:
+    ZenFlowConfig(topk_ratio=0, offload_ratio=1, update_interval=1, select_interval=1, apply_lag=1, bucket_bytes=1)
+    ZenFlowConfig(topk_ratio=1.0, offload_ratio=0.0, update_interval=7, apply_lag=7)
+    ZenFlowConfig(update_interval="auto", apply_lag=50)
+
+
+def test_replace_checks_again() -> None:
+    config = ZenFlowConfig(update_interval=4, apply_lag=4)
+    with pytest.raises(ConfigError, match=r"apply_lag is 4, allowed is an integer from 1 to update_interval \(2\)"):
+        replace(config, update_interval=2)
+
+
+# from_ds_config
+
+
+def ds(zenflow: Any = None, offload: Any = None, **top: Any) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": 2, "offload_optimizer": {"device": "cpu"} if offload is None else offload}
+    if zenflow is not None:
+        zero["zenflow"] = zenflow
+    return {"train_batch_size": 8, "zero_optimization": zero, **top}
+
+
+def test_the_documented_zenflow_section() -> None:
+    section = {
+        "topk_ratio": 0.05,
+        "select_strategy": "auto",
+        "select_interval": "auto",
+        "update_interval": 4,
+        "full_warm_up_rounds": 0,
+        "overlap_step": True,
+    }
+    config = ZenFlowConfig.from_ds_config(ds(section))
+    assert config == ZenFlowConfig(topk_ratio=0.05, update_interval=4, overlap_step=True)
+    assert (config.offload_ratio, config.pipeline, config.max_grad_norm) == (1.0, "bucket", None)
+
+
+def test_what_a_zenflow_section_omits_takes_deepspeeds_default() -> None:
+    config = ZenFlowConfig.from_ds_config(ds({}))
+    assert (config.topk_ratio, config.update_interval, config.select_interval) == (0.1, "auto", "auto")
+    assert (config.overlap_step, config.full_warm_up_rounds, config.auto_ratio) == (False, 0, 0.99)
+    assert (config.select_strategy, config.pt_reserved_cores_perc) == ("auto", 0.5)
+
+
+def test_auto_where_deepspeed_has_no_auto_is_its_default() -> None:
+    assert ZenFlowConfig.from_ds_config(ds({"topk_ratio": "auto", "overlap_step": "auto"})).topk_ratio == 0.1
+
+
+def test_plain_zero_offload() -> None:
+    config = ZenFlowConfig.from_ds_config(ds())
+    assert (config.topk_ratio, config.update_interval, config.overlap_step) == (0.0, 1, False)
+    assert (config.pipeline, config.offload_ratio) == ("bucket", 1.0)
+
+
+def test_twin_flow_ratio() -> None:
+    config = ZenFlowConfig.from_ds_config(ds(offload={"device": "cpu", "ratio": 0.3, "pin_memory": True}))
+    assert config == replace(ZenFlowConfig.zero_offload(pipeline="bucket"), offload_ratio=0.3)
+    assert ZenFlowConfig.from_ds_config(ds({}, {"device": "cpu", "ratio": 0.3})).offload_ratio == 0.3
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"zero_optimization": None},
+        {"zero_optimization": {"stage": 2}},
+        {"zero_optimization": {"offload_optimizer": None, "zenflow": {"topk_ratio": 0.2}}},
+        {"zero_optimization": {"offload_optimizer": {"device": "none"}}},
+        {"zero_optimization": {"offload_optimizer": {}}},
+    ],
+)
+def test_without_offloading_everything_is_resident(config: dict[str, Any]) -> None:
+    assert ZenFlowConfig.from_ds_config(config).offload_ratio == 0.0
+
+
+@pytest.mark.parametrize(("clipping", "norm"), [(1.0, 1.0), (0.5, 0.5), (0, None), (0.0, None), ("auto", None)])
+def test_gradient_clipping(clipping: Any, norm: float | None) -> None:
+    for config in (ds({}, gradient_clipping=clipping), ds(gradient_clipping=clipping), {"gradient_clipping": clipping}):
+        assert ZenFlowConfig.from_ds_config(config).max_grad_norm == norm
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (ds({"topk": 0.1}), "zero_optimization.zenflow.topk is 0.1, allowed are the fields apply_lag, auto_ratio"),
+        (ds({"offload_ratio": 0.1}), "zero_optimization.zenflow.offload_ratio is 0.1, allowed are the fields"),
+        (ds({"topk_ratio": 2}), "topk_ratio is 2, allowed is a number from 0 to 1"),
+        (ds({"select_strategy": "custom"}), "select_strategy is 'custom', allowed is"),
+        (ds([]), "zero_optimization.zenflow is [], allowed is a JSON object"),
+        (ds(offload="cpu"), "zero_optimization.offload_optimizer is 'cpu', allowed is a JSON object"),
+        (ds(offload={"device": "nvme"}), "zero_optimization.offload_optimizer.device is 'nvme', allowed is"),
+        (ds(offload={"device": "cpu", "ratio": 2}), "offload_ratio is 2, allowed is a number from 0 to 1"),
+        ({"zero_optimization": 2}, "zero_optimization is 2, allowed is a JSON object"),
+        (ds({}, gradient_clipping=-1), "-1, allowed is a number > 0, or none"),
+    ],
+)
+def test_a_bad_ds_config_is_a_sentence(config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ZenFlowConfig.from_ds_config(config)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_offload_true_is_ignored_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="offload is ignored") as caught:
+        config = ZenFlowConfig.from_ds_config(ds({"offload": True, "topk_ratio": 0.2}))
+    assert len(caught) == 1
+    assert config == ZenFlowConfig.from_ds_config(ds({"topk_ratio": 0.2}))
+    with pytest.warns(UserWarning, match="offload is ignored") as caught:
+        assert ZenFlowConfig(offload=True, topk_ratio=0.2) == ZenFlowConfig(topk_ratio=0.2)
+    assert caught[0].filename == __file__
+    assert ZenFlowConfig.from_ds_config(ds({"offload": False})).topk_ratio == 0.1  # what it already does: no warning
+
+
+def test_a_file_by_path_and_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(ds({"topk_ratio": 0.05})))
+    assert ZenFlowConfig.from_ds_config(path) == ZenFlowConfig.from_ds_config(str(path))
+    assert ZenFlowConfig.from_ds_config(path).topk_ratio == 0.05
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "allowed is a readable JSON file (No such file or directory)"),
+        (b"{", "allowed is a file of valid JSON"),
+        (b"", "allowed is a file of valid JSON"),
+        (b"\x7fELF\x02\x01\x01\x00\xff\xfe", "allowed is a file of valid JSON"),
+        (b"[1, 2]", "allowed is a file that holds a JSON object"),
+        (b"3", "allowed is a file that holds a JSON object"),
+        (b"null", "allowed is a file that holds a JSON object"),
+    ],
+)
+def test_a_bad_file_is_a_sentence(content: bytes | None, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        ZenFlowConfig.from_ds_config(path)
+    assert str(caught.value).startswith(f"ds_config is '{path}', {sentence}")
+
+
+def test_a_directory_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"allowed is a readable JSON file \(Is a directory\)"):
+        ZenFlowConfig.from_ds_config(tmp_path)
+
+
+# resolved
+
+
+def test_resolved_leaves_numbers_alone_and_says_nothing() -> None:
+    config = ZenFlowConfig(update_interval=3, select_interval=5, select_strategy="step", apply_lag=2)
+    assert config.is_resolved
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert config.resolved() == config
+
+
+def test_auto_update_interval_warns_and_is_four() -> None:
+    config = ZenFlowConfig(update_interval="auto")
+    assert not config.is_resolved
+    with pytest.warns(UserWarning, match=r'update_interval "auto" does not adapt yet: using 4 steps'):
+        resolved = config.resolved()
+    assert (resolved.update_interval, resolved.select_interval, resolved.is_resolved) == (4, 32, True)
+
+
+def test_the_warning_names_the_number_that_is_used() -> None:
+    with pytest.warns(UserWarning, match="update_interval") as caught:
+        resolved = ZenFlowConfig(update_interval="auto", apply_lag=6).resolved()
+    assert (resolved.update_interval, resolved.apply_lag) == (6, 6)
+    assert "using 6 steps" in str(caught[0].message)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "interval", "per_epoch", "expected"),
+    [
+        ("epoch", 2, 10, 20),
+        ("epoch", "auto", 10, 10),
+        ("epoch", 2, None, 2),
+        ("epoch", "auto", None, 32),
+        ("step", 2, 10, 2),
+        ("auto", 2, 10, 2),
+        ("auto", "auto", 10, 32),
+    ],
+)
+def test_epochs_become_steps(strategy: Any, interval: Any, per_epoch: int | None, expected: int) -> None:
+    config = ZenFlowConfig(select_strategy=strategy, select_interval=interval, steps_per_epoch=per_epoch)
+    resolved = config.resolved()
+    assert (resolved.select_interval, resolved.select_strategy) == (expected, "step")
+    assert resolved.resolved() == resolved

@@ -1,0 +1,258 @@
+"""The emulated accelerator: the same weights as the plain CPU, pads that add up, errors that surface."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.zenflow.small import Flat, Stack, assert_same_run, seeded, tokens_of, train
+from zenflow import EmulatedAccelerator, HostEngineError, Rig, ZenFlowConfig
+from zenflow.device import Transfer
+
+FAST_GBPS = 1e6
+PAD = {"forward_ms": 3.0, "backward_ms": 6.0}
+
+
+def rig(**changes: Any) -> Rig:
+    """A rig on which nothing but the passes takes time."""
+    rates = dict.fromkeys(("link_d2h_gbps", "link_h2d_gbps", "host_gbps"), FAST_GBPS)
+    return Rig(**{"name": "test", "source": "", "device_gbps": None, "scale": 1.0, **PAD, **rates, **changes})
+
+
+@contextmanager
+def accelerator(model: nn.Module | None = None, **changes: Any) -> Iterator[EmulatedAccelerator]:
+    device = EmulatedAccelerator(rig(**changes))
+    if model is not None:
+        device.attach(model)
+    yield device
+    device.close()
+
+
+# (a) The emulation changes when things happen, never what.
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "zero-offload": {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False, "pipeline": "none"},
+    "pipelined": {"topk_ratio": 0.25, "update_interval": 2, "overlap_step": False, "select_interval": 1},
+    "overlapped": {"topk_ratio": 0.25, "update_interval": 3, "select_interval": 2, "max_grad_norm": 0.5},
+    "twin-flow": {"topk_ratio": 0.1, "update_interval": 4, "offload_ratio": 0.6, "apply_lag": 2},
+    "mean": {"topk_ratio": 0.25, "update_interval": 3, "deferred_update": "mean", "full_warm_up_rounds": 2},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_module", [True, False])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_weights_are_those_of_the_cpu(name: str, with_module: bool, dtype: torch.dtype) -> None:
+    config = ZenFlowConfig(bucket_bytes=200, **CONFIGS[name])
+    expected = train(seeded(Stack, dtype), config, steps=9, with_module=with_module)
+    model = seeded(Stack, dtype)
+    slow = {"link_d2h_gbps": 0.005, "link_h2d_gbps": 0.002, "host_gbps": 0.005, "device_gbps": 1.0}
+    with accelerator(model, forward_ms=0.5, backward_ms=1.0, **slow) as device:
+        assert_same_run(train(model, config, steps=9, device=device, with_module=with_module), expected)
+
+
+# Pads. Between two marks lies exactly what the rig says, plus what the run counts as late.
+
+
+def pads(device: EmulatedAccelerator, work: Callable[[], Any]) -> float:
+    """Milliseconds of pad in `work`: time on the compute stream without what is counted as late."""
+    begin, seen = device.mark(), len(device.slack.margins_s)
+    work()
+    late_s = sum(min(0.0, margin) for margin in device.slack.margins_s[seen:])
+    return round(
+        1e3 * (device.elapsed_s(begin, device.mark()) + late_s), 4
+    )  # marks are seconds since the machine began
+
+
+def passes(model: nn.Module, device: EmulatedAccelerator, count: int = 1) -> None:
+    """Forward and backward, then what an optimizer says in `step()`."""
+    for step in range(count):
+        model(tokens_of(step)).backward()
+    device.begin_step()
+
+
+FORWARD, BOTH = PAD["forward_ms"], PAD["forward_ms"] + PAD["backward_ms"]
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_pads_under_gradient_checkpointing(reentrant: bool | None) -> None:
+    model = seeded(Stack, reentrant=reentrant, depth=3)
+    with accelerator(model) as device:
+        for count in (1, 1, 2):
+            assert pads(device, lambda count=count: passes(model, device, count)) == pytest.approx(count * BOTH)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_pads_are_spread_over_the_layers(reentrant: bool | None) -> None:
+    model = seeded(Stack, reentrant=reentrant, depth=4)
+    with accelerator(model) as device:
+        passes(model, device)
+        assert device.slack.segments == 8
+        loss = model(tokens_of(0))
+        assert pads(device, loss.backward) == pytest.approx(PAD["backward_ms"])  # all of it before step()
+        assert pads(device, device.begin_step) == 0
+
+
+@pytest.mark.parametrize("build", [Stack, Flat])
+def test_pads_of_an_evaluation(build: type[nn.Module]) -> None:
+    model = seeded(build)
+    with accelerator(model) as device:
+        passes(model, device)
+
+        def evaluate() -> None:
+            model.eval()
+            with torch.no_grad():
+                model(tokens_of(1))
+            model.train()
+
+        assert pads(device, evaluate) == pytest.approx(FORWARD)
+        assert pads(device, device.begin_step) == 0
+        assert pads(device, lambda: passes(model, device)) == pytest.approx(BOTH)
+
+
+@pytest.mark.parametrize("build", [Stack, Flat])
+def test_pads_of_a_forward_with_gradients_but_no_backward(build: type[nn.Module]) -> None:
+    """An evaluation outside `no_grad`, between a step and the next training pass."""
+    model = seeded(build)
+    with accelerator(model) as device:
+        passes(model, device)
+        model.eval()
+        assert pads(device, lambda: model(tokens_of(1))) == pytest.approx(FORWARD)
+        model.train()
+        assert pads(device, lambda: passes(model, device)) == pytest.approx(BOTH)
+
+
+def test_pads_of_a_module_without_a_list_of_layers() -> None:
+    model = seeded(Flat)
+    with accelerator(model) as device:
+        for count in (1, 3):
+            assert pads(device, lambda count=count: passes(model, device, count)) == pytest.approx(count * BOTH)  # type: ignore[misc]
+
+
+def test_kernels_of_the_runtime_are_charged() -> None:
+    with accelerator(device_gbps=2.0) as device:
+        assert pads(device, lambda: device.charge(3_000_000)) == pytest.approx(1.5)
+    with accelerator(device_gbps=None) as device:
+        assert pads(device, lambda: device.charge(3_000_000)) == 0
+
+
+# (c) Late segments.
+
+
+class Sleepy(nn.Module):
+    """Takes longer than any pad."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.1)
+        return x
+
+
+def test_work_beyond_its_pad_is_counted_and_takes_its_time() -> None:
+    model = seeded(Stack)
+    model.add_module("sleepy", Sleepy())
+    assert isinstance(model.layers, nn.ModuleList)
+    model.layers[0] = nn.Sequential(model.layers[0], Sleepy())
+    with accelerator(model) as device:
+        begin = device.mark()
+        passes(model, device)
+        assert device.slack.late >= 1
+        assert min(device.slack.margins_s) < -0.05
+        assert device.elapsed_s(begin, device.mark()) > 0.09
+        device.reset_peaks()
+        assert (device.slack.segments, device.slack.late, device.slack.margins_s) == (0, 0, [])
+
+
+def test_generous_pads_have_no_late_segment() -> None:
+    model = seeded(Stack)
+    with accelerator(model, forward_ms=20_000.0, backward_ms=20_000.0) as device:
+        passes(model, device)
+        assert device.slack.segments == 4
+        assert device.slack.late == 0
+        assert min(device.slack.margins_s) > 0
+
+
+def test_a_host_below_its_rate_is_counted() -> None:
+    with accelerator(host_gbps=1e3) as device:
+        with device.host_work(1000, [], device.mark()) as span:
+            time.sleep(0.05)
+        assert device.slack.late_host_s > 0.04
+        assert span.seconds == pytest.approx(device.slack.host_s + device.slack.late_host_s)
+
+
+# Links and host work follow the rig.
+
+
+def test_copies_of_one_direction_are_one_after_the_other() -> None:
+    with accelerator(link_d2h_gbps=0.001, link_h2d_gbps=0.002) as device:
+        begin = device.mark()
+        sources = [torch.arange(1000.0), torch.arange(500.0)]
+        targets = [torch.zeros(1000), torch.zeros(500)]
+        first, second = (device.d2h(a, b) for a, b in zip(sources, targets, strict=True))
+        second.wait()  # as the host engine does before it begins
+        with device.host_work(0, [second], begin) as span:
+            pass
+        back, arrived = device.h2d(targets[1], span, begin)
+        for transfer in (first, second, back):
+            transfer.wait()
+            assert transfer.done()
+        assert device.elapsed_s(begin, first.end) == pytest.approx(4e-3, abs=1e-6)  # 4000 bytes at 10^6 a second
+        assert device.elapsed_s(begin, second.end) == pytest.approx(6e-3, abs=1e-6)
+        assert span.begin_s >= second.end
+        assert device.elapsed_s(span.end_s, back.end) == pytest.approx(1e-3, abs=1e-6)
+        assert torch.equal(targets[0], sources[0])
+        assert torch.equal(arrived, sources[1])
+        device.join(back, arrived)
+        assert device.elapsed_s(back.end, device.mark()) == 0
+        assert device.passed(begin)
+
+
+def test_a_copy_is_not_there_before_its_time() -> None:
+    with accelerator(link_d2h_gbps=1e-6) as device:  # 200 bytes take 0.2 s
+        begin = time.monotonic()
+        transfer = device.d2h(torch.zeros(50), torch.ones(50))
+        assert not transfer.done() or time.monotonic() - begin > 0.1
+        transfer.wait()
+        assert device.passed(transfer.end)
+
+
+# (d) A copy that fails.
+
+
+def test_a_failed_copy_is_raised_where_it_is_waited_for() -> None:
+    with accelerator() as device:
+        failed = device.d2h(torch.zeros(3), torch.zeros(2))
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            failed.wait()
+        target = torch.zeros(3)
+        device.d2h(torch.ones(3), target).wait()  # the link goes on
+        assert target.tolist() == [1, 1, 1]
+
+
+class BrokenLink(EmulatedAccelerator):
+    """Loses one copy to the host, as a buffer of the wrong size would."""
+
+    def __init__(self, broken: int) -> None:
+        super().__init__(rig())
+        self._left = broken
+
+    def d2h(self, source: Tensor, target: Tensor) -> Transfer:
+        self._left -= 1
+        return super().d2h(source, target if self._left else torch.zeros(2, 3, 5))
+
+
+@pytest.mark.parametrize("broken", [3, 9], ids=["masters", "gradient"])
+def test_a_failed_copy_ends_training_with_its_cause(broken: int) -> None:
+    """Six weights: of the third, first the masters are read, then a gradient is sent."""
+    device = BrokenLink(broken)
+    config = ZenFlowConfig(topk_ratio=0.0, update_interval=1, overlap_step=False)
+    try:
+        with pytest.raises(HostEngineError, match=r"layers\.0\.outer\.weight.*size of tensor"):
+            train(seeded(Stack), config, steps=3, device=device)
+    finally:
+        device.close()

@@ -1,0 +1,314 @@
+"""The host engine: order, errors that surface, a worker that dies, closing with work in the queue."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zenflow import CpuDevice, HostEngineError, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
+from zenflow.device import HostSpan, Mark, Transfer
+from zenflow.host import Control, HostEngine, Job, LogEntry, apply_entries
+from zenflow.rules import AdamW, AdamWHyper
+from zenflow.state import ColumnState
+
+SOON_S = 10.0  # a hang, on however busy a machine
+SYNC = ZenFlowConfig(topk_ratio=0.0, update_interval=1, overlap_step=False)
+
+
+@pytest.fixture
+def engine() -> Iterator[HostEngine]:
+    engine = HostEngine(CpuDevice())
+    yield engine
+    engine.close()
+    assert not engine.alive
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
+
+
+def job(name: str, work: Callable[[], object], result: Tensor | None = None) -> Job:
+    def run() -> None:
+        work()
+
+    return Job(name, CpuDevice(), run, nbytes=0, inputs=[], result=result)
+
+
+def within(seconds: float, work: Callable[[], object]) -> None:
+    """Run `work` in a thread that may hang, and fail if it does."""
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            errors.append(error)
+
+    thread = threading.Thread(target=guarded, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it hangs"
+    if errors:
+        raise errors[0]
+
+
+def test_jobs_run_in_the_order_in_which_they_were_submitted(engine: HostEngine) -> None:
+    done: list[int] = []
+    jobs = [engine.submit(job(str(i), lambda i=i: done.append(i))) for i in range(50)]  # type: ignore[misc]
+    jobs[-1].wait(engine)
+    assert done == list(range(50))
+    assert all(one.finished for one in jobs)
+
+
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_a_result_arrives_whether_it_was_asked_for_early_or_late(engine: HostEngine, asked_first: bool) -> None:
+    gate, result = threading.Event(), torch.zeros(3)
+    one = engine.submit(job("one", lambda: (gate.wait(SOON_S), result.fill_(2.0)), result))
+    if asked_first:
+        one.ask_result()
+        one.ask_result()
+    assert one.transfer is None
+    gate.set()
+    assert one.receive(engine).tolist() == [2, 2, 2]
+    result.fill_(3.0)
+    assert one.receive(engine).tolist() == [2, 2, 2]  # sent once
+
+
+def fail() -> None:
+    raise ValueError("a bad day")
+
+
+def test_a_failed_job_raises_in_every_wait_and_the_next_one_runs_or_says_why(engine: HostEngine) -> None:
+    bad = engine.submit(job("updating w", fail, torch.zeros(1)))
+    for wait in (bad.wait, bad.receive, bad.wait):
+        with pytest.raises(HostEngineError, match="updating w failed: a bad day") as caught:
+            wait(engine)
+        assert isinstance(caught.value.__cause__, ValueError)
+    assert engine.alive
+
+
+def test_a_job_without_a_result_cannot_be_received(engine: HostEngine) -> None:
+    one = engine.submit(job("one", lambda: None))
+    with pytest.raises(HostEngineError, match="one has no result to send"):
+        one.receive(engine)
+
+
+def test_a_worker_that_is_gone_is_noticed() -> None:
+    engine = HostEngine(CpuDevice())
+    gate = threading.Event()
+    engine.submit(job("held", lambda: gate.wait(SOON_S)))
+    engine._queue.put(None)  # what the worker takes for its end
+    stuck = engine.submit(job("updating w", lambda: None))
+    gate.set()
+    with pytest.raises(HostEngineError, match="thread is gone; updating w was not finished"):
+        within(SOON_S, lambda: stuck.wait(engine))
+    with pytest.raises(HostEngineError, match="thread is gone; more cannot be submitted"):
+        engine.submit(job("more", lambda: None))
+    engine.close()
+
+
+def test_closing_fails_what_is_queued_and_ends_the_thread() -> None:
+    engine = HostEngine(CpuDevice())
+    entered, gate = threading.Event(), threading.Event()
+    done: list[int] = []
+
+    def hold() -> None:
+        entered.set()
+        gate.wait(SOON_S)
+        done.append(1)
+
+    first = engine.submit(job("first", hold))
+    rest = [engine.submit(job(f"job {i}", lambda: done.append(2))) for i in range(5)]
+    assert entered.wait(SOON_S)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    while not engine._closing:
+        time.sleep(0.001)
+    gate.set()
+    closing.join(SOON_S)
+    assert not closing.is_alive()
+    assert not engine.alive
+    first.wait(engine)
+    for one in rest:
+        with pytest.raises(HostEngineError, match="was closed"):
+            one.wait(engine)
+    assert done == [1]
+    within(SOON_S, engine.close)  # again
+
+
+# Through the optimizer.
+
+
+class Failing(CpuDevice):
+    """Host work fails from the n-th piece on, or in that one only."""
+
+    def __init__(self, after: int, *, once: bool = False) -> None:
+        super().__init__()
+        self._left = after
+        self._once = once
+
+    @contextmanager
+    def host_work(self, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> Iterator[HostSpan]:
+        self._left -= 1
+        if self._left == -1 or (self._left < 0 and not self._once):
+            raise OSError("no memory left")
+        with super().host_work(nbytes, inputs, submitted) as span:
+            yield span
+
+
+class BrokenUplink(CpuDevice):
+    """Cannot send anything back, as when the accelerator's memory is full."""
+
+    def h2d(self, source: Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, Tensor]:
+        raise MemoryError("the accelerator's memory is full")
+
+
+class NoThread(CpuDevice):
+    """Refuses a second thread."""
+
+    def enter_thread(self) -> None:
+        raise OSError("no such accelerator")
+
+
+def trained(device: CpuDevice, config: ZenFlowConfig, steps: int = 8) -> ZenFlowAdamW:
+    module = nn.Sequential(nn.Linear(5, 4, bias=False))
+    optimizer = ZenFlowAdamW(module.parameters(), config=config, device=device, module=module)
+    for _ in range(steps):
+        for weight in module.parameters():
+            weight.grad = torch.ones_like(weight)
+        try:
+            optimizer.step()
+        except BaseException:
+            optimizer.abandon()
+            raise
+    return optimizer
+
+
+OVERLAPPED = ZenFlowConfig(topk_ratio=0.3, update_interval=2, select_interval=50)
+
+
+@pytest.mark.parametrize("config", [SYNC, OVERLAPPED], ids=["sync", "overlapped"])
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_an_error_on_the_host_surfaces_in_step(after: int, config: ZenFlowConfig) -> None:
+    with pytest.raises(HostEngineError, match=r"0\.weight failed: no memory left") as caught:
+        within(SOON_S, lambda: trained(Failing(after), config))
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize(("piece", "name"), [(0, "reading the masters"), (2, "moving columns")])
+def test_an_error_in_work_that_nobody_waits_for_surfaces_too(piece: int, name: str) -> None:
+    """Masters that were not read, or states that did not arrive, would corrupt every later update."""
+    weight = nn.Parameter(torch.ones(3, 4))
+    config = ZenFlowConfig(topk_ratio=0.5, update_interval=2, select_interval=1)
+    optimizer = ZenFlowAdamW([weight], config=config, device=Failing(piece, once=True))
+
+    def train() -> None:  # pieces: the masters; then, of a window, columns that leave, columns that join, the rest
+        for step in range(8):
+            loud = [1.0, 1.0, 9.0, 9.0] if step % 2 else [9.0, 9.0, 1.0, 1.0]
+            weight.grad = torch.tensor([loud] * 3)
+            optimizer.step()
+
+    try:
+        with pytest.raises(HostEngineError, match=f"{name} of 0 failed: no memory left"):
+            train()
+    finally:
+        optimizer.abandon()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("config", [SYNC, OVERLAPPED], ids=["sync", "overlapped"])
+def test_an_error_of_the_way_back_names_its_cause(config: ZenFlowConfig) -> None:
+    with pytest.raises((HostEngineError, MemoryError), match="memory is full"):
+        within(SOON_S, lambda: trained(BrokenUplink(), config))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_cannot_start_names_its_cause() -> None:
+    with pytest.raises(HostEngineError, match="no such accelerator"):
+        within(SOON_S, lambda: trained(NoThread(), SYNC))
+
+
+def test_closing_with_a_failed_window_raises_and_ends_the_thread() -> None:
+    optimizer = trained(Failing(1), ZenFlowConfig(topk_ratio=0.0, update_interval=4), steps=3)
+    with pytest.raises(HostEngineError, match="no memory left"):
+        optimizer.close()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_after_the_end_step_is_a_sentence(end: str) -> None:
+    optimizer = trained(CpuDevice(), OVERLAPPED, steps=3)
+    getattr(optimizer, end)()
+    getattr(optimizer, end)()
+    optimizer.close()
+    with pytest.raises(ZenFlowError, match=r"step\(\) was called after close\(\), allowed is a new optimizer"):
+        optimizer.step()
+
+
+def test_close_applies_what_is_pending_and_abandon_does_not() -> None:
+    results = []
+    for end in ("close", "abandon"):
+        optimizer = trained(CpuDevice(), ZenFlowConfig(topk_ratio=0.0, update_interval=4), steps=2)
+        (weight,) = optimizer.param_groups[0]["params"]
+        before = weight.detach().clone()
+        getattr(optimizer, end)()
+        results.append(torch.equal(weight.detach(), before))
+    assert results == [False, True]
+
+
+# apply_entries, against numbers worked out by hand.
+
+
+def entry(gradient: Tensor, lr: float, decay: float, control: tuple[float, float] | None = None) -> LogEntry:
+    transfer = CpuDevice().d2h(gradient, torch.empty_like(gradient))
+    hyper = AdamWHyper(lr=lr, beta1=0.5, beta2=0.5, eps=0.0, weight_decay=decay)
+    return LogEntry(1, gradient, transfer, hyper, None if control is None else Control(torch.tensor(control), transfer))
+
+
+def applied(entries: list[LogEntry], rule: str, closing: AdamWHyper | None = None) -> ColumnState:
+    state = ColumnState(torch.tensor([[8.0], [16.0]]), 2)
+    rows = [one.rows for one in entries]
+    apply_entries(state, AdamW(), entries, rows, closing or entries[-1].hyper, rule)
+    return state
+
+
+def test_replay_applies_each_entry_with_its_own_hyperparameters() -> None:
+    # g = 2 then 2, so m / (1 - b1^c) = 2 and sqrt(v / (1 - b2^c)) = 2 each time: each update is lr.
+    gradients = [torch.tensor([[2.0], [2.0]]), torch.tensor([[2.0], [2.0]])]
+    state = applied([entry(gradients[0], 0.5, 1.0), entry(gradients[1], 0.25, 0.0)], "replay")
+    assert state.master.flatten().tolist() == pytest.approx([8 * 0.5 - 0.5 - 0.25, 16 * 0.5 - 0.5 - 0.25])
+    assert state.moments[0].flatten().tolist() == [1.5, 1.5]
+    assert state.moments[1].flatten().tolist() == [3.0, 3.0]
+    assert state.count.tolist() == [2, 2]
+
+
+def test_mean_is_one_update_with_the_closing_rate_and_all_decays() -> None:
+    entries = [entry(torch.tensor([[1.0], [4.0]]), 0.5, 1.0), entry(torch.tensor([[3.0], [0.0]]), 0.25, 2.0)]
+    state = applied(entries, "mean", AdamWHyper(lr=0.125, beta1=0.5, beta2=0.5, eps=0.0, weight_decay=9.0))
+    # Mean 2, decays 0.5 and 0.5; the first update moves by lr.
+    assert state.master.flatten().tolist() == pytest.approx([8 * 0.25 - 0.125, 16 * 0.25 - 0.125])
+    assert state.moments[0].flatten().tolist() == [1.0, 1.0]
+    assert state.moments[1].flatten().tolist() == [2.0, 2.0]
+    assert state.count.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("rule", ["replay", "mean"])
+def test_skipped_entries_leave_no_trace_and_factors_scale(rule: str) -> None:
+    big, nan = torch.tensor([[8.0], [8.0]]), torch.full((2, 1), float("nan"))
+    skipped = [entry(nan, 0.9, 0.9, (1.0, 1.0)), entry(big, 0.5, 1.0, (0.25, 0.0)), entry(nan, 0.9, 0.9, (1.0, 1.0))]
+    state, plain = applied(skipped, rule, skipped[1].hyper), applied([entry(big / 4, 0.5, 1.0)], rule)
+    assert torch.equal(state.master, plain.master)
+    assert torch.equal(state.moments[0], plain.moments[0])  # these know the size of the gradient
+    assert state.count.tolist() == [1, 1]
+    nothing = applied([skipped[0]], rule)
+    assert nothing.master.flatten().tolist() == [8, 16]
+    assert nothing.count.tolist() == [0, 0]

@@ -1,0 +1,172 @@
+"""The split of parameters between the tiers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.zenflow.cases import Bag, Conv1D, Holder
+from zenflow import ZenFlowConfig
+from zenflow.layout import ModelPlan, conv1d_weights, plan_model, plan_order, round_half_up
+
+
+def parameter(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=grad)
+
+
+def plan(*weights: nn.Parameter, transposed: tuple[nn.Parameter, ...] = (), **knobs: Any) -> ModelPlan:
+    return plan_model(weights, ZenFlowConfig(**knobs), {id(weight) for weight in transposed})
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[tuple[int, int]]:
+    size = st.integers(1, 40)
+    return draw(st.lists(st.tuples(size, size), min_size=1, max_size=8))
+
+
+@given(models(), st.floats(0, 1))
+def test_the_ratio_is_met_up_to_half_a_column(shapes: list[tuple[int, int]], ratio: float) -> None:
+    weights = [parameter(*shape) for shape in shapes]
+    planned = plan(*weights, offload_ratio=ratio).weights
+    total = sum(weight.numel() for weight in weights)
+    offloaded = sum(split.offloaded * split.rows for split in planned)
+    split = [rows for (rows, columns), part in zip(shapes, planned, strict=True) if 0 < part.resident < columns]
+    assert len(split) <= 1
+    # A weight of which half a column or less is left over is not split; at most one is.
+    border = next((rows for (rows, columns), part in zip(shapes, planned, strict=True) if part.offloaded), 0)
+    rounded = split[0] if split else max(border, *(rows for rows, _ in shapes))
+    assert abs(offloaded - round_half_up(ratio * total)) <= rounded / 2
+    whole = [part.resident for part in planned]
+    first = next((i for i, part in enumerate(planned) if part.resident < part.columns), len(planned))
+    assert whole[first + 1 :] == [0] * len(whole[first + 1 :])  # residents are at the front
+
+
+@given(models(), st.floats(0, 1), st.integers(1, 5000))
+def test_every_column_has_one_place_and_buckets_are_numbered_through(
+    shapes: list[tuple[int, int]], topk: float, nbytes: int
+) -> None:
+    planned = plan(*(parameter(*shape) for shape in shapes), topk_ratio=topk, offload_ratio=0.7, bucket_bytes=nbytes)
+    number = 0
+    for part in planned.weights:
+        assert part.resident + part.selected + part.deferred == part.columns
+        assert part.first_bucket == number
+        ranges = part.bucket_slots
+        assert [slot for low, high in ranges for slot in range(low, high)] == list(range(part.deferred))
+        assert all(high - low == part.slots_per_bucket for low, high in ranges[:-1])
+        assert part.slots_per_bucket == max(1, nbytes // (part.rows * 4))
+        number += len(ranges)
+        if topk > 0 and part.offloaded:
+            assert part.selected == min(part.offloaded, max(1, round_half_up(topk * part.offloaded)))
+        else:
+            assert part.selected == 0
+    assert planned.buckets == number
+
+
+def test_a_split_by_hand() -> None:
+    # 24 + 60 + 40 = 124 elements, 62 of them offloaded; 24 fit, 38 left / 6 rows = 6.33 -> 6 columns, then nothing.
+    first, second, third = plan(
+        parameter(4, 6), parameter(6, 10), parameter(5, 8), topk_ratio=0.25, offload_ratio=0.5, bucket_bytes=48
+    ).weights
+    assert (first.resident, first.selected, first.deferred, first.bucket_slots) == (6, 0, 0, [])
+    assert (second.resident, second.selected, second.deferred) == (6, 1, 3)
+    assert second.bucket_slots == [(0, 2), (2, 3)]  # 48 bytes are two columns of six fp32
+    assert (third.resident, third.selected, third.deferred) == (0, 2, 6)
+    assert (third.first_bucket, third.bucket_slots) == (2, [(0, 2), (2, 4), (4, 6)])
+
+
+def test_halves_round_up() -> None:
+    (half,) = plan(parameter(2, 5), topk_ratio=0.3).weights  # 1.5 columns
+    assert half.selected == 2
+    (split,) = plan(parameter(2, 1), offload_ratio=0.5).weights  # half a column is left of the budget
+    assert split.resident == 1
+
+
+@pytest.mark.parametrize(("topk", "selected"), [(0.0, 0), (1e-6, 1), (0.5, 4), (1.0, 8)])
+def test_selected_share(topk: float, selected: int) -> None:
+    (part,) = plan(parameter(3, 8), topk_ratio=topk).weights
+    assert (part.selected, part.deferred) == (selected, 8 - selected)
+
+
+def test_bf16_columns_are_half_as_many_bytes() -> None:
+    (wide,) = plan(parameter(4, 9), topk_ratio=0, bucket_bytes=32).weights
+    (narrow,) = plan(parameter(4, 9, dtype=torch.bfloat16), topk_ratio=0, bucket_bytes=32).weights
+    assert (wide.slots_per_bucket, narrow.slots_per_bucket) == (2, 4)
+
+
+def test_conv1d_is_seen_transposed() -> None:
+    weight = nn.Parameter(torch.arange(12.0).view(3, 4))  # [in, out]
+    (part,) = plan(weight, transposed=(weight,)).weights
+    assert (part.rows, part.columns, part.transposed) == (4, 3, True)
+    view = part.view(weight.detach())
+    assert view.shape == (4, 3)
+    assert view[:, 1].tolist() == weight[1].tolist()  # column 1 is input channel 1
+    assert view.data_ptr() == weight.data_ptr()
+
+
+def test_conv1d_is_found_by_its_class_name() -> None:
+    conv, other, vector = parameter(3, 4), parameter(3, 4), parameter(4)
+    module = Bag([Conv1D(conv), Holder(other), Conv1D(vector)])
+    assert conv1d_weights(module) == {id(conv)}
+    assert conv1d_weights(None) == set()
+    assert conv1d_weights(nn.Conv1d(2, 3, 1)) == set()  # torch's own is another thing
+
+
+def test_three_dimensions_are_folded() -> None:
+    weight = nn.Parameter(torch.arange(24.0).view(2, 3, 4))
+    (part,) = plan(weight).weights
+    assert (part.rows, part.columns, part.transposed) == (6, 4, False)
+    view = part.view(weight.detach())
+    assert view[:, 2].tolist() == weight[:, :, 2].flatten().tolist()
+    assert view.data_ptr() == weight.data_ptr()
+
+
+def test_strides_without_a_matrix_view_are_resident() -> None:
+    weight = nn.Parameter(torch.zeros(4, 3, 2).permute(2, 1, 0))
+    with pytest.raises(RuntimeError):
+        weight.detach().view(-1, 4)
+    (part,) = plan(weight).weights
+    assert (part.columns, part.resident, part.offloaded, part.deferred) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (0, 4), (4, 0), (2, 0, 3)])
+def test_what_has_no_columns_is_resident_and_does_not_count(shape: tuple[int, ...]) -> None:
+    other = parameter(4, 10)
+    small, big = plan(parameter(*shape), other, offload_ratio=0.4, topk_ratio=0).weights
+    assert (small.columns, small.deferred, small.bucket_slots) == (0, 0, [])
+    assert big.resident == 6  # 60% of its own 40 elements
+
+
+def test_a_frozen_weight_is_planned_alone() -> None:
+    before = plan(parameter(4, 10), parameter(4, 10), offload_ratio=0.5).weights
+    live, frozen, rest = plan(
+        parameter(4, 10), parameter(7, 9, grad=False), parameter(4, 10), offload_ratio=0.5
+    ).weights
+    assert frozen.resident == 5  # half of nine columns, rounded up
+    assert [part.resident for part in (live, rest)] == [part.resident for part in before] == [10, 0]
+
+
+def test_plan_order_is_the_modules_then_as_given() -> None:
+    tied, inner, outside, last = (parameter(2, 3) for _ in range(4))
+    module = Bag([Holder(tied), Holder(inner), Holder(tied)])
+    given_order = [last, inner, outside, tied]
+    ordered = plan_order(given_order, module)
+    assert [id(p) for p in ordered] == [id(p) for p in (tied, inner, last, outside)]
+    assert [id(p) for p in plan_order(given_order, None)] == [id(p) for p in given_order]
+    assert [id(p) for p in plan_order([inner], module)] == [id(inner)]  # what was not given is left out
+
+
+def test_ends_of_the_ratio() -> None:
+    weights = [parameter(3, 5), parameter(2, 7)]
+    assert [part.resident for part in plan(*weights, offload_ratio=0).weights] == [5, 7]
+    assert [part.resident for part in plan(*weights, offload_ratio=1).weights] == [0, 0]
+    assert plan(offload_ratio=0.5).weights == ()
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0.5, 1), (1.5, 2), (2.5, 3), (2.4999, 2), (0.0, 0)])
+def test_round_half_up(value: float, expected: int) -> None:
+    assert round_half_up(value) == expected

@@ -1,0 +1,304 @@
+"""`ZenFlowAdamW` as a `torch.optim.Optimizer`: what it refuses and in which words, and what it does as torch does."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.zenflow.cases import same_bits
+from zenflow import ConfigError, ReferenceAdamW, UnsupportedError, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
+
+CONFIG = ZenFlowConfig(topk_ratio=0.25, update_interval=3, select_interval=2, bucket_bytes=40)
+
+
+def weights_of(dtype: torch.dtype = torch.float32, count: int = 2) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    return [nn.Parameter(torch.randn(5, 8, generator=generator).to(dtype)) for _ in range(count)]
+
+
+def set_grads(weights: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for weight in weights:
+        grad = torch.randn(weight.shape, generator=generator) * torch.randn(weight.shape[-1], generator=generator).exp()
+        weight.grad = grad.to(weight.dtype)
+
+
+def assert_equal(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert bool(same_bits(a.detach(), b.detach()).all()), index
+
+
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("zenflow")}
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    before = threads()
+    with pytest.raises(UnsupportedError, match=f"a parameter is {dtype}, allowed are float32, bfloat16 and float16"):
+        ZenFlowAdamW([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2, dtype=dtype))])
+    assert threads() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("lr", -1e-3, "lr is -0.001, allowed is a number >= 0"),
+        ("lr", float("nan"), "lr is nan, allowed is a number >= 0"),
+        ("betas", (1.0, 0.9), r"betas\[0\] is 1.0, allowed is a number from 0 to below 1"),
+        ("betas", (0.9, -0.1), r"betas\[1\] is -0.1, allowed is a number from 0 to below 1"),
+        ("eps", -1.0, "eps is -1.0, allowed is a number >= 0"),
+        ("weight_decay", -1.0, "weight_decay is -1.0, allowed is a number >= 0"),
+    ],
+)
+def test_hyperparameters_that_make_no_sense(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ZenFlowAdamW(weights_of(), **{name: value})
+    with pytest.raises(ConfigError, match=message):
+        ZenFlowAdamW([{"params": weights_of(), name: value}])
+
+
+def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    before = threads()
+    with pytest.raises(UnsupportedError, match="the world size is 2, allowed is 1"):
+        ZenFlowAdamW(weights_of())
+    assert threads() == before
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    ZenFlowAdamW(weights_of()).close()
+
+
+def test_one_rank_of_a_real_process_group_is_allowed() -> None:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        ZenFlowAdamW(weights_of()).close()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_parameters_on_two_devices_are_refused() -> None:
+    weights = [*weights_of(), nn.Parameter(torch.zeros(2, 2, device="meta"))]
+    with pytest.raises(UnsupportedError, match="parameters are on cpu and meta, allowed is one device"):
+        ZenFlowAdamW(weights).step()
+
+
+def test_a_device_without_an_implementation_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="parameters are on meta, allowed are"):
+        ZenFlowAdamW([nn.Parameter(torch.zeros(2, 2, device="meta"))])
+
+
+def test_no_parameters_at_all_are_refused_with_a_sentence() -> None:
+    with pytest.raises(ValueError, match="empty parameter list"):
+        ZenFlowAdamW([])
+    with pytest.raises(ZenFlowError):
+        ZenFlowAdamW([{"params": []}])
+
+
+def test_a_sparse_gradient_is_refused_and_nothing_is_lost() -> None:
+    results = []
+    for sparse in (True, False):
+        torch.manual_seed(1)
+        embedding, other = nn.Embedding(7, 4, sparse=True), nn.Linear(4, 4)
+        module = nn.Sequential(embedding, other)
+        optimizer = ZenFlowAdamW(module.parameters(), config=CONFIG, module=module)
+        for step in range(6):
+            optimizer.zero_grad()
+            if sparse and step in (0, 4):
+                module(torch.tensor([1, 3])).sum().backward()
+                with pytest.raises(UnsupportedError, match=r"parameter 0\.weight has a sparse gradient"):
+                    optimizer.step()
+                optimizer.zero_grad()
+            set_grads(list(module.parameters()), step)
+            optimizer.step()
+        optimizer.close()
+        results.append(list(module.parameters()))
+    assert_equal(*results)
+
+
+def test_states_are_refused_until_they_can_be_kept() -> None:
+    optimizer = ZenFlowAdamW(weights_of(), config=CONFIG)
+    with pytest.raises(UnsupportedError, match=r"state_dict\(\) of ZenFlowAdamW is not supported yet: save the model"):
+        optimizer.state_dict()
+    with pytest.raises(UnsupportedError, match=r"load_state_dict\(\) of ZenFlowAdamW is not supported yet"):
+        optimizer.load_state_dict({})
+    optimizer.close()
+
+
+# Parameter groups.
+
+
+def test_a_group_can_be_added_before_the_first_step_only() -> None:
+    weights = weights_of(count=3)
+    optimizer = ZenFlowAdamW(weights[:1], lr=0.1, config=CONFIG)
+    optimizer.add_param_group({"params": weights[1:2], "lr": 0.0})
+    before = weights[1].detach().clone()
+    set_grads(weights, 1)
+    optimizer.step()
+    optimizer.flush()
+    assert torch.equal(weights[1].detach(), before)
+    with pytest.raises(UnsupportedError, match="add_param_group after the first step is not supported"):
+        optimizer.add_param_group({"params": weights[2:]})
+    assert len(optimizer.param_groups) == 2
+    optimizer.close()
+
+
+@pytest.mark.parametrize("bad", [{"lr": -1.0}, {"dtype": torch.float64}], ids=["lr", "dtype"])
+def test_a_refused_group_is_not_added(bad: dict[str, Any]) -> None:
+    optimizer = ZenFlowAdamW(weights_of(), config=CONFIG)
+    group = {"params": weights_of(bad.pop("dtype", torch.float32)), **bad}
+    with pytest.raises(ZenFlowError):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+    optimizer.close()
+
+
+# As torch does.
+
+
+def test_a_closure_is_called_with_gradients_enabled() -> None:
+    (weight,) = weights_of(count=1)
+    optimizer = ZenFlowAdamW([weight], config=CONFIG)
+    before = weight.detach().clone()
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss.item()
+
+    with torch.no_grad():
+        assert optimizer.step(closure) == before.square().sum().item()
+    optimizer.close()
+    assert not torch.equal(weight.detach(), before)
+
+
+def test_zero_grad() -> None:
+    weights = weights_of()
+    optimizer = ZenFlowAdamW(weights, config=CONFIG)
+    set_grads(weights, 1)
+    optimizer.zero_grad(set_to_none=False)
+    assert all(weight.grad is not None and not weight.grad.any() for weight in weights)
+    optimizer.zero_grad()
+    assert all(weight.grad is None for weight in weights)
+    optimizer.close()
+
+
+def scheduled(cls: type[Any], name: str) -> list[list[Tensor]]:
+    weights = weights_of()
+    optimizer = cls(weights, lr=0.1, config=CONFIG)
+    scheduler: Any
+    if name == "one cycle":  # moves beta1 too
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=12)
+    else:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    seen = []
+    for step in range(1, 12):
+        set_grads(weights, step)
+        optimizer.step()
+        scheduler.step()
+        seen.append([weight.detach().clone() for weight in weights])
+    optimizer.flush()
+    return [*seen, [weight.detach().clone() for weight in weights]]
+
+
+@pytest.mark.parametrize("name", ["one cycle", "step"])
+def test_schedulers(name: str) -> None:
+    ours, theirs = scheduled(ZenFlowAdamW, name), scheduled(ReferenceAdamW, name)
+    for step, (a, b) in enumerate(zip(ours, theirs, strict=True), start=1):
+        assert all(bool(same_bits(x, y).all()) for x, y in zip(a, b, strict=True)), step
+
+
+def thawed(cls: type[Any]) -> list[nn.Parameter]:
+    weights = weights_of(count=3)
+    weights[1].requires_grad_(False)
+    optimizer = cls(weights, lr=0.1, config=CONFIG)
+    for step in range(1, 12):
+        set_grads([weights[0], weights[2]], step)
+        if step >= 5:
+            weights[1].requires_grad_(True)
+            set_grads(weights, step)
+        if step == 9:  # and frozen again
+            weights[1].requires_grad_(False)
+            weights[1].grad = None
+        optimizer.step()
+    optimizer.flush()
+    return weights
+
+
+def test_a_weight_that_is_frozen_at_first() -> None:
+    assert_equal(thawed(ZenFlowAdamW), thawed(ReferenceAdamW))
+    assert not torch.equal(thawed(ZenFlowAdamW)[1].detach(), weights_of(count=3)[1].detach())
+
+
+# Statistics.
+
+
+def test_stats_and_history() -> None:
+    weights = weights_of()
+    optimizer = ZenFlowAdamW(weights, config=CONFIG)
+    assert optimizer.stats() is None
+    assert optimizer.history(wait=True) == []
+    for step in range(1, 8):
+        set_grads(weights, step)
+        optimizer.step()
+    history = optimizer.history(wait=True)
+    assert [s.step for s in history] == list(range(1, 8))
+    assert [s.closed for s in history] == [step % 3 == 0 for step in range(1, 8)]
+    assert optimizer.stats() == history[-1]
+    assert history[0].step_ms is None
+    assert all(s.step_ms is not None and s.step_ms > 0 for s in history[1:])
+    coverage = [s.coverage or 0.0 for s in history]
+    assert coverage[0] > 0.25  # the loudest quarter, just selected
+    assert all(0 < share <= 1 for share in coverage)
+    # Windows of three steps, visible one to three steps after their close.
+    stale = [s for s in history if s.staleness_max_steps is not None]
+    assert max(s.staleness_max_steps or 0 for s in stale) == 5
+    assert sum(s.host_elements for s in history) > 0
+    optimizer.close()
+
+
+def test_host_memory_by_use() -> None:
+    weights = weights_of()
+    optimizer = ZenFlowAdamW(weights, config=CONFIG)
+    assert optimizer.host_bytes() == {"state": 0, "log": 0, "staging": 0}
+    for step in range(1, 7):
+        set_grads(weights, step)
+        optimizer.step()
+    deferred = 2 * 6  # columns of five rows
+    optimizer.flush()
+    used = optimizer.host_bytes()
+    assert used["state"] == deferred * (3 * 5 * 4 + 4)
+    assert used["staging"] == deferred * 5 * 4
+    assert 3 * deferred * 5 * 4 <= used["log"] <= 6 * deferred * 5 * 4  # one window, and what the next needed beside it
+    optimizer.close()
+
+
+# The end.
+
+
+def test_dropping_the_optimizer_ends_its_thread() -> None:
+    before = threads()
+    module = nn.Sequential(nn.Linear(4, 4))
+    optimizer = ZenFlowAdamW(module.parameters(), config=CONFIG, module=module)
+    for step in range(5):
+        set_grads(list(module.parameters()), step)
+        optimizer.step()
+    (worker,) = threads() - before
+    alive = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert alive() is None
+    worker.join(10)
+    assert not worker.is_alive()
+    module(torch.zeros(1, 4))  # hooks of the module that are left do nothing

@@ -1,0 +1,332 @@
+"""Waits that are left to the forward: when they happen, and that they change no bit.
+
+The host is held at a gate that the test opens, so whoever waits too early would wait for ever; the gate gives up after
+a while and says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.zenflow.cases import same_bits
+from tests.zenflow.small import Block, Stack, assert_same_run, seeded, tokens_of, train
+from zenflow import CpuDevice, HostEngineError, UnsupportedError, ZenFlowAdamW, ZenFlowConfig
+from zenflow.device import HostSpan, Mark, Transfer, in_backward
+
+# Windows close at even steps, and all of a window is due after the next step, which does not close one.
+CONFIG = ZenFlowConfig(topk_ratio=0.25, update_interval=2, apply_lag=1, select_interval=1000)
+GIVE_UP_S = 5.0
+
+
+class GatedHost(CpuDevice):
+    """Host work waits at a gate. Notes in which phase of training its results were taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.broken = False
+        self.phase = "start"
+        self.taken: list[str] = []
+
+    @contextmanager
+    def host_work(self, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> Iterator[HostSpan]:
+        if not self.gate.wait(GIVE_UP_S):
+            raise TimeoutError(f"the gate stayed shut during {self.phase}")
+        if self.broken:
+            raise OSError("no memory left")
+        with super().host_work(nbytes, inputs, submitted) as span:
+            yield span
+
+    def join(self, transfer: Transfer, tensor: Tensor) -> None:
+        self.taken.append("backward" if in_backward() else self.phase)
+        super().join(transfer, tensor)
+
+
+class Trainer:
+    """Holds the host up from a closing step to the forward after the step in which its window is due."""
+
+    def __init__(self, model: nn.Module, config: ZenFlowConfig = CONFIG, *, holds: bool = True) -> None:
+        self.model, self.holds = model, holds
+        self.device = GatedHost()
+        # Before the optimizer's hooks, and not a bound method, which would be copied along with the model.
+        model.register_forward_pre_hook(lambda *_: self._begin_forward())
+        self.optimizer = ZenFlowAdamW(model.parameters(), lr=0.02, config=config, module=model, device=self.device)
+        self.steps = 0
+
+    def _begin_forward(self) -> None:
+        self.device.phase = "forward"
+        if self.late:
+            self.device.gate.set()
+
+    @property
+    def late(self) -> bool:
+        """Whether a window is due that the host has not begun."""
+        return self.steps > 2 and self.steps % 2 == 1
+
+    def step(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss: Tensor = self.model(tokens_of(self.steps + 1))
+        self.device.phase = "backward"
+        loss.backward()
+        self.device.phase = "step"
+        self.steps += 1
+        if self.holds and self.steps % 2 == 0:
+            self.device.gate.clear()
+        self.optimizer.step()
+        self.device.phase = "between"
+        return loss.detach().clone()
+
+    def finish(self) -> list[Tensor]:
+        self.device.gate.set()
+        self.optimizer.close()
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+@pytest.fixture(params=[None, True, False], ids=["plain", "reentrant", "checkpointed"])
+def reentrant(request: pytest.FixtureRequest) -> bool | None:
+    value: bool | None = request.param
+    return value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_late_host_changes_no_bit_and_is_waited_for_in_forward(reentrant: bool | None, dtype: torch.dtype) -> None:
+    expected = train(seeded(Stack, dtype, reentrant=reentrant), CONFIG, steps=9, with_module=False)
+    trainer = Trainer(seeded(Stack, dtype, reentrant=reentrant))
+    losses = []
+    for step in range(1, 10):
+        trainer.device.taken.clear()
+        losses.append(trainer.step())
+        # Windows of steps 2, 4, 6 are due after 3, 5, 7: each of the six weights, in the forward of the next step.
+        assert trainer.device.taken == (["forward"] * 6 if step in (4, 6, 8) else []), step
+    assert_same_run([*losses, *trainer.finish()], expected)
+
+
+class Recomputed(nn.Module):
+    """Every weight is in a checkpointed layer, so a backward may follow a step."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(8) for _ in range(2))
+        self.reentrant = reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = nn.functional.one_hot(tokens, 11)[..., :8].float().requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["reentrant", "checkpointed"])
+def test_recomputation_in_backward_never_waits(mode: bool) -> None:
+    trainer = Trainer(seeded(Recomputed, reentrant=mode))
+    trainer.step()
+    trainer.step()
+    loss = trainer.model(tokens_of(9))
+    trainer.step()
+    assert trainer.late
+    loss.backward()  # runs the layers' forwards again, with a window due and the host shut
+    assert not trainer.device.gate.is_set()
+    assert "backward" not in trainer.device.taken
+    trainer.step()
+    assert trainer.device.taken[-4:] == ["forward"] * 4
+    trainer.finish()
+
+
+class Aloof(nn.Module):
+    """Reads another module's weight, whose own forward never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.mine = nn.Linear(8, 8)
+        self.read_by_others = nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.tanh(self.mine(self.embedding(tokens)))
+        logits: Tensor = nn.functional.linear(x, self.read_by_others.weight)
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.roll(1, dims=1).flatten())
+
+
+def test_a_weight_that_another_module_reads_is_waited_for_in_step() -> None:
+    expected = train(seeded(Aloof), CONFIG, steps=7, with_module=False)
+    trainer = Trainer(seeded(Aloof), holds=False)
+    losses = []
+    for step in range(1, 8):
+        trainer.device.taken.clear()
+        # The host is behind only while step 3 runs: until then the optimizer must not come back.
+        if step == 3:
+            trainer.device.gate.clear()
+            opener = threading.Timer(0.2, trainer.device.gate.set)
+            opener.start()
+        losses.append(trainer.step())
+        assert "step" in trainer.device.taken or step not in (3, 5, 7)
+    assert_same_run([*losses, *trainer.finish()], expected)
+
+
+def held(build: Callable[..., nn.Module] = Stack) -> Trainer:
+    """A trainer after step 3, with the window of step 2 due and the host shut."""
+    trainer = Trainer(seeded(build))
+    for _ in range(3):
+        trainer.step()
+    assert trainer.late
+    assert not trainer.device.gate.is_set()
+    return trainer
+
+
+def complete() -> dict[str, Tensor]:
+    """The weights after step 3 where nothing is left to a forward."""
+    model = seeded(Stack)
+    optimizer = ZenFlowAdamW(model.parameters(), lr=0.02, config=CONFIG)
+    for step in range(1, 4):
+        model(tokens_of(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer.abandon()
+    return state
+
+
+def assert_complete(state: dict[str, Tensor]) -> None:
+    expected = complete()
+    assert {name for name, value in expected.items() if not bool(same_bits(value, state[name]).all())} == set()
+
+
+def open_soon(trainer: Trainer) -> None:
+    """Open the gate from another thread, for calls that have to wait."""
+    threading.Timer(0.05, trainer.device.gate.set).start()
+
+
+def test_weights_are_late_before_anything_waits() -> None:
+    trainer = held()
+    expected = complete()
+    now = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+    assert [name for name in now if not bool(same_bits(now[name], expected[name]).all())] == [
+        name for name in now if name.endswith("weight")
+    ]
+    trainer.finish()
+
+
+@pytest.mark.parametrize("wait", ["state_dict", "part", "synchronize"])
+def test_what_completes_the_weights_right_after_a_step(wait: str) -> None:
+    trainer = held()
+    open_soon(trainer)
+    if wait == "synchronize":
+        trainer.optimizer.synchronize()
+    elif wait == "part":
+        layers = trainer.model.get_submodule("layers")
+        state = {f"layers.{name}": value.clone() for name, value in layers.state_dict().items()}
+        assert all(bool(same_bits(value, state[name]).all()) for name, value in complete().items() if name in state)
+        trainer.optimizer.synchronize()
+    assert_complete(trainer.model.state_dict())
+    trainer.finish()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_an_evaluation_right_after_a_step_sees_the_new_weights(mode: Callable[[], Any]) -> None:
+    expected_model = seeded(Stack)
+    expected_model.load_state_dict(complete())
+    with torch.no_grad():
+        expected = expected_model.eval()(tokens_of(50))
+    trainer = held()
+    trainer.model.eval()
+    with mode():
+        loss = trainer.model(tokens_of(50)).clone()
+    trainer.model.train()
+    assert bool(same_bits(loss.detach(), expected).all())
+    assert trainer.device.taken[-6:] == ["forward"] * 6
+    for _ in range(4):
+        trainer.step()
+    assert_same_run(trainer.finish(), train(seeded(Stack), CONFIG, steps=7, with_module=False)[7:])
+
+
+def test_a_step_without_a_forward_waits_itself() -> None:
+    trainer = held()
+    open_soon(trainer)
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    trainer.device.taken.clear()
+    trainer.device.phase = "step"
+    trainer.optimizer.step()
+    assert trainer.device.taken[:6] == ["step"] * 6
+    trainer.finish()
+
+
+def test_pipeline_none_leaves_nothing_to_the_forward() -> None:
+    trainer = Trainer(seeded(Stack), ZenFlowConfig.zero_offload(), holds=False)
+    for _ in range(3):
+        trainer.step()
+    assert set(trainer.device.taken) == {"step"}
+    trainer.finish()
+
+
+def test_a_write_before_the_forward_that_waits_is_refused() -> None:
+    """The late update was computed from the old weight, and would undo the write."""
+    trainer = held()
+    with torch.no_grad():
+        trainer.model.get_parameter("embedding.weight").add_(1)
+    with pytest.raises(UnsupportedError, match=r"parameter embedding\.weight was written to"):
+        trainer.step()
+    trainer.optimizer.abandon()
+
+
+def test_an_error_of_a_late_host_is_raised_in_forward() -> None:
+    trainer = held()
+    trainer.device.broken = True  # the job at the gate included
+    with pytest.raises(HostEngineError, match=r"embedding\.weight failed: no memory left"):
+        trainer.step()
+    assert trainer.device.phase == "forward"
+    trainer.optimizer.abandon()
+
+
+def test_the_hooks_do_not_outlive_the_optimizer() -> None:
+    model = seeded(Stack)
+    count = [len(part._forward_pre_hooks) for part in model.modules()]
+    trainer = Trainer(model)
+    trainer.step()
+    trainer.finish()
+    assert [len(part._forward_pre_hooks) for part in model.modules()] == [count[0] + 1, *count[1:]]
+    assert all(not part._state_dict_pre_hooks for part in model.modules())
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_model_can_be_copied_right_after_a_step(late: bool) -> None:
+    """As weight averages do; with a late host as with one that is through."""
+    trainer = held()
+    open_soon(trainer)
+    if not late:
+        trainer.optimizer.synchronize()
+    copied = copy.deepcopy(trainer.model)
+    assert [tensor.shape for tensor in copied.parameters()] == [tensor.shape for tensor in trainer.model.parameters()]
+    copied(tokens_of(1))
+    trainer.finish()
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_model_can_be_pickled_while_it_is_trained(late: bool) -> None:
+    model = seeded(Stack)
+    device = GatedHost()
+    optimizer = ZenFlowAdamW(model.parameters(), config=CONFIG, module=model, device=device)
+    for step in range(1, 4):
+        model(tokens_of(step)).backward()
+        if late and step == 2:
+            device.gate.clear()
+        optimizer.step()
+    threading.Timer(0.05, device.gate.set).start()
+    try:
+        again = pickle.loads(pickle.dumps(model))
+        assert [p.shape for p in again.parameters()] == [p.shape for p in model.parameters()]
+        again(tokens_of(1))
+    finally:
+        device.gate.set()
+        optimizer.close()
