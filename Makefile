@@ -64,7 +64,7 @@ sanitize-address sanitize-thread: sanitize-%: setup
 	$(BIN)/python -m pytest -p no:cacheprovider --capture=sys tests/zenflow/test_bandwidth.py
 
 bench: setup  ## the host's memory bandwidth over thread counts and update intervals
-	$(BIN)/python studies/001-host-bandwidth/run.py --again
+	$(BIN)/python studies/007-host-bandwidth/run.py --again
 
 studies-quick: setup  ## every study in its short form
 	for study in $(STUDIES); do $(BIN)/python "$$study" --quick --again; done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, fields, replace
@@ -153,12 +154,8 @@ class ZenFlowConfig:
         """
         update, select = self.update_interval, self.select_interval
         if update == "auto":
-            warnings.warn(
-                f'update_interval "auto" does not adapt yet: using {AUTO_UPDATE_INTERVAL} steps',
-                UserWarning,
-                stacklevel=2,
-            )
             update = max(AUTO_UPDATE_INTERVAL, self.apply_lag or 1)
+            warnings.warn(f'update_interval "auto" does not adapt yet: using {update} steps', stacklevel=2)
         if self.select_strategy == "epoch" and self.steps_per_epoch is not None:
             select = (1 if select == "auto" else select) * self.steps_per_epoch
         elif select == "auto":
@@ -188,7 +185,9 @@ def _require(config: ZenFlowConfig, name: str, ok: bool, allowed: str) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return abs(value) <= sys.float_info.max  # math.isfinite fails on huge integers
 
 
 def _is_count(value: object, least: int) -> bool:

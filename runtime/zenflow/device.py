@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from zenflow.errors import UnsupportedError
+
 Mark = Any
 """A point on a device's timeline; only its own device can compare two of them."""
 
@@ -290,10 +292,10 @@ def device_for(torch_device: torch.device) -> Device:
     """The device implementation for where the parameters are.
 
     Raises:
-        ValueError: neither a CPU nor a CUDA device.
+        UnsupportedError: neither a CPU nor a CUDA device.
     """
     if torch_device.type == "cuda":
         return CudaDevice(torch_device)
     if torch_device.type == "cpu":
         return CpuDevice()
-    raise ValueError(f"parameters are on {torch_device}, allowed are a CUDA device and the CPU")
+    raise UnsupportedError(f"parameters are on {torch_device}, allowed are a CUDA device and the CPU")

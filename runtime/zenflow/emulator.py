@@ -226,12 +226,13 @@ class _Pads:
         if not in_backward():
             self._forward_left = self._take(self._forward_left, self._forward_s * self._share)
 
-    def _end_forward(self, *_: Any) -> None:
+    def _end_forward(self, module: nn.Module, *_: Any) -> None:
         if in_backward():
             return
         self._take(self._forward_left, self._forward_left)
         self._forward_left = 0.0
-        if torch.is_grad_enabled():
+        # Without layers no hook sees backward itself: then training mode stands for it.
+        if torch.is_grad_enabled() and (self._layered or module.training):
             self._backward_left = self._backward_s
 
     def _end_layer_backward(self, *_: Any) -> None:

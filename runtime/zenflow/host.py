@@ -70,7 +70,7 @@ class Job:
         self._device = device
         self._asked: Mark | None = None
         self._finished = threading.Event()
-        self._error: BaseException | None = None
+        self._error: HostEngineError | None = None
         self._lock = threading.Lock()
 
     @property
@@ -86,13 +86,17 @@ class Job:
                 if self.finished and self._error is None:
                     self._send()
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Called by the worker when the work is done."""
+    def finish(self) -> None:
+        """Called by the worker when the work is done; may raise what sending the result raises."""
         with self._lock:
-            self._error = error
-            if error is None and self._asked is not None:
+            if self._asked is not None:
                 self._send()
             self._finished.set()
+
+    def fail(self, error: HostEngineError) -> None:
+        """Called by the worker when the work, or any work before it, could not be done."""
+        self._error = error
+        self._finished.set()
 
     def wait(self, engine: HostEngine) -> None:
         """Block until the work is done.
@@ -101,10 +105,10 @@ class Job:
             HostEngineError: the work failed, or the worker is gone.
         """
         while not self._finished.wait(_POLL_S):
-            if not engine.alive:
+            if not engine.alive and not self.finished:
                 raise HostEngineError(f"the host engine's thread is gone; {self.name} was not finished")
         if self._error is not None:
-            raise HostEngineError(f"{self.name} failed: {self._error}") from self._error
+            raise HostEngineError(str(self._error)) from self._error.__cause__
         self._device.caught_up(self.span)
 
     def receive(self, engine: HostEngine) -> torch.Tensor:
@@ -126,12 +130,16 @@ class Job:
 
 
 class HostEngine:
-    """Owns the worker thread. Only the training thread submits; jobs run in order of submission."""
+    """Owns the worker thread. Only the training thread submits; jobs run in order of submission.
+
+    After a failure nothing more is done: later jobs may build on what is missing, so all of them fail with it.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._closing = False
+        self._failure: HostEngineError | None = None
         self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
         self._thread.start()
 
@@ -144,12 +152,30 @@ class HostEngine:
         """Queue a job.
 
         Raises:
-            HostEngineError: the worker is gone.
+            HostEngineError: an earlier job failed, or the worker is gone.
         """
+        self.check()
         if not self.alive:
             raise HostEngineError(f"the host engine's thread is gone; {job.name} cannot be submitted")
         self._queue.put(job)
         return job
+
+    def check(self) -> None:
+        """Raise the failure of an earlier job, even where nobody waits for it.
+
+        Raises:
+            HostEngineError: naming the job and its cause.
+        """
+        if self._failure is not None:
+            raise HostEngineError(str(self._failure)) from self._failure.__cause__
+
+    def drain(self) -> None:
+        """Block until all that was submitted is done.
+
+        Raises:
+            HostEngineError: a job failed, or the worker is gone.
+        """
+        self.submit(Job("draining the host engine", self._device, lambda: None, nbytes=0, inputs=[])).wait(self)
 
     def close(self) -> None:
         """End the worker after the job that it is at; jobs behind it fail."""
@@ -158,23 +184,34 @@ class HostEngine:
         self._thread.join()
 
     def _run(self) -> None:
-        self._device.enter_thread()
+        try:
+            self._device.enter_thread()
+        except BaseException as error:  # noqa: BLE001 - raised again in the training thread
+            self._fail("starting the host engine", error)
         while (job := self._queue.get()) is not None:
-            try:
-                if self._closing:
-                    raise HostEngineError("the host engine was closed")
-                self._do(job)
-            except BaseException as error:  # noqa: BLE001 - raised again in the training thread by Job.wait
-                job.finish(error)
-            else:
-                job.finish()
+            if self._failure is None:
+                try:
+                    self._do(job)
+                    continue
+                except BaseException as error:  # noqa: BLE001 - raised again in the training thread
+                    self._fail(job.name, error)
+            assert self._failure is not None
+            job.fail(self._failure)
 
     def _do(self, job: Job) -> None:
+        if self._closing:
+            raise HostEngineError("the host engine was closed")
         for transfer in job.inputs:
             transfer.wait()
         with torch.no_grad(), self._device.host_work(job.nbytes, job.inputs, job.submitted) as span:
             job.work()
         job.span = span
+        job.finish()
+
+    def _fail(self, name: str, error: BaseException) -> None:
+        failure = HostEngineError(f"{name} failed: {error}")
+        failure.__cause__ = error
+        self._failure = failure
 
 
 def apply_entries(

@@ -27,6 +27,7 @@ from zenflow.weight import WeightState
 from zenflow.windows import Flight, ForwardWaits, Windows
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPE_NAMES = "float32, bfloat16 and float16"
 # Steps between a step and its statistics: resolving earlier could wait for the device.
 _RESOLVE_LAG = 2
 _HISTORY_STEPS = 4096
@@ -50,7 +51,8 @@ class ZenFlowAdamW(Optimizer):
         config: the knobs; None takes the defaults.
         module: the model that owns the parameters. Gives names, finds transformers' `Conv1D`, and lets a wait for a
             late host update be deferred to the forward of the layer that needs it. Weights that are read otherwise
-            between `step()` and the next forward (an average of weights, say) need `synchronize()` first.
+            after `step()` and before that forward (by an average of weights, or by another module's forward that
+            comes first) need `synchronize()` first.
         device: the accelerator; None takes the one that the parameters are on.
 
     Raises:
@@ -85,7 +87,10 @@ class ZenFlowAdamW(Optimizer):
             warm_up=self.config.full_warm_up_rounds,
             overlap=self.config.overlap_step,
         )
-        self._device = device or device_for(next(iter(self._parameters())).device)
+        first = next(iter(self._parameters()), None)
+        if first is None:
+            raise ConfigError("params holds no parameter, allowed is at least one")
+        self._device = device or device_for(first.device)
         self._engine = HostEngine(self._device)
         self._runtime = Runtime(self._device, self._engine, self._rule, self.config.deferred_update)
         self._module = module
@@ -110,10 +115,14 @@ class ZenFlowAdamW(Optimizer):
         if self._windows is not None:
             raise UnsupportedError("add_param_group after the first step is not supported: add groups before training")
         super().add_param_group(param_group)
-        self._rule.check(self.param_groups[-1])
-        for parameter in self.param_groups[-1]["params"]:
-            if parameter.dtype not in _DTYPES:
-                raise UnsupportedError(f"a parameter is {parameter.dtype}, allowed are float32, bfloat16 and float16")
+        try:
+            self._rule.check(self.param_groups[-1])
+            for parameter in self.param_groups[-1]["params"]:
+                if parameter.dtype not in _DTYPES:
+                    raise UnsupportedError(f"a parameter is {parameter.dtype}, allowed are {_DTYPE_NAMES}")
+        except ZenFlowError:
+            self.param_groups.pop()
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Not supported yet.
@@ -162,6 +171,8 @@ class ZenFlowAdamW(Optimizer):
         if self._windows is None:
             return
         self.synchronize()
+        for weight in self._weights:
+            weight.take_outside_writes()
         self._windows.apply(self._clock.step, self._record, everything=True)
         if self._clock.window_steps:
             plan = StepPlan(self._clock.step, self._clock.window_steps, closes=True, synchronous=True)
@@ -169,6 +180,7 @@ class ZenFlowAdamW(Optimizer):
             self._windows.close(plan, self._hypers, moves, {}, self._record)
             self._clock.close()
             self.synchronize()
+        self._engine.drain()
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -245,6 +257,7 @@ class ZenFlowAdamW(Optimizer):
     def _take_step(self) -> None:
         if not self._finalizer.alive:
             raise ZenFlowError("step() was called after close(), allowed is a new optimizer")
+        self._engine.check()
         self._windows = self._windows or self._begin()
         self._device.begin_step()
         if self._waits is not None:

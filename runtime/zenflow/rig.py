@@ -10,7 +10,7 @@ workload at hand has the same ratios.
 
 from __future__ import annotations
 
-import math
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ class RigSpec:
                 raise ConfigError(f"rig '{path}' has no {tables[0]}.{key}, needed are {', '.join(required)}")
         for key, value in table.items():
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if key not in required + optional or not number or not math.isfinite(value) or value <= 0:
+            if key not in required + optional or not number or not 0 < value <= sys.float_info.max:
                 raise ConfigError(
                     f"rig '{path}' has {tables[0]}.{key} = {value!r}, "
                     f"allowed are numbers > 0 for {', '.join(required + optional)}"

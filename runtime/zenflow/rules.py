@@ -54,16 +54,13 @@ class AdamW:
         Raises:
             ConfigError: naming the field, its value and what is allowed.
         """
-        beta1, beta2 = group["betas"]
-        for name, value, ok, allowed in (
-            ("lr", group["lr"], group["lr"] >= 0, "a number >= 0"),
-            ("betas[0]", beta1, 0 <= beta1 < 1, "a number from 0 to below 1"),
-            ("betas[1]", beta2, 0 <= beta2 < 1, "a number from 0 to below 1"),
-            ("eps", group["eps"], group["eps"] >= 0, "a number >= 0"),
-            ("weight_decay", group["weight_decay"], group["weight_decay"] >= 0, "a number >= 0"),
-        ):
-            if not ok:
-                raise ConfigError(f"{name} is {value}, allowed is {allowed}")
+        for name in ("lr", "eps", "weight_decay"):
+            if not _at_least_0(group[name]):
+                raise ConfigError(f"{name} is {group[name]!r}, allowed is a number >= 0")
+        betas = group["betas"]
+        pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+        if not pair or not all(_at_least_0(beta) and beta < 1 for beta in betas):
+            raise ConfigError(f"betas is {betas!r}, allowed are two numbers from 0 to below 1")
 
     def update(
         self,
@@ -94,3 +91,7 @@ class AdamW:
         exp_avg_sq.mul_(hyper.beta2).add_(gradient.mul(1 - hyper.beta2).mul_(gradient))
         denominator = exp_avg_sq.sqrt().div_(correction).add_(hyper.eps)
         master.sub_(exp_avg.mul(step_size).div_(denominator))
+
+
+def _at_least_0(value: object) -> bool:
+    return isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool) and bool(value >= 0)

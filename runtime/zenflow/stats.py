@@ -166,6 +166,7 @@ class StepRecord:
     def _coverage(self) -> float | None:
         if self.energy is None:
             return None
+        self.energy[1].wait()  # has arrived; raises if the copy failed
         selected, offloaded = self.energy[0].tolist()
         share = selected / offloaded if offloaded > 0 else None
         # Both are fp32 sums, so that of all columns may come out a little below that of some.

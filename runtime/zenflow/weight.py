@@ -114,10 +114,7 @@ class WeightState:
         if not self.started or self.parameter._version == self._version:
             return
         if self.in_flight:
-            raise UnsupportedError(
-                f"parameter {self.name} was written to while host updates of it were in flight; "
-                "call optimizer.flush() before you write to weights"
-            )
+            self.refuse_outside_writes()
         if self._whole:
             self._reread(self._resident, self.parameter.detach().reshape(1, -1))
         else:
@@ -128,6 +125,18 @@ class WeightState:
             if self.deferred is not None:
                 self.deferred.read_masters(self._matrix(), keep=True)
         self._version = self.parameter._version
+
+    def refuse_outside_writes(self) -> None:
+        """Before the result of a host update is written.
+
+        Raises:
+            UnsupportedError: somebody else wrote to the parameter while that update was in flight.
+        """
+        if self.parameter._version != self._version:
+            raise UnsupportedError(
+                f"parameter {self.name} was written to while host updates of it were in flight; "
+                "call optimizer.flush() before you write to weights"
+            )
 
     def _reread(self, state: ColumnState | None, columns: torch.Tensor) -> None:
         if state is not None and not self._is_own_master(state):

@@ -158,6 +158,7 @@ class Windows:
         cpu_s = time.perf_counter() - cpu_begin
         assert job.transfer is not None
         record.waits.append(Wait(begin, self._device.mark(), cpu_s, window.gradients.end, job.transfer.begin))
+        weight.refuse_outside_writes()
         weight.scatter(window.columns, rows)
         self._device.charge(2 * rows.nbytes)
         window.bucket.sent = job.transfer
@@ -187,6 +188,10 @@ class ForwardWaits:
             if next(part.parameters(recurse=False), None) is not None:
                 self._handles.append(part.register_forward_pre_hook(self._before_forward))
             self._handles.append(part.register_state_dict_pre_hook(self._before_state_dict))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A copy of the module (deepcopy, pickle) takes its hooks along; they must not drag the optimizer with them.
+        return _hooks_of_a_copy, ()
 
     def leave(self, flight: Flight) -> bool:
         """Take over the wait for a bucket, unless it has arrived or its layer's forward cannot be relied on."""
@@ -224,3 +229,8 @@ class ForwardWaits:
 
     def _before_state_dict(self, *_: object) -> None:
         self.finish()
+
+
+def _hooks_of_a_copy() -> ForwardWaits:
+    """Hooks that have nothing to wait for."""
+    return ForwardWaits(nn.Module(), lambda _: None)

@@ -35,7 +35,7 @@ def timelines() -> Any:
 
 @pytest.fixture(scope="module")
 def bandwidth() -> Any:
-    return load(STUDIES / "001-host-bandwidth" / "run.py")
+    return load(STUDIES / "007-host-bandwidth" / "run.py")
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: str(path.parent.name))

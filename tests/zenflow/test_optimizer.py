@@ -54,8 +54,10 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
     [
         ("lr", -1e-3, "lr is -0.001, allowed is a number >= 0"),
         ("lr", float("nan"), "lr is nan, allowed is a number >= 0"),
-        ("betas", (1.0, 0.9), r"betas\[0\] is 1.0, allowed is a number from 0 to below 1"),
-        ("betas", (0.9, -0.1), r"betas\[1\] is -0.1, allowed is a number from 0 to below 1"),
+        ("betas", (1.0, 0.9), r"betas is \(1.0, 0.9\), allowed are two numbers from 0 to below 1"),
+        ("betas", (0.9, -0.1), r"betas is \(0.9, -0.1\), allowed are two numbers from 0 to below 1"),
+        ("betas", (0.9,), r"betas is \(0.9,\), allowed are two numbers from 0 to below 1"),
+        ("lr", "fast", r"lr is 'fast', allowed is a number >= 0"),
         ("eps", -1.0, "eps is -1.0, allowed is a number >= 0"),
         ("weight_decay", -1.0, "weight_decay is -1.0, allowed is a number >= 0"),
     ],

@@ -240,4 +240,11 @@ def _sources(document: Mapping[str, Any], event: str) -> dict[str, str]:
         "practicality": event,
         "baselines": event,
     }
-    return {name: source for name, source in sources.items() if document[name.partition(".")[0]] is not None}
+    return {name: source for name, source in sources.items() if _is_there(document, name)}
+
+
+def _is_there(document: Mapping[str, Any], path: str) -> bool:
+    value: Any = document
+    for part in path.split("."):
+        value = None if value is None else value[part]
+    return value is not None

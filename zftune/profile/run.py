@@ -81,11 +81,12 @@ def _baseline_configs(own: ZenFlowConfig) -> dict[str, ZenFlowConfig]:
         "bucket_bytes": own.bucket_bytes,
         "select_interval": own.select_interval,
     }
-    return {
+    configs = {
         "no_offload": ZenFlowConfig.zero_offload(offload_ratio=0.0, pipeline="bucket", **common),
         "zero_offload": ZenFlowConfig.zero_offload(**common),
         "zero_offload_pipelined": ZenFlowConfig.zero_offload(pipeline="bucket", **common),
     }
+    return {name: config.resolved() for name, config in configs.items()}  # as this run's, which may be one of them
 
 
 def _task(options: ProfileOptions) -> tuple[Task, str]:

@@ -1,0 +1,48 @@
+"""Every knob of the runtime can be turned from the command line, or there is a reason why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import typer.main
+
+from zenflow import ZenFlowConfig
+from zftune.cli import app
+
+WITHOUT_A_FLAG = {
+    "select_strategy": "a profile has no epochs: --select-interval counts steps, --config converts",
+    "steps_per_epoch": "goes with select_strategy",
+    "auto_ratio": "read from a ds_config for its sake, and not used yet",
+    "pt_reserved_cores_perc": "read from a ds_config for its sake, and not used yet",
+    "skip_nonfinite": "what a profile trains has finite gradients: there is nothing to skip",
+}
+
+
+def profile_options() -> dict[str, str]:
+    """Flags of `zftune profile` by parameter name."""
+    command = typer.main.get_command(app).commands["profile"]  # type: ignore[attr-defined]
+    return {option.name: option.opts[0] for option in command.params}
+
+
+def test_every_knob_has_a_flag_of_its_own_name_or_a_reason_for_none() -> None:
+    knobs = {field.name for field in dataclasses.fields(ZenFlowConfig)}
+    flags = profile_options()
+    assert knobs - set(flags) == set(WITHOUT_A_FLAG)
+    for knob in knobs & set(flags):
+        assert flags[knob] == "--" + knob.replace("_", "-")
+
+
+def test_help_lists_every_option_with_a_sentence() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-c", "from zftune.cli import main; main()", "profile", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "200", "TERM": "dumb"},
+    ).stdout
+    for flag in profile_options().values():
+        (line,) = (line for line in shown.splitlines() if f"{flag} " in line)
+        assert line.rstrip("│ ").endswith((".", "]")), line
