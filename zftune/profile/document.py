@@ -95,6 +95,7 @@ def _rig(rig: Rig, runs: Sequence[Measurement]) -> dict[str, Any]:
         **dataclasses.asdict(rig),
         "segments": sum(slack.segments for slack in slacks),
         "late_segments": sum(slack.late for slack in slacks),
+        "attempts": max(run.attempts for run in runs),
         "slack": {
             "min_ms": min(margins_ms),
             "p50_ms": statistics.median(margins_ms),

@@ -124,6 +124,15 @@ def lateness(slack: Slack) -> str | None:
     return None
 
 
+def _hopeless(device: Device, done: float) -> bool:
+    """Whether so much was late already that the whole run will be refused; `done` is the share that was measured."""
+    if not isinstance(device, EmulatedAccelerator):
+        return False
+    slack = device.slack
+    late = slack.late > MAX_LATE_SHARE * slack.segments / done
+    return late or slack.late_host_s > MAX_LATE_SHARE * slack.host_s / done > 0
+
+
 def _measure_once(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep, attempt: int) -> Measurement:
     workload = task.build()
     feed = task.feed(workload)
@@ -145,6 +154,8 @@ def _measure_once(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep
                     device.reset_peaks()
                 loop.step()
                 on_step(step + 1, discarded + measured)
+                if step >= discarded and _hopeless(device, (step + 1 - discarded) / measured):
+                    break  # refused whatever comes: do not let a person wait for it
             stats = optimizer.history(wait=True)[discarded:]
             peak_bytes = device.peak_bytes()
             slack = device.slack if isinstance(device, EmulatedAccelerator) else None

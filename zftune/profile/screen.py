@@ -212,10 +212,11 @@ def _note_lines(document: Document) -> Iterator[Text]:
 def _rig(rig: Mapping[str, Any]) -> str:
     slack = rig["slack"]
     source = f"{rig['source']}; " if rig["source"] else ""
+    again = f" (measured {rig['attempts']} times)" if rig["attempts"] > 1 else ""
     return (
         f"{source}forward {ms(rig['forward_ms'])}, backward {ms(rig['backward_ms'])}, "
         f"link {number(rig['link_d2h_gbps'])} GB/s down and {number(rig['link_h2d_gbps'])} up, "
         f"host {number(rig['host_gbps'])} GB/s. "
         f"Real work fills {percent(slack['fraction_used_p50'])} of its padding: slack {ms(slack['p50_ms'])} median, "
-        f"{ms(slack['min_ms'])} least, {rig['late_segments']:,} of {rig['segments']:,} segments late."
+        f"{ms(slack['min_ms'])} least, {rig['late_segments']:,} of {rig['segments']:,} segments late{again}."
     )
