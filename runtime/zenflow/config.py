@@ -65,8 +65,9 @@ class ZenFlowConfig:
     """Skip a step whose gradient norm is not finite, as GradScaler does."""
     steps_per_epoch: int | None = None
     """Steps in an epoch, for `select_strategy="epoch"`."""
-    bucket_bytes: int = 64_000_000
-    """Largest bucket: bytes of one weight's gradient that are moved and updated as a unit."""
+    bucket_bytes: int = 1 << 25
+    """Largest bucket: bytes of one weight's gradient that are moved and updated as a unit (pinned memory is given out
+    in powers of two)."""
     offload: InitVar[bool] = False
     """DeepSpeed's: accepted and ignored with a warning, since the state of selected columns stays on the GPU."""
 
@@ -143,9 +144,15 @@ class ZenFlowConfig:
         return cls(**_zenflow_section(_section(zero, "zenflow", "zero_optimization.")), **knobs)
 
     @property
-    def is_resolved(self) -> bool:
-        """Whether no interval is left at "auto"."""
-        return "auto" not in (self.update_interval, self.select_interval)
+    def intervals(self) -> tuple[int, int]:
+        """`update_interval` and `select_interval` in steps.
+
+        Raises:
+            ConfigError: one of them is "auto"; `resolved()` puts numbers in their place.
+        """
+        if self.update_interval == "auto" or self.select_interval == "auto":
+            raise ConfigError('update_interval or select_interval is "auto", allowed is a resolved configuration')
+        return self.update_interval, self.select_interval
 
     def resolved(self) -> ZenFlowConfig:
         """The same with a number for each "auto" and `select_interval` in steps.

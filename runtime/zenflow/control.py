@@ -19,14 +19,15 @@ class StepControl:
 
     factor: torch.Tensor
     """0-dim fp32."""
-    skip: torch.Tensor
-    """0-dim bool."""
+    skip: torch.Tensor | None
+    """0-dim bool; None where nothing can skip."""
     host: Control | None = None
     """The same on its way to the host; None where nothing is deferred."""
 
     def packed(self) -> torch.Tensor:
         """[2] fp32: factor, skip."""
-        return torch.stack([self.factor, self.skip.float()])
+        skip = torch.zeros_like(self.factor) if self.skip is None else self.skip.float()
+        return torch.stack([self.factor, skip])
 
 
 def step_control(
@@ -55,7 +56,7 @@ def step_control(
         return None
     device = gradients[0].device
     factor = torch.ones((), dtype=torch.float32, device=device)
-    skip = torch.zeros((), dtype=torch.bool, device=device)
+    skip = None
     if grad_scale is not None:
         factor = torch.as_tensor(grad_scale, device=device).float().reshape(()).reciprocal()
     if found_inf is not None:
@@ -64,7 +65,8 @@ def step_control(
         norms = [torch.linalg.vector_norm(gradient.float()) for gradient in gradients]
         norm = torch.linalg.vector_norm(torch.stack(norms)) * factor
         if skip_nonfinite:
-            skip = skip | ~torch.isfinite(norm)
+            nonfinite = ~torch.isfinite(norm)
+            skip = nonfinite if skip is None else skip | nonfinite
         if max_grad_norm is not None:
             factor = factor * (max_grad_norm / (norm + _NORM_EPS)).clamp(max=1.0)
     return StepControl(factor, skip)

@@ -119,8 +119,9 @@ class DeferredTier:
         for bucket in self.buckets:
             packed = matrix.t().index_select(0, bucket.columns)
             self._runtime.device.charge(2 * packed.nbytes)
-            reusable = bool(bucket.free_rows) and bucket.free_rows[-1].dtype == packed.dtype
-            rows, transfer = self._runtime.fetch(packed, bucket.free_rows.pop() if reusable else None)
+            free = bucket.free_rows.pop() if bucket.free_rows else None  # the host engine may add to them meanwhile
+            reusable = free is not None and free.dtype == packed.dtype
+            rows, transfer = self._runtime.fetch(packed, free if reusable else None)
             self._runtime.traffic.d2h_bytes += packed.nbytes
             bucket.log.append(LogEntry(step, rows, transfer, hyper, None if control is None else control.host))
 

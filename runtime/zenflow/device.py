@@ -93,6 +93,10 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a small host tensor, made in the order of the compute stream and without waiting for it."""
+
+    @abstractmethod
     def join(self, transfer: Transfer, tensor: torch.Tensor) -> None:
         """Let the compute stream wait for a copy, before work that reads `tensor`."""
 
@@ -179,6 +183,9 @@ class CpuDevice(Device):
     def h2d(self, source: torch.Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, torch.Tensor]:
         return _Copied(source.nbytes), source.clone()
 
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
     def join(self, transfer: Transfer, tensor: torch.Tensor) -> None:
         return None
 
@@ -249,6 +256,9 @@ class CudaDevice(Device):
             tensor = source.to(self.torch_device, non_blocking=True)
             transfer.end.record(stream)
         return transfer, tensor
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)  # from pageable memory it would wait
 
     def join(self, transfer: Transfer, tensor: torch.Tensor) -> None:
         stream = torch.cuda.current_stream(self.torch_device)

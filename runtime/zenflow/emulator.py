@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from zenflow.device import Device, HostSpan, Mark, Transfer, in_backward
+from zenflow.errors import ZenFlowError
 from zenflow.rig import Rig
 
 
@@ -74,6 +75,7 @@ class _Link:
     def __init__(self, name: str, gbps: float) -> None:
         self._bytes_per_s = gbps * 1e9
         self._free_at = 0.0
+        self._closed = False
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[_LinkTransfer, torch.Tensor, torch.Tensor] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"zenflow-link-{name}", daemon=True)
@@ -81,6 +83,8 @@ class _Link:
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, ready_at: float) -> _LinkTransfer:
         with self._lock:
+            if self._closed:
+                raise ZenFlowError("a copy was asked for after close(), allowed is a device that is open")
             begin = max(self._free_at, ready_at)
             self._free_at = begin + source.nbytes / self._bytes_per_s
             transfer = _LinkTransfer(source.nbytes, begin, self._free_at)
@@ -100,7 +104,9 @@ class _Link:
                 transfer.deliver()
 
     def close(self) -> None:
-        self._queue.put(None)
+        with self._lock:
+            self._closed = True
+            self._queue.put(None)  # behind every copy that was asked for
         self._thread.join()
 
 
@@ -149,6 +155,9 @@ class EmulatedAccelerator(Device):
         tensor = torch.empty_like(source)
         return self._h2d.copy(source, tensor, max(after.end_s, asked)), tensor
 
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
     def block_on(self, transfer: Transfer) -> None:
         transfer.wait()
         self._compute_t = max(self._compute_t, transfer.end)
@@ -167,8 +176,9 @@ class EmulatedAccelerator(Device):
         yield span
         seconds = nbytes / (self.rig.host_gbps * 1e9)
         late_s = max(0.0, time.monotonic() - (begin + seconds))
-        self.slack.host_s += seconds
-        self.slack.late_host_s += late_s
+        slack = self.slack  # the training thread may replace it
+        slack.host_s += seconds
+        slack.late_host_s += late_s
         span.end_s = self._host_t = begin + seconds + late_s
         _sleep_until(span.end_s)
 
@@ -206,7 +216,8 @@ class _Pads:
         self._forward_s = rig.forward_ms / 1e3
         self._backward_s = rig.backward_ms / 1e3
         self._share = 1 / len(layers)
-        self._forward_left = self._backward_left = 0.0
+        self._forward_left = 0.0
+        self._backward_due = False  # only without layers
         module.register_forward_pre_hook(self._begin_forward)
         for layer in layers:
             layer.register_forward_hook(self._end_layer_forward)
@@ -217,9 +228,7 @@ class _Pads:
     def _begin_forward(self, *_: Any) -> None:
         if in_backward():  # recomputation under gradient checkpointing is part of backward's pad
             return
-        if not self._layered:
-            self.finish_backward()
-        self._backward_left = 0.0  # left over where no backward followed (evaluation)
+        self.finish_backward()
         self._forward_left = self._forward_s
 
     def _end_layer_forward(self, *_: Any) -> None:
@@ -232,17 +241,16 @@ class _Pads:
         self._take(self._forward_left, self._forward_left)
         self._forward_left = 0.0
         # Without layers no hook sees backward itself: then training mode stands for it.
-        if torch.is_grad_enabled() and (self._layered or module.training):
-            self._backward_left = self._backward_s
+        self._backward_due = not self._layered and torch.is_grad_enabled() and module.training
 
     def _end_layer_backward(self, *_: Any) -> None:
-        self._backward_left = self._take(self._backward_left, self._backward_s * self._share)
+        self._segment(self._backward_s * self._share)
 
     def finish_backward(self) -> None:
-        """Add what no layer's hook has added: all of it for a module without layers."""
-        if not in_backward() and self._backward_left > 0:
-            left, self._backward_left = self._backward_left, 0.0
-            self._take(left, left)
+        """Add the backward pass of a module without layers."""
+        if self._backward_due and not in_backward():
+            self._backward_due = False
+            self._segment(self._backward_s)
 
     def _take(self, left: float, share: float) -> float:
         pad = min(left, share)

@@ -177,10 +177,14 @@ class HostEngine:
         """
         self.submit(Job("draining the host engine", self._device, lambda: None, nbytes=0, inputs=[])).wait(self)
 
-    def close(self) -> None:
-        """End the worker after the job that it is at; jobs behind it fail."""
+    def stop(self) -> None:
+        """Ask the worker to end after the job that it is at; jobs behind it fail. Any thread may call it."""
         self._closing = True
         self._queue.put(None)
+
+    def close(self) -> None:
+        """End the worker after the job that it is at, and wait for it."""
+        self.stop()
         self._thread.join()
 
     def _run(self) -> None:
@@ -192,11 +196,11 @@ class HostEngine:
             if self._failure is None:
                 try:
                     self._do(job)
-                    continue
                 except BaseException as error:  # noqa: BLE001 - raised again in the training thread
                     self._fail(job.name, error)
-            assert self._failure is not None
-            job.fail(self._failure)
+            if self._failure is not None:
+                job.fail(self._failure)
+            del job  # while idle, the last job's tensors must not be kept
 
     def _do(self, job: Job) -> None:
         if self._closing:

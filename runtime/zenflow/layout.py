@@ -78,9 +78,11 @@ def conv1d_weights(module: nn.Module | None) -> set[int]:
         return set()
     # By name: the runtime does not import transformers.
     return {
-        id(part.weight)
+        id(weight)
         for part in module.modules()
-        if type(part).__name__ == "Conv1D" and isinstance(part.weight, nn.Parameter) and part.weight.dim() == 2
+        if type(part).__name__ == "Conv1D"
+        and isinstance(weight := getattr(part, "weight", None), nn.Parameter)
+        and weight.dim() == 2
     }
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
@@ -14,23 +12,22 @@ from torch.optim.optimizer import Optimizer
 
 from zenflow.config import ZenFlowConfig
 from zenflow.control import StepControl, step_control
-from zenflow.device import Device, Mark, device_for
+from zenflow.device import Device, Transfer, device_for
 from zenflow.errors import ConfigError, UnsupportedError, ZenFlowError
+from zenflow.forward_waits import Flight, ForwardWaits
+from zenflow.history import History
 from zenflow.host import Control, HostEngine
 from zenflow.layout import conv1d_weights, plan_model, plan_order
 from zenflow.rules import AdamW, AdamWHyper
 from zenflow.runtime import Runtime
 from zenflow.schedule import StepPlan, WindowClock, selects
 from zenflow.selection import importance
-from zenflow.stats import StepRecord, StepStats, Traffic, Wait
+from zenflow.stats import StepStats, Traffic
 from zenflow.weight import WeightState
-from zenflow.windows import Flight, ForwardWaits, Windows
+from zenflow.windows import Windows
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DTYPE_NAMES = "float32, bfloat16 and float16"
-# Steps between a step and its statistics: resolving earlier could wait for the device.
-_RESOLVE_LAG = 2
-_HISTORY_STEPS = 4096
 
 Live = list[tuple[WeightState, torch.Tensor]]
 """The parameters that have a gradient in this step, with it."""
@@ -81,7 +78,7 @@ class ZenFlowAdamW(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.config = (config or ZenFlowConfig()).resolved()
         """The knobs, every "auto" replaced by what it stands for."""
-        self._update_interval, self._select_interval = intervals(self.config)
+        self._update_interval, self._select_interval = self.config.intervals
         self._clock = WindowClock(
             update_interval=self._update_interval,
             warm_up=self.config.full_warm_up_rounds,
@@ -97,11 +94,11 @@ class ZenFlowAdamW(Optimizer):
         self._weights: list[WeightState] = []
         self._waits: ForwardWaits | None = None
         self._hypers: list[AdamWHyper] = []
-        self._last_end: Mark | None = None
-        self._record = StepRecord(step=0)
-        self._records: deque[StepRecord] = deque()
-        self._history: deque[StepStats] = deque(maxlen=_HISTORY_STEPS)
-        self._finalizer = weakref.finalize(self, _shut_down, self._engine, None if device else self._device)
+        self._last_d2h: Transfer | None = None
+        self._torn = False  # a step was interrupted half-way
+        self._history = History(self._device)
+        # Only a request: a collected optimizer may be finalised on any thread, which must not wait for another.
+        self._finalizer = weakref.finalize(self, self._engine.stop)
 
     # --- torch.optim.Optimizer -------------------------------------------------------------------------------------
 
@@ -155,43 +152,65 @@ class ZenFlowAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             self._take_step()
         return loss
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse copies: they would share the state or lose it.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError("ZenFlowAdamW cannot be copied or pickled: make a new optimizer for the copied model")
+
     # --- beyond torch ----------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def flush(self) -> None:
         """Close the window and apply every pending host update now.
 
         Raises:
             HostEngineError: host work failed.
+            UnsupportedError: a weight was written to while its update was in flight.
         """
         if self._windows is None:
             return
+        self._refuse_torn()
         self.synchronize()
         for weight in self._weights:
             weight.take_outside_writes()
-        self._windows.apply(self._clock.step, self._record, everything=True)
+        self._windows.apply(self._clock.step, self._history.open, everything=True)
         if self._clock.window_steps:
             plan = StepPlan(self._clock.step, self._clock.window_steps, closes=True, synchronous=True)
-            moves = self._windows.resolve_pending(self._record)
-            self._windows.close(plan, self._hypers, moves, {}, self._record)
+            moves = self._windows.resolve_pending(self._history.open)
+            self._windows.close(plan, self._hypers, moves, {}, self._history.open)
             self._clock.close()
             self.synchronize()
         self._engine.drain()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def synchronize(self) -> None:
         """Make visible now what a deferred wait has left to the next forward; applies nothing that is not due."""
         if self._waits is not None:
             self._waits.finish()
 
+    def refresh(self) -> None:
+        """Read the masters from the weights at the next step, after writes through `.data`, which torch does not count.
+
+        Raises:
+            UnsupportedError: host updates are in flight, which were computed from the old values.
+        """
+        for weight in self._weights:
+            weight.refuse_in_flight()
+        for weight in self._weights:
+            weight.forget_version()
+
     def stats(self) -> StepStats | None:
         """The newest step that could be resolved without waiting; None before the first."""
-        self._resolve()
-        return self._history[-1] if self._history else None
+        return next(reversed(self._history.steps(wait=False)), None)
 
     def history(self, *, wait: bool = False) -> list[StepStats]:
         """The last steps that could be resolved, oldest first (4096 at most).
@@ -199,10 +218,7 @@ class ZenFlowAdamW(Optimizer):
         Args:
             wait: wait for the device, so that the newest step is among them.
         """
-        for record in self._records if wait else ():
-            record.wait(self._device)
-        self._resolve(lag=0 if wait else _RESOLVE_LAG)
-        return list(self._history)
+        return self._history.steps(wait=wait)
 
     def host_bytes(self) -> dict[str, int]:
         """Host memory by use: "state", "log", "staging"."""
@@ -229,6 +245,7 @@ class ZenFlowAdamW(Optimizer):
         if self._waits is not None:
             self._waits.remove()
         self._finalizer()
+        self._engine.close()
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
@@ -239,8 +256,12 @@ class ZenFlowAdamW(Optimizer):
         """Split the parameters; at the first step, when it is known which of them are trained."""
         ordered = plan_order(list(self._parameters()), self._module)
         devices = {str(parameter.device) for parameter in ordered}
-        if len(devices) > 1:
-            raise UnsupportedError(f"parameters are on {' and '.join(sorted(devices))}, allowed is one device")
+        if devices != {str(self._device.torch_device)}:
+            found = " and ".join(sorted(devices))
+            raise UnsupportedError(
+                f"parameters are on {found}, allowed is {self._device.torch_device}, where they were at the beginning: "
+                "make the optimizer after moving the model"
+            )
         model_plan = plan_model(ordered, self.config, conv1d_weights(self._module))
         names = {} if self._module is None else {id(p): name for name, p in self._module.named_parameters()}
         groups = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
@@ -248,6 +269,11 @@ class ZenFlowAdamW(Optimizer):
             WeightState(parameter, names.get(id(parameter), str(number)), plan, groups[id(parameter)], self._runtime)
             for number, (parameter, plan) in enumerate(zip(ordered, model_plan.weights, strict=True))
         ]
+        by_memory: dict[int, list[WeightState]] = {}
+        for weight in self._weights:
+            by_memory.setdefault(weight.parameter.untyped_storage().data_ptr(), []).append(weight)
+        for weight in self._weights:
+            weight.neighbours = by_memory[weight.parameter.untyped_storage().data_ptr()]
         lag = self.config.apply_lag or self._update_interval
         windows = Windows(self._runtime, self.config, self._weights, model_plan.buckets, lag)
         if self._module is not None and self.config.pipeline == "bucket":
@@ -258,40 +284,52 @@ class ZenFlowAdamW(Optimizer):
         if not self._finalizer.alive:
             raise ZenFlowError("step() was called after close(), allowed is a new optimizer")
         self._engine.check()
+        self._refuse_torn()
         self._windows = self._windows or self._begin()
         self._device.begin_step()
         if self._waits is not None:
             self._waits.begin_step()
-        self._resolve()  # here, where the device has backward to work on
-        if self._last_end is not None:
-            self._device.wait_for(self._last_end)  # bounds the training thread's run-ahead to one step
+        self._history.begin_step()
         live = [(weight, _gradient(weight)) for weight in self._weights if weight.parameter.grad is not None]
         for weight in self._weights:
             weight.take_outside_writes()
         self._hypers = [self._rule.hyper(group) for group in self.param_groups]
+        self._torn = True
         plan = self._clock.advance()
         control = self._control(live)
         self._select(plan.step, live, None if control is None else control.skip)
         self._split(plan, live, control, self._windows)
         self._windows.ask(plan.step + 1)
-        self._end_step(plan.step)
+        traffic, self._runtime.traffic = self._runtime.traffic, Traffic()
+        self._history.end_step(plan.step, traffic)
+        self._torn = False
+
+    def _refuse_torn(self) -> None:
+        if self._torn:
+            raise ZenFlowError(
+                "an earlier step() was interrupted half-way: go on with a new optimizer from saved weights"
+            )
 
     def _split(self, plan: StepPlan, live: Live, control: StepControl | None, windows: Windows) -> None:
         """Log the deferred columns, update the others, make visible what is due, close the window."""
-        moves = windows.resolve_pending(self._record) if plan.closes else {}
+        moves = windows.resolve_pending(self._history.open) if plan.closes else {}
         ahead = {
             weight: weight.deferred.send_ahead(weight.plan.view(gradient), moves[weight])
             for weight, gradient in live
             if weight in moves and weight.deferred is not None
         }
+        if self._last_d2h is not None and not self._last_d2h.done():
+            with self._history.open.timed(self._device, "d2h"):
+                self._device.block_on(self._last_d2h)  # bounds what waits for the link to one step's gradients
         for weight, gradient in live:
             if weight.deferred is not None:
                 weight.deferred.log(weight.plan.view(gradient), plan.step, self._hypers[weight.group], control)
+        self._last_d2h = self._runtime.last_d2h
         for weight, gradient in live:
             weight.update_on_device(gradient, self._hypers[weight.group], control)
-        windows.apply(plan.step, self._record, everything=plan.closes)
+        windows.apply(plan.step, self._history.open, everything=plan.closes)
         if plan.closes:
-            windows.close(plan, self._hypers, moves, ahead, self._record)
+            windows.close(plan, self._hypers, moves, ahead, self._history.open)
             self._clock.close()
 
     def _control(self, live: Live) -> StepControl | None:
@@ -318,36 +356,13 @@ class ZenFlowAdamW(Optimizer):
                     weight.propose(scores[weight], skip)
         starting = [weight for weight, _ in live if not weight.started]
         if starting:
-            begin, cpu_begin = self._device.mark(), time.perf_counter()
-            for weight in starting:
-                weight.start()
-            cpu_s = time.perf_counter() - cpu_begin
-            self._record.waits.append(Wait(begin, self._device.mark(), cpu_s, cause="select"))
+            with self._history.open.timed(self._device, "select"):
+                for weight in starting:
+                    weight.start()
         if scores:
             energies = torch.stack([weight.selected_energy(of_weight) for weight, of_weight in scores.items()])
-            self._record.energy = self._runtime.fetch(energies.sum(dim=0))
-            self._runtime.traffic.index_bytes += self._record.energy[0].nbytes
-
-    # --- statistics ------------------------------------------------------------------------------------------------
-
-    def _end_step(self, step: int) -> None:
-        record, end = self._record, self._device.mark()
-        record.step, record.begin, record.end = step, self._last_end, end
-        record.traffic, self._runtime.traffic = self._runtime.traffic, Traffic()
-        self._records.append(record)
-        self._record = StepRecord(step=step + 1)
-        self._last_end = end
-
-    def _resolve(self, lag: int = _RESOLVE_LAG) -> None:
-        while len(self._records) > lag and self._records[0].ready(self._device):
-            self._history.append(self._records.popleft().resolve(self._device))
-
-
-def intervals(config: ZenFlowConfig) -> tuple[int, int]:
-    """`update_interval` and `select_interval` of a resolved configuration, in steps."""
-    if config.update_interval == "auto" or config.select_interval == "auto":
-        raise ConfigError("update_interval or select_interval is 'auto', allowed is a resolved configuration")
-    return config.update_interval, config.select_interval
+            self._history.open.energy = self._runtime.fetch(energies.sum(dim=0))
+            self._runtime.traffic.index_bytes += self._history.open.energy[0].nbytes
 
 
 def _gradient(weight: WeightState) -> torch.Tensor:
@@ -365,16 +380,10 @@ def _show_late(optimizer: weakref.ref[ZenFlowAdamW]) -> Callable[[Flight], None]
     def show(flight: Flight) -> None:
         owner = optimizer()
         if owner is not None and owner._windows is not None:
-            with torch.no_grad():
-                owner._windows.show_late(flight, owner._record)
+            with torch.inference_mode(False), torch.no_grad():
+                owner._windows.show_late(flight, owner._history.open)
 
     return show
-
-
-def _shut_down(engine: HostEngine, device: Device | None) -> None:
-    engine.close()
-    if device is not None:
-        device.close()
 
 
 def _refuse_ranks() -> None:

@@ -33,9 +33,6 @@ class Runtime:
 
     def send_index(self, index: torch.Tensor) -> torch.Tensor:
         """A copy of a column or slot index on the device."""
-        if self.device.torch_device.type == "cpu":
-            return index.clone()
-        staged = self.device.host_empty(index.shape, index.dtype)
-        staged.copy_(index)
-        self.traffic.index_bytes += index.nbytes
-        return staged.to(self.device.torch_device, non_blocking=True)
+        if self.device.torch_device.type != "cpu":
+            self.traffic.index_bytes += index.nbytes
+        return self.device.send(index)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -123,6 +125,13 @@ class StepRecord:
     moved_columns: int = 0
     selected_columns: int = 0
     """Columns of the selections that were due at this step's close."""
+
+    @contextmanager
+    def timed(self, device: Device, cause: Cause) -> Iterator[None]:
+        """Record what is done inside as a wait of one cause."""
+        begin, cpu_begin = device.mark(), time.perf_counter()
+        yield
+        self.waits.append(Wait(begin, device.mark(), time.perf_counter() - cpu_begin, cause=cause))
 
     def ready(self, device: Device) -> bool:
         """Whether everything that `resolve` needs is there."""

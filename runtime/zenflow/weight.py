@@ -8,15 +8,16 @@ import torch
 from torch import nn
 
 from zenflow.control import StepControl
-from zenflow.deferred import Ahead, DeferredTier, reread
+from zenflow.deferred import DeferredTier, reread
 from zenflow.device import Transfer
 from zenflow.errors import UnsupportedError
-from zenflow.host import Job
 from zenflow.layout import WeightPlan
 from zenflow.rules import AdamWHyper
 from zenflow.runtime import Runtime
 from zenflow.selection import Move, plan_move, top_columns
 from zenflow.state import ColumnState
+
+_UNKNOWN_VERSION = -1
 
 
 @dataclass(slots=True)
@@ -48,7 +49,9 @@ class WeightState:
         self._selected_columns = torch.empty(0, dtype=torch.int64, device="cpu")
         self._selected_index = self._selected_columns  # the same on the device
         self._proposal: _Proposal | None = None
-        self._version = -1
+        self._version = _UNKNOWN_VERSION
+        self.neighbours: list[WeightState] = [self]
+        """All weights that share this one's memory, this one included: they share its version counter too."""
 
     @property
     def selects(self) -> bool:
@@ -78,7 +81,7 @@ class WeightState:
             self._start_columns(self._matrix())
         self._runtime.device.charge(2 * self.parameter.nbytes)
         self.started = True
-        self._version = self.parameter._version
+        self._note_version()
 
     def _flat_master(self) -> torch.Tensor:
         weights = self.parameter.detach()
@@ -113,8 +116,7 @@ class WeightState:
         """
         if not self.started or self.parameter._version == self._version:
             return
-        if self.in_flight:
-            self.refuse_outside_writes()
+        self.refuse_in_flight()
         if self._whole:
             self._reread(self._resident, self.parameter.detach().reshape(1, -1))
         else:
@@ -124,7 +126,7 @@ class WeightState:
                 self._reread(self._selected, columns.index_select(0, self._selected_index))
             if self.deferred is not None:
                 self.deferred.read_masters(self._matrix(), keep=True)
-        self._version = self.parameter._version
+        self._note_version()
 
     def refuse_outside_writes(self) -> None:
         """Before the result of a host update is written.
@@ -133,6 +135,15 @@ class WeightState:
             UnsupportedError: somebody else wrote to the parameter while that update was in flight.
         """
         if self.parameter._version != self._version:
+            self.refuse_in_flight()
+
+    def refuse_in_flight(self) -> None:
+        """Before masters are read from weights that somebody else wrote to.
+
+        Raises:
+            UnsupportedError: host updates are in flight, which were computed from the old values.
+        """
+        if self.in_flight:
             raise UnsupportedError(
                 f"parameter {self.name} was written to while host updates of it were in flight; "
                 "call optimizer.flush() before you write to weights"
@@ -141,6 +152,14 @@ class WeightState:
     def _reread(self, state: ColumnState | None, columns: torch.Tensor) -> None:
         if state is not None and not self._is_own_master(state):
             state.master.copy_(reread(state.master, columns))
+
+    def forget_version(self) -> None:
+        """Read the masters again at the next step, whether or not the version counter has moved."""
+        self._version = _UNKNOWN_VERSION
+
+    def _note_version(self) -> None:
+        for weight in self.neighbours:
+            weight._version = weight.parameter._version
 
     def _is_own_master(self, state: ColumnState) -> bool:
         return state.master.data_ptr() == self.parameter.data_ptr()
@@ -203,7 +222,7 @@ class WeightState:
             self.scatter(self._selected_index, self._selected.master)
             touched += self._selected.master.numel()
         self._runtime.device.charge(touched * (24 + 2 * self.parameter.element_size()))
-        self._version = self.parameter._version
+        self._note_version()
 
     def _update(self, state: ColumnState, rows: torch.Tensor, hyper: AdamWHyper, control: StepControl | None) -> None:
         if control is None:
@@ -219,28 +238,17 @@ class WeightState:
             rows: [n, rows] in any floating dtype.
         """
         self._matrix().index_copy_(1, columns, rows.t().to(self.parameter.dtype))
-        self._version = self.parameter._version
+        self._note_version()
 
     # --- a change of selection -------------------------------------------------------------------------------------
 
-    def begin_move(self, move: Move, closing: AdamWHyper, ahead: Ahead | None) -> Job:
-        """Exchange states between the tiers: what leaves the deferred one is brought up to date first.
-
-        Args:
-            move: the columns.
-            closing: hyperparameters of the closing step.
-            ahead: what `DeferredTier.send_ahead` sent, where the closing step has a gradient.
-
-        Returns:
-            The job whose result `finish_move` takes.
-        """
+    def give_up_selected(self, move: Move) -> None:
+        """Hand the state of the columns that become deferred to the host; after `DeferredTier.submit_leave`."""
         assert self.deferred is not None
         assert self._selected is not None
-        leave = self.deferred.submit_leave(move, closing, ahead)
         self.deferred.submit_join(move, self._selected.pack(self._runtime.send_index(move.places)))
-        return leave
 
-    def finish_move(self, move: Move, state: torch.Tensor) -> None:
+    def take_selected(self, move: Move, state: torch.Tensor) -> None:
         """Take over the state of the columns that become selected, and make their weights visible.
 
         Args:

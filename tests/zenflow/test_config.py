@@ -202,7 +202,7 @@ def test_a_directory_is_a_sentence(tmp_path: Path) -> None:
 
 def test_resolved_leaves_numbers_alone_and_says_nothing() -> None:
     config = ZenFlowConfig(update_interval=3, select_interval=5, select_strategy="step", apply_lag=2)
-    assert config.is_resolved
+    assert config.intervals == (config.update_interval, config.select_interval)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert config.resolved() == config
@@ -210,10 +210,11 @@ def test_resolved_leaves_numbers_alone_and_says_nothing() -> None:
 
 def test_auto_update_interval_warns_and_is_four() -> None:
     config = ZenFlowConfig(update_interval="auto")
-    assert not config.is_resolved
+    with pytest.raises(ConfigError, match="allowed is a resolved configuration"):
+        assert config.intervals
     with pytest.warns(UserWarning, match=r'update_interval "auto" does not adapt yet: using 4 steps'):
         resolved = config.resolved()
-    assert (resolved.update_interval, resolved.select_interval, resolved.is_resolved) == (4, 32, True)
+    assert resolved.intervals == (4, 32)
 
 
 def test_the_warning_names_the_number_that_is_used() -> None:

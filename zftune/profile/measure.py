@@ -134,6 +134,7 @@ def _hopeless(device: Device, done: float) -> bool:
 
 
 def _measure_once(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep, attempt: int) -> Measurement:
+    gc.collect()  # the last run's model, before the next one takes its place
     workload = task.build()
     feed = task.feed(workload)
     rig = task.rig_for(workload)
@@ -147,7 +148,7 @@ def _measure_once(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep
         )
         cleanup.callback(optimizer.abandon)
         discarded, measured = step_counts(optimizer.config, steps)
-        loop = _Loop(task.torch_device, workload, feed, device, optimizer)
+        loop = _Loop(workload, feed, device, optimizer)
         with _steady(rig is not None):
             for step in range(discarded + measured):
                 if step == discarded:
@@ -156,7 +157,7 @@ def _measure_once(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep
                 on_step(step + 1, discarded + measured)
                 if step >= discarded and _hopeless(device, (step + 1 - discarded) / measured):
                     break  # refused whatever comes: do not let a person wait for it
-            stats = optimizer.history(wait=True)[discarded:]
+            stats = [step for step in optimizer.history(wait=True) if step.step > discarded]
             peak_bytes = device.peak_bytes()
             slack = device.slack if isinstance(device, EmulatedAccelerator) else None
             phases_ms = loop.phases_ms(discarded)
@@ -170,13 +171,11 @@ class _Loop:
 
     def __init__(
         self,
-        torch_device: torch.device,
         workload: Workload,
         feed: Iterator[Batch],
         device: Device,
         optimizer: ZenFlowAdamW,
     ) -> None:
-        self._torch_device = torch_device
         self._workload = workload
         self._feed = feed
         self._device = device
@@ -187,7 +186,7 @@ class _Loop:
     def step(self) -> None:
         """One training step."""
         began = time.perf_counter()
-        batch = next(self._feed).to(self._torch_device)
+        batch = Batch(*(self._device.send(tensor) for tensor in next(self._feed)))
         self._data_s.append(time.perf_counter() - began)
         begin = self._device.mark()
         loss = self._workload.loss(batch)

@@ -17,10 +17,6 @@ class Batch(NamedTuple):
     input_ids: Tensor  # [micro_batch, sequence], int64
     labels: Tensor  # [micro_batch, sequence], int64, equal to input_ids
 
-    def to(self, device: torch.device | str) -> Batch:
-        """The same batch on `device`."""
-        return Batch(self.input_ids.to(device), self.labels.to(device))
-
 
 def batches(tokens: Tensor, *, micro_batch: int, sequence: int, seed: int) -> Iterator[Batch]:
     """Endless batches of sequences that start at random places of `tokens`.

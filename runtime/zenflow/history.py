@@ -1,0 +1,57 @@
+"""The steps' records, from the open step to those that were resolved."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from zenflow.device import Device, Mark
+from zenflow.stats import StepRecord, StepStats, Traffic
+
+# Steps between a step and its statistics: resolving earlier could wait for the device.
+_RESOLVE_LAG = 2
+HISTORY_STEPS = 4096
+
+
+class History:
+    """Owns the record of the open step and turns closed ones into statistics, in order and without waiting."""
+
+    def __init__(self, device: Device) -> None:
+        self.open = StepRecord(step=0)
+        """What happened since the end of the last step."""
+        self._device = device
+        self._last_end: Mark | None = None
+        self._closed: deque[StepRecord] = deque()
+        self._resolved: deque[StepStats] = deque(maxlen=HISTORY_STEPS)
+
+    def begin_step(self) -> None:
+        """Resolve what can be, and bound the training thread's run-ahead to one step."""
+        self._resolve(_RESOLVE_LAG)  # here, where the device has backward to work on
+        if self._last_end is not None:
+            self._device.wait_for(self._last_end)
+
+    def end_step(self, step: int, traffic: Traffic) -> None:
+        """Close the open record.
+
+        Args:
+            step: number of the step that ends here.
+            traffic: bytes on the link since the end of the last one.
+        """
+        record, self.open = self.open, StepRecord(step=step + 1)
+        record.step, record.begin, record.end, record.traffic = step, self._last_end, self._device.mark(), traffic
+        self._closed.append(record)
+        self._last_end = record.end
+
+    def steps(self, *, wait: bool) -> list[StepStats]:
+        """The last steps that are resolved, oldest first.
+
+        Args:
+            wait: wait for the device, so that the newest step is among them.
+        """
+        for record in self._closed if wait else ():
+            record.wait(self._device)
+        self._resolve(0 if wait else _RESOLVE_LAG)
+        return list(self._resolved)
+
+    def _resolve(self, lag: int) -> None:
+        while len(self._closed) > lag and self._closed[0].ready(self._device):
+            self._resolved.append(self._closed.popleft().resolve(self._device))
