@@ -290,7 +290,7 @@ class ZenFlowAdamW(Optimizer):
         if self._waits is not None:
             self._waits.begin_step()
         self._history.begin_step()
-        live = [(weight, _gradient(weight)) for weight in self._weights if weight.parameter.grad is not None]
+        live = [(weight, weight.gradient()) for weight in self._weights if weight.parameter.grad is not None]
         for weight in self._weights:
             weight.take_outside_writes()
         self._hypers = [self._rule.hyper(group) for group in self.param_groups]
@@ -318,19 +318,26 @@ class ZenFlowAdamW(Optimizer):
             for weight, gradient in live
             if weight in moves and weight.deferred is not None
         }
-        if self._last_d2h is not None and not self._last_d2h.done():
+        # What waits for the link is bounded to one step's gradients; a wait for that is spent updating.
+        behind = None if self._last_d2h is None or self._last_d2h.done() else self._last_d2h
+        if behind is not None:
+            self._update_on_device(live, control)
             with self._history.open.timed(self._device, "d2h"):
-                self._device.block_on(self._last_d2h)  # bounds what waits for the link to one step's gradients
+                self._device.block_on(behind)
         for weight, gradient in live:
             if weight.deferred is not None:
                 weight.deferred.log(weight.plan.view(gradient), plan.step, self._hypers[weight.group], control)
         self._last_d2h = self._runtime.last_d2h
-        for weight, gradient in live:
-            weight.update_on_device(gradient, self._hypers[weight.group], control)
+        if behind is None:
+            self._update_on_device(live, control)
         windows.apply(plan.step, self._history.open, everything=plan.closes)
         if plan.closes:
             windows.close(plan, self._hypers, moves, ahead, self._history.open)
             self._clock.close()
+
+    def _update_on_device(self, live: Live, control: StepControl | None) -> None:
+        for weight, gradient in live:
+            weight.update_on_device(gradient, self._hypers[weight.group], control)
 
     def _control(self, live: Live) -> StepControl | None:
         control = step_control(
@@ -363,15 +370,6 @@ class ZenFlowAdamW(Optimizer):
             energies = torch.stack([weight.selected_energy(of_weight) for weight, of_weight in scores.items()])
             self._history.open.energy = self._runtime.fetch(energies.sum(dim=0))
             self._runtime.traffic.index_bytes += self._history.open.energy[0].nbytes
-
-
-def _gradient(weight: WeightState) -> torch.Tensor:
-    gradient = weight.parameter.grad
-    assert gradient is not None
-    if gradient.layout != torch.strided:
-        raise UnsupportedError(f"parameter {weight.name} has a sparse gradient, allowed are dense ones")
-    # A view as [rows, columns] needs the strides that the parameter's own shape has by default.
-    return gradient if weight.plan.transposed else gradient.contiguous()
 
 
 def _show_late(optimizer: weakref.ref[ZenFlowAdamW]) -> Callable[[Flight], None]:

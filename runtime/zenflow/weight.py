@@ -198,6 +198,18 @@ class WeightState:
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
+    def gradient(self) -> torch.Tensor:
+        """The parameter's gradient, in strides that the column view can express.
+
+        Raises:
+            UnsupportedError: it is sparse.
+        """
+        gradient = self.parameter.grad
+        assert gradient is not None
+        if gradient.layout != torch.strided:
+            raise UnsupportedError(f"parameter {self.name} has a sparse gradient, allowed are dense ones")
+        return gradient if self.plan.transposed else gradient.contiguous()
+
     def update_on_device(self, gradient: torch.Tensor, hyper: AdamWHyper, control: StepControl | None) -> None:
         """Update the resident and the selected columns and write their weights.
 

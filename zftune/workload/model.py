@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def build_model(name_or_dir: str | Path, *, dtype: torch.dtype, seed: int) -> Wo
     directory = Path(name_or_dir)
     if str(name_or_dir) in MODEL_SIZES:
         workload = _named(str(name_or_dir), dtype, seed)
-    elif (directory / "config.json").is_file():
+    elif os.path.isfile(directory / "config.json"):  # noqa: PTH113 - Path.is_file() raises where a name is too long
         workload = _from_directory(directory, dtype)
     else:
         raise BadInputError(

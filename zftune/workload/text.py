@@ -62,9 +62,9 @@ def load_text(path: str | Path | None = None, *, max_bytes: int = MAX_TEXT_BYTES
     if path is None:
         return _load_stdlib(max_bytes)
     source = Path(path)
-    if source.is_dir():
+    if os.path.isdir(source):  # noqa: PTH112 - Path.is_dir() raises where a name is too long
         corpus = _collect(_walk(source), _name(source), max_bytes)
-    elif source.is_file():
+    elif os.path.isfile(source):  # noqa: PTH113
         corpus = _collect(iter([source]), _name(source), max_bytes)
     else:
         raise BadInputError(f"--text '{path}': allowed is a file or a folder that exists")
