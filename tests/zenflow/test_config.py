@@ -52,9 +52,13 @@ def test_a_number_too_large_for_a_float_is_refused_like_any_other() -> None:
 
 
 def test_ends_of_the_ranges_are_allowed() -> None:
-    ZenFlowConfig(topk_ratio=0, offload_ratio=1, update_interval=1, select_interval=1, apply_lag=1, bucket_bytes=1)
-    ZenFlowConfig(topk_ratio=1.0, offload_ratio=0.0, update_interval=7, apply_lag=7)
-    ZenFlowConfig(update_interval="auto", apply_lag=50)
+    least = ZenFlowConfig(
+        topk_ratio=0, offload_ratio=1, update_interval=1, select_interval=1, apply_lag=1, bucket_bytes=1
+    )
+    most = ZenFlowConfig(topk_ratio=1.0, offload_ratio=0.0, update_interval=7, apply_lag=7)
+    assert (least.topk_ratio, least.offload_ratio, least.apply_lag) == (0, 1, 1)
+    assert (most.topk_ratio, most.offload_ratio, most.apply_lag) == (1.0, 0.0, 7)
+    assert ZenFlowConfig(update_interval="auto", apply_lag=50).apply_lag == 50
 
 
 def test_replace_checks_again() -> None:

@@ -84,7 +84,14 @@ def test_one_rank_of_a_real_process_group_is_allowed() -> None:
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        ZenFlowAdamW(weights_of()).close()
+        weights = weights_of()
+        before = [weight.detach().clone() for weight in weights]
+        optimizer = ZenFlowAdamW(weights)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        optimizer.close()
+        assert all(bool((old != new).all()) for old, new in zip(before, weights, strict=True))
     finally:
         torch.distributed.destroy_process_group()
 

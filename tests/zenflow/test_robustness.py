@@ -156,10 +156,12 @@ def test_another_class_named_conv1d_does_no_harm() -> None:
             self.inner = nn.Linear(4, 3)
 
     module = Conv1D()
+    before = [parameter.detach().clone() for parameter in module.parameters()]
     optimizer = ZenFlowAdamW(module.parameters(), config=WINDOWS, module=module)
     module.inner(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     optimizer.close()
+    assert all(bool((old != new).all()) for old, new in zip(before, module.parameters(), strict=True))
 
 
 class CountingLink(EmulatedAccelerator):

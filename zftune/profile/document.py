@@ -73,19 +73,24 @@ def build_document(
         "missing": missing,
         "verdict": [],
     }
-    missing["nvml"] = _NOT_SAMPLED
-    missing["overhead_fraction"] = _NO_OVERHEAD
-    if stall is None:
-        missing["stall"] = missing["hidden_ms_per_step"] = _NO_STREAM
-        missing |= {f"baselines.{name}.stall": _NO_STREAM for name in fitting}
-    if baselines is None:
-        missing["baselines"] = missing["practicality"] = _SWITCHED_OFF
-    elif "no_offload" not in fitting:
-        missing["practicality"] = _TOO_LARGE
+    missing |= _reasons(document, fitting)
     document["sources"] = _sources(document, event)
     document["verdict"] = verdict(document)
     validate(document)
     return document
+
+
+def _reasons(document: Mapping[str, Any], fitting: Mapping[str, Measurement]) -> dict[str, str]:
+    """Why top-level fields are null."""
+    reasons = {"nvml": _NOT_SAMPLED, "overhead_fraction": _NO_OVERHEAD}
+    if document["stall"] is None:
+        reasons |= {"stall": _NO_STREAM, "hidden_ms_per_step": _NO_STREAM}
+        reasons |= {f"baselines.{name}.stall": _NO_STREAM for name in fitting}
+    if document["baselines"] is None:
+        reasons |= {"baselines": _SWITCHED_OFF, "practicality": _SWITCHED_OFF}
+    elif "no_offload" not in fitting:
+        reasons["practicality"] = _TOO_LARGE
+    return reasons
 
 
 def _rig(rig: Rig, runs: Sequence[Measurement]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def test_a_directory_is_loaded_with_its_weights(tmp_path: Path) -> None:
 
 
 def test_a_directory_brings_its_tokenizer(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers = pytest.importorskip("tokenizers", reason="the demo extra is not installed")
     from transformers import PreTrainedTokenizerFast
 
     folder = save(tmp_path)
