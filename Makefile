@@ -10,13 +10,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/zftune-setup.stamp
 BUILD_TOOLS := pip setuptools wheel scikit-build-core nanobind cmake ninja
-NATIVE := $(wildcard csrc/*.hpp csrc/*.cpp)
+NATIVE := $(wildcard csrc/*.hpp csrc/*.cpp csrc/tests/*.hpp csrc/tests/*.cpp)
 # The folder: an editable install finds it only if it held a file then.
 RIGS := $(wildcard studies/rigs)
 STUDIES := $(wildcard studies/[0-9]*/run.py)
 EXAMPLES_FACTOR ?= 30
 
-.PHONY: help setup demo test soak sanitize sanitize-address sanitize-thread bench studies-quick lint format clean
+.PHONY: help setup demo test host-tests soak sanitize sanitize-address sanitize-thread bench studies-quick lint format clean
 
 help:  ## show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -36,8 +36,17 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt zftune/__init__.py $(NAT
 demo: setup  ## profile a real offloaded training run: ZeRO-Offload, ZenFlow and no offloading side by side
 	$(BIN)/zftune profile
 
-test: setup  ## the whole test suite
+test: setup host-tests  ## the whole test suite
 	$(BIN)/pytest
+
+CONFIGURE = PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -G Ninja --log-level=WARNING \
+	-DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)" \
+	-DZENFLOW_WERROR=ON -DZENFLOW_TESTS=ON
+
+host-tests: setup  ## the tests of csrc alone
+	$(CONFIGURE) -B build/host-tests -DCMAKE_BUILD_TYPE=Release
+	$(BIN)/cmake --build build/host-tests --target host_tests
+	build/host-tests/host_tests
 
 soak: setup  ## the property tests with EXAMPLES_FACTOR (30) times as many random cases
 	ZENFLOW_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(BIN)/pytest tests/zenflow/test_invariants.py -m hypothesis --timeout 0 \
@@ -51,10 +60,10 @@ sanitize-thread: RUNTIME = libtsan.so
 # Python is not instrumented: the runtime, and the C++ library whose throw it hooks, come first by LD_PRELOAD; what the
 # interpreter keeps until it ends is no leak of ours, and races inside other libraries are not looked for.
 sanitize-address sanitize-thread: sanitize-%: setup
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/sanitize-$* -G Ninja --log-level=WARNING \
-		-DCMAKE_CXX_COMPILER=$(CXX) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
-		-Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)" -DZENFLOW_WERROR=ON -DZENFLOW_SANITIZE=$*
+	$(CONFIGURE) -B build/sanitize-$* \
+		-DCMAKE_CXX_COMPILER=$(CXX) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DZENFLOW_SANITIZE=$*
 	$(BIN)/cmake --build build/sanitize-$*
+	TSAN_OPTIONS=halt_on_error=1 build/sanitize-$*/host_tests
 	export LD_PRELOAD="$$($(CXX) -print-file-name=$(RUNTIME)) $$($(CXX) -print-file-name=libstdc++.so)" \
 		PYTHONPATH="$(CURDIR)/tests/sanitize" \
 		ZENFLOW_NATIVE_FILE="$$(echo "$(CURDIR)"/build/sanitize-$*/_native.*.so)" \

@@ -1,6 +1,7 @@
 // One pass of the probe moves what one host update of a window moves: it reads master, both moments and S logged
 // gradients, and writes master, both moments and a 2-byte result. Instead of AdamW it rotates the three state words
-// (master <- m <- v <- master) and stores a xor of everything read, so that no access can be left out.
+// (master <- m <- v <- master) and stores a xor of everything read, so that no access can be left out. It walks through
+// memory as the kernel does: it is to be that one's ceiling.
 
 #include "bandwidth.hpp"
 
@@ -8,30 +9,19 @@
 #include <atomic>
 #include <barrier>
 #include <chrono>
-#include <cstdlib>
 #include <limits>
-#include <memory>
 #include <new>
 #include <stdexcept>
 #include <thread>
 
-#if defined(__linux__)
-#include <pthread.h>
-#include <sched.h>
-#endif
-
-// GCC resolves the clones with an ifunc, which needs glibc.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12 && \
-    !defined(ZENFLOW_NO_CLONES)
-#define ZENFLOW_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define ZENFLOW_CLONES
-#endif
+#include "blocks.hpp"
+#include "clones.hpp"
+#include "memory.hpp"
+#include "thread.hpp"
 
 namespace zenflow {
 namespace {
 
-constexpr std::size_t kBlock = 1024;        // elements whose xor stays in the first-level cache
 constexpr std::size_t kPage = 4096;         // bytes
 constexpr std::size_t kSkew = 5 * 64;       // bytes; equal page offsets of two streams would alias in the store buffer
 constexpr std::size_t kStateBytes = 3 * 4;  // master and two moments
@@ -46,10 +36,7 @@ struct Slice {
     std::byte* log = nullptr;      // S streams, log_stride bytes apart
     std::size_t log_stride = 0;
     std::uint16_t* result = nullptr;
-    struct Free {
-        void operator()(std::byte* memory) const noexcept { std::free(memory); }
-    };
-    std::unique_ptr<std::byte, Free> memory;
+    Pages memory;
 };
 
 std::size_t stream_bytes(std::size_t payload) {
@@ -69,8 +56,7 @@ Slice make_slice(const BandwidthPlan& plan, std::size_t thread) {
     const std::size_t state_stride = stream_bytes(slice.count * 4);
     const std::size_t total =
         3 * state_stride + plan.update_interval * slice.log_stride + stream_bytes(slice.count * kResultBytes);
-    slice.memory.reset(static_cast<std::byte*>(std::aligned_alloc(kPage, (total + kPage - 1) / kPage * kPage)));
-    if (!slice.memory) throw std::bad_alloc();
+    slice.memory = map_pages(total);
 
     std::byte* next = slice.memory.get();
     for (auto& stream : slice.state) {
@@ -108,9 +94,12 @@ template <typename Gradient>
     std::uint32_t logged[kBlock];
     for (std::size_t first = 0; first < slice.count; first += kBlock) {
         const std::size_t n = std::min(kBlock, slice.count - first);
+        for (const std::uint32_t* stream : slice.state) fetch(stream + first);
+        fetch(slice.result + first);
         for (std::size_t i = 0; i < n; ++i) logged[i] = 0;
         for (std::size_t s = 0; s < slice.update_interval; ++s) {
             const auto* gradient = reinterpret_cast<const Gradient*>(slice.log + s * slice.log_stride) + first;
+            fetch(gradient);
             for (std::size_t i = 0; i < n; ++i) logged[i] ^= gradient[i];
         }
         std::uint32_t* master = slice.state[0] + first;
@@ -145,19 +134,6 @@ std::uint64_t checksum(const Slice& slice) {
         sum += words * (slice.begin + i + 1);
     }
     return sum;
-}
-
-void run_on(int cpu) {
-#if defined(__linux__)
-    if (cpu < 0 || cpu >= CPU_SETSIZE) return;
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    CPU_SET(static_cast<unsigned>(cpu), &set);
-    // A core that was taken from the process meanwhile: the thread runs wherever it may.
-    static_cast<void>(pthread_setaffinity_np(pthread_self(), sizeof set, &set));
-#else
-    static_cast<void>(cpu);
-#endif
 }
 
 // Threads that were started wait here until all are, or until one could not be.

@@ -1,20 +1,82 @@
 // zenflow._native: what Python sees of the host code. Signatures are repeated in runtime/zenflow/_native.pyi.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <optional>
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "bandwidth.hpp"
+#include "engine.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace {
+
+using Address = std::uintptr_t;
+using Index = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using HyperArgument = std::pair<std::vector<double>, double>;
+
+template <typename T>
+T* at(Address address) {
+    return reinterpret_cast<T*>(address);  // Python owns the memory and keeps it until the task is over
+}
+
+template <typename Value>
+Value by_name(const std::map<std::string, Value>& table, const std::string& name) {
+    const auto found = table.find(name);
+    if (found == table.end()) throw std::invalid_argument("'" + name + "' is not known");
+    return found->second;
+}
+
+zenflow::Dtype dtype_of(const std::string& name) {
+    using zenflow::Dtype;
+    return by_name<Dtype>({{"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}, {"fp16", Dtype::fp16}}, name);
+}
+
+zenflow::Rule rule_of(const std::string& name) {
+    using zenflow::Rule;
+    return by_name<Rule>({{"adamw", Rule::adamw},
+                          {"adam", Rule::adam},
+                          {"adagrad", Rule::adagrad},
+                          {"lion", Rule::lion},
+                          {"sgd", Rule::sgd}},
+                         name);
+}
+
+zenflow::Faults::Kind fault_of(const std::string& name) {
+    using Kind = zenflow::Faults::Kind;
+    return by_name<Kind>({{"none", Kind::none},
+                          {"fail", Kind::fail},
+                          {"die", Kind::die},
+                          {"delay", Kind::delay},
+                          {"jitter", Kind::jitter}},
+                         name);
+}
+
+zenflow::Hyper hyper_of(const HyperArgument& argument) {
+    zenflow::Hyper hyper{{}, argument.second};
+    if (argument.first.size() > hyper.numbers.size()) throw std::invalid_argument("too many hyperparameters");
+    std::copy(argument.first.begin(), argument.first.end(), hyper.numbers.begin());
+    return hyper;
+}
+
+std::vector<std::int64_t> index_of(const std::optional<Index>& index) {
+    if (!index) return {};
+    return {index->data(), index->data() + index->shape(0)};
+}
 
 std::pair<std::vector<double>, std::uint64_t> bandwidth(std::size_t elements, std::size_t update_interval,
                                                         std::size_t gradient_bytes, std::size_t repeats,
@@ -27,10 +89,112 @@ std::pair<std::vector<double>, std::uint64_t> bandwidth(std::size_t elements, st
     return {std::move(result.seconds), result.checksum};
 }
 
+zenflow::Entry make_entry(const std::vector<std::pair<Address, std::size_t>>& extents, const std::string& dtype,
+                          const HyperArgument& hyper, float factor, const std::optional<Index>& rows) {
+    zenflow::Entry entry{{}, dtype_of(dtype), factor, hyper_of(hyper), index_of(rows)};
+    for (const auto& [address, elements] : extents) entry.extents.push_back({at<const std::byte>(address), elements});
+    return entry;
+}
+
+zenflow::Part make_part(std::size_t first, std::size_t targets, std::vector<zenflow::Entry> entries,
+                        const std::optional<Index>& slots, const std::optional<Index>& out) {
+    return {first, targets, index_of(slots), std::move(entries), index_of(out)};
+}
+
+std::size_t add(zenflow::Engine& engine, const std::string& rule, std::size_t columns, std::size_t rows, Address master,
+                const std::vector<Address>& moments, Address count) {
+    zenflow::Columns added{rule_of(rule), columns, rows, at<float>(master), {}, at<std::int32_t>(count)};
+    if (moments.size() != zenflow::moments_of(added.rule)) throw std::invalid_argument("wrong number of moments");
+    for (std::size_t m = 0; m < moments.size(); ++m) added.moments[m] = at<float>(moments[m]);
+    return engine.add(added);
+}
+
+std::uint64_t submit_update(zenflow::Engine& engine, std::size_t weight, std::vector<zenflow::Part> parts,
+                            const std::optional<HyperArgument>& mean,
+                            const std::optional<std::pair<Address, std::string>>& weights,
+                            std::optional<Address> packed) {
+    zenflow::Result result;
+    if (weights) {
+        result = {zenflow::Result::Kind::weights, at<std::byte>(weights->first), dtype_of(weights->second)};
+    } else if (packed) {
+        result = {zenflow::Result::Kind::packed, at<std::byte>(*packed), zenflow::Dtype::fp32};
+    }
+    const auto closing = mean ? std::optional(hyper_of(*mean)) : std::nullopt;
+    const nb::gil_scoped_release unlocked;
+    return engine.update(weight, std::move(parts), closing, result);
+}
+
+std::uint64_t submit_read(zenflow::Engine& engine, std::size_t weight, std::size_t first, std::size_t targets,
+                          Address weights, const std::string& dtype, bool keep) {
+    return engine.read(weight, first, targets, at<const std::byte>(weights), dtype_of(dtype), keep);
+}
+
+std::uint64_t submit_unpack(zenflow::Engine& engine, std::size_t weight, const Index& slots, Address packed) {
+    return engine.unpack(weight, index_of(slots), at<const std::byte>(packed));
+}
+
+nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> allocate(zenflow::Engine& engine, std::size_t nbytes,
+                                                           std::size_t interval_bytes) {
+    zenflow::Pages pages;
+    {
+        const nb::gil_scoped_release unlocked;
+        pages = engine.allocate(nbytes, interval_bytes);
+    }
+    auto* owned = new zenflow::Pages(std::move(pages));
+    const nb::capsule owner(owned, [](void* memory) noexcept { delete static_cast<zenflow::Pages*>(memory); });
+    return {owned->get(), {nbytes}, owner};
+}
+
+std::optional<std::pair<double, double>> wait(zenflow::Engine& engine, std::uint64_t ticket, double timeout_s) {
+    const nb::gil_scoped_release unlocked;
+    const auto span = engine.pool().wait(ticket, timeout_s);
+    if (!span) return std::nullopt;
+    return std::pair(span->begin_s, span->end_s);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
     m.doc() = "The native part of zenflow.";
     m.def("bandwidth", &bandwidth, nb::kw_only(), "elements"_a, "update_interval"_a, "gradient_bytes"_a, "repeats"_a,
           "cpus"_a, "Seconds of each timed pass over the streams of a host update, and a checksum of the memory.");
+
+    nb::class_<zenflow::Entry>(m, "Entry", "One step's gradient of some columns.")
+        .def(
+            "__init__",
+            [](zenflow::Entry* self, const std::vector<std::pair<Address, std::size_t>>& extents,
+               const std::string& dtype, const HyperArgument& hyper, float factor, const std::optional<Index>& rows) {
+                new (self) zenflow::Entry(make_entry(extents, dtype, hyper, factor, rows));
+            },
+            "extents"_a, "dtype"_a, "hyper"_a, "factor"_a, "rows"_a.none());
+    nb::class_<zenflow::Part>(m, "Part", "Columns that share a log.")
+        .def(
+            "__init__",
+            [](zenflow::Part* self, std::size_t first, std::size_t targets, std::vector<zenflow::Entry> entries,
+               const std::optional<Index>& slots, const std::optional<Index>& out) {
+                new (self) zenflow::Part(make_part(first, targets, std::move(entries), slots, out));
+            },
+            "first"_a, "targets"_a, "entries"_a, "slots"_a.none(), "out"_a.none());
+
+    nb::class_<zenflow::Engine>(m, "Engine", "Threads that update the deferred columns of weights.")
+        .def(nb::init<const std::vector<int>&>(), "cpus"_a)
+        .def_prop_ro("threads", [](zenflow::Engine& engine) { return engine.pool().threads(); })
+        .def_prop_ro("alive", [](zenflow::Engine& engine) { return engine.pool().alive(); })
+        .def("allocate", &allocate, "nbytes"_a, "interval_bytes"_a)
+        .def("register", &add, "rule"_a, "columns"_a, "rows"_a, "master"_a, "moments"_a, "count"_a)
+        .def("update", &submit_update, "weight"_a, "parts"_a, nb::kw_only(), "mean"_a.none(), "weights"_a.none(),
+             "packed"_a.none())
+        .def("read", &submit_read, "weight"_a, "first"_a, "targets"_a, "weights"_a, "dtype"_a, "keep"_a)
+        .def("unpack", &submit_unpack, "weight"_a, "slots"_a, "packed"_a)
+        .def(
+            "poll", [](zenflow::Engine& engine, std::uint64_t ticket) { return engine.pool().poll(ticket); },
+            "ticket"_a)
+        .def("wait", &wait, "ticket"_a, "timeout_s"_a)
+        .def("stop", &zenflow::Engine::stop, nb::call_guard<nb::gil_scoped_release>())
+        .def("close", &zenflow::Engine::close, nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "inject",
+            [](zenflow::Engine& engine, const std::string& kind, std::uint64_t pieces, double seconds,
+               std::uint64_t seed) { engine.pool().faults().arm(fault_of(kind), pieces, seconds, seed); },
+            "kind"_a, "pieces"_a = 0, "seconds"_a = 0.0, "seed"_a = 0);
 }

@@ -1,6 +1,65 @@
-"""The native part of zenflow (csrc/)."""
+"""The native part of zenflow (csrc/). An address is where a tensor's memory begins; who passes it keeps it alive."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Hyper = tuple[Sequence[float], float]
+"""A rule's hyperparameters, and the decay factor."""
 
 def bandwidth(
     *, elements: int, update_interval: int, gradient_bytes: int, repeats: int, cpus: list[int]
 ) -> tuple[list[float], int]:
     """Seconds of each timed pass over the streams of a host update, and a checksum of the memory."""
+
+class Entry:
+    """One step's gradient of some columns."""
+
+    def __init__(
+        self,
+        extents: Sequence[tuple[int, int]],
+        dtype: str,
+        hyper: _Hyper,
+        factor: float,
+        rows: NDArray[np.int64] | None,
+    ) -> None: ...
+
+class Part:
+    """Columns that share a log."""
+
+    def __init__(
+        self,
+        first: int,
+        targets: int,
+        entries: Sequence[Entry],
+        slots: NDArray[np.int64] | None,
+        out: NDArray[np.int64] | None,
+    ) -> None: ...
+
+class Engine:
+    """Threads that update the deferred columns of weights."""
+
+    def __init__(self, cpus: list[int]) -> None: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def alive(self) -> bool: ...
+    def allocate(self, nbytes: int, interval_bytes: int) -> NDArray[np.uint8]: ...
+    def register(self, rule: str, columns: int, rows: int, master: int, moments: Sequence[int], count: int) -> int: ...
+    def update(
+        self,
+        weight: int,
+        parts: Sequence[Part],
+        *,
+        mean: _Hyper | None,
+        weights: tuple[int, str] | None,
+        packed: int | None,
+    ) -> int: ...
+    def read(self, weight: int, first: int, targets: int, weights: int, dtype: str, keep: bool) -> int: ...
+    def unpack(self, weight: int, slots: NDArray[np.int64], packed: int) -> int: ...
+    def poll(self, ticket: int) -> bool: ...
+    def wait(self, ticket: int, timeout_s: float) -> tuple[float, float] | None: ...
+    def stop(self) -> None: ...
+    def close(self) -> None: ...
+    def inject(self, kind: str, pieces: int = 0, seconds: float = 0.0, seed: int = 0) -> None: ...
