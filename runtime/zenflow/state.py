@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from zenflow.rules import AdamW, AdamWHyper
+from zenflow.rules import Hyper, Rule
 
 # Elements that the eager rule works on at a time, so that its operands stay in a core's cache.
 CHUNK_ELEMENTS = 1 << 16
@@ -16,14 +16,32 @@ class ColumnState:
     """State of n columns of `rows` elements each; the only owner of these numbers.
 
     `master` and each of `moments` are [n, rows] fp32, `count` is [n] int32.
+
+    Args:
+        master: the weights, which this state takes over.
+        moments: how many.
+        initial: what each moment starts with; None: zeros.
     """
 
     __slots__ = ("count", "master", "moments")
 
-    def __init__(self, master: torch.Tensor, moments: int) -> None:
+    def __init__(self, master: torch.Tensor, moments: int, initial: Sequence[float] | None = None) -> None:
+        assert initial is None or len(initial) == moments
         self.master = master
         self.moments = tuple(torch.zeros_like(master) for _ in range(moments))
+        for moment, value in zip(self.moments, initial or (), strict=False):
+            if value:  # memory that stays zero is not even touched
+                moment.fill_(value)
         self.count = torch.zeros(master.shape[0], dtype=torch.int32, device=master.device)
+
+    @classmethod
+    def over(cls, streams: Sequence[torch.Tensor], count: torch.Tensor) -> ColumnState:
+        """State in memory that somebody else allocated: master and moments [n, rows], count [n]."""
+        state = object.__new__(cls)
+        state.master, *moments = streams
+        state.moments = tuple(moments)
+        state.count = count
+        return state
 
     @property
     def nbytes(self) -> int:
@@ -61,9 +79,9 @@ class ColumnState:
 
     def update(
         self,
-        rule: AdamW,
+        rule: Rule,
         gradient: torch.Tensor,
-        hyper: AdamWHyper,
+        hyper: Hyper,
         *,
         decay: float | None = None,
         skip: torch.Tensor | None = None,
@@ -114,3 +132,8 @@ class ColumnState:
         for low in range(0, columns, size):
             high = min(low + size, columns)
             work(self.slice(low, high), low, high)
+
+
+def reread(master: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Masters from weights that somebody wrote to: in fp32, but the old master where it rounds to its weight."""
+    return torch.where(master.to(weights.dtype) == weights, master, weights.float())

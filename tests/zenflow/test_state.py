@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
 
-from zenflow.rules import AdamW, AdamWHyper
+from tests.zenflow.rule_cases import NAMES, random_group
+from zenflow.rules import RULES, AdamW, AdamWHyper
 from zenflow.state import CHUNK_ELEMENTS, ColumnState
 
 HYPER = AdamWHyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
@@ -14,10 +17,10 @@ HYPER = AdamWHyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
 ODD_BITS = (0x7FC00001, 0x7F800001, -0x3FFFFE, 0x7F800000, -0x800000, -0x80000000, 0, 1, 0x3F800001)
 
 
-def random_state(columns: int, rows: int, seed: int) -> ColumnState:
+def random_state(columns: int, rows: int, seed: int, moments: int = 2) -> ColumnState:
     """Every stream full of arbitrary bits."""
     generator = torch.Generator().manual_seed(seed)
-    state = ColumnState(torch.zeros(columns, rows), 2)
+    state = ColumnState(torch.zeros(columns, rows), moments)
     for stream in (state.master, *state.moments):
         bits = torch.randint(-(2**31), 2**31, stream.shape, generator=generator, dtype=torch.int64).int()
         odd = torch.tensor(ODD_BITS, dtype=torch.int64).int()
@@ -38,6 +41,14 @@ def test_a_new_state() -> None:
     assert state.count.dtype == torch.int32
     assert state.nbytes == 3 * (3 * 5 * 4 + 4)
     assert state.packed_columns == 3 * 5 + 1
+
+
+def test_moments_start_with_given_values() -> None:
+    state = ColumnState(torch.ones(2, 3), 2, (0.0, 0.1))
+    assert [moment.unique().tolist() for moment in state.moments] == [[0.0], [torch.tensor(0.1).item()]]
+    assert state.master.unique().tolist() == [1.0]
+    with pytest.raises(AssertionError):
+        ColumnState(torch.ones(2, 3), 2, (0.1,))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
@@ -122,16 +133,21 @@ def test_chunked_is_whole() -> None:
     assert cut.count.tolist() == [1] * columns
 
 
-def test_a_skipped_update_changes_no_bit() -> None:
-    state = random_state(4, 9, seed=5)
-    before = bits(state)
-    state.update(AdamW(), torch.full((4, 9), float("nan")), HYPER, skip=torch.tensor(True))
-    assert all(torch.equal(a, b) for a, b in zip(bits(state), before, strict=True))
-    plain, unskipped = ColumnState(torch.ones(2, 3), 2), ColumnState(torch.ones(2, 3), 2)
-    plain.update(AdamW(), torch.ones(2, 3), HYPER)
-    unskipped.update(AdamW(), torch.ones(2, 3), HYPER, skip=torch.tensor(False))
-    assert all(torch.equal(a, b) for a, b in zip(bits(plain), bits(unskipped), strict=True))
-    assert plain.count.tolist() == [1, 1]
+@pytest.mark.parametrize("name", NAMES)
+def test_a_skipped_update_changes_no_bit(name: str) -> None:
+    rule, rng = RULES[name], random.Random(6)
+    for _ in range(5):
+        hyper = rule.hyper(random_group(name, rng))
+        state = random_state(4, 9, seed=5, moments=rule.moments)
+        before = bits(state)
+        state.update(rule, torch.full((4, 9), float("nan")), hyper, skip=torch.tensor(True))
+        assert all(torch.equal(a, b) for a, b in zip(bits(state), before, strict=True))
+        plain, unskipped = (ColumnState(torch.ones(2, 3), rule.moments) for _ in range(2))
+        plain.update(rule, torch.ones(2, 3), hyper)
+        unskipped.update(rule, torch.ones(2, 3), hyper, skip=torch.tensor(False))
+        assert all(torch.equal(a, b) for a, b in zip(bits(plain), bits(unskipped), strict=True))
+        assert plain.count.tolist() == [int(rule.counts(hyper))] * 2
+        assert bool((plain.master < 1).all())
 
 
 def test_the_window_product_of_decays_takes_the_place_of_one() -> None:

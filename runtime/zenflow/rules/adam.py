@@ -1,0 +1,119 @@
+"""AdamW, and Adam with L2 weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zenflow.rules.base import Hyper, Rule, betas, check_betas, check_flag, number, per_count, root, rooted, with_decay
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers(Hyper):
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWHyper(_Numbers):
+    """One group's hyperparameters at one step."""
+
+    @property
+    def decay(self) -> float:
+        """Factor that decoupled weight decay multiplies a weight with."""
+        return 1 - self.lr * self.weight_decay
+
+
+@dataclass(frozen=True, slots=True)
+class AdamHyper(_Numbers):
+    """One group's hyperparameters at one step."""
+
+
+class _AdamRule(Rule):
+    moments = 2  # exp_avg, exp_avg_sq
+    at_least_0 = ("lr", "eps", "weight_decay")
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        super().check(group)
+        check_betas(group)
+        why = "its maximum would be a third moment to store and to move; use torch's optimizer for these parameters"
+        check_flag(group, "amsgrad", allowed=False, why=why)
+
+
+class AdamW(_AdamRule):
+    """AdamW (Loshchilov and Hutter 2019, Algorithm 2), in the form of `torch.optim.AdamW`."""
+
+    name = "adamw"
+
+    def hyper(self, group: Mapping[str, Any]) -> AdamWHyper:
+        return AdamWHyper(*_numbers(group))
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        super().check(group)
+        check_flag(group, "decoupled_weight_decay", allowed=True, why="use the rule adam instead")
+
+    def update(
+        self,
+        master: torch.Tensor,
+        moments: tuple[torch.Tensor, ...],
+        count: torch.Tensor,
+        gradient: torch.Tensor,
+        hyper: Hyper,
+        decay: float,
+    ) -> None:
+        assert isinstance(hyper, AdamWHyper)
+        master.mul_(decay)
+        _adam_step(master, moments, count, gradient, hyper)
+
+
+class Adam(_AdamRule):
+    """Adam (Kingma and Ba 2015) with weight decay in the gradient, in the form of `torch.optim.Adam`."""
+
+    name = "adam"
+
+    def hyper(self, group: Mapping[str, Any]) -> AdamHyper:
+        return AdamHyper(*_numbers(group))
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        super().check(group)
+        check_flag(group, "decoupled_weight_decay", allowed=False, why="use the rule adamw instead")
+
+    def update(
+        self,
+        master: torch.Tensor,
+        moments: tuple[torch.Tensor, ...],
+        count: torch.Tensor,
+        gradient: torch.Tensor,
+        hyper: Hyper,
+        decay: float,
+    ) -> None:
+        assert isinstance(hyper, AdamHyper)
+        _adam_step(master, moments, count, with_decay(gradient, master, hyper.weight_decay), hyper)
+
+
+def _numbers(group: Mapping[str, Any]) -> tuple[float, float, float, float, float]:
+    beta1, beta2 = betas(group)
+    return number(group, "lr"), beta1, beta2, number(group, "eps"), number(group, "weight_decay")
+
+
+def _adam_step(
+    master: torch.Tensor,
+    moments: tuple[torch.Tensor, ...],
+    count: torch.Tensor,
+    gradient: torch.Tensor,
+    hyper: _Numbers,
+) -> None:
+    exp_avg, exp_avg_sq = moments
+    count.add_(1)
+    step_size, inverse_root = per_count(
+        count, lambda c: hyper.lr / (1 - hyper.beta1**c), lambda c: 1 / root(1 - hyper.beta2**c)
+    )
+    exp_avg.add_(gradient.sub(exp_avg).mul_(1 - hyper.beta1))
+    exp_avg_sq.mul_(hyper.beta2).add_(gradient.mul(1 - hyper.beta2).mul_(gradient))
+    denominator = rooted(exp_avg_sq).mul_(inverse_root).add_(hyper.eps)
+    master.sub_(exp_avg.mul(step_size).div_(denominator))

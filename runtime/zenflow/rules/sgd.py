@@ -1,0 +1,74 @@
+"""SGD with momentum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zenflow.errors import ConfigError
+from zenflow.rules.base import Hyper, Rule, number, with_decay
+
+
+@dataclass(frozen=True, slots=True)
+class SGDHyper(Hyper):
+    """One group's hyperparameters at one step."""
+
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+
+
+class SGD(Rule):
+    """Stochastic gradient descent, in the form of `torch.optim.SGD`."""
+
+    name = "sgd"
+    moments = 1  # the momentum buffer; without momentum it is not touched
+    at_least_0 = ("lr", "momentum", "weight_decay")
+
+    def hyper(self, group: Mapping[str, Any]) -> SGDHyper:
+        lr, momentum, dampening, weight_decay = (
+            number(group, name) for name in ("lr", "momentum", "dampening", "weight_decay")
+        )
+        return SGDHyper(lr, momentum, dampening, weight_decay, bool(group["nesterov"]))
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        super().check(group)
+        momentum, dampening, nesterov = (group[name] for name in ("momentum", "dampening", "nesterov"))
+        if not math.isfinite(number(group, "dampening")):
+            raise ConfigError(f"dampening is {dampening!r}, allowed is a finite number")
+        if not isinstance(nesterov, bool):
+            raise ConfigError(f"nesterov is {nesterov!r}, allowed is True or False")
+        if nesterov and (number(group, "momentum") == 0 or number(group, "dampening") != 0):
+            raise ConfigError(
+                f"nesterov is True with momentum {momentum!r} and dampening {dampening!r}, "
+                "allowed is a momentum above 0 and a dampening of 0"
+            )
+
+    def counts(self, hyper: Hyper) -> bool:
+        assert isinstance(hyper, SGDHyper)
+        return hyper.momentum != 0
+
+    def update(
+        self,
+        master: torch.Tensor,
+        moments: tuple[torch.Tensor, ...],
+        count: torch.Tensor,
+        gradient: torch.Tensor,
+        hyper: Hyper,
+        decay: float,
+    ) -> None:
+        assert isinstance(hyper, SGDHyper)
+        gradient = direction = with_decay(gradient, master, hyper.weight_decay)
+        if self.counts(hyper):
+            (buffer,) = moments
+            count.add_(1)
+            averaged = buffer.mul(hyper.momentum).add_(gradient.mul(1 - hyper.dampening))
+            first = count.unsqueeze(1) == 1  # the buffer starts with the whole gradient
+            buffer.copy_(torch.where(first, gradient, averaged))
+            direction = gradient.add(buffer.mul(hyper.momentum)) if hyper.nesterov else buffer
+        master.sub_(direction.mul(hyper.lr))
