@@ -97,6 +97,7 @@ def profile(
     overlap_step: Annotated[bool | None, _knob("Let the host work beside the GPU.")] = None,
     pipeline: Annotated[str | None, _knob("bucket or none (DeepSpeed's order).")] = None,
     bucket_bytes: Annotated[int | None, _knob("Largest part of a gradient that moves as a unit.")] = None,
+    host_threads: Annotated[int | None, _knob("Threads of the host engine.")] = None,
     max_grad_norm: Annotated[float | None, _knob("Clip the gradient norm.")] = None,
 ) -> None:
     """Show where the time of an offloaded training run goes, beside no offloading and ZeRO-Offload."""
@@ -111,6 +112,7 @@ def profile(
         "overlap_step": overlap_step,
         "pipeline": pipeline,
         "bucket_bytes": bucket_bytes,
+        "host_threads": host_threads,
         "max_grad_norm": max_grad_norm,
     }
     if json_path is not None:

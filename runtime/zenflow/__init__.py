@@ -4,9 +4,17 @@ from zenflow.bandwidth import HostBandwidth, host_bandwidth
 from zenflow.config import ZenFlowConfig
 from zenflow.device import CpuDevice, CudaDevice, Device
 from zenflow.emulator import EmulatedAccelerator
-from zenflow.errors import ConfigError, HostEngineError, UnsupportedError, ZenFlowError
-from zenflow.optimizer import ZenFlowAdamW
-from zenflow.reference import ReferenceAdamW
+from zenflow.errors import ConfigError, HostEngineError, HostMemoryError, UnsupportedError, ZenFlowError
+from zenflow.family import ZenFlowAdagrad, ZenFlowAdam, ZenFlowAdamW, ZenFlowLion, ZenFlowSGD
+from zenflow.optimizer import ZenFlowOptimizer
+from zenflow.reference import (
+    ReferenceAdagrad,
+    ReferenceAdam,
+    ReferenceAdamW,
+    ReferenceLion,
+    ReferenceOptimizer,
+    ReferenceSGD,
+)
 from zenflow.rig import Rig, RigSpec
 from zenflow.stats import StepStats
 
@@ -18,13 +26,24 @@ __all__ = [
     "EmulatedAccelerator",
     "HostBandwidth",
     "HostEngineError",
+    "HostMemoryError",
+    "ReferenceAdagrad",
+    "ReferenceAdam",
     "ReferenceAdamW",
+    "ReferenceLion",
+    "ReferenceOptimizer",
+    "ReferenceSGD",
     "Rig",
     "RigSpec",
     "StepStats",
     "UnsupportedError",
+    "ZenFlowAdagrad",
+    "ZenFlowAdam",
     "ZenFlowAdamW",
     "ZenFlowConfig",
     "ZenFlowError",
+    "ZenFlowLion",
+    "ZenFlowOptimizer",
+    "ZenFlowSGD",
     "host_bandwidth",
 ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 from dataclasses import dataclass
 
 from zenflow.errors import ConfigError, HostEngineError
+from zenflow.host.cores import host_cores
 
 DEFAULT_ELEMENTS = 1 << 25
 """With 4 gradients of 2 bytes: 0.7 GB, well above any last-level cache that a core sees."""
@@ -16,7 +16,6 @@ DEFAULT_ELEMENTS = 1 << 25
 _STATE_TRAFFIC = 24  # master and two moments in fp32, read and written
 _STATE_MEMORY = 12
 _RESULT = 2  # the new weight, written
-_MAX_THREADS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +54,7 @@ def host_bandwidth(
         elements: Deferred elements per pass. Few of them fit into the caches, and the figure is then theirs.
         update_interval: S, logged gradients per element.
         gradient_bytes: Size of a logged gradient, 2 or 4 bytes.
-        threads: None means one on each core that this process may use.
+        threads: None means one on each physical core that affinity and CPU quota leave to this process.
         repeats: Timed passes, after one that warms up.
 
     Raises:
@@ -68,10 +67,8 @@ def host_bandwidth(
     _check_range("repeats", repeats, 1_000_000)
     if isinstance(gradient_bytes, bool) or gradient_bytes not in (2, 4):
         raise ConfigError(f"gradient_bytes is {gradient_bytes!r}, allowed is 2 or 4")
-    if threads is not None:
-        _check_range("threads", threads, _MAX_THREADS)
 
-    cpus = _placement(threads)
+    cpus = list(host_cores(reserved_share=0.0, threads=threads).cpus)
     seconds, _ = _run(elements, update_interval, gradient_bytes, repeats, cpus)
     bytes_per_element = _STATE_TRAFFIC + update_interval * gradient_bytes + _RESULT
     gbps = [bytes_per_element * elements / s / 1e9 for s in seconds]
@@ -109,17 +106,6 @@ def _run(
         raise MemoryError(f"host_bandwidth could not get {memory} bytes of host memory; lower elements") from None
     except RuntimeError as error:
         raise HostEngineError(f"host_bandwidth could not run {len(cpus)} threads: {error}") from error
-
-
-def _placement(threads: int | None) -> list[int]:
-    """The core of each thread, spread evenly over those this process may use; -1 leaves it to the scheduler."""
-    known = hasattr(os, "sched_getaffinity")  # Linux
-    cores = sorted(os.sched_getaffinity(0)) if known else [-1] * (os.cpu_count() or 1)
-    if threads is None:
-        return cores
-    if threads > len(cores):
-        return [-1] * threads
-    return [cores[i * len(cores) // threads] for i in range(threads)]
 
 
 def _check_range(name: str, value: object, most: int) -> None:

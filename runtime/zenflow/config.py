@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from zenflow.errors import ConfigError
+from zenflow.host.cores import MAX_THREADS
 
 Auto = Literal["auto"]
 SelectStrategy = Literal["auto", "step", "epoch"]
@@ -66,8 +67,9 @@ class ZenFlowConfig:
     steps_per_epoch: int | None = None
     """Steps in an epoch, for `select_strategy="epoch"`."""
     bucket_bytes: int = 1 << 25
-    """Largest bucket: bytes of one weight's gradient that are moved and updated as a unit (pinned memory is given out
-    in powers of two)."""
+    """Largest bucket: bytes of one weight's gradient that are moved and updated as a unit."""
+    host_threads: int | None = None
+    """Threads of the host engine; None means one on each core that `pt_reserved_cores_perc` leaves."""
     offload: InitVar[bool] = False
     """DeepSpeed's: accepted and ignored with a warning, since the state of selected columns stays on the GPU."""
 
@@ -104,6 +106,9 @@ class ZenFlowConfig:
             "an integer >= 1, or none",
         )
         _require(self, "bucket_bytes", _is_count(self.bucket_bytes, 1), "an integer >= 1")
+        threads = self.host_threads
+        threads_ok = threads is None or (_is_count(threads, 1) and threads <= MAX_THREADS)
+        _require(self, "host_threads", threads_ok, f"an integer from 1 to {MAX_THREADS}, or none")
         longest = math.inf if self.update_interval == "auto" else self.update_interval
         lag_ok = self.apply_lag is None or (_is_count(self.apply_lag, 1) and self.apply_lag <= longest)
         _require(self, "apply_lag", lag_ok, f"an integer from 1 to update_interval ({self.update_interval}), or none")

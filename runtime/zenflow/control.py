@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zenflow.host import Control
+from zenflow.host.tasks import Control
 
 # torch.nn.utils.clip_grad_norm_ uses the same.
 _NORM_EPS = 1e-6

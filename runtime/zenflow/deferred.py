@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from zenflow.control import StepControl
 from zenflow.device import Transfer
-from zenflow.host import Job, LogEntry, apply_entries
+from zenflow.host.engine import Job
+from zenflow.host.log_pool import Extents
+from zenflow.host.tasks import HostColumns, LogEntry, ReadMasters, Targets, Task, Unpack, Update
 from zenflow.layout import WeightPlan
-from zenflow.rules import AdamWHyper
+from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
 from zenflow.selection import Move
 from zenflow.state import ColumnState
@@ -26,14 +28,16 @@ class Bucket:
 
     index: int
     """b, counted over the whole model."""
-    low: int
-    high: int
+    slots: range
     columns: torch.Tensor
-    """[high - low] int64 on the device: the deferred column in each slot."""
+    """[slots] int64 on the device: the deferred column in each slot."""
+    result: torch.Tensor
+    """[slots, rows] in the model's dtype, in host memory: new weights on their way to the device."""
+    entry_bytes: int
+    """That are planned for each entry of the log."""
     log: list[LogEntry] = field(default_factory=list)
-    free_rows: list[torch.Tensor] = field(default_factory=list)
-    """Host memory of log entries that were applied."""
-    result: torch.Tensor | None = None
+    places: list[Extents] = field(default_factory=list)
+    """Where the log's entries lie."""
     sent: Transfer | None = None
     """The last copy out of `result`; it must be over before `result` changes."""
 
@@ -55,7 +59,13 @@ class DeferredTier:
     """Owns the host state of the deferred columns. Slot i of `state` holds column `slot_columns[i]`."""
 
     def __init__(
-        self, name: str, plan: WeightPlan, dtype: torch.dtype, columns: torch.Tensor, runtime: Runtime
+        self,
+        name: str,
+        plan: WeightPlan,
+        dtype: torch.dtype,
+        columns: torch.Tensor,
+        runtime: Runtime,
+        initial: Sequence[float],
     ) -> None:
         """Make room for columns; `read_masters` fills it.
 
@@ -65,30 +75,32 @@ class DeferredTier:
             dtype: its dtype.
             columns: [plan.deferred] int64, ascending.
             runtime: shared by all weights.
+            initial: what each moment starts with.
+
+        Raises:
+            MemoryError: the host has less memory.
+            HostEngineError: the host engine has failed.
         """
         self._name = name
         self._rows = plan.rows
         self._dtype = dtype
         self._runtime = runtime
         self.slot_columns = columns
-        masters = torch.zeros(plan.deferred, plan.rows, dtype=torch.float32, device="cpu")
-        self.state = ColumnState(masters, runtime.rule.moments)
+        self.state = _host_state(plan, runtime, initial)
+        handle = runtime.engine.backend.register(runtime.rule, self.state)
+        self._host = HostColumns(runtime.rule, self.state, handle)
         self.buckets = [
-            Bucket(plan.first_bucket + number, low, high, runtime.send_index(columns[low:high]))
+            Bucket(
+                plan.first_bucket + number,
+                range(low, high),
+                runtime.send_index(columns[low:high]),
+                runtime.memory.empty((high - low, plan.rows), dtype, "staging"),
+                (high - low) * plan.rows * dtype.itemsize,
+            )
             for number, (low, high) in enumerate(plan.bucket_slots)
         ]
-
-    @property
-    def host_bytes(self) -> dict[str, int]:
-        """Host memory by use: state, log, staging."""
-        rows = [entry.rows for bucket in self.buckets for entry in bucket.log]
-        rows += [free for bucket in self.buckets for free in bucket.free_rows]
-        results = [bucket.result for bucket in self.buckets if bucket.result is not None]
-        return {
-            "state": self.state.nbytes,
-            "log": sum(tensor.nbytes for tensor in rows),
-            "staging": sum(tensor.nbytes for tensor in results),
-        }
+        for bucket in self.buckets:
+            runtime.log.plan(bucket.entry_bytes)
 
     def read_masters(self, matrix: torch.Tensor, *, keep: bool) -> None:
         """Take the masters from the weights.
@@ -97,37 +109,42 @@ class DeferredTier:
             matrix: the weights, [rows, columns].
             keep: keep a master that rounds to its weight, so that an unchanged weight loses no precision.
         """
-        state = self.state
-        index = torch.cat([bucket.columns for bucket in self.buckets])
-        weights, transfer = self._runtime.fetch(matrix.t().index_select(0, index))
-        self._runtime.traffic.migrated_bytes += weights.nbytes
+        for bucket in self.buckets:
+            weights = matrix.t().index_select(0, bucket.columns)
+            _, transfer = self._runtime.fetch(weights, bucket.result)
+            self._runtime.traffic.migrated_bytes += weights.nbytes
+            task = ReadMasters(self._host, bucket.slots, bucket.result, keep)
+            nbytes = weights.nbytes + 4 * weights.numel()
+            self._submit(f"reading the masters of {self._name}", task, nbytes, [transfer])
 
-        def work() -> None:
-            state.master.copy_(reread(state.master, weights) if keep else weights)
-
-        self._submit(f"reading the masters of {self._name}", work, weights.nbytes + state.master.nbytes, [transfer])
-
-    def log(self, matrix: torch.Tensor, step: int, hyper: AdamWHyper, control: StepControl | None) -> None:
-        """Send a step's gradient to the host.
+    def log(self, matrix: torch.Tensor, step: int, hyper: Hyper, control: StepControl | None) -> None:
+        """Send a step's gradient to the host; blocks while there is no room for it.
 
         Args:
             matrix: the gradient, [rows, columns].
             step: number of the step.
             hyper: the group's hyperparameters at that step.
             control: factor and skip flag.
+
+        Raises:
+            MemoryError: the host has less memory.
+            HostEngineError: the host engine has failed.
         """
         for bucket in self.buckets:
             packed = matrix.t().index_select(0, bucket.columns)
             self._runtime.device.charge(2 * packed.nbytes)
-            free = bucket.free_rows.pop() if bucket.free_rows else None  # the host engine may add to them meanwhile
-            reusable = free is not None and free.dtype == packed.dtype
-            rows, transfer = self._runtime.fetch(packed, free if reusable else None)
+            if packed.nbytes > bucket.entry_bytes:  # gradients of another dtype than the weights
+                self._runtime.log.plan(packed.nbytes, instead_of=bucket.entry_bytes)
+                bucket.entry_bytes = packed.nbytes
+            place, pieces, transfer = self._runtime.log.send(packed)
+            self._runtime.last_d2h = transfer
             self._runtime.traffic.d2h_bytes += packed.nbytes
-            bucket.log.append(LogEntry(step, rows, transfer, hyper, None if control is None else control.host))
+            bucket.places.append(place)
+            bucket.log.append(LogEntry(step, pieces, transfer, hyper, None if control is None else control.host))
 
     # --- a close ---------------------------------------------------------------------------------------------------
 
-    def submit_window(self, closing: AdamWHyper, move: Move | None, *, after_all_d2h: bool) -> list[BucketJob]:
+    def submit_window(self, closing: Hyper, move: Move | None, *, after_all_d2h: bool) -> list[BucketJob]:
         """Submit the logged window of every bucket and begin an empty log.
 
         Args:
@@ -139,42 +156,41 @@ class DeferredTier:
         jobs = []
         for bucket in self.buckets:
             entries, bucket.log = bucket.log, []
+            places, bucket.places = bucket.places, []
             staying = None if move is None else _others(bucket, move.slots)
             if entries and (staying is None or len(staying)):
-                jobs.append(self._submit_bucket(bucket, entries, closing, staying, barrier))
+                jobs.append(self._submit_bucket(bucket, entries, places, closing, staying, barrier))
             else:
-                bucket.free_rows.extend(entry.rows for entry in entries)
+                # Whoever leaves has read the entries before the next step, and so before they are overwritten.
+                self._runtime.log.give_back(places)
         return jobs
 
     def _submit_bucket(
         self,
         bucket: Bucket,
         entries: list[LogEntry],
-        closing: AdamWHyper,
+        places: list[Extents],
+        closing: Hyper,
         staying: torch.Tensor | None,
         barrier: list[Transfer],
     ) -> BucketJob:
-        runtime, everything = self._runtime, self.state
-        if bucket.result is None:
-            bucket.result = runtime.device.host_empty((bucket.high - bucket.low, self._rows), self._dtype)
-        result = bucket.result if staying is None else bucket.result[: len(staying)]
-        columns = bucket.columns if staying is None else runtime.send_index(self.slot_columns[staying])
-
-        def work() -> None:
-            if staying is None:
-                state, rows = everything.slice(bucket.low, bucket.high), [entry.rows for entry in entries]
-            else:
-                state = everything.select(staying)
-                rows = [entry.rows.index_select(0, staying - bucket.low) for entry in entries]
-            apply_entries(state, runtime.rule, entries, rows, closing, runtime.deferred_update)
-            if staying is not None:
-                everything.restore(staying, state)
-            result.copy_(state.master)
-            bucket.free_rows.extend(entry.rows for entry in entries)
-
+        runtime = self._runtime
+        if staying is None:
+            part = Targets(bucket.slots, [(entry, None) for entry in entries])
+            result, columns = bucket.result, bucket.columns
+        else:
+            index = staying - bucket.slots.start
+            part = Targets(staying, [(entry, index) for entry in entries])
+            result, columns = bucket.result[: len(staying)], runtime.send_index(self.slot_columns[staying])
         inputs = _transfers(entries) + ([bucket.sent] if bucket.sent is not None else []) + barrier
-        nbytes = _update_bytes(result.numel(), entries, self._dtype.itemsize)
-        job = self._submit(f"updating {self._name}", work, nbytes, inputs, result)
+        job = self._submit(
+            f"updating {self._name}",
+            Update(self._host, [part], self._closing(closing), weights=result),
+            self._update_bytes(result.numel(), entries),
+            inputs,
+            result,
+            places,
+        )
         return BucketJob(bucket, columns, job, entries, barrier[-1] if barrier else entries[-1].transfer)
 
     def send_ahead(self, matrix: torch.Tensor, move: Move) -> Ahead:
@@ -184,39 +200,34 @@ class DeferredTier:
             matrix: the gradient, [rows, columns].
             move: the columns that change tier.
         """
-        rows, transfer = self._runtime.fetch(matrix.t().index_select(0, self._runtime.send_index(move.to_selected)))
+        leaving = matrix.t().index_select(0, self._runtime.send_index(move.to_selected))
+        rows, transfer = self._runtime.fetch(leaving, self._runtime.memory.transient(leaving.shape, leaving.dtype))
         self._runtime.traffic.migrated_bytes += rows.nbytes
         return rows, transfer
 
-    def submit_leave(self, move: Move, closing: AdamWHyper, ahead: Ahead | None) -> Job:
+    def submit_leave(self, move: Move, closing: Hyper, ahead: Ahead | None) -> Job:
         """Apply the window to the columns that leave the tier; before `submit_window`, which empties the log.
 
         Returns:
             The job whose result is their packed state, [n, packed_columns] int32.
         """
-        runtime, everything = self._runtime, self.state
-        result = runtime.device.host_empty((len(move.slots), everything.packed_columns), torch.int32)
-        parts = [(bucket, list(bucket.log), *_members(bucket, move.slots)) for bucket in self.buckets]
-
-        def work() -> None:
-            for bucket, entries, positions, slots in parts:
-                state = everything.select(slots)
-                rows = [entry.rows.index_select(0, slots - bucket.low) for entry in entries]
-                if ahead is not None:
-                    rows[-1] = ahead[0].index_select(0, positions)
-                apply_entries(state, runtime.rule, entries, rows, closing, runtime.deferred_update)
-                result.index_copy_(0, positions, state.pack(torch.arange(len(slots), device="cpu")))
-
-        arrived = [entries if ahead is None else entries[:-1] for _, entries, _, _ in parts]
-        inputs = [transfer for entries in arrived for transfer in _transfers(entries)]
-        if ahead is not None:
-            inputs.append(ahead[1])
-            inputs += [entries[-1].control.transfer for _, entries, _, _ in parts if entries[-1].control is not None]
-        nbytes = sum(
-            _update_bytes(len(slots) * self._rows, entries, self._dtype.itemsize) for _, entries, _, slots in parts
-        )
-        runtime.traffic.migrated_bytes += result.nbytes
-        job = self._submit(f"moving columns of {self._name}", work, nbytes, inputs, result)
+        result = self._runtime.memory.transient((len(move.slots), self.state.packed_columns), torch.int32)
+        parts, inputs, nbytes = [], [], 0
+        for bucket in self.buckets:
+            positions, slots = _members(bucket, move.slots)
+            if not len(slots):
+                continue
+            rows = slots - bucket.slots.start
+            entries = [(entry, rows) for entry in bucket.log]
+            if ahead is not None and entries:
+                newest = replace(entries[-1][0], pieces=[ahead[0].view(-1)], transfer=ahead[1])
+                entries[-1] = newest, positions
+            parts.append(Targets(slots, entries, positions))
+            inputs += _transfers([entry for entry, _ in entries])
+            nbytes += self._update_bytes(len(slots) * self._rows, bucket.log)
+        self._runtime.traffic.migrated_bytes += result.nbytes
+        task = Update(self._host, parts, self._closing(closing), packed=result)
+        job = self._submit(f"moving columns of {self._name}", task, nbytes, inputs, result)
         job.ask_result()
         return job
 
@@ -227,57 +238,73 @@ class DeferredTier:
             move: the columns that change tier.
             packed: [n, packed_columns] int32 on the device.
         """
-        arriving, transfer = self._runtime.fetch(packed)
+        arriving, transfer = self._runtime.fetch(packed, self._runtime.memory.transient(packed.shape, packed.dtype))
         self._runtime.traffic.migrated_bytes += arriving.nbytes
-        self._submit(
-            f"moving columns of {self._name}",
-            lambda: self.state.unpack(move.slots, arriving),
-            2 * arriving.nbytes,
-            [transfer],
-        )
+        task = Unpack(self._host, move.slots, arriving)
+        self._submit(f"moving columns of {self._name}", task, 2 * arriving.nbytes, [transfer])
 
     def rename(self, move: Move) -> None:
         """Let the slots stand for the columns that joined; after `submit_window`."""
         self.slot_columns[move.slots] = move.to_deferred
         for bucket in self.buckets:
             if len(_members(bucket, move.slots)[0]):
-                bucket.columns = self._runtime.send_index(self.slot_columns[bucket.low : bucket.high])
+                bucket.columns = self._runtime.send_index(self.slot_columns[bucket.slots.start : bucket.slots.stop])
+
+    def _closing(self, closing: Hyper) -> Hyper | None:
+        return closing if self._runtime.deferred_update == "mean" else None
+
+    def _update_bytes(self, elements: int, entries: list[LogEntry]) -> int:
+        """Memory traffic of a host update: fp32 state read and written, gradients read, result written."""
+        state = 8 * (1 + len(self.state.moments))
+        return elements * (state + sum(entry.pieces[0].element_size() for entry in entries) + self._dtype.itemsize)
 
     def _submit(
         self,
         name: str,
-        work: Callable[[], None],
+        task: Task,
         nbytes: int,
         inputs: list[Transfer],
         result: torch.Tensor | None = None,
+        places: Sequence[Extents] = (),
     ) -> Job:
-        job = Job(name, self._runtime.device, work, nbytes=nbytes, inputs=inputs, result=result)
-        return self._runtime.engine.submit(job)
+        runtime = self._runtime
+        runtime.log.promise(places)
+        job = Job(
+            name,
+            runtime.device,
+            task,
+            nbytes=nbytes,
+            inputs=inputs,
+            result=result,
+            after=lambda: runtime.log.give_back(places),
+        )
+        return runtime.engine.submit(job)
 
 
-def reread(master: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The weights in fp32, but the master where it rounds to its weight."""
-    return torch.where(master.to(weights.dtype) == weights, master, weights.float())
+def _host_state(plan: WeightPlan, runtime: Runtime, initial: Sequence[float]) -> ColumnState:
+    interval = 4 * plan.slots_per_bucket * plan.rows
+    streams = [
+        runtime.memory.empty((plan.deferred, plan.rows), torch.float32, "state", interval)
+        for _ in range(1 + runtime.rule.moments)
+    ]
+    for moment, value in zip(streams[1:], initial, strict=True):
+        if value:
+            moment.fill_(value)
+    return ColumnState.over(streams, runtime.memory.empty((plan.deferred,), torch.int32, "state"))
 
 
 def _members(bucket: Bucket, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions in `slots` of those in the bucket, and these slots."""
-    positions = ((slots >= bucket.low) & (slots < bucket.high)).nonzero().squeeze(1)
+    positions = ((slots >= bucket.slots.start) & (slots < bucket.slots.stop)).nonzero().squeeze(1)
     return positions, slots[positions]
 
 
 def _others(bucket: Bucket, moved: torch.Tensor) -> torch.Tensor | None:
     """The bucket's slots that are not among `moved`; None where that is all of them."""
-    slots = torch.arange(bucket.low, bucket.high, device="cpu")
+    slots = torch.arange(bucket.slots.start, bucket.slots.stop, device="cpu")
     staying = slots[~torch.isin(slots, moved)]
     return None if len(staying) == len(slots) else staying
 
 
 def _transfers(entries: list[LogEntry]) -> list[Transfer]:
-    controls = [entry.control.transfer for entry in entries if entry.control is not None]
-    return [entry.transfer for entry in entries] + controls
-
-
-def _update_bytes(elements: int, entries: list[LogEntry], result_bytes: int) -> int:
-    """Memory traffic of a host update: fp32 state read and written, gradients read, result written."""
-    return elements * (24 + sum(entry.rows.element_size() for entry in entries) + result_bytes)
+    return [transfer for entry in entries for transfer in entry.transfers()]

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from zenflow.errors import UnsupportedError
+from zenflow.host.cores import gpu_numa_node
 
 Mark = Any
 """A point on a device's timeline; only its own device can compare two of them."""
@@ -107,17 +110,23 @@ class Device(ABC):
     def caught_up(self, span: HostSpan) -> None:  # noqa: B027 - only an emulated accelerator has to be told
         """Say that the training thread has waited for host work; what it queues next comes later than that."""
 
-    @abstractmethod
-    @contextmanager
-    def host_work(self, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> Iterator[HostSpan]:
-        """Time a piece of host work whose inputs have arrived; called by the host engine's thread.
+    def pin(self, array: NDArray[np.uint8]) -> None:  # noqa: B027 - only where copy streams need it
+        """Let the copy streams reach host memory that was allocated elsewhere, until it is freed."""
+
+    def numa_node(self) -> int | None:
+        """The NUMA node that the device is attached to; None where that is not known or means nothing."""
+        return None
+
+    def pace(self, span: HostSpan, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> HostSpan:
+        """When a piece of host work that is done counts as done; called by the host engine, job after job.
 
         Args:
-            nbytes: memory traffic of the work.
+            span: when it was really done.
+            nbytes: its memory traffic.
             inputs: the transfers that it waited for.
-            submitted: where the compute stream was when the work was submitted.
+            submitted: where the compute stream was when it was submitted.
         """
-        yield HostSpan()
+        return span
 
     def begin_step(self) -> None:  # noqa: B027 - only an emulated accelerator has to be told
         """Say that backward is over and `step()` begins."""
@@ -189,12 +198,6 @@ class CpuDevice(Device):
     def join(self, transfer: Transfer, tensor: torch.Tensor) -> None:
         return None
 
-    @contextmanager
-    def host_work(self, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> Iterator[HostSpan]:
-        span = HostSpan(begin_s=time.perf_counter())
-        yield span
-        span.end_s = time.perf_counter()
-
 
 class _CudaTransfer(Transfer):
     def __init__(self, nbytes: int) -> None:
@@ -265,11 +268,18 @@ class CudaDevice(Device):
         stream.wait_event(transfer.end)
         tensor.record_stream(stream)  # allocated on the copy stream, read on this one
 
-    @contextmanager
-    def host_work(self, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> Iterator[HostSpan]:
-        span = HostSpan(begin_s=time.perf_counter())
-        yield span
-        span.end_s = time.perf_counter()
+    def pin(self, array: NDArray[np.uint8]) -> None:
+        # Not through torch's pinned allocator, which gives out powers of two.
+        runtime: Any = torch.cuda.cudart()
+        address = array.ctypes.data
+        torch.cuda.check_error(runtime.cudaHostRegister(address, array.nbytes, 0))
+        weakref.finalize(array, runtime.cudaHostUnregister, address).atexit = False
+
+    def numa_node(self) -> int | None:
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        fields = ("pci_domain_id", "pci_bus_id", "pci_device_id")  # not in every torch release
+        domain, bus, slot = (getattr(properties, name, None) for name in fields)
+        return None if bus is None else gpu_numa_node(f"{domain or 0:04x}:{bus:02x}:{slot or 0:02x}.0")
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.torch_device)

@@ -12,8 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,18 +168,16 @@ class EmulatedAccelerator(Device):
         transfer.wait()
         self._compute_t = max(self._compute_t, transfer.end)
 
-    @contextmanager
-    def host_work(self, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> Iterator[HostSpan]:
+    def pace(self, span: HostSpan, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> HostSpan:
         begin = max([self._host_t, submitted, *(transfer.end for transfer in inputs)])
-        span = HostSpan(begin_s=begin)
-        yield span
         seconds = nbytes / (self.rig.host_gbps * 1e9)
-        late_s = max(0.0, time.monotonic() - (begin + seconds))
+        late_s = max(0.0, span.end_s - (begin + seconds))
         slack = self.slack  # the training thread may replace it
         slack.host_s += seconds
         slack.late_host_s += late_s
-        span.end_s = self._host_t = begin + seconds + late_s
-        _sleep_until(span.end_s)
+        self._host_t = begin + seconds + late_s
+        _sleep_until(self._host_t)
+        return HostSpan(begin, self._host_t)
 
     def begin_step(self) -> None:
         if self._pads is not None:

@@ -3,6 +3,7 @@
 ZenFlowError
 ├── ConfigError (ValueError)       a setting has a value that is not allowed
 ├── UnsupportedError               something this runtime does not do, and what to use instead
+├── HostMemoryError (MemoryError)  the host has less memory than is needed; what to lower
 └── HostEngineError (RuntimeError) the host engine failed; raised in the training thread
 """
 
@@ -17,6 +18,10 @@ class ConfigError(ZenFlowError, ValueError):
 
 class UnsupportedError(ZenFlowError):
     """A use that the runtime refuses; the message says what to do instead."""
+
+
+class HostMemoryError(ZenFlowError, MemoryError):
+    """The host cannot give the memory that is needed; the message names both figures and what to lower."""
 
 
 class HostEngineError(ZenFlowError, RuntimeError):

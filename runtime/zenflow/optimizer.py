@@ -1,4 +1,4 @@
-"""`ZenFlowAdamW`: AdamW whose state is split between the GPU and the host."""
+"""`ZenFlowOptimizer`: an update rule whose state is split between the GPU and the host."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from zenflow.device import Device, Transfer, device_for
 from zenflow.errors import ConfigError, UnsupportedError, ZenFlowError
 from zenflow.forward_waits import Flight, ForwardWaits
 from zenflow.history import History
-from zenflow.host import Control, HostEngine
+from zenflow.host.tasks import Control
 from zenflow.layout import conv1d_weights, plan_model, plan_order
-from zenflow.rules import AdamW, AdamWHyper
-from zenflow.runtime import Runtime
+from zenflow.rules import Hyper, Rule
+from zenflow.runtime import make_runtime
 from zenflow.schedule import StepPlan, WindowClock, selects
 from zenflow.selection import importance
 from zenflow.stats import StepStats, Traffic
@@ -33,18 +33,17 @@ Live = list[tuple[WeightState, torch.Tensor]]
 """The parameters that have a gradient in this step, with it."""
 
 
-class ZenFlowAdamW(Optimizer):
-    """AdamW with resident, selected and deferred columns (ZenFlow, arXiv 2505.12242; Twin-Flow, ZeRO-Offload++).
+class ZenFlowOptimizer(Optimizer):
+    """An update rule with resident, selected and deferred columns (ZenFlow, arXiv 2505.12242; Twin-Flow).
 
-    With `update_interval=1, overlap_step=False` it is AdamW on fp32 masters, wherever the state lives; with a longer
-    window the deferred columns receive the same updates later, at most S + L - 1 steps.
+    With `update_interval=1, overlap_step=False` it is the rule on fp32 masters, wherever the state lives; with a longer
+    window the deferred columns receive the same updates later, at most S + L - 1 steps. Any elementwise rule fits the
+    split; `zenflow.family` holds an optimizer for each.
 
     Args:
         params: parameters or parameter groups, fp32, bf16 or fp16, all on one device.
-        lr: learning rate.
-        betas: decay rates of the two moments.
-        eps: added to the denominator.
-        weight_decay: decoupled weight decay.
+        defaults: the rule's hyperparameters, for groups that do not set their own.
+        rule: the update rule.
         config: the knobs; None takes the defaults.
         module: the model that owns the parameters. Gives names, finds transformers' `Conv1D`, and lets a wait for a
             late host update be deferred to the forward of the layer that needs it. Weights that are read otherwise
@@ -63,19 +62,17 @@ class ZenFlowAdamW(Optimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        defaults: dict[str, Any],
+        rule: Rule,
         *,
         config: ZenFlowConfig | None = None,
         module: nn.Module | None = None,
         device: Device | None = None,
     ) -> None:
         _refuse_ranks()
-        self._rule = AdamW()
+        self._rule = rule
         self._windows: Windows | None = None
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, defaults)
         self.config = (config or ZenFlowConfig()).resolved()
         """The knobs, every "auto" replaced by what it stands for."""
         self._update_interval, self._select_interval = self.config.intervals
@@ -88,15 +85,15 @@ class ZenFlowAdamW(Optimizer):
         if first is None:
             raise ConfigError("params holds no parameter, allowed is at least one")
         self._device = device or device_for(first.device)
-        self._engine = HostEngine(self._device)
-        self._runtime = Runtime(self._device, self._engine, self._rule, self.config.deferred_update)
+        self._history = History(self._device)
+        self._runtime = make_runtime(self._device, self._rule, self.config, self._history)
+        self._engine = self._runtime.engine
         self._module = module
         self._weights: list[WeightState] = []
         self._waits: ForwardWaits | None = None
-        self._hypers: list[AdamWHyper] = []
+        self._hypers: list[Hyper] = []
         self._last_d2h: Transfer | None = None
         self._torn = False  # a step was interrupted half-way
-        self._history = History(self._device)
         # Only a request: a collected optimizer may be finalised on any thread, which must not wait for another.
         self._finalizer = weakref.finalize(self, self._engine.stop)
 
@@ -127,7 +124,7 @@ class ZenFlowAdamW(Optimizer):
         Raises:
             UnsupportedError: always; a state without masters and moments would lose them silently.
         """
-        raise UnsupportedError("state_dict() of ZenFlowAdamW is not supported yet: save the model after flush()")
+        raise UnsupportedError("state_dict() of a ZenFlow optimizer is not supported yet: save the model after flush()")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Not supported yet.
@@ -135,7 +132,7 @@ class ZenFlowAdamW(Optimizer):
         Raises:
             UnsupportedError: always.
         """
-        raise UnsupportedError("load_state_dict() of ZenFlowAdamW is not supported yet")
+        raise UnsupportedError("load_state_dict() of a ZenFlow optimizer is not supported yet")
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -162,7 +159,9 @@ class ZenFlowAdamW(Optimizer):
         Raises:
             UnsupportedError: always.
         """
-        raise UnsupportedError("ZenFlowAdamW cannot be copied or pickled: make a new optimizer for the copied model")
+        raise UnsupportedError(
+            "a ZenFlow optimizer cannot be copied or pickled: make a new optimizer for the copied model"
+        )
 
     # --- beyond torch ----------------------------------------------------------------------------------------------
 
@@ -221,12 +220,14 @@ class ZenFlowAdamW(Optimizer):
         return self._history.steps(wait=wait)
 
     def host_bytes(self) -> dict[str, int]:
-        """Host memory by use: "state", "log", "staging"."""
-        total = {"state": 0, "log": 0, "staging": 0}
-        for weight in self._weights:
-            for use, nbytes in ({} if weight.deferred is None else weight.deferred.host_bytes).items():
-                total[use] += nbytes
-        return total
+        """Host memory by use, from its allocations: "state", "log", "staging", "migration"; and "peak" of their sum."""
+        memory = self._runtime.memory
+        return {**memory.bytes_by_use, "peak": memory.peak_bytes}
+
+    @property
+    def host_engine(self) -> tuple[str, int]:
+        """Who updates on the host ("native", or "eager" for PyTorch), and with how many threads."""
+        return self._engine.backend.name, self._engine.backend.threads
 
     def close(self) -> None:
         """Apply what is pending and end the host engine; afterwards `step()` fails.
@@ -263,10 +264,18 @@ class ZenFlowAdamW(Optimizer):
                 "make the optimizer after moving the model"
             )
         model_plan = plan_model(ordered, self.config, conv1d_weights(self._module))
+        self._runtime.require_host_memory(model_plan, [parameter.dtype for parameter in ordered])
         names = {} if self._module is None else {id(p): name for name, p in self._module.named_parameters()}
         groups = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         self._weights = [
-            WeightState(parameter, names.get(id(parameter), str(number)), plan, groups[id(parameter)], self._runtime)
+            WeightState(
+                parameter,
+                names.get(id(parameter), str(number)),
+                plan,
+                groups[id(parameter)],
+                self._runtime,
+                self._rule.initial(self.param_groups[groups[id(parameter)]]),
+            )
             for number, (parameter, plan) in enumerate(zip(ordered, model_plan.weights, strict=True))
         ]
         by_memory: dict[int, list[WeightState]] = {}
@@ -372,7 +381,7 @@ class ZenFlowAdamW(Optimizer):
             self._runtime.traffic.index_bytes += self._history.open.energy[0].nbytes
 
 
-def _show_late(optimizer: weakref.ref[ZenFlowAdamW]) -> Callable[[Flight], None]:
+def _show_late(optimizer: weakref.ref[ZenFlowOptimizer]) -> Callable[[Flight], None]:
     """What the module's hooks call; they must not keep the optimizer alive."""
 
     def show(flight: Flight) -> None:

@@ -1,4 +1,4 @@
-"""`ReferenceAdamW`: what `ZenFlowAdamW` computes, written as plainly as possible.
+"""`ReferenceAdamW` and its siblings: what the optimizers of `zenflow.family` compute, written as plainly as possible.
 
 No device, no thread, no overlap: every state is one fp32 matrix a weight, every rule is one loop. It is slow and
 exists to be read and to be compared with, bit for bit. All matrices here are `[rows, columns]`.
@@ -10,35 +10,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from zenflow.config import ZenFlowConfig
 from zenflow.errors import UnsupportedError
-
-
-@dataclass(frozen=True)
-class Hyper:
-    """The hyperparameters of one group in one step."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-
-    @classmethod
-    def of(cls, group: dict[str, Any]) -> Hyper:
-        """A copy of what the group says now."""
-        beta1, beta2 = group["betas"]
-        return cls(*(float(value) for value in (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])))
-
-    @property
-    def decay(self) -> float:
-        """What one update's weight decay multiplies the weight by."""
-        return 1 - self.lr * self.weight_decay
+from zenflow.reference_rules import ADAGRAD, ADAM, ADAMW, LION, SGD, Hyper, Moments, ReferenceRule
 
 
 @dataclass(frozen=True)
@@ -57,14 +36,15 @@ class Weight:
 
     param: Tensor
     group: int
+    rule: ReferenceRule
+    initial: list[float]  # of every moment
     transposed: bool
     resident: int  # leading columns whose state never leaves the GPU
     selected_count: int
     bucket_slots: int
     first_bucket: int = 0
-    master: Tensor | None = None  # [rows, columns], as are the two moments; None before the first gradient
-    exp_avg: Tensor = field(default_factory=lambda: torch.empty(0))
-    exp_avg_sq: Tensor = field(default_factory=lambda: torch.empty(0))
+    master: Tensor | None = None  # [rows, columns], as is every moment; None before the first gradient
+    moments: Moments = ()
     counts: list[int] = field(default_factory=list)  # updates of each column
     selected: set[int] = field(default_factory=set)
     slot: dict[int, int] = field(default_factory=dict)  # of each deferred column
@@ -88,10 +68,9 @@ class Weight:
         return -(-self.deferred_count // self.bucket_slots)
 
     def start(self) -> None:
-        """Read the master from the weight; moments and counts begin at zero."""
+        """Read the master from the weight; counts begin at zero, moments mostly too."""
         self.master = _matrix(self.param.detach(), self.transposed).float().clone()
-        self.exp_avg = torch.zeros_like(self.master)
-        self.exp_avg_sq = torch.zeros_like(self.master)
+        self.moments = tuple(torch.full_like(self.master, value) for value in self.initial)
         self.counts = [0] * self.columns
 
     def choose(self, grad: Tensor) -> set[int]:
@@ -118,21 +97,19 @@ class Weight:
         return len(leaving)
 
     def update(self, columns: Sequence[int], grad: Tensor, hyper: Hyper, decay: float) -> None:
-        """One AdamW update of some columns. grad: `[rows, columns]` fp32, all columns."""
+        """One update of some columns. grad: `[rows, columns]` fp32, all columns."""
         if self.master is None or not columns:
             return
         at = torch.tensor(columns)
         for column in columns:
-            self.counts[column] += 1
-        steps = [self.counts[column] for column in columns]
-        step_size = torch.tensor([hyper.lr / (1 - hyper.beta1**c) for c in steps], dtype=torch.float32)
-        root = torch.tensor([math.sqrt(1 - hyper.beta2**c) for c in steps], dtype=torch.float32)
-        w, m, v, g = self.master[:, at], self.exp_avg[:, at], self.exp_avg_sq[:, at], grad[:, at]
-        w = w * decay
-        m = m + (g - m) * (1 - hyper.beta1)
-        v = v * hyper.beta2 + (g * (1 - hyper.beta2)) * g
-        w = w - (m * step_size) / (v.sqrt() / root + hyper.eps)
-        self.master[:, at], self.exp_avg[:, at], self.exp_avg_sq[:, at] = w, m, v
+            self.counts[column] += self.rule.counts(hyper)
+        counts = [self.counts[column] for column in columns]
+        weights, moments = self.master[:, at], tuple(moment[:, at] for moment in self.moments)
+        if self.rule.decoupled:
+            weights = weights * decay
+        self.master[:, at], updated = self.rule.formula(weights, moments, grad[:, at], counts, hyper)
+        for moment, new in zip(self.moments, updated, strict=True):
+            moment[:, at] = new
 
     def show(self, columns: Sequence[int]) -> None:
         """Round the masters of some columns into the weight."""
@@ -144,32 +121,35 @@ class Weight:
         self.param.detach().copy_((seen.t() if self.transposed else seen).reshape(self.param.shape))
 
 
-class ReferenceAdamW(torch.optim.Optimizer):
-    """The oracle of `ZenFlowAdamW`: the same arguments without `device`, the same weights after every step.
+class ReferenceOptimizer(torch.optim.Optimizer):
+    """The oracle of one optimizer of the family: the same weights after every step.
+
+    `events` counts what has happened, so that a test can tell that it exercised something.
 
     Args:
         params: parameters or groups, as in torch.
-        lr, betas, eps, weight_decay: defaults of the groups, as in `torch.optim.AdamW`.
         config: the knobs; None means `ZenFlowConfig()`.
         module: the model; gives the order of the plan and tells which weights are in Conv1D layout.
+        hyper: the rule's hyperparameters by name; those that are not given are torch's.
 
-    `events` counts what has happened, so that a test can tell that it exercised something.
+    Raises:
+        TypeError: the rule has no such hyperparameter.
     """
 
+    rule: ClassVar[ReferenceRule]
     _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf instead of skipping step()
 
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
         *,
         config: ZenFlowConfig | None = None,
         module: nn.Module | None = None,
+        **hyper: Any,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        if unknown := sorted(hyper.keys() - self.rule.defaults.keys()):
+            raise TypeError(f"{unknown[0]} is no hyperparameter, allowed are {', '.join(self.rule.defaults)}")
+        super().__init__(params, {**self.rule.defaults, **hyper})
         self.config = (config or ZenFlowConfig()).resolved()
         self.events: Counter[str] = Counter()
         self._module = module
@@ -190,12 +170,12 @@ class ReferenceAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not self._weights:
-            self._weights = plan(self.param_groups, self.config, self._module)
+            self._weights = plan(self.param_groups, self.config, self._module, self.rule)
         if len(self._weights) != sum(len(group["params"]) for group in self.param_groups):
             raise UnsupportedError("a parameter group was added after the first step; build a new optimizer instead")
         self._step += 1
         self._window_steps += 1
-        self._hypers = [Hyper.of(group) for group in self.param_groups]
+        self._hypers = [self.rule.hyper(group) for group in self.param_groups]
         factor, skipped = self._factor_and_skip()
         for weight in self._weights:
             if weight.param.grad is None:
@@ -226,11 +206,11 @@ class ReferenceAdamW(torch.optim.Optimizer):
         """Columns that the host has updated and the weight does not show yet, ascending."""
         return sorted(self._weight(param).due)
 
-    def columns_state(self, param: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-        """Master, first and second moment (`[rows, columns]` fp32, copies) and the columns' update counts."""
+    def columns_state(self, param: Tensor) -> tuple[Tensor, Moments, list[int]]:
+        """Master, moments (each `[rows, columns]` fp32, copies) and the columns' update counts."""
         weight = self._weight(param)
         assert weight.master is not None, "the parameter has had no gradient"
-        return weight.master.clone(), weight.exp_avg.clone(), weight.exp_avg_sq.clone(), list(weight.counts)
+        return weight.master.clone(), tuple(moment.clone() for moment in weight.moments), list(weight.counts)
 
     def _weight(self, param: Tensor) -> Weight:
         return next(weight for weight in self._weights if weight.param is param)
@@ -268,7 +248,7 @@ class ReferenceAdamW(torch.optim.Optimizer):
             self.events["void, skipped"] += 1
             return
         now = [*range(weight.resident), *sorted(weight.selected)]
-        weight.update(now, grad, hyper, hyper.decay)
+        weight.update(now, grad, hyper, self.rule.decay(hyper))
         weight.show(now)
 
     def _close(self, at_once: bool) -> None:
@@ -295,11 +275,11 @@ class ReferenceAdamW(torch.optim.Optimizer):
         self.events["entries applied"] += len(entries)
         if self.config.deferred_update == "replay":
             for entry in entries:
-                weight.update(columns, entry.grad, entry.hyper, entry.hyper.decay)
+                weight.update(columns, entry.grad, entry.hyper, self.rule.decay(entry.hyper))
         elif entries:
-            total, decay = entries[0].grad, entries[0].hyper.decay
+            total, decay = entries[0].grad, self.rule.decay(entries[0].hyper)
             for entry in entries[1:]:
-                total, decay = total + entry.grad, decay * entry.hyper.decay
+                total, decay = total + entry.grad, decay * self.rule.decay(entry.hyper)
             weight.update(columns, total / len(entries), self._hypers[weight.group], decay)
         weight.log = []
 
@@ -312,7 +292,39 @@ class ReferenceAdamW(torch.optim.Optimizer):
             self.events["in flight after a step"] += bool(weight.due)
 
 
-def plan(groups: Sequence[dict[str, Any]], config: ZenFlowConfig, module: nn.Module | None) -> list[Weight]:
+class ReferenceAdamW(ReferenceOptimizer):
+    """The oracle of `ZenFlowAdamW`."""
+
+    rule = ADAMW
+
+
+class ReferenceAdam(ReferenceOptimizer):
+    """The oracle of `ZenFlowAdam`."""
+
+    rule = ADAM
+
+
+class ReferenceAdagrad(ReferenceOptimizer):
+    """The oracle of `ZenFlowAdagrad`."""
+
+    rule = ADAGRAD
+
+
+class ReferenceLion(ReferenceOptimizer):
+    """The oracle of `ZenFlowLion`."""
+
+    rule = LION
+
+
+class ReferenceSGD(ReferenceOptimizer):
+    """The oracle of `ZenFlowSGD`."""
+
+    rule = SGD
+
+
+def plan(
+    groups: Sequence[dict[str, Any]], config: ZenFlowConfig, module: nn.Module | None, rule: ReferenceRule = ADAMW
+) -> list[Weight]:
     """Split every parameter into resident and offloaded columns and number the buckets; see design, Knob space."""
     group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
     of_module = [param for param in module.parameters() if param in group_of] if module is not None else []
@@ -336,7 +348,9 @@ def plan(groups: Sequence[dict[str, Any]], config: ZenFlowConfig, module: nn.Mod
         selected = min(offloaded, max(1, math.floor(config.topk_ratio * offloaded + 0.5)))
         selected = 0 if config.topk_ratio == 0 else selected
         bucket_slots = max(1, config.bucket_bytes // (max(rows, 1) * param.element_size()))
-        weight = Weight(param, group_of[param], transposed, resident, selected, bucket_slots, first_bucket)
+        group = group_of[param]
+        initial = rule.initial(groups[group])
+        weight = Weight(param, group, rule, initial, transposed, resident, selected, bucket_slots, first_bucket)
         weights.append(weight)
         first_bucket += weight.bucket_count
     return weights

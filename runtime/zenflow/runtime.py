@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from zenflow.config import ZenFlowConfig
 from zenflow.device import Device, Transfer
-from zenflow.host import HostEngine
-from zenflow.rules import AdamW
+from zenflow.history import History
+from zenflow.host.backend import choose_backend
+from zenflow.host.cores import HostCores, host_cores
+from zenflow.host.engine import HostEngine
+from zenflow.host.gradient_log import GradientLog
+from zenflow.host.limits import require_host_bytes
+from zenflow.host.log_pool import padded
+from zenflow.host.memory import HostMemory
+from zenflow.layout import ModelPlan
+from zenflow.rules import Rule
 from zenflow.stats import Traffic
 
 
 @dataclass(slots=True)
 class Runtime:
-    """Device, host engine and rule, and the count of bytes on the link."""
+    """Device, host engine and rule, host memory, and the count of bytes on the link."""
 
     device: Device
     engine: HostEngine
-    rule: AdamW
+    memory: HostMemory
+    log: GradientLog
+    rule: Rule
     deferred_update: str
+    cores: HostCores
+    """Where the host engine's threads run, and why."""
     traffic: Traffic = field(default_factory=Traffic)
     last_d2h: Transfer | None = None
     """The newest copy to the host; copies in one direction arrive in order."""
@@ -36,3 +50,49 @@ class Runtime:
         if self.device.torch_device.type != "cpu":
             self.traffic.index_bytes += index.nbytes
         return self.device.send(index)
+
+    def require_host_memory(self, plan: ModelPlan, dtypes: Sequence[torch.dtype]) -> None:
+        """Refuse a split whose host memory does not fit, before any of it is allocated.
+
+        Args:
+            plan: the split.
+            dtypes: of each parameter.
+
+        Raises:
+            HostMemoryError: naming the bytes that are needed and available.
+        """
+        state_bytes, entries = 0, [0]
+        for weight, dtype in zip(plan.weights, dtypes, strict=True):
+            elements = weight.deferred * weight.rows
+            state_bytes += elements * (4 * (1 + self.rule.moments) + dtype.itemsize) + 4 * weight.deferred
+            entries += [padded((high - low) * weight.rows * dtype.itemsize) for low, high in weight.bucket_slots]
+        needed_bytes = state_bytes + self.log.capacity_for(entries)
+        require_host_bytes(
+            needed_bytes,
+            "the state of the deferred columns",
+            "lower offload_ratio or update_interval, or raise topk_ratio",
+        )
+
+
+def make_runtime(device: Device, rule: Rule, config: ZenFlowConfig, history: History) -> Runtime:
+    """Start the host engine for a device.
+
+    Args:
+        device: the accelerator.
+        rule: the update rule.
+        config: resolved knobs.
+        history: receives the waits for host memory.
+
+    Raises:
+        ConfigError: `$ZENFLOW_NATIVE` has a value that is not allowed.
+        HostEngineError: the engine could not be started.
+    """
+    cores = host_cores(
+        reserved_share=config.pt_reserved_cores_perc, numa_node=device.numa_node(), threads=config.host_threads
+    )
+    backend = choose_backend(list(cores.cpus))
+    engine = HostEngine(device, backend)
+    memory = HostMemory(backend, device)
+    update_interval, _ = config.intervals
+    log = GradientLog(memory, engine, device, history, update_interval)
+    return Runtime(device, engine, memory, log, rule, config.deferred_update, cores)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from zenflow.control import StepControl
-from zenflow.deferred import DeferredTier, reread
+from zenflow.deferred import DeferredTier
 from zenflow.device import Transfer
 from zenflow.errors import UnsupportedError
 from zenflow.layout import WeightPlan
-from zenflow.rules import AdamWHyper
+from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
 from zenflow.selection import Move, plan_move, top_columns
-from zenflow.state import ColumnState
+from zenflow.state import ColumnState, reread
 
 _UNKNOWN_VERSION = -1
 
@@ -32,7 +33,15 @@ class _Proposal:
 class WeightState:
     """Everything that the runtime knows of one parameter; the only owner of its state."""
 
-    def __init__(self, parameter: nn.Parameter, name: str, plan: WeightPlan, group: int, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        name: str,
+        plan: WeightPlan,
+        group: int,
+        runtime: Runtime,
+        initial: Sequence[float],
+    ) -> None:
         self.parameter = parameter
         self.name = name
         self.plan = plan
@@ -44,6 +53,7 @@ class WeightState:
         self.in_flight = 0
         """Bucket jobs that are not visible yet."""
         self._runtime = runtime
+        self._initial = initial  # of each moment
         self._resident: ColumnState | None = None
         self._selected: ColumnState | None = None
         self._selected_columns = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -76,7 +86,7 @@ class WeightState:
     def start(self) -> None:
         """Read the masters; at the first gradient, after `propose` where something is to be selected."""
         if self._whole:
-            self._resident = ColumnState(self._flat_master(), self._runtime.rule.moments)
+            self._resident = ColumnState(self._flat_master(), self._runtime.rule.moments, self._initial)
         else:
             self._start_columns(self._matrix())
         self._runtime.device.charge(2 * self.parameter.nbytes)
@@ -100,11 +110,12 @@ class WeightState:
             self._selected = self._device_state(matrix.t().index_select(0, self._selected_index))
         if plan.deferred:
             columns = offloaded[~torch.isin(offloaded, self._selected_columns)]
-            self.deferred = DeferredTier(self.name, plan, self.parameter.dtype, columns, runtime)
+            self.deferred = DeferredTier(self.name, plan, self.parameter.dtype, columns, runtime, self._initial)
             self.deferred.read_masters(matrix, keep=False)
 
     def _device_state(self, columns: torch.Tensor) -> ColumnState:
-        return ColumnState(columns.to(torch.float32, copy=True).contiguous(), self._runtime.rule.moments)
+        masters = columns.to(torch.float32, copy=True).contiguous()
+        return ColumnState(masters, self._runtime.rule.moments, self._initial)
 
     # --- weights written by others ---------------------------------------------------------------------------------
 
@@ -210,7 +221,7 @@ class WeightState:
             raise UnsupportedError(f"parameter {self.name} has a sparse gradient, allowed are dense ones")
         return gradient if self.plan.transposed else gradient.contiguous()
 
-    def update_on_device(self, gradient: torch.Tensor, hyper: AdamWHyper, control: StepControl | None) -> None:
+    def update_on_device(self, gradient: torch.Tensor, hyper: Hyper, control: StepControl | None) -> None:
         """Update the resident and the selected columns and write their weights.
 
         Args:
@@ -233,10 +244,12 @@ class WeightState:
             self._update(self._selected, rows, hyper, control)
             self.scatter(self._selected_index, self._selected.master)
             touched += self._selected.master.numel()
-        self._runtime.device.charge(touched * (24 + 2 * self.parameter.element_size()))
+        self._runtime.device.charge(
+            touched * (8 * (1 + self._runtime.rule.moments) + 2 * self.parameter.element_size())
+        )
         self._note_version()
 
-    def _update(self, state: ColumnState, rows: torch.Tensor, hyper: AdamWHyper, control: StepControl | None) -> None:
+    def _update(self, state: ColumnState, rows: torch.Tensor, hyper: Hyper, control: StepControl | None) -> None:
         if control is None:
             state.update(self._runtime.rule, rows.float(), hyper)
         else:

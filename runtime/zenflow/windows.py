@@ -9,7 +9,7 @@ from zenflow.config import ZenFlowConfig
 from zenflow.deferred import Ahead
 from zenflow.device import Mark
 from zenflow.forward_waits import Flight, ForwardWaits
-from zenflow.rules import AdamWHyper
+from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
 from zenflow.schedule import StepPlan, due_step
 from zenflow.selection import Move
@@ -48,7 +48,7 @@ class Windows:
     def close(
         self,
         plan: StepPlan,
-        hypers: Sequence[AdamWHyper],
+        hypers: Sequence[Hyper],
         moves: Mapping[WeightState, Move],
         ahead: Mapping[WeightState, Ahead],
         record: StepRecord,

@@ -4,39 +4,57 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.zenflow.cases import Make
-from zenflow import CpuDevice, ZenFlowAdamW
+from tests.zenflow.family_cases import OURS
+from zenflow import CpuDevice, ZenFlowConfig, ZenFlowOptimizer
 from zenflow.device import HostSpan, Mark, Transfer
+from zenflow.host.native import NativeBackend
 
 
 class SlowHost(CpuDevice):
-    """Plain CPU whose host work starts up to 5 ms late, by a seed of its own."""
+    """Plain CPU whose host work ends up to 5 ms late, by a seed of its own."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._delays = random.Random(seed)
 
-    @contextmanager
-    def host_work(self, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> Iterator[HostSpan]:
+    def pace(self, span: HostSpan, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> HostSpan:
         time.sleep(self._delays.choice([0, 0, 0.001, 0.005]))
-        with super().host_work(nbytes, inputs, submitted) as span:
-            yield span
-            time.sleep(self._delays.choice([0, 0, 0.001]))
+        return span
 
 
 @pytest.fixture
-def slow_host() -> Callable[[int], Make]:
-    """For a seed, a maker of `ZenFlowAdamW` whose host is held up at random moments drawn from that seed."""
+def slow_host() -> Callable[..., Make]:
+    """For a seed and a rule, a maker of its optimizer whose host is held up at random moments drawn from that seed."""
 
-    def maker(seed: int) -> Make:
-        def make(groups: Any, **arguments: Any) -> ZenFlowAdamW:
-            return ZenFlowAdamW(groups, device=SlowHost(seed), **arguments)
+    def maker(seed: int, rule: str = "adamw") -> Make:
+        def make(groups: Any, **arguments: Any) -> ZenFlowOptimizer:
+            return OURS[rule](groups, device=SlowHost(seed), **arguments)
+
+        return make
+
+    return maker
+
+
+@pytest.fixture
+def native_host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Make]:
+    """For a number of threads, a seed and a rule, a maker of its optimizer on the native engine, its threads late."""
+    monkeypatch.setenv("ZENFLOW_NATIVE", "require")
+
+    def maker(threads: int, seed: int, rule: str = "adamw") -> Make:
+        def make(groups: Any, *, config: ZenFlowConfig, **arguments: Any) -> ZenFlowOptimizer:
+            optimizer = OURS[rule](groups, config=replace(config, host_threads=threads), **arguments)
+            backend = optimizer._engine.backend
+            assert isinstance(backend, NativeBackend)
+            assert backend.threads == threads
+            backend.engine.inject("jitter", 0, 2e-3, seed)
+            return optimizer
 
         return make
 

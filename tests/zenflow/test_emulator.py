@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.zenflow.small import Flat, Stack, assert_same_run, seeded, tokens_of, train
 from zenflow import EmulatedAccelerator, HostEngineError, Rig, ZenFlowConfig
-from zenflow.device import Transfer
+from zenflow.device import HostSpan, Transfer
 
 FAST_GBPS = 1e6
 PAD = {"forward_ms": 3.0, "backward_ms": 6.0}
@@ -179,8 +179,9 @@ def test_generous_pads_have_no_late_segment() -> None:
 
 def test_a_host_below_its_rate_is_counted() -> None:
     with accelerator(host_gbps=1e3) as device:
-        with device.host_work(1000, [], device.mark()) as span:
-            time.sleep(0.05)
+        begin_s = time.monotonic()
+        time.sleep(0.05)
+        span = device.pace(HostSpan(begin_s, time.monotonic()), 1000, [], begin_s)
         assert device.slack.late_host_s > 0.04
         assert span.seconds == pytest.approx(device.slack.host_s + device.slack.late_host_s)
 
@@ -195,8 +196,7 @@ def test_copies_of_one_direction_are_one_after_the_other() -> None:
         targets = [torch.zeros(1000), torch.zeros(500)]
         first, second = (device.d2h(a, b) for a, b in zip(sources, targets, strict=True))
         second.wait()  # as the host engine does before it begins
-        with device.host_work(0, [second], begin) as span:
-            pass
+        span = device.pace(HostSpan(), 0, [second], begin)
         back, arrived = device.h2d(targets[1], span, begin)
         for transfer in (first, second, back):
             transfer.wait()

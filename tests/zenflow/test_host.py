@@ -5,25 +5,66 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from zenflow import CpuDevice, HostEngineError, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
 from zenflow.device import HostSpan, Mark, Transfer
-from zenflow.host import Control, HostEngine, Job, LogEntry, apply_entries
-from zenflow.rules import AdamW, AdamWHyper
+from zenflow.host.backend import Backend
+from zenflow.host.eager import apply_entries
+from zenflow.host.engine import HostEngine, Job
+from zenflow.host.tasks import Control, LogEntry, Task
+from zenflow.rules import AdamW, AdamWHyper, Hyper, Rule
 from zenflow.state import ColumnState
 
 SOON_S = 10.0  # a hang, on however busy a machine
 SYNC = ZenFlowConfig(topk_ratio=0.0, update_interval=1, overlap_step=False)
 
 
+class Calls(Backend):
+    """Tasks are functions."""
+
+    name, threads = "calls", 1
+
+    def __init__(self) -> None:
+        self._tasks: dict[int, Any] = {}
+        self.alive_flag = True
+
+    @property
+    def alive(self) -> bool:
+        return self.alive_flag
+
+    def allocate(self, nbytes: int, interval_bytes: int) -> NDArray[np.uint8]:
+        return np.zeros(nbytes, dtype=np.uint8)
+
+    def register(self, rule: Rule, state: ColumnState) -> int:
+        return 0
+
+    def start(self, task: Task) -> int:
+        self._tasks[len(self._tasks)] = task
+        return len(self._tasks) - 1
+
+    def finish(self, ticket: int) -> HostSpan:
+        if not self.alive_flag:
+            raise RuntimeError("the host engine was closed")
+        self._tasks[ticket]()
+        return HostSpan()
+
+    def stop(self) -> None:
+        self.alive_flag = False
+
+    def close(self) -> None:
+        self.stop()
+
+
 @pytest.fixture
 def engine() -> Iterator[HostEngine]:
-    engine = HostEngine(CpuDevice())
+    engine = HostEngine(CpuDevice(), Calls())
     yield engine
     engine.close()
     assert not engine.alive
@@ -37,10 +78,8 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 def job(name: str, work: Callable[[], object], result: Tensor | None = None) -> Job:
-    def run() -> None:
-        work()
-
-    return Job(name, CpuDevice(), run, nbytes=0, inputs=[], result=result)
+    task: Any = work
+    return Job(name, CpuDevice(), task, nbytes=0, inputs=[], result=result)
 
 
 def within(seconds: float, work: Callable[[], object]) -> None:
@@ -103,10 +142,10 @@ def test_a_job_without_a_result_cannot_be_received(engine: HostEngine) -> None:
 
 
 def test_a_worker_that_is_gone_is_noticed() -> None:
-    engine = HostEngine(CpuDevice())
+    engine = HostEngine(CpuDevice(), Calls())
     gate = threading.Event()
     engine.submit(job("held", lambda: gate.wait(SOON_S)))
-    engine._queue.put(None)  # what the worker takes for its end
+    engine._waiting.put(None)  # what the feeding thread takes for its end
     stuck = engine.submit(job("updating w", lambda: None))
     gate.set()
     with pytest.raises(HostEngineError, match="thread is gone; updating w was not finished"):
@@ -117,7 +156,7 @@ def test_a_worker_that_is_gone_is_noticed() -> None:
 
 
 def test_closing_fails_what_is_queued_and_ends_the_thread() -> None:
-    engine = HostEngine(CpuDevice())
+    engine = HostEngine(CpuDevice(), Calls())
     entered, gate = threading.Event(), threading.Event()
     done: list[int] = []
 
@@ -156,13 +195,11 @@ class Failing(CpuDevice):
         self._left = after
         self._once = once
 
-    @contextmanager
-    def host_work(self, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> Iterator[HostSpan]:
+    def pace(self, span: HostSpan, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> HostSpan:
         self._left -= 1
         if self._left == -1 or (self._left < 0 and not self._once):
             raise OSError("no memory left")
-        with super().host_work(nbytes, inputs, submitted) as span:
-            yield span
+        return span
 
 
 class BrokenUplink(CpuDevice):
@@ -271,13 +308,15 @@ def test_close_applies_what_is_pending_and_abandon_does_not() -> None:
 def entry(gradient: Tensor, lr: float, decay: float, control: tuple[float, float] | None = None) -> LogEntry:
     transfer = CpuDevice().d2h(gradient, torch.empty_like(gradient))
     hyper = AdamWHyper(lr=lr, beta1=0.5, beta2=0.5, eps=0.0, weight_decay=decay)
-    return LogEntry(1, gradient, transfer, hyper, None if control is None else Control(torch.tensor(control), transfer))
+    return LogEntry(
+        1, [gradient.view(-1)], transfer, hyper, None if control is None else Control(torch.tensor(control), transfer)
+    )
 
 
-def applied(entries: list[LogEntry], rule: str, closing: AdamWHyper | None = None) -> ColumnState:
+def applied(entries: list[LogEntry], rule: str, closing: Hyper | None = None) -> ColumnState:
     state = ColumnState(torch.tensor([[8.0], [16.0]]), 2)
-    rows = [one.rows for one in entries]
-    apply_entries(state, AdamW(), entries, rows, closing or entries[-1].hyper, rule)
+    gradients = [(one, one.pieces[0].view(2, 1)) for one in entries]
+    apply_entries(state, AdamW(), gradients, (closing or entries[-1].hyper) if rule == "mean" else None)
     return state
 
 

@@ -156,7 +156,7 @@ def _link(run: Measurement, module: Any) -> dict[str, float]:
     }
 
 
-def _host(run: Measurement, rig: Rig | None, missing: dict[str, str]) -> dict[str, float] | None:
+def _host(run: Measurement, rig: Rig | None, missing: dict[str, str]) -> dict[str, float | str] | None:
     elements = sum(step.host_elements for step in run.stats)
     if elements == 0:
         missing["host"] = "nothing was updated on the host"
@@ -170,13 +170,16 @@ def _host(run: Measurement, rig: Rig | None, missing: dict[str, str]) -> dict[st
         "gbps": nbytes / milliseconds / 1e6,
         "ceiling_gbps": ceiling_gbps,
         "bytes_per_element": nbytes / elements,
+        "engine": run.host_engine,
+        "threads": run.host_threads,
     }
 
 
 def _memory(run: Measurement, missing: dict[str, str]) -> dict[str, int | None]:
     if run.device_peak_bytes is None:
         missing["memory.device_peak_bytes"] = "there is no GPU whose memory could be counted"
-    host = {f"host_{use}_bytes": nbytes for use, nbytes in run.host_bytes.items()}
+    uses = ("state", "log", "staging", "peak")
+    host = {f"host_{use}_bytes": run.host_bytes[use] for use in uses}
     return {"device_peak_bytes": run.device_peak_bytes, **host}
 
 

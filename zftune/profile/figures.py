@@ -131,6 +131,7 @@ def _memory(document: Document) -> list[str]:
         "host_state_bytes": "host state",
         "host_log_bytes": "gradient log",
         "host_staging_bytes": "staging",
+        "host_peak_bytes": "host peak",
     }
     return [f"{title} {size(memory[key])}" for key, title in names.items() if memory[key] is not None]
 

@@ -73,6 +73,8 @@ class Measurement:
     phases_ms: dict[str, float]
     """Mean per step."""
     host_bytes: dict[str, int]
+    host_engine: str
+    host_threads: int
     """Peak host memory by use."""
     device_peak_bytes: int | None
     slack: Slack | None
@@ -162,8 +164,8 @@ def _measure_once(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep
             slack = device.slack if isinstance(device, EmulatedAccelerator) else None
             phases_ms = loop.phases_ms(discarded)
         optimizer.close()  # what is pending comes back to the pools, which then are at their largest
-        host_bytes = optimizer.host_bytes()
-    return Measurement(optimizer.config, stats, discarded, phases_ms, host_bytes, peak_bytes, slack, attempt)
+        host_bytes, engine = optimizer.host_bytes(), optimizer.host_engine
+    return Measurement(optimizer.config, stats, discarded, phases_ms, host_bytes, *engine, peak_bytes, slack, attempt)
 
 
 class _Loop:

@@ -79,6 +79,8 @@ def _baseline_configs(own: ZenFlowConfig) -> dict[str, ZenFlowConfig]:
         "max_grad_norm": own.max_grad_norm,
         "skip_nonfinite": own.skip_nonfinite,
         "bucket_bytes": own.bucket_bytes,
+        "host_threads": own.host_threads,
+        "pt_reserved_cores_perc": own.pt_reserved_cores_perc,
         "select_interval": own.select_interval,
     }
     configs = {

@@ -1,0 +1,187 @@
+"""The optimizers: torch's own arguments, an update rule, and `zenflow`'s split of its state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from zenflow.config import ZenFlowConfig
+from zenflow.device import Device
+from zenflow.optimizer import ZenFlowOptimizer
+from zenflow.rules import RULES
+
+
+class ZenFlowAdamW(ZenFlowOptimizer):
+    """AdamW (Loshchilov and Hutter 2019), as `torch.optim.AdamW`.
+
+    Args:
+        params: parameters or parameter groups, fp32, bf16 or fp16, all on one device.
+        lr: learning rate.
+        betas: decay rates of the two moments.
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay.
+        amsgrad: refused where true.
+        config: the knobs; None takes the defaults.
+        module: the model that owns the parameters; see `ZenFlowOptimizer`.
+        device: the accelerator; None takes the one that the parameters are on.
+
+    Raises:
+        ConfigError: a hyperparameter or knob is not allowed.
+        UnsupportedError: a parameter's dtype or device, or several ranks.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        config: ZenFlowConfig | None = None,
+        module: nn.Module | None = None,
+        device: Device | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        super().__init__(params, defaults, RULES["adamw"], config=config, module=module, device=device)
+
+
+class ZenFlowAdam(ZenFlowOptimizer):
+    """Adam (Kingma and Ba 2015) with weight decay in the gradient, as `torch.optim.Adam`.
+
+    Args and errors as `ZenFlowAdamW`, with `weight_decay` an L2 penalty.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        config: ZenFlowConfig | None = None,
+        module: nn.Module | None = None,
+        device: Device | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        super().__init__(params, defaults, RULES["adam"], config=config, module=module, device=device)
+
+
+class ZenFlowAdagrad(ZenFlowOptimizer):
+    """Adagrad (Duchi et al. 2011), as `torch.optim.Adagrad`.
+
+    Args:
+        params: as `ZenFlowAdamW`.
+        lr: learning rate.
+        lr_decay: the learning rate is divided by 1 + (n - 1) * lr_decay at a column's n-th update.
+        weight_decay: an L2 penalty.
+        initial_accumulator_value: what the sum of squares starts with.
+        eps: added to the denominator.
+        config: the knobs; None takes the defaults.
+        module: the model that owns the parameters; see `ZenFlowOptimizer`.
+        device: the accelerator; None takes the one that the parameters are on.
+
+    Raises:
+        ConfigError: a hyperparameter or knob is not allowed.
+        UnsupportedError: a parameter's dtype or device, or several ranks.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        config: ZenFlowConfig | None = None,
+        module: nn.Module | None = None,
+        device: Device | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+        }
+        super().__init__(params, defaults, RULES["adagrad"], config=config, module=module, device=device)
+
+
+class ZenFlowLion(ZenFlowOptimizer):
+    """Lion (Chen et al. 2023, Algorithm 2).
+
+    Args:
+        params: as `ZenFlowAdamW`.
+        lr: learning rate.
+        betas: weight of the momentum in the update, and its decay rate.
+        weight_decay: decoupled weight decay.
+        config: the knobs; None takes the defaults.
+        module: the model that owns the parameters; see `ZenFlowOptimizer`.
+        device: the accelerator; None takes the one that the parameters are on.
+
+    Raises:
+        ConfigError: a hyperparameter or knob is not allowed.
+        UnsupportedError: a parameter's dtype or device, or several ranks.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        config: ZenFlowConfig | None = None,
+        module: nn.Module | None = None,
+        device: Device | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, defaults, RULES["lion"], config=config, module=module, device=device)
+
+
+class ZenFlowSGD(ZenFlowOptimizer):
+    """SGD with momentum, as `torch.optim.SGD`.
+
+    Args:
+        params: as `ZenFlowAdamW`.
+        lr: learning rate.
+        momentum: decay rate of the momentum; at 0 none is kept.
+        dampening: share of a gradient that the momentum leaves out.
+        weight_decay: an L2 penalty.
+        nesterov: Nesterov momentum.
+        config: the knobs; None takes the defaults.
+        module: the model that owns the parameters; see `ZenFlowOptimizer`.
+        device: the accelerator; None takes the one that the parameters are on.
+
+    Raises:
+        ConfigError: a hyperparameter or knob is not allowed.
+        UnsupportedError: a parameter's dtype or device, or several ranks.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        config: ZenFlowConfig | None = None,
+        module: nn.Module | None = None,
+        device: Device | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, defaults, RULES["sgd"], config=config, module=module, device=device)
