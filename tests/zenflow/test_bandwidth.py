@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ import pytest
 
 from zenflow import bandwidth
 from zenflow.bandwidth import host_bandwidth
+from zenflow.host.cores import host_cores
 from zenflow.errors import ConfigError
 
 Words = npt.NDArray[np.uint32]
@@ -66,14 +68,20 @@ def test_gbps_follow_from_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_thread_for_each_core_by_default() -> None:
-    assert host_bandwidth(elements=10_000, repeats=1).threads == len(os.sched_getaffinity(0))
+    assert host_bandwidth(elements=10_000, repeats=1).threads == len(host_cores(reserved_share=0.0).cpus)
 
 
-def test_threads_are_spread_over_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 8, 9})
-    assert bandwidth._placement(None) == [2, 3, 8, 9]
-    assert bandwidth._placement(2) == [2, 8]
-    assert bandwidth._placement(5) == [-1] * 5
+@pytest.mark.parametrize("threads", [None, 1, 2, 5])
+def test_threads_run_where_the_host_engines_would(monkeypatch: pytest.MonkeyPatch, threads: int | None) -> None:
+    placed: list[list[int]] = []
+
+    def run(*arguments: Any) -> tuple[list[float], int]:
+        placed.append(arguments[-1])
+        return [1.0], 0
+
+    monkeypatch.setattr(bandwidth, "_run", run)
+    assert host_bandwidth(threads=threads).threads == len(placed[0])
+    assert placed == [list(host_cores(reserved_share=0.0, threads=threads).cpus)]
 
 
 def test_the_callers_affinity_stays_as_it_was() -> None:

@@ -1,0 +1,109 @@
+"""Who does the host's work: the native engine, or PyTorch where there is none."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from abc import ABC, abstractmethod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zenflow.device import HostSpan
+from zenflow.errors import ConfigError, HostEngineError
+from zenflow.host.tasks import Task
+from zenflow.rules import Rule
+from zenflow.state import ColumnState
+
+MODES = ("require", "auto", "off")
+
+
+class Backend(ABC):
+    """Does tasks one after the other, in the order in which they were started.
+
+    `start` and `finish` are called by one thread each; a task's memory must live until its `finish` has returned.
+    """
+
+    name: str
+    threads: int
+
+    @abstractmethod
+    def allocate(self, nbytes: int, interval_bytes: int) -> NDArray[np.uint8]:
+        """Zeroed memory, placed near the threads that will work on it.
+
+        Args:
+            nbytes: how much.
+            interval_bytes: what is worked on as a unit, and so shared out between the threads.
+
+        Raises:
+            MemoryError: there is not as much.
+            HostEngineError: the engine has failed.
+        """
+
+    @abstractmethod
+    def register(self, rule: Rule, state: ColumnState) -> int:
+        """Make columns known; their memory must live as long as the backend.
+
+        Returns:
+            The number for `HostColumns.handle`.
+        """
+
+    @abstractmethod
+    def start(self, task: Task) -> int:
+        """Begin a task, or queue it behind others. All its inputs have arrived.
+
+        Returns:
+            A ticket for `finish`.
+
+        Raises:
+            RuntimeError: an earlier task failed.
+        """
+
+    @abstractmethod
+    def finish(self, ticket: int) -> HostSpan:
+        """Block until a task is done; it is forgotten then.
+
+        Raises:
+            RuntimeError: it failed, or an earlier one did, or the backend was closed.
+        """
+
+    @property
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether every thread runs."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Drop the tasks that have not begun. Any thread may call it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop, and end the threads."""
+
+
+def choose_backend(cpus: list[int]) -> Backend:
+    """The backend that `$ZENFLOW_NATIVE` asks for.
+
+    Args:
+        cpus: one entry a thread, the core to run on, -1 for any.
+
+    Raises:
+        ConfigError: the variable has a value that is not allowed.
+        HostEngineError: it is "require" and there is no native module, or threads could not be started.
+    """
+    from zenflow.host.eager import EagerBackend
+    from zenflow.host.native import NativeBackend, load_native
+
+    mode = os.environ.get("ZENFLOW_NATIVE") or "auto"
+    if mode not in MODES:
+        raise ConfigError(f"ZENFLOW_NATIVE is {mode!r}, allowed is {', '.join(MODES)}")
+    if mode == "off":
+        return EagerBackend()
+    try:
+        native = load_native()
+    except HostEngineError as error:
+        if mode == "require":
+            raise
+        warnings.warn(f"host updates run in PyTorch, several times slower: {error}", stacklevel=2)
+        return EagerBackend()
+    return NativeBackend(native, cpus)

@@ -1,0 +1,262 @@
+"""The host engine as the training thread sees it: jobs go in, results cross the link by themselves.
+
+A job waits for its inputs, is done by the backend, and its result goes back over the link as soon as it is both
+finished and asked for. One thread feeds the backend, so that it always has work whose inputs are there; another takes
+what is finished, so that buckets become visible one by one. Neither works itself (but in the eager fallback).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from zenflow.device import Device, HostSpan, Mark, Transfer
+from zenflow.errors import HostEngineError
+from zenflow.host.backend import Backend
+from zenflow.host.tasks import Task
+
+_POLL_S = 0.2
+
+
+class Job:
+    """A piece of host work; submitted by the training thread, finished by the engine."""
+
+    def __init__(
+        self,
+        name: str,
+        device: Device,
+        task: Task | None,
+        *,
+        nbytes: int,
+        inputs: Sequence[Transfer],
+        result: torch.Tensor | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        """Memory traffic of the work."""
+        self.inputs = inputs
+        self.task = task
+        """None: nothing but a place in the order."""
+        self.result = result
+        """Host memory that the work writes and that `ask_result` sends to the device."""
+        self.after = after
+        """Called when the work is done, in a thread of the engine."""
+        self.span = HostSpan()
+        self.submitted: Mark = device.mark()
+        self.delivered: torch.Tensor | None = None
+        """Device memory that the result arrives in, once the copy was queued."""
+        self.transfer: Transfer | None = None
+        self._device = device
+        self._asked: Mark | None = None
+        self._finished = threading.Event()
+        self._error: HostEngineError | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the engine is through with this job."""
+        return self._finished.is_set()
+
+    def ask_result(self) -> None:
+        """Send the result to the device as soon as it is there."""
+        with self._lock:
+            if self._asked is None:
+                self._asked = self._device.mark()
+                if self.finished and self._error is None:
+                    self._send()
+
+    def finish(self, span: HostSpan) -> None:
+        """Called by the engine when the work is done; may raise what sending the result raises."""
+        self.span = span
+        self.task = None  # its memory may be needed elsewhere
+        if self.after is not None:
+            self.after()
+        with self._lock:
+            if self._asked is not None:
+                self._send()
+            self._finished.set()
+
+    def fail(self, error: HostEngineError) -> None:
+        """Called by the engine when the work, or any work before it, could not be done."""
+        self._error = error
+        self._finished.set()
+
+    def wait(self, engine: HostEngine) -> None:
+        """Block until the work is done.
+
+        Raises:
+            HostEngineError: the work failed, or the engine is gone.
+        """
+        while not self._finished.wait(_POLL_S):
+            if not engine.alive and not self.finished:
+                raise HostEngineError(f"the host engine's thread is gone; {self.name} was not finished")
+        if self._error is not None:
+            raise HostEngineError(str(self._error)) from self._error.__cause__
+        self._device.caught_up(self.span)
+
+    def receive(self, engine: HostEngine) -> torch.Tensor:
+        """The result on the device; blocks until it is queued and lets the compute stream wait for it.
+
+        Raises:
+            HostEngineError: the work failed, or the engine is gone.
+        """
+        self.ask_result()
+        self.wait(engine)
+        if self.transfer is None or self.delivered is None:
+            raise HostEngineError(f"{self.name} has no result to send")
+        self._device.join(self.transfer, self.delivered)
+        return self.delivered
+
+    def _send(self) -> None:
+        if self.result is not None:
+            self.transfer, self.delivered = self._device.h2d(self.result, self.span, self._asked)
+
+
+class HostEngine:
+    """Owns the threads around a backend. Only the training thread submits; jobs run in order of submission.
+
+    After a failure nothing more is done: later jobs may build on what is missing, so all of them fail with it.
+    """
+
+    def __init__(self, device: Device, backend: Backend) -> None:
+        self.backend = backend
+        self._device = device
+        self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[tuple[Job, int | None] | None] = queue.SimpleQueue()
+        self.last_span = HostSpan()
+        """Of the job that was finished last."""
+        self._closing = False
+        self._failure: HostEngineError | None = None
+        self._failed: list[Callable[[HostEngineError], None]] = []
+        self._threads = [
+            threading.Thread(target=self._feed, name="zenflow-feed", daemon=True),
+            threading.Thread(target=self._finish, name="zenflow-finish", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        # A thread that comes back from native code when the interpreter is gone would end the process badly.
+        self._at_exit = weakref.finalize(self, _end, self._waiting, backend, self._threads)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its threads run."""
+        return all(thread.is_alive() for thread in self._threads)
+
+    def on_failure(self, tell: Callable[[HostEngineError], None]) -> None:
+        """Have a function told of the first failure, in a thread of the engine."""
+        self._failed.append(tell)
+
+    def submit(self, job: Job) -> Job:
+        """Queue a job.
+
+        Raises:
+            HostEngineError: an earlier job failed, or the engine is gone.
+        """
+        self.check()
+        if not self.alive:
+            raise HostEngineError(f"the host engine's thread is gone; {job.name} cannot be submitted")
+        self._waiting.put(job)
+        return job
+
+    def check(self) -> None:
+        """Raise the failure of an earlier job, even where nobody waits for it, and notice lost threads.
+
+        Raises:
+            HostEngineError: naming the job and its cause.
+        """
+        if self._failure is None and not self._closing and not self.backend.alive:
+            self._fail("the host engine", RuntimeError("a thread of the host engine is gone"))
+        if self._failure is not None:
+            raise HostEngineError(str(self._failure)) from self._failure.__cause__
+
+    def drain(self) -> None:
+        """Block until all that was submitted is done.
+
+        Raises:
+            HostEngineError: a job failed, or the engine is gone.
+        """
+        self.submit(Job("draining the host engine", self._device, None, nbytes=0, inputs=[])).wait(self)
+
+    def stop(self) -> None:
+        """Ask the threads to end after the job that is being done; jobs behind it fail. Any thread may call it."""
+        self._closing = True
+        self._waiting.put(None)
+        self.backend.stop()
+
+    def close(self) -> None:
+        """End the threads after the job that is being done, and wait for them."""
+        self.stop()
+        for thread in self._threads:
+            thread.join()
+        self.backend.close()
+
+    def _feed(self) -> None:
+        self._enter_thread()
+        while (job := self._waiting.get()) is not None:
+            self._guarded(job, self._start)
+            del job  # while idle, the last job's tensors must not be kept
+        self._started.put(None)
+
+    def _start(self, job: Job) -> None:
+        if self._failure is not None:
+            job.fail(self._failure)
+            return
+        if self._closing:
+            raise HostEngineError("the host engine was closed")
+        for transfer in job.inputs:
+            transfer.wait()
+        self._started.put((job, None if job.task is None else self.backend.start(job.task)))
+
+    def _finish(self) -> None:
+        self._enter_thread()
+        while (started := self._started.get()) is not None:
+            job, ticket = started
+            self._guarded(job, partial(self._complete, ticket))
+            del job, started
+
+    def _complete(self, ticket: int | None, job: Job) -> None:
+        # Even after a failure: until then the backend may be using the job's memory.
+        span = HostSpan() if ticket is None else self.backend.finish(ticket)
+        if self._failure is not None:
+            job.fail(self._failure)
+            return
+        span = self._device.pace(span, job.nbytes, job.inputs, job.submitted)
+        if ticket is not None:
+            self.last_span = span
+        job.finish(span)
+
+    def _guarded(self, job: Job, do: Callable[[Job], None]) -> None:
+        try:
+            do(job)
+        except BaseException as error:  # noqa: BLE001 - raised again in the training thread
+            job.fail(self._fail(job.name, error))
+
+    def _enter_thread(self) -> None:
+        try:
+            self._device.enter_thread()
+        except BaseException as error:  # noqa: BLE001 - raised again in the training thread
+            self._fail("starting the host engine", error)
+
+    def _fail(self, name: str, error: BaseException) -> HostEngineError:
+        if self._failure is None:
+            failure = HostEngineError(f"{name} failed: {error}")
+            failure.__cause__ = error
+            self._failure = failure
+            for tell in self._failed:
+                tell(failure)
+        return self._failure
+
+
+def _end(waiting: queue.SimpleQueue[Job | None], backend: Backend, threads: list[threading.Thread]) -> None:
+    waiting.put(None)
+    backend.stop()
+    for thread in threads:
+        if thread is not threading.current_thread():  # which may be the last to know the engine
+            thread.join()
+    backend.close()

@@ -1,0 +1,79 @@
+"""The host memory of the deferred columns: who allocates it, and how much there is of it."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from zenflow.device import Device
+from zenflow.host.backend import Backend
+
+Use = Literal["state", "log", "staging", "migration"]
+USES: tuple[Use, ...] = ("state", "log", "staging", "migration")
+
+
+class HostMemory:
+    """Allocates host memory and counts it until it is freed. Memory may be freed by any thread."""
+
+    def __init__(self, backend: Backend, device: Device) -> None:
+        self._backend = backend
+        self._device = device
+        self._lock = threading.RLock()  # a collection inside may free memory
+        self._bytes: Counter[str] = Counter()
+        self._peak_bytes = 0
+
+    @property
+    def bytes_by_use(self) -> dict[str, int]:
+        """Bytes that are allocated now, by use."""
+        with self._lock:
+            return {use: self._bytes[use] for use in USES}
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was allocated at a time."""
+        with self._lock:
+            return self._peak_bytes
+
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, use: Use, interval_bytes: int | None = None
+    ) -> torch.Tensor:
+        """Memory that stays for long; zeroed, and reachable for the copy streams where they need it.
+
+        Args:
+            shape: of the tensor.
+            dtype: of the tensor.
+            use: what it is counted as. "state" is not reached by copies.
+            interval_bytes: what the host works on as a unit; None: all of it.
+
+        Raises:
+            MemoryError: there is not as much.
+            HostEngineError: the host engine has failed.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        array = self._backend.allocate(nbytes, interval_bytes or nbytes)
+        if use != "state":
+            self._device.pin(array)
+        self._count(use, nbytes)
+        weakref.finalize(array, self._count, use, -nbytes).atexit = False
+        return torch.from_numpy(array).view(dtype).view(tuple(shape))
+
+    def transient(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for columns that move, given back soon."""
+        tensor = self._device.host_empty(shape, dtype)
+        storage = tensor.untyped_storage()
+        self._count("migration", storage.nbytes())
+        weakref.finalize(storage, self._count, "migration", -storage.nbytes()).atexit = False
+        return tensor
+
+    def _count(self, use: Use, nbytes: int) -> None:
+        with self._lock:
+            self._bytes[use] += nbytes
+            self._peak_bytes = max(self._peak_bytes, self._bytes.total())

@@ -1,0 +1,108 @@
+"""What the host can be asked to do with the deferred columns of one weight; data only, any backend can do it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zenflow.device import Transfer
+from zenflow.rules import Hyper, Rule
+from zenflow.state import ColumnState
+
+
+@dataclass(frozen=True, slots=True)
+class HostColumns:
+    """The deferred columns of one weight as a backend knows them."""
+
+    rule: Rule
+    state: ColumnState
+    handle: int
+    """The backend's number for them."""
+
+
+@dataclass(slots=True)
+class Control:
+    """A step's device scalars on the host: factor on the gradient, and whether the step is skipped."""
+
+    values: torch.Tensor
+    """[2] fp32 in host memory: factor, skip (0 or 1)."""
+    transfer: Transfer
+
+
+@dataclass(slots=True)
+class LogEntry:
+    """One step's gradient of some columns, on its way to the host or there."""
+
+    step: int
+    pieces: Sequence[torch.Tensor]
+    """Flat host memory in the gradient's dtype; behind each other [n, rows]."""
+    transfer: Transfer
+    """The last of its copies."""
+    hyper: Hyper
+    control: Control | None
+    """None: factor 1, not skipped."""
+
+    def live(self) -> tuple[float, bool]:
+        """Factor on the gradient, and whether the step counts; only once the control has arrived."""
+        if self.control is None:
+            return 1.0, True
+        factor, skip = self.control.values.tolist()
+        return factor, not skip
+
+    def transfers(self) -> list[Transfer]:
+        """What must have arrived before the entry can be used."""
+        return [self.transfer] if self.control is None else [self.transfer, self.control.transfer]
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Columns that share a log, and where their gradients are found in it."""
+
+    slots: range | torch.Tensor
+    """The slots to update; [n] int64 where they are not consecutive."""
+    entries: Sequence[tuple[LogEntry, torch.Tensor | None]]
+    """In order of their steps; with each [n] int64: the packed row of each target. None: row i belongs to target i."""
+    out: torch.Tensor | None = None
+    """[n] int64: row of the outcome that belongs to each target. None: row i."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Apply a window to columns: replayed, or averaged where `closing` is given."""
+
+    columns: HostColumns
+    parts: Sequence[Targets]
+    closing: Hyper | None
+    """For the mean: hyperparameters of the step that closed the window."""
+    weights: torch.Tensor | None = None
+    """[n, rows] host memory in the model's dtype: receives the new weights."""
+    packed: torch.Tensor | None = None
+    """[n, packed_columns] int32 host memory: receives the columns' state instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadMasters:
+    """Take masters from weights."""
+
+    columns: HostColumns
+    slots: range
+    weights: torch.Tensor
+    """[n, rows] in the model's dtype, in host memory."""
+    keep: bool
+    """Keep a master that rounds to its weight, so that an unchanged weight loses no precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unpack:
+    """Take over the state of columns."""
+
+    columns: HostColumns
+    slots: torch.Tensor
+    """[n] int64."""
+    packed: torch.Tensor
+    """[n, packed_columns] int32 in host memory."""
+
+
+Task = Update | ReadMasters | Unpack

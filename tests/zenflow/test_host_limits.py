@@ -1,0 +1,227 @@
+"""What this process may still allocate, on fake machines and on this one, and the refusal of what does not fit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.zenflow.machine import NO_LIMIT_V1, Machine
+from zenflow import HostMemoryError, ZenFlowError
+from zenflow.host.limits import available_host_bytes, require_host_bytes
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def meminfo(machine: Machine, available_bytes: int) -> None:
+    machine.write(
+        "proc/meminfo",
+        f"MemTotal:       263776000 kB\nMemFree:        1 kB\nMemAvailable:   {available_bytes // 1024:8} kB\n"
+        "SwapCached:            0 kB\n",
+    )
+
+
+def v2(machine: Machine, folder: str, limit: str, use: str, inactive_file: int = 0) -> None:
+    stat = f"anon 123\nfile 99999\nworkingset_inactive_file 1\ninactive_file {inactive_file}\nactive_file 77777"
+    machine.files(folder, {"memory.max": limit, "memory.current": use, "memory.stat": stat})
+
+
+def v1(machine: Machine, folder: str, limit: str, use: str, inactive_file: int = 0) -> None:
+    stat = f"cache 99999\ninactive_file 5\nhierarchical_memory_limit 1\ntotal_inactive_file {inactive_file}"
+    machine.files(folder, {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": use, "memory.stat": stat})
+
+
+def limits(machine: Machine, *, address_space: str = "unlimited", data: str = "unlimited") -> None:
+    rows = {"cpu time": "unlimited", "data size": data, "resident set": "1", "address space": address_space}
+    lines = "".join(f"{'Max ' + name:<26}{soft:<20} {'unlimited':<20} bytes     \n" for name, soft in rows.items())
+    machine.write("proc/self/limits", f"{'Limit':<26}{'Soft Limit':<20} {'Hard Limit':<20} Units     \n{lines}")
+
+
+def test_nothing_known_is_none_and_refuses_nothing(machine: Machine) -> None:
+    assert available_host_bytes(machine.root) is None
+    require_host_bytes(1 << 80, "everything", "lower it", root=machine.root)
+
+
+def test_the_machines_memory(machine: Machine) -> None:
+    meminfo(machine, 5 * GIB)
+    assert available_host_bytes(machine.root) == 5 * GIB
+
+
+def test_version_2_page_cache_is_free(machine: Machine) -> None:
+    meminfo(machine, 100 * GIB)
+    machine.group("", "/job")
+    machine.mount("/sys/fs/cgroup")
+    v2(machine, "sys/fs/cgroup/job", str(10 * GIB), str(4 * GIB), inactive_file=GIB)
+    assert available_host_bytes(machine.root) == 7 * GIB
+
+
+def test_the_tightest_level_counts(machine: Machine) -> None:
+    machine.group("", "/a/b/c")
+    machine.mount("/sys/fs/cgroup")
+    v2(machine, "sys/fs/cgroup/a/b/c", "max", str(GIB))
+    v2(machine, "sys/fs/cgroup/a/b", str(8 * GIB), str(2 * GIB))  # leaves 6
+    v2(machine, "sys/fs/cgroup/a", str(10 * GIB), str(7 * GIB), inactive_file=GIB)  # leaves 4: its others use memory
+    assert available_host_bytes(machine.root) == 4 * GIB
+
+
+def test_version_1_and_its_number_for_no_limit(machine: Machine) -> None:
+    machine.group("memory", "/job")
+    machine.mount("/sys/fs/cgroup/memory", controllers="memory")
+    v1(machine, "sys/fs/cgroup/memory", NO_LIMIT_V1, str(90 * GIB))
+    assert available_host_bytes(machine.root) is None
+    v1(machine, "sys/fs/cgroup/memory/job", str(9223372036854710272), str(GIB))  # with pages of 64 KiB
+    assert available_host_bytes(machine.root) is None
+    v1(machine, "sys/fs/cgroup/memory/job", str(3 * GIB), str(2 * GIB), inactive_file=GIB // 2)
+    assert available_host_bytes(machine.root) == 3 * GIB // 2
+
+
+def test_a_version_1_container_that_sees_its_hosts_path(machine: Machine) -> None:
+    machine.group("memory", "/kubepods/pod1/c1")
+    machine.mount("/sys/fs/cgroup/memory", controllers="memory")
+    v1(machine, "sys/fs/cgroup/memory", str(2 * GIB), str(GIB))  # all that the container sees
+    assert available_host_bytes(machine.root) == GIB
+
+
+def test_hybrid_takes_the_least_of_both(machine: Machine) -> None:
+    machine.group("memory", "/job")
+    machine.group("", "/unit")
+    machine.mount("/sys/fs/cgroup/memory", controllers="memory")
+    machine.mount("/sys/fs/cgroup/unified")
+    v1(machine, "sys/fs/cgroup/memory/job", str(4 * GIB), "0")
+    v2(machine, "sys/fs/cgroup/unified/unit", str(3 * GIB), "0")
+    assert available_host_bytes(machine.root) == 3 * GIB
+
+
+def test_an_overdrawn_group_has_nothing_left(machine: Machine) -> None:
+    machine.mount("/sys/fs/cgroup")
+    v2(machine, "sys/fs/cgroup", str(GIB), str(2 * GIB))
+    assert available_host_bytes(machine.root) == 0
+    v2(machine, "sys/fs/cgroup", str(GIB), "4096", inactive_file=8192)  # counted at different moments
+    assert available_host_bytes(machine.root) == GIB
+    v2(machine, "sys/fs/cgroup", "0", "0")
+    assert available_host_bytes(machine.root) == 0
+
+
+def test_resource_limits_less_what_is_in_use(machine: Machine) -> None:
+    machine.write("proc/self/status", "Name:\tpython\nVmPeak:\t 9999 kB\nVmSize:\t 2048 kB\nVmData:\t  1024 kB\n")
+    limits(machine)
+    assert available_host_bytes(machine.root) is None
+    limits(machine, address_space=str(GIB))
+    assert available_host_bytes(machine.root) == GIB - 2048 * 1024
+    limits(machine, address_space=str(GIB), data=str(GIB // 2))
+    assert available_host_bytes(machine.root) == GIB // 2 - 1024 * 1024
+    limits(machine, address_space="4096")
+    assert available_host_bytes(machine.root) == 0
+
+
+@pytest.mark.parametrize("limit", ["max", "-1", "", "garbage", "1e9", "18446744073709551615", "9" * 4999])
+def test_unreadable_limits_are_unknown(machine: Machine, limit: str) -> None:
+    machine.mount("/sys/fs/cgroup")
+    v2(machine, "sys/fs/cgroup", limit, "0")
+    machine.write("proc/meminfo", "MemTotal: 5 kB\nMemAvailable: lots\n")
+    machine.write("proc/self/limits", limit)
+    assert available_host_bytes(machine.root) is None
+
+
+@pytest.mark.parametrize("use", ["garbage", ""])
+def test_unknown_use_leaves_at_most_the_limit(machine: Machine, use: str) -> None:
+    machine.mount("/sys/fs/cgroup")
+    machine.files("sys/fs/cgroup", {"memory.max": str(GIB), "memory.current": use})
+    assert available_host_bytes(machine.root) == GIB
+
+
+def test_the_refusal_is_one_sentence_with_both_figures(machine: Machine) -> None:
+    meminfo(machine, 100 * GIB)
+    machine.group("", "/job")
+    machine.mount("/sys/fs/cgroup")
+    v2(machine, "sys/fs/cgroup/job", str(2 * GIB), str(GIB))
+    require_host_bytes(GIB, "the host state", "lower offload_ratio", root=machine.root)
+    with pytest.raises(HostMemoryError) as caught:
+        require_host_bytes(GIB + 1, "the host state", "lower offload_ratio", root=machine.root)
+    assert str(caught.value) == (
+        f"the host state needs {GIB + 1} bytes of host memory, available are {GIB} "
+        f"(memory.max of the control group {machine.root}/sys/fs/cgroup/job); lower offload_ratio"
+    )
+    assert isinstance(caught.value, MemoryError)
+    assert isinstance(caught.value, ZenFlowError)
+
+
+SIZES = st.integers(0, 1 << 50)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.none() | SIZES, SIZES, SIZES), min_size=1, max_size=5), st.none() | SIZES, SIZES)
+def test_the_least_over_all_levels(
+    tmp_path_factory: pytest.TempPathFactory,
+    levels: list[tuple[int | None, int, int]],
+    free: int | None,
+    needed: int,
+) -> None:
+    machine = Machine(tmp_path_factory.mktemp("machine"))
+    machine.group("", "/" + "/".join("abcd"[: len(levels) - 1]))
+    machine.mount("/sys/fs/cgroup")
+    expected = []
+    for depth, (limit, use, cache) in enumerate(levels):
+        v2(
+            machine,
+            "/".join(("sys/fs/cgroup", *"abcd"[:depth])),
+            "max" if limit is None else str(limit),
+            str(use),
+            cache,
+        )
+        if limit is not None:
+            expected.append(max(0, limit - max(0, use - cache)))
+    if free is not None:
+        meminfo(machine, free)
+        expected.append(free // 1024 * 1024)
+    assert available_host_bytes(machine.root) == min(expected, default=None)
+    if expected and needed > min(expected):
+        with pytest.raises(HostMemoryError, match=f"needs {needed} bytes .* available are {min(expected)} "):
+            require_host_bytes(needed, "it", "lower it", root=machine.root)
+    else:
+        require_host_bytes(needed, "it", "lower it", root=machine.root)
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="no /proc here")
+
+
+@needs_proc
+def test_this_machine_has_some_memory_and_not_more_than_it_has() -> None:
+    available = available_host_bytes()
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    total_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemTotal"))
+    assert available is not None
+    assert 0 < available <= total_kib * 1024
+
+
+@needs_proc
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_what_fits_can_be_allocated_under_a_real_limit_and_no_more(limit: str) -> None:
+    script = f"""
+import mmap, resource, sys
+from zenflow.host.limits import available_host_bytes  # with torch: it takes its own memory first
+margin = 64 << 20
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+used = int(status["VmSize" if "{limit}" == "RLIMIT_AS" else "VmData"].split()[0]) * 1024
+resource.setrlimit(resource.{limit}, (used + (256 << 20),) * 2)
+available = available_host_bytes()
+assert (256 << 20) - margin < available <= 256 << 20, available
+private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+try:
+    mmap.mmap(-1, available + margin, flags=private)
+    raise SystemExit("more than was available")
+except OSError:
+    pass
+mmap.mmap(-1, available - margin, flags=private)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

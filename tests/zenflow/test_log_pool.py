@@ -1,0 +1,395 @@
+"""The pool of the log's memory: nothing overlaps, nothing is lost, the plan is kept, and whoever waits is woken."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from torch import Tensor
+
+from zenflow import ZenFlowError
+from zenflow.host.log_pool import ALIGN_BYTES, Extents, LogPool, padded
+
+SOON_S = 10.0  # a hang, on however busy a machine
+A_WHILE_S = 0.05  # long enough that a thread which should not wait is through
+KB = 1024
+
+
+def host_bytes(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def lengths(extents: Extents) -> list[int]:
+    return [view.numel() for view in extents.views]
+
+
+def ranges(extents: Extents) -> list[tuple[int, int]]:
+    return [(view.data_ptr(), view.data_ptr() + view.numel()) for view in extents.views]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Takes, gives, promises and resizes at random; every entry keeps what was written into it."""
+
+    taken = Bundle("taken")
+
+    @initialize(capacity=st.integers(0, 6000), align=st.sampled_from([8, 64]))
+    def begin(self, capacity: int, align: int) -> None:
+        self.segments: list[Tensor] = []
+        self.align = align
+        self.capacity = capacity
+        self.most_allocated = 0
+        self.pool = LogPool(capacity, self.allocate, align=align)
+        self.contents: dict[Extents, Tensor] = {}
+        self.promised: set[Extents] = set()
+
+    def allocate(self, nbytes: int) -> Tensor:
+        assert nbytes % self.align == 0
+        self.segments.append(host_bytes(nbytes))
+        self.most_allocated = max(self.most_allocated, sum(map(len, self.segments)))
+        assert sum(map(len, self.segments)) <= self.capacity
+        return self.segments[-1]
+
+    @property
+    def most(self) -> int:
+        return max(self.capacity // self.align * self.align, sum(map(len, self.segments)))
+
+    @rule(target=taken, nbytes=st.one_of(st.integers(1, 2000), st.sampled_from([64, 256, 1000])), data=st.data())
+    def take(self, nbytes: int, data: st.DataObject) -> Extents | None:
+        needed = padded(nbytes, self.align)
+        if needed > self.most:
+            with pytest.raises(ZenFlowError, match=f"nbytes is {needed} .*{self.most}"):
+                self.pool.take(nbytes, timeout_s=0)
+            return None
+        fits = self.most - self.pool.taken_bytes >= needed
+        if not self.pool.ready(nbytes):
+            assert not fits or self.promised
+            with pytest.raises(TimeoutError, match=f"{needed} bytes"):
+                self.pool.take(nbytes, timeout_s=0)
+            return None
+        assert fits
+        extents = self.pool.take(nbytes, timeout_s=0)
+        seed = data.draw(st.integers(0, 255))
+        content = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+        for view, part in zip(extents.views, content.split(lengths(extents)), strict=True):
+            view.copy_(part)
+        self.contents[extents] = content
+        return extents
+
+    @rule(extents=consumes(taken))
+    def give(self, extents: Extents | None) -> None:
+        if extents is None:
+            return
+        self.pool.give(extents)
+        del self.contents[extents]
+        self.promised.discard(extents)
+        with pytest.raises(ValueError, match="given back"):
+            self.pool.give(extents)
+
+    @rule(extents=taken)
+    def promise(self, extents: Extents | None) -> None:
+        if extents is not None:
+            self.pool.promise(extents)
+            self.promised.add(extents)
+
+    @rule(capacity=st.integers(0, 8000))
+    def resize(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.pool.resize(capacity)
+
+    @rule()
+    def clear(self) -> None:
+        if self.contents:
+            with pytest.raises(ValueError, match="taken"):
+                self.pool.clear()
+        else:
+            self.pool.clear()
+            self.segments.clear()
+
+    @invariant()
+    def nothing_overlaps_or_is_lost(self) -> None:
+        for extents, content in self.contents.items():
+            assert torch.equal(torch.cat(extents.views), content)
+            assert all(length % self.align == 0 for length in lengths(extents)[:-1])
+            assert all(view.storage_offset() % self.align == 0 and view.numel() > 0 for view in extents.views)
+        spans = sorted(span for extents in self.contents for span in ranges(extents))
+        assert all(high <= low for (_, high), (low, _) in pairwise(spans))
+
+    @invariant()
+    def counts_agree(self) -> None:
+        assert self.pool.capacity_bytes == self.capacity
+        assert self.pool.allocated_bytes == sum(map(len, self.segments))
+        assert self.pool.peak_allocated_bytes == self.most_allocated
+        assert self.pool.taken_bytes == sum(padded(extents.nbytes, self.align) for extents in self.contents)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        for extents in self.contents:
+            self.pool.give(extents)
+        assert self.pool.taken_bytes == 0
+        self.pool.resize(0)  # no new segments
+        whole = [self.pool.take(len(segment), timeout_s=0) for segment in self.segments]
+        assert sorted(span for extents in whole for span in ranges(extents)) == sorted(
+            (segment.data_ptr(), segment.data_ptr() + len(segment)) for segment in self.segments
+        )
+        assert all(len(extents.views) == 1 for extents in whole)
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# --- where an entry goes ---------------------------------------------------------------------------------------------
+
+
+def with_free(*sizes: int, capacity: int = 64 * KB) -> LogPool:
+    """A pool whose free extents are whole segments of these sizes."""
+    pool = LogPool(capacity, host_bytes)
+    for extents in [pool.take(size) for size in sizes]:
+        pool.give(extents)
+    assert pool.allocated_bytes == sum(sizes)
+    return pool
+
+
+def test_an_exact_fit_goes_before_a_larger_one() -> None:
+    pool = LogPool(12 * KB, host_bytes)
+    parts = [pool.take(size) for size in (4 * KB, 2 * KB, KB)]
+    starts = {extents.nbytes: ranges(extents)[0][0] for extents in parts}
+    for extents in parts:
+        pool.give(extents)
+    assert ranges(pool.take(2 * KB)) == [(starts[2 * KB], starts[2 * KB] + 2 * KB)]
+    (low, high) = ranges(pool.take(3 * KB))[0]  # nothing of that size: part of the smallest larger one
+    assert starts[4 * KB] <= low < high <= starts[4 * KB] + 4 * KB
+    assert pool.allocated_bytes == 7 * KB
+
+
+def test_a_new_segment_goes_before_several_pieces_and_has_the_size_of_the_entry() -> None:
+    pool = with_free(4 * KB, 4 * KB)
+    assert lengths(pool.take(5000)) == [5000]
+    assert pool.allocated_bytes == 8 * KB + padded(5000)
+
+
+def test_pieces_are_few_and_the_last_one_fits_best() -> None:
+    pool = with_free(4 * KB, KB, 2 * KB, 512, capacity=7 * KB + 512)
+    assert lengths(pool.take(5 * KB)) == [4 * KB, KB]
+    assert lengths(pool.take(2 * KB + 512)) == [2 * KB, 512]
+    assert pool.taken_bytes == pool.allocated_bytes == pool.capacity_bytes
+
+
+def test_what_is_left_of_the_capacity_is_one_of_the_pieces() -> None:
+    pool = with_free(KB, KB + 64, capacity=4 * KB + 127)
+    assert lengths(pool.take(3 * KB)) == [KB + 64, 2 * KB - 64]
+    assert pool.allocated_bytes == 4 * KB
+    assert lengths(pool.take(KB + 64)) == [KB, 64]
+    assert pool.allocated_bytes == pool.taken_bytes == 4 * KB + 64
+
+
+def test_elements_of_an_odd_number_of_bytes_are_not_cut() -> None:
+    pool = with_free(128, 64, capacity=192)
+    extents = pool.take(130)  # 65 elements of 2 bytes
+    assert lengths(extents) == [128, 2]
+    assert [view.view(torch.bfloat16).numel() for view in extents.views] == [64, 1]
+    assert pool.taken_bytes == padded(130) == 192
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_an_entry_has_at_least_one_byte(nbytes: int) -> None:
+    with pytest.raises(ZenFlowError, match=f"nbytes is {nbytes}, allowed"):
+        LogPool(KB, host_bytes).take(nbytes)
+
+
+def test_more_than_the_capacity_is_refused_at_once() -> None:
+    pool = LogPool(1000, host_bytes)  # 960 in multiples of 64
+    with pytest.raises(ZenFlowError, match=r"nbytes is 1024 .* 960 bytes"):
+        pool.take(1000)
+    assert lengths(pool.take(960)) == [960]
+    with pytest.raises(ZenFlowError, match="capacity_bytes is -1"):
+        pool.resize(-1)
+
+
+def test_extents_of_another_pool_are_refused() -> None:
+    pool, other = LogPool(KB, host_bytes), LogPool(KB, host_bytes)
+    foreign = other.take(64)
+    for refuse in (pool.give, pool.promise):
+        with pytest.raises(ValueError, match="64 bytes are not taken from this pool"):
+            refuse(foreign)
+    other.give(foreign)
+
+
+# --- allocation ------------------------------------------------------------------------------------------------------
+
+
+def no_memory(nbytes: int) -> Tensor:
+    raise MemoryError(f"no {nbytes} bytes")
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        (no_memory, MemoryError),
+        (lambda nbytes: host_bytes(nbytes + 64), ValueError),
+        (lambda nbytes: torch.empty(nbytes, dtype=torch.int8), ValueError),
+    ],
+)
+def test_a_failed_allocation_changes_nothing(bad: Callable[[int], Tensor], error: type[Exception]) -> None:
+    makers = deque([host_bytes, bad, host_bytes])
+    pool = LogPool(3 * KB, lambda nbytes: makers.popleft()(nbytes))
+    pool.give(pool.take(KB))
+    with pytest.raises(error):
+        pool.take(3 * KB)  # the free segment and a new one
+    assert (pool.taken_bytes, pool.allocated_bytes, pool.peak_allocated_bytes) == (0, KB, KB)
+    assert sorted(lengths(pool.take(3 * KB))) == [KB, 2 * KB]
+
+
+def test_others_give_while_memory_is_allocated() -> None:
+    def slow(nbytes: int) -> Tensor:
+        if nbytes == 2 * KB:
+            with ThreadPoolExecutor(1) as other:
+                other.submit(pool.give, first).result(SOON_S)
+        return host_bytes(nbytes)
+
+    pool = LogPool(4 * KB, slow)
+    first = pool.take(KB)
+    assert lengths(pool.take(2 * KB)) == [2 * KB]
+    assert pool.taken_bytes == 2 * KB
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Waiting:
+    """A take in a thread of its own, which has to wait."""
+
+    pool: LogPool
+    nbytes: int
+    result: Future[Extents] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+        self.thread.join(A_WHILE_S)
+        assert not self.result.done()
+        assert not self.pool.ready(self.nbytes)
+
+    def run(self) -> None:
+        try:
+            self.result.set_result(self.pool.take(self.nbytes))
+        except Exception as error:  # noqa: BLE001 - for the test to see
+            self.result.set_exception(error)
+
+
+def test_a_give_wakes_a_waiting_take() -> None:
+    pool = LogPool(3 * KB, host_bytes)
+    first, second = pool.take(KB), pool.take(2 * KB)
+    with pytest.raises(TimeoutError, match=r"2048 bytes in 0.01 s, 3072 bytes are taken"):
+        pool.take(2 * KB, timeout_s=0.01)
+    waiting = Waiting(pool, 2 * KB)
+    pool.give(first)
+    waiting.thread.join(A_WHILE_S)
+    assert not waiting.result.done()  # too little
+    pool.give(second)
+    assert lengths(waiting.result.result(SOON_S)) == [2 * KB]
+
+
+def test_a_larger_capacity_wakes_a_waiting_take() -> None:
+    pool = LogPool(KB, host_bytes)
+    pool.take(KB)
+    waiting = Waiting(pool, KB)
+    pool.resize(2 * KB)
+    assert lengths(waiting.result.result(SOON_S)) == [KB]
+    assert pool.peak_allocated_bytes == 2 * KB
+
+
+def test_a_failure_wakes_waiting_and_later_takes() -> None:
+    pool = LogPool(2 * KB, host_bytes)
+    first = pool.take(KB)
+    waiting = Waiting(pool, 2 * KB)
+    error = RuntimeError("the host is gone")
+    pool.fail(error)
+    pool.fail(RuntimeError("and again"))
+    assert waiting.result.exception(SOON_S) is error
+    for call in (pool.take, pool.ready):
+        with pytest.raises(RuntimeError, match="the host is gone"):
+            call(64)
+    pool.give(first)
+    assert pool.taken_bytes == 0
+
+
+def test_a_promise_makes_a_take_wait_for_few_pieces() -> None:
+    pool = LogPool(64 * KB, host_bytes)
+    parts = [pool.take(KB) for _ in range(64)]
+    for extents in parts[:4]:
+        pool.give(extents)
+    assert pool.ready(3 * KB)
+    pool.promise(parts[10])
+    pool.promise(parts[10])
+    waiting = Waiting(pool, 3 * KB)
+    assert pool.ready(2 * KB)
+    pool.give(parts[10])  # nothing is promised any more
+    assert lengths(waiting.result.result(SOON_S)) == [KB] * 3
+
+
+def test_a_promise_is_not_waited_for_once_an_eighth_is_free() -> None:
+    pool = LogPool(64 * KB, host_bytes)
+    parts = [pool.take(KB) for _ in range(64)]
+    pool.promise(parts[-1])
+    for extents in parts[:7]:
+        pool.give(extents)
+    assert not pool.ready(3 * KB)
+    pool.give(parts[7])
+    assert lengths(pool.take(3 * KB, timeout_s=0)) == [KB] * 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_take_succeeds_in_the_end(seed: int) -> None:
+    """However fragmented: two threads give back in random order what one takes, now and then all of the capacity."""
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    pool = LogPool(32 * KB, host_bytes)
+    given: queue.SimpleQueue[Extents | None] = queue.SimpleQueue()
+
+    def giver(number: int) -> int:
+        mine, held, count = random.Random(seed * 2 + number), list[Extents](), 0
+        while (extents := given.get()) is not None or held:
+            if extents is not None:
+                held.append(extents)
+            while held and (extents is None or given.empty() or mine.random() < 0.4):
+                back = held.pop(mine.randrange(len(held)))
+                (mark,) = {int(view[0]) for view in back.views} | {int(view[-1]) for view in back.views}
+                assert mark == back.nbytes % 251
+                pool.give(back)
+                count += 1
+            if extents is None:
+                break
+        return count
+
+    with ThreadPoolExecutor(2) as threads:
+        givers = [threads.submit(giver, number) for number in range(2)]
+        try:
+            for number in range(1500):
+                nbytes = pool.capacity_bytes if number % 100 == 99 else chance.randrange(1, 6 * KB)
+                extents = pool.take(nbytes, timeout_s=SOON_S)
+                for view in extents.views:
+                    view.fill_(nbytes % 251)
+                if chance.random() < 0.5:
+                    pool.promise(extents)
+                given.put(extents)
+        finally:
+            given.put(None)
+            given.put(None)
+        assert sum(one.result(SOON_S) for one in givers) == 1500
+    assert pool.taken_bytes == 0
+    assert pool.peak_allocated_bytes <= pool.capacity_bytes
+    assert len(pool.take(pool.capacity_bytes).views) <= 32 * KB // ALIGN_BYTES
