@@ -110,7 +110,7 @@ class DeferredTier:
             keep: keep a master that rounds to its weight, so that an unchanged weight loses no precision.
         """
         for bucket in self.buckets:
-            weights = matrix.t().index_select(0, bucket.columns)
+            weights = self._runtime.kernels.pack(matrix, bucket.columns)
             _, transfer = self._runtime.fetch(weights, bucket.result)
             self._runtime.traffic.migrated_bytes += weights.nbytes
             task = ReadMasters(self._host, bucket.slots, bucket.result, keep)
@@ -131,7 +131,7 @@ class DeferredTier:
             HostEngineError: the host engine has failed.
         """
         for bucket in self.buckets:
-            packed = matrix.t().index_select(0, bucket.columns)
+            packed = self._runtime.kernels.pack(matrix, bucket.columns)
             self._runtime.device.charge(2 * packed.nbytes)
             if packed.nbytes > bucket.entry_bytes:  # gradients of another dtype than the weights
                 self._runtime.log.plan(packed.nbytes, instead_of=bucket.entry_bytes)
@@ -200,7 +200,7 @@ class DeferredTier:
             matrix: the gradient, [rows, columns].
             move: the columns that change tier.
         """
-        leaving = matrix.t().index_select(0, self._runtime.send_index(move.to_selected))
+        leaving = self._runtime.kernels.pack(matrix, self._runtime.send_index(move.to_selected))
         rows, transfer = self._runtime.fetch(leaving, self._runtime.memory.transient(leaving.shape, leaving.dtype))
         self._runtime.traffic.migrated_bytes += rows.nbytes
         return rows, transfer

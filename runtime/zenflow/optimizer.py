@@ -21,7 +21,6 @@ from zenflow.layout import conv1d_weights, plan_model, plan_order
 from zenflow.rules import Hyper, Rule
 from zenflow.runtime import make_runtime
 from zenflow.schedule import StepPlan, WindowClock, selects
-from zenflow.selection import importance
 from zenflow.stats import StepStats, Traffic
 from zenflow.weight import WeightState
 from zenflow.windows import Windows
@@ -366,7 +365,7 @@ class ZenFlowOptimizer(Optimizer):
         scores = {}
         for weight, gradient in live:
             if weight.selects:
-                scores[weight] = importance(weight.plan.view(gradient))
+                scores[weight] = self._runtime.kernels.importance(weight.plan.view(gradient))
                 self._device.charge(gradient.nbytes)
                 if not weight.started or selects(step, self._select_interval):
                     weight.propose(scores[weight], skip)

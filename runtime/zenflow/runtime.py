@@ -17,6 +17,7 @@ from zenflow.host.gradient_log import GradientLog
 from zenflow.host.limits import require_host_bytes
 from zenflow.host.log_pool import padded
 from zenflow.host.memory import HostMemory
+from zenflow.kernels import Kernels, kernels_for
 from zenflow.layout import ModelPlan
 from zenflow.rules import Rule
 from zenflow.stats import Traffic
@@ -24,12 +25,13 @@ from zenflow.stats import Traffic
 
 @dataclass(slots=True)
 class Runtime:
-    """Device, host engine and rule, host memory, and the count of bytes on the link."""
+    """Device and its kernels, host engine and rule, host memory, and the count of bytes on the link."""
 
     device: Device
     engine: HostEngine
     memory: HostMemory
     log: GradientLog
+    kernels: Kernels
     rule: Rule
     deferred_update: str
     cores: HostCores
@@ -84,7 +86,7 @@ def make_runtime(device: Device, rule: Rule, config: ZenFlowConfig, history: His
         history: receives the waits for host memory.
 
     Raises:
-        ConfigError: `$ZENFLOW_NATIVE` has a value that is not allowed.
+        ConfigError: `$ZENFLOW_NATIVE` or `$ZENFLOW_KERNELS` has a value that is not allowed.
         HostEngineError: the engine could not be started.
     """
     cores = host_cores(
@@ -95,4 +97,5 @@ def make_runtime(device: Device, rule: Rule, config: ZenFlowConfig, history: His
     memory = HostMemory(backend, device)
     update_interval, _ = config.intervals
     log = GradientLog(memory, engine, device, history, update_interval)
-    return Runtime(device, engine, memory, log, rule, config.deferred_update, cores)
+    kernels = kernels_for(device.torch_device)
+    return Runtime(device, engine, memory, log, kernels, rule, config.deferred_update, cores)

@@ -1,22 +1,10 @@
-"""Which columns matter: importance, the top columns, and what changes when the selection does."""
+"""Which columns matter: the top columns, and what changes when the selection does."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-
-
-def importance(gradient: torch.Tensor) -> torch.Tensor:
-    """Per-column squared L2 norm.
-
-    Args:
-        gradient: [rows, columns], any floating dtype.
-
-    Returns:
-        [columns], fp32.
-    """
-    return gradient.float().square().sum(dim=0)
 
 
 def top_columns(scores: torch.Tensor, count: int) -> torch.Tensor:

@@ -107,7 +107,7 @@ class WeightState:
         if plan.selected:
             self._selected_columns = self._take_proposal() if self.pending else offloaded
             self._selected_index = runtime.send_index(self._selected_columns)
-            self._selected = self._device_state(matrix.t().index_select(0, self._selected_index))
+            self._selected = self._device_state(runtime.kernels.pack(matrix, self._selected_index))
         if plan.deferred:
             columns = offloaded[~torch.isin(offloaded, self._selected_columns)]
             self.deferred = DeferredTier(self.name, plan, self.parameter.dtype, columns, runtime, self._initial)
@@ -134,7 +134,7 @@ class WeightState:
             columns = self._matrix().t()
             self._reread(self._resident, columns[: self.plan.resident])
             if self._selected is not None:
-                self._reread(self._selected, columns.index_select(0, self._selected_index))
+                self._reread(self._selected, self._runtime.kernels.pack(self._matrix(), self._selected_index))
             if self.deferred is not None:
                 self.deferred.read_masters(self._matrix(), keep=True)
         self._note_version()
@@ -229,31 +229,49 @@ class WeightState:
             hyper: the group's hyperparameters.
             control: factor and skip flag.
         """
-        touched = 0
+        updated = 0
         if self._resident is not None and self._whole:
-            self._update(self._resident, gradient.reshape(1, -1), hyper, control)
-            if not self._is_own_master(self._resident):
+            self._update(self._resident, gradient.reshape(-1, 1), self._whole_weights(), hyper, control)
+            if self._whole_weights() is None and not self._is_own_master(self._resident):
                 self.parameter.copy_(self._resident.master.view(self.parameter.shape))
-            touched = self.parameter.numel()
+            updated = self.parameter.numel()
         elif self._resident is not None:
-            self._update(self._resident, self.plan.view(gradient)[:, : self.plan.resident].t(), hyper, control)
-            self._matrix()[:, : self.plan.resident].copy_(self._resident.master.t())
-            touched = self._resident.master.numel()
+            resident = slice(0, self.plan.resident)
+            columns, weights = self.plan.view(gradient)[:, resident], self._matrix()[:, resident]
+            self._update(self._resident, columns, weights, hyper, control)
+            updated = self._resident.master.numel()
         if self._selected is not None:
-            rows = self.plan.view(gradient).t().index_select(0, self._selected_index)
-            self._update(self._selected, rows, hyper, control)
-            self.scatter(self._selected_index, self._selected.master)
-            touched += self._selected.master.numel()
-        self._runtime.device.charge(
-            touched * (8 * (1 + self._runtime.rule.moments) + 2 * self.parameter.element_size())
-        )
+            columns, weights = self.plan.view(gradient), self._matrix()
+            self._update(self._selected, columns, weights, hyper, control, self._selected_index)
+            updated += self._selected.master.numel()
+        state_bytes = 8 * (1 + self._runtime.rule.moments)
+        self._runtime.device.charge(updated * (state_bytes + 2 * self.parameter.element_size()))
         self._note_version()
 
-    def _update(self, state: ColumnState, rows: torch.Tensor, hyper: Hyper, control: StepControl | None) -> None:
-        if control is None:
-            state.update(self._runtime.rule, rows.float(), hyper)
-        else:
-            state.update(self._runtime.rule, rows.float().mul(control.factor), hyper, skip=control.skip)
+    def _whole_weights(self) -> torch.Tensor | None:
+        """The weights of a wholly resident parameter as one column; None where there is no such view or no need."""
+        weights = self.parameter.detach()
+        assert self._resident is not None
+        return None if self._is_own_master(self._resident) or not weights.is_contiguous() else weights.view(-1, 1)
+
+    def _update(
+        self,
+        state: ColumnState,
+        gradient: torch.Tensor,
+        weights: torch.Tensor | None,
+        hyper: Hyper,
+        control: StepControl | None,
+        columns: torch.Tensor | None = None,
+    ) -> None:
+        factor, skip = (None, None) if control is None else (control.factor, control.skip)
+        self._runtime.kernels.update(
+            self._runtime.rule, state, gradient, weights, hyper, columns=columns, factor=factor, skip=skip
+        )
+        self._wrote()
+
+    def _wrote(self) -> None:
+        # Kernels of ours do not count their writes, and autograd must know of them.
+        torch.autograd.graph.increment_version(self.parameter)
 
     def scatter(self, columns: torch.Tensor, rows: torch.Tensor) -> None:
         """Write columns into the weights, rounded to their dtype.
@@ -262,7 +280,8 @@ class WeightState:
             columns: [n] int64 on the device.
             rows: [n, rows] in any floating dtype.
         """
-        self._matrix().index_copy_(1, columns, rows.t().to(self.parameter.dtype))
+        self._runtime.kernels.scatter(self._matrix(), columns, rows)
+        self._wrote()
         self._note_version()
 
     # --- a change of selection -------------------------------------------------------------------------------------

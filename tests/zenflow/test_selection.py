@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zenflow.selection import Move, importance, plan_move, top_columns
+from zenflow.kernels.eager import EagerKernels
+from zenflow.selection import Move, plan_move, top_columns
+
+importance = EagerKernels().importance
 
 
 def test_importance_is_the_squared_norm_of_a_column() -> None:

@@ -1,0 +1,268 @@
+"""What every implementation of the device kernels must do: the same as the eager one, wherever it runs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.zenflow.rule_cases import NAMES, random_group
+from zenflow.kernels import Kernels
+from zenflow.kernels.eager import EagerKernels
+from zenflow.rules import RULES, Hyper, Rule
+from zenflow.state import ColumnState
+
+EAGER = EagerKernels()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LAYOUTS = ("contiguous", "transposed", "sliced", "strided")
+SHAPES = ((1, 1), (1, 7), (9, 1), (33, 65), (300, 5))
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+# Infinities, NaN, both zeros, denormals in fp32 and in fp16, numbers beyond fp16 and next to the end of bf16 and fp32.
+ODD = (float("inf"), -float("inf"), float("nan"), 0.0, -0.0, 1e-40, -3e-8, 7e4, -3.3961775e38, 3.4028235e38)
+
+
+def laid_out(values: Tensor, layout: str) -> Tensor:
+    """A copy of a matrix in other strides, in memory where nothing else is 0."""
+    rows, columns = values.shape
+    if layout == "transposed":
+        return values.t().contiguous().t()
+    if layout == "sliced":
+        memory = torch.full((rows, columns + 5), 7.0, dtype=values.dtype, device=values.device)[:, 2 : 2 + columns]
+    elif layout == "strided":
+        memory = torch.full((2 * rows, 3 * columns), 7.0, dtype=values.dtype, device=values.device)[::2, 1::3]
+    else:
+        memory = torch.empty_like(values, memory_format=torch.contiguous_format)
+    return memory.copy_(values)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(BITS[tensor.dtype])
+
+
+def memory(tensor: Tensor) -> Tensor:
+    """All that a view's memory holds, also between its elements."""
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit, except that a NaN is a NaN."""
+    assert one.dtype == other.dtype
+    return bool(((bits(one) == bits(other)) | (one.isnan() & other.isnan()).contiguous()).all())
+
+
+class Draw:
+    """Random inputs on a device from one seed, which a failing test shows."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        print(f"seed {seed}")
+        self.choice = random.Random(seed)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._device = device
+
+    def values(self, *shape: int, odd: bool = False) -> Tensor:
+        """fp32 of many magnitudes; odd: some of them from `ODD`."""
+        scale = torch.randint(-8, 4, shape, generator=self._generator).float().exp2()
+        values = torch.randn(shape, generator=self._generator) * scale
+        if odd:
+            some = torch.rand(shape, generator=self._generator) < 0.2
+            pick = torch.randint(len(ODD), shape, generator=self._generator)
+            values = torch.where(some, torch.tensor(ODD)[pick], values)
+        return values.to(self._device)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self._generator).to(self._device)
+
+    def columns(self, count: int, of: int) -> Tensor:
+        return torch.randperm(of, generator=self._generator)[:count].to(self._device)
+
+    def state(self, rule: Rule, n: int, rows: int, *, odd: bool) -> ColumnState:
+        """Some updates in, each column with a count of its own."""
+        state = ColumnState(self.values(n, rows, odd=odd), rule.moments)
+        for place, moment in enumerate(state.moments):
+            values = self.values(n, rows, odd=odd)
+            moment.copy_(values.square() if place == 1 or rule.name == "adagrad" else values)
+        state.count.copy_(self.integers(0, 3, n))
+        state.count[::3] = self.integers(0, 5000, len(state.count[::3])).int()
+        return state
+
+
+def copied(state: ColumnState) -> ColumnState:
+    streams = [stream.clone() for stream in (state.master, *state.moments)]
+    return ColumnState.over(streams, state.count.clone())
+
+
+def equal_states(one: ColumnState, other: ColumnState) -> bool:
+    streams = zip((one.master, *one.moments), (other.master, *other.moments), strict=True)
+    return torch.equal(one.count, other.count) and all(same(a, b) for a, b in streams)
+
+
+class KernelCases:
+    """Test cases for subclasses, which provide the fixtures `kernels` and `device`."""
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("shape", [*SHAPES, (5000, 3), (700, 40)])
+    def test_importance_of_integers_is_exact(
+        self, kernels: Kernels, device: torch.device, shape: tuple[int, int], dtype: torch.dtype
+    ) -> None:
+        """Their sums are exact in any order, so every element counts once."""
+        draw = Draw(sum(shape), device)
+        values = draw.integers(-9, 10, *shape)
+        for layout in LAYOUTS:
+            scores = kernels.importance(laid_out(values.to(dtype), layout))
+            assert scores.dtype == torch.float32
+            assert torch.equal(scores, values.square().sum(dim=0).float()), layout
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("shape", [(1, 7), (33, 65), (5000, 3)])
+    def test_importance_is_as_near_as_fp32_sums_are(
+        self, kernels: Kernels, device: torch.device, shape: tuple[int, int], dtype: torch.dtype
+    ) -> None:
+        matrix = Draw(sum(shape), device).values(*shape).to(dtype)
+        exact = matrix.double().square().sum(dim=0)
+        bound = exact * (shape[0] + 1) * 2.0**-24
+        for layout in LAYOUTS:
+            laid = laid_out(matrix, layout)
+            for got in (kernels.importance(laid), EAGER.importance(laid)):
+                assert bool(((got.double() - exact).abs() <= bound).all()), layout
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("rows", [3, 900])
+    def test_importance_that_is_not_finite_is_0(
+        self, kernels: Kernels, device: torch.device, rows: int, dtype: torch.dtype
+    ) -> None:
+        matrix = torch.ones(rows, 5, device=device)
+        matrix[rows - 1, 0] = float("nan")
+        matrix[0, 1] = -float("inf")
+        matrix[1, 2] = 1e30  # whose square is beyond fp32, as it is itself beyond fp16
+        matrix[1, 3] = float("inf")
+        matrix[2, 3] = float("nan")
+        for layout in LAYOUTS:
+            assert kernels.importance(laid_out(matrix.to(dtype), layout)).tolist() == [0.0, 0.0, 0.0, 0.0, rows]
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_pack_copies_every_bit(
+        self, kernels: Kernels, device: torch.device, shape: tuple[int, int], dtype: torch.dtype
+    ) -> None:
+        draw = Draw(1 + sum(shape), device)
+        width = 31 if dtype == torch.float32 else 15
+        raw = draw.integers(-(2**width), 2**width, *shape).to(BITS[dtype])  # NaNs with payloads among them
+        for layout in LAYOUTS:
+            matrix = laid_out(raw, layout).view(dtype)
+            columns = draw.columns(draw.choice.randint(1, shape[1]), shape[1])
+            for index in (columns, columns.int()):
+                packed = kernels.pack(matrix, index)
+                assert packed.is_contiguous()
+                assert packed.dtype == dtype
+                assert torch.equal(packed.view(BITS[dtype]), raw.t()[columns]), layout
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_scatter_rounds_to_nearest_even_and_writes_nothing_else(
+        self, kernels: Kernels, device: torch.device, shape: tuple[int, int], dtype: torch.dtype
+    ) -> None:
+        draw = Draw(2 + sum(shape), device)
+        rows, of = shape
+        for layout in LAYOUTS:
+            matrix = laid_out(draw.values(rows, of).to(dtype), layout)
+            expected = laid_out(matrix, layout)
+            columns = draw.columns(draw.choice.randint(1, of), of)
+            source = draw.values(len(columns), rows, odd=True)
+            halves = bits(source) & ~0x1FFF | 0x1000  # half-way between two numbers of fp16, often of bf16 too
+            for new in (source, halves.view(torch.float32), (halves << 3).view(torch.float32), source.to(dtype)):
+                kernels.scatter(matrix, columns, new)
+                EAGER.scatter(expected, columns, new)
+                assert same(memory(matrix), memory(expected)), layout
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("name", NAMES)
+    def test_update_is_the_eager_one(
+        self, kernels: Kernels, device: torch.device, name: str, dtype: torch.dtype
+    ) -> None:
+        for seed in range(6):
+            draw = Draw(100 * seed + NAMES.index(name), device)
+            rows, of = draw.choice.choice(SHAPES)
+            n = draw.choice.randint(1, of)
+            hyper = RULES[name].hyper(random_group(name, draw.choice))
+            layouts = draw.choice.choice(LAYOUTS), draw.choice.choice(LAYOUTS)
+            odd = seed % 3 == 2
+            self.compare(kernels, device, draw, RULES[name], hyper, (rows, of, n), dtype, layouts, odd=odd)
+
+    def compare(
+        self,
+        kernels: Kernels,
+        device: torch.device,
+        draw: Draw,
+        rule: Rule,
+        hyper: Hyper,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        layouts: tuple[str, str],
+        *,
+        odd: bool,
+    ) -> None:
+        """Two updates, with and without selection, factor and skip."""
+        rows, of, n = shape
+        for of_gradient in (dtype, torch.float32):
+            columns = draw.columns(n, of) if n < of or draw.choice.random() < 0.5 else None
+            weights = laid_out(draw.values(rows, of).to(dtype), layouts[0])
+            twin = laid_out(weights, layouts[0])
+            state = draw.state(rule, n, rows, odd=odd)
+            eager = copied(state)
+            for step in range(2):
+                gradient = laid_out(draw.values(rows, of, odd=odd).to(of_gradient), layouts[1])
+                before = gradient.clone()
+                factor = draw.choice.choice([None, torch.tensor(0.37, device=device)])
+                skip = draw.choice.choice([None, torch.tensor(False, device=device)])
+                if step == 1:
+                    skip = draw.choice.choice([skip, torch.tensor(True, device=device)])
+                knobs = {"columns": columns, "factor": factor, "skip": skip}
+                kernels.update(rule, state, gradient, weights, hyper, **knobs)
+                EAGER.update(rule, eager, gradient, twin, hyper, **knobs)
+                assert equal_states(state, eager), (hyper, layouts, knobs)
+                assert same(memory(weights), memory(twin)), (hyper, layouts, knobs)
+                assert same(gradient, before)
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_a_skipped_first_update_leaves_the_state(self, kernels: Kernels, device: torch.device, name: str) -> None:
+        draw = Draw(7, device)
+        rule = RULES[name]
+        hyper = rule.hyper(random_group(name, draw.choice))
+        state = ColumnState(draw.values(3, 40), rule.moments)
+        weights = state.master.t().to(torch.bfloat16)
+        before, old = copied(state), weights.clone()
+        gradient = torch.full((40, 3), float("nan"), device=device)
+        kernels.update(rule, state, gradient, weights, hyper, skip=torch.tensor(True, device=device))
+        assert equal_states(state, before)
+        assert same(weights, old)
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_a_master_that_is_the_weight(self, kernels: Kernels, device: torch.device, name: str) -> None:
+        """As a wholly resident parameter: one column as long as the parameter."""
+        draw = Draw(8, device)
+        rule = RULES[name]
+        hyper = rule.hyper(random_group(name, draw.choice))
+        parameter, gradient = draw.values(30, 50), draw.values(30, 50)
+        state = ColumnState(parameter.view(1, -1), rule.moments)
+        expected = copied(state)
+        for _ in range(3):
+            kernels.update(rule, state, gradient.view(-1, 1), None, hyper)
+            EAGER.update(rule, expected, gradient.view(-1, 1), None, hyper)
+        assert equal_states(state, expected)
+        assert state.master.data_ptr() == parameter.data_ptr()
+
+    def test_no_columns_and_no_rows(self, kernels: Kernels, device: torch.device) -> None:
+        matrix, none = torch.ones(4, 3, device=device), torch.empty(0, dtype=torch.int64, device=device)
+        assert kernels.importance(matrix[:, :0]).shape == (0,)
+        assert kernels.importance(matrix[:0]).tolist() == [0.0, 0.0, 0.0]
+        assert kernels.pack(matrix, none).shape == (0, 4)
+        assert kernels.pack(matrix[:0], torch.tensor([2], device=device)).shape == (1, 0)
+        kernels.scatter(matrix, none, torch.empty(0, 4, device=device))
+        for name in NAMES:
+            rule = RULES[name]
+            state = ColumnState(torch.empty(0, 4, device=device), rule.moments)
+            hyper = rule.hyper(random_group(name, random.Random(1)))
+            kernels.update(rule, state, torch.ones(4, 3, device=device), matrix, hyper, columns=none)
+        assert matrix.unique().tolist() == [1.0]

@@ -1,0 +1,47 @@
+"""The Triton kernels in Triton's interpreter, beside the eager ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.zenflow.kernel_cases import KernelCases
+from zenflow.kernels import Kernels
+from zenflow.kernels.eager import EagerKernels
+
+if torch.cuda.is_available():  # one process has either the interpreter or the compiler
+    pytest.skip("a CUDA device is here: tests/gpu compares the compiled kernels", allow_module_level=True)
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("TRITON_INTERPRET", "1")  # read when the kernels are defined, and when the first of them is run
+    pytest.importorskip("triton", reason="Triton cannot be imported here")
+    from zenflow.kernels.triton_launch import TritonKernels
+
+# The interpreter is numpy, which says where a number leaves its range.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+CPU = torch.device("cpu")
+
+
+class TestInTheInterpreter(KernelCases):
+    @pytest.fixture
+    def device(self) -> torch.device:
+        return CPU
+
+    @pytest.fixture
+    def kernels(self, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        kernels = TritonKernels()
+        assert kernels.runs_on(CPU), "Triton was imported before its interpreter was asked for"
+        return kernels
+
+
+class TestEager(KernelCases):
+    """The oracle against what the cases know by themselves."""
+
+    @pytest.fixture
+    def device(self) -> torch.device:
+        return CPU
+
+    @pytest.fixture
+    def kernels(self) -> Kernels:
+        return EagerKernels()
