@@ -54,6 +54,9 @@ soak: setup  ## the property tests with EXAMPLES_FACTOR (30) times as many rando
 
 sanitize: sanitize-address sanitize-thread  ## the native module's tests under ASan with UBSan, then under TSan
 
+# Native code driven from Python; runs of whole models would only be slow.
+SANITIZED_TESTS := $(addprefix tests/zenflow/,test_bandwidth.py test_native.py test_engine_faults.py)
+
 sanitize-address: RUNTIME = libasan.so
 sanitize-thread: RUNTIME = libtsan.so
 
@@ -70,7 +73,7 @@ sanitize-address sanitize-thread: sanitize-%: setup
 		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
 		TSAN_OPTIONS=halt_on_error=1:allocator_may_return_null=1:ignore_noninstrumented_modules=1; \
 	$(BIN)/python -c 'import os; from zenflow import _native as n; assert n.__file__ == os.environ["ZENFLOW_NATIVE_FILE"]'; \
-	$(BIN)/python -m pytest -p no:cacheprovider --capture=sys tests/zenflow/test_bandwidth.py
+	$(BIN)/python -m pytest -p no:cacheprovider --capture=sys --timeout 900 $(SANITIZED_TESTS)
 
 bench: setup  ## the host's memory bandwidth over thread counts and update intervals
 	$(BIN)/python studies/007-host-bandwidth/run.py --again

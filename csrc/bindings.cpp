@@ -155,6 +155,7 @@ std::optional<std::pair<double, double>> wait(zenflow::Engine& engine, std::uint
 }  // namespace
 
 NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // an engine that lives until the interpreter ends is no mistake
     m.doc() = "The native part of zenflow.";
     m.def("bandwidth", &bandwidth, nb::kw_only(), "elements"_a, "update_interval"_a, "gradient_bytes"_a, "repeats"_a,
           "cpus"_a, "Seconds of each timed pass over the streams of a host update, and a checksum of the memory.");

@@ -63,9 +63,12 @@ struct Update::Cut {
 
 Update::Update(const Columns& columns, std::vector<Part> parts, std::optional<Hyper> mean, Result result)
     : columns_(columns), parts_(std::move(parts)), mean_(mean), result_(result) {
+    std::size_t targets = 0;
+    for (const Part& part : parts_) targets += part.targets;
     for (const Part& part : parts_) {
         if (part.slots.empty()) check_range(columns_, part.first, part.targets);
         check_index(part.slots, part.targets, columns_.columns, "slots");
+        check_index(part.out, part.targets, targets, "out");
         for (const Entry& entry : part.entries) {
             std::size_t elements = 0;
             for (const Extent& extent : entry.extents) elements += extent.elements;

@@ -52,7 +52,7 @@ struct Part {
     std::size_t targets;
     std::vector<std::int64_t> slots;
     std::vector<Entry> entries;     // those that count, in order
-    std::vector<std::int64_t> out;  // row of the result that belongs to each target; empty: i
+    std::vector<std::int64_t> out;  // row of the result that belongs to each target; empty: i; below the sum of targets
 };
 
 // Where an update leaves its outcome.

@@ -79,7 +79,8 @@ class ZenFlowAdagrad(ZenFlowOptimizer):
         lr: learning rate.
         lr_decay: the learning rate is divided by 1 + (n - 1) * lr_decay at a column's n-th update.
         weight_decay: an L2 penalty.
-        initial_accumulator_value: what the sum of squares starts with.
+        initial_accumulator_value: what the sum of squares starts with. A group may set its own (torch, which takes one
+            too, uses the constructor's).
         eps: added to the denominator.
         config: the knobs; None takes the defaults.
         module: the model that owns the parameters; see `ZenFlowOptimizer`.

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from tests.zenflow.family_cases import changed, draw_group
 from zenflow.config import ZenFlowConfig
 
 EXAMPLES_FACTOR = int(os.environ.get("ZENFLOW_EXAMPLES_FACTOR", "1"))  # times as many examples; `make soak` sets it
@@ -39,22 +40,15 @@ class Param:
 
 
 @dataclass(frozen=True)
-class Group:
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-
-
-@dataclass(frozen=True)
 class Case:
     params: tuple[Param, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[dict[str, Any], ...]  # their hyperparameters
     config: ZenFlowConfig
     steps: int
     seed: int
+    rule: str = "adamw"
     with_module: bool = True
-    lr_changes: bool = False
+    scheduled: bool = False
     flush_after: frozenset[int] = frozenset()
     grad_scale: float | None = None
     found_inf_at: frozenset[int] = frozenset()
@@ -167,13 +161,7 @@ def amp(optimizer: Any, case: Case, step: int) -> Iterator[None]:
 
 def groups_of(case: Case, weights: list[nn.Parameter]) -> list[dict[str, Any]]:
     return [
-        {
-            "params": [w for w, param in zip(weights, case.params, strict=True) if param.group == index],
-            "lr": group.lr,
-            "betas": group.betas,
-            "eps": group.eps,
-            "weight_decay": group.weight_decay,
-        }
+        {"params": [w for w, param in zip(weights, case.params, strict=True) if param.group == index], **group}
         for index, group in enumerate(case.groups)
     ]
 
@@ -209,8 +197,9 @@ def run(
         if on_step is not None:
             on_step(optimizer, weights, step)
         record(f"step {step}")
-        if case.lr_changes:
-            set_lr(optimizer, case, step + 1)
+        if case.scheduled:
+            for group, start in zip(optimizer.param_groups, case.groups, strict=True):
+                group.update(changed(start, step + 1))
         if step in case.flush_after:
             optimizer.flush()
             record(f"flush after step {step}")
@@ -219,13 +208,6 @@ def run(
     if hasattr(optimizer, "close"):
         optimizer.close()
     return trace
-
-
-def set_lr(optimizer: Any, case: Case, step: int) -> None:
-    """A schedule that also halves one decay, because every hyperparameter is copied with its step."""
-    for group, start in zip(optimizer.param_groups, case.groups, strict=True):
-        group["lr"] = start.lr / step**0.5
-        group["weight_decay"] = start.weight_decay * (0.5 if step % 2 else 1.0)
 
 
 def same_bits(a: Tensor, b: Tensor) -> Tensor:
@@ -250,7 +232,10 @@ def assert_same(case: Case, actual: Trace, expected: Trace) -> None:
 
 
 def draw_case(rng: random.Random, **fixed: Any) -> Case:
-    """A case over the whole knob space. fixed: fields of the case or of its config that are not drawn."""
+    """A case over the whole knob space. fixed: fields of the case or of its config that are not drawn.
+
+    The rule is AdamW where it is not fixed; `draw_rule` draws one.
+    """
     steps = rng.choice([1, 2, 5, 9, 14, 20, 27])
     interval = rng.randint(1, 7)
     knobs: dict[str, Any] = {
@@ -272,12 +257,12 @@ def draw_case(rng: random.Random, **fixed: Any) -> Case:
     all_steps = range(1, steps + 1)
     case = Case(
         params=tuple(draw_param(rng) for _ in range(rng.randint(1, 7))),
-        groups=tuple(draw_group(rng) for _ in range(3)),
+        groups=tuple(draw_group(fixed.get("rule", "adamw"), rng) for _ in range(3)),
         config=config,
         steps=steps,
         seed=rng.randint(0, 2**31 - 1),
         with_module=rng.random() < 0.7,
-        lr_changes=rng.random() < 0.5,
+        scheduled=rng.random() < 0.5,
         flush_after=frozenset(t for t in all_steps if rng.random() < 0.1),
         rounded_grads=rng.random() < 0.2,
         grad_scale=rng.choice([None, None, None, 1024.0, 300.0]),
@@ -299,15 +284,6 @@ def draw_param(rng: random.Random) -> Param:
             ["always", "always", "always", "always", "sometimes", "sometimes", "late", "never", "frozen", "thawed"]
         ),
         bf16=rng.random() < 0.5,
-    )
-
-
-def draw_group(rng: random.Random) -> Group:
-    return Group(
-        lr=rng.choice([1e-3, 1e-2, 0.1]),
-        betas=rng.choice([(0.9, 0.999), (0.8, 0.95), (0.0, 0.9)]),
-        eps=rng.choice([1e-8, 1e-3]),
-        weight_decay=rng.choice([0.0, 0.01, 0.3]),
     )
 
 

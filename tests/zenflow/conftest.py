@@ -35,7 +35,8 @@ def slow_host() -> Callable[..., Make]:
 
     def maker(seed: int, rule: str = "adamw") -> Make:
         def make(groups: Any, **arguments: Any) -> ZenFlowOptimizer:
-            return OURS[rule](groups, device=SlowHost(seed), **arguments)
+            optimizer: ZenFlowOptimizer = OURS[rule](groups, device=SlowHost(seed), **arguments)
+            return optimizer
 
         return make
 
@@ -49,7 +50,7 @@ def native_host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Make]:
 
     def maker(threads: int, seed: int, rule: str = "adamw") -> Make:
         def make(groups: Any, *, config: ZenFlowConfig, **arguments: Any) -> ZenFlowOptimizer:
-            optimizer = OURS[rule](groups, config=replace(config, host_threads=threads), **arguments)
+            optimizer: ZenFlowOptimizer = OURS[rule](groups, config=replace(config, host_threads=threads), **arguments)
             backend = optimizer._engine.backend
             assert isinstance(backend, NativeBackend)
             assert backend.threads == threads

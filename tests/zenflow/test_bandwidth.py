@@ -15,8 +15,8 @@ import pytest
 
 from zenflow import bandwidth
 from zenflow.bandwidth import host_bandwidth
-from zenflow.host.cores import host_cores
 from zenflow.errors import ConfigError
+from zenflow.host.cores import host_cores
 
 Words = npt.NDArray[np.uint32]
 

@@ -1,4 +1,4 @@
-"""Invariants I1, I2, I2b and I5 of `ZenFlowAdamW` over random cases of the whole knob space."""
+"""Invariants I1, I2, I2b and I5 of the whole family over random cases of the whole knob space."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from tests.zenflow.cases import (
     FIXED_CASES,
     Case,
     Make,
+    Trace,
     assert_same,
     case_of,
     draw_case,
     run,
     same_bits,
 )
-from tests.zenflow.torch_oracle import TorchOracle, assert_close_to_torch
-from zenflow import ZenFlowAdamW, ZenFlowConfig
-from zenflow.reference import ReferenceAdamW
+from tests.zenflow.family_cases import OTHERS, OURS, REFERENCE, draw_rule
+from tests.zenflow.rule_cases import NAMES
+from tests.zenflow.torch_oracle import assert_close_to_torch
+from zenflow import ReferenceAdamW, ZenFlowAdamW, ZenFlowConfig
 
 SYNC: dict[str, Any] = {"update_interval": 1, "overlap_step": False, "apply_lag": None}
 RANDOMS = st.randoms(use_true_random=False)
@@ -43,47 +45,51 @@ def thorough(examples: int) -> Callable[[Any], Any]:
     )
 
 
-def check_against_reference(case: Case, make: Make = ZenFlowAdamW) -> None:
-    assert_same(case, run(case, make), run(case, ReferenceAdamW))
+def check_against_reference(case: Case, make: Make | None = None) -> None:
+    assert_same(case, run(case, make or OURS[case.rule]), run(case, REFERENCE[case.rule]))
 
 
 # I1: where everything is synchronous, the split is invisible.
 
 
 @given(RANDOMS)
-@thorough(60)
-def test_i1_synchronous_is_torch_adamw(rng: random.Random) -> None:
-    case = draw_case(rng, grads_depend_on_weights=False, **SYNC)
+@thorough(75)
+def test_i1_synchronous_is_torch(rng: random.Random) -> None:
+    case = draw_case(rng, rule=draw_rule(rng), grads_depend_on_weights=False, **SYNC)
     note(repr(case))
-    assert_close_to_torch(case, run(case, ZenFlowAdamW), run(case, TorchOracle))
+    event(case.rule)
+    assert_close_to_torch(case, run(case, OURS[case.rule]))
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_i1_one_step_is_torch_adamw(seed: int) -> None:
-    case = case_of(seed, steps=1, grads_depend_on_weights=False, **SYNC)
-    assert_close_to_torch(case, run(case, ZenFlowAdamW), run(case, TorchOracle))
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("rule", NAMES)
+def test_i1_one_step_is_torch(rule: str, seed: int) -> None:
+    case = case_of(seed, rule=rule, steps=1, grads_depend_on_weights=False, **SYNC)
+    assert_close_to_torch(case, run(case, OURS[rule]))
 
 
-def test_i1_knobs_of_the_split_do_not_matter_to_a_bit() -> None:
-    base = case_of(4, steps=12, grads_depend_on_weights=True, flush_after=frozenset(), **SYNC)
+@pytest.mark.parametrize("rule", NAMES)
+def test_i1_knobs_of_the_split_do_not_matter_to_a_bit(rule: str) -> None:
+    base = case_of(4, rule=rule, steps=12, grads_depend_on_weights=True, flush_after=frozenset(), **SYNC)
     knobs: dict[str, Any] = {"topk_ratio": 0.0, "offload_ratio": 0.0, "select_interval": 1, "bucket_bytes": 64_000_000}
-    plain = run(base, ZenFlowAdamW, config=replace(base.config, **knobs))
+    plain = run(base, OURS[rule], config=replace(base.config, **knobs))
     for topk_ratio in (0.0, 0.4, 1.0):
         for offload_ratio in (0.3, 1.0):
             for bucket_bytes in (1, 100):
                 knobs = {"topk_ratio": topk_ratio, "offload_ratio": offload_ratio, "bucket_bytes": bucket_bytes}
-                assert_same(base, run(base, ZenFlowAdamW, config=replace(base.config, **knobs)), plain)
+                assert_same(base, run(base, OURS[rule], config=replace(base.config, **knobs)), plain)
 
 
 # I2: with windows, overlap, lag and reselection the weights are the reference's, bit for bit, after every step.
 
 
 @given(RANDOMS)
-@thorough(150)
+@thorough(180)
 def test_i2_equals_the_reference(rng: random.Random) -> None:
-    case = draw_case(rng)
+    case = draw_case(rng, rule=draw_rule(rng))
     note(repr(case))
     event(f"{case.config.deferred_update}, {'overlap' if case.config.overlap_step else 'no overlap'}")
+    event(case.rule)
     check_against_reference(case)
 
 
@@ -92,25 +98,54 @@ def test_i2_equals_the_reference_on_fixed_cases(seed: int) -> None:
     check_against_reference(case_of(seed))
 
 
-@pytest.mark.parametrize("rule", ["replay", "mean"])
-@pytest.mark.parametrize("interval", range(1, 8))
-def test_i2_for_every_window_and_lag(interval: int, rule: str) -> None:
-    for lag in range(1, interval + 1):
-        fixed = {"update_interval": interval, "apply_lag": lag, "deferred_update": rule, "overlap_step": True}
-        check_against_reference(case_of(100 * interval + lag, steps=3 * interval + 2, topk_ratio=0.3, **fixed))
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_i2_nonfinite_gradients_go_through_without_the_skip_flag(seed: int) -> None:
-    case = case_of(seed, skip_nonfinite=False, steps=9, nonfinite_at=frozenset({4}), max_grad_norm=None)
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("rule", OTHERS)
+@pytest.mark.parametrize("native", ["require", "off"])
+def test_i2_equals_the_reference_on_either_engine(
+    native: str, rule: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZENFLOW_NATIVE", native)
+    case = case_of(1000 + seed, rule=rule, steps=14, offload_ratio=1.0)
     check_against_reference(case)
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_i2_adamw_equals_the_reference_without_the_native_engine(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZENFLOW_NATIVE", "off")
+    check_against_reference(case_of(seed))
+
+
+@pytest.mark.parametrize("mode", ["replay", "mean"])
+@pytest.mark.parametrize("interval", range(1, 8))
+def test_i2_for_every_window_and_lag(interval: int, mode: str) -> None:
+    for lag in range(1, interval + 1):
+        fixed = {"update_interval": interval, "apply_lag": lag, "deferred_update": mode, "overlap_step": True}
+        check_against_reference(case_of(100 * interval + lag, steps=3 * interval + 2, topk_ratio=0.3, **fixed))
+
+
+@pytest.mark.parametrize("rule", NAMES)
+@pytest.mark.parametrize("seed", range(8))
+def test_i2_nonfinite_gradients_go_through_without_the_skip_flag(seed: int, rule: str) -> None:
+    fixed: dict[str, Any] = {"skip_nonfinite": False, "max_grad_norm": None, "nonfinite_at": frozenset({4})}
+    check_against_reference(case_of(seed, rule=rule, steps=9, **fixed))
+
+
+@pytest.mark.parametrize("rule", ["adamw", "sgd"])
 @pytest.mark.parametrize("seed", range(6))
-def test_i2_does_not_depend_on_the_hosts_speed(seed: int, slow_host: Callable[[int], Make]) -> None:
-    """slow_host: from conftest; builds a ZenFlowAdamW whose host is held up at random moments, by seed."""
-    case = case_of(seed, steps=16, overlap_step=True, topk_ratio=0.3, offload_ratio=1.0)
-    check_against_reference(case, slow_host(seed))
+def test_i2_does_not_depend_on_the_hosts_speed(seed: int, rule: str, slow_host: Callable[..., Make]) -> None:
+    """slow_host: from conftest; builds an optimizer whose host is held up at random moments, by seed."""
+    case = case_of(seed, rule=rule, steps=16, overlap_step=True, topk_ratio=0.3, offload_ratio=1.0)
+    check_against_reference(case, slow_host(seed, rule))
+
+
+@pytest.mark.parametrize(("rule", "seed"), [*(("adamw", seed) for seed in range(4)), *((rule, 4) for rule in OTHERS)])
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_i2_does_not_depend_on_threads_and_their_delays(
+    threads: int, rule: str, seed: int, native_host: Callable[..., Make]
+) -> None:
+    """native_host: from conftest; builds an optimizer whose engine has that many threads, each late at random."""
+    case = case_of(100 + seed, rule=rule, steps=16, overlap_step=True, topk_ratio=0.3, offload_ratio=1.0)
+    check_against_reference(case, native_host(threads, seed, rule))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -119,22 +154,23 @@ def test_i2_two_runs_are_equal(seed: int) -> None:
     assert_same(case, run(case, ZenFlowAdamW), run(case, ZenFlowAdamW))
 
 
-# I2b: where gradients do not depend on the weights, replay is AdamW, only late.
+# I2b: where gradients do not depend on the weights, replay is the plain optimizer, only late.
 
 
-def flushed(trace: list[tuple[str, list[Tensor]]]) -> list[tuple[str, list[Tensor]]]:
+def flushed(trace: Trace) -> Trace:
     return [(event, weights) for event, weights in trace if "flush" in event]
 
 
 @given(RANDOMS)
-@thorough(80)
-def test_i2b_replay_is_adamw_after_a_flush(rng: random.Random) -> None:
-    case = draw_case(rng, grads_depend_on_weights=False, deferred_update="replay")
+@thorough(100)
+def test_i2b_replay_is_the_plain_optimizer_after_a_flush(rng: random.Random) -> None:
+    case = draw_case(rng, rule=draw_rule(rng), grads_depend_on_weights=False, deferred_update="replay")
     note(repr(case))
-    late = flushed(run(case, ZenFlowAdamW))
+    event(case.rule)
+    late = flushed(run(case, OURS[case.rule]))
     plain = replace(case.config, offload_ratio=0.0, full_warm_up_rounds=0, **SYNC)
-    assert_same(case, late, flushed(run(case, ReferenceAdamW, config=plain)))
-    assert_close_to_torch(case, late, flushed(run(case, TorchOracle)), steps=case.steps)
+    assert_same(case, late, flushed(run(case, REFERENCE[case.rule], config=plain)))
+    assert_close_to_torch(case, late)
 
 
 # I5: a user's gradient accumulation is untouched; a real model, a real backward.
@@ -225,9 +261,9 @@ def train_scaled(cls: type[Any], seed: int) -> Model:
     return model
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_gradscaler_and_scheduler_drive_both_alike(seed: int) -> None:
-    assert_models_equal(train_scaled(ZenFlowAdamW, seed), train_scaled(ReferenceAdamW, seed))
+@pytest.mark.parametrize(("rule", "seed"), [*(("adamw", seed) for seed in range(3)), *((rule, 1) for rule in OTHERS)])
+def test_gradscaler_and_scheduler_drive_both_alike(rule: str, seed: int) -> None:
+    assert_models_equal(train_scaled(OURS[rule], seed), train_scaled(REFERENCE[rule], seed))
 
 
 def test_flush_before_the_first_step_and_twice() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from zenflow import ZenFlowConfig
-from zenflow.layout import plan_model
 from zenflow.host.log_pool import Extents, LogPool, padded
+from zenflow.layout import plan_model
 
 STEPS = 4
 WINDOWS = 50

@@ -10,11 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from tests.zenflow.cases import FIXED_CASES, Trace, case_of, run, same_bits
-from zenflow import ZenFlowAdamW, ZenFlowConfig
-from zenflow.reference import ReferenceAdamW
+from tests.zenflow.family_cases import OURS, REFERENCE
+from tests.zenflow.rule_cases import NAMES
+from zenflow import ReferenceAdamW, ReferenceOptimizer, ZenFlowConfig
 
 ROWS, COLUMNS = 5, 8
 LOUD = [(0, 1), (0, 1), (2, 3), (2, 3), (0, 5), (6, 7), (6, 7), (0, 1), (4, 3), (4, 3)]  # important columns by step
+# Hyperparameters with which all of a column's state shows in its weights.
+HYPER: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 0.05},
+    "adam": {"lr": 0.05, "weight_decay": 0.1},
+    "adagrad": {"lr": 0.05, "lr_decay": 0.5, "weight_decay": 0.1, "initial_accumulator_value": 2.0},
+    "lion": {"lr": 0.05, "weight_decay": 0.1},
+    "sgd": {"lr": 0.05, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+}
 LATER: dict[str, Any] = {"update_interval": 2, "select_interval": 1, "topk_ratio": 0.25, "bucket_bytes": 40}
 
 
@@ -27,9 +36,11 @@ def gradients(dtype: torch.dtype) -> list[Tensor]:
     return [grad.to(dtype) for grad in grads]
 
 
-def train(make: Any, config: ZenFlowConfig, dtype: torch.dtype) -> tuple[list[Tensor], Any, nn.Parameter]:
+def train(
+    make: Any, config: ZenFlowConfig, dtype: torch.dtype = torch.float32, rule: str = "adamw"
+) -> tuple[list[Tensor], Any, nn.Parameter]:
     weight = nn.Parameter(torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(4)).to(dtype))
-    optimizer = make([weight], lr=0.05, config=config)
+    optimizer = make([weight], **HYPER[rule], config=config)
     seen = []
     for grad in gradients(dtype):
         weight.grad = grad.clone()
@@ -41,29 +52,33 @@ def train(make: Any, config: ZenFlowConfig, dtype: torch.dtype) -> tuple[list[Te
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("rule", ["replay", "mean"])
-def test_weights_across_a_changing_selection(rule: str, overlap: bool, dtype: torch.dtype) -> None:
-    knobs: dict[str, Any] = {**LATER, "deferred_update": rule, "overlap_step": overlap}
+@pytest.mark.parametrize("mode", ["replay", "mean"])
+@pytest.mark.parametrize("rule", NAMES)
+def test_weights_across_a_changing_selection(rule: str, mode: str, overlap: bool, dtype: torch.dtype) -> None:
+    knobs: dict[str, Any] = {**LATER, "deferred_update": mode, "overlap_step": overlap}
     config = ZenFlowConfig(**knobs)
-    expected, oracle, _ = train(ReferenceAdamW, config, dtype)
+    expected, oracle, _ = train(REFERENCE[rule], config, dtype, rule)
     assert oracle.events["columns moved"] >= 6
-    actual, optimizer, _ = train(ZenFlowAdamW, config, dtype)
+    actual, optimizer, _ = train(OURS[rule], config, dtype, rule)
     for step, (a, b) in enumerate(zip(actual, expected, strict=True), start=1):
         assert bool(same_bits(a, b).all()), f"step {step}, columns {(a != b).any(0).nonzero().flatten().tolist()}"
     optimizer.close()
 
 
-def test_moments_and_counts_are_those_of_one_adamw() -> None:
+@pytest.mark.parametrize("rule", NAMES)
+def test_moments_and_counts_are_those_of_one_plain_optimizer(rule: str) -> None:
     """Gradients that ignore the weights: after a flush every column has had every update, wherever its state was."""
     config = ZenFlowConfig(**LATER)
-    weights, optimizer, weight = train(ReferenceAdamW, config, torch.float32)
-    plain, plain_optimizer, plain_weight = train(
-        ReferenceAdamW, ZenFlowConfig(offload_ratio=0.0, update_interval=1, overlap_step=False), torch.float32
-    )
+    plainly = ZenFlowConfig(offload_ratio=0.0, update_interval=1, overlap_step=False)
+    weights, optimizer, weight = train(REFERENCE[rule], config, rule=rule)
+    plain, plain_optimizer, plain_weight = train(REFERENCE[rule], plainly, rule=rule)
     assert bool(same_bits(weights[-1], plain[-1]).all())
-    ours, theirs = optimizer.columns_state(weight), plain_optimizer.columns_state(plain_weight)
-    assert ours[3] == theirs[3] == [len(LOUD)] * COLUMNS
-    assert all(bool(same_bits(a, b).all()) for a, b in zip(ours[:3], theirs[:3], strict=True))
+    master, moments, counts = optimizer.columns_state(weight)
+    plain_master, plain_moments, plain_counts = plain_optimizer.columns_state(plain_weight)
+    assert counts == plain_counts == [len(LOUD)] * COLUMNS
+    assert len(moments) == (2 if rule in ("adamw", "adam") else 1)
+    for a, b in zip((master, *moments), (plain_master, *plain_moments), strict=True):
+        assert bool(same_bits(a, b).all())
 
 
 def test_selection_follows_the_loud_columns() -> None:
@@ -77,20 +92,35 @@ def test_selection_follows_the_loud_columns() -> None:
     assert selections == [[0, 1], [0, 1], [0, 1], [2, 3], [2, 3], [6, 7], [6, 7], [0, 1], [0, 1], [3, 4]]
 
 
-def test_zeroed_moments_would_show() -> None:
-    """The weights above depend on every moved moment: an oracle that loses them on the way differs."""
+LOSSES = [(rule, moment) for rule in NAMES for moment in range(2 if rule in ("adamw", "adam") else 1)]
 
-    class Forgetful(ReferenceAdamW):
-        def step(self, closure: Any = None) -> float | None:  # type: ignore[override]
+
+@pytest.mark.parametrize(("rule", "lost"), [*LOSSES, *((rule, None) for rule in NAMES if rule != "lion")])
+def test_lost_state_would_show(rule: str, lost: int | None) -> None:
+    """The weights above depend on every moment and count that moves: an oracle that loses one on the way differs.
+
+    lost: the moment; None: the count, which Lion does not use.
+    """
+    base = REFERENCE[rule]
+
+    def forget(optimizer: ReferenceOptimizer, before: list[int]) -> None:
+        weight = optimizer._weights[0]
+        for column in set(weight.selected) ^ set(before):
+            if lost is None:
+                weight.counts[column] = 0
+            else:
+                weight.moments[lost][:, column] = 0
+
+    class Forgetful(base):  # type: ignore[valid-type, misc]
+        def step(self, closure: Any = None) -> float | None:
             before = self.selected(self._weights[0].param) if self._weights else None
-            loss = super().step(closure)
-            moved = set(self.selected(self._weights[0].param)) ^ set(before or [])
-            if before is not None and moved:
-                self._weights[0].exp_avg[:, sorted(moved)] = 0
+            loss: float | None = super().step(closure)
+            if before is not None:
+                forget(self, before)
             return loss
 
-    expected, _, _ = train(ReferenceAdamW, ZenFlowConfig(**LATER), torch.float32)
-    forgetful, _, _ = train(Forgetful, ZenFlowConfig(**LATER), torch.float32)
+    expected, _, _ = train(base, ZenFlowConfig(**LATER), rule=rule)
+    forgetful, _, _ = train(Forgetful, ZenFlowConfig(**LATER), rule=rule)
     assert not bool(same_bits(expected[-1], forgetful[-1]).all())
 
 

@@ -137,7 +137,9 @@ def test_a_sparse_gradient_is_refused_and_nothing_is_lost() -> None:
 
 def test_states_are_refused_until_they_can_be_kept() -> None:
     optimizer = ZenFlowAdamW(weights_of(), config=CONFIG)
-    with pytest.raises(UnsupportedError, match=r"state_dict\(\) of a ZenFlow optimizer is not supported yet: save the model"):
+    with pytest.raises(
+        UnsupportedError, match=r"state_dict\(\) of a ZenFlow optimizer is not supported yet: save the model"
+    ):
         optimizer.state_dict()
     with pytest.raises(UnsupportedError, match=r"load_state_dict\(\) of a ZenFlow optimizer is not supported yet"):
         optimizer.load_state_dict({})

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.zenflow.cases import Case, case_of, run, same_bits
-from tests.zenflow.torch_oracle import TorchOracle, assert_close_to_torch
+from tests.zenflow.family_cases import OTHERS, REFERENCE
+from tests.zenflow.torch_oracle import assert_close_to_torch
 from zenflow.config import ZenFlowConfig
 from zenflow.errors import UnsupportedError
 from zenflow.reference import ReferenceAdamW, plan
@@ -34,7 +35,7 @@ def test_one_step_from_equal_state_is_torch_within_4_ulp(seed: int) -> None:
     twin = nn.Parameter(weight.detach().clone())
     theirs = torch.optim.AdamW([twin], lr=0.01)
     if seed:
-        _, exp_avg, exp_avg_sq, counts = ours.columns_state(weight)
+        _, (exp_avg, exp_avg_sq), counts = ours.columns_state(weight)
         assert counts == [seed] * 11
         theirs.state[twin] = {"step": torch.tensor(float(seed)), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     before = weight.detach().clone()
@@ -45,10 +46,13 @@ def test_one_step_from_equal_state_is_torch_within_4_ulp(seed: int) -> None:
     assert ulps(weight.detach(), twin.detach(), torch.maximum(before.abs(), weight.detach().abs())) <= 4
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_synchronous_is_torch_on_fp32_masters(seed: int) -> None:
-    case = case_of(seed, grads_depend_on_weights=False, apply_lag=None, **SYNC)
-    assert_close_to_torch(case, run(case, ReferenceAdamW), run(case, TorchOracle))
+@pytest.mark.parametrize(
+    ("rule", "seed"),
+    [*(("adamw", seed) for seed in range(60)), *((rule, seed) for rule in OTHERS for seed in range(20))],
+)
+def test_synchronous_is_torch_on_fp32_masters(rule: str, seed: int) -> None:
+    case = case_of(seed, rule=rule, grads_depend_on_weights=False, apply_lag=None, **SYNC)
+    assert_close_to_torch(case, run(case, REFERENCE[rule]))
 
 
 def test_plan_meets_the_ratio_exactly_and_numbers_the_buckets() -> None:

@@ -128,11 +128,12 @@ class HostEngine:
         self.backend = backend
         self._device = device
         self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._started: queue.SimpleQueue[tuple[Job, int | None] | None] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[tuple[Job, int | Exception | None] | None] = queue.SimpleQueue()
         self.last_span = HostSpan()
         """Of the job that was finished last."""
         self._closing = False
         self._failure: HostEngineError | None = None
+        self._told = threading.Event()  # of the failure
         self._failed: list[Callable[[HostEngineError], None]] = []
         self._threads = [
             threading.Thread(target=self._feed, name="zenflow-feed", daemon=True),
@@ -170,7 +171,8 @@ class HostEngine:
         Raises:
             HostEngineError: naming the job and its cause.
         """
-        if self._failure is None and not self._closing and not self.backend.alive:
+        lost = self._failure is None and not self._closing and not self.backend.alive
+        if lost and not self._told.wait(_POLL_S):  # whoever waits for the job that the lost thread was at can name it
             self._fail("the host engine", RuntimeError("a thread of the host engine is gone"))
         if self._failure is not None:
             raise HostEngineError(str(self._failure)) from self._failure.__cause__
@@ -211,7 +213,13 @@ class HostEngine:
             raise HostEngineError("the host engine was closed")
         for transfer in job.inputs:
             transfer.wait()
-        self._started.put((job, None if job.task is None else self.backend.start(job.task)))
+        ticket: int | Exception | None = None
+        if job.task is not None:
+            try:
+                ticket = self.backend.start(job.task)
+            except RuntimeError as error:
+                ticket = error  # of a job before this one, which is to be told first
+        self._started.put((job, ticket))
 
     def _finish(self) -> None:
         self._enter_thread()
@@ -220,14 +228,16 @@ class HostEngine:
             self._guarded(job, partial(self._complete, ticket))
             del job, started
 
-    def _complete(self, ticket: int | None, job: Job) -> None:
+    def _complete(self, ticket: int | Exception | None, job: Job) -> None:
         # Even after a failure: until then the backend may be using the job's memory.
-        span = HostSpan() if ticket is None else self.backend.finish(ticket)
+        span = self.backend.finish(ticket) if isinstance(ticket, int) else HostSpan()
+        if self._failure is None and isinstance(ticket, Exception):
+            raise ticket
         if self._failure is not None:
             job.fail(self._failure)
             return
         span = self._device.pace(span, job.nbytes, job.inputs, job.submitted)
-        if ticket is not None:
+        if job.task is not None:
             self.last_span = span
         job.finish(span)
 
@@ -248,6 +258,7 @@ class HostEngine:
             failure = HostEngineError(f"{name} failed: {error}")
             failure.__cause__ = error
             self._failure = failure
+            self._told.set()
             for tell in self._failed:
                 tell(failure)
         return self._failure

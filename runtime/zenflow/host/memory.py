@@ -18,27 +18,45 @@ Use = Literal["state", "log", "staging", "migration"]
 USES: tuple[Use, ...] = ("state", "log", "staging", "migration")
 
 
+class _Count:
+    """Bytes by use; apart from `HostMemory`, which must not be kept alive by the memory that is counted."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a collection inside may free memory
+        self._bytes: Counter[str] = Counter()
+        self.peak_bytes = 0
+
+    def add(self, use: Use, nbytes: int) -> None:
+        with self._lock:
+            self._bytes[use] += nbytes
+            self.peak_bytes = max(self.peak_bytes, self._bytes.total())
+
+    def by_use(self) -> dict[str, int]:
+        with self._lock:
+            return {use: self._bytes[use] for use in USES}
+
+    def until_freed(self, owner: object, use: Use, nbytes: int) -> None:
+        self.add(use, nbytes)
+        weakref.finalize(owner, self.add, use, -nbytes).atexit = False
+
+
 class HostMemory:
     """Allocates host memory and counts it until it is freed. Memory may be freed by any thread."""
 
     def __init__(self, backend: Backend, device: Device) -> None:
         self._backend = backend
         self._device = device
-        self._lock = threading.RLock()  # a collection inside may free memory
-        self._bytes: Counter[str] = Counter()
-        self._peak_bytes = 0
+        self._count = _Count()
 
     @property
     def bytes_by_use(self) -> dict[str, int]:
         """Bytes that are allocated now, by use."""
-        with self._lock:
-            return {use: self._bytes[use] for use in USES}
+        return self._count.by_use()
 
     @property
     def peak_bytes(self) -> int:
         """The most that was allocated at a time."""
-        with self._lock:
-            return self._peak_bytes
+        return self._count.peak_bytes
 
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, use: Use, interval_bytes: int | None = None
@@ -61,19 +79,12 @@ class HostMemory:
         array = self._backend.allocate(nbytes, interval_bytes or nbytes)
         if use != "state":
             self._device.pin(array)
-        self._count(use, nbytes)
-        weakref.finalize(array, self._count, use, -nbytes).atexit = False
+        self._count.until_freed(array, use, nbytes)
         return torch.from_numpy(array).view(dtype).view(tuple(shape))
 
     def transient(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for columns that move, given back soon."""
         tensor = self._device.host_empty(shape, dtype)
         storage = tensor.untyped_storage()
-        self._count("migration", storage.nbytes())
-        weakref.finalize(storage, self._count, "migration", -storage.nbytes()).atexit = False
+        self._count.until_freed(storage, "migration", storage.nbytes())
         return tensor
-
-    def _count(self, use: Use, nbytes: int) -> None:
-        with self._lock:
-            self._bytes[use] += nbytes
-            self._peak_bytes = max(self._peak_bytes, self._bytes.total())
