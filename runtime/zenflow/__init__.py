@@ -2,10 +2,19 @@
 
 from zenflow.bandwidth import HostBandwidth, host_bandwidth
 from zenflow.config import ZenFlowConfig
+from zenflow.coverage import CoverageCurve
 from zenflow.device import CpuDevice, CudaDevice, Device
 from zenflow.emulator import EmulatedAccelerator
-from zenflow.errors import ConfigError, HostEngineError, HostMemoryError, UnsupportedError, ZenFlowError
+from zenflow.errors import (
+    CheckpointError,
+    ConfigError,
+    HostEngineError,
+    HostMemoryError,
+    UnsupportedError,
+    ZenFlowError,
+)
 from zenflow.family import ZenFlowAdagrad, ZenFlowAdam, ZenFlowAdamW, ZenFlowLion, ZenFlowSGD
+from zenflow.ledger import Balance
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.reference import (
     ReferenceAdagrad,
@@ -19,7 +28,10 @@ from zenflow.rig import Rig, RigSpec
 from zenflow.stats import StepStats
 
 __all__ = [
+    "Balance",
+    "CheckpointError",
     "ConfigError",
+    "CoverageCurve",
     "CpuDevice",
     "CudaDevice",
     "Device",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import warnings
 from collections.abc import Mapping
@@ -19,9 +18,32 @@ SelectStrategy = Literal["auto", "step", "epoch"]
 DeferredUpdate = Literal["replay", "mean"]
 Pipeline = Literal["bucket", "none"]
 
-# What "auto" stands for until the runtime adapts these two while it trains.
+# Of an "auto" update interval: the length of windows where no weight has both selected and deferred columns.
 AUTO_UPDATE_INTERVAL = 4
-AUTO_SELECT_INTERVAL = 32
+# Of an "auto" select interval: steps between two looks at the selection, and the share of it that must still be right.
+AUTO_SELECT_INTERVAL = 8
+AUTO_SELECT_OVERLAP = 0.8
+
+# What newer DeepSpeed clips to where a ds_config says nothing (older releases did not clip).
+_DEEPSPEED_CLIPPING = 1.0
+
+# What may change while it trains; the rest decides how the state is cut up, or what a schedule began with.
+LIVE_KNOBS = (
+    "topk_ratio",
+    "select_interval",
+    "update_interval",
+    "overlap_step",
+    "auto_ratio",
+    "pt_reserved_cores_perc",
+    "offload_ratio",
+    "max_grad_norm",
+    "deferred_update",
+    "apply_lag",
+    "pipeline",
+    "skip_nonfinite",
+    "host_threads",
+    "max_update_interval",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +63,19 @@ class ZenFlowConfig:
     select_strategy: SelectStrategy = "auto"
     """Unit of `select_interval`: "step", or "epoch" where `steps_per_epoch` is known; "auto" means "step"."""
     select_interval: int | Auto = "auto"
-    """Steps (or epochs) between two selections of the important columns."""
+    """Steps (or epochs) between two selections of the important columns; "auto" reselects when too few still are."""
     update_interval: int | Auto = AUTO_UPDATE_INTERVAL
-    """S: steps whose deferred gradients are logged and then applied in one host pass."""
+    """S: steps whose deferred gradients are logged and then applied in one host pass; "auto" is Zen-auto."""
+    max_update_interval: int = 16
+    """Most steps in a window where `update_interval` is "auto"; the log has room for as many."""
     full_warm_up_rounds: int = 0
     """Number of first steps that are synchronous."""
     overlap_step: bool = True
     """Let the host update run beside the following steps; False applies each window in the step that closes it."""
     auto_ratio: float = 0.99
-    """Share of the weights that must agree before an "auto" window closes (read, not used yet)."""
+    """Share of the weights that must agree before an "auto" window closes."""
     pt_reserved_cores_perc: float = 0.5
-    """Share of the cores that stays PyTorch's (read; the host engine uses one thread for now)."""
+    """Share of the cores that stays PyTorch's."""
     offload_ratio: float = 1.0
     """Share of the elements of 2-D and larger parameters whose fp32 state lives on the host, 0 to 1."""
     max_grad_norm: float | None = None
@@ -59,7 +83,7 @@ class ZenFlowConfig:
     deferred_update: DeferredUpdate = "replay"
     """Apply a window's gradients one by one ("replay") or as one update with their mean ("mean", the paper)."""
     apply_lag: int | None = None
-    """L in 1..S: steps over which a window's buckets become visible; None means S."""
+    """L in 1..S: steps over which a window's buckets become visible; None means S (all of an "auto" window)."""
     pipeline: Pipeline = "bucket"
     """"bucket": host and H2D follow D2H bucket by bucket; "none": one after the other (DeepSpeed's order)."""
     skip_nonfinite: bool = False
@@ -70,6 +94,8 @@ class ZenFlowConfig:
     """Largest bucket: bytes of one weight's gradient that are moved and updated as a unit."""
     host_threads: int | None = None
     """Threads of the host engine; None means one on each core that `pt_reserved_cores_perc` leaves."""
+    ledger: bool = False
+    """Account for every logged gradient (`optimizer.ledger()`); reads each of them twice more."""
     offload: InitVar[bool] = False
     """DeepSpeed's: accepted and ignored with a warning, since the state of selected columns stays on the GPU."""
 
@@ -87,8 +113,9 @@ class ZenFlowConfig:
                 _is_count(getattr(self, name), 1) or getattr(self, name) == "auto",
                 'an integer >= 1 or "auto"',
             )
+        _require(self, "max_update_interval", _is_count(self.max_update_interval, 1), "an integer >= 1")
         _require(self, "full_warm_up_rounds", _is_count(self.full_warm_up_rounds, 0), "an integer >= 0")
-        for name in ("overlap_step", "skip_nonfinite"):
+        for name in ("overlap_step", "skip_nonfinite", "ledger"):
             _require(self, name, isinstance(getattr(self, name), bool), "true or false")
         for name, literal in (
             ("select_strategy", SelectStrategy),
@@ -109,9 +136,9 @@ class ZenFlowConfig:
         threads = self.host_threads
         threads_ok = threads is None or (_is_count(threads, 1) and threads <= MAX_THREADS)
         _require(self, "host_threads", threads_ok, f"an integer from 1 to {MAX_THREADS}, or none")
-        longest = math.inf if self.update_interval == "auto" else self.update_interval
-        lag_ok = self.apply_lag is None or (_is_count(self.apply_lag, 1) and self.apply_lag <= longest)
-        _require(self, "apply_lag", lag_ok, f"an integer from 1 to update_interval ({self.update_interval}), or none")
+        lag_ok = self.apply_lag is None or (_is_count(self.apply_lag, 1) and self.apply_lag <= self.longest_window)
+        limit = "max_update_interval" if self.update_interval == "auto" else "update_interval"
+        _require(self, "apply_lag", lag_ok, f"an integer from 1 to {limit} ({self.longest_window}), or none")
 
     @classmethod
     def zero_offload(cls, **knobs: Any) -> ZenFlowConfig:
@@ -135,7 +162,7 @@ class ZenFlowConfig:
         zero = _section(config, "zero_optimization")
         offload = _section(zero, "offload_optimizer", "zero_optimization.")
         knobs: dict[str, Any] = {}
-        clipping = config.get("gradient_clipping", 0)
+        clipping = config.get("gradient_clipping", _DEEPSPEED_CLIPPING)
         if clipping not in (0, 0.0, None, "auto"):  # the Hugging Face integration writes "auto" and fills it in itself
             knobs["max_grad_norm"] = clipping
         device = offload.get("device", "none")
@@ -149,37 +176,43 @@ class ZenFlowConfig:
         return cls(**_zenflow_section(_section(zero, "zenflow", "zero_optimization.")), **knobs)
 
     @property
-    def intervals(self) -> tuple[int, int]:
-        """`update_interval` and `select_interval` in steps.
+    def longest_window(self) -> int:
+        """Most steps in a window."""
+        return self.max_update_interval if self.update_interval == "auto" else self.update_interval
 
-        Raises:
-            ConfigError: one of them is "auto"; `resolved()` puts numbers in their place.
-        """
-        if self.update_interval == "auto" or self.select_interval == "auto":
-            raise ConfigError('update_interval or select_interval is "auto", allowed is a resolved configuration')
-        return self.update_interval, self.select_interval
+    @property
+    def lag(self) -> int:
+        """L, in steps."""
+        return self.apply_lag or self.longest_window
 
     def resolved(self) -> ZenFlowConfig:
-        """The same with a number for each "auto" and `select_interval` in steps.
-
-        Warns that an `update_interval` of "auto" does not adapt yet.
-        """
-        update, select = self.update_interval, self.select_interval
-        if update == "auto":
-            update = max(AUTO_UPDATE_INTERVAL, self.apply_lag or 1)
-            warnings.warn(f'update_interval "auto" does not adapt yet: using {update} steps', stacklevel=2)
+        """The same with `select_interval` in steps, where `steps_per_epoch` is known; "auto" stays "auto"."""
+        select = self.select_interval
         if self.select_strategy == "epoch" and self.steps_per_epoch is not None:
             select = (1 if select == "auto" else select) * self.steps_per_epoch
-        elif select == "auto":
-            select = AUTO_SELECT_INTERVAL
-        return replace(self, update_interval=update, select_interval=select, select_strategy="step")
+        return replace(self, select_interval=select, select_strategy="step")
+
+    def changed(self, knobs: Mapping[str, Any]) -> ZenFlowConfig:
+        """The same with other live knobs.
+
+        Args:
+            knobs: by name; `select_interval` in steps.
+
+        Raises:
+            ConfigError: one cannot be changed while it trains, or has a value that is not allowed.
+        """
+        for name, value in knobs.items():
+            if name not in LIVE_KNOBS:
+                raise ConfigError(f"{name} is {value!r}, allowed are changes of {', '.join(LIVE_KNOBS)}")
+        return replace(self, **knobs)
 
 
 def _zenflow_section(section: Mapping[str, Any]) -> dict[str, Any]:
     # DeepSpeed's defaults, which differ from ours where a bare ZenFlowConfig() should be usable as it is.
     knobs: dict[str, Any] = {"update_interval": "auto", "overlap_step": False}
     known = {field.name for field in fields(ZenFlowConfig)} | {"offload"}
-    known -= {"offload_ratio", "max_grad_norm", "bucket_bytes"}  # these stand elsewhere in a ds_config, or nowhere
+    # These stand elsewhere in a ds_config, or nowhere.
+    known -= {"offload_ratio", "max_grad_norm", "bucket_bytes", "ledger", "max_update_interval"}
     for name, value in section.items():
         if name not in known:
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,7 +11,7 @@ from zenflow.control import StepControl
 from zenflow.device import Transfer
 from zenflow.host.engine import Job
 from zenflow.host.log_pool import Extents
-from zenflow.host.tasks import HostColumns, LogEntry, ReadMasters, Targets, Task, Unpack, Update
+from zenflow.host.tasks import Control, HostColumns, LogEntry, ReadMasters, Targets, Task, Unpack, Update
 from zenflow.layout import WeightPlan
 from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
@@ -51,8 +51,8 @@ class BucketJob:
     """[n] int64 on the device: where the result belongs."""
     job: Job
     entries: list[LogEntry]
-    gradients: Transfer
-    """The last of the gradients that the job waits for."""
+    gradients: Transfer | None
+    """The last of the gradients that the job waits for; None where it was restored."""
 
 
 class DeferredTier:
@@ -102,14 +102,28 @@ class DeferredTier:
         for bucket in self.buckets:
             runtime.log.plan(bucket.entry_bytes)
 
-    def read_masters(self, matrix: torch.Tensor, *, keep: bool) -> None:
+    def renumber(self, first_bucket: int) -> None:
+        """Count the buckets from another number on: the model's plan has changed, but not for this weight."""
+        for number, bucket in enumerate(self.buckets):
+            bucket.index = first_bucket + number
+
+    def release(self) -> None:
+        """Give back what is planned and known elsewhere; nothing is in flight, and nobody uses this tier any more."""
+        for bucket in self.buckets:
+            self._runtime.log.plan(0, instead_of=bucket.entry_bytes)
+        self._runtime.engine.backend.forget(self._host.handle)
+
+    def read_masters(self, matrix: torch.Tensor, *, keep: bool, besides: Container[int] = ()) -> None:
         """Take the masters from the weights.
 
         Args:
             matrix: the weights, [rows, columns].
             keep: keep a master that rounds to its weight, so that an unchanged weight loses no precision.
+            besides: numbers (over the whole model) of the buckets that are left alone.
         """
         for bucket in self.buckets:
+            if bucket.index in besides:
+                continue
             weights = self._runtime.kernels.pack(matrix, bucket.columns)
             _, transfer = self._runtime.fetch(weights, bucket.result)
             self._runtime.traffic.migrated_bytes += weights.nbytes
@@ -130,17 +144,60 @@ class DeferredTier:
             MemoryError: the host has less memory.
             HostEngineError: the host engine has failed.
         """
+        host = None if control is None else control.host
         for bucket in self.buckets:
             packed = self._runtime.kernels.pack(matrix, bucket.columns)
             self._runtime.device.charge(2 * packed.nbytes)
-            if packed.nbytes > bucket.entry_bytes:  # gradients of another dtype than the weights
-                self._runtime.log.plan(packed.nbytes, instead_of=bucket.entry_bytes)
-                bucket.entry_bytes = packed.nbytes
+            self._plan_entry(bucket, packed)
             place, pieces, transfer = self._runtime.log.send(packed)
             self._runtime.last_d2h = transfer
             self._runtime.traffic.d2h_bytes += packed.nbytes
             bucket.places.append(place)
-            bucket.log.append(LogEntry(step, pieces, transfer, hyper, None if control is None else control.host))
+            bucket.log.append(LogEntry(step, pieces, transfer, hyper, host))
+
+    def _plan_entry(self, bucket: Bucket, packed: torch.Tensor) -> None:
+        if packed.nbytes > bucket.entry_bytes:  # gradients of another dtype than the weights
+            self._runtime.log.plan(packed.nbytes, instead_of=bucket.entry_bytes)
+            bucket.entry_bytes = packed.nbytes
+
+    # --- saved and restored ----------------------------------------------------------------------------------------
+
+    def logged(self) -> list[tuple[LogEntry, torch.Tensor]]:
+        """The open window's entries, each with its gradient in slot order, [deferred, rows] in host memory."""
+        found = []
+        for entries in zip(*(bucket.log for bucket in self.buckets), strict=True):
+            for transfer in _transfers(list(entries)):
+                transfer.wait()
+            rows = torch.cat([piece for entry in entries for piece in entry.pieces])
+            found.append((entries[0], rows.view(-1, self._rows)))
+        return found
+
+    def restore_entry(self, rows: torch.Tensor, step: int, hyper: Hyper, control: Control | None) -> None:
+        """Log a saved gradient.
+
+        Args:
+            rows: [deferred, rows] in host memory, in slot order.
+            step: number of the step.
+            hyper: the group's hyperparameters at that step.
+            control: factor and skip flag, on the host.
+        """
+        for bucket in self.buckets:
+            packed = rows[bucket.slots.start : bucket.slots.stop].contiguous()
+            self._plan_entry(bucket, packed)
+            place, pieces, transfer = self._runtime.log.put(packed)
+            bucket.places.append(place)
+            bucket.log.append(LogEntry(step, pieces, transfer, hyper, control))
+
+    def restore_window(self, number: int) -> BucketJob:
+        """A bucket's window that the host has applied and that is not visible yet.
+
+        Args:
+            number: of the bucket, counted in this weight.
+        """
+        bucket = self.buckets[number]
+        bucket.result.copy_(self.state.master[bucket.slots.start : bucket.slots.stop])
+        job = Job(f"restoring {self._name}", self._runtime.device, None, nbytes=0, inputs=[], result=bucket.result)
+        return BucketJob(bucket, bucket.columns, self._runtime.engine.submit(job), [], None)
 
     # --- a close ---------------------------------------------------------------------------------------------------
 
@@ -269,6 +326,12 @@ class DeferredTier:
     ) -> Job:
         runtime = self._runtime
         runtime.log.promise(places)
+
+        def done() -> None:
+            if runtime.ledger is not None and isinstance(task, Update):
+                runtime.ledger.apply_on_host(self._name, task)
+            runtime.log.give_back(places)
+
         job = Job(
             name,
             runtime.device,
@@ -276,7 +339,7 @@ class DeferredTier:
             nbytes=nbytes,
             inputs=inputs,
             result=result,
-            after=lambda: runtime.log.give_back(places),
+            after=done,
         )
         return runtime.engine.submit(job)
 

@@ -148,11 +148,16 @@ class Device(ABC):
         """End the device's own threads."""
 
 
-class _Copied(Transfer):
-    """A copy that was made on the spot."""
+class Arrived(Transfer):
+    """A copy that was over when it was asked for.
 
-    def __init__(self, nbytes: int) -> None:
-        self.begin = self.end = time.perf_counter()
+    Args:
+        mark: when that was.
+        nbytes: its size.
+    """
+
+    def __init__(self, mark: Mark, nbytes: int) -> None:
+        self.begin = self.end = mark
         self.nbytes = nbytes
 
     def wait(self) -> None:
@@ -187,10 +192,10 @@ class CpuDevice(Device):
 
     def d2h(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         target.copy_(source)
-        return _Copied(source.nbytes)
+        return Arrived(self.mark(), source.nbytes)
 
     def h2d(self, source: torch.Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, torch.Tensor]:
-        return _Copied(source.nbytes), source.clone()
+        return Arrived(self.mark(), source.nbytes), source.clone()
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()

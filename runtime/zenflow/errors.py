@@ -3,6 +3,7 @@
 ZenFlowError
 ├── ConfigError (ValueError)       a setting has a value that is not allowed
 ├── UnsupportedError               something this runtime does not do, and what to use instead
+├── CheckpointError (ValueError)   a state_dict is truncated or not of this optimizer
 ├── HostMemoryError (MemoryError)  the host has less memory than is needed; what to lower
 └── HostEngineError (RuntimeError) the host engine failed; raised in the training thread
 """
@@ -18,6 +19,10 @@ class ConfigError(ZenFlowError, ValueError):
 
 class UnsupportedError(ZenFlowError):
     """A use that the runtime refuses; the message says what to do instead."""
+
+
+class CheckpointError(ZenFlowError, ValueError):
+    """A state_dict cannot be loaded; the message says what is wrong with it, and nothing has changed."""
 
 
 class HostMemoryError(ZenFlowError, MemoryError):

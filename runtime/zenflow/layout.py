@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -42,6 +42,10 @@ class WeightPlan:
         """Slot range [low, high) of each bucket."""
         starts = range(0, self.deferred, self.slots_per_bucket)
         return [(low, min(low + self.slots_per_bucket, self.deferred)) for low in starts]
+
+    def same_split(self, other: WeightPlan) -> bool:
+        """Whether every column is in the same tier under the other plan; the buckets may be counted differently."""
+        return replace(self, first_bucket=other.first_bucket) == other
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as [rows, columns], sharing its memory."""
@@ -114,7 +118,7 @@ def plan_model(parameters: Iterable[nn.Parameter], config: ZenFlowConfig, transp
             resident, left = columns, left - parameter.numel()
         else:
             resident, left = min(columns, round_half_up(left / rows)), 0
-        selected = _selected_columns(columns - resident, config.topk_ratio)
+        selected = selected_columns(columns - resident, config.topk_ratio)
         slots = max(1, config.bucket_bytes // (rows * parameter.element_size()))
         plan = WeightPlan(rows, columns, id(parameter) in transposed, resident, selected, slots, buckets)
         buckets += len(plan.bucket_slots)
@@ -122,7 +126,8 @@ def plan_model(parameters: Iterable[nn.Parameter], config: ZenFlowConfig, transp
     return ModelPlan(tuple(plans), buckets)
 
 
-def _selected_columns(offloaded: int, topk_ratio: float) -> int:
+def selected_columns(offloaded: int, topk_ratio: float) -> int:
+    """How many of a weight's offloaded columns are selected: k of them rounded half up, at least one if k > 0."""
     if topk_ratio == 0 or offloaded == 0:
         return 0
     return min(offloaded, max(1, round_half_up(topk_ratio * offloaded)))

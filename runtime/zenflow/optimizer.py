@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from zenflow import checkpoint, checkpoint_format
 from zenflow.config import ZenFlowConfig
-from zenflow.control import StepControl, step_control
-from zenflow.device import Device, Transfer, device_for
+from zenflow.device import Device, device_for
 from zenflow.errors import ConfigError, UnsupportedError, ZenFlowError
-from zenflow.forward_waits import Flight, ForwardWaits
-from zenflow.history import History
-from zenflow.host.tasks import Control
-from zenflow.layout import conv1d_weights, plan_model, plan_order
-from zenflow.rules import Hyper, Rule
-from zenflow.runtime import make_runtime
-from zenflow.schedule import StepPlan, WindowClock, selects
-from zenflow.stats import StepStats, Traffic
-from zenflow.weight import WeightState
-from zenflow.windows import Windows
+from zenflow.ledger import Balance
+from zenflow.rules import Rule
+from zenflow.stats import StepStats
+from zenflow.training import Training
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DTYPE_NAMES = "float32, bfloat16 and float16"
-
-Live = list[tuple[WeightState, torch.Tensor]]
-"""The parameters that have a gradient in this step, with it."""
 
 
 class ZenFlowOptimizer(Optimizer):
@@ -70,68 +60,88 @@ class ZenFlowOptimizer(Optimizer):
     ) -> None:
         _refuse_ranks()
         self._rule = rule
-        self._windows: Windows | None = None
+        self._built = False
         super().__init__(params, defaults)
-        self.config = (config or ZenFlowConfig()).resolved()
-        """The knobs, every "auto" replaced by what it stands for."""
-        self._update_interval, self._select_interval = self.config.intervals
-        self._clock = WindowClock(
-            update_interval=self._update_interval,
-            warm_up=self.config.full_warm_up_rounds,
-            overlap=self.config.overlap_step,
-        )
-        first = next(iter(self._parameters()), None)
+        first = next((parameter for group in self.param_groups for parameter in group["params"]), None)
         if first is None:
             raise ConfigError("params holds no parameter, allowed is at least one")
-        self._device = device or device_for(first.device)
-        self._history = History(self._device)
-        self._runtime = make_runtime(self._device, self._rule, self.config, self._history)
-        self._engine = self._runtime.engine
-        self._module = module
-        self._weights: list[WeightState] = []
-        self._waits: ForwardWaits | None = None
-        self._hypers: list[Hyper] = []
-        self._last_d2h: Transfer | None = None
-        self._torn = False  # a step was interrupted half-way
-        # Only a request: a collected optimizer may be finalised on any thread, which must not wait for another.
-        self._finalizer = weakref.finalize(self, self._engine.stop)
+        knobs = (config or ZenFlowConfig()).resolved()
+        self._training = Training(rule, knobs, module, device or device_for(first.device))
+        self._built = True
+
+    @property
+    def config(self) -> ZenFlowConfig:
+        """The knobs in force."""
+        return self._training.config
 
     # --- torch.optim.Optimizer -------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group before the first step.
+        """Add a parameter group; after the first step this flushes, and splits the model anew.
 
         Raises:
-            UnsupportedError: training has begun, or a parameter cannot be split.
+            UnsupportedError: a parameter cannot be split.
             ConfigError: a hyperparameter is not allowed.
+            HostMemoryError: the host has less memory than the new split needs.
+            HostEngineError: host work failed.
         """
-        if self._windows is not None:
-            raise UnsupportedError("add_param_group after the first step is not supported: add groups before training")
         super().add_param_group(param_group)
         try:
             self._rule.check(self.param_groups[-1])
             for parameter in self.param_groups[-1]["params"]:
                 if parameter.dtype not in _DTYPES:
                     raise UnsupportedError(f"a parameter is {parameter.dtype}, allowed are {_DTYPE_NAMES}")
-        except ZenFlowError:
+            if self._built:
+                with torch.inference_mode(False), torch.no_grad():
+                    self._training.add_group(self.param_groups)
+        except (ZenFlowError, MemoryError):
             self.param_groups.pop()
             raise
+        for parameter in self.param_groups[-1]["params"]:
+            self.state[parameter]["held_by"] = "zenflow"  # some tools take an empty state for one that has to be made
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Not supported yet.
+        """All state in torch's form: copies on the CPU, whatever step of a window it is.
+
+        Waits for the host work that was submitted, applies nothing that is not due and flushes nothing. Save the model
+        of the same moment with it; `zenflow.checkpoint_format` describes what it holds.
 
         Raises:
-            UnsupportedError: always; a state without masters and moments would lose them silently.
+            HostEngineError: host work failed.
         """
-        raise UnsupportedError("state_dict() of a ZenFlow optimizer is not supported yet: save the model after flush()")
+        return checkpoint.save(self._training, self.param_groups)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Not supported yet.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a saved state, bit for bit; load the model of the same moment before or after.
+
+        The saved knobs go on. Live knobs in which this optimizer was constructed otherwise than the saved one are taken
+        up as by `set_knobs`.
+
+        Args:
+            state_dict: what `state_dict()` returned.
 
         Raises:
-            UnsupportedError: always.
+            CheckpointError: it is truncated or not of this optimizer. As with the others, nothing has changed then.
+            ConfigError: a hyperparameter or a combination of knobs is not allowed.
+            HostMemoryError: the host has less memory.
         """
-        raise UnsupportedError("load_state_dict() of a ZenFlow optimizer is not supported yet")
+        saved = checkpoint_format.read(state_dict, self.param_groups, self._rule)
+        before = [dict(group) for group in self.param_groups]
+        for group, values in zip(self.param_groups, saved.groups, strict=True):
+            group.update(values)
+        try:
+            training = checkpoint.resumed(self._training, saved, self.param_groups)
+        except BaseException:
+            for group, values in zip(self.param_groups, before, strict=True):
+                group.clear()
+                group.update(values)
+            raise
+        self._training.close()
+        self._training = training
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -149,7 +159,9 @@ class ZenFlowOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.inference_mode(False), torch.no_grad():
-            self._take_step()
+            # GradScaler sets and deletes these two around step().
+            scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+            self._training.step(self.param_groups, scale, found_inf)
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,27 +185,35 @@ class ZenFlowOptimizer(Optimizer):
             HostEngineError: host work failed.
             UnsupportedError: a weight was written to while its update was in flight.
         """
-        if self._windows is None:
-            return
-        self._refuse_torn()
-        self.synchronize()
-        for weight in self._weights:
-            weight.take_outside_writes()
-        self._windows.apply(self._clock.step, self._history.open, everything=True)
-        if self._clock.window_steps:
-            plan = StepPlan(self._clock.step, self._clock.window_steps, closes=True, synchronous=True)
-            moves = self._windows.resolve_pending(self._history.open)
-            self._windows.close(plan, self._hypers, moves, {}, self._history.open)
-            self._clock.close()
-            self.synchronize()
-        self._engine.drain()
+        self._training.flush()
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def synchronize(self) -> None:
         """Make visible now what a deferred wait has left to the next forward; applies nothing that is not due."""
-        if self._waits is not None:
-            self._waits.finish()
+        self._training.synchronize()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def set_knobs(self, **knobs: Any) -> int:
+        """Change knobs while training: the next `step()` closes the window under the old ones, then the new ones hold.
+
+        Where `topk_ratio` or `offload_ratio` change, that step is synchronous and columns move between the tiers, one
+        weight at a time. Several calls before the next step add up.
+
+        Args:
+            knobs: fields of `ZenFlowConfig` by name; `zenflow.config.LIVE_KNOBS` lists them.
+
+        Returns:
+            The number of the step after which they hold (before the first step: that with which they do).
+
+        Raises:
+            ConfigError: a knob cannot be changed or has a value that is not allowed. As with the others, nothing has
+                changed then.
+            HostMemoryError: the host has less memory than they need.
+            HostEngineError: threads could not be started, or host work failed.
+        """
+        return self._training.set_knobs(knobs, self.param_groups)
 
     def refresh(self) -> None:
         """Read the masters from the weights at the next step, after writes through `.data`, which torch does not count.
@@ -201,14 +221,11 @@ class ZenFlowOptimizer(Optimizer):
         Raises:
             UnsupportedError: host updates are in flight, which were computed from the old values.
         """
-        for weight in self._weights:
-            weight.refuse_in_flight()
-        for weight in self._weights:
-            weight.forget_version()
+        self._training.model.refresh()
 
     def stats(self) -> StepStats | None:
         """The newest step that could be resolved without waiting; None before the first."""
-        return next(reversed(self._history.steps(wait=False)), None)
+        return next(reversed(self._training.history.steps(wait=False)), None)
 
     def history(self, *, wait: bool = False) -> list[StepStats]:
         """The last steps that could be resolved, oldest first (4096 at most).
@@ -216,17 +233,29 @@ class ZenFlowOptimizer(Optimizer):
         Args:
             wait: wait for the device, so that the newest step is among them.
         """
-        return self._history.steps(wait=wait)
+        return self._training.history.steps(wait=wait)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def ledger(self) -> dict[str, Balance]:
+        """The gradient ledger by parameter: that nothing was lost so far. Waits for the host and the device.
+
+        Raises:
+            ConfigError: the configuration does not ask for one (`ledger=True`).
+            HostEngineError: host work failed.
+        """
+        return self._training.ledger()
 
     def host_bytes(self) -> dict[str, int]:
         """Host memory by use, from its allocations: "state", "log", "staging", "migration"; and "peak" of their sum."""
-        memory = self._runtime.memory
+        memory = self._training.runtime.memory
         return {**memory.bytes_by_use, "peak": memory.peak_bytes}
 
     @property
     def host_engine(self) -> tuple[str, int]:
         """Who updates on the host ("native", or "eager" for PyTorch), and with how many threads."""
-        return self._engine.backend.name, self._engine.backend.threads
+        backend = self._training.engine.backend
+        return backend.name, backend.threads
 
     def close(self) -> None:
         """Apply what is pending and end the host engine; afterwards `step()` fails.
@@ -234,7 +263,7 @@ class ZenFlowOptimizer(Optimizer):
         Raises:
             HostEngineError: host work failed; the engine is ended all the same.
         """
-        if self._finalizer.alive:
+        if self._training.open:
             try:
                 self.flush()
             finally:
@@ -242,154 +271,7 @@ class ZenFlowOptimizer(Optimizer):
 
     def abandon(self) -> None:
         """End the host engine without applying what is pending, for a model that is no longer needed."""
-        if self._waits is not None:
-            self._waits.remove()
-        self._finalizer()
-        self._engine.close()
-
-    # --- a step ----------------------------------------------------------------------------------------------------
-
-    def _parameters(self) -> Iterable[nn.Parameter]:
-        return (parameter for group in self.param_groups for parameter in group["params"])
-
-    def _begin(self) -> Windows:
-        """Split the parameters; at the first step, when it is known which of them are trained."""
-        ordered = plan_order(list(self._parameters()), self._module)
-        devices = {str(parameter.device) for parameter in ordered}
-        if devices != {str(self._device.torch_device)}:
-            found = " and ".join(sorted(devices))
-            raise UnsupportedError(
-                f"parameters are on {found}, allowed is {self._device.torch_device}, where they were at the beginning: "
-                "make the optimizer after moving the model"
-            )
-        model_plan = plan_model(ordered, self.config, conv1d_weights(self._module))
-        self._runtime.require_host_memory(model_plan, [parameter.dtype for parameter in ordered])
-        names = {} if self._module is None else {id(p): name for name, p in self._module.named_parameters()}
-        groups = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
-        self._weights = [
-            WeightState(
-                parameter,
-                names.get(id(parameter), str(number)),
-                plan,
-                groups[id(parameter)],
-                self._runtime,
-                self._rule.initial(self.param_groups[groups[id(parameter)]]),
-            )
-            for number, (parameter, plan) in enumerate(zip(ordered, model_plan.weights, strict=True))
-        ]
-        by_memory: dict[int, list[WeightState]] = {}
-        for weight in self._weights:
-            by_memory.setdefault(weight.parameter.untyped_storage().data_ptr(), []).append(weight)
-        for weight in self._weights:
-            weight.neighbours = by_memory[weight.parameter.untyped_storage().data_ptr()]
-        lag = self.config.apply_lag or self._update_interval
-        windows = Windows(self._runtime, self.config, self._weights, model_plan.buckets, lag)
-        if self._module is not None and self.config.pipeline == "bucket":
-            windows.waits = self._waits = ForwardWaits(self._module, _show_late(weakref.ref(self)))
-        return windows
-
-    def _take_step(self) -> None:
-        if not self._finalizer.alive:
-            raise ZenFlowError("step() was called after close(), allowed is a new optimizer")
-        self._engine.check()
-        self._refuse_torn()
-        self._windows = self._windows or self._begin()
-        self._device.begin_step()
-        if self._waits is not None:
-            self._waits.begin_step()
-        self._history.begin_step()
-        live = [(weight, weight.gradient()) for weight in self._weights if weight.parameter.grad is not None]
-        for weight in self._weights:
-            weight.take_outside_writes()
-        self._hypers = [self._rule.hyper(group) for group in self.param_groups]
-        self._torn = True
-        plan = self._clock.advance()
-        control = self._control(live)
-        self._select(plan.step, live, None if control is None else control.skip)
-        self._split(plan, live, control, self._windows)
-        self._windows.ask(plan.step + 1)
-        traffic, self._runtime.traffic = self._runtime.traffic, Traffic()
-        self._history.end_step(plan.step, traffic)
-        self._torn = False
-
-    def _refuse_torn(self) -> None:
-        if self._torn:
-            raise ZenFlowError(
-                "an earlier step() was interrupted half-way: go on with a new optimizer from saved weights"
-            )
-
-    def _split(self, plan: StepPlan, live: Live, control: StepControl | None, windows: Windows) -> None:
-        """Log the deferred columns, update the others, make visible what is due, close the window."""
-        moves = windows.resolve_pending(self._history.open) if plan.closes else {}
-        ahead = {
-            weight: weight.deferred.send_ahead(weight.plan.view(gradient), moves[weight])
-            for weight, gradient in live
-            if weight in moves and weight.deferred is not None
-        }
-        # What waits for the link is bounded to one step's gradients; a wait for that is spent updating.
-        behind = None if self._last_d2h is None or self._last_d2h.done() else self._last_d2h
-        if behind is not None:
-            self._update_on_device(live, control)
-            with self._history.open.timed(self._device, "d2h"):
-                self._device.block_on(behind)
-        for weight, gradient in live:
-            if weight.deferred is not None:
-                weight.deferred.log(weight.plan.view(gradient), plan.step, self._hypers[weight.group], control)
-        self._last_d2h = self._runtime.last_d2h
-        if behind is None:
-            self._update_on_device(live, control)
-        windows.apply(plan.step, self._history.open, everything=plan.closes)
-        if plan.closes:
-            windows.close(plan, self._hypers, moves, ahead, self._history.open)
-            self._clock.close()
-
-    def _update_on_device(self, live: Live, control: StepControl | None) -> None:
-        for weight, gradient in live:
-            weight.update_on_device(gradient, self._hypers[weight.group], control)
-
-    def _control(self, live: Live) -> StepControl | None:
-        control = step_control(
-            [weight.parameter.grad for weight, _ in live if weight.parameter.grad is not None],
-            max_grad_norm=self.config.max_grad_norm,
-            skip_nonfinite=self.config.skip_nonfinite,
-            grad_scale=getattr(self, "grad_scale", None),  # GradScaler sets and deletes these two around step()
-            found_inf=getattr(self, "found_inf", None),
-        )
-        if control is not None and any(weight.plan.deferred for weight, _ in live):
-            control.host = Control(*self._runtime.fetch(control.packed()))
-            self._runtime.traffic.index_bytes += control.host.values.nbytes
-        return control
-
-    def _select(self, step: int, live: Live, skip: torch.Tensor | None) -> None:
-        """Measure importance, propose selections where one is due, and start parameters at their first gradient."""
-        scores = {}
-        for weight, gradient in live:
-            if weight.selects:
-                scores[weight] = self._runtime.kernels.importance(weight.plan.view(gradient))
-                self._device.charge(gradient.nbytes)
-                if not weight.started or selects(step, self._select_interval):
-                    weight.propose(scores[weight], skip)
-        starting = [weight for weight, _ in live if not weight.started]
-        if starting:
-            with self._history.open.timed(self._device, "select"):
-                for weight in starting:
-                    weight.start()
-        if scores:
-            energies = torch.stack([weight.selected_energy(of_weight) for weight, of_weight in scores.items()])
-            self._history.open.energy = self._runtime.fetch(energies.sum(dim=0))
-            self._runtime.traffic.index_bytes += self._history.open.energy[0].nbytes
-
-
-def _show_late(optimizer: weakref.ref[ZenFlowOptimizer]) -> Callable[[Flight], None]:
-    """What the module's hooks call; they must not keep the optimizer alive."""
-
-    def show(flight: Flight) -> None:
-        owner = optimizer()
-        if owner is not None and owner._windows is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                owner._windows.show_late(flight, owner._history.open)
-
-    return show
+        self._training.close()
 
 
 def _refuse_ranks() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from zenflow.config import ZenFlowConfig
 from zenflow.device import Device, Transfer
+from zenflow.errors import HostMemoryError
 from zenflow.history import History
 from zenflow.host.backend import choose_backend
 from zenflow.host.cores import HostCores, host_cores
@@ -19,6 +21,7 @@ from zenflow.host.log_pool import padded
 from zenflow.host.memory import HostMemory
 from zenflow.kernels import Kernels, kernels_for
 from zenflow.layout import ModelPlan
+from zenflow.ledger import Ledger
 from zenflow.rules import Rule
 from zenflow.stats import Traffic
 
@@ -36,6 +39,8 @@ class Runtime:
     deferred_update: str
     cores: HostCores
     """Where the host engine's threads run, and why."""
+    ledger: Ledger | None = None
+    """Accounts for every gradient, where that is asked for."""
     traffic: Traffic = field(default_factory=Traffic)
     last_d2h: Transfer | None = None
     """The newest copy to the host; copies in one direction arrive in order."""
@@ -53,27 +58,54 @@ class Runtime:
             self.traffic.index_bytes += index.nbytes
         return self.device.send(index)
 
-    def require_host_memory(self, plan: ModelPlan, dtypes: Sequence[torch.dtype]) -> None:
-        """Refuse a split whose host memory does not fit, before any of it is allocated.
+    def host_bytes_for(self, plan: ModelPlan, dtypes: Sequence[torch.dtype], update_interval: int) -> int:
+        """Host memory that a split takes.
 
         Args:
             plan: the split.
             dtypes: of each parameter.
-
-        Raises:
-            HostMemoryError: naming the bytes that are needed and available.
+            update_interval: S.
         """
         state_bytes, entries = 0, [0]
         for weight, dtype in zip(plan.weights, dtypes, strict=True):
             elements = weight.deferred * weight.rows
             state_bytes += elements * (4 * (1 + self.rule.moments) + dtype.itemsize) + 4 * weight.deferred
             entries += [padded((high - low) * weight.rows * dtype.itemsize) for low, high in weight.bucket_slots]
-        needed_bytes = state_bytes + self.log.capacity_for(entries)
-        require_host_bytes(
-            needed_bytes,
-            "the state of the deferred columns",
-            "lower offload_ratio or update_interval, or raise topk_ratio",
-        )
+        return state_bytes + self.log.capacity_for(entries, update_interval)
+
+    def fitting(self, config: ZenFlowConfig, plan: ModelPlan, dtypes: Sequence[torch.dtype]) -> ZenFlowConfig:
+        """Refuse a split whose host memory does not fit, before any of it is allocated.
+
+        Args:
+            config: the knobs.
+            plan: the split.
+            dtypes: of each parameter.
+
+        Returns:
+            The knobs; "auto" windows are as short as the log has to be to fit.
+
+        Raises:
+            HostMemoryError: naming the bytes that are needed and available.
+        """
+        longest = config.longest_window
+        while True:
+            try:
+                require_host_bytes(
+                    self.host_bytes_for(plan, dtypes, longest),
+                    "the state of the deferred columns",
+                    "lower offload_ratio or update_interval, or raise topk_ratio",
+                )
+            except HostMemoryError:
+                if config.update_interval != "auto" or longest == 1:
+                    raise
+                longest -= 1
+            else:
+                break
+        if longest == config.longest_window:
+            return config
+        warnings.warn(f"windows have at most {longest} steps: the host has no memory for a longer log", stacklevel=2)
+        lag = None if config.apply_lag is None else min(config.apply_lag, longest)
+        return replace(config, max_update_interval=longest, apply_lag=lag)
 
 
 def make_runtime(device: Device, rule: Rule, config: ZenFlowConfig, history: History) -> Runtime:
@@ -95,7 +127,7 @@ def make_runtime(device: Device, rule: Rule, config: ZenFlowConfig, history: His
     backend = choose_backend(list(cores.cpus))
     engine = HostEngine(device, backend)
     memory = HostMemory(backend, device)
-    update_interval, _ = config.intervals
-    log = GradientLog(memory, engine, device, history, update_interval)
+    log = GradientLog(memory, engine, device, history, config.longest_window)
     kernels = kernels_for(device.torch_device)
-    return Runtime(device, engine, memory, log, kernels, rule, config.deferred_update, cores)
+    ledger = Ledger() if config.ledger else None
+    return Runtime(device, engine, memory, log, kernels, rule, config.deferred_update, cores, ledger)

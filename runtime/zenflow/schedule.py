@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zenflow.config import AUTO_SELECT_INTERVAL, Auto, ZenFlowConfig
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -22,10 +24,9 @@ class StepPlan:
 class WindowClock:
     """Counts steps and closes windows; owned by one optimizer."""
 
-    def __init__(self, *, update_interval: int, warm_up: int, overlap: bool) -> None:
-        self._update_interval = update_interval
-        self._warm_up = warm_up
-        self._overlap = overlap
+    def __init__(self, config: ZenFlowConfig) -> None:
+        self.config = config
+        """The knobs in force; may be replaced between two steps."""
         self._step = 0
         self._window_steps = 0
 
@@ -39,13 +40,23 @@ class WindowClock:
         """Steps in the open window."""
         return self._window_steps
 
-    def advance(self) -> StepPlan:
-        """Begin the next step. A window that closes here must be ended with `close()`."""
+    def advance(self, *, close: bool = False, at_once: bool = False) -> StepPlan:
+        """Begin the next step. A window that closes here must be ended with `close()`.
+
+        Args:
+            close: close the window in any case.
+            at_once: apply it in this step if it closes.
+        """
         self._step += 1
         self._window_steps += 1
-        warm = self._step <= self._warm_up
-        closes = warm or self._window_steps >= self._update_interval
-        return StepPlan(self._step, self._window_steps, closes, warm or not self._overlap)
+        warm = self._step <= self.config.full_warm_up_rounds
+        closes = warm or close or self._window_steps >= self.config.longest_window
+        return StepPlan(self._step, self._window_steps, closes, warm or at_once or not self.config.overlap_step)
+
+    def restore(self, step: int, window_steps: int) -> None:
+        """Go on from a saved step."""
+        self._step = step
+        self._window_steps = window_steps
 
     def close(self) -> None:
         """End the open window; the next step begins a new one."""
@@ -67,10 +78,10 @@ def due_step(*, close_step: int, bucket: int, buckets: int, lag: int, window_ste
     return close_step + 1 + bucket * min(lag, window_steps) // buckets
 
 
-def selects(step: int, select_interval: int) -> bool:
-    """Whether a step computes a new selection: 1, 1 + R, 1 + 2R, ...
+def selects(step: int, select_interval: int | Auto) -> bool:
+    """Whether a step computes a new selection: 1, 1 + R, 1 + 2R, ... ("auto" only looks whether one is needed).
 
     One step after a multiple of R, so that with R a multiple of S the new columns are known on the host
     long before the close at which they take effect.
     """
-    return (step - 1) % select_interval == 0
+    return (step - 1) % (AUTO_SELECT_INTERVAL if select_interval == "auto" else select_interval) == 0

@@ -7,8 +7,22 @@ from dataclasses import dataclass
 import torch
 
 
+def ranked(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns by falling score; ties go to the lower index, non-finite scores count as 0.
+
+    Args:
+        scores: [columns], fp32.
+
+    Returns:
+        Their scores, [columns] fp32, and their indices, [columns] int64, on the device of `scores`.
+    """
+    finite = torch.nan_to_num(scores, nan=0.0, posinf=0.0, neginf=0.0)
+    values, indices = torch.sort(finite, descending=True, stable=True)
+    return values, indices
+
+
 def top_columns(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the `count` greatest scores; ties go to the lower index, non-finite scores count as 0.
+    """Indices of the `count` greatest scores, as `ranked` has them.
 
     Args:
         scores: [columns], fp32.
@@ -17,8 +31,7 @@ def top_columns(scores: torch.Tensor, count: int) -> torch.Tensor:
     Returns:
         [count], int64, in order of falling score, on the device of `scores`.
     """
-    finite = torch.nan_to_num(scores, nan=0.0, posinf=0.0, neginf=0.0)
-    return torch.sort(finite, descending=True, stable=True).indices[:count]
+    return ranked(scores)[1][:count]
 
 
 @dataclass(frozen=True, slots=True)

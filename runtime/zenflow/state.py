@@ -35,6 +35,12 @@ class ColumnState:
         self.count = torch.zeros(master.shape[0], dtype=torch.int32, device=master.device)
 
     @classmethod
+    def empty(cls, columns: int, rows: int, moments: int, device: torch.device) -> ColumnState:
+        """State of that many columns whose numbers are still to be filled in."""
+        streams = [torch.empty((columns, rows), dtype=torch.float32, device=device) for _ in range(1 + moments)]
+        return cls.over(streams, torch.empty(columns, dtype=torch.int32, device=device))
+
+    @classmethod
     def over(cls, streams: Sequence[torch.Tensor], count: torch.Tensor) -> ColumnState:
         """State in memory that somebody else allocated: master and moments [n, rows], count [n]."""
         state = object.__new__(cls)

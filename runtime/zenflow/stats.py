@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from zenflow.coverage import CoverageCurve
 from zenflow.device import Device, Mark, Transfer
 
 Cause = Literal["host", "h2d", "d2h", "select"]
@@ -102,6 +103,8 @@ class StepStats:
     staleness_max_steps: int | None
     coverage: float | None
     """Share of the offloaded gradient energy in the selected columns; None where nothing can be selected."""
+    coverage_curve: CoverageCurve | None
+    """The same for the best selection of every `topk_ratio`; None but in steps that looked for a new selection."""
     churn: float | None
     """Share of the selected columns that were exchanged at this step's close; None where no selection was due."""
 
@@ -122,6 +125,10 @@ class StepRecord:
     host_elements: int = 0
     energy: tuple[torch.Tensor, Transfer] | None = None
     """[2] fp32 in host memory: energy of the selected and of all offloaded columns."""
+    ranked: tuple[torch.Tensor, Transfer] | None = None
+    """Energy of each weight's 1, 2, ... most important columns, weight after weight, in host memory."""
+    ranked_columns: list[int] = field(default_factory=list)
+    """How many of these each weight has."""
     moved_columns: int = 0
     selected_columns: int = 0
     """Columns of the selections that were due at this step's close."""
@@ -135,14 +142,15 @@ class StepRecord:
 
     def ready(self, device: Device) -> bool:
         """Whether everything that `resolve` needs is there."""
-        arrived = self.energy is None or self.energy[1].done()
+        arrived = all(fetched is None or fetched[1].done() for fetched in (self.energy, self.ranked))
         return arrived and self.end is not None and device.passed(self.end)
 
     def wait(self, device: Device) -> None:
         """Block until the record is ready."""
         device.wait_for(self.end)
-        if self.energy is not None:
-            self.energy[1].wait()
+        for fetched in (self.energy, self.ranked):
+            if fetched is not None:
+                fetched[1].wait()
 
     def resolve(self, device: Device) -> StepStats:
         """Turn marks into milliseconds; only after `ready`."""
@@ -169,8 +177,15 @@ class StepRecord:
             staleness_mean_steps=self.applied.element_steps / self.applied.elements if self.applied.elements else None,
             staleness_max_steps=self.applied.max_steps if self.applied.elements else None,
             coverage=self._coverage(),
+            coverage_curve=self._curve(),
             churn=self.moved_columns / self.selected_columns if self.selected_columns else None,
         )
+
+    def _curve(self) -> CoverageCurve | None:
+        if self.ranked is None:
+            return None
+        self.ranked[1].wait()  # has arrived; raises if the copy failed
+        return CoverageCurve.of(self.ranked[0], self.ranked_columns)
 
     def _coverage(self) -> float | None:
         if self.energy is None:

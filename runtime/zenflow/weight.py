@@ -10,13 +10,16 @@ from torch import nn
 
 from zenflow.control import StepControl
 from zenflow.deferred import DeferredTier
-from zenflow.device import Transfer
+from zenflow.device import Arrived, Transfer
 from zenflow.errors import UnsupportedError
 from zenflow.layout import WeightPlan
+from zenflow.ledger import mass
 from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
-from zenflow.selection import Move, plan_move, top_columns
-from zenflow.state import ColumnState, reread
+from zenflow.selection import Move, plan_move, ranked, top_columns
+from zenflow.split_state import SplitState
+from zenflow.state import ColumnState
+from zenflow.tiers import Tier
 
 _UNKNOWN_VERSION = -1
 
@@ -47,21 +50,33 @@ class WeightState:
         self.plan = plan
         self.group = group
         """Index of the parameter group whose hyperparameters apply."""
-        self.started = False
-        """Whether the masters were read, which happens at the first gradient."""
-        self.deferred: DeferredTier | None = None
-        self.in_flight = 0
-        """Bucket jobs that are not visible yet."""
+        self.in_flight: set[int] = set()
+        """Numbers (over the whole model) of the buckets whose windows are not visible yet."""
         self._runtime = runtime
         self._initial = initial  # of each moment
-        self._resident: ColumnState | None = None
-        self._selected: ColumnState | None = None
-        self._selected_columns = torch.empty(0, dtype=torch.int64, device="cpu")
-        self._selected_index = self._selected_columns  # the same on the device
+        self._split: SplitState | None = None
         self._proposal: _Proposal | None = None
+        self._scores: torch.Tensor | None = None
         self._version = _UNKNOWN_VERSION
+        self._restored = False  # from a checkpoint, and not compared with the weights yet
         self.neighbours: list[WeightState] = [self]
         """All weights that share this one's memory, this one included: they share its version counter too."""
+
+    @property
+    def started(self) -> bool:
+        """Whether the masters were read, which happens at the first gradient."""
+        return self._split is not None
+
+    @property
+    def split(self) -> SplitState:
+        """Where its state lies; only once it has started."""
+        assert self._split is not None
+        return self._split
+
+    @property
+    def deferred(self) -> DeferredTier | None:
+        """The host's part; None where there is none, or before the start."""
+        return None if self._split is None else self._split.deferred
 
     @property
     def selects(self) -> bool:
@@ -73,49 +88,74 @@ class WeightState:
         """Whether a selection takes effect at the next close."""
         return self._proposal is not None
 
-    @property
-    def _whole(self) -> bool:
-        """Whether the parameter is wholly resident; its state then is one row."""
-        return self.plan.resident == self.plan.columns
-
     def _matrix(self) -> torch.Tensor:
         return self.plan.view(self.parameter.detach())
 
-    # --- start -----------------------------------------------------------------------------------------------------
+    # --- splits ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Read the masters; at the first gradient, after `propose` where something is to be selected."""
-        if self._whole:
-            self._resident = ColumnState(self._flat_master(), self._runtime.rule.moments, self._initial)
-        else:
-            self._start_columns(self._matrix())
+        self._split = self._make_split(flat=self.plan.resident == self.plan.columns)
+        self._split.read_masters()
         self._runtime.device.charge(2 * self.parameter.nbytes)
-        self.started = True
         self._note_version()
 
-    def _flat_master(self) -> torch.Tensor:
-        weights = self.parameter.detach()
-        if weights.dtype == torch.float32 and weights.is_contiguous():
-            return weights.view(1, -1)  # the parameter is its own master
-        return weights.reshape(1, -1).to(torch.float32, copy=True)
+    def _make_split(self, *, flat: bool) -> SplitState:
+        """Room for the state of all columns; the proposal says which are selected."""
+        offloaded = torch.arange(self.plan.resident, self.plan.columns, device="cpu")
+        # Where there is nothing to choose: all or none.
+        selected = self._take_proposal() if self.pending else offloaded[: self.plan.selected]
+        return self._split_of(flat=flat, selected=selected, deferred=offloaded[~torch.isin(offloaded, selected)])
 
-    def _start_columns(self, matrix: torch.Tensor) -> None:
-        plan, runtime = self.plan, self._runtime
-        if plan.resident:
-            self._resident = self._device_state(matrix[:, : plan.resident].t())
-        offloaded = torch.arange(plan.resident, plan.columns, device="cpu")
-        if plan.selected:
-            self._selected_columns = self._take_proposal() if self.pending else offloaded
-            self._selected_index = runtime.send_index(self._selected_columns)
-            self._selected = self._device_state(runtime.kernels.pack(matrix, self._selected_index))
-        if plan.deferred:
-            columns = offloaded[~torch.isin(offloaded, self._selected_columns)]
-            self.deferred = DeferredTier(self.name, plan, self.parameter.dtype, columns, runtime, self._initial)
-            self.deferred.read_masters(matrix, keep=False)
+    def _split_of(self, *, flat: bool, selected: torch.Tensor, deferred: torch.Tensor) -> SplitState:
+        return SplitState(
+            self.parameter,
+            self.name,
+            self.plan,
+            self._runtime,
+            self._initial,
+            flat=flat,
+            selected=selected,
+            deferred=deferred,
+        )
 
-    def _device_state(self, columns: torch.Tensor) -> ColumnState:
-        masters = columns.to(torch.float32, copy=True).contiguous()
-        return ColumnState(masters, self._runtime.rule.moments, self._initial)
+    def choose(self, plan: WeightPlan) -> None:
+        """Select for another plan, by the newest importance; before `repartition`."""
+        self._proposal = None
+        if self.started and 0 < plan.selected < plan.offloaded:
+            scores = self.importance()
+            self._send_proposal(top_columns(scores[plan.resident :], plan.selected) + plan.resident)
+
+    def repartition(self, plan: WeightPlan) -> None:
+        """Move every column to its tier under another plan, and only those that have to; nothing may be in flight."""
+        before = self._split
+        if before is None or plan.same_split(self.plan):
+            self.plan = plan
+            if self.deferred is not None:
+                self.deferred.renumber(plan.first_bucket)
+            return
+        self.plan = plan
+        self._split = self._make_split(flat=plan.resident == plan.columns and before.same_counts())
+        self._split.fill(before.tiers())
+        if before.deferred is not None:
+            before.deferred.release()
+        self._note_version()
+
+    def restore(self, source: Tier, slots: torch.Tensor, *, flat: bool) -> None:
+        """Take over a saved state.
+
+        Args:
+            source: the state of all columns, on the host.
+            slots: [columns] int32 on the CPU, each column's host slot; -1 where it is not deferred.
+            flat: whether the state of a wholly resident parameter is one row.
+        """
+        offloaded = torch.arange(self.plan.resident, self.plan.columns, device="cpu")
+        slots = slots[: self.plan.columns]  # without a column view there is one, and nothing in it
+        selected = offloaded[slots[self.plan.resident :] < 0]
+        deferred = torch.argsort(slots.long(), stable=True)[len(slots) - self.plan.deferred :]
+        self._split = self._split_of(flat=flat, selected=selected, deferred=deferred)
+        self._split.fill([source])
+        self._restored = True
 
     # --- weights written by others ---------------------------------------------------------------------------------
 
@@ -125,18 +165,12 @@ class WeightState:
         Raises:
             UnsupportedError: host updates of it are in flight, which were computed from the old values.
         """
-        if not self.started or self.parameter._version == self._version:
+        if self._split is None or not (self._restored or self.parameter._version != self._version):
             return
-        self.refuse_in_flight()
-        if self._whole:
-            self._reread(self._resident, self.parameter.detach().reshape(1, -1))
-        else:
-            columns = self._matrix().t()
-            self._reread(self._resident, columns[: self.plan.resident])
-            if self._selected is not None:
-                self._reread(self._selected, self._runtime.kernels.pack(self._matrix(), self._selected_index))
-            if self.deferred is not None:
-                self.deferred.read_masters(self._matrix(), keep=True)
+        if not self._restored:  # else the model was loaded, before or after its optimizer
+            self.refuse_in_flight()
+        self._split.reread_masters(self.in_flight)
+        self._restored = False
         self._note_version()
 
     def refuse_outside_writes(self) -> None:
@@ -160,10 +194,6 @@ class WeightState:
                 "call optimizer.flush() before you write to weights"
             )
 
-    def _reread(self, state: ColumnState | None, columns: torch.Tensor) -> None:
-        if state is not None and not self._is_own_master(state):
-            state.master.copy_(reread(state.master, columns))
-
     def forget_version(self) -> None:
         """Read the masters again at the next step, whether or not the version counter has moved."""
         self._version = _UNKNOWN_VERSION
@@ -172,40 +202,81 @@ class WeightState:
         for weight in self.neighbours:
             weight._version = weight.parameter._version
 
-    def _is_own_master(self, state: ColumnState) -> bool:
-        return state.master.data_ptr() == self.parameter.data_ptr()
-
     # --- selection -------------------------------------------------------------------------------------------------
 
-    def propose(self, scores: torch.Tensor, skip: torch.Tensor | None) -> None:
+    def propose(self, scores: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
         """Select by a gradient's importance; takes effect at the next close (in `start` the first time).
 
         Args:
             scores: [columns] fp32.
             skip: 0-dim bool; where true the selection stays as it is.
+
+        Returns:
+            [offloaded columns] fp32: energy of the 1, 2, ... most important ones together.
         """
         plan = self.plan
-        columns = top_columns(scores[plan.resident :], plan.selected) + plan.resident
+        energies, order = ranked(scores[plan.resident :])
+        columns = order[: plan.selected] + plan.resident
         if skip is not None and self.started:
-            columns = torch.where(skip, self._selected_index, columns)
+            columns = torch.where(skip, self.split.selected_index, columns)
+        self._send_proposal(columns)
+        return energies.cumsum(0)
+
+    def _send_proposal(self, columns: torch.Tensor) -> None:
         self._proposal = _Proposal(*self._runtime.fetch(columns.int()))
         self._runtime.traffic.index_bytes += self._proposal.columns.nbytes
+
+    def drop_proposal(self) -> None:
+        """Let the selection stay as it is at the next close."""
+        self._proposal = None
+
+    def proposed(self) -> torch.Tensor:
+        """[plan.selected] int64 on the CPU: the pending selection; waits for it."""
+        assert self._proposal is not None
+        self._runtime.device.block_on(self._proposal.transfer)
+        return self._proposal.columns.long()
+
+    def restore_proposal(self, columns: torch.Tensor) -> None:
+        """Let a saved selection take effect at the next close.
+
+        Args:
+            columns: [plan.selected] int64 on the CPU.
+        """
+        self._proposal = _Proposal(columns.int(), Arrived(self._runtime.device.mark(), 0))
+
+    def note_importance(self, scores: torch.Tensor, skip: torch.Tensor | None) -> None:
+        """Remember a gradient's importance for `choose`.
+
+        Args:
+            scores: [columns] fp32.
+            skip: 0-dim bool; where true the step does not count.
+        """
+        self._scores = scores if skip is None else torch.where(skip, self.importance(), scores)
+
+    def importance(self) -> torch.Tensor:
+        """[columns] fp32: importance of the newest gradient that was measured; zeros before."""
+        if self._scores is None:
+            self._scores = torch.zeros(self.plan.columns, dtype=torch.float32, device=self.parameter.device)
+        return self._scores
 
     def selected_energy(self, scores: torch.Tensor) -> torch.Tensor:
         """[2] fp32: energy in the selected and in all offloaded columns."""
         offloaded = scores[self.plan.resident :].sum()
-        return torch.stack([scores.index_select(0, self._selected_index).sum(), offloaded])
+        return torch.stack([scores.index_select(0, self.split.selected_index).sum(), offloaded])
+
+    def still_selected(self) -> int:
+        """How many of the selected columns the pending selection keeps; waits for it."""
+        return int(torch.isin(self.split.selected_columns, self.proposed()).sum())
 
     def resolve_pending(self) -> Move | None:
         """Take the pending selection, waiting for it; None where it changes nothing."""
         assert self.deferred is not None
-        return plan_move(self._selected_columns, self.deferred.slot_columns, self._take_proposal())
+        return plan_move(self.split.selected_columns, self.deferred.slot_columns, self._take_proposal())
 
     def _take_proposal(self) -> torch.Tensor:
-        assert self._proposal is not None
-        proposal, self._proposal = self._proposal, None
-        self._runtime.device.block_on(proposal.transfer)
-        return proposal.columns.long()
+        columns = self.proposed()
+        self._proposal = None
+        return columns
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
@@ -229,30 +300,34 @@ class WeightState:
             hyper: the group's hyperparameters.
             control: factor and skip flag.
         """
-        updated = 0
-        if self._resident is not None and self._whole:
-            self._update(self._resident, gradient.reshape(-1, 1), self._whole_weights(), hyper, control)
-            if self._whole_weights() is None and not self._is_own_master(self._resident):
-                self.parameter.copy_(self._resident.master.view(self.parameter.shape))
+        split, updated = self.split, 0
+        if split.resident is not None and split.flat:
+            self._update_flat(split.resident, gradient, hyper, control)
+            self._account(gradient, control)
             updated = self.parameter.numel()
-        elif self._resident is not None:
+        elif split.resident is not None:
             resident = slice(0, self.plan.resident)
             columns, weights = self.plan.view(gradient)[:, resident], self._matrix()[:, resident]
-            self._update(self._resident, columns, weights, hyper, control)
-            updated = self._resident.master.numel()
-        if self._selected is not None:
+            self._update(split.resident, columns, weights, hyper, control)
+            self._account(columns, control)
+            updated = split.resident.master.numel()
+        if split.selected is not None:
             columns, weights = self.plan.view(gradient), self._matrix()
-            self._update(self._selected, columns, weights, hyper, control, self._selected_index)
-            updated += self._selected.master.numel()
+            self._update(split.selected, columns, weights, hyper, control, split.selected_index)
+            self._account(columns.index_select(1, split.selected_index), control)
+            updated += split.selected.master.numel()
         state_bytes = 8 * (1 + self._runtime.rule.moments)
         self._runtime.device.charge(updated * (state_bytes + 2 * self.parameter.element_size()))
         self._note_version()
 
-    def _whole_weights(self) -> torch.Tensor | None:
-        """The weights of a wholly resident parameter as one column; None where there is no such view or no need."""
-        weights = self.parameter.detach()
-        assert self._resident is not None
-        return None if self._is_own_master(self._resident) or not weights.is_contiguous() else weights.view(-1, 1)
+    def _update_flat(
+        self, state: ColumnState, gradient: torch.Tensor, hyper: Hyper, control: StepControl | None
+    ) -> None:
+        own, weights = self.split.is_own_master(state), self.parameter.detach()
+        in_place = None if own or not weights.is_contiguous() else weights.view(-1, 1)
+        self._update(state, gradient.reshape(-1, 1), in_place, hyper, control)
+        if in_place is None and not own:
+            self.parameter.copy_(state.master.view(self.parameter.shape))
 
     def _update(
         self,
@@ -268,6 +343,15 @@ class WeightState:
             self._runtime.rule, state, gradient, weights, hyper, columns=columns, factor=factor, skip=skip
         )
         self._wrote()
+
+    def pending_mass(self) -> int:
+        """Mass of the logged gradients, for the ledger."""
+        logged = [] if self.deferred is None else self.deferred.logged()
+        return sum(int(mass(rows)) for entry, rows in logged if entry.live()[1])
+
+    def _account(self, gradient: torch.Tensor, control: StepControl | None) -> None:
+        if self._runtime.ledger is not None:
+            self._runtime.ledger.apply(self.name, gradient, None if control is None else control.skip)
 
     def _wrote(self) -> None:
         # Kernels of ours do not count their writes, and autograd must know of them.
@@ -288,9 +372,10 @@ class WeightState:
 
     def give_up_selected(self, move: Move) -> None:
         """Hand the state of the columns that become deferred to the host; after `DeferredTier.submit_leave`."""
-        assert self.deferred is not None
-        assert self._selected is not None
-        self.deferred.submit_join(move, self._selected.pack(self._runtime.send_index(move.places)))
+        split = self.split
+        assert split.deferred is not None
+        assert split.selected is not None
+        split.deferred.submit_join(move, split.selected.pack(self._runtime.send_index(move.places)))
 
     def take_selected(self, move: Move, state: torch.Tensor) -> None:
         """Take over the state of the columns that become selected, and make their weights visible.
@@ -299,11 +384,12 @@ class WeightState:
             move: the columns.
             state: [n, packed_columns] int32 on the device.
         """
-        assert self.deferred is not None
-        assert self._selected is not None
+        split = self.split
+        assert split.deferred is not None
+        assert split.selected is not None
         places = self._runtime.send_index(move.places)
-        self._selected.unpack(places, state)
-        self.scatter(self._runtime.send_index(move.to_selected), self._selected.master.index_select(0, places))
-        self._selected_columns[move.places] = move.to_selected
-        self._selected_index = self._runtime.send_index(self._selected_columns)
-        self.deferred.rename(move)
+        split.selected.unpack(places, state)
+        self.scatter(self._runtime.send_index(move.to_selected), split.selected.master.index_select(0, places))
+        split.selected_columns[move.places] = move.to_selected
+        split.selected_index = self._runtime.send_index(split.selected_columns)
+        split.deferred.rename(move)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from zenflow.config import ZenFlowConfig
+from zenflow.config import AUTO_SELECT_OVERLAP, ZenFlowConfig
 from zenflow.deferred import Ahead
 from zenflow.device import Mark
 from zenflow.forward_waits import Flight, ForwardWaits
@@ -20,15 +20,14 @@ from zenflow.weight import WeightState
 class Windows:
     """Owns the bucket jobs between a close and the step after which they are visible."""
 
-    def __init__(
-        self, runtime: Runtime, config: ZenFlowConfig, weights: Sequence[WeightState], buckets: int, lag: int
-    ) -> None:
+    def __init__(self, runtime: Runtime, weights: Sequence[WeightState]) -> None:
         self._runtime = runtime
         self._device = runtime.device
-        self._config = config
         self._weights = weights
-        self._buckets = buckets
-        self._lag = lag
+        self.config = ZenFlowConfig()
+        """The knobs in force; may be replaced between two steps."""
+        self.buckets = 0
+        """B: of the whole model."""
         self._in_flight: list[Flight] = []
         self.waits: ForwardWaits | None = None
 
@@ -39,9 +38,16 @@ class Windows:
         pending = [weight for weight in self._weights if weight.pending]
         if not pending:
             return {}
+        selected = sum(weight.plan.selected for weight in pending)
+        record.selected_columns += selected
         with record.timed(self._device, "select"):
+            if self.config.select_interval == "auto":
+                still = sum(weight.still_selected() for weight in pending)
+                if still >= AUTO_SELECT_OVERLAP * selected:
+                    for weight in pending:
+                        weight.drop_proposal()
+                    return {}
             moves = {weight: weight.resolve_pending() for weight in pending}
-        record.selected_columns += sum(weight.plan.selected for weight in pending)
         record.moved_columns += sum(len(move.slots) for move in moves.values() if move is not None)
         return {weight: move for weight, move in moves.items() if move is not None}
 
@@ -71,7 +77,7 @@ class Windows:
         }
         for weight, move in moves.items():
             weight.give_up_selected(move)
-        in_turn = plan.synchronous and self._config.pipeline == "none"
+        in_turn = plan.synchronous and self.config.pipeline == "none"
         for weight in self._weights:
             if weight.deferred is None:
                 continue
@@ -79,7 +85,7 @@ class Windows:
             for window in weight.deferred.submit_window(closing, leaves, after_all_d2h=in_turn):
                 due = plan.step if plan.synchronous else self._due(plan, window.bucket.index)
                 self._in_flight.append(Flight(weight, window, due))
-                weight.in_flight += 1
+                weight.in_flight.add(window.bucket.index)
         for weight, job in leaving.items():
             with record.timed(self._device, "select"):
                 state = job.receive(self._runtime.engine)
@@ -87,12 +93,29 @@ class Windows:
         if plan.synchronous:
             self._apply_synchronously(plan.step, in_turn, record)
 
+    @property
+    def in_flight(self) -> Sequence[Flight]:
+        """Buckets whose windows are not visible yet."""
+        return self._in_flight
+
+    def restore(self, weight: WeightState, bucket: int, due: int) -> None:
+        """Put a saved flight under way again.
+
+        Args:
+            weight: whose bucket it is.
+            bucket: number of the bucket, counted in this weight.
+            due: the step after which it becomes visible.
+        """
+        assert weight.deferred is not None
+        self._in_flight.append(Flight(weight, weight.deferred.restore_window(bucket), due))
+        weight.in_flight.add(self._in_flight[-1].window.bucket.index)
+
     def _due(self, plan: StepPlan, bucket: int) -> int:
         return due_step(
             close_step=plan.step,
             bucket=bucket,
-            buckets=self._buckets,
-            lag=self._lag,
+            buckets=self.buckets,
+            lag=self.config.lag,
             window_steps=plan.window_steps,
         )
 
@@ -140,12 +163,13 @@ class Windows:
         rows = job.receive(self._runtime.engine)
         cpu_s = time.perf_counter() - cpu_begin
         assert job.transfer is not None
-        record.waits.append(Wait(begin, self._device.mark(), cpu_s, window.gradients.end, job.transfer.begin))
+        d2h_end = None if window.gradients is None else window.gradients.end
+        record.waits.append(Wait(begin, self._device.mark(), cpu_s, d2h_end, job.transfer.begin))
         weight.refuse_outside_writes()
         weight.scatter(window.columns, rows)
         self._device.charge(2 * rows.nbytes)
         window.bucket.sent = job.transfer
-        weight.in_flight -= 1
+        weight.in_flight.discard(window.bucket.index)
         self._runtime.traffic.h2d_bytes += rows.nbytes
         record.host_s += job.span.seconds
         record.host_bytes += job.nbytes

@@ -38,7 +38,7 @@ def make(parameters: Any, config: ZenFlowConfig, **arguments: Any) -> ZenFlowAda
 
 
 def engine_of(optimizer: ZenFlowAdamW) -> Any:
-    backend = optimizer._engine.backend
+    backend = optimizer._training.engine.backend
     assert isinstance(backend, NativeBackend)
     return backend.engine
 

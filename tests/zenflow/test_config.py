@@ -30,6 +30,8 @@ BAD: list[tuple[str, list[Any], str]] = [
     ("steps_per_epoch", [0, 2.5, "auto", True], OPTIONAL_COUNT),
     ("bucket_bytes", [0, -5, 1e6, None], "an integer >= 1"),
     ("host_threads", [0, -1, 2.0, True, 5000], "an integer from 1 to 4096, or none"),
+    ("max_update_interval", [0, -5, 2.0, "auto", None], "an integer >= 1"),
+    ("ledger", [0, "no", None], "true or false"),
     ("apply_lag", [0, 5, -1, 1.5, True, "auto"], "an integer from 1 to update_interval (4), or none"),
 ]  # fmt: skip
 
@@ -59,7 +61,6 @@ def test_ends_of_the_ranges_are_allowed() -> None:
     most = ZenFlowConfig(topk_ratio=1.0, offload_ratio=0.0, update_interval=7, apply_lag=7)
     assert (least.topk_ratio, least.offload_ratio, least.apply_lag) == (0, 1, 1)
     assert (most.topk_ratio, most.offload_ratio, most.apply_lag) == (1.0, 0.0, 7)
-    assert ZenFlowConfig(update_interval="auto", apply_lag=50).apply_lag == 50
 
 
 def test_replace_checks_again() -> None:
@@ -88,8 +89,8 @@ def test_the_documented_zenflow_section() -> None:
         "overlap_step": True,
     }
     config = ZenFlowConfig.from_ds_config(ds(section))
-    assert config == ZenFlowConfig(topk_ratio=0.05, update_interval=4, overlap_step=True)
-    assert (config.offload_ratio, config.pipeline, config.max_grad_norm) == (1.0, "bucket", None)
+    assert config == ZenFlowConfig(topk_ratio=0.05, update_interval=4, overlap_step=True, max_grad_norm=1.0)
+    assert (config.offload_ratio, config.pipeline) == (1.0, "bucket")
 
 
 def test_what_a_zenflow_section_omits_takes_deepspeeds_default() -> None:
@@ -111,7 +112,7 @@ def test_plain_zero_offload() -> None:
 
 def test_twin_flow_ratio() -> None:
     config = ZenFlowConfig.from_ds_config(ds(offload={"device": "cpu", "ratio": 0.3, "pin_memory": True}))
-    assert config == replace(ZenFlowConfig.zero_offload(pipeline="bucket"), offload_ratio=0.3)
+    assert config == ZenFlowConfig.zero_offload(pipeline="bucket", offload_ratio=0.3, max_grad_norm=1.0)
     assert ZenFlowConfig.from_ds_config(ds({}, {"device": "cpu", "ratio": 0.3})).offload_ratio == 0.3
 
 
@@ -128,6 +129,13 @@ def test_twin_flow_ratio() -> None:
 )
 def test_without_offloading_everything_is_resident(config: dict[str, Any]) -> None:
     assert ZenFlowConfig.from_ds_config(config).offload_ratio == 0.0
+
+
+def test_gradient_clipping_is_deepspeeds_default_where_nothing_is_said() -> None:
+    """DeepSpeed 0.19 clips to 1.0 then; older releases did not."""
+    constants = pytest.importorskip("deepspeed.runtime.constants", reason="DeepSpeed is not installed")
+    for config in (ds({}), ds(), {}):
+        assert ZenFlowConfig.from_ds_config(config).max_grad_norm == constants.GRADIENT_CLIPPING_DEFAULT == 1.0
 
 
 @pytest.mark.parametrize(("clipping", "norm"), [(1.0, 1.0), (0.5, 0.5), (0, None), (0.0, None), ("auto", None)])
@@ -205,28 +213,41 @@ def test_a_directory_is_a_sentence(tmp_path: Path) -> None:
 # resolved
 
 
-def test_resolved_leaves_numbers_alone_and_says_nothing() -> None:
-    config = ZenFlowConfig(update_interval=3, select_interval=5, select_strategy="step", apply_lag=2)
-    assert config.intervals == (config.update_interval, config.select_interval)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert config.resolved() == config
+def test_resolved_leaves_numbers_and_auto_alone_and_says_nothing() -> None:
+    for intervals in ((3, 5), ("auto", 5), (3, "auto")):
+        update, select = intervals
+        config = ZenFlowConfig(update_interval=update, select_interval=select, select_strategy="step", apply_lag=2)  # type: ignore[arg-type]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert config.resolved() == config
 
 
-def test_auto_update_interval_warns_and_is_four() -> None:
-    config = ZenFlowConfig(update_interval="auto")
-    with pytest.raises(ConfigError, match="allowed is a resolved configuration"):
-        assert config.intervals
-    with pytest.warns(UserWarning, match=r'update_interval "auto" does not adapt yet: using 4 steps'):
-        resolved = config.resolved()
-    assert resolved.intervals == (4, 32)
+def test_the_longest_window_bounds_the_lag() -> None:
+    config = ZenFlowConfig(update_interval="auto", max_update_interval=6)
+    assert (config.longest_window, config.lag) == (6, 6)
+    assert ZenFlowConfig(update_interval="auto", max_update_interval=6, apply_lag=6).lag == 6
+    with pytest.raises(ConfigError, match=r"apply_lag is 7, allowed is an integer from 1 to max_update_interval \(6\)"):
+        ZenFlowConfig(update_interval="auto", max_update_interval=6, apply_lag=7)
+    assert ZenFlowConfig(update_interval=3).longest_window == 3
+    assert ZenFlowConfig(update_interval=3).lag == 3
+    assert ZenFlowConfig(update_interval=3, apply_lag=2).lag == 2
 
 
-def test_the_warning_names_the_number_that_is_used() -> None:
-    with pytest.warns(UserWarning, match="update_interval") as caught:
-        resolved = ZenFlowConfig(update_interval="auto", apply_lag=6).resolved()
-    assert (resolved.update_interval, resolved.apply_lag) == (6, 6)
-    assert "using 6 steps" in str(caught[0].message)
+# changed
+
+
+def test_changed_replaces_live_knobs_and_checks_them() -> None:
+    config = ZenFlowConfig(topk_ratio=0.1, update_interval=4, apply_lag=3)
+    new = config.changed({"topk_ratio": 0.2, "update_interval": 8})
+    assert (new.topk_ratio, new.update_interval, new.apply_lag) == (0.2, 8, 3)
+    with pytest.raises(ConfigError, match="apply_lag is 3, allowed is an integer from 1 to update_interval"):
+        config.changed({"update_interval": 2})
+
+
+@pytest.mark.parametrize("name", ["bucket_bytes", "full_warm_up_rounds", "steps_per_epoch", "ledger", "topk"])
+def test_what_cannot_change_while_it_trains_is_a_sentence(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is 1, allowed are changes of topk_ratio, select_interval"):
+        ZenFlowConfig().changed({name: 1})
 
 
 @pytest.mark.parametrize(
@@ -235,10 +256,10 @@ def test_the_warning_names_the_number_that_is_used() -> None:
         ("epoch", 2, 10, 20),
         ("epoch", "auto", 10, 10),
         ("epoch", 2, None, 2),
-        ("epoch", "auto", None, 32),
+        ("epoch", "auto", None, "auto"),
         ("step", 2, 10, 2),
         ("auto", 2, 10, 2),
-        ("auto", "auto", 10, 32),
+        ("auto", "auto", 10, "auto"),
     ],
 )
 def test_epochs_become_steps(strategy: Any, interval: Any, per_epoch: int | None, expected: int) -> None:

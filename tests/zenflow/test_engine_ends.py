@@ -44,7 +44,7 @@ def held_up(**knobs: Any) -> Plain:
     plain = Plain(ZenFlowConfig(**{"update_interval": 2, "topk_ratio": 0.0, "host_threads": 3, **knobs}))
     for _ in range(3):
         plain.step()
-    plain.optimizer._engine.drain()
+    plain.optimizer._training.engine.drain()
     plain.inject("delay", 0, 600.0)
     plain.step()
     return plain
@@ -77,10 +77,10 @@ def test_closing_applies_what_is_queued() -> None:
 def test_an_optimizer_that_is_dropped_leaves_nothing_behind() -> None:
     threads = os_threads()
     plain = held_up()
-    memory = plain.optimizer._runtime.memory
+    memory = plain.optimizer._training.runtime.memory
     memory._backend = EagerBackend()  # or our own reference would keep the state
-    gone: list[weakref.ref[Any]] = [weakref.ref(plain.optimizer), weakref.ref(plain.optimizer._engine)]
-    gone.append(weakref.ref(plain.optimizer._engine.backend))
+    gone: list[weakref.ref[Any]] = [weakref.ref(plain.optimizer), weakref.ref(plain.optimizer._training.engine)]
+    gone.append(weakref.ref(plain.optimizer._training.engine.backend))
     assert memory.bytes_by_use["log"] > 0
     del plain
     gc.collect()
@@ -152,9 +152,9 @@ def held_up(late_s=600.0):
     optimizer = optimizer_of(weights)
     for _ in range(3):
         step(optimizer, weights)
-    optimizer._engine.drain()
+    optimizer._training.engine.drain()
     if optimizer.host_engine[0] == "native":
-        optimizer._engine.backend.engine.inject("delay", 0, late_s)
+        optimizer._training.engine.backend.engine.inject("delay", 0, late_s)
     step(optimizer, weights)
     return optimizer, weights
 
@@ -229,7 +229,7 @@ SCRIPTS = {
     """,
     "failed": """
         optimizer, weights = held_up()
-        optimizer._engine.backend.stop()
+        optimizer._training.engine.backend.stop()
         time.sleep(0.1)
     """,
     "eager": "os.environ['ZENFLOW_NATIVE'] = 'off'; optimizer, weights = held_up()",
@@ -243,7 +243,7 @@ SCRIPTS = {
 
         weights = weights_of()
         optimizer = optimizer_of(weights)
-        optimizer._engine.backend.engine.inject("jitter", 0, 2e-3, 1)
+        optimizer._training.engine.backend.engine.inject("jitter", 0, 2e-3, 1)
         for epoch in range(2):
             for batch in DataLoader(torch.ones(12, 30), batch_size=2, num_workers=2):
                 (batch @ sum(weights).t()).sum().backward()

@@ -163,6 +163,7 @@ def test_a_fault_is_raised_in_a_step_that_asks_nothing_of_the_host(kind: str) ->
 def test_a_fault_is_raised_at_the_end_at_the_latest(kind: str, end: str) -> None:
     plain = Plain(CONFIGS["windows"])
     plain.step()
+    plain.optimizer._training.engine.drain()  # the masters were read
     plain.inject(kind, 1)
     error = error_within_1_s(getattr(plain.optimizer, end))
     assert str(error) == f"updating 1 failed: {CAUSES[kind]}"
@@ -200,7 +201,7 @@ def test_a_late_thread_does_not_hold_up_anothers_fault(kind: str) -> None:
 
     step()
     optimizer.flush()
-    deferred = optimizer._weights[0].deferred
+    deferred = optimizer._training.model.weights[0].deferred
     assert deferred is not None
     deferred.state.count.copy_(torch.arange(1 << 19) % 7)  # each column by itself: pieces of milliseconds
     engine_of(optimizer).inject("delay", 0, 600.0)

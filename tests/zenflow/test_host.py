@@ -45,6 +45,9 @@ class Calls(Backend):
     def register(self, rule: Rule, state: ColumnState) -> int:
         return 0
 
+    def forget(self, handle: int) -> None:
+        raise AssertionError("no columns were registered")
+
     def start(self, task: Task) -> int:
         self._tasks[len(self._tasks)] = task
         return len(self._tasks) - 1

@@ -32,7 +32,7 @@ class Split:
     """What an optimizer defers."""
 
     def __init__(self, optimizer: ZenFlowAdamW) -> None:
-        plans = [weight.plan for weight in optimizer._weights]
+        plans = [weight.plan for weight in optimizer._training.model.weights]
         buckets = [(high - low) * plan.rows for plan in plans for low, high in plan.bucket_slots]
         self.elements = sum(buckets)
         self.columns = sum(plan.deferred for plan in plans)
@@ -100,7 +100,7 @@ def test_columns_that_move_take_what_moves(interval: int, slow_host: Callable[[i
     Split(optimizer).check(now[-1]["peak"], interval, extra_bytes=2 * max(moved))
     lasting = sum(now[-1][use] for use in ("state", "log", "staging"))
     assert now[-1]["peak"] - lasting >= max(moved) // 2
-    optimizer._engine.drain()
+    optimizer._training.engine.drain()
     assert optimizer.host_bytes()["migration"] == 0
     optimizer.close()
 
@@ -135,7 +135,7 @@ def check_counter(allocated_bytes: Callable[[], int]) -> None:
     steps_of(model, optimizer, range(1, 20), compare)
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for weight in optimizer._weights
+        for weight in optimizer._training.model.weights
         if (deferred := weight.deferred) is not None
         for tensor in (
             *(deferred.state.master, *deferred.state.moments, deferred.state.count),

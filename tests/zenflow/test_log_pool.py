@@ -49,6 +49,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.align = align
         self.capacity = capacity
         self.most_allocated = 0
+        self.reserved = 0
         self.pool = LogPool(capacity, self.allocate, align=align)
         self.contents: dict[Extents, Tensor] = {}
         self.promised: set[Extents] = set()
@@ -57,7 +58,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert nbytes % self.align == 0
         self.segments.append(host_bytes(nbytes))
         self.most_allocated = max(self.most_allocated, sum(map(len, self.segments)))
-        assert sum(map(len, self.segments)) <= self.capacity
+        assert sum(map(len, self.segments)) <= max(self.capacity, self.reserved)
         return self.segments[-1]
 
     @property
@@ -93,8 +94,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.give(extents)
         del self.contents[extents]
         self.promised.discard(extents)
+        self.trim()
         with pytest.raises(ValueError, match="given back"):
             self.pool.give(extents)
+
+    def trim(self) -> None:
+        """What is more than the capacity goes when all is free."""
+        if not self.contents and sum(map(len, self.segments)) > max(self.capacity, self.reserved):
+            self.segments.clear()
 
     @rule(extents=taken)
     def promise(self, extents: Extents | None) -> None:
@@ -104,8 +111,16 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(capacity=st.integers(0, 8000))
     def resize(self, capacity: int) -> None:
-        self.capacity = capacity
+        self.capacity, self.reserved = capacity, 0
         self.pool.resize(capacity)
+        self.trim()
+
+    @rule(nbytes=st.integers(0, 8000))
+    def reserve(self, nbytes: int) -> None:
+        self.reserved = padded(nbytes, self.align)
+        self.trim()
+        self.pool.reserve(nbytes)
+        assert self.pool.allocated_bytes >= nbytes
 
     @rule()
     def clear(self) -> None:
@@ -135,10 +150,10 @@ class PoolMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "pool"):
             return
+        self.pool.resize(self.pool.allocated_bytes)  # no new segments, and none goes
         for extents in self.contents:
             self.pool.give(extents)
         assert self.pool.taken_bytes == 0
-        self.pool.resize(0)  # no new segments
         whole = [self.pool.take(len(segment), timeout_s=0) for segment in self.segments]
         assert sorted(span for extents in whole for span in ranges(extents)) == sorted(
             (segment.data_ptr(), segment.data_ptr() + len(segment)) for segment in self.segments

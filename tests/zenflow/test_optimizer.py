@@ -135,32 +135,23 @@ def test_a_sparse_gradient_is_refused_and_nothing_is_lost() -> None:
     assert_equal(*results)
 
 
-def test_states_are_refused_until_they_can_be_kept() -> None:
-    optimizer = ZenFlowAdamW(weights_of(), config=CONFIG)
-    with pytest.raises(
-        UnsupportedError, match=r"state_dict\(\) of a ZenFlow optimizer is not supported yet: save the model"
-    ):
-        optimizer.state_dict()
-    with pytest.raises(UnsupportedError, match=r"load_state_dict\(\) of a ZenFlow optimizer is not supported yet"):
-        optimizer.load_state_dict({})
-    optimizer.close()
-
-
-# Parameter groups.
-
-
-def test_a_group_can_be_added_before_the_first_step_only() -> None:
+def test_groups_are_added_before_the_first_step_and_later() -> None:
     weights = weights_of(count=3)
     optimizer = ZenFlowAdamW(weights[:1], lr=0.1, config=CONFIG)
     optimizer.add_param_group({"params": weights[1:2], "lr": 0.0})
-    before = weights[1].detach().clone()
+    before = [weight.detach().clone() for weight in weights]
     set_grads(weights, 1)
     optimizer.step()
+    optimizer.add_param_group({"params": weights[2:], "lr": 0.2})
+    assert torch.equal(weights[1].detach(), before[1])
+    assert torch.equal(weights[2].detach(), before[2])
+    set_grads(weights, 2)
+    optimizer.step()
     optimizer.flush()
-    assert torch.equal(weights[1].detach(), before)
-    with pytest.raises(UnsupportedError, match="add_param_group after the first step is not supported"):
-        optimizer.add_param_group({"params": weights[2:]})
-    assert len(optimizer.param_groups) == 2
+    assert torch.equal(weights[1].detach(), before[1])
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 1]
+    # The first update of AdamW moves every element by about its learning rate.
+    assert (weights[2].detach() - before[2]).abs().median() == pytest.approx(0.2, rel=0.05)
     optimizer.close()
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zenflow.config import ZenFlowConfig
 from zenflow.schedule import StepPlan, WindowClock, due_step, selects
 
 
@@ -25,6 +28,16 @@ def closes(clock: WindowClock, steps: int, flush_after: tuple[int, ...] = ()) ->
     return seen
 
 
+def clock_of(
+    interval: int | Literal["auto"], *, warm_up: int = 0, overlap: bool = True, longest: int = 16
+) -> WindowClock:
+    return WindowClock(
+        ZenFlowConfig(
+            update_interval=interval, full_warm_up_rounds=warm_up, overlap_step=overlap, max_update_interval=longest
+        )
+    )
+
+
 @pytest.mark.parametrize(
     ("interval", "warm_up", "overlap", "expected"),
     [
@@ -39,16 +52,48 @@ def closes(clock: WindowClock, steps: int, flush_after: tuple[int, ...] = ()) ->
     ],
 )
 def test_closes(interval: int, warm_up: int, overlap: bool, expected: list[tuple[int, int, bool]]) -> None:
-    assert closes(WindowClock(update_interval=interval, warm_up=warm_up, overlap=overlap), 10) == expected
+    assert closes(clock_of(interval, warm_up=warm_up, overlap=overlap), 10) == expected
 
 
 def test_a_flush_moves_the_following_closes() -> None:
-    clock = WindowClock(update_interval=4, warm_up=0, overlap=True)
+    clock = clock_of(4)
     assert closes(clock, 12, flush_after=(2, 8)) == [(6, 4, False), (12, 4, False)]
 
 
+def test_an_auto_window_closes_when_it_is_told_to_or_is_at_its_longest() -> None:
+    clock = clock_of("auto", longest=3)
+    told = {2, 3, 9}
+    closed = []
+    for step in range(1, 12):
+        plan = clock.advance(close=step in told)
+        if plan.closes:
+            closed.append((step, plan.window_steps, plan.synchronous))
+            clock.close()
+    assert closed == [(2, 2, False), (3, 1, False), (6, 3, False), (9, 3, False)]
+
+
+def test_a_close_at_once_is_synchronous_for_once() -> None:
+    clock = clock_of(2)
+    assert clock.advance(close=True, at_once=True) == StepPlan(step=1, window_steps=1, closes=True, synchronous=True)
+    clock.close()
+    assert closes(clock, 4) == [(3, 2, False), (5, 2, False)]
+
+
+def test_other_knobs_hold_from_the_next_step_on() -> None:
+    clock = clock_of(4, warm_up=2)
+    assert closes(clock, 3) == [(1, 1, True), (2, 1, True)]
+    clock.config = ZenFlowConfig(update_interval=2, full_warm_up_rounds=5, overlap_step=False)
+    assert closes(clock, 5) == [(4, 2, True), (5, 1, True), (7, 2, True)]
+
+
+def test_a_restored_clock_goes_on() -> None:
+    clock = clock_of(4, warm_up=9)
+    clock.restore(10, 2)
+    assert closes(clock, 6) == [(12, 4, False), (16, 4, False)]
+
+
 def test_before_the_first_step() -> None:
-    clock = WindowClock(update_interval=2, warm_up=0, overlap=True)
+    clock = clock_of(2)
     assert (clock.step, clock.window_steps) == (0, 0)
     assert clock.advance() == StepPlan(step=1, window_steps=1, closes=False, synchronous=False)
 
@@ -95,3 +140,7 @@ def test_due_steps_are_bounded_ordered_and_spread(close_step: int, buckets: int,
 )
 def test_selection_steps(interval: int, expected: list[int]) -> None:
     assert [step for step in range(1, 8) if selects(step, interval)] == expected
+
+
+def test_an_auto_selection_is_looked_at_every_eight_steps() -> None:
+    assert [step for step in range(1, 20) if selects(step, "auto")] == [1, 9, 17]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,24 @@ class Backend(ABC):
         Returns:
             The number for `HostColumns.handle`.
         """
+
+    @abstractmethod
+    def forget(self, handle: int) -> None:
+        """Let go of the memory of columns that no task will name again."""
+
+    def prepare(self, cpus: list[int]) -> Callable[[], None]:
+        """Get ready to work on other processors.
+
+        Args:
+            cpus: one thread on each.
+
+        Returns:
+            What makes the change; to be called while no task is being done, once.
+
+        Raises:
+            HostEngineError: the threads could not be started.
+        """
+        return lambda: None
 
     @abstractmethod
     def start(self, task: Task) -> int:

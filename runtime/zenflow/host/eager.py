@@ -37,6 +37,9 @@ class EagerBackend(Backend):
     def register(self, rule: Rule, state: ColumnState) -> int:
         return 0
 
+    def forget(self, handle: int) -> None:
+        return None
+
     def start(self, task: Task) -> int:
         ticket = next(self._tickets)
         self._tasks[ticket] = task

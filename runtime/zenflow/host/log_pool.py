@@ -64,6 +64,7 @@ class LogPool:
         self._taken: dict[Extents, bool] = {}  # and whether they were promised
         self._promised = 0
         self._capacity_bytes = self._allocated_bytes = self._taken_bytes = self._peak_bytes = 0
+        self._reserved_bytes = 0
         self._segments: list[torch.Tensor] = []
         self._bases: list[int] = []  # one address space, with gaps: only parts of one segment are neighbours
         self._free: list[tuple[int, int]] = []  # ascending: bytes, address
@@ -139,12 +140,27 @@ class LogPool:
             self._release(extents.pieces)
 
     def resize(self, capacity_bytes: int) -> None:
-        """Change the capacity; segments beyond a smaller one stay in use. ConfigError: it is negative."""
+        """Change the capacity; segments beyond a smaller one go when all is free. ConfigError: it is negative."""
         if capacity_bytes < 0:
             raise ConfigError(f"capacity_bytes is {capacity_bytes}, allowed is an integer >= 0")
         with self._changed:
             self._capacity_bytes = capacity_bytes
+            self._reserved_bytes = 0
+            self._trim()
             self._changed.notify_all()
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocate now, so that segments have as much together, and keep it until `resize`; for the taking thread."""
+        with self._changed:
+            self._reserved_bytes = padded(nbytes, self._align)
+            self._trim()
+            fresh = max(0, self._reserved_bytes - self._allocated_bytes)
+            self._allocated_bytes += fresh
+            self._taken_bytes += fresh
+        if fresh:
+            base = self._grow(fresh, [])
+            with self._changed:
+                self._release([(base, fresh)])
 
     def fail(self, error: BaseException) -> None:
         """Let every waiting and later take raise an error (the first one given); `give` still works."""
@@ -157,9 +173,7 @@ class LogPool:
         with self._changed:
             if self._taken_bytes:
                 raise ValueError(f"{self._taken_bytes} bytes are taken, allowed is to clear a pool that is all free")
-            for part in (self._segments, self._bases, self._free, self._free_bytes_at, self._free_bytes_before):
-                part.clear()
-            self._allocated_bytes = 0
+            self._drop()
 
     def _needed(self, nbytes: int) -> int:
         if nbytes < 1:
@@ -225,6 +239,15 @@ class LogPool:
             nbytes -= size
         return tuple(views)
 
+    def _trim(self) -> None:
+        if not self._taken_bytes and self._allocated_bytes > max(self._capacity_bytes, self._reserved_bytes):
+            self._drop()
+
+    def _drop(self) -> None:
+        for part in (self._segments, self._bases, self._free, self._free_bytes_at, self._free_bytes_before):
+            part.clear()
+        self._allocated_bytes = 0
+
     def _release(self, pieces: Sequence[_Piece]) -> None:
         for address, size in pieces:
             self._taken_bytes -= size
@@ -234,6 +257,7 @@ class LogPool:
             if low in self._free_bytes_before:
                 low -= self._remove(low - self._free_bytes_before[low])
             self._add(low, high - low)
+        self._trim()
         self._changed.notify_all()
 
     def _add(self, address: int, size: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -48,12 +50,11 @@ class NativeBackend(Backend):
             HostEngineError: they could not be started.
         """
         self._native = native
-        try:
-            self._engine: _native.Engine = native.Engine(cpus)
-        except RuntimeError as error:
-            raise HostEngineError(f"the host engine could not start {len(cpus)} threads: {error}") from error
+        self._engine = self._start_threads(cpus)
         self.threads = len(cpus)
-        self._states: list[ColumnState] = []
+        self._numbers = itertools.count(1)
+        self._states: dict[int, tuple[Rule, ColumnState]] = {}
+        self._weights: dict[int, int] = {}  # the engine's own numbers
         self._held: dict[int, Task] = {}
 
     @property
@@ -74,10 +75,24 @@ class NativeBackend(Backend):
             raise HostEngineError(str(error)) from error
 
     def register(self, rule: Rule, state: ColumnState) -> int:
-        self._states.append(state)
-        columns, rows = state.master.shape
-        moments = [moment.data_ptr() for moment in state.moments]
-        return self._engine.register(rule.name, columns, rows, state.master.data_ptr(), moments, state.count.data_ptr())
+        handle = next(self._numbers)
+        self._states[handle] = rule, state
+        self._weights[handle] = _register(self._engine, rule, state)
+        return handle
+
+    def forget(self, handle: int) -> None:
+        del self._states[handle], self._weights[handle]
+
+    def prepare(self, cpus: list[int]) -> Callable[[], None]:
+        engine = self._start_threads(cpus)
+
+        def change() -> None:
+            self._weights = {handle: _register(engine, *known) for handle, known in self._states.items()}
+            before, self._engine = self._engine, engine
+            self.threads = len(cpus)
+            before.close()
+
+        return change
 
     def start(self, task: Task) -> int:
         ticket = self._submit(task)
@@ -98,8 +113,15 @@ class NativeBackend(Backend):
     def close(self) -> None:
         self._engine.close()
 
+    def _start_threads(self, cpus: list[int]) -> _native.Engine:
+        try:
+            engine: _native.Engine = self._native.Engine(cpus)
+        except RuntimeError as error:
+            raise HostEngineError(f"the host engine could not start {len(cpus)} threads: {error}") from error
+        return engine
+
     def _submit(self, task: Task) -> int:
-        handle = task.columns.handle
+        handle = self._weights[task.columns.handle]
         if isinstance(task, Update):
             return self._engine.update(
                 handle,
@@ -139,6 +161,12 @@ class NativeBackend(Backend):
             None if rows is None else rows.numpy(),
         )
         return native
+
+
+def _register(engine: _native.Engine, rule: Rule, state: ColumnState) -> int:
+    columns, rows = state.master.shape
+    moments = [moment.data_ptr() for moment in state.moments]
+    return engine.register(rule.name, columns, rows, state.master.data_ptr(), moments, state.count.data_ptr())
 
 
 def _hyper(hyper: Hyper) -> tuple[tuple[float, ...], float]:

@@ -24,7 +24,7 @@ class Adagrad(Rule):
     """Adagrad (Duchi, Hazan and Singer 2011), in the form of `torch.optim.Adagrad`."""
 
     name = "adagrad"
-    moments = 1  # sum of squares
+    moment_names = ("sum",)
     at_least_0 = ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value")
 
     def hyper(self, group: Mapping[str, Any]) -> AdagradHyper:

@@ -35,7 +35,7 @@ class AdamHyper(_Numbers):
 
 
 class _AdamRule(Rule):
-    moments = 2  # exp_avg, exp_avg_sq
+    moment_names = ("exp_avg", "exp_avg_sq")
     at_least_0 = ("lr", "eps", "weight_decay")
 
     def check(self, group: Mapping[str, Any]) -> None:

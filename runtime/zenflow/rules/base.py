@@ -41,10 +41,15 @@ class Rule(ABC):
     """One way to update weights. It holds no state and works on every device."""
 
     name: ClassVar[str]
-    moments: ClassVar[int]
-    """Streams of state besides the master."""
+    moment_names: ClassVar[tuple[str, ...]]
+    """Streams of state besides the master, under torch's names."""
     at_least_0: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
     """Hyperparameters of which every number >= 0 is allowed."""
+
+    @property
+    def moments(self) -> int:
+        """How many streams of state there are besides the master."""
+        return len(self.moment_names)
 
     @abstractmethod
     def hyper(self, group: Mapping[str, Any]) -> Hyper:

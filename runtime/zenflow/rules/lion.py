@@ -29,7 +29,7 @@ class Lion(Rule):
     """Lion (Chen et al. 2023, Algorithm 2)."""
 
     name = "lion"
-    moments = 1  # exp_avg
+    moment_names = ("exp_avg",)
 
     def hyper(self, group: Mapping[str, Any]) -> LionHyper:
         return LionHyper(number(group, "lr"), *betas(group), number(group, "weight_decay"))

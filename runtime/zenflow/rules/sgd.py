@@ -27,7 +27,7 @@ class SGD(Rule):
     """Stochastic gradient descent, in the form of `torch.optim.SGD`."""
 
     name = "sgd"
-    moments = 1  # the momentum buffer; without momentum it is not touched
+    moment_names = ("momentum_buffer",)  # without momentum it is not touched
     at_least_0 = ("lr", "momentum", "weight_decay")
 
     def hyper(self, group: Mapping[str, Any]) -> SGDHyper:

@@ -26,7 +26,7 @@ def upstream(document: dict[str, object], dtype: torch.dtype) -> float:
 def ours() -> float:
     run = Ours([matrix().bfloat16()], SETTINGS)
     run.run(constant(STEPS))
-    state: Any = run.optimizer._weights[0]
+    state: Any = run.optimizer._training.model.weights[0]
     figure = float(state._selected.count[0])
     run.end()
     return figure

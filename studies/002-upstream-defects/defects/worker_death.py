@@ -50,7 +50,7 @@ def upstream(*, kill: bool) -> float | str:
 def ours() -> float | str:
     run = Ours([matrix()], SETTINGS)
     run.run(constant(4))
-    engine: Any = run.optimizer._engine.backend
+    engine: Any = run.optimizer._training.engine.backend
     engine.engine.inject("die", 1)
     found = seconds_until_raised(run.step)
     run.optimizer.abandon()

@@ -1,0 +1,207 @@
+"""Saving a training run, and taking it up again bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from zenflow.checkpoint_format import HEADER, Header, Saved, SavedEntry, SavedWeight, shapes
+from zenflow.config import LIVE_KNOBS, ZenFlowConfig
+from zenflow.host.tasks import Control
+from zenflow.layout import ModelPlan
+from zenflow.model import Groups, Split
+from zenflow.rules import Hyper
+from zenflow.state import ColumnState
+from zenflow.tiers import Tier, move_state
+from zenflow.training import Training
+from zenflow.weight import WeightState
+
+
+def save(training: Training, groups: Groups) -> dict[str, Any]:
+    """Copies of all state on the CPU; waits for the host work that was submitted, applies nothing that is not due.
+
+    Args:
+        training: the run.
+        groups: the optimizer's parameter groups.
+
+    Raises:
+        HostEngineError: host work failed.
+    """
+    training.settle()
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    known = {id(weight.parameter): weight for weight in training.weights_of(groups)}
+    weights = [known[id(parameter)] for parameter in parameters]
+    header = Header(
+        rule=training.rule.name,
+        made_with=training.made_with,
+        config=training.config,
+        change=training.coming,
+        begun=training.begun,
+        step=training.clock.step,
+        window_steps=training.clock.window_steps,
+        buckets=training.model.windows.buckets,
+        hypers=[asdict(hyper) for hyper in training.hypers],
+        weights=[_saved_weight(training, weight) for weight in weights],
+    )
+    index = {id(parameter): number for number, parameter in enumerate(parameters)}
+    packed = [{**group, "params": [index[id(parameter)] for parameter in group["params"]]} for group in groups]
+    packed[0][HEADER] = header.to_json()
+    return {
+        "state": {number: _tensors(training, weight) for number, weight in enumerate(weights)},
+        "param_groups": packed,
+    }
+
+
+def _saved_weight(training: Training, weight: WeightState) -> SavedWeight:
+    first = weight.plan.first_bucket
+    entries = [] if weight.deferred is None else [entry for entry, _ in weight.deferred.logged()]
+    return SavedWeight(
+        plan=weight.plan,
+        started=weight.started,
+        flat=weight.started and weight.split.flat,
+        pending=weight.pending,
+        log=[
+            SavedEntry(
+                entry.step,
+                asdict(entry.hyper),
+                None if entry.control is None else tuple(entry.control.values.tolist()),
+            )
+            for entry in entries
+        ],
+        flights=[
+            (flight.window.bucket.index - first, flight.due)
+            for flight in training.model.windows.in_flight
+            if flight.weight is weight
+        ],
+        auto=training.auto.sums_of(weight) if training.begun else [],
+        ledger=[] if training.runtime.ledger is None else list(training.runtime.ledger.totals(weight.name)),
+    )
+
+
+def _tensors(training: Training, weight: WeightState) -> dict[str, Any]:
+    rule, plan = training.rule, weight.plan
+    tensors: dict[str, Any] = {
+        name: torch.zeros(shape, dtype=dtype, device="cpu")
+        for name, (shape, dtype) in shapes(plan, weight.parameter, rule).items()
+    }
+    tensors["slots"].fill_(-1)
+    tensors["log"] = ()
+    if not weight.started:
+        return tensors
+    target = _tier(weight, tensors, rule.moment_names)
+    move_state(training.runtime, weight.split.tiers(), target)
+    if plan.columns:
+        tensors["importance"].copy_(weight.importance())
+    if weight.pending:
+        tensors["proposed"][weight.proposed()] = True
+    if weight.deferred is not None:
+        slots = weight.deferred.slot_columns
+        tensors["slots"][slots] = torch.arange(len(slots), dtype=torch.int32, device="cpu")
+        tensors["log"] = tuple(rows for _, rows in weight.deferred.logged())
+    return tensors
+
+
+def _tier(weight: WeightState, tensors: Mapping[str, Any], moment_names: Sequence[str]) -> Tier:
+    """The saved state of all columns, sharing the memory of the tensors."""
+    plan, streams = weight.plan, [tensors[name] for name in ("master", *moment_names)]
+    if plan.columns:
+        columns = [plan.view(stream).t() for stream in streams]
+    else:
+        columns = [stream.view(1, -1) for stream in streams]
+    state = ColumnState.over(columns, tensors["count"])
+    return Tier(torch.arange(len(tensors["count"]), device="cpu"), state, on_host=True)
+
+
+def resumed(current: Training, saved: Saved, groups: Groups) -> Training:
+    """A new run that goes on from a saved one; the current one stays as it is.
+
+    Args:
+        current: whose module, device and own knobs are used.
+        saved: what `read` found.
+        groups: the optimizer's parameter groups, already with the saved hyperparameters.
+
+    Raises:
+        ConfigError: own knobs do not go with the saved ones.
+        HostMemoryError: the host has less memory.
+        HostEngineError: host work failed.
+    """
+    header, own = saved.header, current.made_with
+    training = current.another(replace(header.config, ledger=own.ledger))
+    try:
+        _restore(training, saved, groups)
+        changes = {} if header.change is None else _live(header.change)
+        changes |= {name: value for name, value in _live(own).items() if value != getattr(header.made_with, name)}
+        if changes:
+            training.set_knobs(changes, groups)
+    except BaseException:
+        training.close()
+        raise
+    return training
+
+
+def _live(config: ZenFlowConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in LIVE_KNOBS}
+
+
+def _restore(training: Training, saved: Saved, groups: Groups) -> None:
+    header = saved.header
+    if not header.begun:
+        return
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    plans = {id(p): weight.plan for p, weight in zip(parameters, header.weights, strict=True)}
+    ordered = training.model.split(groups, header.config).parameters
+    training.begin(groups, Split(ordered, ModelPlan(tuple(plans[id(p)] for p in ordered), header.buckets)))
+    training.clock.restore(header.step, header.window_steps)
+    training.hypers[:] = [_hyper(training, group, values) for group, values in zip(groups, header.hypers, strict=True)]
+    controls: dict[int, Control] = {}
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    known = {weight: header.weights[numbers[id(weight.parameter)]] for weight in training.model.weights}
+    for weight, of_weight in known.items():
+        if of_weight.started:
+            tensors = saved.tensors[numbers[id(weight.parameter)]]
+            _restore_weight(training, weight, of_weight, tensors, groups, controls)
+    training.auto.restore({weight: of_weight.auto for weight, of_weight in known.items()})
+    if training.runtime.ledger is not None:
+        totals = {weight.name: _totals(weight, known[weight]) for weight in known}
+        training.runtime.ledger.restore(totals, training.runtime.device.torch_device)
+
+
+def _totals(weight: WeightState, saved: SavedWeight) -> tuple[int, int]:
+    """Masses produced and applied; a ledger that begins here has seen what is pending."""
+    if saved.ledger:
+        return saved.ledger[0], saved.ledger[1]
+    return weight.pending_mass(), 0
+
+
+def _restore_weight(
+    training: Training,
+    weight: WeightState,
+    saved: SavedWeight,
+    tensors: Mapping[str, Any],
+    groups: Groups,
+    controls: dict[int, Control],
+) -> None:
+    host = {name: value.cpu() for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    source = _tier(weight, host, training.rule.moment_names)
+    weight.restore(source, host["slots"], flat=saved.flat)
+    if weight.plan.columns:
+        weight.note_importance(host["importance"].to(weight.parameter.device), None)
+    if saved.pending:
+        weight.restore_proposal(host["proposed"].nonzero().squeeze(1))
+    for entry, rows in zip(saved.log, tensors["log"], strict=True):
+        if entry.control is not None and entry.step not in controls:
+            controls[entry.step] = training.restored_control(entry.control)
+        assert weight.deferred is not None
+        hyper = _hyper(training, groups[weight.group], entry.hyper)
+        weight.deferred.restore_entry(
+            rows.cpu(), entry.step, hyper, None if entry.control is None else controls[entry.step]
+        )
+    for bucket, due in saved.flights:
+        training.model.windows.restore(weight, bucket, due)
+
+
+def _hyper(training: Training, group: Mapping[str, Any], values: Mapping[str, float]) -> Hyper:
+    return type(training.rule.hyper(group))(**values)

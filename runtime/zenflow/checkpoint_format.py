@@ -1,0 +1,225 @@
+"""What a saved optimizer looks like, and whether something is one. Pure data: nothing here knows a device.
+
+`state_dict()` has torch's form. Each parameter's tensors are in its own shape, so that they can be read without knowing
+how the state was split:
+
+    {"state": {index: {"master", one tensor a moment, "count", "slots", "importance", "proposed", "log"}},
+     "param_groups": [{hyperparameters, "params": [index, ...]}, ...]}
+
+`count`, `slots`, `importance` and `proposed` have one number a column; `log` is a tuple of the open window's gradients
+of the deferred columns, [deferred, rows] each. What is not a tensor stands in `param_groups[0]["zenflow"]`, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from zenflow.config import ZenFlowConfig
+from zenflow.errors import CheckpointError, ConfigError
+from zenflow.layout import WeightPlan
+from zenflow.rules import Rule
+
+FORMAT = "zenflow.optimizer/1"
+HEADER = "zenflow"
+"""The key of the JSON in the first parameter group."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedEntry:
+    """One gradient of the open window."""
+
+    step: int
+    hyper: dict[str, float]
+    control: tuple[float, float] | None
+    """Factor, and 1 where the step is skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWeight:
+    """What is known of one parameter besides its tensors."""
+
+    plan: WeightPlan
+    started: bool
+    flat: bool
+    pending: bool
+    log: list[SavedEntry]
+    flights: list[tuple[int, int]]
+    """(number of the bucket in this weight, step after which it becomes visible)."""
+    auto: list[float]
+    """Zen-auto's sums over the open window: n, selected, deferred; empty where there are none."""
+    ledger: list[int]
+    """Masses produced and applied; empty where no ledger was kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What is not a tensor."""
+
+    rule: str
+    made_with: ZenFlowConfig
+    """The knobs that the optimizer was constructed with."""
+    config: ZenFlowConfig
+    """The knobs in force."""
+    change: ZenFlowConfig | None
+    """Those that hold after the next step."""
+    begun: bool
+    step: int
+    window_steps: int
+    buckets: int
+    hypers: list[dict[str, float]]
+    """Of each group, in the last step."""
+    weights: list[SavedWeight]
+    """In the order of the parameter groups."""
+
+    def to_json(self) -> str:
+        """The header as text."""
+        return json.dumps({"format": FORMAT, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: object) -> Header:
+        """Read a header.
+
+        Raises:
+            CheckpointError: it is not one.
+        """
+        if not isinstance(text, str):
+            raise CheckpointError(
+                f'param_groups[0]["{HEADER}"] is missing: the state_dict was not saved by a ZenFlow optimizer'
+            )
+        try:
+            found = json.loads(text)
+            version = found.pop("format")
+            if version != FORMAT:
+                raise CheckpointError(f"the state_dict's format is {version!r}, allowed is {FORMAT!r}")
+            return cls(**{**found, **_read_parts(found)})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f'param_groups[0]["{HEADER}"] cannot be read: {error}') from error
+
+
+def _read_parts(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "made_with": _config(found["made_with"]),
+        "config": _config(found["config"]),
+        "change": None if found["change"] is None else _config(found["change"]),
+        "weights": [_weight(weight) for weight in found["weights"]],
+    }
+
+
+def _config(values: Mapping[str, Any]) -> ZenFlowConfig:
+    known = {each.name for each in fields(ZenFlowConfig)}
+    if unknown := sorted(values.keys() - known):
+        raise ConfigError(f"{unknown[0]} is no knob of this release")
+    return ZenFlowConfig(**values)
+
+
+def _weight(values: Mapping[str, Any]) -> SavedWeight:
+    log = [SavedEntry(**{**entry, "control": entry["control"] and tuple(entry["control"])}) for entry in values["log"]]
+    flights = [(int(bucket), int(due)) for bucket, due in values["flights"]]
+    return SavedWeight(**{**values, "plan": WeightPlan(**values["plan"]), "log": log, "flights": flights})
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A state_dict that was found to be whole."""
+
+    header: Header
+    groups: list[dict[str, Any]]
+    """Hyperparameters of each group."""
+    tensors: list[Mapping[str, Any]]
+    """Of each parameter, in the order of the groups."""
+
+
+def read(state_dict: object, groups: Sequence[Mapping[str, Any]], rule: Rule) -> Saved:
+    """Check a state_dict against the optimizer that is to load it; changes nothing.
+
+    Args:
+        state_dict: what somebody passed.
+        groups: the optimizer's parameter groups.
+        rule: its update rule.
+
+    Raises:
+        CheckpointError: it is truncated, damaged, or of another optimizer.
+        ConfigError: a hyperparameter in it is not allowed.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise CheckpointError('the state_dict has no "state" and "param_groups", allowed is what state_dict() returns')
+    saved_groups, state = state_dict["param_groups"], state_dict["state"]
+    own, other = [len(group["params"]) for group in groups], [len(group["params"]) for group in saved_groups]
+    if own != other:
+        raise CheckpointError(f"the state_dict has groups of {other} parameters, allowed are groups of {own}")
+    header = Header.from_json(saved_groups[0].get(HEADER))
+    if header.rule != rule.name:
+        raise CheckpointError(f"the state_dict is of the rule {header.rule}, allowed is {rule.name}")
+    keys = [key for group in saved_groups for key in group["params"]]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if len(header.weights) != len(parameters):
+        raise CheckpointError(f"the state_dict names {len(header.weights)} parameters, allowed are {len(parameters)}")
+    tensors = []
+    for key, weight, parameter in zip(keys, header.weights, parameters, strict=True):
+        found = _of_parameter(state, key)
+        if weight.started:
+            _check_weight(key, weight, found, parameter, rule)
+        tensors.append(found)
+    kept = [{name: value for name, value in group.items() if name not in ("params", HEADER)} for group in saved_groups]
+    for group, hyper in zip(groups, kept, strict=True):
+        rule.check({**group, **hyper})
+    return Saved(header, kept, tensors)
+
+
+def _of_parameter(state: Mapping[Any, Any], key: object) -> Mapping[str, Any]:
+    """A parameter's tensors; torch.distributed.checkpoint puts what is no tensor under the number's text."""
+    parts = [part for part in (state.get(key), state.get(str(key))) if isinstance(part, Mapping)]
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def shapes(plan: WeightPlan, parameter: torch.Tensor, rule: Rule) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each of a parameter's tensors, but for the log."""
+    columns = max(1, plan.columns)
+    streams = ("master", *rule.moment_names)
+    return {
+        **{name: (tuple(parameter.shape), torch.float32) for name in streams},
+        "count": ((columns,), torch.int32),
+        "slots": ((columns,), torch.int32),
+        "importance": ((columns,), torch.float32),
+        "proposed": ((columns,), torch.bool),
+    }
+
+
+def _check_weight(
+    key: object, weight: SavedWeight, state: Mapping[str, Any], parameter: torch.Tensor, rule: Rule
+) -> None:
+    where, plan = f"state[{key!r}]", weight.plan
+    for name, (shape, dtype) in shapes(plan, parameter, rule).items():
+        tensor = state.get(name)
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f'{where}["{name}"] is missing: the state_dict is truncated')
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise CheckpointError(
+                f'{where}["{name}"] is {tensor.dtype} {list(tensor.shape)}, allowed is {dtype} {list(shape)}: '
+                "the state_dict is of another model"
+            )
+    if plan.columns and plan.rows * plan.columns != parameter.numel():
+        raise CheckpointError(f"{where} is split as {plan.rows} x {plan.columns}, which is not the parameter's size")
+    slots = state["slots"].cpu()
+    deferred = slots[slots >= 0].sort().values
+    selected = int((slots[plan.resident :] < 0).sum()) if plan.columns else 0
+    in_place = len(slots) < plan.resident or bool((slots[: plan.resident] < 0).all())
+    if selected != plan.selected or not in_place or deferred.tolist() != list(range(plan.deferred)):
+        raise CheckpointError(f'{where}["slots"] does not fit the split that was saved with it')
+    log = state.get("log")
+    if not isinstance(log, (tuple, list)) or len(log) != len(weight.log):
+        raise CheckpointError(f'{where}["log"] has not the {len(weight.log)} gradients of the open window')
+    for rows in log:
+        if not isinstance(rows, torch.Tensor) or tuple(rows.shape) != (plan.deferred, plan.rows):
+            raise CheckpointError(
+                f'{where}["log"] holds something else than gradients of [{plan.deferred}, {plan.rows}]'
+            )
+    if any(not 0 <= bucket < len(plan.bucket_slots) for bucket, _ in weight.flights):
+        raise CheckpointError(f"{where} has an update in flight for a bucket that it does not have")

@@ -1,0 +1,104 @@
+"""A change of knobs between its request and the step that it takes effect in, with the memory that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from zenflow.config import ZenFlowConfig
+from zenflow.host.cores import HostCores, host_cores
+from zenflow.host.limits import require_host_bytes
+from zenflow.layout import WeightPlan
+from zenflow.model import Groups, ModelState, Split
+from zenflow.runtime import Runtime
+
+
+@dataclass(slots=True)
+class KnobChange:
+    """New knobs, and what was got ready for them."""
+
+    config: ZenFlowConfig
+    splits: bool
+    """Whether columns change tier, so that everything has to be visible first."""
+    cores: HostCores
+    change_threads: Callable[[], None] | None
+    reserve: list[torch.Tensor]
+    """Memory that the new split will take; held so that nobody else takes it before."""
+
+
+def splits(old: ZenFlowConfig, new: ZenFlowConfig) -> bool:
+    """Whether a change of knobs moves columns between the tiers."""
+    return (old.topk_ratio, old.offload_ratio) != (new.topk_ratio, new.offload_ratio)
+
+
+def prepare(runtime: Runtime, model: ModelState, new: ZenFlowConfig, groups: Groups, old: ZenFlowConfig) -> KnobChange:
+    """Get everything that new knobs need.
+
+    Args:
+        runtime: of the optimizer.
+        model: as it is split now.
+        new: the knobs to come.
+        groups: the optimizer's parameter groups.
+        old: the knobs in force.
+
+    Raises:
+        HostMemoryError: the host has less memory than they need.
+        MemoryError: the same, found out too late to say it well.
+        HostEngineError: threads could not be started.
+    """
+    change = KnobChange(new, splits(old, new), runtime.cores, None, [])
+    if (old.host_threads, old.pt_reserved_cores_perc) != (new.host_threads, new.pt_reserved_cores_perc):
+        change.cores = host_cores(
+            reserved_share=new.pt_reserved_cores_perc,
+            numa_node=runtime.device.numa_node(),
+            threads=new.host_threads,
+        )
+        change.change_threads = runtime.engine.backend.prepare(list(change.cores.cpus))
+    if not model.weights:
+        return change  # the first step sees to the memory
+    if change.splits:
+        change.reserve = reserve(runtime, model, model.split(groups, new), new)
+    elif new.longest_window > old.longest_window:
+        _reserve_log(runtime, new)
+    return change
+
+
+def _reserve_log(runtime: Runtime, new: ZenFlowConfig) -> None:
+    missing = runtime.log.bytes_for(new.longest_window) - runtime.log.allocated_bytes
+    require_host_bytes(max(0, missing), "the gradient log", "lower update_interval")
+    runtime.log.reserve(new.longest_window)
+
+
+def reserve(runtime: Runtime, model: ModelState, split: Split, config: ZenFlowConfig) -> list[torch.Tensor]:
+    """Memory for what another split needs more than there is, and for its largest weight, which exists twice a while.
+
+    Args:
+        runtime: of the optimizer.
+        model: as it is split now.
+        split: the one to come.
+        config: its knobs.
+
+    Raises:
+        HostMemoryError: the host has less memory than that.
+    """
+    in_use = runtime.memory.bytes_by_use
+    plans = split.plan.weights
+    host_bytes = runtime.host_bytes_for(split.plan, split.dtypes, config.longest_window)
+    host_bytes += max((_state_bytes(runtime, plan, plan.deferred) for plan in plans), default=0)
+    host_bytes = max(0, host_bytes - sum(in_use[use] for use in ("state", "staging", "log")))
+    require_host_bytes(host_bytes, "the new split", "lower offload_ratio or update_interval, or raise topk_ratio")
+    reserved = [runtime.memory.empty((host_bytes,), torch.uint8, "state")]
+    device = runtime.device.torch_device
+    if device.type != "cpu":
+        new = [_state_bytes(runtime, plan, plan.resident + plan.selected) for plan in plans]
+        now = [weight.plan for weight in model.weights]
+        old = [_state_bytes(runtime, plan, plan.resident + plan.selected) for plan in now]
+        device_bytes = max(0, sum(new) + max(new, default=0) - sum(old))
+        reserved.append(torch.empty(device_bytes, dtype=torch.uint8, device=device))
+    return reserved
+
+
+def _state_bytes(runtime: Runtime, plan: WeightPlan, columns: int) -> int:
+    return columns * (plan.rows * 4 * (1 + runtime.rule.moments) + 4)

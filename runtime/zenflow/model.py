@@ -1,0 +1,144 @@
+"""All weights of one optimizer: how they are split, and how the split changes while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zenflow.config import ZenFlowConfig
+from zenflow.errors import UnsupportedError
+from zenflow.layout import ModelPlan, WeightPlan, conv1d_weights, plan_model, plan_order
+from zenflow.runtime import Runtime
+from zenflow.weight import WeightState
+from zenflow.windows import Windows
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The parameters in plan order, and the plan."""
+
+    parameters: list[nn.Parameter]
+    plan: ModelPlan
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of each parameter."""
+        return [parameter.dtype for parameter in self.parameters]
+
+
+class ModelState:
+    """Owns the weights of one optimizer and the windows that are in flight."""
+
+    def __init__(self, runtime: Runtime, module: nn.Module | None) -> None:
+        self.weights: list[WeightState] = []
+        """In plan order."""
+        self.windows = Windows(runtime, self.weights)
+        self._runtime = runtime
+        self._module = module
+
+    def split(self, groups: Groups, config: ZenFlowConfig) -> Split:
+        """How the parameters would be split; changes nothing.
+
+        Args:
+            groups: the optimizer's parameter groups.
+            config: the knobs.
+
+        Raises:
+            UnsupportedError: a parameter is on another device than at the beginning.
+        """
+        ordered = plan_order([parameter for group in groups for parameter in group["params"]], self._module)
+        own = self._runtime.device.torch_device
+        devices = {str(parameter.device) for parameter in ordered}
+        if devices != {str(own)}:
+            raise UnsupportedError(
+                f"parameters are on {' and '.join(sorted(devices))}, allowed is {own}, where they were at the "
+                "beginning: make the optimizer after moving the model"
+            )
+        return Split(ordered, plan_model(ordered, config, conv1d_weights(self._module)))
+
+    def moving(self, groups: Groups, config: ZenFlowConfig) -> list[WeightState]:
+        """The weights of which other knobs would move columns.
+
+        Args:
+            groups: the optimizer's parameter groups.
+            config: the knobs.
+        """
+        return self._differing(self.split(groups, config))
+
+    def _differing(self, split: Split) -> list[WeightState]:
+        plans = self._plans_by_parameter(split)
+        return [weight for weight in self.weights if not weight.plan.same_split(plans[id(weight.parameter)])]
+
+    def take(self, split: Split, groups: Groups) -> None:
+        """Split the parameters, or split them anew; nothing may be in flight.
+
+        Args:
+            split: what `split` gave.
+            groups: the optimizer's parameter groups.
+
+        Raises:
+            MemoryError: the host has less memory.
+            HostEngineError: the host engine has failed.
+        """
+        plans = self._plans_by_parameter(split)
+        self.windows.buckets = split.plan.buckets
+        for weight in self._differing(split):
+            weight.choose(plans[id(weight.parameter)])
+        for weight in self.weights:
+            weight.repartition(plans[id(weight.parameter)])
+        self._add(split, groups)
+
+    def take_outside_writes(self) -> None:
+        """Read masters again where somebody else wrote to a weight.
+
+        Raises:
+            UnsupportedError: host updates of it are in flight.
+        """
+        for weight in self.weights:
+            weight.take_outside_writes()
+
+    def refresh(self) -> None:
+        """Read every master from its weight at the next step.
+
+        Raises:
+            UnsupportedError: host updates are in flight, which were computed from the old values.
+        """
+        for weight in self.weights:
+            weight.refuse_in_flight()
+        for weight in self.weights:
+            weight.forget_version()
+
+    def _plans_by_parameter(self, split: Split) -> dict[int, WeightPlan]:
+        return {id(parameter): plan for parameter, plan in zip(split.parameters, split.plan.weights, strict=True)}
+
+    def _add(self, split: Split, groups: Groups) -> None:
+        """Weights for the parameters that have none yet, at their places."""
+        known = {id(weight.parameter): weight for weight in self.weights}
+        names = {} if self._module is None else {id(p): name for name, p in self._module.named_parameters()}
+        group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+        ordered = []
+        for number, (parameter, plan) in enumerate(zip(split.parameters, split.plan.weights, strict=True)):
+            group = group_of[id(parameter)]
+            ordered.append(
+                known.get(id(parameter))
+                or WeightState(
+                    parameter,
+                    names.get(id(parameter), str(number)),
+                    plan,
+                    group,
+                    self._runtime,
+                    self._runtime.rule.initial(groups[group]),
+                )
+            )
+        self.weights[:] = ordered
+        by_memory: dict[int, list[WeightState]] = {}
+        for weight in ordered:
+            by_memory.setdefault(weight.parameter.untyped_storage().data_ptr(), []).append(weight)
+        for weight in ordered:
+            weight.neighbours = by_memory[weight.parameter.untyped_storage().data_ptr()]

@@ -1,0 +1,154 @@
+"""Where the fp32 state of one parameter lies: on the device for resident and selected columns, else on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import torch
+from torch import nn
+
+from zenflow.deferred import DeferredTier
+from zenflow.layout import WeightPlan
+from zenflow.runtime import Runtime
+from zenflow.state import ColumnState, reread
+from zenflow.tiers import Tier, move_state
+
+
+class SplitState:
+    """The three tiers of one parameter, of which any may be missing; owns their states, but no schedule.
+
+    Moments and counts are those of a beginning until `fill`; masters come from `read_masters` or `fill`.
+
+    Args:
+        parameter: whose state it is.
+        name: the parameter's.
+        plan: the split.
+        runtime: shared by all weights.
+        initial: what each moment starts with.
+        flat: keep the state of a wholly resident parameter as one row with one count.
+        selected: [plan.selected] int64 on the CPU, the selected columns.
+        deferred: [plan.deferred] int64 on the CPU, the column in each host slot.
+
+    Raises:
+        MemoryError: the host has less memory.
+        HostEngineError: the host engine has failed.
+    """
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        name: str,
+        plan: WeightPlan,
+        runtime: Runtime,
+        initial: Sequence[float],
+        *,
+        flat: bool,
+        selected: torch.Tensor,
+        deferred: torch.Tensor,
+    ) -> None:
+        self.flat = flat
+        self.resident: ColumnState | None = None
+        self.selected: ColumnState | None = None
+        self.deferred: DeferredTier | None = None
+        self.selected_columns = selected
+        self.selected_index = runtime.send_index(selected)
+        """`selected_columns` on the device."""
+        self._parameter = parameter
+        self._plan = plan
+        self._runtime = runtime
+        self._initial = initial
+        if flat:
+            self.resident = ColumnState(self._flat_master(), runtime.rule.moments, initial)
+        elif plan.resident:
+            self.resident = self._device_state(plan.resident)
+        if plan.selected:
+            self.selected = self._device_state(plan.selected)
+        if plan.deferred:
+            self.deferred = DeferredTier(name, plan, parameter.dtype, deferred, runtime, initial)
+
+    def _flat_master(self) -> torch.Tensor:
+        weights = self._parameter.detach()
+        if weights.dtype == torch.float32 and weights.is_contiguous():
+            return weights.view(1, -1)  # the parameter is its own master
+        return weights.reshape(1, -1).to(torch.float32, copy=True)
+
+    def _device_state(self, columns: int) -> ColumnState:
+        masters = torch.empty((columns, self._plan.rows), dtype=torch.float32, device=self._parameter.device)
+        return ColumnState(masters, self._runtime.rule.moments, self._initial)
+
+    def _matrix(self) -> torch.Tensor:
+        return self._plan.view(self._parameter.detach())
+
+    def is_own_master(self, state: ColumnState) -> bool:
+        """Whether a state's master is the parameter's own memory."""
+        return state.master.data_ptr() == self._parameter.data_ptr()
+
+    # --- masters ---------------------------------------------------------------------------------------------------
+
+    def read_masters(self) -> None:
+        """Take the masters from the weights."""
+        if self.flat:
+            return  # they were when it was made
+        matrix = self._matrix()
+        if self.resident is not None:
+            self.resident.master.copy_(matrix[:, : self._plan.resident].t())
+        if self.selected is not None:
+            self.selected.master.copy_(self._runtime.kernels.pack(matrix, self.selected_index))
+        if self.deferred is not None:
+            self.deferred.read_masters(matrix, keep=False)
+
+    def reread_masters(self, in_flight: Container[int]) -> None:
+        """Take the masters from weights that somebody wrote to, but for those that round to their weight.
+
+        Args:
+            in_flight: numbers of the buckets whose weights are not what their masters say yet.
+        """
+        if self.flat:
+            self._reread(self.resident, self._parameter.detach().reshape(1, -1))
+            return
+        self._reread(self.resident, self._matrix().t()[: self._plan.resident])
+        if self.selected is not None:
+            self._reread(self.selected, self._runtime.kernels.pack(self._matrix(), self.selected_index))
+        if self.deferred is not None:
+            self.deferred.read_masters(self._matrix(), keep=True, besides=in_flight)
+
+    def _reread(self, state: ColumnState | None, columns: torch.Tensor) -> None:
+        if state is not None and not self.is_own_master(state):
+            state.master.copy_(reread(state.master, columns))
+
+    # --- other splits ----------------------------------------------------------------------------------------------
+
+    def tiers(self) -> list[Tier]:
+        """Where the state of every column lies. A parameter without a column view counts as one column."""
+        if self.flat:
+            columns = torch.arange(max(1, self._plan.columns), device="cpu")
+            return [Tier(columns, self._flat_columns(), on_host=False)]
+        found = []
+        if self.resident is not None:
+            found.append(Tier(torch.arange(self._plan.resident, device="cpu"), self.resident, on_host=False))
+        if self.selected is not None:
+            found.append(Tier(self.selected_columns, self.selected, on_host=False))
+        if self.deferred is not None:
+            found.append(Tier(self.deferred.slot_columns, self.deferred.state, on_host=True))
+        return found
+
+    def _flat_columns(self) -> ColumnState:
+        """The one row as columns that share its memory, but for the counts."""
+        state, plan = self.resident, self._plan
+        assert state is not None
+        if not plan.columns:
+            return state
+        streams = [plan.view(row.view(self._parameter.shape)).t() for row in (state.master, *state.moments)]
+        return ColumnState.over(streams, state.count.repeat(plan.columns))
+
+    def same_counts(self) -> bool:
+        """Whether all columns were updated equally often, so that one count can stand for all; waits for the device."""
+        counts = torch.cat([tier.state.count.cpu() for tier in self.tiers()])
+        return bool((counts == counts[0]).all())
+
+    def fill(self, sources: Sequence[Tier]) -> None:
+        """Take over the state of all columns from where it lies; blocks until it is here."""
+        for tier in self.tiers():
+            move_state(self._runtime, sources, tier)
+            if self.flat and self.resident is not None:
+                self.resident.count.copy_(tier.state.count[:1])

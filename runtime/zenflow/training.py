@@ -1,0 +1,402 @@
+"""One training run as the optimizer drives it: steps, windows, and changes of the knobs in between."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zenflow.auto import AutoInterval
+from zenflow.config import ZenFlowConfig
+from zenflow.control import StepControl, step_control
+from zenflow.device import Arrived, Device, Transfer
+from zenflow.errors import ConfigError, ZenFlowError
+from zenflow.forward_waits import Flight, ForwardWaits
+from zenflow.history import History
+from zenflow.host.tasks import Control
+from zenflow.knobs import KnobChange, prepare, reserve
+from zenflow.ledger import Balance
+from zenflow.model import Groups, ModelState, Split
+from zenflow.rules import Hyper, Rule
+from zenflow.runtime import make_runtime
+from zenflow.schedule import StepPlan, WindowClock, selects
+from zenflow.stats import Traffic
+from zenflow.weight import WeightState
+
+Live = list[tuple[WeightState, torch.Tensor]]
+"""The parameters that have a gradient in this step, with it."""
+
+
+class Training:
+    """Owns everything that one optimizer's steps change, but for the parameter groups.
+
+    Args:
+        rule: the update rule.
+        config: the resolved knobs.
+        module: the model that owns the parameters, if it is known.
+        device: the accelerator.
+        made_with: the knobs that the user asked for in the beginning; None: these.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        config: ZenFlowConfig,
+        module: nn.Module | None,
+        device: Device,
+        made_with: ZenFlowConfig | None = None,
+    ) -> None:
+        self.config = config
+        """The knobs in force."""
+        self.made_with = made_with or config
+        """The knobs that the user asked for in the beginning."""
+        self.rule = rule
+        self.history = History(device)
+        self.runtime = make_runtime(device, rule, config, self.history)
+        self.engine = self.runtime.engine
+        self.model = ModelState(self.runtime, module)
+        self.clock = WindowClock(config)
+        self.auto = AutoInterval(self.runtime, self.model.weights)
+        self._module = module
+        self._device = device
+        self.begun = False
+        """Whether the parameters were split, which happens at the first step."""
+        self._change: KnobChange | None = None
+        self._waits: ForwardWaits | None = None
+        self.hypers: list[Hyper] = []
+        """Of each group, in the last step."""
+        self._last_d2h: Transfer | None = None
+        self._torn = False  # a step was interrupted half-way
+        # Only a request: a collected optimizer may be finalised on any thread, which must not wait for another.
+        self._finalizer = weakref.finalize(self, self.engine.stop)
+
+    @property
+    def open(self) -> bool:
+        """Whether steps can be taken."""
+        return self._finalizer.alive
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+
+    def step(self, groups: Groups, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        """Take one step with the gradients in `.grad`.
+
+        Args:
+            groups: the optimizer's parameter groups.
+            grad_scale: what the loss was multiplied with (GradScaler's protocol).
+            found_inf: not 0 where GradScaler found a non-finite gradient.
+
+        Raises:
+            HostEngineError: host work failed, in this step or an earlier one.
+            UnsupportedError: a sparse gradient, or a weight was written to while its update was in flight.
+        """
+        if not self.open:
+            raise ZenFlowError("step() was called after close(), allowed is a new optimizer")
+        self.engine.check()
+        self._refuse_torn()
+        if not self.begun:
+            self.begin(groups)
+        self._device.begin_step()
+        if self._waits is not None:
+            self._waits.begin_step()
+        self.history.begin_step()
+        live = [(weight, weight.gradient()) for weight in self.model.weights if weight.parameter.grad is not None]
+        self.model.take_outside_writes()
+        self.hypers = [self.rule.hyper(group) for group in groups]
+        self._torn = True
+        self._take(live, groups, self._control(live, grad_scale, found_inf), grad_scale)
+        traffic, self.runtime.traffic = self.runtime.traffic, Traffic()
+        self.history.end_step(self.clock.step, traffic)
+        self._torn = False
+
+    def _take(self, live: Live, groups: Groups, control: StepControl | None, grad_scale: torch.Tensor | None) -> None:
+        change = self._change
+        splits = change is not None and change.splits
+        full = self.auto.closes(self.config, self.clock.window_steps + 1)
+        plan = self.clock.advance(close=full or change is not None, at_once=splits)
+        skip = None if control is None else control.skip
+        energies = self._select(plan.step, live, skip, splits=splits)
+        for weight in self.model.moving(groups, change.config) if change is not None and splits else ():
+            weight.drop_proposal()  # they are selected for another split
+        if self.config.update_interval == "auto":
+            self.auto.add(energies, grad_scale, skip)
+        if self.runtime.ledger is not None:
+            for weight, gradient in live:
+                self.runtime.ledger.produce(weight.name, gradient, skip)
+        self._split(plan, live, control)
+        if change is not None:
+            self._change = None
+            self._take_change(change, groups)
+        self.model.windows.ask(plan.step + 1)
+
+    def _split(self, plan: StepPlan, live: Live, control: StepControl | None) -> None:
+        """Log the deferred columns, update the others, make visible what is due, close the window."""
+        windows = self.model.windows
+        moves = windows.resolve_pending(self.history.open) if plan.closes else {}
+        ahead = {
+            weight: weight.deferred.send_ahead(weight.plan.view(gradient), moves[weight])
+            for weight, gradient in live
+            if weight in moves and weight.deferred is not None
+        }
+        # What waits for the link is bounded to one step's gradients; a wait for that is spent updating.
+        behind = None if self._last_d2h is None or self._last_d2h.done() else self._last_d2h
+        if behind is not None:
+            self._update_on_device(live, control)
+            with self.history.open.timed(self._device, "d2h"):
+                self._device.block_on(behind)
+        for weight, gradient in live:
+            if weight.deferred is not None:
+                weight.deferred.log(weight.plan.view(gradient), plan.step, self.hypers[weight.group], control)
+        self._last_d2h = self.runtime.last_d2h
+        if behind is None:
+            self._update_on_device(live, control)
+        windows.apply(plan.step, self.history.open, everything=plan.closes)
+        if plan.closes:
+            windows.close(plan, self.hypers, moves, ahead, self.history.open)
+            self._end_window()
+
+    def _update_on_device(self, live: Live, control: StepControl | None) -> None:
+        for weight, gradient in live:
+            weight.update_on_device(gradient, self.hypers[weight.group], control)
+
+    def _end_window(self) -> None:
+        self.clock.close()
+        self.auto.begin_window()
+
+    def _control(
+        self, live: Live, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None
+    ) -> StepControl | None:
+        control = step_control(
+            [weight.parameter.grad for weight, _ in live if weight.parameter.grad is not None],
+            max_grad_norm=self.config.max_grad_norm,
+            skip_nonfinite=self.config.skip_nonfinite,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        )
+        if control is not None and any(weight.plan.deferred for weight, _ in live):
+            control.host = Control(*self.runtime.fetch(control.packed()))
+            self.runtime.traffic.index_bytes += control.host.values.nbytes
+        return control
+
+    def _select(
+        self, step: int, live: Live, skip: torch.Tensor | None, *, splits: bool
+    ) -> dict[WeightState, torch.Tensor]:
+        """Measure importance, propose selections where one is due, and start parameters at their first gradient.
+
+        Returns:
+            [2] fp32 of each weight that selects: energy of the selected and of all offloaded columns.
+        """
+        scores, ranked = {}, []
+        for weight, gradient in live:
+            if weight.selects or (splits and weight.plan.columns):
+                importance = self.runtime.kernels.importance(weight.plan.view(gradient))
+                self._device.charge(gradient.nbytes)
+                weight.note_importance(importance, skip)
+                if weight.selects:
+                    scores[weight] = importance
+                    if not weight.started or selects(step, self.config.select_interval):
+                        ranked.append(weight.propose(importance, skip))
+        starting = [weight for weight, _ in live if not weight.started]
+        if starting:
+            with self.history.open.timed(self._device, "select"):
+                for weight in starting:
+                    weight.start()
+        energies = {weight: weight.selected_energy(of_weight) for weight, of_weight in scores.items()}
+        self._record_energies(energies, ranked)
+        return energies
+
+    def _record_energies(self, energies: Mapping[WeightState, torch.Tensor], ranked: Sequence[torch.Tensor]) -> None:
+        record = self.history.open
+        if energies:
+            record.energy = self.runtime.fetch(torch.stack(list(energies.values())).sum(dim=0))
+            self.runtime.traffic.index_bytes += record.energy[0].nbytes
+        if ranked:
+            record.ranked = self.runtime.fetch(torch.cat(list(ranked)))
+            record.ranked_columns = [len(sums) for sums in ranked]
+            self.runtime.traffic.index_bytes += record.ranked[0].nbytes
+
+    # --- between steps ---------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Close the window and apply every pending host update now.
+
+        Raises:
+            HostEngineError: host work failed.
+            UnsupportedError: a weight was written to while its update was in flight.
+        """
+        if not self.begun:
+            return
+        self._refuse_torn()
+        self.synchronize()
+        self.model.take_outside_writes()
+        windows, record = self.model.windows, self.history.open
+        windows.apply(self.clock.step, record, everything=True)
+        if self.clock.window_steps:
+            plan = StepPlan(self.clock.step, self.clock.window_steps, closes=True, synchronous=True)
+            windows.close(plan, self.hypers, windows.resolve_pending(record), {}, record)
+            self._end_window()
+            self.synchronize()
+        self.engine.drain()
+
+    def synchronize(self) -> None:
+        """Make visible now what a deferred wait has left to the next forward; applies nothing that is not due."""
+        if self._waits is not None:
+            self._waits.finish()
+
+    def set_knobs(self, knobs: Mapping[str, Any], groups: Groups) -> int:
+        """Change knobs: the next step closes the window under the old ones, then the new ones hold.
+
+        Args:
+            knobs: fields of `ZenFlowConfig` by name.
+            groups: the optimizer's parameter groups.
+
+        Returns:
+            The number of the step after which they hold (before the first step: that with which they do).
+
+        Raises:
+            ConfigError: a knob cannot be changed or has a value that is not allowed.
+            HostMemoryError: the host has less memory than they need.
+            HostEngineError: threads could not be started, or host work failed.
+        """
+        config = (self.config if self._change is None else self._change.config).changed(knobs)
+        self.engine.check()
+        change = prepare(self.runtime, self.model, config, groups, self.config)
+        if self.begun:
+            self._change = change
+        else:
+            self._take_change(change, groups)
+        return self.clock.step + 1
+
+    def add_group(self, groups: Groups) -> None:
+        """Take in the parameters of a group that was added to `groups`; flushes where training has begun.
+
+        Raises:
+            HostMemoryError: the host has less memory than the new split needs.
+            HostEngineError: host work failed.
+        """
+        if not self.begun:
+            return
+        reserved = reserve(self.runtime, self.model, self.model.split(groups, self.config), self.config)
+        self.flush()
+        reserved.clear()
+        self.hypers = [self.rule.hyper(group) for group in groups]
+        self._resplit(groups)
+
+    def close(self) -> None:
+        """End the host engine without applying what is pending."""
+        if self._waits is not None:
+            self._waits.remove()
+        self._finalizer()
+        self.engine.close()
+
+    # --- saved and restored ----------------------------------------------------------------------------------------
+
+    @property
+    def coming(self) -> ZenFlowConfig | None:
+        """The knobs that hold after the next step, where a change was asked for."""
+        return None if self._change is None else self._change.config
+
+    def settle(self) -> None:
+        """Wait for the host work that was submitted; applies nothing that is not due.
+
+        Raises:
+            HostEngineError: host work failed.
+        """
+        self._refuse_torn()
+        self.synchronize()
+        self.engine.drain()
+
+    def weights_of(self, groups: Groups) -> list[WeightState]:
+        """The weights; before the first step what they would be then."""
+        if self.begun:
+            return self.model.weights
+        model = ModelState(self.runtime, self._module)
+        model.take(self.model.split(groups, self.config), groups)
+        return model.weights
+
+    def another(self, config: ZenFlowConfig) -> Training:
+        """A run that has not begun, of the same model on the same device."""
+        return Training(self.rule, config, self._module, self._device, self.made_with)
+
+    def ledger(self) -> dict[str, Balance]:
+        """Every parameter's account, by name.
+
+        Raises:
+            ConfigError: none is kept.
+            HostEngineError: host work failed.
+        """
+        if self.runtime.ledger is None:
+            raise ConfigError("ledger is False, allowed is true where the ledger is read: ZenFlowConfig(ledger=True)")
+        self.settle()
+        ledger = self.runtime.ledger
+        return {weight.name: ledger.balance(weight.name, weight.pending_mass()) for weight in self.model.weights}
+
+    def restored_control(self, values: tuple[float, float]) -> Control:
+        """A saved step's factor and skip flag."""
+        return Control(torch.tensor(values, dtype=torch.float32), Arrived(self._device.mark(), 8))
+
+    # --- splits ----------------------------------------------------------------------------------------------------
+
+    def begin(self, groups: Groups, split: Split | None = None) -> None:
+        """Split the parameters; at the first step, when it is known which of them are trained.
+
+        Args:
+            groups: the optimizer's parameter groups.
+            split: a saved one; None: by the knobs.
+
+        Raises:
+            UnsupportedError: a parameter is on another device than at the beginning.
+            HostMemoryError: the host has less memory than the split needs.
+        """
+        split = split or self.model.split(groups, self.config)
+        self.config = self.runtime.fitting(self.config, split.plan, split.dtypes)
+        self.model.take(split, groups)
+        if self._module is not None:
+            self._waits = ForwardWaits(self._module, _show_late(weakref.ref(self)))
+        self.begun = True
+        self._take_knobs(self.config)
+
+    def _take_knobs(self, config: ZenFlowConfig) -> None:
+        self.config = self.clock.config = config
+        self.runtime.deferred_update = config.deferred_update
+        self.runtime.log.set_interval(config.longest_window)
+        self.model.windows.config = config
+        self.model.windows.waits = self._waits if config.pipeline == "bucket" else None
+
+    def _take_change(self, change: KnobChange, groups: Groups) -> None:
+        """Let new knobs come into force: at the end of the step that closed the window, or before the first."""
+        if change.splits:
+            self.synchronize()
+        if change.splits or change.change_threads is not None:
+            self.engine.drain()
+        if change.change_threads is not None:
+            change.change_threads()
+            self.runtime.cores = change.cores
+        change.reserve.clear()
+        self._take_knobs(change.config)
+        if self.begun and change.splits:
+            self._resplit(groups)
+
+    def _resplit(self, groups: Groups) -> None:
+        with self.history.open.timed(self._device, "select"):
+            self.model.take(self.model.split(groups, self.config), groups)
+
+    def _refuse_torn(self) -> None:
+        if self._torn:
+            raise ZenFlowError(
+                "an earlier step() was interrupted half-way: go on with a new optimizer from saved weights"
+            )
+
+
+def _show_late(training: weakref.ref[Training]) -> Callable[[Flight], None]:
+    """What the module's hooks call; they must not keep the optimizer alive."""
+
+    def show(flight: Flight) -> None:
+        owner = training()
+        if owner is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                owner.model.windows.show_late(flight, owner.history.open)
+
+    return show
