@@ -90,8 +90,7 @@ class Measurement:
 
 def step_counts(config: ZenFlowConfig, steps: int) -> tuple[int, int]:
     """Steps to discard and to measure: whole windows, and at least two of them before anything counts."""
-    window = config.update_interval
-    assert isinstance(window, int)
+    window = config.longest_window
     discarded = max(3, 2 * window) + config.full_warm_up_rounds
     return discarded, -(-steps // window) * window
 

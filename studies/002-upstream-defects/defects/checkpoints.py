@@ -38,6 +38,25 @@ def reloaded(document: dict[str, object], steps: list[list[Tensor]]) -> tuple[Up
     return again, saved
 
 
+def reloaded_by_us(document: dict[str, object], steps: list[list[Tensor]]) -> tuple[Ours, Tensor]:
+    """The same with this runtime, in the middle of a window, with nothing flushed."""
+    run = Ours([matrix().to(dtype_of(document))], document)
+    for gradients in steps[:SAVED_AFTER]:
+        run.step(gradients)
+    again = Ours([torch.zeros_like(matrix()).to(dtype_of(document))], document)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoint.pt"
+        torch.save({"model": [p.detach() for p in run.parameters], "optimizer": run.optimizer.state_dict()}, path)
+        checkpoint = torch.load(path, weights_only=True)
+    with torch.no_grad():
+        for parameter, weight in zip(again.parameters, checkpoint["model"], strict=True):
+            parameter.copy_(weight)
+    again.optimizer.load_state_dict(checkpoint["optimizer"])
+    saved = run.weights()[0]
+    run.optimizer.abandon()
+    return again, saved
+
+
 def exported(document: dict[str, object]) -> tuple[Tensor, Tensor]:
     """The weights after some steps, and what DeepSpeed's zero_to_fp32 makes of the checkpoint."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from defects.case import COLUMNS, Defect, furthest, matrix, random
-from defects.checkpoints import SAVED_AFTER, reloaded
+from defects.checkpoints import SAVED_AFTER, reloaded, reloaded_by_us
 from defects.peers import Ours
 from defects.upstream import Upstream, settings
 
@@ -20,13 +20,15 @@ def upstream(document: dict[str, object]) -> float:
     return furthest(through, resumed.run(steps[SAVED_AFTER:])[-1][0], LR, range(COLUMNS))
 
 
-def ours() -> None:
-    """state_dict() raises, so nothing is lost silently, but nothing can be resumed either."""
+def ours() -> float:
+    steps = random(STEPS)
     run = Ours([matrix()], SETTINGS)
-    try:
-        run.optimizer.state_dict()
-    finally:
-        run.end()
+    through = run.run(steps)[-1][0]
+    run.end()
+    resumed, _ = reloaded_by_us(SETTINGS, steps)
+    seen = resumed.run(steps[SAVED_AFTER:])[-1][0]
+    resumed.end()
+    return furthest(through, seen, LR, range(COLUMNS))
 
 
 DEFECT = Defect(
