@@ -10,6 +10,7 @@ import torch
 
 from zenflow.checkpoint_format import HEADER, Header, Saved, SavedEntry, SavedWeight, shapes
 from zenflow.config import LIVE_KNOBS, ZenFlowConfig
+from zenflow.forward_waits import Flight
 from zenflow.host.tasks import Control
 from zenflow.layout import ModelPlan
 from zenflow.model import Groups, Split
@@ -30,6 +31,7 @@ def save(training: Training, groups: Groups) -> dict[str, Any]:
     Raises:
         HostEngineError: host work failed.
     """
+    late = training.late
     training.settle()
     parameters = [parameter for group in groups for parameter in group["params"]]
     known = {id(weight.parameter): weight for weight in training.weights_of(groups)}
@@ -44,7 +46,7 @@ def save(training: Training, groups: Groups) -> dict[str, Any]:
         window_steps=training.clock.window_steps,
         buckets=training.model.windows.buckets,
         hypers=[asdict(hyper) for hyper in training.hypers],
-        weights=[_saved_weight(training, weight) for weight in weights],
+        weights=[_saved_weight(training, weight, late) for weight in weights],
     )
     index = {id(parameter): number for number, parameter in enumerate(parameters)}
     packed = [{**group, "params": [index[id(parameter)] for parameter in group["params"]]} for group in groups]
@@ -55,7 +57,7 @@ def save(training: Training, groups: Groups) -> dict[str, Any]:
     }
 
 
-def _saved_weight(training: Training, weight: WeightState) -> SavedWeight:
+def _saved_weight(training: Training, weight: WeightState, late: Sequence[Flight]) -> SavedWeight:
     first = weight.plan.first_bucket
     entries = [] if weight.deferred is None else [entry for entry, _ in weight.deferred.logged()]
     return SavedWeight(
@@ -76,6 +78,7 @@ def _saved_weight(training: Training, weight: WeightState) -> SavedWeight:
             for flight in training.model.windows.in_flight
             if flight.weight is weight
         ],
+        late=[flight.window.bucket.index - first for flight in late if flight.weight is weight],
         auto=training.auto.sums_of(weight) if training.begun else [],
         ledger=[] if training.runtime.ledger is None else list(training.runtime.ledger.totals(weight.name)),
     )
@@ -133,7 +136,12 @@ def resumed(current: Training, saved: Saved, groups: Groups) -> Training:
     try:
         _restore(training, saved, groups)
         changes = {} if header.change is None else _live(header.change)
-        changes |= {name: value for name, value in _live(own).items() if value != getattr(header.made_with, name)}
+        told = header.change or header.config
+        changes |= {
+            name: value
+            for name, value in _live(own).items()
+            if value not in (getattr(header.made_with, name), getattr(told, name))
+        }
         if changes:
             training.set_knobs(changes, groups)
     except BaseException:
@@ -200,7 +208,9 @@ def _restore_weight(
             rows.cpu(), entry.step, hyper, None if entry.control is None else controls[entry.step]
         )
     for bucket, due in saved.flights:
-        training.model.windows.restore(weight, bucket, due)
+        training.model.windows.restore(weight, bucket, due, late=False)
+    for bucket in saved.late:
+        training.model.windows.restore(weight, bucket, training.clock.step, late=True)
 
 
 def _hyper(training: Training, group: Mapping[str, Any], values: Mapping[str, float]) -> Hyper:

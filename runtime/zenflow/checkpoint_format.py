@@ -50,6 +50,8 @@ class SavedWeight:
     log: list[SavedEntry]
     flights: list[tuple[int, int]]
     """(number of the bucket in this weight, step after which it becomes visible)."""
+    late: list[int]
+    """Buckets that were due, but perhaps not in the weights yet when the model was saved."""
     auto: list[float]
     """Zen-auto's sums over the open window: n, selected, deferred; empty where there are none."""
     ledger: list[int]
@@ -169,7 +171,7 @@ def read(state_dict: object, groups: Sequence[Mapping[str, Any]], rule: Rule) ->
         tensors.append(found)
     kept = [{name: value for name, value in group.items() if name not in ("params", HEADER)} for group in saved_groups]
     for group, hyper in zip(groups, kept, strict=True):
-        rule.check({**group, **hyper})
+        rule.hyper({**group, **hyper})  # no more than step() asks for: a schedule may have left what check() refuses
     return Saved(header, kept, tensors)
 
 
@@ -221,5 +223,5 @@ def _check_weight(
             raise CheckpointError(
                 f'{where}["log"] holds something else than gradients of [{plan.deferred}, {plan.rows}]'
             )
-    if any(not 0 <= bucket < len(plan.bucket_slots) for bucket, _ in weight.flights):
+    if any(not 0 <= bucket < len(plan.bucket_slots) for bucket in (*dict(weight.flights), *weight.late)):
         raise CheckpointError(f"{where} has an update in flight for a bucket that it does not have")

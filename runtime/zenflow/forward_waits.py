@@ -55,6 +55,15 @@ class ForwardWaits:
         self._late.setdefault(key, []).append(flight)
         return True
 
+    @property
+    def late(self) -> list[Flight]:
+        """What is left to a forward that has not come yet."""
+        return [flight for flights in self._late.values() for flight in flights]
+
+    def restore(self, flight: Flight) -> None:
+        """Leave a saved wait to the next forward."""
+        self._late.setdefault(id(flight.weight.parameter), []).append(flight)
+
     def finish(self) -> None:
         """Wait for all that is left."""
         for key in list(self._late):

@@ -118,8 +118,8 @@ class ZenFlowOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a saved state, bit for bit; load the model of the same moment before or after.
 
-        The saved knobs go on. Live knobs in which this optimizer was constructed otherwise than the saved one are taken
-        up as by `set_knobs`.
+        The saved knobs go on, those set while it trained included. Live knobs in which this optimizer was constructed
+        otherwise than the saved one are taken up as by `set_knobs`.
 
         Args:
             state_dict: what `state_dict()` returned.

@@ -298,6 +298,11 @@ class Training:
         """The knobs that hold after the next step, where a change was asked for."""
         return None if self._change is None else self._change.config
 
+    @property
+    def late(self) -> list[Flight]:
+        """What was due and is left to the next forward, so that weights which somebody has read lack it."""
+        return [] if self._waits is None else self._waits.late
+
     def settle(self) -> None:
         """Wait for the host work that was submitted; applies nothing that is not due.
 

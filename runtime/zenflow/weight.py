@@ -179,7 +179,7 @@ class WeightState:
         Raises:
             UnsupportedError: somebody else wrote to the parameter while that update was in flight.
         """
-        if self.parameter._version != self._version:
+        if not self._restored and self.parameter._version != self._version:
             self.refuse_in_flight()
 
     def refuse_in_flight(self) -> None:

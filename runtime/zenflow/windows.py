@@ -98,17 +98,22 @@ class Windows:
         """Buckets whose windows are not visible yet."""
         return self._in_flight
 
-    def restore(self, weight: WeightState, bucket: int, due: int) -> None:
+    def restore(self, weight: WeightState, bucket: int, due: int, *, late: bool) -> None:
         """Put a saved flight under way again.
 
         Args:
             weight: whose bucket it is.
             bucket: number of the bucket, counted in this weight.
             due: the step after which it becomes visible.
+            late: that step is over, and the weights may have been saved without it.
         """
         assert weight.deferred is not None
-        self._in_flight.append(Flight(weight, weight.deferred.restore_window(bucket), due))
-        weight.in_flight.add(self._in_flight[-1].window.bucket.index)
+        flight = Flight(weight, weight.deferred.restore_window(bucket), due)
+        weight.in_flight.add(flight.window.bucket.index)
+        if late and self.waits is not None:
+            self.waits.restore(flight)
+        else:
+            self._in_flight.append(flight)
 
     def _due(self, plan: StepPlan, bucket: int) -> int:
         return due_step(
