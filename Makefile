@@ -15,6 +15,7 @@ NATIVE := $(wildcard csrc/*.hpp csrc/*.cpp csrc/tests/*.hpp csrc/tests/*.cpp)
 RIGS := $(wildcard studies/rigs)
 STUDIES := $(wildcard studies/[0-9]*/run.py)
 EXAMPLES_FACTOR ?= 30
+OPERATIONS ?= 10000
 
 .PHONY: help setup demo test host-tests soak sanitize sanitize-address sanitize-thread bench studies-quick lint format clean
 
@@ -48,8 +49,11 @@ host-tests: setup  ## the tests of csrc alone
 	$(BIN)/cmake --build build/host-tests --target host_tests
 	build/host-tests/host_tests
 
-soak: setup  ## the property tests with EXAMPLES_FACTOR (30) times as many random cases
-	ZENFLOW_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(BIN)/pytest tests/zenflow/test_invariants.py -m hypothesis --timeout 0 \
+PROPERTIES := $(addprefix tests/zenflow/test_,$(addsuffix .py,invariants knobs added_groups auto checkpoint ledger))
+
+soak: setup  ## OPERATIONS (10000) random operations, then the property tests with EXAMPLES_FACTOR (30) times as many cases
+	$(BIN)/python -m tests.zenflow.soak --operations $(OPERATIONS)
+	ZENFLOW_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(BIN)/pytest $(PROPERTIES) -m hypothesis --timeout 0 \
 		--hypothesis-show-statistics
 
 sanitize: sanitize-address sanitize-thread  ## the native module's tests under ASan with UBSan, then under TSan

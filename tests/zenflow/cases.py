@@ -11,140 +11,45 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from tests.zenflow.case_data import Bag, Case, Conv1D, Holder, Param, build, grad_of, group_of, groups_of, grow
 from tests.zenflow.family_cases import changed, draw_group
 from zenflow.config import ZenFlowConfig
+
+__all__ = [
+    "EXAMPLES_FACTOR",
+    "FIXED_CASES",
+    "Bag",
+    "Case",
+    "Conv1D",
+    "Holder",
+    "Make",
+    "Param",
+    "Session",
+    "Trace",
+    "amp",
+    "assert_same",
+    "build",
+    "case_of",
+    "draw_case",
+    "draw_param",
+    "grad_of",
+    "groups_of",
+    "run",
+    "same_bits",
+]
 
 EXAMPLES_FACTOR = int(os.environ.get("ZENFLOW_EXAMPLES_FACTOR", "1"))  # times as many examples; `make soak` sets it
 FIXED_CASES = 200  # case_of(0) to case_of(199) are run by I2, and counted for what they exercise
 
-Kind = Literal["linear", "conv1d", "3d", "strided3d", "vector", "scalar", "tied"]
-Presence = Literal["always", "sometimes", "late", "never", "frozen", "thawed"]
 Make = Callable[..., Any]  # (groups, lr=..., config=..., module=...) -> optimizer with step() and flush()
+Transfer = Callable[[Any, Any], None]  # (old optimizer, new optimizer)
 Trace = list[tuple[str, list[Tensor]]]  # (what happened, the weights after it)
-
-
-@dataclass(frozen=True)
-class Param:
-    kind: Kind
-    rows: int
-    columns: int
-    group: int
-    presence: Presence
-    bf16: bool
-
-
-@dataclass(frozen=True)
-class Case:
-    params: tuple[Param, ...]
-    groups: tuple[dict[str, Any], ...]  # their hyperparameters
-    config: ZenFlowConfig
-    steps: int
-    seed: int
-    rule: str = "adamw"
-    with_module: bool = True
-    scheduled: bool = False
-    flush_after: frozenset[int] = frozenset()
-    grad_scale: float | None = None
-    found_inf_at: frozenset[int] = frozenset()
-    nonfinite_at: frozenset[int] = frozenset()
-    grads_depend_on_weights: bool = True
-    rounded_grads: bool = False  # to -1, 0 or 1: columns tie in importance, and some are all zero
-
-
-class Conv1D(nn.Module):
-    """Stands for transformers' class of this name: its weight is [in, out]."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.to(x.dtype)
-
-
-class Holder(nn.Module):
-    """Any other module that owns one parameter."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight.sum().to(x.dtype)
-
-
-class Bag(nn.Module):
-    """Modules side by side; a forward passes through all of them, so that forward hooks run."""
-
-    def __init__(self, parts: list[nn.Module]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self) -> Tensor:
-        total = torch.zeros(())
-        for part in self.parts:
-            rows = part.weight.shape[0] if isinstance(part, Conv1D) else 1
-            total = total + part(torch.zeros(1, rows)).sum()
-        return total
-
-
-def build(case: Case) -> tuple[Bag, list[nn.Parameter]]:
-    """The module and its parameters, in the order of `case.params`."""
-    generator = torch.Generator().manual_seed(case.seed)
-    parts: list[nn.Module] = []
-    weights: list[nn.Parameter] = []
-    for param in case.params:
-        weight = nn.Parameter(_tensor(param, generator), requires_grad=param.presence not in ("frozen", "thawed"))
-        weights.append(weight)
-        parts.append(Conv1D(weight) if param.kind == "conv1d" else Holder(weight))
-        if param.kind == "tied":
-            parts.insert(0, Holder(weight))  # also moves it to the front of module.parameters()
-    return Bag(parts), weights
-
-
-def _tensor(param: Param, generator: torch.Generator) -> Tensor:
-    rows, columns = param.rows, param.columns
-    shape = {
-        "conv1d": (columns, rows),
-        "3d": (2, rows, columns),
-        "strided3d": (columns, rows, 2),
-        "vector": (columns,),
-        "scalar": (),
-    }.get(param.kind, (rows, columns))
-    data = torch.randn(shape, generator=generator).to(torch.bfloat16 if param.bf16 else torch.float32)
-    return data.permute(2, 1, 0) if param.kind == "strided3d" else data
-
-
-def grad_of(case: Case, index: int, weight: Tensor, step: int) -> Tensor | None:
-    """The gradient of parameter `index` in `step` (from 1): a function of the case, the step and the weight alone."""
-    param = case.params[index]
-    generator = torch.Generator().manual_seed(case.seed * 1000 + step * 20 + index)
-    draw = float(torch.rand((), generator=generator))
-    begins = 2 + case.seed % 4
-    late = step < begins
-    absent = {"always": False, "sometimes": draw < 0.4, "late": late, "thawed": late}.get(param.presence, True)
-    if absent:
-        return None
-    noise = torch.randn(weight.shape, generator=generator)
-    # Whole columns are louder or quieter from step to step, in either layout, so that the selection changes.
-    for axis in range(weight.dim()):
-        size = [1] * weight.dim()
-        size[axis] = weight.shape[axis]
-        noise = noise * torch.randn(size, generator=generator).exp()
-    if case.grads_depend_on_weights:
-        noise = noise + torch.randn(weight.shape, generator=generator) * weight.detach().float()
-    if case.rounded_grads:
-        noise = noise.clamp(-1, 1).round()
-    if step in case.nonfinite_at and index == step % len(case.params):
-        noise.view(-1)[int(draw * noise.numel())] = float("inf") if draw < 0.5 else float("nan")
-    grad = (noise * (case.grad_scale or 1.0)).to(weight.dtype)
-    return torch.empty_like(weight).copy_(grad)  # with the weight's own strides, as autograd gives it
 
 
 @contextmanager
@@ -159,11 +64,92 @@ def amp(optimizer: Any, case: Case, step: int) -> Iterator[None]:
     del optimizer.grad_scale, optimizer.found_inf
 
 
-def groups_of(case: Case, weights: list[nn.Parameter]) -> list[dict[str, Any]]:
-    return [
-        {"params": [w for w, param in zip(weights, case.params, strict=True) if param.group == index], **group}
-        for index, group in enumerate(case.groups)
-    ]
+class Session:
+    """One run of a case, step by step. `trace` holds the weights after every step and happening."""
+
+    def __init__(self, case: Case, make: Make, *, config: ZenFlowConfig | None = None) -> None:
+        self.case = case
+        self.make = make
+        self.step = 0  # the last one that was made
+        self.trace: Trace = []
+        self.group_order = [index for index in range(len(case.groups)) if index not in case.joining]
+        self.module, self.weights = build(case)
+        self.built = self.config = (config or case.config).resolved()  # `config` is as it was told last
+        self.optimizer = self._optimizer(groups_of(case, self.weights), self.built)
+
+    def _optimizer(self, groups: list[dict[str, Any]], config: ZenFlowConfig) -> Any:
+        return self.make(groups, config=config, module=self.module if self.case.with_module else None)
+
+    def renew(self, transfer: Transfer, config: ZenFlowConfig | None = None, *, weights_last: bool = False) -> None:
+        """Go on with another model of the same weights and another optimizer, as in a fresh process.
+
+        Args:
+            transfer: called as (old optimizer, new optimizer); carries the state over.
+            config: knobs that the new optimizer is built with; None means those that the old one was built with.
+            weights_last: whether the model is loaded after the optimizer.
+        """
+        shown, old = [weight.detach().clone() for weight in self.weights], self.optimizer
+        thawed = [weight.requires_grad for weight in self.weights]
+        self.module, self.weights = build(self.case, [g for g in self.group_order if g in self.case.joining])
+        for weight, requires_grad in zip(self.weights, thawed, strict=True):
+            weight.requires_grad_(requires_grad)
+        groups = [group_of(self.case, self.weights, index) for index in self.group_order]
+        for last in (False, True):
+            if last == weights_last:
+                for weight, data in zip(self.weights, shown, strict=True):
+                    weight.detach().copy_(data)
+            if not last:
+                self.built = config or self.built
+                self.optimizer = self._optimizer(groups, self.built)
+                transfer(old, self.optimizer)
+        old.close()  # what it makes of the old weights is nobody's business
+
+    def record(self, event: str) -> None:
+        if self.case.with_module:
+            self.module()  # where a module is known, a due update may wait for the next forward
+        self.trace.append((event, [weight.detach().clone() for weight in self.weights]))
+
+    def make_step(self, on_step: Callable[..., None] | None = None) -> None:
+        """The next step, as the case says."""
+        self.step += 1
+        for index, weight in enumerate(self.weights):
+            weight.grad = grad_of(self.case, index, weight, self.step)
+            if self.case.params[index].presence == "thawed":
+                weight.requires_grad_(weight.grad is not None or weight.requires_grad)
+        with amp(self.optimizer, self.case, self.step):
+            self.optimizer.step()
+        if on_step is not None:
+            on_step(self.optimizer, self.weights, self.step)
+        self.record(f"step {self.step}")
+        if self.case.scheduled:
+            for group, index in zip(self.optimizer.param_groups, self.group_order, strict=True):
+                group.update(changed(self.case.groups[index], self.step + 1))
+
+    def do(self, kind: str, what: Any = None) -> None:
+        """Something between two steps: see `Happening`."""
+        if kind == "flush":
+            self.optimizer.flush()
+        elif kind == "knobs":
+            assert self.optimizer.set_knobs(**what) == self.step + 1
+            self.config = self.config.changed(what)
+        else:
+            grow(self.case, self.module, self.weights, what)
+            self.optimizer.add_param_group(group_of(self.case, self.weights, what))
+            self.group_order.append(what)
+        self.record(f"{kind} after step {self.step}")
+
+    def do_what_is_due(self) -> None:
+        """All that the case says about the time after the last step."""
+        for _, kind, what in self.case.after(self.step):
+            self.do(kind, what)
+
+    def end(self) -> Trace:
+        """A last flush, and the whole trace."""
+        self.optimizer.flush()
+        self.record("last flush")
+        if hasattr(self.optimizer, "close"):
+            self.optimizer.close()
+        return self.trace
 
 
 def run(
@@ -176,38 +162,12 @@ def run(
         config: knobs in place of the case's own.
         on_step: called as (optimizer, weights, step) after each step; may change hyperparameters or look inside.
     """
-    module, weights = build(case)
-    optimizer = make(
-        groups_of(case, weights), config=config or case.config, module=module if case.with_module else None
-    )
-    trace: Trace = []
-
-    def record(event: str) -> None:
-        if case.with_module:
-            module()  # where a module is known, a due update may wait for the next forward
-        trace.append((event, [weight.detach().clone() for weight in weights]))
-
-    for step in range(1, case.steps + 1):
-        for index, weight in enumerate(weights):
-            weight.grad = grad_of(case, index, weight, step)
-            if case.params[index].presence == "thawed":
-                weight.requires_grad_(weight.grad is not None or weight.requires_grad)
-        with amp(optimizer, case, step):
-            optimizer.step()
-        if on_step is not None:
-            on_step(optimizer, weights, step)
-        record(f"step {step}")
-        if case.scheduled:
-            for group, start in zip(optimizer.param_groups, case.groups, strict=True):
-                group.update(changed(start, step + 1))
-        if step in case.flush_after:
-            optimizer.flush()
-            record(f"flush after step {step}")
-    optimizer.flush()
-    record("last flush")
-    if hasattr(optimizer, "close"):
-        optimizer.close()
-    return trace
+    session = Session(case, make, config=config)
+    session.do_what_is_due()
+    for _ in range(case.steps):
+        session.make_step(on_step)
+        session.do_what_is_due()
+    return session.end()
 
 
 def same_bits(a: Tensor, b: Tensor) -> Tensor:
