@@ -5,6 +5,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -14,11 +15,14 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bandwidth.hpp"
 #include "engine.hpp"
+#include "matrix.hpp"
+#include "team.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -43,17 +47,19 @@ Value by_name(const std::map<std::string, Value>& table, const std::string& name
 
 zenflow::Dtype dtype_of(const std::string& name) {
     using zenflow::Dtype;
-    return by_name<Dtype>({{"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}, {"fp16", Dtype::fp16}}, name);
+    static const std::map<std::string, Dtype> table{
+        {"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}, {"fp16", Dtype::fp16}};
+    return by_name(table, name);
 }
 
 zenflow::Rule rule_of(const std::string& name) {
     using zenflow::Rule;
-    return by_name<Rule>({{"adamw", Rule::adamw},
-                          {"adam", Rule::adam},
-                          {"adagrad", Rule::adagrad},
-                          {"lion", Rule::lion},
-                          {"sgd", Rule::sgd}},
-                         name);
+    static const std::map<std::string, Rule> table{{"adamw", Rule::adamw},
+                                                   {"adam", Rule::adam},
+                                                   {"adagrad", Rule::adagrad},
+                                                   {"lion", Rule::lion},
+                                                   {"sgd", Rule::sgd}};
+    return by_name(table, name);
 }
 
 zenflow::Faults::Kind fault_of(const std::string& name) {
@@ -101,12 +107,17 @@ zenflow::Part make_part(std::size_t first, std::size_t targets, std::vector<zenf
     return {first, targets, index_of(slots), std::move(entries), index_of(out)};
 }
 
+zenflow::Columns state_of(const std::string& rule, std::size_t columns, std::size_t rows, Address master,
+                          const std::vector<Address>& moments, Address count) {
+    zenflow::Columns state{rule_of(rule), columns, rows, at<float>(master), {}, at<std::int32_t>(count)};
+    if (moments.size() != zenflow::moments_of(state.rule)) throw std::invalid_argument("wrong number of moments");
+    for (std::size_t m = 0; m < moments.size(); ++m) state.moments[m] = at<float>(moments[m]);
+    return state;
+}
+
 std::size_t add(zenflow::Engine& engine, const std::string& rule, std::size_t columns, std::size_t rows, Address master,
                 const std::vector<Address>& moments, Address count) {
-    zenflow::Columns added{rule_of(rule), columns, rows, at<float>(master), {}, at<std::int32_t>(count)};
-    if (moments.size() != zenflow::moments_of(added.rule)) throw std::invalid_argument("wrong number of moments");
-    for (std::size_t m = 0; m < moments.size(); ++m) added.moments[m] = at<float>(moments[m]);
-    return engine.add(added);
+    return engine.add(state_of(rule, columns, rows, master, moments, count));
 }
 
 std::uint64_t submit_update(zenflow::Engine& engine, std::size_t weight, std::vector<zenflow::Part> parts,
@@ -152,6 +163,56 @@ std::optional<std::pair<double, double>> wait(zenflow::Engine& engine, std::uint
     return std::pair(span->begin_s, span->end_s);
 }
 
+using MatrixArgument = std::tuple<Address, std::string, std::int64_t, std::int64_t>;
+
+zenflow::Matrix matrix_of(const MatrixArgument& argument) {
+    const auto& [address, dtype, row_stride, column_stride] = argument;
+    return {at<std::byte>(address), dtype_of(dtype), row_stride, column_stride};
+}
+
+zenflow::Index columns_of(const std::optional<Address>& columns, std::size_t n, std::size_t limit) {
+    if (!columns) return nullptr;
+    zenflow::check_columns(at<std::int64_t>(*columns), n, limit);
+    return at<std::int64_t>(*columns);
+}
+
+zenflow::ColumnUpdate make_update(const std::string& rule, std::size_t n, std::size_t rows, Address master,
+                                  const std::vector<Address>& moments, Address count, const MatrixArgument& gradient,
+                                  const std::optional<MatrixArgument>& weights, const std::optional<Address>& columns,
+                                  std::size_t limit, float factor, const HyperArgument& hyper, bool skip) {
+    zenflow::ColumnUpdate update{};
+    update.state = state_of(rule, n, rows, master, moments, count);
+    update.gradient = matrix_of(gradient);
+    if (weights) update.weights = matrix_of(*weights);
+    update.columns = columns_of(columns, n, limit);
+    update.factor = factor;
+    update.hyper = hyper_of(hyper);
+    update.skip = skip;
+    return update;
+}
+
+void update_columns(const std::vector<zenflow::ColumnUpdate>& updates, std::size_t threads) {
+    const nb::gil_scoped_release unlocked;
+    zenflow::update_columns(updates, threads);
+}
+
+void pack_columns(const MatrixArgument& matrix, Address columns, std::size_t n, std::size_t rows, std::size_t limit,
+                  Address packed, std::size_t threads) {
+    const zenflow::Matrix from = matrix_of(matrix);
+    const zenflow::Index index = columns_of(columns, n, limit);
+    const nb::gil_scoped_release unlocked;
+    zenflow::pack_columns(from, zenflow::element_bytes(from.dtype), index, n, rows, at<std::byte>(packed), threads);
+}
+
+void scatter_columns(const MatrixArgument& matrix, Address columns, std::size_t n, std::size_t rows, std::size_t limit,
+                     Address source, const std::string& source_dtype, std::size_t threads) {
+    const zenflow::Matrix to = matrix_of(matrix);
+    const zenflow::Index index = columns_of(columns, n, limit);
+    const zenflow::Dtype dtype = dtype_of(source_dtype);
+    const nb::gil_scoped_release unlocked;
+    zenflow::scatter_columns(to, index, n, rows, at<const std::byte>(source), dtype, threads);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -176,6 +237,28 @@ NB_MODULE(_native, m) {
                 new (self) zenflow::Part(make_part(first, targets, std::move(entries), slots, out));
             },
             "first"_a, "targets"_a, "entries"_a, "slots"_a.none(), "out"_a.none());
+
+    nb::class_<zenflow::ColumnUpdate>(m, "ColumnUpdate", "One update of columns in the model's own memory.")
+        .def(
+            "__init__",
+            [](zenflow::ColumnUpdate* self, const std::string& rule, std::size_t n, std::size_t rows, Address master,
+               const std::vector<Address>& moments, Address count, const MatrixArgument& gradient,
+               const std::optional<MatrixArgument>& weights, const std::optional<Address>& columns, std::size_t limit,
+               float factor, const HyperArgument& hyper, bool skip) {
+                new (self) zenflow::ColumnUpdate(make_update(rule, n, rows, master, moments, count, gradient, weights,
+                                                             columns, limit, factor, hyper, skip));
+            },
+            "rule"_a, "n"_a, "rows"_a, "master"_a, "moments"_a, "count"_a, "gradient"_a, "weights"_a.none(),
+            "columns"_a.none(), "limit"_a, "factor"_a, "hyper"_a, "skip"_a);
+    m.def("update_columns", &update_columns, "updates"_a, "threads"_a,
+          "Updates that touch different memory, on at most so many threads.");
+    m.def("pack_columns", &pack_columns, "matrix"_a, "columns"_a, "n"_a, "rows"_a, "limit"_a, "packed"_a, "threads"_a,
+          "Copy columns out of a matrix into [n, rows].");
+    m.def("scatter_columns", &scatter_columns, "matrix"_a, "columns"_a, "n"_a, "rows"_a, "limit"_a, "source"_a,
+          "source_dtype"_a, "threads"_a, "Write [n, rows], in fp32 or the matrix' dtype, into columns of a matrix.");
+    m.def(
+        "end_helpers", [] { zenflow::Team::of_process().end(); }, nb::call_guard<nb::gil_scoped_release>(),
+        "End the threads beside the callers of the functions above, for good.");
 
     nb::class_<zenflow::Engine>(m, "Engine", "Threads that update the deferred columns of weights.")
         .def(nb::init<const std::vector<int>&>(), "cpus"_a)

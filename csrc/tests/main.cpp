@@ -11,6 +11,7 @@ namespace zenflow::test {
 void test_convert(unsigned seed);
 void test_kernel(unsigned seed);
 void test_pool(unsigned seed);
+void test_team(unsigned seed);
 
 }  // namespace zenflow::test
 
@@ -21,6 +22,7 @@ int main(int argc, char** argv) {
     test_convert(seed);
     test_kernel(seed);
     test_pool(seed);
+    test_team(seed);
     if (failures > 0) std::fprintf(stderr, "%d checks failed\n", failures);
     return failures == 0 ? 0 : 1;
 }

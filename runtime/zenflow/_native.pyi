@@ -7,6 +7,8 @@ from numpy.typing import NDArray
 
 _Hyper = tuple[Sequence[float], float]
 """A rule's hyperparameters, and the decay factor."""
+_Matrix = tuple[int, str, int, int]
+"""[rows, columns] in the model's own memory: address, dtype, strides of rows and of columns in elements."""
 
 def bandwidth(
     *, elements: int, update_interval: int, gradient_bytes: int, repeats: int, cpus: list[int]
@@ -36,6 +38,44 @@ class Part:
         slots: NDArray[np.int64] | None,
         out: NDArray[np.int64] | None,
     ) -> None: ...
+
+class ColumnUpdate:
+    """One update of n columns in the model's own memory; `columns` is the address of [n] int64.
+
+    Raises:
+        IndexError: a column is not below `limit`.
+    """
+
+    def __init__(
+        self,
+        rule: str,
+        n: int,
+        rows: int,
+        master: int,
+        moments: Sequence[int],
+        count: int,
+        gradient: _Matrix,
+        weights: _Matrix | None,
+        columns: int | None,
+        limit: int,
+        factor: float,
+        hyper: _Hyper,
+        skip: bool,
+    ) -> None: ...
+
+def update_columns(updates: Sequence[ColumnUpdate], threads: int) -> None:
+    """Updates that touch different memory, on at most so many threads."""
+
+def pack_columns(matrix: _Matrix, columns: int, n: int, rows: int, limit: int, packed: int, threads: int) -> None:
+    """Copy columns out of a matrix into [n, rows]."""
+
+def scatter_columns(
+    matrix: _Matrix, columns: int, n: int, rows: int, limit: int, source: int, source_dtype: str, threads: int
+) -> None:
+    """Write [n, rows], in fp32 or the matrix' dtype, into columns of a matrix."""
+
+def end_helpers() -> None:
+    """End the threads beside the callers of the functions above, for good."""
 
 class Engine:
     """Threads that update the deferred columns of weights."""

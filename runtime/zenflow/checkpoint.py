@@ -20,6 +20,9 @@ from zenflow.tiers import Tier, move_state
 from zenflow.training import Training
 from zenflow.weight import WeightState
 
+_Controls = dict[tuple[int, float, float], Control]
+"""By step and values: a weight whose gradient the user multiplied has its own."""
+
 
 def save(training: Training, groups: Groups) -> dict[str, Any]:
     """Copies of all state on the CPU; waits for the host work that was submitted, applies nothing that is not due.
@@ -164,7 +167,7 @@ def _restore(training: Training, saved: Saved, groups: Groups) -> None:
     training.begin(groups, Split(ordered, ModelPlan(tuple(plans[id(p)] for p in ordered), header.buckets)))
     training.clock.restore(header.step, header.window_steps)
     training.hypers[:] = [_hyper(training, group, values) for group, values in zip(groups, header.hypers, strict=True)]
-    controls: dict[int, Control] = {}
+    controls: _Controls = {}
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     known = {weight: header.weights[numbers[id(weight.parameter)]] for weight in training.model.weights}
     for weight, of_weight in known.items():
@@ -190,7 +193,7 @@ def _restore_weight(
     saved: SavedWeight,
     tensors: Mapping[str, Any],
     groups: Groups,
-    controls: dict[int, Control],
+    controls: _Controls,
 ) -> None:
     host = {name: value.cpu() for name, value in tensors.items() if isinstance(value, torch.Tensor)}
     source = _tier(weight, host, training.rule.moment_names)
@@ -200,13 +203,13 @@ def _restore_weight(
     if saved.pending:
         weight.restore_proposal(host["proposed"].nonzero().squeeze(1))
     for entry, rows in zip(saved.log, tensors["log"], strict=True):
-        if entry.control is not None and entry.step not in controls:
-            controls[entry.step] = training.restored_control(entry.control)
+        control = None
+        if entry.control is not None:
+            key = entry.step, *entry.control
+            control = controls[key] = controls.get(key) or training.restored_control(entry.control)
         assert weight.deferred is not None
         hyper = _hyper(training, groups[weight.group], entry.hyper)
-        weight.deferred.restore_entry(
-            rows.cpu(), entry.step, hyper, None if entry.control is None else controls[entry.step]
-        )
+        weight.deferred.restore_entry(rows.cpu(), entry.step, hyper, control)
     for bucket, due in saved.flights:
         training.model.windows.restore(weight, bucket, due, late=False)
     for bucket in saved.late:

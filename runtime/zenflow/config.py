@@ -27,6 +27,18 @@ AUTO_SELECT_OVERLAP = 0.8
 # What newer DeepSpeed clips to where a ds_config says nothing (older releases did not clip).
 _DEEPSPEED_CLIPPING = 1.0
 
+# These stand elsewhere in a ds_config, or nowhere.
+_NOT_IN_SECTION = {
+    "offload_ratio",
+    "max_grad_norm",
+    "bucket_bytes",
+    "staging_bytes",
+    "ledger",
+    "max_update_interval",
+    "stream",
+    "gradient_accumulation_steps",
+}
+
 # What may change while it trains; the rest decides how the state is cut up, or what a schedule began with.
 LIVE_KNOBS = (
     "topk_ratio",
@@ -92,10 +104,16 @@ class ZenFlowConfig:
     """Steps in an epoch, for `select_strategy="epoch"`."""
     bucket_bytes: int = 1 << 25
     """Largest bucket: bytes of one weight's gradient that are moved and updated as a unit."""
+    staging_bytes: int = 1 << 30
+    """Device memory for updated weights on their way; one bucket always has room."""
     host_threads: int | None = None
     """Threads of the host engine; None means one on each core that `pt_reserved_cores_perc` leaves."""
     ledger: bool = False
     """Account for every logged gradient (`optimizer.ledger()`); reads each of them twice more."""
+    stream: bool = True
+    """Send gradients to the host as backward produces them; False: in `step()`, with all of `.grad` kept until then."""
+    gradient_accumulation_steps: int = 1
+    """Backward passes before a step, if you accumulate; where it is more, that is learnt from the step before."""
     offload: InitVar[bool] = False
     """DeepSpeed's: accepted and ignored with a warning, since the state of selected columns stays on the GPU."""
 
@@ -115,7 +133,8 @@ class ZenFlowConfig:
             )
         _require(self, "max_update_interval", _is_count(self.max_update_interval, 1), "an integer >= 1")
         _require(self, "full_warm_up_rounds", _is_count(self.full_warm_up_rounds, 0), "an integer >= 0")
-        for name in ("overlap_step", "skip_nonfinite", "ledger"):
+        _require(self, "gradient_accumulation_steps", _is_count(self.gradient_accumulation_steps, 1), "an integer >= 1")
+        for name in ("overlap_step", "skip_nonfinite", "ledger", "stream"):
             _require(self, name, isinstance(getattr(self, name), bool), "true or false")
         for name, literal in (
             ("select_strategy", SelectStrategy),
@@ -132,7 +151,8 @@ class ZenFlowConfig:
             self.steps_per_epoch is None or _is_count(self.steps_per_epoch, 1),
             "an integer >= 1, or none",
         )
-        _require(self, "bucket_bytes", _is_count(self.bucket_bytes, 1), "an integer >= 1")
+        for name in ("bucket_bytes", "staging_bytes"):
+            _require(self, name, _is_count(getattr(self, name), 1), "an integer >= 1")
         threads = self.host_threads
         threads_ok = threads is None or (_is_count(threads, 1) and threads <= MAX_THREADS)
         _require(self, "host_threads", threads_ok, f"an integer from 1 to {MAX_THREADS}, or none")
@@ -162,6 +182,9 @@ class ZenFlowConfig:
         zero = _section(config, "zero_optimization")
         offload = _section(zero, "offload_optimizer", "zero_optimization.")
         knobs: dict[str, Any] = {}
+        passes = config.get("gradient_accumulation_steps", 1)
+        if passes is not None and passes != "auto":
+            knobs["gradient_accumulation_steps"] = passes
         clipping = config.get("gradient_clipping", _DEEPSPEED_CLIPPING)
         if clipping not in (0, 0.0, None, "auto"):  # the Hugging Face integration writes "auto" and fills it in itself
             knobs["max_grad_norm"] = clipping
@@ -210,9 +233,7 @@ class ZenFlowConfig:
 def _zenflow_section(section: Mapping[str, Any]) -> dict[str, Any]:
     # DeepSpeed's defaults, which differ from ours where a bare ZenFlowConfig() should be usable as it is.
     knobs: dict[str, Any] = {"update_interval": "auto", "overlap_step": False}
-    known = {field.name for field in fields(ZenFlowConfig)} | {"offload"}
-    # These stand elsewhere in a ds_config, or nowhere.
-    known -= {"offload_ratio", "max_grad_norm", "bucket_bytes", "ledger", "max_update_interval"}
+    known = ({field.name for field in fields(ZenFlowConfig)} | {"offload"}) - _NOT_IN_SECTION
     for name, value in section.items():
         if name not in known:
             raise ConfigError(

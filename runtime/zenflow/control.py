@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -30,8 +31,16 @@ class StepControl:
         return torch.stack([self.factor, skip])
 
 
+class Normed(Protocol):
+    """A gradient of which the norm is enough."""
+
+    def norm(self) -> torch.Tensor:
+        """0-dim fp32: its L2 norm, not finite where it is not."""
+
+
 def step_control(
-    gradients: Sequence[torch.Tensor],
+    gradients: Sequence[Normed],
+    device: torch.device,
     *,
     max_grad_norm: float | None,
     skip_nonfinite: bool,
@@ -42,6 +51,7 @@ def step_control(
 
     Args:
         gradients: of all parameters that have one, in plan order.
+        device: where they are.
         max_grad_norm: clip the global L2 norm of the unscaled gradient to this.
         skip_nonfinite: skip where that norm is not finite.
         grad_scale: what the loss was multiplied with (GradScaler's protocol).
@@ -54,7 +64,6 @@ def step_control(
         return None
     if not gradients:
         return None
-    device = gradients[0].device
     factor = torch.ones((), dtype=torch.float32, device=device)
     skip = None
     if grad_scale is not None:
@@ -62,11 +71,24 @@ def step_control(
     if found_inf is not None:
         skip = torch.as_tensor(found_inf, device=device).reshape(()) != 0
     if max_grad_norm is not None or skip_nonfinite:
-        norms = [torch.linalg.vector_norm(gradient.float()) for gradient in gradients]
-        norm = torch.linalg.vector_norm(torch.stack(norms)) * factor
+        norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients])) * factor
         if skip_nonfinite:
             nonfinite = ~torch.isfinite(norm)
             skip = nonfinite if skip is None else skip | nonfinite
         if max_grad_norm is not None:
             factor = factor * (max_grad_norm / (norm + _NORM_EPS)).clamp(max=1.0)
     return StepControl(factor, skip)
+
+
+def scaled_control(control: StepControl | None, factor: torch.Tensor | None) -> StepControl | None:
+    """The control of a weight whose gradient was multiplied, but without its elements.
+
+    Args:
+        control: the step's.
+        factor: 0-dim fp32, the multiplier; None: the gradient was not multiplied.
+    """
+    if factor is None:
+        return control
+    if control is None:
+        return StepControl(factor, None)
+    return StepControl(factor * control.factor, control.skip)

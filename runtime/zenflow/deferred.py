@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,6 +20,15 @@ from zenflow.state import ColumnState
 
 Ahead = tuple[torch.Tensor, Transfer]
 """A closing step's gradient of the columns that leave the tier, [n, rows], sent ahead of the rest."""
+
+
+@dataclass(slots=True)
+class SentBucket:
+    """One bucket's gradient on its way to the log, not an entry of it yet."""
+
+    place: Extents
+    pieces: list[torch.Tensor]
+    transfer: Transfer
 
 
 @dataclass(slots=True)
@@ -131,29 +140,38 @@ class DeferredTier:
             nbytes = weights.nbytes + 4 * weights.numel()
             self._submit(f"reading the masters of {self._name}", task, nbytes, [transfer])
 
-    def log(self, matrix: torch.Tensor, step: int, hyper: Hyper, control: StepControl | None) -> None:
-        """Send a step's gradient to the host; blocks while there is no room for it.
+    def send(self, bucket: Bucket, matrix: torch.Tensor) -> SentBucket:
+        """Send a bucket's gradient to the host; blocks while there is no room for it.
 
         Args:
+            bucket: one of the tier's.
             matrix: the gradient, [rows, columns].
-            step: number of the step.
-            hyper: the group's hyperparameters at that step.
-            control: factor and skip flag.
 
         Raises:
             MemoryError: the host has less memory.
             HostEngineError: the host engine has failed.
         """
+        packed = self._runtime.kernels.pack(matrix, bucket.columns)
+        self._runtime.device.charge(2 * packed.nbytes)
+        self._plan_entry(bucket, packed)
+        sent = SentBucket(*self._runtime.log.send(packed))
+        self._runtime.last_d2h = sent.transfer
+        self._runtime.traffic.d2h_bytes += packed.nbytes
+        return sent
+
+    def log(self, sent: Iterable[SentBucket], step: int, hyper: Hyper, control: StepControl | None) -> None:
+        """Make entries of the log of a step's gradient.
+
+        Args:
+            sent: for each bucket in turn what `send` gave; may still be on its way.
+            step: number of the step.
+            hyper: the group's hyperparameters at that step.
+            control: factor and skip flag.
+        """
         host = None if control is None else control.host
-        for bucket in self.buckets:
-            packed = self._runtime.kernels.pack(matrix, bucket.columns)
-            self._runtime.device.charge(2 * packed.nbytes)
-            self._plan_entry(bucket, packed)
-            place, pieces, transfer = self._runtime.log.send(packed)
-            self._runtime.last_d2h = transfer
-            self._runtime.traffic.d2h_bytes += packed.nbytes
-            bucket.places.append(place)
-            bucket.log.append(LogEntry(step, pieces, transfer, hyper, host))
+        for bucket, one in zip(self.buckets, sent, strict=True):
+            bucket.places.append(one.place)
+            bucket.log.append(LogEntry(step, one.pieces, one.transfer, hyper, host))
 
     def _plan_entry(self, bucket: Bucket, packed: torch.Tensor) -> None:
         if packed.nbytes > bucket.entry_bytes:  # gradients of another dtype than the weights

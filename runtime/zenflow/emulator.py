@@ -148,7 +148,10 @@ class EmulatedAccelerator(Device):
         _sleep_until(mark)
 
     def d2h(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        return self._d2h.copy(source, target, self._compute_t)
+        ready_at = self._compute_t
+        if self._pads is not None and in_backward():
+            ready_at += self._pads.backward_ahead_s()
+        return self._d2h.copy(source, target, ready_at)
 
     def h2d(self, source: torch.Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, torch.Tensor]:
         tensor = torch.empty_like(source)
@@ -214,6 +217,7 @@ class _Pads:
         self._backward_s = rig.backward_ms / 1e3
         self._share = 1 / len(layers)
         self._forward_left = 0.0
+        self._backward_left = 0.0
         self._backward_due = False  # only without layers
         module.register_forward_pre_hook(self._begin_forward)
         for layer in layers:
@@ -227,6 +231,7 @@ class _Pads:
             return
         self.finish_backward()
         self._forward_left = self._forward_s
+        self._backward_left = self._backward_s
 
     def _end_layer_forward(self, *_: Any) -> None:
         if not in_backward():
@@ -241,7 +246,15 @@ class _Pads:
         self._backward_due = not self._layered and torch.is_grad_enabled() and module.training
 
     def _end_layer_backward(self, *_: Any) -> None:
+        self._backward_left -= self._backward_s * self._share
         self._segment(self._backward_s * self._share)
+
+    def backward_ahead_s(self) -> float:
+        """How much of the pad is still to come for a gradient that backward has just produced.
+
+        A layer's pad follows its gradients. Without layers the pad of all of backward does.
+        """
+        return max(0.0, min(self._backward_left, self._backward_s * (self._share if self._layered else 1.0)))
 
     def finish_backward(self) -> None:
         """Add the backward pass of a module without layers."""

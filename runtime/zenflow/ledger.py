@@ -50,13 +50,13 @@ class Ledger:
         self._on_host: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def produce(self, name: str, gradient: torch.Tensor, skip: torch.Tensor | None) -> None:
-        """Count a parameter's gradient."""
-        _add(self._produced, name, gradient, skip)
+    def produce(self, name: str, found: torch.Tensor, skip: torch.Tensor | None) -> None:
+        """Count a parameter's gradient by its mass."""
+        _add(self._produced, name, found, skip)
 
     def apply(self, name: str, gradient: torch.Tensor, skip: torch.Tensor | None) -> None:
         """Count the gradient of columns that were updated on the device."""
-        _add(self._applied, name, gradient, skip)
+        _add(self._applied, name, mass(gradient), skip)
 
     def apply_on_host(self, name: str, task: Update) -> None:
         """Count the gradients that a task of the host has applied; called when it is done."""
@@ -95,8 +95,7 @@ class Ledger:
             self._applied[name] = torch.tensor(_signed(applied), device=device)
 
 
-def _add(sums: dict[str, torch.Tensor], name: str, gradient: torch.Tensor, skip: torch.Tensor | None) -> None:
-    found = mass(gradient)
+def _add(sums: dict[str, torch.Tensor], name: str, found: torch.Tensor, skip: torch.Tensor | None) -> None:
     if skip is not None:
         found = torch.where(skip, torch.zeros_like(found), found)
     sums[name] = found if name not in sums else sums[name] + found

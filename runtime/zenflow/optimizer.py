@@ -67,6 +67,7 @@ class ZenFlowOptimizer(Optimizer):
             raise ConfigError("params holds no parameter, allowed is at least one")
         knobs = (config or ZenFlowConfig()).resolved()
         self._training = Training(rule, knobs, module, device or device_for(first.device))
+        self._training.gradients.watch(self.param_groups, self._training.model.weights)
         self._built = True
 
     @property
@@ -94,6 +95,7 @@ class ZenFlowOptimizer(Optimizer):
             if self._built:
                 with torch.inference_mode(False), torch.no_grad():
                     self._training.add_group(self.param_groups)
+                self._training.gradients.watch(self.param_groups, self._training.model.weights)
         except (ZenFlowError, MemoryError):
             self.param_groups.pop()
             raise
@@ -142,6 +144,7 @@ class ZenFlowOptimizer(Optimizer):
             raise
         self._training.close()
         self._training = training
+        training.gradients.watch(self.param_groups, training.model.weights)
 
     @overload
     def step(self, closure: None = None) -> None: ...

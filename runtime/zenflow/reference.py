@@ -145,12 +145,12 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         return next(weight for weight in self._weights if weight.param is param)
 
     def _factor_and_skip(self) -> tuple[Tensor | None, bool]:
-        grads = [weight.param.grad for weight in self._weights if weight.param.grad is not None]
+        norms = [weight.norm(weight.param.grad) for weight in self._weights if weight.param.grad is not None]
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         factor = None if grad_scale is None else 1.0 / grad_scale
         skipped = found_inf is not None and bool(found_inf != 0)
-        if grads and (self.config.max_grad_norm is not None or self.config.skip_nonfinite):
-            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad.float()) for grad in grads]))
+        if norms and (self.config.max_grad_norm is not None or self.config.skip_nonfinite):
+            norm = torch.linalg.vector_norm(torch.stack(norms))
             if factor is not None:
                 norm = norm * factor
             if self.config.skip_nonfinite:

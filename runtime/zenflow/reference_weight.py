@@ -72,6 +72,14 @@ class Weight:
     def __post_init__(self) -> None:
         self.scores = torch.zeros(self.columns)  # importance of the newest gradient that counted
 
+    def norm(self, grad: Tensor) -> Tensor:
+        """0-dim fp32: L2 norm of the gradient, from the norms of its columns where it has any."""
+        laid = grad if self.transposed else grad.contiguous()  # the order of summation is that of the memory
+        if not _has_columns(self.param):
+            norm: Tensor = torch.linalg.vector_norm(laid.float())
+            return norm
+        return matrix(laid, self.transposed).float().square().sum(dim=0).sum().sqrt()
+
     @property
     def columns(self) -> int:
         """Columns of the matrix."""

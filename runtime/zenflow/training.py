@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from zenflow.control import StepControl, step_control
 from zenflow.device import Arrived, Device, Transfer
 from zenflow.errors import ConfigError, ZenFlowError
 from zenflow.forward_waits import Flight, ForwardWaits
+from zenflow.gradients import Gradient, Gradients, set_controls
 from zenflow.history import History
 from zenflow.host.tasks import Control
 from zenflow.knobs import KnobChange, prepare, reserve
@@ -22,12 +23,13 @@ from zenflow.ledger import Balance
 from zenflow.model import Groups, ModelState, Split
 from zenflow.rules import Hyper, Rule
 from zenflow.runtime import make_runtime
-from zenflow.schedule import StepPlan, WindowClock, selects
+from zenflow.schedule import StepPlan, WindowClock
+from zenflow.selecting import select
 from zenflow.stats import Traffic
 from zenflow.weight import WeightState
 
-Live = list[tuple[WeightState, torch.Tensor]]
-"""The parameters that have a gradient in this step, with it."""
+Live = list[Gradient]
+"""Of the parameters that have one in this step."""
 
 
 class Training:
@@ -69,6 +71,9 @@ class Training:
         self.hypers: list[Hyper] = []
         """Of each group, in the last step."""
         self._last_d2h: Transfer | None = None
+        self.gradients = Gradients(
+            self.runtime, self.history, stream=config.stream, least_firings=config.gradient_accumulation_steps
+        )
         self._torn = False  # a step was interrupted half-way
         # Only a request: a collected optimizer may be finalised on any thread, which must not wait for another.
         self._finalizer = weakref.finalize(self, self.engine.stop)
@@ -102,10 +107,11 @@ class Training:
         if self._waits is not None:
             self._waits.begin_step()
         self.history.begin_step()
-        live = [(weight, weight.gradient()) for weight in self.model.weights if weight.parameter.grad is not None]
+        live = self.gradients.collect(self.model.weights)
         self.model.take_outside_writes()
         self.hypers = [self.rule.hyper(group) for group in groups]
         self._torn = True
+        self.gradients.hand_over(self.model.weights)
         self._take(live, groups, self._control(live, grad_scale, found_inf), grad_scale)
         traffic, self.runtime.traffic = self.runtime.traffic, Traffic()
         self.history.end_step(self.clock.step, traffic)
@@ -117,49 +123,52 @@ class Training:
         full = self.auto.closes(self.config, self.clock.window_steps + 1)
         plan = self.clock.advance(close=full or change is not None, at_once=splits)
         skip = None if control is None else control.skip
-        energies = self._select(plan.step, live, skip, splits=splits)
+        interval = self.config.select_interval
+        selecting = select(self.runtime, self.history, live, plan.step, interval, skip, splits=splits)
+        self.gradients.stream(selecting.started)
         for weight in self.model.moving(groups, change.config) if change is not None and splits else ():
             weight.drop_proposal()  # they are selected for another split
         if self.config.update_interval == "auto":
-            self.auto.add(energies, grad_scale, skip)
+            self.auto.add(selecting.energies, grad_scale, skip)
         if self.runtime.ledger is not None:
-            for weight, gradient in live:
-                self.runtime.ledger.produce(weight.name, gradient, skip)
-        self._split(plan, live, control)
+            for gradient in live:
+                self.runtime.ledger.produce(gradient.weight.name, gradient.mass(), skip)
+        self._split(plan, live)
         if change is not None:
             self._change = None
             self._take_change(change, groups)
         self.model.windows.ask(plan.step + 1)
 
-    def _split(self, plan: StepPlan, live: Live, control: StepControl | None) -> None:
+    def _split(self, plan: StepPlan, live: Live) -> None:
         """Log the deferred columns, update the others, make visible what is due, close the window."""
         windows = self.model.windows
         moves = windows.resolve_pending(self.history.open) if plan.closes else {}
+        # What left during backward is not sent twice: the host reads its columns from the log.
         ahead = {
-            weight: weight.deferred.send_ahead(weight.plan.view(gradient), moves[weight])
-            for weight, gradient in live
-            if weight in moves and weight.deferred is not None
+            one.weight: one.weight.deferred.send_ahead(one.matrix(), moves[one.weight])
+            for one in live
+            if one.weight in moves and one.weight.deferred is not None and not one.left
         }
         # What waits for the link is bounded to one step's gradients; a wait for that is spent updating.
         behind = None if self._last_d2h is None or self._last_d2h.done() else self._last_d2h
         if behind is not None:
-            self._update_on_device(live, control)
+            self._update_on_device(live)
             with self.history.open.timed(self._device, "d2h"):
                 self._device.block_on(behind)
-        for weight, gradient in live:
-            if weight.deferred is not None:
-                weight.deferred.log(weight.plan.view(gradient), plan.step, self.hypers[weight.group], control)
+        for gradient in live:
+            gradient.log(plan.step, self.hypers[gradient.weight.group])
         self._last_d2h = self.runtime.last_d2h
         if behind is None:
-            self._update_on_device(live, control)
+            self._update_on_device(live)
         windows.apply(plan.step, self.history.open, everything=plan.closes)
         if plan.closes:
-            windows.close(plan, self.hypers, moves, ahead, self.history.open)
+            streamed = any(gradient.left for gradient in live)
+            windows.close(plan, self.hypers, moves, ahead, self.history.open, streamed=streamed)
             self._end_window()
 
-    def _update_on_device(self, live: Live, control: StepControl | None) -> None:
-        for weight, gradient in live:
-            weight.update_on_device(gradient, self.hypers[weight.group], control)
+    def _update_on_device(self, live: Live) -> None:
+        for gradient in live:
+            gradient.update_on_device(self.hypers[gradient.weight.group])
 
     def _end_window(self) -> None:
         self.clock.close()
@@ -169,53 +178,15 @@ class Training:
         self, live: Live, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None
     ) -> StepControl | None:
         control = step_control(
-            [weight.parameter.grad for weight, _ in live if weight.parameter.grad is not None],
+            live,
+            self._device.torch_device,
             max_grad_norm=self.config.max_grad_norm,
             skip_nonfinite=self.config.skip_nonfinite,
             grad_scale=grad_scale,
             found_inf=found_inf,
         )
-        if control is not None and any(weight.plan.deferred for weight, _ in live):
-            control.host = Control(*self.runtime.fetch(control.packed()))
-            self.runtime.traffic.index_bytes += control.host.values.nbytes
+        set_controls(self.runtime, live, control)
         return control
-
-    def _select(
-        self, step: int, live: Live, skip: torch.Tensor | None, *, splits: bool
-    ) -> dict[WeightState, torch.Tensor]:
-        """Measure importance, propose selections where one is due, and start parameters at their first gradient.
-
-        Returns:
-            [2] fp32 of each weight that selects: energy of the selected and of all offloaded columns.
-        """
-        scores, ranked = {}, []
-        for weight, gradient in live:
-            if weight.selects or (splits and weight.plan.columns):
-                importance = self.runtime.kernels.importance(weight.plan.view(gradient))
-                self._device.charge(gradient.nbytes)
-                weight.note_importance(importance, skip)
-                if weight.selects:
-                    scores[weight] = importance
-                    if not weight.started or selects(step, self.config.select_interval):
-                        ranked.append(weight.propose(importance, skip))
-        starting = [weight for weight, _ in live if not weight.started]
-        if starting:
-            with self.history.open.timed(self._device, "select"):
-                for weight in starting:
-                    weight.start()
-        energies = {weight: weight.selected_energy(of_weight) for weight, of_weight in scores.items()}
-        self._record_energies(energies, ranked)
-        return energies
-
-    def _record_energies(self, energies: Mapping[WeightState, torch.Tensor], ranked: Sequence[torch.Tensor]) -> None:
-        record = self.history.open
-        if energies:
-            record.energy = self.runtime.fetch(torch.stack(list(energies.values())).sum(dim=0))
-            self.runtime.traffic.index_bytes += record.energy[0].nbytes
-        if ranked:
-            record.ranked = self.runtime.fetch(torch.cat(list(ranked)))
-            record.ranked_columns = [len(sums) for sums in ranked]
-            self.runtime.traffic.index_bytes += record.ranked[0].nbytes
 
     # --- between steps ---------------------------------------------------------------------------------------------
 
@@ -229,6 +200,7 @@ class Training:
         if not self.begun:
             return
         self._refuse_torn()
+        self.gradients.restore()  # columns may change tier below
         self.synchronize()
         self.model.take_outside_writes()
         windows, record = self.model.windows, self.history.open
@@ -288,6 +260,7 @@ class Training:
         """End the host engine without applying what is pending."""
         if self._waits is not None:
             self._waits.remove()
+        self.gradients.remove()
         self._finalizer()
         self.engine.close()
 

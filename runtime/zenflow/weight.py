@@ -8,17 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zenflow.control import StepControl
 from zenflow.deferred import DeferredTier
 from zenflow.device import Arrived, Transfer
 from zenflow.errors import UnsupportedError
 from zenflow.layout import WeightPlan
 from zenflow.ledger import mass
-from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
 from zenflow.selection import Move, plan_move, ranked, top_columns
 from zenflow.split_state import SplitState
-from zenflow.state import ColumnState
 from zenflow.tiers import Tier
 
 _UNKNOWN_VERSION = -1
@@ -88,8 +85,14 @@ class WeightState:
         """Whether a selection takes effect at the next close."""
         return self._proposal is not None
 
-    def _matrix(self) -> torch.Tensor:
+    def matrix(self) -> torch.Tensor:
+        """The weights as [rows, columns]; of a parameter that has a column view."""
         return self.plan.view(self.parameter.detach())
+
+    @property
+    def selected_index(self) -> torch.Tensor:
+        """[plan.selected] int64 on the device: the selected columns in state order."""
+        return self.split.selected_index
 
     # --- splits ----------------------------------------------------------------------------------------------------
 
@@ -280,82 +283,16 @@ class WeightState:
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
-    def gradient(self) -> torch.Tensor:
-        """The parameter's gradient, in strides that the column view can express.
-
-        Raises:
-            UnsupportedError: it is sparse.
-        """
-        gradient = self.parameter.grad
-        assert gradient is not None
-        if gradient.layout != torch.strided:
-            raise UnsupportedError(f"parameter {self.name} has a sparse gradient, allowed are dense ones")
-        return gradient if self.plan.transposed else gradient.contiguous()
-
-    def update_on_device(self, gradient: torch.Tensor, hyper: Hyper, control: StepControl | None) -> None:
-        """Update the resident and the selected columns and write their weights.
-
-        Args:
-            gradient: in the parameter's shape.
-            hyper: the group's hyperparameters.
-            control: factor and skip flag.
-        """
-        split, updated = self.split, 0
-        if split.resident is not None and split.flat:
-            self._update_flat(split.resident, gradient, hyper, control)
-            self._account(gradient, control)
-            updated = self.parameter.numel()
-        elif split.resident is not None:
-            resident = slice(0, self.plan.resident)
-            columns, weights = self.plan.view(gradient)[:, resident], self._matrix()[:, resident]
-            self._update(split.resident, columns, weights, hyper, control)
-            self._account(columns, control)
-            updated = split.resident.master.numel()
-        if split.selected is not None:
-            columns, weights = self.plan.view(gradient), self._matrix()
-            self._update(split.selected, columns, weights, hyper, control, split.selected_index)
-            self._account(columns.index_select(1, split.selected_index), control)
-            updated += split.selected.master.numel()
-        state_bytes = 8 * (1 + self._runtime.rule.moments)
-        self._runtime.device.charge(updated * (state_bytes + 2 * self.parameter.element_size()))
-        self._note_version()
-
-    def _update_flat(
-        self, state: ColumnState, gradient: torch.Tensor, hyper: Hyper, control: StepControl | None
-    ) -> None:
-        own, weights = self.split.is_own_master(state), self.parameter.detach()
-        in_place = None if own or not weights.is_contiguous() else weights.view(-1, 1)
-        self._update(state, gradient.reshape(-1, 1), in_place, hyper, control)
-        if in_place is None and not own:
-            self.parameter.copy_(state.master.view(self.parameter.shape))
-
-    def _update(
-        self,
-        state: ColumnState,
-        gradient: torch.Tensor,
-        weights: torch.Tensor | None,
-        hyper: Hyper,
-        control: StepControl | None,
-        columns: torch.Tensor | None = None,
-    ) -> None:
-        factor, skip = (None, None) if control is None else (control.factor, control.skip)
-        self._runtime.kernels.update(
-            self._runtime.rule, state, gradient, weights, hyper, columns=columns, factor=factor, skip=skip
-        )
-        self._wrote()
-
     def pending_mass(self) -> int:
         """Mass of the logged gradients, for the ledger."""
         logged = [] if self.deferred is None else self.deferred.logged()
         return sum(int(mass(rows)) for entry, rows in logged if entry.live()[1])
 
-    def _account(self, gradient: torch.Tensor, control: StepControl | None) -> None:
-        if self._runtime.ledger is not None:
-            self._runtime.ledger.apply(self.name, gradient, None if control is None else control.skip)
-
-    def _wrote(self) -> None:
-        # Kernels of ours do not count their writes, and autograd must know of them.
+    def wrote(self) -> None:
+        """Say that kernels of ours have written to the weights."""
+        # They do not count their writes, and autograd must know of them.
         torch.autograd.graph.increment_version(self.parameter)
+        self._note_version()
 
     def scatter(self, columns: torch.Tensor, rows: torch.Tensor) -> None:
         """Write columns into the weights, rounded to their dtype.
@@ -364,9 +301,8 @@ class WeightState:
             columns: [n] int64 on the device.
             rows: [n, rows] in any floating dtype.
         """
-        self._runtime.kernels.scatter(self._matrix(), columns, rows)
-        self._wrote()
-        self._note_version()
+        self._runtime.kernels.scatter(self.matrix(), columns, rows)
+        self.wrote()
 
     # --- a change of selection -------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from zenflow.arrivals import Arrivals
 from zenflow.config import AUTO_SELECT_OVERLAP, ZenFlowConfig
 from zenflow.deferred import Ahead
 from zenflow.device import Mark
@@ -29,6 +30,7 @@ class Windows:
         self.buckets = 0
         """B: of the whole model."""
         self._in_flight: list[Flight] = []
+        self._arrivals = Arrivals(self.config.staging_bytes)
         self.waits: ForwardWaits | None = None
 
     # --- close -----------------------------------------------------------------------------------------------------
@@ -58,6 +60,8 @@ class Windows:
         moves: Mapping[WeightState, Move],
         ahead: Mapping[WeightState, Ahead],
         record: StepRecord,
+        *,
+        streamed: bool = False,
     ) -> None:
         """Close the window: hand it to the host, exchange columns between the tiers, wait where nothing overlaps.
 
@@ -67,6 +71,7 @@ class Windows:
             moves: columns that change tier here.
             ahead: the closing step's gradient of the columns that leave the deferred tier, already on its way.
             record: receives the waits.
+            streamed: whether the step's gradients left during backward, the last weight's first.
         """
         record.closed = True
         # First all that leave and then all that join: the joining state arrives behind the step's gradients.
@@ -78,7 +83,8 @@ class Windows:
         for weight, move in moves.items():
             weight.give_up_selected(move)
         in_turn = plan.synchronous and self.config.pipeline == "none"
-        for weight in self._weights:
+        # Where nothing overlaps, in the order in which the gradients arrive; else in that in which the results are due.
+        for weight in reversed(self._weights) if plan.synchronous and streamed else self._weights:
             if weight.deferred is None:
                 continue
             closing, leaves = hypers[weight.group], moves.get(weight)
@@ -132,8 +138,7 @@ class Windows:
         began = self._device.mark(), time.perf_counter()
         for flight in self._in_flight:
             flight.window.job.wait(self._runtime.engine)
-        for flight in self._in_flight:
-            flight.window.job.ask_result()
+        self.ask(step)
         while self._in_flight:
             self._show(self._in_flight[0], step, record, began)
             del self._in_flight[0]
@@ -142,10 +147,12 @@ class Windows:
     # --- visible ---------------------------------------------------------------------------------------------------
 
     def ask(self, step: int) -> None:
-        """Ask for the results that are due after `step` or before; they cross the link when they are finished."""
-        for flight in self._in_flight:
-            if flight.due <= step:
-                flight.window.job.ask_result()
+        """Ask for the results that are due after `step` or before.
+
+        They cross the link when they are finished and there is staging memory for them on the device.
+        """
+        self._arrivals.most_bytes = self.config.staging_bytes
+        self._arrivals.want(flight.window.job for flight in self._in_flight if flight.due <= step)
 
     def apply(self, step: int, record: StepRecord, *, everything: bool = False) -> None:
         """Make visible what is due after a step (or everything that is in flight).
@@ -174,6 +181,7 @@ class Windows:
         weight.scatter(window.columns, rows)
         self._device.charge(2 * rows.nbytes)
         window.bucket.sent = job.transfer
+        self._arrivals.done(job)
         weight.in_flight.discard(window.bucket.index)
         self._runtime.traffic.h2d_bytes += rows.nbytes
         record.host_s += job.span.seconds

@@ -51,7 +51,7 @@ def by_distributed_checkpoint(old: Any, new: Any) -> None:
 
 def draw_stops(rng: random.Random, case: Case) -> list[Stop]:
     """One to three places at which a run is saved and loaded."""
-    places: list[Place] = ["at once", "before", "after"]
+    places: list[Place] = ["at once", "before", "after", "after"]
     return [(rng.randint(0, case.steps), rng.choice(places)) for _ in range(rng.choice([1, 1, 2, 3]))]
 
 
@@ -97,8 +97,8 @@ def run_with_stops(
 
 def draw_eventful(rng: random.Random) -> Case:
     """A case in which anything may happen between the steps."""
-    case = draw_case(rng, rule=draw_rule(rng))
-    case = with_auto(rng, case) if rng.random() < 0.2 else case
+    case = draw_case(rng, rule=draw_rule(rng), steps=rng.choice([2, 7, 11, 16]))
+    case = with_auto(rng, case) if rng.random() < 0.3 else case
     case = with_joins(rng, case) if rng.random() < 0.25 else case
     return with_changes(rng, case) if rng.random() < 0.5 else case
 

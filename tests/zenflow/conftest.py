@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 
 from tests.zenflow.cases import Make
 from tests.zenflow.family_cases import OURS
+from tests.zenflow.stream_cases import Pair
 from zenflow import CpuDevice, ZenFlowConfig, ZenFlowOptimizer
 from zenflow.device import HostSpan, Mark, Transfer
 from zenflow.host.native import NativeBackend
@@ -51,7 +52,7 @@ def native_host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Make]:
     def maker(threads: int, seed: int, rule: str = "adamw") -> Make:
         def make(groups: Any, *, config: ZenFlowConfig, **arguments: Any) -> ZenFlowOptimizer:
             optimizer: ZenFlowOptimizer = OURS[rule](groups, config=replace(config, host_threads=threads), **arguments)
-            backend = optimizer._engine.backend
+            backend = optimizer._training.engine.backend
             assert isinstance(backend, NativeBackend)
             assert backend.threads == threads
             backend.engine.inject("jitter", 0, 2e-3, seed)
@@ -60,3 +61,17 @@ def native_host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Make]:
         return make
 
     return maker
+
+
+@pytest.fixture
+def pair() -> Iterator[Callable[..., Pair]]:
+    """Makes models beside their streamed twins; see there for the arguments."""
+    made: list[Pair] = []
+
+    def make(*arguments: Any, **options: Any) -> Pair:
+        made.append(Pair(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.streams.close()

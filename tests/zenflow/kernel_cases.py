@@ -139,7 +139,10 @@ class KernelCases:
         matrix[1, 3] = float("inf")
         matrix[2, 3] = float("nan")
         for layout in LAYOUTS:
-            assert kernels.importance(laid_out(matrix.to(dtype), layout)).tolist() == [0.0, 0.0, 0.0, 0.0, rows]
+            laid = laid_out(matrix.to(dtype), layout)
+            assert kernels.importance(laid).tolist() == [0.0, 0.0, 0.0, 0.0, rows]
+            assert torch.isfinite(kernels.energies(laid)).tolist() == [False, False, False, False, True]
+            assert kernels.energies(laid)[4] == rows
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("shape", SHAPES)

@@ -48,7 +48,10 @@ def live_knobs(config: ZenFlowConfig) -> dict[str, Any]:
 
 
 def with_changes(rng: random.Random, case: Case, *, share: float = 0.25, fixed: Sequence[str] = ()) -> Case:
-    """The case with knobs changed after about that share of its steps, now and then twice. fixed: knobs that stay."""
+    """The case with knobs changed after about that share of its steps, now and then twice, or with a flush behind.
+
+    fixed: knobs that stay.
+    """
     held = {*fixed, "skip_nonfinite"} if case.nonfinite_at else set(fixed)
     names = [name for name in VALUES if name not in held]
     config = case.config.resolved()
@@ -58,6 +61,8 @@ def with_changes(rng: random.Random, case: Case, *, share: float = 0.25, fixed: 
             knobs = draw_knobs(rng, config, names if rng.random() < 0.7 else [n for n in SPLIT if n in names] or names)
             config = config.changed(knobs)
             between.append((step, "knobs", knobs))
+            if rng.random() < 0.2:
+                between.append((step, "flush", None))
     return merged(case, between)
 
 

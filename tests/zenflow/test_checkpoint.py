@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -238,3 +239,29 @@ def other_knobs_are_taken_up(case: Case, stop: int, rng: random.Random) -> None:
         reject()
     ours = run_with_stops(case, stops, at_stop=lambda session: session.renew(by_dict, built.changed(knobs)))
     assert_same(case, ours, expected)
+
+
+def test_random_stops_meet_what_they_claim() -> None:
+    """Of the stops of these cases, how many find something that only the optimizer's state knows."""
+    met: Counter[str] = Counter()
+
+    def look(session: Session) -> None:
+        oracle, weights = session.optimizer, session.optimizer._weights
+        auto = oracle.config.update_interval == "auto"
+        met["window in flight"] += any(weight.due for weight in weights)
+        met["gradients logged"] += any(weight.log for weight in weights)
+        met["skipped step logged"] += any(entry.skipped for weight in weights for entry in weight.log)
+        met["selection pending"] += any(weight.pending is not None for weight in weights)
+        met["change of knobs pending"] += oracle._next is not None
+        met["knobs changed before"] += session.built != oracle.config
+        met["group joined"] += len(session.group_order) > len(case.groups) - len(case.joining)
+        met["warm-up"] += 0 < session.step < case.config.full_warm_up_rounds
+        met["sums of an auto window"] += auto and any(weight.energy.steps for weight in weights)
+        met["before the first step"] += session.step == 0
+
+    for seed in range(100):
+        rng = random.Random(seed)
+        case = draw_eventful(rng)
+        run_with_stops(case, draw_stops(rng, case), make=REFERENCE[case.rule], at_stop=look)
+    least = dict.fromkeys(met, 4) | {"window in flight": 15, "gradients logged": 30, "selection pending": 10}
+    assert {name: met[name] for name in least if met[name] < least[name]} == {}, dict(met)

@@ -29,9 +29,12 @@ BAD: list[tuple[str, list[Any], str]] = [
     ("max_grad_norm", [0, -1.0, math.nan, math.inf, "1", True], "a number > 0, or none"),
     ("steps_per_epoch", [0, 2.5, "auto", True], OPTIONAL_COUNT),
     ("bucket_bytes", [0, -5, 1e6, None], "an integer >= 1"),
+    ("staging_bytes", [0, -5, 1e6, None], "an integer >= 1"),
     ("host_threads", [0, -1, 2.0, True, 5000], "an integer from 1 to 4096, or none"),
     ("max_update_interval", [0, -5, 2.0, "auto", None], "an integer >= 1"),
     ("ledger", [0, "no", None], "true or false"),
+    ("stream", [1, "yes", None], "true or false"),
+    ("gradient_accumulation_steps", [0, -1, 2.0, "auto", None], "an integer >= 1"),
     ("apply_lag", [0, 5, -1, 1.5, True, "auto"], "an integer from 1 to update_interval (4), or none"),
 ]  # fmt: skip
 

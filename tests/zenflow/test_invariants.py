@@ -247,9 +247,7 @@ def train_scaled(cls: type[Any], seed: int) -> Model:
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for step, batch in enumerate(batches(10, seed), start=1):
-        scaler.scale(model(batch)).backward()
-        if step == 4 and model.hidden.weight.grad is not None:
-            model.hidden.weight.grad[0, 0] = float("inf")
+        scaler.scale(model(batch) * (float("inf") if step == 4 else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
         scheduler.step()

@@ -42,16 +42,46 @@ def said(script: str, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_eager_ones_import_no_triton() -> None:
+def test_those_of_the_cpu_import_no_triton() -> None:
     script = BEGIN + "show(CPU, ''); show(CPU, 'auto'); show(CPU, 'eager'); show(GPU, 'eager'); show(GPU, 'fast')\n"
-    refused = "ZENFLOW_KERNELS is 'fast', allowed is auto, eager, triton"
-    assert said(script + NOT_LOADED) == ["eager", "eager", "eager", "eager", refused, "True"]
+    refused = "ZENFLOW_KERNELS is 'fast', allowed is auto, eager, native, triton"
+    assert said(script + NOT_LOADED) == ["native", "native", "eager", "eager", refused, "True"]
 
 
 def test_without_triton_they_are_eager_everywhere() -> None:
     *names, refused = said(WITHOUT + BEGIN + "show(GPU, ''); show(GPU, 'auto'); show(CPU, ''); show(GPU, 'triton')")
-    assert names == ["eager", "eager", "eager"]
+    assert names == ["eager", "eager", "native"]
     assert refused.startswith("ZENFLOW_KERNELS is 'triton', allowed is auto or eager: ")
+
+
+WITHOUT_NATIVE = "import sys; sys.modules['zenflow._native'] = None\n"
+
+
+def test_native_ones_where_they_can_be() -> None:
+    refused = "ZENFLOW_KERNELS is 'native' on cuda:0, allowed is auto or eager there"
+    assert said(BEGIN + "show(CPU, 'native'); show(GPU, 'native')") == ["native", refused]
+
+
+def test_without_the_native_module_they_are_eager_on_the_cpu() -> None:
+    script = WITHOUT_NATIVE + BEGIN + "show(CPU, ''); show(CPU, 'native')"
+    name, refused = said(script)
+    assert name == "eager"
+    assert refused.startswith(
+        "ZENFLOW_KERNELS is 'native', allowed is auto or eager: zenflow's native module cannot be"
+    )
+
+
+def test_the_native_module_can_be_off_or_required() -> None:
+    off = ["eager", "ZENFLOW_KERNELS is 'native', allowed is auto or eager: ZENFLOW_NATIVE is 'off'"]
+    assert said(BEGIN + "show(CPU, ''); show(CPU, 'native')", ZENFLOW_NATIVE="off") == off
+    script = (
+        WITHOUT_NATIVE
+        + BEGIN
+        + "from zenflow.errors import HostEngineError\n"
+        + ("try: show(CPU, '')\nexcept HostEngineError as error: print(error)\n")
+    )
+    (refused,) = said(script, ZENFLOW_NATIVE="require")
+    assert refused.startswith("zenflow's native module cannot be loaded")
 
 
 @needs_triton
@@ -63,4 +93,4 @@ def test_elsewhere_they_are_triton() -> None:
 
 @needs_triton
 def test_in_its_interpreter_triton_runs_on_the_cpu() -> None:
-    assert said(BEGIN + "show(CPU, ''); show(CPU, 'triton')", TRITON_INTERPRET="1") == ["eager", "triton"]
+    assert said(BEGIN + "show(CPU, ''); show(CPU, 'triton')", TRITON_INTERPRET="1") == ["native", "triton"]

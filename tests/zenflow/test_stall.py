@@ -17,7 +17,8 @@ from zenflow import EmulatedAccelerator, Rig, StepStats, ZenFlowAdamW, ZenFlowCo
 
 FAST_GBPS = 1e6
 FORWARD_MS, BACKWARD_MS = 2.0, 4.0
-SYNC: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False}
+# Gradients leave in step(), so that a machine which is late in backward hides nothing of their transfer.
+SYNC: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False, "stream": False}
 # Two weights of [11, 8] in fp32; the bias is resident.
 ELEMENTS = 2 * 11 * 8
 WEIGHT_BYTES = 4 * ELEMENTS

@@ -137,6 +137,7 @@ def test_recomputation_in_backward_never_waits(mode: bool) -> None:
     loss = trainer.model(tokens_of(9))
     trainer.step()
     assert trainer.late
+    trainer.optimizer.zero_grad()
     loss.backward()  # runs the layers' forwards again, with a window due and the host shut
     assert not trainer.device.gate.is_set()
     assert "backward" not in trainer.device.taken
@@ -324,6 +325,7 @@ def test_a_model_can_be_pickled_while_it_is_trained(late: bool) -> None:
         if late and step == 2:
             device.hold(optimizer)
         optimizer.step()
+        optimizer.zero_grad()
     threading.Timer(0.05, device.gate.set).start()
     try:
         again = pickle.loads(pickle.dumps(model))

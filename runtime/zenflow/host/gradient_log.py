@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
-from zenflow.device import Device, Transfer
+from zenflow.device import Arrived, Device, Transfer
 from zenflow.errors import HostEngineError
 from zenflow.history import History
 from zenflow.host.engine import HostEngine
@@ -35,25 +36,63 @@ class GradientLog:
         self._device = device
         self._history = history
         self._update_interval = update_interval
-        self._entries_bytes = 0
-        self._largest_bytes = 0
+        self._entries: Counter[int] = Counter()  # how many buckets have entries of so many bytes
         self._pool = LogPool(0, lambda nbytes: memory.empty((nbytes,), torch.uint8, "log"))
         engine.on_failure(self._pool.fail)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that it has now."""
+        return self._pool.allocated_bytes
 
     def plan(self, entry_bytes: int, *, instead_of: int = 0) -> None:
         """Make room for one more bucket.
 
         Args:
-            entry_bytes: of one step's gradient.
+            entry_bytes: of one step's gradient; 0: the bucket is gone.
             instead_of: what was planned for that bucket before.
         """
-        self._entries_bytes += padded(entry_bytes) - padded(instead_of)
-        self._largest_bytes = max(self._largest_bytes, padded(entry_bytes))
-        self._pool.resize(self._update_interval * (self._entries_bytes + self._largest_bytes))
+        self._entries[padded(entry_bytes)] += 1
+        self._entries[padded(instead_of)] -= 1
+        self._entries = +self._entries
+        self._resize()
 
-    def capacity_for(self, entries_bytes: Sequence[int]) -> int:
+    def set_interval(self, update_interval: int) -> None:
+        """Make room for windows of another length; what is too much goes when nothing is in it.
+
+        Args:
+            update_interval: S.
+
+        Raises:
+            MemoryError: the host has less memory.
+        """
+        self._update_interval = update_interval
+        self._resize()
+
+    def reserve(self, update_interval: int) -> None:
+        """Get the memory for longer windows now.
+
+        Args:
+            update_interval: S of the windows to come.
+
+        Raises:
+            MemoryError: the host has less memory.
+        """
+        self._pool.reserve(self.bytes_for(update_interval))
+
+    def bytes_for(self, update_interval: int) -> int:
+        """Bytes of the log for windows of another length, with the buckets that are planned."""
+        return update_interval * self._window_step_bytes()
+
+    def capacity_for(self, entries_bytes: Sequence[int], update_interval: int) -> int:
         """Bytes of the log where each bucket's entry takes that many (`padded`)."""
-        return self._update_interval * (sum(entries_bytes) + max(entries_bytes))
+        return update_interval * (sum(entries_bytes) + max(entries_bytes, default=0))
+
+    def _window_step_bytes(self) -> int:
+        return sum(size * count for size, count in self._entries.items()) + max(self._entries, default=0)
+
+    def _resize(self) -> None:
+        self._pool.resize(self.bytes_for(self._update_interval))
 
     def send(self, packed: torch.Tensor) -> tuple[Extents, list[torch.Tensor], Transfer]:
         """Send a step's gradient of a bucket to the host; blocks while there is no room for it.
@@ -71,8 +110,32 @@ class GradientLog:
         place = self._take(packed.nbytes)
         pieces = [view.view(packed.dtype) for view in place.views]
         parts = packed.view(-1).split([piece.numel() for piece in pieces])
-        transfers = [self._device.d2h(part, piece) for part, piece in zip(parts, pieces, strict=True)]
+        transfers: list[Transfer] = []
+        try:
+            for part, piece in zip(parts, pieces, strict=True):
+                transfers.append(self._device.d2h(part, piece))
+        except BaseException:
+            for transfer in transfers:
+                transfer.wait()
+            self._pool.give(place)
+            raise
         return place, pieces, transfers[-1]
+
+    def put(self, packed: torch.Tensor) -> tuple[Extents, list[torch.Tensor], Transfer]:
+        """As `send`, of a gradient that is on the host already.
+
+        Args:
+            packed: [n, rows] on the CPU, contiguous.
+
+        Raises:
+            MemoryError: the host has less memory.
+            HostEngineError: the host engine has failed.
+        """
+        place = self._take(packed.nbytes)
+        pieces = [view.view(packed.dtype) for view in place.views]
+        for part, piece in zip(packed.view(-1).split([piece.numel() for piece in pieces]), pieces, strict=True):
+            piece.copy_(part)
+        return place, pieces, Arrived(self._device.mark(), packed.nbytes)
 
     def promise(self, places: Sequence[Extents]) -> None:
         """Say that places will be given back without the training thread's doing."""

@@ -1,6 +1,7 @@
 """Device kernels on the columns of a weight: importance, gather, scatter, selective update.
 
-In Triton where there is an accelerator and Triton can be imported, else in PyTorch.
+In Triton where there is an accelerator and Triton can be imported, in the native module where the weights are in host
+memory and it can be loaded, else in PyTorch.
 """
 
 from __future__ import annotations
@@ -11,16 +12,25 @@ from types import MappingProxyType
 
 import torch
 
-from zenflow.errors import ConfigError
-from zenflow.kernels.base import Kernels
+from zenflow.errors import ConfigError, HostEngineError
+from zenflow.kernels.base import ColumnUpdate, Kernels
 
-MODES = ("auto", "eager", "triton")
+MODES = ("auto", "eager", "native", "triton")
 
 
 def _eager() -> Kernels:
     from zenflow.kernels.eager import EagerKernels
 
     return EagerKernels()
+
+
+def _native() -> Kernels:
+    from zenflow.host.native import load_native
+    from zenflow.kernels.native import NativeKernels
+
+    if os.environ.get("ZENFLOW_NATIVE") == "off":
+        raise ImportError("ZENFLOW_NATIVE is 'off'")
+    return NativeKernels(load_native())
 
 
 def _triton() -> Kernels:
@@ -30,7 +40,7 @@ def _triton() -> Kernels:
 
 
 # Nothing of Triton is imported before somebody asks for its kernels.
-_MAKERS: Mapping[str, Callable[[], Kernels]] = MappingProxyType({"eager": _eager, "triton": _triton})
+_MAKERS: Mapping[str, Callable[[], Kernels]] = MappingProxyType({"eager": _eager, "native": _native, "triton": _triton})
 
 
 def kernels_for(device: torch.device) -> Kernels:
@@ -40,23 +50,25 @@ def kernels_for(device: torch.device) -> Kernels:
         device: where the weights are.
 
     Raises:
-        ConfigError: the variable has a value that is not allowed, or asks for Triton where it cannot be imported or
-            cannot run.
+        ConfigError: the variable has a value that is not allowed, or asks for kernels that cannot be loaded or cannot
+            run there.
+        HostEngineError: `$ZENFLOW_NATIVE` is "require", the device is the CPU, and there is no native module.
     """
     mode = os.environ.get("ZENFLOW_KERNELS") or "auto"
     if mode not in MODES:
         raise ConfigError(f"ZENFLOW_KERNELS is {mode!r}, allowed is {', '.join(MODES)}")
-    if mode == "eager" or (mode == "auto" and device.type == "cpu"):
-        return _MAKERS["eager"]()
+    name = mode if mode != "auto" else "native" if device.type == "cpu" else "triton"
     try:
-        kernels = _MAKERS["triton"]()
-    except ImportError as error:
+        kernels = _MAKERS[name]()
+    except (ImportError, HostEngineError) as error:
+        if isinstance(error, HostEngineError) and os.environ.get("ZENFLOW_NATIVE") == "require":
+            raise
         if mode == "auto":
             return _MAKERS["eager"]()
-        raise ConfigError(f"ZENFLOW_KERNELS is 'triton', allowed is auto or eager: {error}") from error
+        raise ConfigError(f"ZENFLOW_KERNELS is {mode!r}, allowed is auto or eager: {error}") from error
     if not kernels.runs_on(device):
-        raise ConfigError(f"ZENFLOW_KERNELS is 'triton' on {device}, allowed is auto or eager there")
+        raise ConfigError(f"ZENFLOW_KERNELS is {mode!r} on {device}, allowed is auto or eager there")
     return kernels
 
 
-__all__ = ["MODES", "Kernels", "kernels_for"]
+__all__ = ["MODES", "ColumnUpdate", "Kernels", "kernels_for"]

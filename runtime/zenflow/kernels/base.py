@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from zenflow.rules import Hyper, Rule
 from zenflow.state import ColumnState
+
+
+def finite_or_zero(energies: torch.Tensor) -> torch.Tensor:
+    """Importance for energies, in any shape: 0 where they are not finite."""
+    return torch.nan_to_num(energies, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnUpdate:
+    """What one `Kernels.update` is about; the fields are its arguments."""
+
+    state: ColumnState
+    gradient: torch.Tensor
+    weights: torch.Tensor | None
+    hyper: Hyper
+    columns: torch.Tensor | None = None
 
 
 class Kernels(ABC):
@@ -25,15 +43,26 @@ class Kernels(ABC):
         return True
 
     @abstractmethod
-    def importance(self, matrix: torch.Tensor) -> torch.Tensor:
+    def energies(self, matrix: torch.Tensor) -> torch.Tensor:
         """Per-column squared L2 norm, summed in fp32.
 
         Args:
             matrix: [rows, columns], a gradient.
 
         Returns:
-            [columns], fp32; 0 where it is not finite.
+            [columns], fp32; not finite where the column is not, or where its sum is beyond fp32.
         """
+
+    def importance(self, matrix: torch.Tensor) -> torch.Tensor:
+        """The same, but 0 where it is not finite.
+
+        Args:
+            matrix: [rows, columns], a gradient.
+
+        Returns:
+            [columns], fp32.
+        """
+        return finite_or_zero(self.energies(matrix))
 
     @abstractmethod
     def pack(self, matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -84,3 +113,24 @@ class Kernels(ABC):
             skip: 0-dim bool on the device; where it is true the state stays as it is and the weights are written from
                 it all the same.
         """
+
+    def update_many(
+        self,
+        rule: Rule,
+        updates: Sequence[ColumnUpdate],
+        *,
+        factor: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> None:
+        """The updates of one step, in any order and at the same time: no two of them touch the same memory.
+
+        Args:
+            rule: the update rule.
+            updates: of each weight its tiers.
+            factor: as for `update`, the same for all.
+            skip: likewise.
+        """
+        for one in updates:
+            self.update(
+                rule, one.state, one.gradient, one.weights, one.hyper, columns=one.columns, factor=factor, skip=skip
+            )

@@ -14,9 +14,8 @@ class EagerKernels(Kernels):
 
     name = "eager"
 
-    def importance(self, matrix: torch.Tensor) -> torch.Tensor:
-        scores = matrix.float().square().sum(dim=0)
-        return torch.nan_to_num(scores, nan=0.0, posinf=0.0, neginf=0.0)
+    def energies(self, matrix: torch.Tensor) -> torch.Tensor:
+        return matrix.float().square().sum(dim=0)
 
     def pack(self, matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         return matrix.t().index_select(0, columns)

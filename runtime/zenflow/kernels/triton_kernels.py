@@ -96,7 +96,7 @@ def column_sums(
     stride_row,
     stride_column,
     SQUARED: tl.constexpr,
-    LAST: tl.constexpr,
+    FINITE: tl.constexpr,
     BF16: tl.constexpr,
     ROWS_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -104,7 +104,7 @@ def column_sums(
 ):
     """Sums of a matrix' columns, or of their squares, over parts of its rows: sums[part, n].
 
-    Grid: blocks of columns, parts. No atomics, so that the order of summation is that of the shape. LAST: a sum that
+    Grid: blocks of columns, parts. No atomics, so that the order of summation is that of the shape. FINITE: a sum that
     is not finite counts as 0.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -121,7 +121,7 @@ def column_sums(
             value = value * value
         total += value
     column = tl.sum(total, axis=1)
-    if LAST:
+    if FINITE:
         column = tl.where(column < float("inf"), column, 0.0)  # no NaN is less
     tl.store(sums + part * n + i, column, mask=i_ok)
 

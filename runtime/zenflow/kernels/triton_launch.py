@@ -52,18 +52,24 @@ class TritonKernels(Kernels):
         return device.type != "cpu" or isinstance(triton_kernels.update_columns, InterpretedFunction)
 
     def importance(self, matrix: torch.Tensor) -> torch.Tensor:
+        return self._column_sums(matrix, finite=True)  # in the same launch
+
+    def energies(self, matrix: torch.Tensor) -> torch.Tensor:
+        return self._column_sums(matrix, finite=False)
+
+    def _column_sums(self, matrix: torch.Tensor, *, finite: bool) -> torch.Tensor:
         rows, columns = matrix.shape
         if matrix.numel() == 0 or matrix.dtype not in _DTYPES:
-            return self._eager.importance(matrix)
+            return self._eager.importance(matrix) if finite else self._eager.energies(matrix)
         block_n, block_r = _tile(_SUM_TILE, columns, rows, _rows_first(matrix))
         wanted = max(1, _SUM_PROGRAMS // _ceil(columns, block_n))
         parts = min(wanted, _ceil(rows, 4 * block_r))
         sums = torch.empty((parts, columns), dtype=torch.float32, device=matrix.device)
-        _sum_columns(matrix, sums, squared=True, last=parts == 1)
+        _sum_columns(matrix, sums, squared=True, finite=finite and parts == 1)
         if parts == 1:
             return sums[0]
         scores = torch.empty((1, columns), dtype=torch.float32, device=matrix.device)
-        _sum_columns(sums, scores, squared=False, last=True)
+        _sum_columns(sums, scores, squared=False, finite=finite)
         return scores[0]
 
     def pack(self, matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -179,7 +185,7 @@ def _update(
     )
 
 
-def _sum_columns(matrix: torch.Tensor, sums: torch.Tensor, *, squared: bool, last: bool) -> None:
+def _sum_columns(matrix: torch.Tensor, sums: torch.Tensor, *, squared: bool, finite: bool) -> None:
     rows, columns = matrix.shape
     parts = sums.shape[0]
     block_n, block_r = _tile(_SUM_TILE, columns, rows, _rows_first(matrix))
@@ -192,7 +198,7 @@ def _sum_columns(matrix: torch.Tensor, sums: torch.Tensor, *, squared: bool, las
             _ceil(_ceil(rows, parts), block_r) * block_r,
             *matrix.stride(),
             SQUARED=squared,
-            LAST=last,
+            FINITE=finite,
             BF16=matrix.dtype == torch.bfloat16,
             ROWS_FIRST=_rows_first(matrix),
             BLOCK_N=block_n,

@@ -1,0 +1,271 @@
+"""The gradients of one step, whether they are still whole on the device or left it during backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zenflow.control import StepControl, scaled_control
+from zenflow.errors import UnsupportedError
+from zenflow.history import History
+from zenflow.host.tasks import Control
+from zenflow.ledger import mass
+from zenflow.rules import Hyper
+from zenflow.runtime import Runtime
+from zenflow.staging import ColumnStager, Staged, StagingRoom
+from zenflow.state import ColumnState
+from zenflow.streaming import Streamer
+from zenflow.weight import WeightState
+
+
+class Gradient:
+    """One weight's gradient in a step; knows what to do with it in each tier."""
+
+    def __init__(self, runtime: Runtime, weight: WeightState, staged: Staged | None) -> None:
+        """Take it from `.grad`; changes nothing.
+
+        Args:
+            runtime: shared by all weights.
+            weight: whose it is.
+            staged: what left during backward; None: `.grad` holds all of it.
+
+        Raises:
+            UnsupportedError: it is sparse.
+        """
+        self.weight = weight
+        self.control: StepControl | None = None
+        """Factor and skip flag for this weight."""
+        self._runtime = runtime
+        self._staged = staged
+        self._whole = _dense(weight) if staged is None else None
+        self._energies = None if staged is None else staged.record.energies
+
+    @property
+    def left(self) -> bool:
+        """Whether it left during backward."""
+        return self._staged is not None
+
+    @property
+    def factor(self) -> torch.Tensor | None:
+        """0-dim fp32: what it was multiplied with since it left; None: nothing."""
+        return None if self._staged is None else self._staged.record.factor
+
+    def whole(self) -> torch.Tensor:
+        """In the parameter's shape, where it has not left."""
+        assert self._whole is not None
+        return self._whole
+
+    def matrix(self) -> torch.Tensor:
+        """[rows, columns] where it has not left; of a parameter that has a column view."""
+        return self.weight.plan.view(self.whole())
+
+    # --- measured --------------------------------------------------------------------------------------------------
+
+    def energies(self) -> torch.Tensor:
+        """[columns] fp32: squared L2 norm of each column, not finite where it is not; without `factor`."""
+        if self._energies is None:
+            self._energies = self._runtime.kernels.energies(self.matrix())
+            self._runtime.device.charge(self.whole().nbytes)
+        return self._energies
+
+    def norm(self) -> torch.Tensor:
+        """0-dim fp32: its L2 norm, with `factor`; the same to a bit whether it has left or not, however it is split."""
+        if self._staged is not None:
+            return self._staged.record.norm()
+        if self.weight.plan.columns:
+            return self.energies().sum().sqrt()
+        norm: torch.Tensor = torch.linalg.vector_norm(self.whole().float())
+        return norm
+
+    def mass(self) -> torch.Tensor:
+        """0-dim int64, for the ledger; without `factor`."""
+        if self._staged is None:
+            return mass(self.whole())
+        assert self._staged.mass is not None
+        return self._staged.mass
+
+    def unscaled(self, energies: torch.Tensor) -> torch.Tensor:
+        """Energies without GradScaler's factor, where it has taken that out already.
+
+        Args:
+            energies: some of `energies()`, or sums of them.
+        """
+        unscale = None if self._staged is None else self._staged.record.unscale
+        return energies if unscale is None else energies * unscale.square()
+
+    # --- applied ---------------------------------------------------------------------------------------------------
+
+    def log(self, step: int, hyper: Hyper) -> None:
+        """Log the deferred columns, which are sent if they were not.
+
+        Args:
+            step: number of the step.
+            hyper: the group's hyperparameters at that step.
+
+        Raises:
+            MemoryError: the host has less memory.
+            HostEngineError: the host engine has failed.
+        """
+        tier = self.weight.deferred
+        if tier is not None and self._staged is not None:
+            tier.log(self._staged.sent, step, hyper, self.control)
+        elif tier is not None:
+            matrix = self.matrix()
+            tier.log([tier.send(bucket, matrix) for bucket in tier.buckets], step, hyper, self.control)
+
+    def update_on_device(self, hyper: Hyper) -> None:
+        """Update the resident and the selected columns and write their weights.
+
+        Args:
+            hyper: the group's hyperparameters.
+        """
+        split, plan = self.weight.split, self.weight.plan
+        if split.flat and split.resident is not None:
+            self._update_flat(split.resident, hyper)
+        elif split.resident is not None:
+            columns = self._kept_resident() if self.left else self.matrix()[:, : plan.resident]
+            self._update(split.resident, columns, self.weight.matrix()[:, : plan.resident], hyper)
+            self._account(columns)
+        if split.selected is not None and self.left:
+            columns = self._kept_selected()
+            self._update(split.selected, columns, None, hyper)
+            self._runtime.kernels.scatter(self.weight.matrix(), split.selected_index, split.selected.master)
+            self._account(columns)
+        elif split.selected is not None:
+            self._update(split.selected, self.matrix(), self.weight.matrix(), hyper, split.selected_index)
+            self._account(self.matrix().index_select(1, split.selected_index))
+        states = [state for state in (split.resident, split.selected) if state is not None]
+        updated = sum(state.master.numel() for state in states)
+        state_bytes = 8 * (1 + self._runtime.rule.moments)
+        self._runtime.device.charge(updated * (state_bytes + 2 * self.weight.parameter.element_size()))
+        if states:
+            self.weight.wrote()
+
+    def _update_flat(self, state: ColumnState, hyper: Hyper) -> None:
+        parameter, gradient = self.weight.parameter, self.whole()
+        own, weights = self.weight.split.is_own_master(state), parameter.detach()
+        in_place = None if own or not weights.is_contiguous() else weights.view(-1, 1)
+        self._update(state, gradient.reshape(-1, 1), in_place, hyper)
+        if in_place is None and not own:
+            parameter.copy_(state.master.view(parameter.shape))
+        self._account(gradient)
+
+    def _update(
+        self,
+        state: ColumnState,
+        gradient: torch.Tensor,
+        weights: torch.Tensor | None,
+        hyper: Hyper,
+        columns: torch.Tensor | None = None,
+    ) -> None:
+        factor, skip = (None, None) if self.control is None else (self.control.factor, self.control.skip)
+        self._runtime.kernels.update(
+            self._runtime.rule, state, gradient, weights, hyper, columns=columns, factor=factor, skip=skip
+        )
+
+    def _kept_resident(self) -> torch.Tensor:
+        assert self._staged is not None
+        assert self._staged.resident is not None
+        return self._staged.resident.t()
+
+    def _kept_selected(self) -> torch.Tensor:
+        assert self._staged is not None
+        assert self._staged.selected is not None
+        return self._staged.selected.t()
+
+    def _account(self, columns: torch.Tensor) -> None:
+        ledger = self._runtime.ledger
+        if ledger is not None:
+            ledger.apply(self.weight.name, columns, None if self.control is None else self.control.skip)
+
+
+def _dense(weight: WeightState) -> torch.Tensor:
+    """`.grad` in strides that the column view can express."""
+    gradient = weight.parameter.grad
+    assert gradient is not None
+    if gradient.layout != torch.strided:
+        raise UnsupportedError(f"parameter {weight.name} has a sparse gradient, allowed are dense ones")
+    return gradient if weight.plan.transposed else gradient.contiguous()
+
+
+def set_controls(runtime: Runtime, live: Sequence[Gradient], control: StepControl | None) -> None:
+    """Give each gradient its control, and send those to the host that it will ask for.
+
+    Args:
+        runtime: whose link is used.
+        live: of one step.
+        control: the step's.
+    """
+    for gradient in live:
+        gradient.control = scaled_control(control, gradient.factor)
+    asked = [gradient.control for gradient in live if gradient.weight.plan.deferred and gradient.control is not None]
+    distinct = list({id(one): one for one in asked}.values())
+    if distinct:
+        values, transfer = runtime.fetch(torch.stack([one.packed() for one in distinct]))
+        for one, row in zip(distinct, values, strict=True):
+            one.host = Control(row, transfer)
+        runtime.traffic.index_bytes += values.nbytes
+
+
+class Gradients:
+    """Where the gradients of all weights are between two steps; owns the hooks that send them away."""
+
+    def __init__(self, runtime: Runtime, history: History, *, stream: bool, least_firings: int) -> None:
+        """Begin without weights.
+
+        Args:
+            runtime: shared by all weights.
+            history: receives the waits for the link.
+            stream: send gradients away during backward.
+            least_firings: backward passes before a step.
+        """
+        self._runtime = runtime
+        self._stream = stream
+        self._streamer = Streamer(least_firings)
+        self._room = StagingRoom(runtime.device, history, 0)
+
+    def watch(self, groups: Iterable[Mapping[str, Any]], weights: Iterable[WeightState]) -> None:
+        """Count how often backward gives each parameter a gradient, from now on.
+
+        Args:
+            groups: the optimizer's parameter groups.
+            weights: those that have started already.
+        """
+        if self._stream:
+            self._streamer.watch(parameter for group in groups for parameter in group["params"])
+            self.stream(weight for weight in weights if weight.started)
+
+    def stream(self, weights: Iterable[WeightState]) -> None:
+        """Send the gradients of weights that have started away, from the next ones on."""
+        for weight in weights if self._stream else ():
+            self._streamer.watch([weight.parameter])
+            self._streamer.stream(weight.parameter, ColumnStager(self._runtime, self._room, weight))
+
+    def collect(self, weights: Iterable[WeightState]) -> list[Gradient]:
+        """What there is in `.grad`, and what has left it; changes nothing.
+
+        Raises:
+            UnsupportedError: one is sparse, or was taken by an earlier step.
+        """
+        self._streamer.require_current()
+        return [
+            Gradient(self._runtime, weight, self._streamer.staged(weight.parameter))
+            for weight in weights
+            if weight.parameter.grad is not None
+        ]
+
+    def hand_over(self, weights: Iterable[WeightState]) -> None:
+        """Leave what was collected to a step."""
+        self._streamer.hand_over()
+        # Those of one step: their copies may run on until the next backward.
+        self._room.nbytes = sum(w.plan.deferred * w.plan.rows * w.parameter.element_size() for w in weights)
+
+    def restore(self) -> None:
+        """Bring everything that has left back into `.grad`, before columns change tier between two steps."""
+        self._streamer.restore()
+
+    def remove(self) -> None:
+        """Take the hooks away; gradients that have left are lost."""
+        self._streamer.remove()

@@ -1,0 +1,296 @@
+"""What stands in `.grad` once a gradient has left the device: a tensor without data that knows its norm and its factor.
+
+`clip_grad_norm_`, `get_total_norm`, `GradScaler` and `zero_grad` work with it as with any gradient. Anything else that
+would need the elements is refused with a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import torch
+
+from zenflow.errors import UnsupportedError
+
+_aten = torch.ops.aten
+
+
+class GradientRecord:
+    """What is known of one gradient: its columns' energies, and what it was multiplied with since backward.
+
+    All of its numbers stay on the device, and nothing waits for them.
+    """
+
+    __slots__ = ("_energy", "_gone", "energies", "factor", "name", "unscale", "zeroed")
+
+    def __init__(self, name: str, energies: torch.Tensor) -> None:
+        """Begin with a gradient as backward left it.
+
+        Args:
+            name: the parameter's.
+            energies: [columns] fp32, the squared L2 norm of each column; not finite where the column is not.
+        """
+        self.name = name
+        self.energies = energies
+        self.factor: torch.Tensor | None = None
+        """0-dim fp32: what the gradient was multiplied with; None: nothing."""
+        self.unscale: torch.Tensor | None = None
+        """0-dim fp32: the part of `factor` that is GradScaler's."""
+        self.zeroed = False
+        """Whether `zero_()` was called since."""
+        self._energy: torch.Tensor | None = None
+        self._gone = False
+
+    def norm(self) -> torch.Tensor:
+        """0-dim fp32: the gradient's L2 norm as it is now, from fp32 sums; not finite where the gradient is not."""
+        if self.zeroed:
+            return torch.zeros((), dtype=torch.float32, device=self.energies.device)
+        if self._energy is None:
+            self._energy = self.energies.sum()
+        norm = self._energy.sqrt()
+        return norm if self.factor is None else norm * self.factor.abs()
+
+    def zero(self) -> None:
+        """Make the gradient zero."""
+        self.zeroed, self.factor, self.unscale = True, None, None
+
+    def give_up(self) -> None:
+        """Say that another tensor took its place in `.grad`: later uses are refused instead of being lost."""
+        self._gone = True
+
+    def require_current(self) -> None:
+        """Refuse to go on once another tensor took its place.
+
+        Raises:
+            UnsupportedError: it did.
+        """
+        if self._gone:
+            raise UnsupportedError(
+                f"a gradient of {self.name} was used that is no longer in .grad, allowed is to read parameter.grad anew"
+            )
+
+
+class StandIn(torch.Tensor):
+    """A gradient without data, in its parameter's shape, strides, dtype and device.
+
+    Norms come out in fp32 whatever the gradient's dtype, unless a dtype is asked for.
+
+    Raises:
+        UnsupportedError: it is used for anything but its 2-norm, a multiplication or division by a number, GradScaler's
+            check, or `zero_()`.
+    """
+
+    record: GradientRecord
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(cls, like: torch.Tensor, record: GradientRecord) -> StandIn:
+        """Stand in for the gradient of a parameter.
+
+        Args:
+            like: the parameter, or another stand-in for its gradient.
+            record: what is known of the gradient.
+        """
+        made: StandIn = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
+        )
+        made.record = record
+        return made
+
+    def __init__(self, like: torch.Tensor, record: GradientRecord) -> None:
+        super().__init__()
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"StandIn(gradient of {self.record.name}, shape={tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(func.overloadpacket)
+        if handler is not None and (made := handler(func, *args, **(kwargs or {}))) is not NotImplemented:
+            return made
+        everything = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
+        one = next((part for part in everything if isinstance(part, StandIn)), None)
+        raise _refusal("a parameter" if one is None else one.record.name, func.overloadpacket.__name__)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise _refusal(self.record.name, "deepcopy")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise _refusal(self.record.name, "pickle")
+
+
+def _refusal(name: str, use: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the gradient of {name} left the device during backward and was asked for {use}, allowed are its 2-norm, "
+        "mul_ and div_ by a number, GradScaler and zero_grad(); ZenFlowConfig(stream=False) keeps gradients whole"
+    )
+
+
+def _refuser(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: StandIn, *_: object, **__: object) -> NoReturn:
+        raise _refusal(self.record.name, name)
+
+    return refuse
+
+
+# These go to memory without asking any dispatcher; on a tensor without memory some of them crash. Not among them is
+# untyped_storage(), empty and harmless: torch.compile asks for it where it meets a parameter that has a gradient.
+for _name in [
+    "apply_",
+    "data_ptr",
+    "item",
+    "map_",
+    "map2_",
+    "numpy",
+    "share_memory_",
+    "storage",
+    "tolist",
+    "_typed_storage",
+    "__array__",
+    "__dlpack__",
+]:
+    setattr(StandIn, _name, _refuser(_name))
+
+
+# --- what a stand-in answers ---------------------------------------------------------------------------------------
+
+
+def _norm(
+    _: object,
+    gradient: StandIn,
+    ord: float = 2,  # noqa: A002 - as torch names it
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    everything = dim is None or {d % max(1, gradient.dim()) for d in dim} == set(range(gradient.dim()))
+    if ord != 2 or not everything:
+        return NotImplemented
+    gradient.record.require_current()
+    norm = gradient.record.norm()
+    norm = norm if dtype is None else norm.to(dtype)
+    return norm.reshape([1] * gradient.dim()) if keepdim else norm
+
+
+def _foreach_norm(
+    func: Any,
+    tensors: Sequence[torch.Tensor],
+    ord: float = 2,  # noqa: A002 - as torch names it
+    dtype: torch.dtype | None = None,
+) -> Any:
+    if ord != 2:
+        return NotImplemented
+    plain = iter(func(rest, ord, dtype) if (rest := _plain(tensors)) else ())
+    return [_norm(None, tensor, dtype=dtype) if isinstance(tensor, StandIn) else next(plain) for tensor in tensors]
+
+
+def _scale(func: Any, gradient: torch.Tensor, value: Any, **rounding: Any) -> Any:
+    if rounding or not isinstance(gradient, StandIn) or (number := _number(gradient, value)) is None:
+        return NotImplemented
+    _multiply([gradient], [_inverted(func, number)])
+    return gradient
+
+
+def _foreach_scale(func: Any, tensors: Sequence[torch.Tensor], value: Any) -> Any:
+    listed = isinstance(value, (list, tuple))
+    values = list(value) if listed else [value] * len(tensors)
+    places = [place for place, tensor in enumerate(tensors) if isinstance(tensor, StandIn)]
+    known: dict[int, torch.Tensor | None] = {}
+    for place in places:
+        if id(values[place]) not in known:
+            known[id(values[place])] = _number(tensors[place], values[place])
+    if any(number is None for number in known.values()):
+        return NotImplemented
+    inverted = {key: _inverted(func, number) for key, number in known.items() if number is not None}
+    _multiply([tensors[place] for place in places], [inverted[id(values[place])] for place in places])
+    rest = [place for place in range(len(tensors)) if place not in set(places)]
+    if rest:
+        func([tensors[place] for place in rest], [values[place] for place in rest] if listed else value)
+    return None
+
+
+def _zero(_: object, gradient: StandIn) -> StandIn:
+    gradient.record.require_current()
+    gradient.record.zero()
+    return gradient
+
+
+def _foreach_zero(func: Any, tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if isinstance(tensor, StandIn):
+            _zero(None, tensor)
+    if rest := _plain(tensors):
+        func(rest)
+
+
+def _unscale(func: Any, tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    gradients = [tensor for tensor in tensors if isinstance(tensor, StandIn)]
+    if rest := _plain(tensors):
+        func(rest, found_inf, inv_scale)
+    norms = torch.stack([gradient.record.norm() for gradient in gradients])
+    found_inf.masked_fill_(~torch.isfinite(norms).all(), 1.0)
+    # A copy: the scaler may change its own in place before the step reads this one.
+    _multiply(gradients, [inv_scale.detach().float().reshape(()).clone()] * len(gradients), unscales=True)
+
+
+def _multiply(gradients: Sequence[Any], numbers: Sequence[torch.Tensor], *, unscales: bool = False) -> None:
+    """Multiply the records; whoever has the same factor and gets the same number shares the product."""
+    products: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+
+    def product(factor: torch.Tensor | None, number: torch.Tensor) -> torch.Tensor:
+        if factor is None:
+            return number
+        key = id(factor), id(number)
+        if key not in products:
+            products[key] = factor * number, factor, number  # kept, so that no other tensor gets their ids
+        return products[key][0]
+
+    for gradient, number in zip(gradients, numbers, strict=True):
+        record: GradientRecord = gradient.record
+        record.require_current()
+        if unscales:
+            record.unscale = product(record.unscale, number)
+        record.factor = product(record.factor, number)
+
+
+def _number(gradient: torch.Tensor, value: Any) -> torch.Tensor | None:
+    """A multiplier as 0-dim fp32 on the gradient's device, without waiting for the device; None where it is none."""
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, StandIn) or value.numel() != 1 or value.dim() > gradient.dim() or value.is_complex():
+            return None
+        if value.device == gradient.device:
+            return value.detach().reshape(()).to(torch.float32, copy=True)
+        value = value.item() if value.device.type == "cpu" else None
+    if not isinstance(value, (int, float)):
+        return None
+    return torch.full((), value, dtype=torch.float32, device=gradient.device)
+
+
+def _inverted(func: Any, number: torch.Tensor) -> torch.Tensor:
+    return number.reciprocal() if func.overloadpacket in (_aten.div_, _aten._foreach_div_) else number
+
+
+def _plain(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if not isinstance(tensor, StandIn)]
+
+
+_HANDLERS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        _aten.linalg_vector_norm: _norm,
+        _aten._foreach_norm: _foreach_norm,
+        _aten.mul_: _scale,
+        _aten.div_: _scale,
+        _aten._foreach_mul_: _foreach_scale,
+        _aten._foreach_div_: _foreach_scale,
+        _aten.zero_: _zero,
+        _aten._foreach_zero_: _foreach_zero,
+        _aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
+        _aten.detach: lambda _, gradient: StandIn(gradient, gradient.record),
+        _aten.detach_: lambda _, gradient: gradient,
+        _aten.is_pinned: lambda *_, **__: False,
+    }
+)

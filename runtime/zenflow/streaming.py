@@ -1,0 +1,213 @@
+"""Gradients that leave during backward: hooks on the parameters, and how often each of them fires in a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zenflow.errors import UnsupportedError
+from zenflow.staging import Staged
+from zenflow.standin import StandIn
+
+
+class Source(Protocol):
+    """What can be done with one parameter's gradient; `ColumnStager` does it."""
+
+    def stage(self, gradient: torch.Tensor) -> Staged | None:
+        """Send a gradient away; None where it has to stay."""
+
+    def restore(self, staged: Staged) -> torch.Tensor:
+        """Bring it back."""
+
+    def void(self, staged: Staged) -> None:
+        """Forget it."""
+
+
+class _Watch:
+    """One parameter: its hooks, and where its gradient is in this step."""
+
+    __slots__ = ("__weakref__", "expected", "firings", "handles", "parameter", "source", "staged")
+
+    def __init__(self, parameter: nn.Parameter, expected: int) -> None:
+        self.parameter = parameter
+        self.handles: list[Any] = []
+        self.source: Source | None = None
+        self.staged: Staged | None = None
+        self.firings = 0
+        self.expected = expected
+        """Firings in a step, as the last step had them."""
+
+    def own(self) -> Staged | None:
+        """What was staged, if it still is what `.grad` stands for; else it is forgotten."""
+        staged, gradient = self.staged, self.parameter.grad
+        if staged is not None and not (isinstance(gradient, StandIn) and gradient.record is staged.record):
+            self.forget()
+        return self.staged
+
+    def forget(self) -> None:
+        """Void what was staged: `.grad` has been replaced or dropped."""
+        staged, self.staged = self.staged, None
+        if staged is not None and self.source is not None:
+            self.source.void(staged)
+
+    def restore(self) -> None:
+        """Put what was staged back into `.grad`."""
+        staged, self.staged = self.own(), None
+        if staged is not None and self.source is not None:
+            self.parameter.grad = self.source.restore(staged)
+
+    def before(self) -> None:
+        """A gradient is about to be added to `.grad`."""
+        if self.staged is not None:
+            self.restore()
+        gradient = self.parameter.grad
+        if isinstance(gradient, StandIn):
+            require_zeroed(gradient)
+            self.parameter.grad = None  # zeroed: what comes next is the sum
+
+    def after(self) -> None:
+        """A gradient was added to `.grad`."""
+        self.firings += 1
+        gradient = self.parameter.grad
+        if self.source is None or self.firings != self.expected or gradient is None:
+            return
+        plain = gradient.layout == torch.strided and not gradient.requires_grad
+        if plain and gradient.dtype == self.parameter.dtype:
+            self.staged = self.source.stage(gradient)
+        if self.staged is not None:
+            self.parameter.grad = StandIn(self.parameter, self.staged.record)
+
+
+def require_zeroed(gradient: StandIn) -> None:
+    """Refuse a stand-in whose gradient is no longer to be had.
+
+    Args:
+        gradient: found in `.grad`.
+
+    Raises:
+        UnsupportedError: a step has taken the gradient, or another optimizer has it, and it was not set to zero since.
+    """
+    if not gradient.record.zeroed:
+        raise UnsupportedError(
+            f"the gradient of {gradient.record.name} was taken by an earlier step, allowed is zero_grad() between "
+            "step() and the next backward(); ZenFlowConfig(stream=False) keeps gradients whole"
+        )
+
+
+class Streamer:
+    """Stages each gradient at the last of the firings that its parameter is expected to have in a step.
+
+    Firings are counted. One more than expected brings the gradient back and adds to it there, as torch does; from the
+    next step on as many are expected as the last one had. So the gradient is exact always, and only slower at first.
+    """
+
+    def __init__(self, least_firings: int = 1) -> None:
+        """Begin without parameters.
+
+        Args:
+            least_firings: of each parameter in a step, the user's `gradient_accumulation_steps`.
+        """
+        self._least = least_firings
+        self._watches: dict[int, _Watch] = {}
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Count the firings of those that are trained, from now on.
+
+        Args:
+            parameters: leaves; those that are watched already, or need no gradient, are passed over.
+        """
+        for parameter in parameters:
+            if parameter.requires_grad and id(parameter) not in self._watches:
+                watch = self._watches[id(parameter)] = _Watch(parameter, self._least)
+                before, after = _hooks(weakref.ref(watch))
+                watch.handles = [
+                    parameter.register_hook(before),
+                    parameter.register_post_accumulate_grad_hook(after),
+                ]
+
+    def stream(self, parameter: nn.Parameter, source: Source) -> None:
+        """Stage the gradients of a parameter that is watched, from its next one on.
+
+        Args:
+            parameter: whose state is split.
+            source: stages its gradient.
+        """
+        watch = self._watches.get(id(parameter))
+        if watch is not None:
+            watch.source = source
+
+    def require_current(self) -> None:
+        """Before a step changes anything: refuse gradients that cannot be had.
+
+        Raises:
+            UnsupportedError: a parameter's `.grad` stands for a gradient that an earlier step took.
+        """
+        for watch in self._watches.values():
+            gradient = watch.parameter.grad
+            if watch.own() is None and isinstance(gradient, StandIn):
+                require_zeroed(gradient)
+
+    def staged(self, parameter: nn.Parameter) -> Staged | None:
+        """What a step finds of a gradient that has left; may be asked again.
+
+        Args:
+            parameter: after `require_current`.
+
+        Returns:
+            None where `.grad` holds all there is: a gradient that was never staged, zeros, or nothing.
+        """
+        watch = self._watches.get(id(parameter))
+        staged = None if watch is None else watch.own()
+        if watch is not None and staged is not None and staged.record.zeroed:
+            watch.forget()
+            staged = None
+        if isinstance(parameter.grad, StandIn) and parameter.grad.record.zeroed:
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        return staged
+
+    def hand_over(self) -> None:
+        """Leave all that is staged to a step; afterwards a stand-in in `.grad` only tells its norm.
+
+        In the next step as many firings of each parameter are expected as it had in this one.
+        """
+        for watch in self._watches.values():
+            watch.staged = None
+            if watch.firings:
+                watch.expected = max(self._least, watch.firings)
+                watch.firings = 0
+
+    def restore(self) -> None:
+        """Put all that is staged back into `.grad`, before columns change tier between two steps."""
+        for watch in self._watches.values():
+            watch.restore()
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters and forget what is staged."""
+        for watch in self._watches.values():
+            for handle in watch.handles:
+                handle.remove()
+            if watch.staged is not None:
+                watch.staged.record.give_up()
+        self._watches.clear()
+
+
+def _hooks(
+    watch: weakref.ref[_Watch],
+) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
+    """Hooks that do not keep the optimizer alive."""
+
+    def before(_: torch.Tensor) -> None:
+        if (owner := watch()) is not None:
+            with torch.no_grad():
+                owner.before()
+
+    def after(_: torch.Tensor) -> None:
+        if (owner := watch()) is not None:
+            with torch.no_grad():
+                owner.after()
+
+    return before, after

@@ -1,0 +1,294 @@
+"""Gradients that leave during backward: bit for bit those of the same model without hooks, however often they fire."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.zenflow.small import Stack, seeded, tokens_of
+from tests.zenflow.stream_cases import DEVICES, MODELS, Pair, Shared, Streams
+from zenflow import UnsupportedError
+from zenflow.standin import StandIn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_are_those_of_the_model_without_hooks(
+    pair: Callable[..., Pair], model: str, device: str, dtype: torch.dtype
+) -> None:
+    both = pair(model, dtype, device=device)
+    for step in range(4):
+        both.backward(step)
+        both.step()
+    staged, restored = both.streams.counts
+    assert staged >= 3 * both.streams.deferring
+    assert restored == 0 or model == "shared, reentrant"
+
+
+def test_a_gradient_leaves_while_backward_goes_on(pair: Callable[..., Pair]) -> None:
+    both = pair()
+    seen: list[list[type]] = []
+    first = both.ours.embedding.weight
+    layers = [parameter for parameter in both.ours.layers.parameters() if parameter.dim() == 2]
+    first.register_hook(lambda _: seen.append([type(parameter.grad) for parameter in layers]))
+    both.backward(1)
+    assert seen == [[StandIn] * len(layers)]
+    both.step()
+
+
+@pytest.mark.parametrize("model", ["shared, reentrant", "stack, reentrant"])
+def test_later_steps_expect_as_many_firings_as_the_last_had(pair: Callable[..., Pair], model: str) -> None:
+    both = pair(model)
+    counts = []
+    for step in range(3):
+        both.backward(step)
+        both.step()
+        counts.append(both.streams.counts)
+    shared = 2 if model == "shared, reentrant" else 0  # the block's two weights fire three times
+    assert counts == [(both.streams.deferring, shared), (both.streams.deferring, 0), (both.streams.deferring, 0)]
+
+
+def test_accumulation_that_was_announced_stages_once(pair: Callable[..., Pair]) -> None:
+    both = pair(least=3)
+    for step in range(2):
+        for micro in range(3):
+            both.backward(10 * step + micro)
+            assert [type(p.grad) is StandIn for p in both.ours.layers[0].parameters() if p.dim() == 2] == [
+                micro == 2
+            ] * 2
+        both.step()
+        assert both.streams.counts == (both.streams.deferring, 0)
+
+
+def test_accumulation_that_was_not_announced_is_learnt(pair: Callable[..., Pair]) -> None:
+    both = pair()
+    counts = []
+    for passes in (3, 3, 1, 1, 2):
+        for micro in range(passes):
+            both.backward(micro)
+        both.step()
+        staged, restored = both.streams.counts
+        counts.append((staged // both.streams.deferring, restored // both.streams.deferring))
+    # Too many: staged, brought back, kept. Too few: not staged at all.
+    assert counts == [(1, 1), (1, 0), (0, 0), (1, 0), (1, 1)]
+
+
+def test_two_backward_passes_through_one_graph(pair: Callable[..., Pair]) -> None:
+    both = pair()
+
+    def twice(model: nn.Module) -> None:
+        loss = model(tokens_of(1))
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    for _ in range(2):
+        both.each(twice)
+        both.step()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_a_gradient_with_a_graph_of_its_own_stays(pair: Callable[..., Pair]) -> None:
+    both = pair()
+    both.backward(1, create_graph=True)
+    assert not any(isinstance(parameter.grad, StandIn) for parameter in both.ours.parameters())
+    both.step()
+    gc.collect()
+
+
+def test_autograd_grad_between_backward_and_step(pair: Callable[..., Pair]) -> None:
+    both = pair()
+    for _ in range(2):
+        both.backward(1)
+        gradients = [
+            torch.autograd.grad(model(tokens_of(2)), list(model.parameters())) for model in (both.ours, both.plain)
+        ]
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+        both.step()
+
+
+def clip_some(model: nn.Module) -> None:
+    # A power of two is exact, so that the factor and the rounded product agree bit for bit.
+    for number, parameter in enumerate(model.parameters()):
+        if parameter.grad is not None and number % 3 == 0:
+            parameter.grad.mul_(0.5)
+
+
+def replace_some(model: nn.Module) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        if number % 4 == 0:
+            parameter.grad = torch.full_like(parameter, 0.25)
+
+
+def drop_some(model: nn.Module) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        if number % 4 == 1:
+            parameter.grad = None
+
+
+def backward_of_a_part(model: nn.Module) -> None:
+    assert isinstance(model, (Stack, Shared))
+    model.embedding(tokens_of(3)).square().sum().backward()
+
+
+def anything(rng: random.Random) -> Callable[[nn.Module], object]:
+    batch = rng.randrange(5)
+    return rng.choice(
+        [
+            lambda model: model(tokens_of(batch)).backward(),
+            lambda model: model(tokens_of(batch)).backward(),
+            lambda model: model(tokens_of(batch)).backward(),
+            backward_of_a_part,
+            lambda model: model.zero_grad(),
+            lambda model: model.zero_grad(set_to_none=False),
+            clip_some,
+            replace_some,
+            drop_some,
+        ]
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(24))
+def test_whatever_is_done_between_two_steps(pair: Callable[..., Pair], seed: int, device: str) -> None:
+    rng = random.Random(seed)
+    both = pair(rng.choice(list(MODELS)), device=device, seed=seed, least=rng.choice([1, 1, 2]))
+    for _ in range(6):
+        for _ in range(rng.randint(1, 5)):
+            both.each(anything(rng))
+            if rng.random() < 0.1:
+                both.streams.streamer.restore()
+        both.step()
+
+
+def test_restore_puts_everything_back(pair: Callable[..., Pair]) -> None:
+    both = pair()
+    both.backward(1)
+    assert both.streams.log_bytes() > 0
+    both.streams.streamer.restore()
+    assert both.streams.log_bytes() == 0
+    for ours, plain in zip(both.ours.parameters(), both.plain.parameters(), strict=True):
+        assert type(ours.grad) is Tensor
+        assert ours.grad.stride() == ours.stride()
+        assert torch.equal(ours.grad, plain.grad)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_that_no_step_took_give_their_room_back(pair: Callable[..., Pair], device: str) -> None:
+    both = pair(device=device, window=1)  # room for little more than one step
+    for batch in range(10):
+        both.backward(batch)
+        both.each(lambda model: model.zero_grad())
+    both.backward(11)
+    both.step()
+
+
+def test_a_gradient_is_taken_once(pair: Callable[..., Pair]) -> None:
+    both = pair()
+    both.backward(1)
+    streams = both.streams
+    streams.take_step()
+    sentence = r"taken by an earlier step, allowed is zero_grad\(\) between step\(\) and the next backward\(\)"
+    with pytest.raises(UnsupportedError, match=sentence):
+        streams.streamer.require_current()
+    with pytest.raises(UnsupportedError, match=sentence):
+        both.ours(tokens_of(1)).backward()
+    both.each(lambda model: model.zero_grad())
+    both.backward(2)
+    both.step()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_clipping_during_accumulation_applies_to_what_is_there(pair: Callable[..., Pair], foreach: bool) -> None:
+    both = pair()
+    for _ in range(2):
+        both.backward(1)
+        both.each(lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach))
+        both.backward(2)
+        expected = [parameter.grad for parameter in both.plain.parameters()]
+        for ours, theirs in zip(both.streams.take_step(), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+        both.each(lambda model: model.zero_grad())
+
+
+def test_the_room_bounds_what_waits_for_the_link(pair: Callable[..., Pair]) -> None:
+    limit = 200
+    both = pair(device="emulated", gbps=1e-6, room_bytes=limit)
+    both.backward(1)
+    assert 0 < both.streams.room.peak_bytes <= limit
+    waits = both.streams.history.open.waits
+    assert waits
+    assert {wait.cause for wait in waits} == {"d2h"}
+    both.step()
+
+
+def test_an_interrupted_staging_leaves_the_gradient_and_the_log(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = pair()
+    sends, real = iter([False, True]), both.streams.device.d2h
+
+    def d2h(source: Tensor, target: Tensor) -> Any:
+        if next(sends, False):
+            raise KeyboardInterrupt
+        return real(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(both.streams.device, "d2h", d2h)
+        with pytest.raises(KeyboardInterrupt):
+            both.ours(tokens_of(1)).backward()
+    assert both.streams.log_bytes() == 0
+    both.ours.zero_grad()
+    both.backward(2)
+    both.step()
+
+
+def test_hooks_keep_nothing_alive_and_are_not_copied() -> None:
+    model = seeded(Stack)
+    streams = Streams(model)
+    streamer = weakref.ref(streams.streamer)
+    model(tokens_of(1)).backward()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin.zero_grad()
+        twin(tokens_of(1)).backward()
+        assert not any(isinstance(parameter.grad, StandIn) for parameter in twin.parameters())
+    streams.runtime.engine.close()
+    del streams
+    gc.collect()
+    assert streamer() is None
+    model.zero_grad()
+    model(tokens_of(1)).backward()
+    assert not any(isinstance(parameter.grad, StandIn) for parameter in model.parameters())
+
+
+def test_weights_that_are_frozen_for_a_while(pair: Callable[..., Pair]) -> None:
+    both = pair()
+    for frozen in (False, True, False):
+        for model in (both.ours, both.plain):
+            model.layers[0].requires_grad_(not frozen)
+        both.backward(1)
+        assert (both.ours.layers[0].inner.weight.grad is None) == frozen
+        both.step()
+    staged, restored = both.streams.counts
+    assert (staged, restored) == (3 * both.streams.deferring - 2, 0)
+
+
+def test_without_hooks_gradients_stay(pair: Callable[..., Pair]) -> None:
+    both = pair()
+    both.backward(1)
+    both.streams.close()
+    used = both.ours.layers[0].inner.weight.grad
+    with pytest.raises(UnsupportedError, match=r"read parameter\.grad anew"):
+        used.mul_(2)
+    both.each(lambda model: model.zero_grad())
+    both.backward(1)
+    assert all(type(parameter.grad) is Tensor for parameter in both.ours.parameters())
