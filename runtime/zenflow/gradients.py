@@ -11,13 +11,13 @@ from zenflow.control import StepControl, scaled_control
 from zenflow.errors import UnsupportedError
 from zenflow.history import History
 from zenflow.host.tasks import Control
+from zenflow.kernels.base import ColumnUpdate
 from zenflow.ledger import mass
 from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
 from zenflow.staging import ColumnStager, Staged, StagingRoom
-from zenflow.state import ColumnState
 from zenflow.streaming import Streamer
-from zenflow.weight import WeightState
+from zenflow.weight import WeightState, wrote
 
 
 class Gradient:
@@ -115,55 +115,60 @@ class Gradient:
             matrix = self.matrix()
             tier.log([tier.send(bucket, matrix) for bucket in tier.buckets], step, hyper, self.control)
 
-    def update_on_device(self, hyper: Hyper) -> None:
-        """Update the resident and the selected columns and write their weights.
+    def device_updates(self, hyper: Hyper) -> list[ColumnUpdate]:
+        """What updates the resident and the selected columns; `updated` comes after it.
 
         Args:
             hyper: the group's hyperparameters.
         """
-        split, plan = self.weight.split, self.weight.plan
+        split, plan, weight = self.weight.split, self.weight.plan, self.weight
+        found = []
         if split.flat and split.resident is not None:
-            self._update_flat(split.resident, hyper)
+            found.append(ColumnUpdate(split.resident, self.whole().reshape(-1, 1), self._in_place(), hyper))
         elif split.resident is not None:
             columns = self._kept_resident() if self.left else self.matrix()[:, : plan.resident]
-            self._update(split.resident, columns, self.weight.matrix()[:, : plan.resident], hyper)
-            self._account(columns)
+            found.append(ColumnUpdate(split.resident, columns, weight.matrix()[:, : plan.resident], hyper))
         if split.selected is not None and self.left:
-            columns = self._kept_selected()
-            self._update(split.selected, columns, None, hyper)
-            self._runtime.kernels.scatter(self.weight.matrix(), split.selected_index, split.selected.master)
-            self._account(columns)
+            found.append(ColumnUpdate(split.selected, self._kept_selected(), None, hyper))
         elif split.selected is not None:
-            self._update(split.selected, self.matrix(), self.weight.matrix(), hyper, split.selected_index)
-            self._account(self.matrix().index_select(1, split.selected_index))
+            found.append(ColumnUpdate(split.selected, self.matrix(), weight.matrix(), hyper, split.selected_index))
+        return found
+
+    def _in_place(self) -> torch.Tensor | None:
+        """All weights as one column; None where the master is the weight, or there is no such view."""
+        state, weights = self.weight.split.resident, self.weight.parameter.detach()
+        assert state is not None
+        own = self.weight.split.is_own_master(state)
+        return None if own or not weights.is_contiguous() else weights.view(-1, 1)
+
+    def updated(self) -> None:
+        """Write what the updates could not write themselves, and account for them."""
+        split, weight = self.weight.split, self.weight
+        if split.flat and split.resident is not None and not weight.parameter.is_contiguous():
+            weight.parameter.copy_(split.resident.master.view(weight.parameter.shape))
+        if split.selected is not None and self.left:
+            self._runtime.kernels.scatter(weight.matrix(), split.selected_index, split.selected.master)
         states = [state for state in (split.resident, split.selected) if state is not None]
-        updated = sum(state.master.numel() for state in states)
+        elements = sum(state.master.numel() for state in states)
         state_bytes = 8 * (1 + self._runtime.rule.moments)
-        self._runtime.device.charge(updated * (state_bytes + 2 * self.weight.parameter.element_size()))
-        if states:
-            self.weight.wrote()
+        self._runtime.device.charge(elements * (state_bytes + 2 * weight.parameter.element_size()))
+        if self._runtime.ledger is not None:
+            self._account()
 
-    def _update_flat(self, state: ColumnState, hyper: Hyper) -> None:
-        parameter, gradient = self.weight.parameter, self.whole()
-        own, weights = self.weight.split.is_own_master(state), parameter.detach()
-        in_place = None if own or not weights.is_contiguous() else weights.view(-1, 1)
-        self._update(state, gradient.reshape(-1, 1), in_place, hyper)
-        if in_place is None and not own:
-            parameter.copy_(state.master.view(parameter.shape))
-        self._account(gradient)
+    def _account(self) -> None:
+        split, plan = self.weight.split, self.weight.plan
+        if split.flat and split.resident is not None:
+            self._applied(self.whole())
+        elif split.resident is not None:
+            self._applied(self._kept_resident() if self.left else self.matrix()[:, : plan.resident])
+        if split.selected is not None:
+            index = split.selected_index
+            self._applied(self._kept_selected() if self.left else self.matrix().index_select(1, index))
 
-    def _update(
-        self,
-        state: ColumnState,
-        gradient: torch.Tensor,
-        weights: torch.Tensor | None,
-        hyper: Hyper,
-        columns: torch.Tensor | None = None,
-    ) -> None:
-        factor, skip = (None, None) if self.control is None else (self.control.factor, self.control.skip)
-        self._runtime.kernels.update(
-            self._runtime.rule, state, gradient, weights, hyper, columns=columns, factor=factor, skip=skip
-        )
+    def _applied(self, columns: torch.Tensor) -> None:
+        assert self._runtime.ledger is not None
+        skip = None if self.control is None else self.control.skip
+        self._runtime.ledger.apply(self.weight.name, columns, skip)
 
     def _kept_resident(self) -> torch.Tensor:
         assert self._staged is not None
@@ -174,11 +179,6 @@ class Gradient:
         assert self._staged is not None
         assert self._staged.selected is not None
         return self._staged.selected.t()
-
-    def _account(self, columns: torch.Tensor) -> None:
-        ledger = self._runtime.ledger
-        if ledger is not None:
-            ledger.apply(self.weight.name, columns, None if self.control is None else self.control.skip)
 
 
 def _dense(weight: WeightState) -> torch.Tensor:
@@ -207,6 +207,33 @@ def set_controls(runtime: Runtime, live: Sequence[Gradient], control: StepContro
         for one, row in zip(distinct, values, strict=True):
             one.host = Control(row, transfer)
         runtime.traffic.index_bytes += values.nbytes
+
+
+def update_on_device(runtime: Runtime, live: Sequence[Gradient], hypers: Sequence[Hyper]) -> None:
+    """Update the resident and the selected columns of all weights, and write their weights.
+
+    Args:
+        runtime: whose kernels do it.
+        live: of one step.
+        hypers: of each parameter group.
+    """
+    together: dict[int, tuple[StepControl | None, list[ColumnUpdate]]] = {}
+    for gradient in live:
+        updates = gradient.device_updates(hypers[gradient.weight.group])
+        if len(gradient.weight.neighbours) > 1:  # views of one memory may overlap, and then the order counts
+            _update(runtime, gradient.control, updates)
+        else:
+            together.setdefault(id(gradient.control), (gradient.control, []))[1].extend(updates)
+    for control, updates in together.values():
+        _update(runtime, control, updates)
+    for gradient in live:
+        gradient.updated()
+    wrote([gradient.weight for gradient in live if gradient.weight.split.on_device])
+
+
+def _update(runtime: Runtime, control: StepControl | None, updates: Sequence[ColumnUpdate]) -> None:
+    factor, skip = (None, None) if control is None else (control.factor, control.skip)
+    runtime.kernels.update_many(runtime.rule, updates, factor=factor, skip=skip)
 
 
 class Gradients:

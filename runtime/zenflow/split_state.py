@@ -79,6 +79,11 @@ class SplitState:
     def _matrix(self) -> torch.Tensor:
         return self._plan.view(self._parameter.detach())
 
+    @property
+    def on_device(self) -> bool:
+        """Whether any column's state is on the device."""
+        return self.resident is not None or self.selected is not None
+
     def is_own_master(self, state: ColumnState) -> bool:
         """Whether a state's master is the parameter's own memory."""
         return state.master.data_ptr() == self._parameter.data_ptr()

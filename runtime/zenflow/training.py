@@ -15,7 +15,7 @@ from zenflow.control import StepControl, step_control
 from zenflow.device import Arrived, Device, Transfer
 from zenflow.errors import ConfigError, ZenFlowError
 from zenflow.forward_waits import Flight, ForwardWaits
-from zenflow.gradients import Gradient, Gradients, set_controls
+from zenflow.gradients import Gradient, Gradients, set_controls, update_on_device
 from zenflow.history import History
 from zenflow.host.tasks import Control
 from zenflow.knobs import KnobChange, prepare, reserve
@@ -152,23 +152,19 @@ class Training:
         # What waits for the link is bounded to one step's gradients; a wait for that is spent updating.
         behind = None if self._last_d2h is None or self._last_d2h.done() else self._last_d2h
         if behind is not None:
-            self._update_on_device(live)
+            update_on_device(self.runtime, live, self.hypers)
             with self.history.open.timed(self._device, "d2h"):
                 self._device.block_on(behind)
         for gradient in live:
             gradient.log(plan.step, self.hypers[gradient.weight.group])
         self._last_d2h = self.runtime.last_d2h
         if behind is None:
-            self._update_on_device(live)
+            update_on_device(self.runtime, live, self.hypers)
         windows.apply(plan.step, self.history.open, everything=plan.closes)
         if plan.closes:
             streamed = any(gradient.left for gradient in live)
             windows.close(plan, self.hypers, moves, ahead, self.history.open, streamed=streamed)
             self._end_window()
-
-    def _update_on_device(self, live: Live) -> None:
-        for gradient in live:
-            gradient.update_on_device(self.hypers[gradient.weight.group])
 
     def _end_window(self) -> None:
         self.clock.close()

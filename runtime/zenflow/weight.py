@@ -101,7 +101,7 @@ class WeightState:
         self._split = self._make_split(flat=self.plan.resident == self.plan.columns)
         self._split.read_masters()
         self._runtime.device.charge(2 * self.parameter.nbytes)
-        self._note_version()
+        self.note_version()
 
     def _make_split(self, *, flat: bool) -> SplitState:
         """Room for the state of all columns; the proposal says which are selected."""
@@ -142,7 +142,7 @@ class WeightState:
         self._split.fill(before.tiers())
         if before.deferred is not None:
             before.deferred.release()
-        self._note_version()
+        self.note_version()
 
     def restore(self, source: Tier, slots: torch.Tensor, *, flat: bool) -> None:
         """Take over a saved state.
@@ -174,7 +174,7 @@ class WeightState:
             self.refuse_in_flight()
         self._split.reread_masters(self.in_flight)
         self._restored = False
-        self._note_version()
+        self.note_version()
 
     def refuse_outside_writes(self) -> None:
         """Before the result of a host update is written.
@@ -201,7 +201,7 @@ class WeightState:
         """Read the masters again at the next step, whether or not the version counter has moved."""
         self._version = _UNKNOWN_VERSION
 
-    def _note_version(self) -> None:
+    def note_version(self) -> None:
         for weight in self.neighbours:
             weight._version = weight.parameter._version
 
@@ -289,10 +289,8 @@ class WeightState:
         return sum(int(mass(rows)) for entry, rows in logged if entry.live()[1])
 
     def wrote(self) -> None:
-        """Say that kernels of ours have written to the weights."""
-        # They do not count their writes, and autograd must know of them.
-        torch.autograd.graph.increment_version(self.parameter)
-        self._note_version()
+        """Say that kernels have written to the parameter."""
+        wrote([self])
 
     def scatter(self, columns: torch.Tensor, rows: torch.Tensor) -> None:
         """Write columns into the weights, rounded to their dtype.
@@ -329,3 +327,10 @@ class WeightState:
         split.selected_columns[move.places] = move.to_selected
         split.selected_index = self._runtime.send_index(split.selected_columns)
         split.deferred.rename(move)
+
+
+def wrote(weights: Sequence[WeightState]) -> None:
+    """Say that kernels have written to parameters: they do not count it, and autograd must know."""
+    torch.autograd.graph.increment_version([weight.parameter for weight in weights])
+    for weight in weights:
+        weight.note_version()
