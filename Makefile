@@ -49,7 +49,7 @@ host-tests: setup  ## the tests of csrc alone
 	$(BIN)/cmake --build build/host-tests --target host_tests
 	build/host-tests/host_tests
 
-PROPERTIES := $(addprefix tests/zenflow/test_,$(addsuffix .py,invariants knobs added_groups auto checkpoint ledger))
+PROPERTIES := $(addprefix tests/zenflow/test_,$(addsuffix .py,invariants knobs added_groups between_passes auto checkpoint ledger))
 
 soak: setup  ## OPERATIONS (10000) random operations, then the property tests with EXAMPLES_FACTOR (30) times as many cases
 	$(BIN)/python -m tests.zenflow.soak --operations $(OPERATIONS)

@@ -65,6 +65,10 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
+_NO_KNOBS = {"config", "json_path", "steps", "rig", "baselines"}
+_NO_KNOBS |= {"model", "text", "dtype", "micro_batch", "sequence", "seed"}
+
+
 @app.command()
 def profile(
     config: Annotated[str | None, typer.Option(help="A ds_config.json whose knobs to use.")] = None,
@@ -97,30 +101,21 @@ def profile(
     overlap_step: Annotated[bool | None, _knob("Let the host work beside the GPU.")] = None,
     pipeline: Annotated[str | None, _knob("bucket or none (DeepSpeed's order).")] = None,
     bucket_bytes: Annotated[int | None, _knob("Largest part of a gradient that moves as a unit.")] = None,
+    max_update_interval: Annotated[int | None, _knob("Longest window where it is 'auto'.")] = None,
+    auto_ratio: Annotated[float | None, _knob("Share of the weights that closes an 'auto' window.")] = None,
+    stream: Annotated[bool | None, _knob("Send gradients during backward.")] = None,
+    staging_bytes: Annotated[int | None, _knob("Device memory for weights on their way.")] = None,
     host_threads: Annotated[int | None, _knob("Threads of the host engine.")] = None,
     max_grad_norm: Annotated[float | None, _knob("Clip the gradient norm.")] = None,
 ) -> None:
     """Show where the time of an offloaded training run goes, beside no offloading and ZeRO-Offload."""
-    knobs = {
-        "topk_ratio": topk_ratio,
-        "update_interval": _interval(update_interval),
-        "select_interval": _interval(select_interval),
-        "offload_ratio": offload_ratio,
-        "apply_lag": apply_lag,
-        "deferred_update": deferred_update,
-        "full_warm_up_rounds": full_warm_up_rounds,
-        "overlap_step": overlap_step,
-        "pipeline": pipeline,
-        "bucket_bytes": bucket_bytes,
-        "host_threads": host_threads,
-        "max_grad_norm": max_grad_norm,
-    }
+    given = dict(locals())  # before anything else is local
+    knobs = {name: value for name, value in given.items() if name not in _NO_KNOBS and value is not None}
+    knobs |= {name: _interval(knobs[name]) for name in ("update_interval", "select_interval") if name in knobs}
     if json_path is not None:
         check_json_path(json_path)
-    workload = {"model": model, "text": text, "dtype": dtype, "micro_batch": micro_batch, "sequence": sequence}
-    knobs = {name: value for name, value in knobs.items() if value is not None}
-    options = {"steps": steps, "rig": rig, "seed": seed, "baselines": baselines}
-    _profile(config, knobs, {**workload, **options}, json_path)
+    options = {name: given[name] for name in _NO_KNOBS - {"config", "json_path"}}
+    _profile(config, knobs, options, json_path)
 
 
 def main() -> None:

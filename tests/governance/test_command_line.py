@@ -15,8 +15,9 @@ from zftune.cli import app
 WITHOUT_A_FLAG = {
     "select_strategy": "a profile has no epochs: --select-interval counts steps, --config converts",
     "steps_per_epoch": "goes with select_strategy",
-    "auto_ratio": "read from a ds_config for its sake, and not used yet",
-    "pt_reserved_cores_perc": "read from a ds_config for its sake, and not used yet",
+    "pt_reserved_cores_perc": "--host-threads says it directly",
+    "gradient_accumulation_steps": "a profile takes one backward pass a step",
+    "ledger": "checks the runtime, and costs time",
     "skip_nonfinite": "what a profile trains has finite gradients: there is nothing to skip",
 }
 

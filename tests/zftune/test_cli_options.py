@@ -47,7 +47,12 @@ def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
         ("--topk-ratio 0.25", "topk_ratio", 0.25),
         ("--update-interval 7", "update_interval", 7),
         ("--select-interval 9", "select_interval", 9),
-        ("--select-interval auto", "select_interval", 32),
+        ("--select-interval auto", "select_interval", "auto"),
+        ("--update-interval auto", "update_interval", "auto"),
+        ("--max-update-interval 9", "max_update_interval", 9),
+        ("--auto-ratio 0.5", "auto_ratio", 0.5),
+        ("--no-stream", "stream", False),
+        ("--staging-bytes 4096", "staging_bytes", 4096),
         ("--offload-ratio 0.5", "offload_ratio", 0.5),
         ("--apply-lag 2", "apply_lag", 2),
         ("--deferred-update mean", "deferred_update", "mean"),
@@ -101,19 +106,31 @@ def test_flags_go_over_the_ds_config(
     assert config.max_grad_norm == 2.0
 
 
+@pytest.fixture
+def noted(tmp_path: Path) -> Path:
+    """A ds_config with something to be said about it."""
+    zero = {"offload_optimizer": {"device": "cpu"}, "zenflow": {"update_interval": 3, "offload": True}}
+    path = tmp_path / "noted.json"
+    path.write_text(json.dumps({"zero_optimization": zero}))
+    return path
+
+
 def test_a_warning_about_a_knob_is_a_note(
-    monkeypatch: pytest.MonkeyPatch, asked: list[ProfileOptions], capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    asked: list[ProfileOptions],
+    capsys: pytest.CaptureFixture[str],
+    noted: Path,
 ) -> None:
-    invoke(monkeypatch, "--update-interval", "auto")
-    assert 'note: update_interval "auto" does not adapt yet' in capsys.readouterr().out
-    assert asked[0].config.update_interval == 4
+    invoke(monkeypatch, "--config", noted)
+    assert "note: offload is ignored" in capsys.readouterr().out
+    assert asked[0].config.update_interval == 3
 
 
 @pytest.mark.usefixtures("asked")
 def test_json_on_standard_output_is_all_that_is_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], noted: Path
 ) -> None:
-    invoke(monkeypatch, "--update-interval", "auto", "--json", "-")
+    invoke(monkeypatch, "--config", noted, "--json", "-")
     captured = capsys.readouterr()
     assert json.loads(captured.out) == json.loads(EXAMPLE.read_text())
     assert "note: " in captured.err

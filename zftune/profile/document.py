@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zenflow import Rig, StepStats, host_bandwidth
+from zenflow.config import AUTO_SELECT_INTERVAL
 from zenflow.stats import CAUSES
 from zftune.profile.measure import Measurement, Task
 from zftune.profile.schema import SCHEMA_NAME, validate
@@ -110,7 +111,15 @@ def _rig(rig: Rig, runs: Sequence[Measurement]) -> dict[str, Any]:
 
 
 def _knobs(run: Measurement) -> dict[str, Any]:
-    return dataclasses.asdict(run.config)
+    """Every knob as a number; for those that are "auto", what they came to in the measured steps."""
+    knobs = dataclasses.asdict(run.config)
+    auto = [name for name in ("update_interval", "select_interval") if knobs[name] == "auto"]
+    if "update_interval" in auto:
+        closes = sum(stats.closed for stats in run.stats)
+        knobs["update_interval"] = max(1, round(len(run.stats) / closes)) if closes else run.config.longest_window
+    if "select_interval" in auto:
+        knobs["select_interval"] = AUTO_SELECT_INTERVAL
+    return {**knobs, "auto": auto}
 
 
 def _step_ms(run: Measurement) -> dict[str, float]:

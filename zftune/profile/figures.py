@@ -58,8 +58,10 @@ def _lines(document: Document) -> Iterator[Figure]:
 
 
 def _knobs(knobs: Mapping[str, Any]) -> str:
-    shown = [f"topk_ratio {knobs['topk_ratio']:g}", f"update_interval {knobs['update_interval']}"]
-    shown += [f"select_interval {knobs['select_interval']}", f"offload_ratio {knobs['offload_ratio']:g}"]
+    names = ("update_interval", "select_interval")
+    intervals = {name: f"{'auto: ' if name in knobs['auto'] else ''}{knobs[name]}" for name in names}
+    shown = [f"topk_ratio {knobs['topk_ratio']:g}", *(f"{name} {value}" for name, value in intervals.items())]
+    shown.append(f"offload_ratio {knobs['offload_ratio']:g}")
     if knobs["apply_lag"] is not None:
         shown.append(f"apply_lag {knobs['apply_lag']}")
     shown += [f"overlap_step {'on' if knobs['overlap_step'] else 'off'}", f"pipeline {knobs['pipeline']}"]

@@ -53,7 +53,7 @@ def test_knobs_are_those_of_the_runtime() -> None:
     from dataclasses import fields
 
     knobs = schema()["$defs"]["knobs"]
-    assert set(knobs["properties"]) == {field.name for field in fields(ZenFlowConfig)}
+    assert set(knobs["properties"]) == {field.name for field in fields(ZenFlowConfig)} | {"auto"}
     assert set(knobs["required"]) == set(knobs["properties"])
 
 

@@ -1,0 +1,111 @@
+"""Which quantity, measured before anything is late, tells whether replay will hurt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from convergence.analysis import HURTS_PERCENT, Runs, early, excess_percent, rank_correlation, separation
+from convergence.probe import EARLY
+from convergence.setting import Setting
+
+LATER = (60, 120, 180, 240)
+
+Quantity = Callable[[Setting, Mapping[str, Any]], float | None]
+
+
+def _probed(name: str, places: Iterable[int]) -> Quantity:
+    return lambda setting, probed: early(probed, name, setting.staleness, places)
+
+
+def _turned_away(places: Iterable[int]) -> Quantity:
+    def of(setting: Setting, probed: Mapping[str, Any]) -> float | None:
+        cosine = early(probed, "cosine", setting.staleness, places)
+        return None if cosine is None else 1.0 - cosine
+
+    return of
+
+
+QUANTITIES: dict[str, Quantity] = {
+    "learning rate": lambda setting, _: setting.lr,
+    "learning rate x staleness": lambda setting, _: setting.lr * setting.staleness,
+    "weights moved, first 32 steps": _probed("moved", EARLY),
+    "weights moved, later": _probed("moved", LATER),
+    "gradient turned, first 32 steps": _probed("turned", EARLY),
+    "gradient turned, steps 12 to 32": _probed("turned", EARLY[1:]),
+    "gradient turned, later": _probed("turned", LATER),
+    "1 - gradient cosine, first 32 steps": _turned_away(EARLY),
+    "1 - gradient cosine, later": _turned_away(LATER),
+    "loss gained in a window, first 32 steps": _probed("gained", EARLY),
+    "loss gained in a window, later": _probed("gained", LATER),
+}
+"""Larger means more harm is expected; "first 32 steps" are a synchronous warm-up's, "later" is the whole run's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """How well a quantity goes with the excess of late runs."""
+
+    quantity: str
+    n: int
+    correlation: float
+    """Spearman's, with the excess in percent."""
+    separation: float | None
+    """Chance that a hurting setting has the larger value than one that is not."""
+    largest_good: float | None
+    smallest_bad: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A late run, its excess in percent, and the synchronous run that was probed."""
+
+    setting: Setting
+    excess: float
+    probed: Mapping[str, Any]
+
+
+def points(runs: Runs, settings: Iterable[Setting]) -> list[Point]:
+    """The late runs that have a synchronous run and a probe beside them."""
+    found = []
+    for setting in settings:
+        excess, probed = excess_percent(runs, setting), runs.get(setting.probe().key)
+        if setting.lag and excess is not None and probed is not None:
+            found.append(Point(setting, excess, probed))
+    return found
+
+
+def duels(runs: Runs, settings: Iterable[Setting]) -> list[Point]:
+    """The same, but how much more excess replay has than the mean of the same knobs."""
+    found = []
+    for point in points(runs, settings):
+        mean = excess_percent(runs, replace(point.setting, method="mean"))
+        if mean is not None:
+            found.append(replace(point, excess=point.excess - mean))
+    return found
+
+
+def predictions(found: Iterable[Point], limit: float = HURTS_PERCENT) -> list[Prediction]:
+    """Every quantity on these points, the best first; harm is an excess above `limit`."""
+    known = list(found)
+    table = []
+    for name, quantity in QUANTITIES.items():
+        pairs = [(value, p.excess) for p in known if (value := quantity(p.setting, p.probed)) is not None]
+        if len(pairs) < 3 or len({value for value, _ in pairs}) < 2 or len({excess for _, excess in pairs}) < 2:
+            continue
+        values, excesses = [value for value, _ in pairs], [excess for _, excess in pairs]
+        hurts = [excess > limit for excess in excesses]
+        good = [value for value, bad in zip(values, hurts, strict=True) if not bad]
+        bad = [value for value, bad in zip(values, hurts, strict=True) if bad]
+        table.append(
+            Prediction(
+                name,
+                len(pairs),
+                rank_correlation(values, excesses),
+                separation(values, hurts),
+                max(good, default=None),
+                min(bad, default=None),
+            )
+        )
+    return sorted(table, key=lambda row: (-(row.separation or 0.0), -row.correlation))
