@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -38,8 +39,8 @@ class ForwardWaits:
         self._trusted: set[int] = set()
         self._handles = []
         for part in module.modules():
-            if next(part.parameters(recurse=False), None) is not None:
-                self._handles.append(part.register_forward_pre_hook(self._before_forward))
+            if keys := tuple(id(parameter) for parameter in part.parameters(recurse=False)):
+                self._handles.append(part.register_forward_pre_hook(partial(self._before_forward, keys)))
             self._handles.append(part.register_state_dict_pre_hook(self._before_state_dict))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -79,12 +80,12 @@ class ForwardWaits:
         for handle in self._handles:
             handle.remove()
 
-    def _before_forward(self, module: nn.Module, _: object) -> None:
+    def _before_forward(self, keys: tuple[int, ...], *_: object) -> None:
         if in_backward():  # recomputation under gradient checkpointing
             return
-        for parameter in module.parameters(recurse=False):
-            self._seen.add(id(parameter))
-            self._show_weight(id(parameter))
+        self._seen.update(keys)
+        for key in keys if self._late else ():
+            self._show_weight(key)
 
     def _show_weight(self, key: int) -> None:
         flights = self._late.get(key, [])

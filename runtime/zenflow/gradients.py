@@ -267,8 +267,11 @@ class Gradients:
     def stream(self, weights: Iterable[WeightState]) -> None:
         """Send the gradients of weights that have started away, from the next ones on."""
         for weight in weights if self._stream else ():
-            self._streamer.watch([weight.parameter])
-            self._streamer.stream(weight.parameter, ColumnStager(self._runtime, self._room, weight))
+            if weight.deferred is None:
+                self._streamer.leave_alone(weight.parameter)
+            else:
+                self._streamer.watch([weight.parameter])
+                self._streamer.stream(weight.parameter, ColumnStager(self._runtime, self._room, weight))
 
     def collect(self, weights: Iterable[WeightState]) -> list[Gradient]:
         """What there is in `.grad`, and what has left it; changes nothing.

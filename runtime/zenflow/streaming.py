@@ -129,6 +129,16 @@ class Streamer:
                     parameter.register_post_accumulate_grad_hook(after),
                 ]
 
+    def leave_alone(self, parameter: nn.Parameter) -> None:
+        """Take the hooks off a parameter of which nothing is to be staged: they cost it a copy of its gradient.
+
+        Args:
+            parameter: with nothing staged.
+        """
+        watch = self._watches.pop(id(parameter), None)
+        for handle in () if watch is None else watch.handles:
+            handle.remove()
+
     def stream(self, parameter: nn.Parameter, source: Source) -> None:
         """Stage the gradients of a parameter that is watched, from its next one on.
 

@@ -327,8 +327,6 @@ class Training:
         split = split or self.model.split(groups, self.config)
         self.config = self.runtime.fitting(self.config, split.plan, split.dtypes)
         self.model.take(split, groups)
-        if self._module is not None:
-            self._waits = ForwardWaits(self._module, _show_late(weakref.ref(self)))
         self.begun = True
         self._take_knobs(self.config)
 
@@ -337,7 +335,13 @@ class Training:
         self.runtime.deferred_update = config.deferred_update
         self.runtime.log.set_interval(config.longest_window)
         self.model.windows.config = config
-        self.model.windows.waits = self._waits if config.pipeline == "bucket" else None
+        self._watch_forward()
+
+    def _watch_forward(self) -> None:
+        """Let the forward take over waits, where there is anything to wait for."""
+        if self._waits is None and self._module is not None and self.model.windows.buckets:
+            self._waits = ForwardWaits(self._module, _show_late(weakref.ref(self)))
+        self.model.windows.waits = self._waits if self.config.pipeline == "bucket" else None
 
     def _take_change(self, change: KnobChange, groups: Groups) -> None:
         """Let new knobs come into force: at the end of the step that closed the window, or before the first."""
@@ -356,6 +360,8 @@ class Training:
     def _resplit(self, groups: Groups) -> None:
         with self.history.open.timed(self._device, "select"):
             self.model.take(self.model.split(groups, self.config), groups)
+        self.gradients.stream(weight for weight in self.model.weights if weight.started)
+        self._watch_forward()
 
     def _refuse_torn(self) -> None:
         if self._torn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -75,3 +76,12 @@ def pair() -> Iterator[Callable[..., Pair]]:
     yield make
     for one in made:
         one.streams.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    """Once torch.compile was used in a process, no wait is left to a forward; other tests must not see that."""
+    yield
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is not None:
+        dynamo.counters.clear()
