@@ -148,10 +148,7 @@ class EmulatedAccelerator(Device):
         _sleep_until(mark)
 
     def d2h(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        ready_at = self._compute_t
-        if self._pads is not None and in_backward():
-            ready_at += self._pads.backward_ahead_s()
-        return self._d2h.copy(source, target, ready_at)
+        return self._d2h.copy(source, target, self._compute_t + self._ahead_s())
 
     def h2d(self, source: torch.Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, torch.Tensor]:
         tensor = torch.empty_like(source)
@@ -162,10 +159,18 @@ class EmulatedAccelerator(Device):
 
     def block_on(self, transfer: Transfer) -> None:
         transfer.wait()
-        self._compute_t = max(self._compute_t, transfer.end)
+        self._compute_t = max(self._compute_t, transfer.end - self._queued_s())
 
     def caught_up(self, span: HostSpan) -> None:
-        self._compute_t = max(self._compute_t, span.end_s)
+        self._compute_t = max(self._compute_t, span.end_s - self._queued_s())
+
+    def _queued_s(self) -> float:
+        """Work that goes on while the training thread waits in backward: half a layer's, on average."""
+        return self._ahead_s() / 2
+
+    def _ahead_s(self) -> float:
+        """Work that the compute stream was given in backward and that is not in its time yet."""
+        return self._pads.backward_ahead_s() if self._pads is not None and in_backward() else 0.0
 
     def join(self, transfer: Transfer, tensor: torch.Tensor) -> None:
         transfer.wait()

@@ -54,15 +54,16 @@ class Setting:
     @property
     def name(self) -> str:
         """Of its record."""
-        return f"{self.model}-{self.dtype}"
+        return f"{self.model}-{self.dtype}-{self.micro_batch}x{self.sequence}"
 
 
 def settings(device: torch.device, *, quick: bool) -> list[Setting]:
-    """The model that is judged, then one so small that what surrounds the arithmetic shows."""
+    """The one that is judged, then such in which the optimizer, and what surrounds its arithmetic, weighs more."""
     if quick:
         return [Setting("tiny", dtype, 1, 64, 3) for dtype in DTYPES]
     if device.type == "cpu":
-        return [Setting(*of, dtype, 1, 64, n) for of, n in ((("small",), 3), (("tiny",), 30)) for dtype in DTYPES]
+        cases = (("small", 4, 3), ("small", 1, 3), ("tiny", 1, 30))
+        return [Setting(model, dtype, batch, 64, steps) for model, batch, steps in cases for dtype in DTYPES]
     return [Setting(model, dtype, 4, 512, n) for model, n in (("medium", 10), ("small", 20)) for dtype in DTYPES]
 
 

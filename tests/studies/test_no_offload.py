@@ -59,9 +59,11 @@ def test_a_wrong_contender_is_found(study: Any, dtype: str) -> None:
 
 def test_the_judged_model_comes_first(study: Any) -> None:
     assert [of.name for of in study.settings(CPU, quick=False)] == [
-        "small-fp32",
-        "small-bf16",
-        "tiny-fp32",
-        "tiny-bf16",
+        "small-fp32-4x64",
+        "small-bf16-4x64",
+        "small-fp32-1x64",
+        "small-bf16-1x64",
+        "tiny-fp32-1x64",
+        "tiny-bf16-1x64",
     ]
     assert {of.model for of in study.settings(CPU, quick=True)} == {"tiny"}

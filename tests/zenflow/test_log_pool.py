@@ -212,28 +212,28 @@ def test_a_failure_wakes_waiting_and_later_takes() -> None:
 
 
 def test_a_promise_makes_a_take_wait_for_few_pieces() -> None:
-    pool = LogPool(64 * KB, host_bytes)
-    parts = [pool.take(KB) for _ in range(64)]
-    for extents in parts[:4]:
+    pool = LogPool(256 * KB, host_bytes)
+    parts = [pool.take(KB) for _ in range(256)]
+    for extents in parts[:6]:
         pool.give(extents)
-    assert pool.ready(3 * KB)
+    assert pool.ready(5 * KB)
     pool.promise(parts[10])
     pool.promise(parts[10])
-    waiting = Waiting(pool, 3 * KB)
-    assert pool.ready(2 * KB)
+    waiting = Waiting(pool, 5 * KB)
+    assert pool.ready(4 * KB)
     pool.give(parts[10])  # nothing is promised any more
-    assert lengths(waiting.result.result(SOON_S)) == [KB] * 3
+    assert lengths(waiting.result.result(SOON_S)) == [KB] * 5
 
 
-def test_a_promise_is_not_waited_for_once_an_eighth_is_free() -> None:
-    pool = LogPool(64 * KB, host_bytes)
-    parts = [pool.take(KB) for _ in range(64)]
+def test_a_promise_is_not_waited_for_once_enough_is_free() -> None:
+    pool = LogPool(256 * KB, host_bytes)
+    parts = [pool.take(KB) for _ in range(256)]
     pool.promise(parts[-1])
     for extents in parts[:7]:
         pool.give(extents)
-    assert not pool.ready(3 * KB)
-    pool.give(parts[7])
-    assert lengths(pool.take(3 * KB, timeout_s=0)) == [KB] * 3
+    assert not pool.ready(5 * KB)
+    pool.give(parts[7])  # 1/32
+    assert lengths(pool.take(5 * KB, timeout_s=0)) == [KB] * 5
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -105,10 +105,10 @@ def test_a_run_stays_within_its_plan_and_in_few_pieces(name: str, drains: float)
     run = Run(sizes, drains=drains, seed=seed)
     print(f"{run.mean_pieces:.3f} pieces on average, at most {max(run.pieces)}")
     assert run.pool.peak_allocated_bytes <= STEPS * (sum(map(padded, sizes)) + padded(max(sizes)))
-    assert run.mean_pieces < 1.5
+    assert run.mean_pieces < 2.5
     assert max(run.pieces) <= 30
     # Waiting for fewer pieces does not make the training thread wait for all of the window before.
-    assert run.most_free_bytes <= run.pool.capacity_bytes / 8 + STEPS * max(sizes)
+    assert run.most_free_bytes <= run.pool.capacity_bytes / 32 + STEPS * max(sizes)
 
 
 def test_a_run_without_promises_stays_within_its_plan() -> None:
