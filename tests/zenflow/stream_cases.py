@@ -164,6 +164,7 @@ class Streams:
     def close(self) -> None:
         self.streamer.remove()
         self.runtime.engine.close()
+        self.device.close()
 
 
 class Shared(nn.Module):

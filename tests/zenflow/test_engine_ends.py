@@ -248,6 +248,7 @@ SCRIPTS = {
             for batch in DataLoader(torch.ones(12, 30), batch_size=2, num_workers=2):
                 (batch @ sum(weights).t()).sum().backward()
                 optimizer.step()
+                optimizer.zero_grad()
     """,
 }
 CODES = {"exit": 7, "exception": 1, "interrupt": -2}

@@ -31,15 +31,12 @@ WINDOWS: dict[str, Any] = {"topk_ratio": 0.25, "update_interval": 3, "select_int
 @pytest.mark.parametrize("model", ["stack", "shared, reentrant"])
 def test_streamed_is_not_streamed(model: str, knobs: dict[str, Any], device: str) -> None:
     build, options = MODELS[model]
-    runs = [
-        train(
-            seeded(build, torch.bfloat16, **options),
-            ZenFlowConfig(stream=stream, **knobs),
-            steps=12,
-            device=device_of(device),
-        )
-        for stream in (True, False)
-    ]
+    runs = []
+    for stream in (True, False):
+        accelerator = device_of(device)
+        config = ZenFlowConfig(stream=stream, **knobs)
+        runs.append(train(seeded(build, torch.bfloat16, **options), config, steps=12, device=accelerator))
+        accelerator.close()
     assert_same_run(*runs)
 
 
