@@ -43,17 +43,23 @@ def engine_of(optimizer: ZenFlowAdamW) -> Any:
     return backend.engine
 
 
+def thread_names() -> list[str]:
+    """Of every thread of this process."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has just ended
+            names.append((task / "comm").read_text().strip())
+    return names
+
+
 def os_threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
+    """But for those that share the kernels' loops, which are the process's as torch's own are."""
+    return sum(name != "zenflow-kernels" for name in thread_names())
 
 
 def engine_threads() -> int:
     """Of all native engines."""
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it has just ended
-            names.append((task / "comm").read_text())
-    return names.count("zenflow-engine\n")
+    return thread_names().count("zenflow-engine")
 
 
 def until(condition: Callable[[], bool]) -> None:
