@@ -6,11 +6,12 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from zftune.telemetry.hardware import hardware
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _GIB = 1 << 30
 _DIGITS = 16

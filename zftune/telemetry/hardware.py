@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 import zftune
+from zftune.telemetry.host_files import cpu_quota, numa_node_count, read
 from zftune.telemetry.nvml import driver_version, gpus
 
 _ROOT = Path("/")
@@ -34,7 +35,7 @@ def hardware() -> dict[str, Any]:
         "cpu_model": _cpu_model(_ROOT),
         "logical_cores": os.cpu_count(),
         "usable_cores": _usable_cores(_ROOT),
-        "numa_nodes": _numa_nodes(_ROOT),
+        "numa_nodes": numa_node_count(_ROOT),
         "ram_bytes": psutil.virtual_memory().total,
         "gpus": gpus(missing),
         "missing": missing,
@@ -67,43 +68,6 @@ def software() -> dict[str, Any]:
     return found
 
 
-def cpu_quota(root: Path = _ROOT) -> float | None:
-    """Cores that the control groups of this process allow (version 1 and 2); None if they set no limit.
-
-    Args:
-        root: of the file system, for tests.
-    """
-    limits = [quota for folder in _cpu_folders(root) if (quota := _quota_of(folder)) is not None]
-    return min(limits, default=None)
-
-
-def _cpu_folders(root: Path) -> list[Path]:
-    """Folders of this process's CPU control groups and of all their parents: the least quota applies."""
-    folders: list[Path] = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, group = rest.partition(":")
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        for mount in ("", "unified") if not controllers else (controllers, "cpu"):
-            base = root / "sys/fs/cgroup" / mount
-            # In a container the group's path may belong to the host: then only the mount point itself exists.
-            inside = base / group.lstrip("/")
-            folders += [folder for folder in (inside, *inside.parents) if folder.is_relative_to(base)]
-    return folders
-
-
-def _quota_of(folder: Path) -> float | None:
-    fields = _read(folder / "cpu.max").split()
-    if len(fields) != 2:
-        fields = [_read(folder / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
-    try:
-        quota, period = int(fields[0]), int(fields[1])
-    except ValueError:  # "max", or no such file
-        return None
-    return quota / period if quota > 0 and period > 0 else None
-
-
 def _usable_cores(root: Path) -> float | None:
     try:
         cores: float | None = len(os.sched_getaffinity(0))
@@ -113,15 +77,11 @@ def _usable_cores(root: Path) -> float | None:
 
 
 def _cpu_model(root: Path) -> str | None:
-    for line in _read(root / "proc/cpuinfo").splitlines():
+    for line in read(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("model name", "Processor") and value.strip():
             return value.strip()
     return platform.processor() or None
-
-
-def _numa_nodes(root: Path) -> int | None:
-    return len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or None
 
 
 def _version(package: str) -> str | None:
@@ -129,10 +89,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from zftune.telemetry import cpu_quota, hardware, software
-from zftune.telemetry.hardware import _cpu_model, _numa_nodes
+from zftune.telemetry.hardware import _cpu_model
+from zftune.telemetry.host_files import numa_node_count
 
 
 def write(root: Path, **files: str) -> None:
@@ -73,11 +74,11 @@ def test_no_limit_is_none(tmp_path: Path, quota: str) -> None:
 
 def test_a_machine_without_proc_and_sys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "processor", lambda: "")
-    assert (cpu_quota(tmp_path), _numa_nodes(tmp_path), _cpu_model(tmp_path)) == (None, None, None)
+    assert (cpu_quota(tmp_path), numa_node_count(tmp_path), _cpu_model(tmp_path)) == (None, None, None)
 
 
 def test_cpu_and_nodes_from_files(tmp_path: Path) -> None:
     write(tmp_path, **{"proc/cpuinfo": "processor\t: 0\nmodel name\t: Fine CPU\n"})
     for node in ("node0", "node1", "possible"):
         (tmp_path / "sys/devices/system/node" / node).mkdir(parents=True)
-    assert (_cpu_model(tmp_path), _numa_nodes(tmp_path)) == ("Fine CPU", 2)
+    assert (_cpu_model(tmp_path), numa_node_count(tmp_path)) == ("Fine CPU", 2)

@@ -1,133 +1,124 @@
+"""The static facts of the GPUs, asked through the real binding from a scripted driver."""
+
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.nvml.scripted import (
+    AMPERE,
+    DIVIDED,
+    GPU,
+    HOPPER,
+    LOST,
+    NO_PERMISSION,
+    NOT_SUPPORTED,
+    SECOND_GPU,
+    Machine,
+    load_into_binding,
+)
 from zftune.telemetry.nvml import driver_version, gpus
 
+Write = Callable[..., None]
 
-class NVMLError(Exception):
-    pass
-
-
-class NotSupportedError(NVMLError):
-    pass
-
-
-class InvalidArgumentError(NVMLError):
-    pass
-
-
-class NotFoundError(NVMLError):
-    pass
+H200 = {
+    "name": "NVIDIA H200",
+    "compute_capability": "9.0",
+    "memory_bytes": 141 << 30,
+    "mig_profile": "off",
+    "pcie_gen": 5,
+    "pcie_width": 16,
+    "nvlink": True,
+}
 
 
-def fail(error: type[Exception]) -> Any:
-    def call(*_: Any) -> Any:
-        raise error("no")
-
-    return call
-
-
-def driver(**changes: Any) -> Any:
-    """A binding of a machine with one GPU, as far as zftune calls it."""
-    module: Any = ModuleType("pynvml")
-    calls: dict[str, Any] = {
-        "NVMLError": NVMLError,
-        "NVMLError_NotSupported": NotSupportedError,
-        "NVMLError_InvalidArgument": InvalidArgumentError,
-        "NVMLError_NotFound": NotFoundError,
-        "NVML_NVLINK_MAX_LINKS": 18,
-        "nvmlInit": lambda: None,
-        "nvmlShutdown": lambda: None,
-        "nvmlSystemGetDriverVersion": lambda: b"570.1",
-        "nvmlDeviceGetCount": lambda: 1,
-        "nvmlDeviceGetHandleByIndex": lambda index: index,
-        "nvmlDeviceGetName": lambda handle: handle if isinstance(handle, str) else "NVIDIA H200",
-        "nvmlDeviceGetCudaComputeCapability": lambda _: (9, 0),
-        "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(total=150_754_820_096),
-        "nvmlDeviceGetMigMode": lambda _: [0, 0],
-        "nvmlDeviceGetMaxPcieLinkGeneration": lambda _: 5,
-        "nvmlDeviceGetMaxPcieLinkWidth": lambda _: 16,
-        "nvmlDeviceGetNvLinkState": lambda *_: 1,
-        **changes,
-    }
-    for name, call in calls.items():
-        setattr(module, name, call)
-    return module
-
-
-def ask(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[list[dict[str, Any]] | None, dict[str, str]]:
-    monkeypatch.setitem(sys.modules, "pynvml", driver(**changes))
+def ask() -> tuple[list[dict[str, Any]] | None, dict[str, str]]:
     missing: dict[str, str] = {}
     return gpus(missing), missing
 
 
-def test_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, missing = ask(monkeypatch)
-    assert missing == {}
-    assert found == [
-        {
-            "name": "NVIDIA H200",
-            "compute_capability": "9.0",
-            "memory_bytes": 150_754_820_096,
-            "mig_profile": "off",
-            "pcie_gen": 5,
-            "pcie_width": 16,
-            "nvlink": True,
-        }
-    ]
-    assert driver_version(missing) == "570.1"
+def test_one_gpu(here: Write) -> None:
+    here(HOPPER)
+    assert ask() == ([H200], {})
+    assert driver_version({}) == "570.1"
 
 
-def test_a_call_that_fails_is_null_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, missing = ask(monkeypatch, nvmlDeviceGetMaxPcieLinkGeneration=fail(NVMLError))
+def test_every_gpu_is_listed(here: Write) -> None:
+    here([*HOPPER, f"gpu NVIDIA_A100 {SECOND_GPU}"])
+    found, _ = ask()
     assert found is not None
-    assert found[0]["pcie_gen"] is None
-    assert missing == {"gpus.0.pcie_gen": "NVML: no"}
+    assert [gpu["name"] for gpu in found] == ["NVIDIA H200", "NVIDIA A100"]
 
 
-def test_no_nvlink_and_no_mig_are_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, missing = ask(
-        monkeypatch, nvmlDeviceGetNvLinkState=fail(NotSupportedError), nvmlDeviceGetMigMode=fail(NotSupportedError)
-    )
+def test_no_nvlink_and_no_mig_are_answers(here: Write) -> None:
+    here([f"gpu Tesla_T4 {GPU}", "capability 7 5"])
+    found, missing = ask()
     assert found is not None
     assert (found[0]["nvlink"], found[0]["mig_profile"], missing) == (False, "off", {})
 
 
-def test_mig_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    def instance(_: Any, index: int) -> str:
-        if index == 1:
-            raise NotFoundError("none there")
-        return f"NVIDIA H200 MIG {index + 1}g.18gb"
-
-    found, _ = ask(
-        monkeypatch,
-        nvmlDeviceGetMigMode=lambda _: [1, 1],
-        nvmlDeviceGetMaxMigDeviceCount=lambda _: 3,
-        nvmlDeviceGetMigDeviceHandleByIndex=instance,
-    )
+def test_nvlinks_that_are_down_are_none(here: Write) -> None:
+    here(AMPERE)
+    found, _ = ask()
     assert found is not None
-    assert found[0]["mig_profile"] == "1g.18gb,3g.18gb"
+    assert found[0]["nvlink"] is False
+
+
+def test_mig_profiles(here: Write) -> None:
+    here(DIVIDED)
+    found, _ = ask()
+    assert found is not None
+    assert found[0]["mig_profile"] == "1g.18gb,3g.71gb"
+
+
+def test_mig_without_instances(here: Write) -> None:
+    here([*HOPPER, "mig_mode 1"])
+    found, _ = ask()
+    assert found is not None
+    assert found[0]["mig_profile"] == "on, without instances"
+
+
+def test_a_call_that_fails_is_null_with_its_reason(here: Write) -> None:
+    here(HOPPER, errors=[("nvmlDeviceGetMaxPcieLinkGeneration", NO_PERMISSION, 0, -1)])
+    assert ask() == ([{**H200, "pcie_gen": None}], {"gpus.0.pcie_gen": "NVML: Insufficient Permissions"})
+
+
+def test_mig_that_may_not_be_asked_for_is_not_off(here: Write) -> None:
+    here(HOPPER, errors=[("nvmlDeviceGetMigMode", NO_PERMISSION, 0, -1)])
+    found, missing = ask()
+    assert found is not None
+    assert found[0]["mig_profile"] is None
+    assert "gpus.0.mig_profile" in missing
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("lines", "errors", "reason"),
     [
-        ({"nvmlInit": fail(NVMLError)}, "no NVIDIA driver answers (no)"),
-        ({"nvmlDeviceGetCount": lambda: 0}, "the NVIDIA driver lists no GPU"),
-        ({"nvmlDeviceGetCount": fail(NVMLError)}, "NVML: no"),
+        ([], [], "the NVIDIA driver lists no GPU"),
+        (HOPPER, [("nvmlInitWithFlags", 9, 0, -1)], "no NVIDIA driver answers (Driver Not Loaded)"),
+        (HOPPER, [("nvmlDeviceGetCount_v2", NOT_SUPPORTED, 0, -1)], "NVML: Not Supported"),
+        (HOPPER, [("handle", LOST, 0, 0)], "NVML: GPU is lost"),
     ],
 )
-def test_no_gpu_is_null_with_its_reason(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str) -> None:
-    assert ask(monkeypatch, **changes) == (None, {"gpus": reason})
+def test_no_gpu_is_null_with_its_reason(here: Write, lines: list[str], errors: list[Any], reason: str) -> None:
+    here(lines, errors=errors)
+    assert ask() == (None, {"gpus": reason})
 
 
 def test_no_binding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert ask() == (None, {"gpus": "the package nvidia-ml-py is not installed"})
     missing: dict[str, str] = {}
-    assert gpus(missing) is None
-    assert missing == {"gpus": "the package nvidia-ml-py is not installed"}
+    assert driver_version(missing) is None
+    assert missing == {"nvidia_driver": "the package nvidia-ml-py is not installed"}
+
+
+def test_an_old_driver(old_nvml_library: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.write(HOPPER)
+    monkeypatch.setenv("NVML_SCRIPT", str(machine.script))
+    load_into_binding(old_nvml_library, monkeypatch)
+    assert ask() == ([H200], {})

@@ -1,0 +1,264 @@
+"""What each check says of machines that are not this one."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zftune.doctor.bandwidth import link_check
+from zftune.doctor.check import Check, Status
+from zftune.doctor.deepspeed import defects
+from zftune.doctor.gpu import cuda_check, triton_check
+from zftune.doctor.host import cores_check, numa_check, pinned_check, throttled
+from zftune.doctor.nvml import findings
+from zftune.doctor.software import packages
+from zftune.doctor.store import store_check
+from zftune.doctor.versions import at_least, installed, numbers, requirements
+
+H200 = {"name": "NVIDIA H200"}
+FIGURES: dict[str, Any] = {"other_processes": 0, "throttle_reasons": []}
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def told(checks: Any) -> dict[str, Status]:
+    return {check.name: check.status for check in checks}
+
+
+@pytest.mark.parametrize(
+    ("version", "least", "expected"),
+    [
+        ("2.13.0+cpu", "2.4", True),
+        ("2.4", "2.13", False),
+        ("2", "2.0", True),
+        ("2.0.0", "2", True),
+        ("5.0.0rc1", "5.0", True),
+        ("garbage", "1", False),
+    ],
+)
+def test_versions_are_compared_as_numbers(version: str, least: str, expected: bool) -> None:
+    assert at_least(version, least) is expected
+
+
+def test_requirements_are_those_of_the_package_without_extras() -> None:
+    found = requirements("zftune")
+    assert found["optuna"] == "5.0"
+    assert found["numpy"] is None
+    assert "mypy" not in found
+    assert requirements("no-such-distribution") == {}
+
+
+def test_packages_that_are_missing_or_too_old_are_required() -> None:
+    numpy = installed("numpy")
+    assert numpy is not None
+    major = numbers(numpy)[0] + 1
+    found = list(packages({"numpy": f"{major}.0", "no-such-package": "1", "rich": "1", "torch": None}))
+    assert told(found) == {"numpy": "broken", "no-such-package": "absent", "packages": "ok"}
+    assert [check.name for check in found if check.is_fault] == ["numpy", "no-such-package"]
+    assert found[0].fix == f"pip install 'numpy>={major}.0'"
+    assert found[2].finding.startswith("torch ")
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("0.19.6", {"ZenFlow 'auto'": "note"}),
+        ("0.19.7", {"ZenFlow weights": "broken", "ZenFlow 'auto'": "note"}),
+        ("0.19.8+cu128", {"ZenFlow weights": "broken", "ZenFlow 'auto'": "note"}),
+        ("0.19.9", {}),
+        ("1.0.0", {}),
+    ],
+)
+def test_defects_of_deepspeed(version: str, expected: dict[str, Status]) -> None:
+    found = list(defects(version))
+    assert told(found) == expected
+    assert all(check.fix is not None and not check.is_fault for check in found)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "used", "gpus", "status", "words"),
+    [
+        (None, [], None, "absent", "built without it"),
+        (None, [], ["NVIDIA H200"], "broken", "There is a GPU"),
+        ("12.8", [], None, "absent", "there is no GPU"),
+        ("12.8", [], ["NVIDIA H200"], "broken", "CUDA sees none"),
+        ("12.8", "the driver is too old.", ["NVIDIA H200"], "broken", "the driver is too old."),
+        ("12.8", ["NVIDIA H200", "NVIDIA H200"], ["NVIDIA H200"], "ok", "2 x NVIDIA H200, CUDA 12.8."),
+    ],
+)
+def test_cuda(cuda: str | None, used: Any, gpus: list[str] | None, status: Status, words: str) -> None:
+    check = cuda_check("2.13.0", cuda, used, gpus)
+    assert (check.status, words in check.finding) == (status, True)
+    assert (check.fix is not None) == (status == "broken")
+
+
+@pytest.mark.parametrize(
+    ("version", "has_cuda", "status"),
+    [(None, False, "absent"), (None, True, "absent"), ("2.9", True, "note"), ("3.7.1", False, "ok")],
+)
+def test_triton(version: str | None, has_cuda: bool, status: Status) -> None:
+    check = triton_check(version, has_cuda)
+    assert check.status == status
+    assert (check.fix is not None) == (has_cuda or version == "2.9")
+
+
+def test_nvml_with_everything() -> None:
+    assert told(findings([H200], FIGURES, {})) == {"NVML": "ok", "GPM": "ok"}
+
+
+def test_nvml_names_what_is_missing_once_for_each_reason() -> None:
+    denied = "NVML: Insufficient Permissions"
+    nvml, gpm = findings([H200], FIGURES, {"power_w": denied, "energy_j": denied, "pcie_gen": "NVML: Not Supported"})
+    assert nvml.status == "note"
+    assert nvml.finding == (
+        "NVIDIA H200. Without power_w, energy_j (NVML: Insufficient Permissions); pcie_gen (NVML: Not Supported)."
+    )
+    assert nvml.fix is not None
+    assert "root" in nvml.fix
+    assert gpm.status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "fix"),
+    [
+        ("this GPU has no GPM, which came with Hopper", "absent", None),
+        ("NVML: Insufficient Permissions", "note", "administrator"),
+        ("NVML: the installed driver has no nvmlGpmQueryDeviceSupport", "absent", "Update NVIDIA's driver."),
+        ("the binding has no nvmlGpmQueryDeviceSupport: ..", "absent", "uninstall pynvml"),
+    ],
+)
+def test_gpm(reason: str, status: Status, fix: str | None) -> None:
+    missing = dict.fromkeys(("sm_utilisation_percent", "sm_occupancy_percent", "dram_percent"), reason)
+    _, gpm = findings([H200], FIGURES, missing)
+    assert gpm.status == status
+    assert gpm.fix is None if fix is None else fix in (gpm.fix or "")
+
+
+def test_co_tenants_and_throttling() -> None:
+    figures = {"other_processes": 2, "throttle_reasons": ["applications_clocks_setting", "sw_power_cap"]}
+    *_, others, clocks = findings([H200], figures, {})
+    assert (others.name, others.figures) == ("other processes", {"other_processes": 2})
+    assert clocks.finding == "The clocks are held back: sw_power_cap."
+
+
+def test_nvml_that_gives_nothing_is_broken() -> None:
+    assert told(findings([H200], None, {"": "NVML: GPU is lost"})) == {"NVML": "broken"}
+
+
+def test_a_quota_below_the_affinity() -> None:
+    check = cores_check([0, 1, 2, 3], 2.5)
+    assert check.status == "note"
+    assert "2.5 cores lies below the 4" in check.finding
+    assert check.fix is not None
+    assert "taskset -c 0-1 with OMP_NUM_THREADS=2" in check.fix
+
+
+@pytest.mark.parametrize(
+    ("allowed", "quota", "status"), [([0, 1], None, "ok"), ([0, 1], 2.0, "ok"), ([0], None, "note"), ([0], 0.5, "note")]
+)
+def test_cores(allowed: list[int], quota: float | None, status: Status) -> None:
+    assert cores_check(allowed, quota).status == status
+
+
+@pytest.mark.parametrize(("counts", "notes"), [((1000, 200), 1), ((1000, 5), 0), ((10, 9), 0), ((0, 0), 0)])
+def test_a_group_that_was_throttled(tmp_path: Path, counts: tuple[int, int], notes: int) -> None:
+    write(tmp_path / "proc/self/cgroup", "0::/job\n")
+    write(tmp_path / "sys/fs/cgroup/job/cpu.stat", "nr_periods {}\nnr_throttled {}\n".format(*counts))
+    found = list(throttled(tmp_path))
+    assert len(found) == notes
+    assert all("20%" in check.finding for check in found)
+
+
+def test_numa(tmp_path: Path) -> None:
+    assert numa_check([0], tmp_path).status == "note"  # unknown
+    nodes = tmp_path / "sys/devices/system/node"
+    (nodes / "node0").mkdir(parents=True)
+    assert numa_check([0, 1], tmp_path).status == "ok"
+    (nodes / "node1").mkdir()
+    for cpu, node in ((0, 0), (1, 1), (2, 1)):
+        (tmp_path / f"sys/devices/system/cpu/cpu{cpu}/node{node}").mkdir(parents=True)
+    assert numa_check([1, 2], tmp_path).finding == "The cores are all on node 1 of 2."
+    spread = numa_check([0, 1, 2], tmp_path)
+    assert (spread.status, spread.figures) == ("note", {"nodes": 2, "nodes_allowed": 2})
+
+
+@pytest.mark.parametrize(
+    ("limit", "status", "words"),
+    [(resource.RLIM_INFINITY, "ok", "No limit"), (8 << 20, "note", "8 MiB may"), (64 << 10, "note", "64 KiB may")],
+)
+def test_pinned_memory(limit: int, status: Status, words: str) -> None:
+    check = pinned_check(limit)
+    assert check.status == status
+    assert check.finding.startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("down", "up", "pcie", "status"),
+    [(52.0, 54.0, (5, 16), "ok"), (52.0, 20.0, (5, 16), "note"), (5.0, 5.0, None, "ok"), (5.0, 5.0, (9, 16), "ok")],
+)
+def test_the_link(down: float, up: float, pcie: tuple[int, int] | None, status: Status) -> None:
+    check = link_check(down, up, pcie)
+    assert check.status == status
+    assert check.figures == {"d2h_gbps": down, "h2d_gbps": up}
+
+
+def store(environment: dict[str, str], home: Path, root: Path = Path("/")) -> Check:
+    return store_check(environment, home, root)
+
+
+def test_the_store_by_default_is_in_the_home_and_is_not_created(tmp_path: Path) -> None:
+    check = store({}, tmp_path)
+    assert (check.status, check.finding) == ("ok", "~/.local/share/zftune/zftune.db can be created.")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_store_by_xdg_and_by_its_own_variable(tmp_path: Path) -> None:
+    assert "$XDG_DATA_HOME" in store({"XDG_DATA_HOME": str(tmp_path)}, Path("/nowhere")).finding
+    assert "~/" in store({"XDG_DATA_HOME": "relative"}, tmp_path).finding
+    file = tmp_path / "z.db"
+    file.write_text("")
+    for value in (str(file), f"sqlite:///{file}", f"sqlite+pysqlite:///{file}?timeout=3"):
+        check = store({"ZFTUNE_DB": value}, Path("/nowhere"))
+        assert (check.status, check.finding) == ("ok", "$ZFTUNE_DB is there and can be written.")
+
+
+@pytest.mark.parametrize("value", ["sqlite://", "sqlite:///", "sqlite:///:memory:"])
+def test_a_store_in_memory(value: str, tmp_path: Path) -> None:
+    assert store({"ZFTUNE_DB": value}, tmp_path).status == "note"
+
+
+def test_a_server_is_named_without_its_password(tmp_path: Path) -> None:
+    check = store({"ZFTUNE_DB": "postgresql+psycopg://me:secret@host/db"}, tmp_path)
+    assert check.finding == "$ZFTUNE_DB names a postgresql server, which was not tried."
+
+
+def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for place in (file / "zftune.db", file / "folder" / "zftune.db", tmp_path):
+        check = store({"ZFTUNE_DB": str(place)}, tmp_path)
+        assert check.status == "broken", place
+        assert check.fix is not None
+        assert not check.is_fault
+
+
+def test_a_folder_without_the_right_to_write(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    tmp_path.chmod(0o500)
+    assert store({"ZFTUNE_DB": str(tmp_path / "z.db")}, tmp_path).status == "broken"
+
+
+@pytest.mark.parametrize(("kind", "status"), [("nfs4", "note"), ("lustre", "note"), ("ext4", "ok")])
+def test_a_network_file_system(tmp_path: Path, kind: str, status: Status) -> None:
+    root = tmp_path / "root"
+    lines = ["21 1 8:1 / / rw - overlay overlay rw", f"40 21 0:99 / {tmp_path} rw - {kind} server:/x rw", "garbage"]
+    write(root / "proc/self/mountinfo", "\n".join(lines) + "\n")
+    assert store({"ZFTUNE_DB": str(tmp_path / "z.db")}, tmp_path, root).status == status

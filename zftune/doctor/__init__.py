@@ -1,0 +1,1 @@
+"""`zftune doctor`: what works on this machine, what is missing, and the fix for each."""

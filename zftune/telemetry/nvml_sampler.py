@@ -1,0 +1,136 @@
+"""`NvmlSampler`: what the GPUs of this node did over time, asked by one thread with a session of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from zftune.telemetry.nvml_device import DeviceReader
+from zftune.telemetry.nvml_session import NvmlError, load_binding, nvml_session
+from zftune.telemetry.nvml_summary import summarise
+from zftune.telemetry.nvml_targets import find_targets
+from zftune.telemetry.process_tree import is_ours
+from zftune.telemetry.readings import rows
+from zftune.telemetry.ticker import Ticker
+
+SERIES_FIELDS = (
+    "utilisation_percent",
+    "sm_utilisation_percent",
+    "pcie_rx_gbps",
+    "pcie_tx_gbps",
+    "power_w",
+    "memory_used_bytes",
+    "sm_clock_mhz",
+)
+
+
+class NvmlSampler:
+    """Samples GPUs from `start()` to `stop()`, remembers the last hour, and never raises because of them.
+
+    Utilisation, GPM, PCIe bytes, memory, power and clocks are read at every tick; energy, temperature, the link's
+    state, the driver's utilisation samples and the list of processes once a second. A device that is lost ends alone.
+    One per node: every call takes the driver's lock.
+
+    Args:
+        devices: as in CUDA_VISIBLE_DEVICES: indices, UUIDs of GPUs or MIG devices, beginnings of UUIDs; None: all.
+        rate_hz: ticks a second; 5 to 10 is what the driver bears.
+        clock_ns: nanoseconds, for all times; CLOCK_MONOTONIC unless said otherwise.
+        ours: tells which processes on a GPU are not others'; None: of a process that is not known here. Unless said
+            otherwise, this process and its descendants.
+
+    Raises:
+        ValueError: the rate is not above 0 and at most 20.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        rate_hz: float = 5.0,
+        *,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        ours: Callable[[int], bool | None] = is_ours,
+    ) -> None:
+        self._wanted = None if devices is None else list(devices)
+        self._rate_hz = rate_hz
+        self._clock_ns = clock_ns
+        self._ours = ours
+        self._ticker = Ticker(self._run, rate_hz=rate_hz, name="zftune-nvml")
+        self._devices: list[DeviceReader] = []
+        self._missing: dict[str, str] = {"": "NVML was not sampled"}
+
+    def start(self) -> None:
+        """Begin to sample. Where that cannot be done, the summary says why."""
+        try:
+            load_binding()  # here: it changes the filters of warnings for a moment, which all threads share
+        except NvmlError as error:
+            self._missing = {"": str(error)}
+            return
+        self._ticker.start()
+
+    def stop(self) -> None:
+        """Take a last sample and end the thread; waits at most 5 s. What was sampled stays."""
+        self._ticker.stop()
+
+    def summary(self, begin_ns: int, end_ns: int) -> tuple[dict[str, Any] | None, dict[str, str]]:
+        """The figures over a window: the "nvml" of a profile document.
+
+        Args:
+            begin_ns: begin of the window on the sampler's clock.
+            end_ns: its end.
+
+        Returns:
+            The figures, means over devices and time but for "energy_j" (all devices, the whole window),
+            "other_processes" and the PCIe link (the most seen), or None; and reasons by name relative to "nvml": of
+            every null, under "" where all is null; also under "devices" for those that were left out,
+            "devices.INDEX" for one that was lost, "samples" where the sampler itself ended early.
+        """
+        missing, failure = self._missing, self._ticker.failure
+        if not any(device.log.between(begin_ns, end_ns) for device in self._devices):
+            return None, {"": failure or missing.get("") or missing.get("devices") or self._silence()}
+        figures, reasons = summarise(self._devices, begin_ns, end_ns)
+        if failure is not None:
+            reasons["samples"] = failure
+        return figures, missing | reasons
+
+    def series(self, begin_ns: int, end_ns: int) -> list[dict[str, float | None]]:
+        """Rows of a window in order of time: "at_ms" since its begin, "device", and figures or None."""
+        found = [
+            row
+            for number, device in enumerate(self._devices)
+            for row in rows(device.log.between(begin_ns, end_ns), SERIES_FIELDS, begin_ns, device=number)
+        ]
+        return sorted(found, key=lambda row: (row["at_ms"], row["device"]))
+
+    def _silence(self) -> str:
+        """Why there is no reading at all."""
+        for device in self._devices:
+            if device.lost is not None:
+                return device.lost[1]
+            if device.reasons and not device.log.all():
+                return next(iter(device.reasons.values()))
+        return "no reading falls into the measured time"
+
+    def _run(self, ticks: Iterator[None]) -> None:
+        self._missing = {"": "NVML has not answered yet"}
+        try:
+            with nvml_session() as nvml:
+                targets, self._missing = find_targets(nvml, self._wanted)
+                if not targets:
+                    self._missing = {"": self._missing.get("devices", "no GPU is visible")}
+                    return
+                more = (self._rate_hz, self._clock_ns, self._ours)
+                devices = [DeviceReader(nvml, target, *more) for target in targets]
+                self._devices = devices
+                self._sample(devices, ticks)
+        except NvmlError as error:
+            self._missing = {"": str(error)}
+
+    def _sample(self, devices: Sequence[DeviceReader], ticks: Iterator[None]) -> None:
+        for _ in ticks:
+            for device in devices:
+                device.read(last=self._ticker.stopping)
+        for device in devices:
+            with suppress(NvmlError):  # nothing to give back to a driver that has gone
+                device.close()
