@@ -1,4 +1,4 @@
-"""What `--json PATH` writes: a whole file or none, and a path that is refused before minutes are spent."""
+"""What `--json PATH` and its like write: a whole file or none, and a path that is refused before minutes are spent."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from zftune.errors import BadInputError, ZftuneError
 STANDARD_OUTPUT = "-"
 
 
-def check_json_path(path: str) -> None:
-    """Refuse a path that `write_json` could not write.
+def check_output_path(path: str, option: str = "--json", *, standard_output: bool = True) -> None:
+    """Refuse a path that cannot be written.
+
+    Args:
+        path: what the user gave.
+        option: under which name.
+        standard_output: whether "-" is allowed and means standard output.
 
     Raises:
         BadInputError: it is a folder, or lies in a folder that is missing or cannot be written.
     """
-    if path == STANDARD_OUTPUT:
+    if path == STANDARD_OUTPUT and standard_output:
         return
     target = Path(path)
     try:
@@ -28,8 +33,9 @@ def check_json_path(path: str) -> None:
         ok = ok and target.parent.is_dir()
     except OSError:  # a name that is too long
         ok = False
-    if not ok:
-        raise BadInputError(f"--json '{path}': allowed is a file in a folder that exists and can be written, or -")
+    if not ok or path == STANDARD_OUTPUT:
+        also = ", or -" if standard_output else ""
+        raise BadInputError(f"{option} '{path}': allowed is a file in a folder that exists and can be written{also}")
 
 
 def write_json(document: Mapping[str, Any], path: str) -> None:
@@ -42,6 +48,20 @@ def write_json(document: Mapping[str, Any], path: str) -> None:
     if path == STANDARD_OUTPUT:
         sys.stdout.write(text)
         return
+    write_text(text, path, option="--json")
+
+
+def write_text(text: str, path: str | Path, *, option: str) -> None:
+    """Write a file, replacing what was there at once.
+
+    Args:
+        text: what it holds.
+        path: where it is.
+        option: what the command line calls it.
+
+    Raises:
+        ZftuneError: the file cannot be written; what was there is left as it was.
+    """
     target = Path(path)
     try:
         if _is_special(target):
@@ -49,7 +69,7 @@ def write_json(document: Mapping[str, Any], path: str) -> None:
         else:
             _replace(target.resolve(), text)
     except OSError as error:
-        raise ZftuneError(f"--json '{path}': cannot be written ({error.strerror})") from error
+        raise ZftuneError(f"{option} '{path}': cannot be written ({error.strerror})") from error
 
 
 def _replace(target: Path, text: str) -> None:

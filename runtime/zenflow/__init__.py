@@ -26,6 +26,7 @@ from zenflow.reference import (
 )
 from zenflow.rig import Rig, RigSpec
 from zenflow.stats import StepStats
+from zenflow.timeline import Timeline, TimelineRecorder
 
 __all__ = [
     "Balance",
@@ -48,6 +49,8 @@ __all__ = [
     "Rig",
     "RigSpec",
     "StepStats",
+    "Timeline",
+    "TimelineRecorder",
     "UnsupportedError",
     "ZenFlowAdagrad",
     "ZenFlowAdam",

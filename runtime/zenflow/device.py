@@ -12,7 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from zenflow.host.cores import gpu_numa_node
 
 Mark = Any
 """A point on a device's timeline; only its own device can compare two of them."""
+
+Direction = Literal["d2h", "h2d"]
 
 
 class Transfer(ABC):
@@ -54,12 +56,34 @@ class HostSpan:
         return self.end_s - self.begin_s
 
 
+class Observer(Protocol):
+    """Told of what goes on beside the compute stream; `zenflow.timeline` has the one that there is."""
+
+    def transferred(self, direction: Direction, transfer: Transfer) -> None:
+        """A copy was queued; any thread may call it."""
+
+    def worked(self, name: str, span: HostSpan) -> None:
+        """Host work was done; a thread of the host engine calls it."""
+
+
+_T = TypeVar("_T", bound=Transfer)
+
+
 class Device(ABC):
     """One accelerator. Methods are called by the training thread, except those that say otherwise."""
 
     torch_device: torch.device
     has_streams: bool
     """Whether `mark` times a device stream, so that a wait on it is a stall."""
+    observer: Observer | None = None
+    """Told of copies and host work while a timeline is recorded."""
+
+    def observed(self, direction: Direction, transfer: _T) -> _T:
+        """Tell the observer, if there is one, of a copy that was queued."""
+        observer = self.observer  # another thread may take it away
+        if observer is not None:
+            observer.transferred(direction, transfer)
+        return transfer
 
     @abstractmethod
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -80,6 +104,10 @@ class Device(ABC):
     @abstractmethod
     def wait_for(self, mark: Mark) -> None:
         """Block the calling thread until the device has reached a mark."""
+
+    def host_time_s(self, mark: Mark) -> float | None:
+        """When a mark was passed, by `time.monotonic`; None where the device has a clock of its own."""
+        return None
 
     @abstractmethod
     def d2h(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
@@ -179,10 +207,13 @@ class CpuDevice(Device):
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def mark(self) -> Mark:
-        return time.perf_counter()
+        return time.monotonic()
 
     def elapsed_s(self, begin: Mark, end: Mark) -> float:
         return float(end - begin)
+
+    def host_time_s(self, mark: Mark) -> float | None:
+        return float(mark)
 
     def passed(self, mark: Mark) -> bool:
         return True
@@ -254,7 +285,7 @@ class CudaDevice(Device):
             target.copy_(source, non_blocking=True)
             transfer.end.record(stream)
         source.record_stream(stream)  # the caching allocator must not hand it out before the copy
-        return transfer
+        return self.observed("d2h", transfer)
 
     def h2d(self, source: torch.Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, torch.Tensor]:
         transfer = _CudaTransfer(source.nbytes)
@@ -263,7 +294,7 @@ class CudaDevice(Device):
             transfer.begin.record(stream)
             tensor = source.to(self.torch_device, non_blocking=True)
             transfer.end.record(stream)
-        return transfer, tensor
+        return self.observed("h2d", transfer), tensor
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)  # from pageable memory it would wait

@@ -141,6 +141,9 @@ class EmulatedAccelerator(Device):
     def elapsed_s(self, begin: Mark, end: Mark) -> float:
         return float(end - begin)
 
+    def host_time_s(self, mark: Mark) -> float | None:
+        return float(mark)
+
     def passed(self, mark: Mark) -> bool:
         return time.monotonic() >= float(mark)
 
@@ -148,11 +151,11 @@ class EmulatedAccelerator(Device):
         _sleep_until(mark)
 
     def d2h(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        return self._d2h.copy(source, target, self._compute_t + self._ahead_s())
+        return self.observed("d2h", self._d2h.copy(source, target, self._compute_t + self._ahead_s()))
 
     def h2d(self, source: torch.Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, torch.Tensor]:
         tensor = torch.empty_like(source)
-        return self._h2d.copy(source, tensor, max(after.end_s, asked)), tensor
+        return self.observed("h2d", self._h2d.copy(source, tensor, max(after.end_s, asked))), tensor
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()

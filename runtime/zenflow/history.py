@@ -6,6 +6,7 @@ from collections import deque
 
 from zenflow.device import Device, Mark
 from zenflow.stats import StepRecord, StepStats, Traffic
+from zenflow.timeline import TimelineRecorder
 
 # Steps between a step and its statistics: resolving earlier could wait for the device.
 _RESOLVE_LAG = 2
@@ -22,12 +23,32 @@ class History:
         self._last_end: Mark | None = None
         self._closed: deque[StepRecord] = deque()
         self._resolved: deque[StepStats] = deque(maxlen=HISTORY_STEPS)
+        self.recorder: TimelineRecorder | None = None
+        """The newest recording."""
+        self._recording = False
+
+    def record(self, steps: int | None) -> TimelineRecorder:
+        """Record a timeline; one that is being recorded ends without a result.
+
+        Args:
+            steps: how many steps from the next close on; None: one whole update window.
+        """
+        self.recorder = self._device.observer = TimelineRecorder(self._device, steps)
+        self._recording = True
+        return self.recorder
+
+    def stop_recording(self) -> None:
+        """Note nothing more; what was recorded stays."""
+        if self._recording:
+            self._recording, self._device.observer = False, None
 
     def begin_step(self) -> None:
         """Resolve what can be, and bound the training thread's run-ahead to one step."""
         self._resolve(_RESOLVE_LAG)  # here, where the device has backward to work on
         if self._last_end is not None:
             self._device.wait_for(self._last_end)
+            if self._recording and self.recorder is not None:
+                self.recorder.passed(self._last_end)
 
     def end_step(self, step: int, traffic: Traffic) -> None:
         """Close the open record.
@@ -40,6 +61,8 @@ class History:
         record.step, record.begin, record.end, record.traffic = step, self._last_end, self._device.mark(), traffic
         self._closed.append(record)
         self._last_end = record.end
+        if self._recording and self.recorder is not None and self.recorder.end_step(record):
+            self.stop_recording()
 
     def steps(self, *, wait: bool) -> list[StepStats]:
         """The last steps that are resolved, oldest first.

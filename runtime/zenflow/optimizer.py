@@ -16,6 +16,7 @@ from zenflow.errors import ConfigError, UnsupportedError, ZenFlowError
 from zenflow.ledger import Balance
 from zenflow.rules import Rule
 from zenflow.stats import StepStats
+from zenflow.timeline import Timeline, TimelineRecorder
 from zenflow.training import Training
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -74,6 +75,16 @@ class ZenFlowOptimizer(Optimizer):
     def config(self) -> ZenFlowConfig:
         """The knobs in force."""
         return self._training.config
+
+    @property
+    def device(self) -> Device:
+        """The accelerator that it works with."""
+        return self._training.runtime.device
+
+    @property
+    def steps(self) -> int:
+        """How many steps it has taken, over all runs that it was saved in: the number of the last one."""
+        return self._training.clock.step
 
     # --- torch.optim.Optimizer -------------------------------------------------------------------------------------
 
@@ -237,6 +248,35 @@ class ZenFlowOptimizer(Optimizer):
             wait: wait for the device, so that the newest step is among them.
         """
         return self._training.history.steps(wait=wait)
+
+    def record_timeline(self, steps: int | None = None) -> TimelineRecorder:
+        """Record what the compute stream's waits, the links and the host do, from the next close of a window on.
+
+        Costs nothing where it is not called. The recorder takes what only the caller knows, such as forward and
+        backward; a second recording replaces one that is not over.
+
+        Args:
+            steps: how many steps; None: one whole update window.
+
+        Raises:
+            ConfigError: `steps` is less than 1.
+        """
+        if steps is not None and steps < 1:
+            raise ConfigError(f"steps is {steps}, allowed is an integer >= 1, or None for one update window")
+        return self._training.history.record(steps)
+
+    def timeline(self) -> Timeline | None:
+        """What was recorded; None where nothing was, or its steps are not over. Waits for the host and the device.
+
+        Raises:
+            HostEngineError: host work failed.
+        """
+        recorder = self._training.history.recorder
+        if recorder is None or not recorder.over:
+            return None
+        if self._training.open:
+            self._training.engine.drain()  # work that runs over the steps' end is part of them
+        return recorder.timeline()
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -257,6 +257,7 @@ class Training:
         if self._waits is not None:
             self._waits.remove()
         self.gradients.remove()
+        self.history.stop_recording()
         self._finalizer()
         self.engine.close()
 

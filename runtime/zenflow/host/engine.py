@@ -239,6 +239,9 @@ class HostEngine:
         span = self._device.pace(span, job.nbytes, job.inputs, job.submitted)
         if job.task is not None:
             self.last_span = span
+            observer = self._device.observer  # the training thread may take it away
+            if observer is not None:
+                observer.worked(job.name, span)
         job.finish(span)
 
     def _guarded(self, job: Job, do: Callable[[Job], None]) -> None:

@@ -1,0 +1,121 @@
+"""Fields of a profile that say what ran where."""
+
+from __future__ import annotations
+
+WINDOW = 4
+NO_DRIVER = "no NVIDIA driver answers (NVML Shared Library Not Found)"
+USES = ("state", "log", "staging", "peak")
+WORKLOAD = {
+    "model": "tiny",
+    "parameters": 869_504,
+    "trainable": 869_504,
+    "dtype": "bfloat16",
+    "micro_batch": 1,
+    "sequence": 64,
+    "text": "Python standard library",
+}
+HARDWARE = {
+    "cpu_model": "Example CPU 8-Core Processor",
+    "logical_cores": 16,
+    "usable_cores": 8,
+    "numa_nodes": 1,
+    "ram_bytes": 67_108_864_000,
+    "gpus": None,
+    "missing": {"gpus": NO_DRIVER},
+}
+GPU = {
+    "name": "NVIDIA A100-SXM4-80GB",
+    "compute_capability": "8.0",
+    "memory_bytes": 85_899_345_920,
+    "mig_profile": "off",
+    "pcie_gen": 4,
+    "pcie_width": 16,
+    "nvlink": True,
+}
+SOFTWARE = {
+    "os": "Linux 6.8.0 x86_64",
+    "python": "3.12.4",
+    "zftune": "0.1.0",
+    "torch": "2.13.0+cpu",
+    "transformers": "5.23.0",
+    "deepspeed": None,
+    "nvidia_driver": None,
+    "missing": {"deepspeed": "not installed", "nvidia_driver": NO_DRIVER},
+}
+RIG = {
+    "name": "llama2-7b-4xa100",
+    "source": "DeepSpeed ZenFlow blog, figure 3: one ZeRO-Offload step of Llama-2-7B on four A100",
+    "forward_ms": 28.0,
+    "backward_ms": 170.0,
+    "link_d2h_gbps": 0.0347,
+    "link_h2d_gbps": 0.0347,
+    "host_gbps": 0.0529,
+    "device_gbps": 0.811,
+    "scale": 0.1,
+    "segments": 1920,
+    "late_segments": 3,
+    "attempts": 2,
+    "slack": {"min_ms": -0.21, "p50_ms": 37.1, "fraction_used_p50": 0.24},
+}
+KNOBS = {
+    "topk_ratio": 0.05,
+    "select_strategy": "step",
+    "select_interval": 32,
+    "update_interval": WINDOW,
+    "full_warm_up_rounds": 0,
+    "overlap_step": True,
+    "auto_ratio": 0.99,
+    "pt_reserved_cores_perc": 0.5,
+    "offload_ratio": 1.0,
+    "max_grad_norm": None,
+    "deferred_update": "replay",
+    "apply_lag": None,
+    "pipeline": "bucket",
+    "skip_nonfinite": False,
+    "steps_per_epoch": None,
+    "bucket_bytes": 64_000_000,
+    "host_threads": None,
+    "max_update_interval": 16,
+    "staging_bytes": 1_073_741_824,
+    "stream": True,
+    "gradient_accumulation_steps": 1,
+    "ledger": False,
+    "auto": [],
+}
+SYSTEM = {
+    "cpu_percent": 143.0,
+    "machine_cpu_percent": 17.5,
+    "quota_cores": 8.0,
+    "throttled_fraction": 0.0,
+    "psi_cpu_percent": 0.4,
+    "psi_memory_percent": 0.0,
+    "psi_io_percent": 0.1,
+    "affinity_cores": 8.0,
+    "numa_nodes_used": 1.0,
+    "memory_used_bytes": 9.1e9,
+    "rss_bytes": 1.3e9,
+    "threads": 14.0,
+    "samples": 42,
+}
+NVML = {
+    "devices": 2,
+    "utilisation_percent": 55.2,
+    "sm_utilisation_percent": 49.8,
+    "sm_occupancy_percent": None,
+    "dram_percent": None,
+    "pcie_rx_gbps": 9.0,
+    "pcie_tx_gbps": 5.1,
+    "sm_clock_mhz": 1410.0,
+    "sm_clock_max_mhz": 1410.0,
+    "power_w": 262.0,
+    "energy_j": 11_200.0,
+    "memory_used_bytes": 61.2e9,
+    "memory_total_bytes": 85.9e9,
+    "pcie_gen": 4,
+    "pcie_width": 16,
+    "temperature_c": 58.0,
+    "throttle_reasons": ["power cap"],
+    "other_processes": 0,
+    "samples": 107,
+    "mig": False,
+}

@@ -1,0 +1,205 @@
+"""A profile as one HTML file that needs nothing else: plotly.js, figures and numbers are all in it.
+
+A content security policy keeps the page from asking any server for anything. The whole document is embedded under
+the id "profile", and the figures under "figures", both as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from plotly.offline import get_plotlyjs
+
+from zftune.json_output import write_text
+from zftune.profile.units import amount, ms, number
+from zftune.report import tables
+from zftune.report.chart import Chart, reason
+from zftune.report.lanes import timeline_chart
+from zftune.report.roofs import roofs_chart
+from zftune.report.run import run_chart
+from zftune.report.values import Document
+
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+def write_html(document: Document, path: str | Path) -> None:
+    """Write the report of a profile.
+
+    Args:
+        document: a valid profile document.
+        path: the file, which is replaced at once.
+
+    Raises:
+        ZftuneError: the file cannot be written.
+    """
+    write_text(html(document), path, option="--html")
+
+
+def html(document: Document) -> str:
+    """The report of a valid profile document."""
+    body, figures = contents(document)
+    return _PAGE.format(
+        policy=_POLICY,
+        title=escape(f"zftune profile: {_subject(document)}"),
+        style=_asset("style.css"),
+        body=body,
+        profile=_json(document),
+        figures=_json(figures),
+        plotly=get_plotlyjs(),
+        script=_asset("page.js"),
+    )
+
+
+def contents(document: Document) -> tuple[str, dict[str, Any]]:
+    """What the page says, as HTML, and its figures by the ids of their places, as plotly.js takes them."""
+    charts = {"timeline": timeline_chart(document), "run": run_chart(document), "roofs": roofs_chart(document)}
+    figures = {name: chart.figure.to_plotly_json() for name, chart in charts.items() if chart is not None}
+    sections = (_head(document), *_charts(document, charts), *_tables(document), _foot(document))
+    return "\n".join(sections), figures
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<noscript>The charts need JavaScript; every figure is in the tables below.</noscript>
+<main>
+{body}
+</main>
+<script type="application/json" id="profile">{profile}</script>
+<script type="application/json" id="figures">{figures}</script>
+<script>{plotly}</script>
+<script>
+{script}</script>
+</body>
+</html>
+"""
+
+
+def _json(value: Any) -> str:
+    """JSON that no HTML parser takes for markup."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _asset(name: str) -> str:
+    return resources.files("zftune.report.page").joinpath(name).read_text(encoding="utf-8")
+
+
+# --- sections ---------------------------------------------------------------------------------------------------------
+
+
+def _head(document: Document) -> str:
+    verdict = document["verdict"] or ["No verdict: the figures follow."]
+    sentences = "\n".join(f'<p class="verdict">{escape(sentence)}</p>' for sentence in verdict)
+    subject, place = escape(_subject(document)), escape(_place(document))
+    named = f'<h1>zftune profile · {subject}</h1>\n<p class="place">{place}</p>'
+    return f"<header>\n{named}\n{sentences}\n{_rig(document)}{tables.tiles(document)}\n</header>"
+
+
+def _foot(document: Document) -> str:
+    version, schema = escape(document["software"]["zftune"]), escape(document["schema"])
+    return f"<footer>Written by zftune {version} from a {schema} document, which this page holds as JSON.</footer>"
+
+
+def _subject(document: Document) -> str:
+    workload, command = document["workload"], document["command"]
+    parts = [command["script"] or "a command"] if command is not None else []
+    parts += [workload["model"]] if workload["model"] is not None else []
+    if workload["parameters"] is not None:
+        parts.append(f"{amount(workload['parameters'])} parameters")
+    parts += [workload["dtype"]] if workload["dtype"] is not None else []
+    if workload["micro_batch"] is not None and workload["sequence"] is not None:
+        parts.append(f"{workload['micro_batch']} × {workload['sequence']} tokens")
+    return ", ".join(parts)
+
+
+def _place(document: Document) -> str:
+    machine, steps, command = document["hardware"], document["steps"], document["command"]
+    parts = [document["device"]]
+    parts += [machine["cpu_model"]] if machine["cpu_model"] is not None else []
+    parts += [f"{number(machine['usable_cores'])} cores"] if machine["usable_cores"] is not None else []
+    parts += [*command["systems"], _count(command["ranks"], "rank")] if command is not None else []
+    parts.append(f"{_count(steps['measured'], 'step')}, {steps['discarded']} more discarded")
+    return " · ".join(parts)
+
+
+def _count(count: int, name: str) -> str:
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"
+
+
+def _rig(document: Document) -> str:
+    rig = document["rig"]
+    if rig is None:
+        return ""
+    text = f"Emulated: times come from the rig {rig['name']}, not from a GPU. {rig['source']}"
+    return f'<p class="rig">{escape(text)}</p>\n'
+
+
+def _charts(document: Document, charts: dict[str, Chart | None]) -> Iterable[str]:
+    timeline = document["timeline"]
+    yield _section(
+        "timeline",
+        "One update window" if document["knobs"] is not None else "A few steps",
+        None if timeline is None else _timeline_lead(document),
+        charts["timeline"],
+        f"There is no timeline: {reason(document, 'timeline')}.",
+    )
+    lead = "What each measured step was spent on, and what was sampled meanwhile"
+    lead += "; the steps of the timeline above lie on the blue band." if timeline is not None else "."
+    yield _section("run", "Every measured step", lead, charts["run"], "")
+    yield _section(
+        "roofs",
+        "The least possible step",
+        "Each resource's own time for a step, at its measured rate or the rig's. The highest roof at this run's "
+        "setting is the least possible step; what lies between it and the measured step is waiting that better "
+        "overlap can win. The deferred share is offload_ratio × (1 − topk_ratio).",
+        charts["roofs"],
+        f"There are no roofs: {reason(document, 'roofs')}.",
+    )
+
+
+def _timeline_lead(document: Document) -> str:
+    timeline = document["timeline"]
+    first, last = timeline["first_step"], timeline["first_step"] + timeline["steps"] - 1
+    steps = f"Step {first}" if first == last else f"Steps {first} to {last}"
+    return f"{steps}, {ms(timeline['length_ms'])} in all, by resource. Drag to zoom, double-click to see all again."
+
+
+def _section(name: str, title: str, lead: str | None, chart: Chart | None, empty: str) -> str:
+    parts = [f'<section aria-labelledby="about-{name}">', f'<h2 id="about-{name}">{escape(title)}</h2>']
+    if chart is None:
+        parts.append(f'<p class="empty">{escape(empty)}</p>')
+    else:
+        if lead is not None:
+            parts.append(f'<p class="lead">{escape(lead)}</p>')
+        swatches = (f'<li><i style="background:{fill}"></i>{escape(kind)}</li>' for kind, fill in chart.legend.items())
+        parts.append(f'<ul class="legend">{"".join(swatches)}</ul>')
+        shape = f'role="img" aria-labelledby="about-{name}" style="height:{chart.figure.layout.height}px"'
+        parts.append(f'<div class="plot" id="{name}" {shape}></div>')
+        parts += [f'<p class="note">{escape(note)}</p>' for note in chart.notes]
+    return "\n".join([*parts, "</section>"])
+
+
+def _tables(document: Document) -> Iterable[str]:
+    for title, content, is_open in (
+        ("Figures and their sources", tables.figures_table(document), True),
+        ("What is missing, and why", tables.missing_table(document), True),
+        ("Ranks", tables.ranks_table(document), True),
+        ("Knobs", tables.knobs_table(document), False),
+        ("Workload, machine and versions", tables.machine_table(document), False),
+    ):
+        yield f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>\n{content}</details>"

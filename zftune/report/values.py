@@ -1,0 +1,107 @@
+"""Figures of a document as rows: dotted name, value with its unit, source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from zftune.profile.units import ms, number, percent, size
+
+Document = Mapping[str, Any]
+FIGURES = (
+    "step_ms",
+    "throughput",
+    "phases_ms",
+    "stall",
+    "hidden_ms_per_step",
+    "waits_ms",
+    "link",
+    "host",
+    "memory",
+    "selection",
+    "staleness",
+    "practicality",
+    "roofs",
+    "baselines",
+    "nvml",
+    "system",
+    "overhead_fraction",
+)
+
+
+def rate(gbps: float) -> str:
+    """A rate in 10^9 bytes a second, in the unit that suits it."""
+    return f"{size(1e9 * gbps)}/s"
+
+
+_SHARES = ("fraction", "coverage", "churn", "practicality", "throttled_fraction", "overhead_fraction")
+_IN_MS = ("step_ms", "phases_ms", "waits_ms", "by_cause", "stall_ms")
+_ENDINGS: tuple[tuple[str, Callable[[float], str]], ...] = (
+    ("_ms", ms),
+    ("ms_per_step", ms),
+    ("over_model_bytes", lambda value: f"{number(value)} × the model"),
+    ("_bytes", size),
+    ("bytes_per_element", lambda value: f"{number(value)} bytes"),
+    ("bytes_per_step", size),
+    ("steps_per_s", lambda value: f"{number(value)} steps/s"),
+    ("tokens_per_s", lambda value: f"{number(value)} tokens/s"),
+    ("gbps", rate),
+    ("_percent", lambda value: f"{number(value)}%"),
+    ("_mhz", lambda value: f"{number(value)} MHz"),
+    ("_w", lambda value: f"{number(value)} W"),
+    ("_j", lambda value: f"{number(value)} J"),
+    ("_c", lambda value: f"{number(value)} °C"),
+)
+
+
+def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every value that holds no others, with its dotted name; knobs are not figures."""
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            if key != "knobs":
+                yield from leaves(child, f"{path}.{key}")
+    else:
+        yield path, value
+
+
+def figures(document: Document) -> Iterator[tuple[str, Any]]:
+    """All figures that are known, by dotted name."""
+    for field in FIGURES:
+        yield from ((name, value) for name, value in leaves(document[field], field) if value is not None)
+
+
+def shown(name: str, value: Any) -> str:
+    """A value with the unit that its name says."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "–"}[value]
+    if isinstance(value, (list, tuple)):
+        return ", ".join(str(item) for item in value) or "none"
+    if not isinstance(value, (int, float)):
+        return str(value)
+    parts = name.split(".")
+    if parts[-1] in _SHARES:
+        return percent(value)
+    if any(part in _IN_MS for part in parts[:-1]):
+        return ms(value)
+    return next((unit(value) for ending, unit in _ENDINGS if parts[-1].endswith(ending)), number(value))
+
+
+def source_of(document: Document, name: str) -> str:
+    """Where a figure comes from: the entry of the longest name that it lies in."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        found = document["sources"].get(".".join(parts[:length]))
+        if found is not None:
+            return str(found)
+    return ""
+
+
+def samples(document: Document, source: str) -> list[Mapping[str, Any]]:
+    """The rows of a series, none where it was not recorded."""
+    return document["series"][source] or []
+
+
+def device_of(row: Mapping[str, Any]) -> int | None:
+    """The GPU that a row of samples is about; None for one about the host."""
+    device = row.get("device")
+    return None if device is None else int(device)
