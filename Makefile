@@ -59,7 +59,7 @@ soak: setup  ## OPERATIONS (10000) random operations, then the property tests wi
 sanitize: sanitize-address sanitize-thread  ## the native module's tests under ASan with UBSan, then under TSan
 
 # Native code driven from Python; runs of whole models would only be slow.
-SANITIZED_TESTS := $(addprefix tests/zenflow/,test_bandwidth.py test_native.py test_engine_faults.py)
+SANITIZED_TESTS := $(addprefix tests/zenflow/,test_bandwidth.py test_native.py test_native_kernels.py test_engine_faults.py)
 
 sanitize-address: RUNTIME = libasan.so
 sanitize-thread: RUNTIME = libtsan.so
