@@ -25,7 +25,7 @@ WITHOUT_A_FLAG = {
 def profile_options() -> dict[str, str]:
     """Flags of `zftune profile` by parameter name."""
     command = typer.main.get_command(app).commands["profile"]  # type: ignore[attr-defined]
-    return {option.name: option.opts[0] for option in command.params}
+    return {option.name: option.opts[0] for option in command.params if option.param_type_name == "option"}
 
 
 def test_every_knob_has_a_flag_of_its_own_name_or_a_reason_for_none() -> None:

@@ -244,7 +244,7 @@ def test_the_installed_command_ends_likewise(zftune: Run, folder: Path, argument
         ("profile --steps many", ["--steps", "integer"]),
         ("profile --topk-ratio much", ["--topk-ratio", "number"]),
         ("profile --seed", ["--seed", "requires an argument"]),
-        ("profile surplus", ["unexpected extra argument", "surplus"]),
+        ("profile surplus", ["command 'surplus'", "No such file"]),
         ("nonesuch", ["No such command", "nonesuch"]),
     ],
 )

@@ -49,7 +49,10 @@ def _sources(document: Document, fields: tuple[str, ...]) -> str:
 
 
 def _lines(document: Document) -> Iterator[Figure]:
-    yield Figure("knobs", _knobs(document["knobs"]), ())
+    if document["command"] is not None and document["command"]["systems"]:
+        yield Figure("system", "; ".join(document["command"]["systems"]), ())
+    if document["knobs"] is not None:
+        yield Figure("knobs", _knobs(document["knobs"]), ())
     yield Figure("speed", _speed(document), ("throughput",))
     for name, show, fields in _GROUPS:
         value = " · ".join(part for part in show(document) if part)
@@ -70,10 +73,10 @@ def _knobs(knobs: Mapping[str, Any]) -> str:
 
 def _speed(document: Document) -> str:
     rate, steps = document["throughput"], document["steps"]
-    return (
-        f"{number(rate['steps_per_s'])} steps/s · {number(rate['tokens_per_s'])} tokens/s · "
-        f"{steps['measured']} steps, {steps['discarded']} more discarded"
-    )
+    tokens = rate["tokens_per_s"]
+    parts = [f"{number(rate['steps_per_s'])} steps/s", "" if tokens is None else f"{number(tokens)} tokens/s"]
+    parts.append(f"{steps['measured']} steps, {steps['discarded']} more discarded")
+    return " · ".join(part for part in parts if part)
 
 
 def _phases(document: Document) -> list[str]:
@@ -82,9 +85,21 @@ def _phases(document: Document) -> list[str]:
     return [", ".join(parts) + " ms"] if parts else []
 
 
-def _hidden(document: Document) -> list[str]:
+def _waits(document: Document) -> list[str]:
+    waits = {cause: value for cause, value in (document["waits_ms"] or {}).items() if value >= 0.005}
+    text = ", ".join(f"{cause} {number(value)}" for cause, value in waits.items())
     hidden = document["hidden_ms_per_step"]
-    return [f"{ms(hidden)} of a step's waits run beside compute"] if hidden is not None else []
+    parts = [f"{text} ms in the training thread"] if waits else []
+    return parts if hidden is None else [*parts, f"{ms(hidden)} of them run beside compute"]
+
+
+def _roofs(document: Document) -> list[str]:
+    roofs = document["roofs"]
+    if roofs is None:
+        return []
+    names = ("compute", "d2h", "h2d", "host")
+    parts = [f"{name} {number(roofs[f'{name}_ms'])}" for name in names if roofs[f"{name}_ms"] is not None]
+    return [f"{ms(roofs['least_step_ms'])} at the least: {', '.join(parts)}"]
 
 
 def _link(document: Document) -> list[str]:
@@ -140,9 +155,43 @@ def _memory(document: Document) -> list[str]:
 
 def _nvml(document: Document) -> list[str]:
     nvml = document["nvml"] or {}
-    units = {"utilisation_percent": "% busy", "power_w": " W", "sm_clock_mhz": " MHz", "pcie_tx_gbps": " GB/s D2H"}
-    parts = [f"{number(nvml[key])}{unit}" for key, unit in units.items() if key in nvml]
-    return [*parts, *nvml.get("throttle_reasons", [])]
+    units = {
+        "utilisation_percent": "% busy",
+        "sm_utilisation_percent": "% of the SMs",
+        "pcie_rx_gbps": " GB/s H2D",
+        "pcie_tx_gbps": " GB/s D2H",
+        "sm_clock_mhz": " MHz",
+        "power_w": " W",
+        "energy_j": " J",
+        "temperature_c": " °C",
+    }
+    parts = [f"{number(nvml[key])}{unit}" for key, unit in units.items() if nvml.get(key) is not None]
+    used, total = nvml.get("memory_used_bytes"), nvml.get("memory_total_bytes")
+    if used is not None:
+        parts.append(f"{size(used)}{'' if total is None else f' of {size(total)}'} in use")
+    gen, width = nvml.get("pcie_gen"), nvml.get("pcie_width")
+    if gen is not None and width is not None:
+        parts.append(f"PCIe {gen:.0f} x{width:.0f}")
+    return [*parts, *(nvml.get("throttle_reasons") or ())]
+
+
+def _host_load(document: Document) -> list[str]:
+    system = document["system"] or {}
+    parts = []
+    if system.get("cpu_percent") is not None:
+        most = system.get("affinity_cores")
+        parts.append(f"{number(system['cpu_percent'] / 100)}{'' if most is None else f' of {number(most)}'} cores")
+    if system.get("machine_cpu_percent") is not None:
+        parts.append(f"machine {percent(system['machine_cpu_percent'] / 100)} busy")
+    if system.get("rss_bytes") is not None:
+        parts.append(f"{size(system['rss_bytes'])} resident")
+    pressed = {name: system.get(f"psi_{name}_percent") for name in ("cpu", "memory", "io")}
+    waits = [f"{name} {percent(value / 100)}" for name, value in pressed.items() if value is not None and value >= 1]
+    if waits:
+        parts.append(f"pressure: {', '.join(waits)}")
+    if system.get("throttled_fraction"):
+        parts.append(f"throttled {percent(system['throttled_fraction'])}")
+    return parts
 
 
 def _overhead(document: Document) -> list[str]:
@@ -152,12 +201,14 @@ def _overhead(document: Document) -> list[str]:
 
 _GROUPS = (
     ("phases", _phases, ("phases_ms",)),
-    ("hidden", _hidden, ("hidden_ms_per_step",)),
+    ("waits", _waits, ("waits_ms", "hidden_ms_per_step")),
     ("link a step", _link, ("link",)),
     ("host update", _host, ("host",)),
     ("selection", _selection, ("selection",)),
     ("staleness", _staleness, ("staleness",)),
     ("memory", _memory, ("memory",)),
+    ("roofs", _roofs, ("roofs",)),
     ("NVML", _nvml, ("nvml",)),
+    ("processes", _host_load, ("system",)),
     ("overhead", _overhead, ("overhead_fraction",)),
 )

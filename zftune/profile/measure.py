@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,6 +16,7 @@ from zenflow import Device, EmulatedAccelerator, RigSpec, StepStats, ZenFlowAdam
 from zenflow.device import device_for
 from zenflow.emulator import Slack
 from zenflow.rig import Rig
+from zenflow.timeline import TimelineRecorder
 from zftune.errors import BadInputError, ProfileError
 from zftune.workload import Batch, TextCorpus, Workload, batches, build_model
 
@@ -21,6 +24,7 @@ MAX_LATE_SHARE = 0.01
 """Share of segments (or of host time) that may be late before a run on a rig is refused."""
 _ATTEMPTS = 3
 _LEARNING_RATE = 1e-4
+_PHASES = ("data", "forward", "backward", "optimizer")
 
 OnStep = Callable[[int, int], None]
 """Told after each step: steps done and steps in all."""
@@ -70,12 +74,16 @@ class Measurement:
     stats: list[StepStats]
     """Of the measured steps, in order."""
     discarded: int
-    phases_ms: dict[str, float]
-    """Mean per step."""
+    phases_ms: list[dict[str, float]]
+    """Of each measured step: from the end of the one before, on the device's timeline."""
+    timeline: dict[str, Any] | None
+    """One update window; None where no whole one was measured."""
+    span_ns: tuple[int, int]
+    """Begin and end of the measured steps (CLOCK_MONOTONIC)."""
     host_bytes: dict[str, int]
+    """Peak host memory by use."""
     host_engine: str
     host_threads: int
-    """Peak host memory by use."""
     device_peak_bytes: int | None
     slack: Slack | None
     """None without a rig."""
@@ -151,20 +159,44 @@ def _measure_once(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep
         discarded, measured = step_counts(optimizer.config, steps)
         loop = _Loop(workload, feed, device, optimizer)
         with _steady(rig is not None):
-            for step in range(discarded + measured):
-                if step == discarded:
-                    device.reset_peaks()
-                loop.step()
-                on_step(step + 1, discarded + measured)
-                if step >= discarded and _hopeless(device, (step + 1 - discarded) / measured):
-                    break  # refused whatever comes: do not let a person wait for it
+            begin_ns = _train(loop, device, discarded, measured, on_step)
             stats = [step for step in optimizer.history(wait=True) if step.step > discarded]
             peak_bytes = device.peak_bytes()
             slack = device.slack if isinstance(device, EmulatedAccelerator) else None
             phases_ms = loop.phases_ms(discarded)
+            span_ns = (begin_ns, time.monotonic_ns())
+            timeline = optimizer.timeline()
         optimizer.close()  # what is pending comes back to the pools, which then are at their largest
         host_bytes, engine = optimizer.host_bytes(), optimizer.host_engine
-    return Measurement(optimizer.config, stats, discarded, phases_ms, host_bytes, *engine, peak_bytes, slack, attempt)
+    return Measurement(
+        optimizer.config,
+        stats,
+        discarded,
+        phases_ms,
+        None if timeline is None else timeline.document(),
+        span_ns,
+        host_bytes,
+        *engine,
+        peak_bytes,
+        slack,
+        attempt,
+    )
+
+
+def _train(loop: _Loop, device: Device, discarded: int, measured: int, on_step: OnStep) -> int:
+    """Take all steps; when the measured ones began (CLOCK_MONOTONIC, in nanoseconds)."""
+    begin_ns = 0
+    for step in range(discarded + measured):
+        if step == discarded - 1:
+            loop.record_window()  # from its end on, where a window closes
+        if step == discarded:
+            device.reset_peaks()
+            begin_ns = time.monotonic_ns()
+        loop.step()
+        on_step(step + 1, discarded + measured)
+        if step >= discarded and _hopeless(device, (step + 1 - discarded) / measured):
+            break  # refused whatever comes: do not let a person wait for it
+    return begin_ns
 
 
 class _Loop:
@@ -182,33 +214,44 @@ class _Loop:
         self._device = device
         self._optimizer = optimizer
         self._marks: list[tuple[object, object, object, object]] = []
-        self._data_s: list[float] = []
+        self._recorder: TimelineRecorder | None = None
+
+    def record_window(self) -> None:
+        """Record the timeline of the update window that begins next."""
+        self._recorder = self._optimizer.record_timeline()
 
     def step(self) -> None:
         """One training step."""
-        began = time.perf_counter()
+        began_s = time.monotonic()
         batch = Batch(*(self._device.send(tensor) for tensor in next(self._feed)))
-        self._data_s.append(time.perf_counter() - began)
+        loaded_s = time.monotonic()
         begin = self._device.mark()
         loss = self._workload.loss(batch)
         forward = self._device.mark()
         loss.backward()
         self._device.begin_step()
         backward = self._device.mark()
+        recorder = self._recorder
+        if recorder is not None:  # before the step's end, which may be the recording's
+            recorder.wall("data", "batch", began_s, loaded_s)
+            recorder.compute("forward", begin, forward)
+            recorder.compute("backward", forward, backward)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._marks.append((begin, forward, backward, self._device.mark()))
+        end = self._device.mark()
+        if recorder is not None:
+            recorder.compute("optimizer", backward, end)
+        self._marks.append((begin, forward, backward, end))
 
-    def phases_ms(self, discarded: int) -> dict[str, float]:
-        """Mean milliseconds of each phase over the measured steps; after the device has reached their marks."""
-        device, marks = self._device, self._marks[discarded:]
+    def phases_ms(self, discarded: int) -> list[dict[str, float]]:
+        """Milliseconds of each phase of the measured steps; after the device has reached their marks."""
+        device, marks = self._device, self._marks[discarded - 1 :]
         device.wait_for(marks[-1][-1])
-        means = {
-            name: 1e3 * sum(device.elapsed_s(mark[i], mark[i + 1]) for mark in marks) / len(marks)
-            for i, name in enumerate(("forward", "backward", "optimizer"))
-        }
-        data_s = self._data_s[discarded:]
-        return {**means, "data": 1e3 * sum(data_s) / len(data_s)}
+        steps = []
+        for (*_, last_end), step in itertools.pairwise(marks):
+            points = (last_end, *step)
+            steps.append({name: 1e3 * device.elapsed_s(*points[i : i + 2]) for i, name in enumerate(_PHASES)})
+        return steps
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from zenflow.device import default_torch_device, device_name
 from zftune.errors import BadInputError, ProfileError
 from zftune.profile.document import BASELINES, build_document
 from zftune.profile.measure import Measurement, OnStep, Task, measure
+from zftune.profile.sampling import Sampling
 from zftune.rig_files import DEFAULT_RIG, load_rig
 from zftune.workload import load_text
 
@@ -54,15 +56,16 @@ def profile(options: ProfileOptions, on_system: OnSystem) -> dict[str, Any]:
     task, name_of_device = _task(options)
     systems = {OWN: options.config} | (_baseline_configs(options.config) if options.baselines else {})
     runs: dict[ZenFlowConfig, Measurement | None] = {}
-    for name, config in systems.items():
-        if config not in runs:
-            steps = options.steps if name == OWN else min(options.steps, SYNCHRONOUS_STEPS)
-            runs[config] = _measure_if_it_fits(task, config, steps, on_system(name))
+    with Sampling(lambda: [os.getpid()]) as sampling:
+        for name, config in systems.items():
+            if config not in runs:
+                steps = options.steps if name == OWN else min(options.steps, SYNCHRONOUS_STEPS)
+                runs[config] = _measure_if_it_fits(task, config, steps, on_system(name))
     own = runs[options.config]
     if own is None:
         raise ProfileError("the run does not fit into the GPU's memory; use a smaller --micro-batch or --sequence")
     baselines = {name: runs[systems[name]] for name in BASELINES} if options.baselines else None
-    return build_document(task, own, baselines, device_name=name_of_device)
+    return build_document(task, own, baselines, device_name=name_of_device, sampling=sampling)
 
 
 def _measure_if_it_fits(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep) -> Measurement | None:

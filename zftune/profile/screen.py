@@ -5,7 +5,7 @@ Fits 100 columns, and narrower terminals with fewer of the table's columns. Noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from zftune.profile.bars import Bar, Kind, StackedBar
 from zftune.profile.figures import figures
+from zftune.profile.ranks import PHASE_KINDS, phases_bar, rank_bars, ranks_table
 from zftune.profile.systems import System, systems
 from zftune.profile.units import amount, ms, number, percent, size, times
 
@@ -24,6 +25,8 @@ Document = Mapping[str, Any]
 
 _WIDE = 96
 _MAX_WIDTH = 110
+MIN_WIDTH = 40
+"""Below it the screen is no use: lines are better left to wrap."""
 _COMPUTE = Kind("compute", "█", "#", "green")
 # Fills and letters tell the causes apart where there is no colour.
 _CAUSES = {
@@ -43,6 +46,8 @@ _MEANINGS = {
     "comm": "communication",
     "data": "next batch",
 }
+_KINDS = tuple(dict.fromkeys((_COMPUTE, *_CAUSES.values(), *PHASE_KINDS.values())))
+_RAW = ("per_step.", "series.")  # no figures of this screen
 _VISIBLE = 0.004  # share of the longest bar: what is shorter is not in the legend
 
 
@@ -61,15 +66,23 @@ class _Screen:
         parts = (
             _verdict(self._document, width),
             _heading("where a step's time goes, on one scale"),
-            _bars(rows),
-            _heading(f"the systems beside each other{_table_sources(self._document)}"),
-            _table(rows, wide=width >= _WIDE),
+            _bars(rows, self._document),
+            *self._beside(rows, wide=width >= _WIDE),
             _heading("this run in figures"),
             figures(self._document, wide=width >= _WIDE),
             Text(),
             _notes(self._document),
         )
         yield from console.render(Group(*parts), options.update_width(width))
+
+    def _beside(self, rows: list[System], *, wide: bool) -> Iterator[RenderableType]:
+        sources = _table_sources(self._document)
+        if self._document["knobs"] is not None:
+            yield _heading(f"the systems beside each other{sources}")
+            yield _table(rows, wide=wide)
+        else:
+            yield _heading(f"{'the ranks' if len(self._document['ranks']) > 1 else 'its steps'}{sources}")
+            yield ranks_table(self._document["ranks"], wide=wide)
 
 
 def _table_sources(document: Document) -> str:
@@ -85,12 +98,7 @@ def _heading(text: str) -> RenderableType:
 
 
 def _verdict(document: Document, width: int) -> RenderableType:
-    workload = document["workload"]
-    title = Text.assemble(
-        ("zftune profile", "bold"),
-        f" · {workload['model']}, {amount(workload['parameters'])} parameters, {workload['dtype']}",
-        f" · {workload['micro_batch']} × {workload['sequence']} tokens",
-    )
+    title = Text.assemble(("zftune profile", "bold"), *(f" · {part}" for part in _subject(document)))
     sentences = [Text(sentence) for sentence in document["verdict"]] or [Text("No verdict.", style="dim")]
     sentences[0].stylize("bold")
     return Panel(
@@ -103,6 +111,21 @@ def _verdict(document: Document, width: int) -> RenderableType:
         box=box.ROUNDED,
         padding=(0, 1),
     )
+
+
+def _subject(document: Document) -> Iterator[str]:
+    """What was trained, as far as it is known."""
+    workload, command = document["workload"], document["command"]
+    if command is not None and command["script"] is not None:
+        yield command["script"]
+    parameters = workload["parameters"]
+    model = (workload["model"], None if parameters is None else f"{amount(parameters)} parameters", workload["dtype"])
+    if any(part is not None for part in model):
+        yield ", ".join(part for part in model if part is not None)
+    if workload["micro_batch"] is not None and workload["sequence"] is not None:
+        yield f"{workload['micro_batch']} × {workload['sequence']} tokens"
+    if command is not None and command["ranks"] > 1:
+        yield f"{command['ranks']} ranks"
 
 
 def _place(document: Document, width: int) -> str:
@@ -124,37 +147,41 @@ def _verdict_color(document: Document) -> str:
     return "green" if stall["fraction"] < 0.05 else "yellow" if stall["fraction"] < 0.25 else "red"
 
 
-def _bars(rows: list[System]) -> RenderableType:
-    """A bar for each system, all on one time scale, and what the fills mean."""
+def _bars(rows: list[System], document: Document) -> RenderableType:
+    """A bar for each system, all on one time scale, and what the fills mean; phases where stalls are not known."""
+    bars = [(row.name, row.style, _bar(row)) for row in rows]
+    if document["knobs"] is None:
+        stalled = [("waiting", "", bars[0][2])] if rows[0].by_cause is not None else []
+        bars = [*rank_bars(document["ranks"]), *stalled]
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)
     grid.add_column(justify="right", no_wrap=True)
-    scale = max(row.mean_ms for row in rows)
-    for row in rows:
-        bar = StackedBar(_bar(row), scale)
-        grid.add_row(Text(row.name, style=row.style), bar, Text(f"{number(row.mean_ms)} ms", style=row.style))
-    seen = {kind.name for row in rows for kind, length in _bar(row).parts if length > _VISIBLE * scale}
-    grid.add_row("", _Legend(seen), "")
+    scale = max(bar.total for _, _, bar in bars)
+    for name, style, bar in bars:
+        grid.add_row(Text(name, style=style), StackedBar(bar, scale), Text(f"{number(bar.total)} ms", style=style))
+    seen = {kind: None for _, _, bar in bars for kind, length in bar.parts if length > _VISIBLE * scale}
+    grid.add_row("", _Legend([kind for kind in _KINDS if kind in seen]), "")
     return grid
 
 
 def _bar(row: System) -> Bar:
+    if row.by_cause is None and row.phases is not None:
+        return phases_bar(row.phases)
     waits = row.by_cause or {}
     compute = max(0.0, row.mean_ms - sum(waits.values()))
     return Bar([(_COMPUTE, compute), *((_CAUSES[cause], waits[cause]) for cause in _CAUSES if cause in waits)])
 
 
 class _Legend:
-    def __init__(self, seen: set[str]) -> None:
-        self._seen = seen
+    def __init__(self, kinds: Sequence[Kind]) -> None:
+        self._kinds = kinds
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         parts = []
-        for kind in (_COMPUTE, *_CAUSES.values()):
-            if kind.name in self._seen:
-                fill = kind.ascii_fill if options.ascii_only else kind.fill
-                parts.append(Text.assemble((fill * 2, kind.style), (f" {_MEANINGS[kind.name]}", "dim")))
+        for kind in self._kinds:
+            fill = kind.ascii_fill if options.ascii_only else kind.fill
+            parts.append(Text.assemble((fill * 2, kind.style), (f" {_MEANINGS.get(kind.name, kind.name)}", "dim")))
         yield Text("   ").join(parts)
 
 
@@ -205,8 +232,12 @@ def _note_lines(document: Document) -> Iterator[Text]:
         yield Text.assemble(
             (f"Emulated: times come from the rig {rig['name']}, not from a GPU:", "bold yellow"), f" {_rig(rig)}"
         )
+    by_reason: dict[str, list[str]] = {}
     for name, reason in document["missing"].items():
-        yield Text(f"missing  {name}: {reason}", style="dim")
+        if not name.startswith(_RAW):
+            by_reason.setdefault(reason, []).append(name)
+    for reason, names in by_reason.items():
+        yield Text(f"missing  {', '.join(names)}: {reason}", style="dim")
 
 
 def _rig(rig: Mapping[str, Any]) -> str:

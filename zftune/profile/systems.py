@@ -27,6 +27,7 @@ class System:
     stall_fraction: float | None
     stall_ms: float | None
     by_cause: Mapping[str, float] | None
+    phases: Mapping[str, float | None] | None
     against_zero_offload: float | None
     """Speed relative to ZeRO-Offload in DeepSpeed's order."""
     practicality: float | None
@@ -36,7 +37,8 @@ class System:
 def systems(document: Document) -> list[System]:
     """This run first, then every baseline that there is."""
     baselines = {name: run for name, run in (document["baselines"] or {}).items() if run is not None}
-    rows = [_system(document, f"this run: {label(document['knobs'])}", "bold", baselines)]
+    name = "this run" if document["knobs"] is None else f"this run: {label(document['knobs'])}"
+    rows = [_system(document, name, "bold", baselines)]
     rows += [_system(baselines[key], name, "", baselines) for key, name in _BASELINES.items() if key in baselines]
     return rows
 
@@ -65,6 +67,7 @@ def _system(run: Mapping[str, Any], name: str, style: str, baselines: Mapping[st
         stall_fraction=None if stall is None else stall["fraction"],
         stall_ms=None if stall is None else stall["ms_per_step"],
         by_cause=None if stall is None else stall["by_cause"],
+        phases=run.get("phases_ms"),
         against_zero_offload=_speed(baselines.get("zero_offload"), step["mean"]),
         practicality=_speed(baselines.get("no_offload"), step["mean"]),
     )

@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from zftune.profile.observations import observations
+from zftune.profile.plain_verdict import plain_verdict
 from zftune.profile.units import ms, number, percent, size, times
 
 Document = Mapping[str, Any]
@@ -38,6 +40,7 @@ _WORK = {
     "backward": "the backward pass",
     "optimizer": "the optimizer's own work on the device",
     "data": "loading data",
+    "other": "work outside of it",
 }
 
 
@@ -50,15 +53,17 @@ def verdict(document: Document) -> list[str]:
     Returns:
         Sentences, the most important first.
     """
+    if document["knobs"] is None:
+        return [*plain_verdict(document), *observations(document)]
     against = _do_not_offload(document)
     sentences = [against, *_bottleneck(document, advise=against is None), _comparison(document)]
-    return [sentence for sentence in sentences if sentence is not None]
+    return [*(sentence for sentence in sentences if sentence is not None), *observations(document)]
 
 
 def _do_not_offload(document: Document) -> str | None:
-    if document["knobs"]["offload_ratio"] == 0:
-        return None
     trainable, parameters = document["workload"]["trainable"], document["workload"]["parameters"]
+    if document["knobs"]["offload_ratio"] == 0 or trainable is None or parameters is None:
+        return None
     state = _STATE_BYTES * trainable
     if trainable < _FEW_TRAINABLE * parameters:
         return (

@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 
-EXAMPLE = Path(__file__).parent / "data" / "example.json"
+DATA = Path(__file__).parent / "data"
+EXAMPLE = DATA / "example.json"
 
 
 @pytest.fixture
 def document() -> dict[str, Any]:
     """A profile of ZenFlow on a rig, with all baselines; every test gets its own."""
     return copy.deepcopy(json.loads(EXAMPLE.read_text()))
+
+
+@pytest.fixture
+def of_a_command() -> dict[str, Any]:
+    """A profile of a user's command, two ranks on plain CPU."""
+    return copy.deepcopy(json.loads((DATA / "command.json").read_text()))

@@ -8,7 +8,7 @@ import pytest
 
 from zenflow.config import ZenFlowConfig
 from zftune.errors import ProfileError
-from zftune.profile.schema import CAUSES, schema, validate
+from zftune.profile.schema import CAUSES, PHASES, schema, validate
 from zftune.telemetry import hardware, software
 
 Document = dict[str, Any]
@@ -16,9 +16,9 @@ Document = dict[str, Any]
 
 def put(document: Document, path: str, value: Any) -> Document:
     *parents, last = path.split(".")
-    target = document
+    target: Any = document
     for parent in parents:
-        target = target[parent]
+        target = target[int(parent) if isinstance(target, list) else parent]
     target[last] = value
     return document
 
@@ -41,8 +41,9 @@ def test_every_object_is_strict() -> None:
     walk(schema())
 
 
-def test_the_example_is_valid(document: Document) -> None:
+def test_the_examples_are_valid(document: Document, of_a_command: Document) -> None:
     validate(document)
+    validate(of_a_command)
 
 
 def test_this_machine_fits(document: Document) -> None:
@@ -58,7 +59,11 @@ def test_knobs_are_those_of_the_runtime() -> None:
 
 
 def test_causes_are_those_of_the_schema() -> None:
-    assert set(schema()["$defs"]["stall"]["properties"]["by_cause"]["properties"]) == set(CAUSES)
+    assert set(schema()["$defs"]["by_cause"]["properties"]) == set(CAUSES)
+
+
+def test_phases_are_those_of_the_schema() -> None:
+    assert list(schema()["$defs"]["phases_ms"]["properties"]) == list(PHASES)
 
 
 def test_every_required_field_is_required(document: Document) -> None:
@@ -87,6 +92,22 @@ def test_every_required_field_is_required(document: Document) -> None:
         ("stall.fraction", 0.5, "stall.fraction"),
         ("baselines.zero_offload.speedup", 2.0, "baselines.zero_offload.speedup"),
         ("baselines.zero_offload.stall.by_cause.h2d", 0.0, "baselines.zero_offload.stall.by_cause"),
+        ("phases_ms.forward", 20.0, "phases_ms: do not add up to the mean step"),
+        ("phases_ms.compute", 1.0, "compute"),
+        ("ranks", [], "ranks"),
+        ("ranks.0.phases_ms.other", 50.0, "ranks.0.phases_ms: do not add up"),
+        ("per_step.3.waits_ms.luck", 1.0, "luck"),
+        ("timeline.lanes.disk", [], "disk"),
+        ("timeline.lanes.host", [[0.0, 1.0]], "timeline.lanes.host"),
+        ("timeline.lanes.host", [[0.0, 1.0, "a", "b"]], "timeline.lanes.host"),
+        ("series.system.0.at_ms", "now", "series.system.0"),
+        ("command", {"script": "x"}, "command"),
+        ("seed", None, "missing"),
+        ("waits_ms", None, "missing"),
+        ("system.threads", None, "system.threads: is null"),
+        ("roofs.host_ms", None, "roofs.host_ms: is null"),
+        ("per_step.0.stall_ms", None, "per_step.0.stall_ms: is null"),
+        ("workload.dtype", None, "workload.dtype: is null"),
         ("practicality", 0, "practicality"),
         ("practicality", None, "missing"),
         ("selection.churn", None, "selection.churn: is null"),
@@ -119,6 +140,29 @@ def test_a_nested_null_is_explained_by_its_own_name_or_its_parents(document: Doc
     document["baselines"]["no_offload"]["stall"] = None
     for name in ("baselines.no_offload.stall", "baselines.no_offload", "baselines"):
         validate({**document, "missing": {**document["missing"], name: "too large for the device"}})
+
+
+def test_a_null_in_a_list_is_explained_without_its_number(document: Document) -> None:
+    for row in document["per_step"]:
+        row["stall_ms"] = None
+    document["missing"]["per_step.stall_ms"] = "plain CPU"
+    validate(document)
+
+
+def test_a_moment_at_which_nothing_was_read_needs_no_reason(document: Document) -> None:
+    assert document["series"]["system"][0]["throttled_percent"] is None
+    validate(document)
+
+
+def test_what_is_null_in_itself_needs_no_reason(of_a_command: Document) -> None:
+    for name in ("script", "exit_code"):
+        validate(put(of_a_command, f"command.{name}", None))
+
+
+def test_knobs_that_are_null_need_a_reason(of_a_command: Document) -> None:
+    del of_a_command["missing"]["knobs"]
+    with pytest.raises(ProfileError, match="knobs"):
+        validate(of_a_command)
 
 
 def test_a_real_device_needs_no_reason_for_having_no_rig(document: Document) -> None:

@@ -27,7 +27,7 @@ def shown(document: Document, width: int = 100, *, color: bool = False, encoding
 def test_one_screen(document: Document) -> None:
     lines = shown(document).splitlines()
     assert max(map(len, lines)) <= 100
-    assert len(lines) <= 40
+    assert len(lines) <= 43
 
 
 def test_verdict_is_on_top(document: Document) -> None:

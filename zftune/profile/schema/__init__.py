@@ -18,15 +18,17 @@ from zftune.errors import ProfileError
 
 SCHEMA_NAME = "zftune.profile/1"
 CAUSES = ("host", "h2d", "d2h", "select", "comm", "data")
+PHASES = ("data", "forward", "backward", "optimizer", "other")
 
-# Null has a meaning of its own there: no rig, an uncharged device, a knob that is off.
-_NULL_IS_A_VALUE = ("rig", "rig.device_gbps")
+# Null has a meaning of its own there: no rig, an uncharged device, no command, a knob that is off.
+_NULL_IS_A_VALUE = ("rig", "rig.device_gbps", "command", "command.script", "command.exit_code")
 _FIGURES = (
     "step_ms",
     "throughput",
     "phases_ms",
     "stall",
     "hidden_ms_per_step",
+    "waits_ms",
     "link",
     "host",
     "memory",
@@ -35,6 +37,11 @@ _FIGURES = (
     "practicality",
     "baselines",
     "nvml",
+    "system",
+    "ranks",
+    "per_step",
+    "timeline",
+    "roofs",
     "overhead_fraction",
 )
 # Sums and quotients may be rounded in the document.
@@ -91,20 +98,28 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _null_is_explained(document: Mapping[str, Any], path: str) -> bool:
-    if path in _NULL_IS_A_VALUE or "knobs" in path.split("."):
-        return True
     parts = path.split(".")
-    if any(".".join(parts[:length]) in document["missing"] for length in range(1, len(parts) + 1)):
+    if path in _NULL_IS_A_VALUE or "knobs" in parts[:-1]:
+        return True
+    if parts[0] == "series" and len(parts) > 2:  # a moment at which nothing was read
+        return True
+    if any(name in document["missing"] for name in _names(parts)):
         return True
     # hardware and software bring their own reasons, relative to themselves
     return parts[0] in ("hardware", "software") and ".".join(parts[1:]) in document[parts[0]]["missing"]
+
+
+def _names(parts: list[str]) -> Iterator[str]:
+    """What may explain the path: itself, what it lies in, and both without the numbers of list items."""
+    for path in (parts, [part for part in parts if not part.isdigit()]):
+        yield from (".".join(path[:length]) for length in range(1, len(path) + 1))
 
 
 def _unnamed_sources(document: Mapping[str, Any]) -> Iterator[str]:
     sources = document["sources"]
     for figure in _FIGURES:
         named = any(name.partition(".")[0] == figure for name in sources)
-        if document[figure] is not None and not named:
+        if not named and any(value is not None for _, value in _leaves(document[figure])):
             yield f'{figure}: "sources" does not say where it comes from'
     for name in sources:
         if name.partition(".")[0] not in document:
@@ -113,6 +128,9 @@ def _unnamed_sources(document: Mapping[str, Any]) -> Iterator[str]:
 
 def _disagreements(document: Mapping[str, Any]) -> Iterator[str]:
     runs = {"": document}
+    for index, rank in enumerate(document["ranks"]):
+        yield from _phases(rank, f"ranks.{index}.")
+    yield from _phases(document, "")
     for name, baseline in (document["baselines"] or {}).items():
         if baseline is not None:
             runs[f"baselines.{name}."] = baseline
@@ -128,6 +146,13 @@ def _disagreements(document: Mapping[str, Any]) -> Iterator[str]:
             yield f"{prefix}stall.by_cause: does not add up to ms_per_step"
         if not _close(stall["fraction"] * step["mean"], stall["ms_per_step"], _ABSOLUTE_MS + _RELATIVE * step["mean"]):
             yield f"{prefix}stall.fraction: is not ms_per_step over the mean step"
+
+
+def _phases(run: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Phases that are all known are the step."""
+    values = list((run["phases_ms"] or {}).values())
+    if values and None not in values and not _close(sum(values), run["step_ms"]["mean"], _ABSOLUTE_MS):
+        yield f"{prefix}phases_ms: do not add up to the mean step"
 
 
 def _close(value: float, other: float, absolute: float = 0.0) -> bool:

@@ -1,0 +1,77 @@
+"""The examples, unchanged: their steps as their own stopwatches see them, and phases that are the step."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.conftest import PYTHON, Run
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+STEPS, ALL_STEPS = 20, 32
+
+
+@pytest.fixture
+def env() -> dict[str, str | None]:
+    """Where DeepSpeed builds its host optimizer, once for all tests and studies; and with which ninja."""
+    versions = "-".join(f"{package}-{metadata.version(package)}" for package in ("deepspeed", "torch"))
+    tools = Path(sys.executable).parent
+    return {
+        "TORCH_EXTENSIONS_DIR": str(ROOT / "build" / "torch-extensions" / versions),
+        "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": None,
+    }
+
+
+def test_the_examples_are_there() -> None:
+    assert EXAMPLES == ["deepspeed_zenflow.py", "deepspeed_zero_offload.py", "hf_trainer.py", "plain_pytorch.py"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example(profile: Run, tmp_path: Path, env: dict[str, str | None], name: str) -> None:
+    html, trace = tmp_path / "profile.html", tmp_path / "trace.json"
+    options = ("--steps", STEPS, "--html", html, "--trace", trace)
+    ended = profile(PYTHON, ROOT / "examples" / name, "--steps", ALL_STEPS, options=options, env=env).is_clean()
+    assert ended.code == 0, ended.err
+    document = ended.document
+    assert document is not None
+    assert document["steps"] == {"measured": STEPS, "discarded": 5}
+    assert document["command"] | {"systems": []} == {
+        "script": name, "systems": [], "ranks": 1, "exit_code": 0, "stopped": False
+    }  # fmt: skip
+    stopwatch = stopwatch_ms(ended.out)
+    assert len(stopwatch) == ALL_STEPS
+    steps = [row["step"] for row in document["per_step"]]
+    assert document["step_ms"]["mean"] == pytest.approx(statistics.fmean(stopwatch[i] for i in steps), rel=0.02)
+    for run in (document, *document["ranks"]):
+        assert sum(run["phases_ms"].values()) == pytest.approx(run["step_ms"]["mean"], rel=1e-6)
+    for row in document["per_step"]:
+        assert sum(row["phases_ms"].values()) == pytest.approx(row["step_ms"], rel=1e-6)
+    for phase in ("data", "forward", "backward", "optimizer"):
+        assert document["phases_ms"][phase] > 0
+    assert document["overhead_fraction"] < 0.1
+    knows_its_system(document, name)
+    assert html.stat().st_size > 1000
+    assert json.loads(trace.read_text())
+
+
+def stopwatch_ms(out: bytes) -> list[float]:
+    """What the script says of its steps, in its last line of JSON."""
+    lines = [line for line in out.decode().splitlines() if line.startswith('{"step_ms"')]
+    return [float(value) for value in json.loads(lines[-1])["step_ms"]]
+
+
+def knows_its_system(document: dict[str, Any], name: str) -> None:
+    systems = " ".join(document["command"]["systems"])
+    assert ("DeepSpeed" in systems) == name.startswith("deepspeed")
+    assert ("ZenFlow" in systems) == ("zenflow" in name)
+    assert document["workload"]["model"] == ("Model" if name.startswith("plain") else "LlamaForCausalLM")
+    assert document["workload"]["parameters"] > 400_000

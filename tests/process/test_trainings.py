@@ -1,0 +1,155 @@
+"""Real training with torch and the agent, by scripts and interpreters that make it hard."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.process.conftest import LIB, PYTHON, Profiled, Run
+
+TRAINED = b"trained 9\n"
+OPTIONS = ("--warmup", 2)
+IMPORTS = "import os, signal, sys, threading, training\n"
+
+
+def measured(ended: Profiled, steps: int = 5) -> None:
+    assert ended.document is not None, ended.err
+    assert ended.document["steps"]["measured"] == steps
+    assert ended.document["workload"]["parameters"] == 72
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "steps"),
+    [
+        ("training.train()", 0, 5),
+        ("training.train(at={5: lambda: 1 / 0})", 1, 4),
+        ("training.train(at={8: lambda: os._exit(3)})", 3, 5),
+        ("training.train(at={6: lambda: training.kill(9)})", 137, 3),
+        ("training.train(at={1: lambda: os.chdir('/')})", 0, 5),
+        ("training.train(at={1: lambda: (os.environ.clear(), sys.modules.pop('zftune', None))})", 0, 5),
+        ("sys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, 'when_imported')]\ntraining.train()", 0, 0),
+        ("import builtins; training.train(at={1: lambda: builtins.__dict__.update(open=None, print=None)})", 0, 5),
+        ("training.train(at={4: lambda: os.fork() or os._exit(0)})", 0, 5),
+        ("worker = threading.Thread(target=training.train); worker.start(); worker.join()", 0, 5),
+        ("os.environ['PYTHONPATH'] = ''; os.execv(sys.executable, [sys.executable, '-c', 'print(1)'])", 0, 0),
+    ],
+    ids=["plain", "raise", "_exit", "kill", "chdir", "environ", "meta-path", "builtins", "fork", "thread", "exec"],
+)
+def test_a_script_that_makes_it_hard(python: Run, code: str, exit_code: int, steps: int) -> None:
+    ended = python(IMPORTS + code, options=OPTIONS).is_clean()
+    assert ended.code == exit_code, ended.err
+    if steps:
+        measured(ended, steps)
+    else:
+        assert ended.document is None
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "said"), [(3, 5, "ended after 3 steps"), (1, 0, "ended after its first step")]
+)
+def test_too_few_steps(python: Run, steps: int, warmup: int, said: str) -> None:
+    ended = python(f"{IMPORTS}training.train({steps})", options=("--warmup", warmup)).is_clean()
+    assert (ended.code, ended.document) == (0, None)
+    ended.says(said)
+
+
+def test_a_training_that_never_steps(python: Run) -> None:
+    code = "import torch; layer = torch.nn.Linear(2, 2); layer(torch.ones(1, 2)).sum().backward()"
+    ended = python(code).is_clean()
+    assert (ended.code, ended.document) == (0, None)
+    ended.says("no optimizer stepped")
+
+
+@pytest.mark.parametrize("flag", ["-I", "-E", "-S", "-Es", "-sI"])
+def test_an_interpreter_that_keeps_the_agent_out(profile: Run, flag: str) -> None:
+    ended = profile(PYTHON, flag, "-c", "print('ran')").is_clean()
+    assert (ended.code, ended.out, ended.document) == (0, b"ran\n", None)
+    ended.says("so zftune's agent cannot start")
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("import builtins; builtins.theirs = 7", b"7\n"),
+        ("print('from theirs')", b"from theirs\nnone\n"),
+        ("raise RuntimeError('theirs is broken')", b"none\n"),
+        ("import nonesuch_module", b"none\n"),
+        ("import sys; sys.exit(0)", None),
+        ("this is no python", b"none\n"),
+    ],
+    ids=["good", "prints", "raises", "import", "exits", "syntax"],
+)
+def test_a_sitecustomize_of_the_users(profile: Run, tmp_path: Path, text: str, seen: bytes | None) -> None:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    # zftune is Python too, and has one of the user's as well: only the command's own start counts here.
+    (folder / "sitecustomize.py").write_text(f"import os\nif 'ZFTUNE_AGENT_DIR' in os.environ:\n    {text}\n")
+    env = {"PYTHONPATH": f"{folder}:{LIB}"}
+    code = "import builtins, steps; steps.train(); print(getattr(builtins, 'theirs', 'none'))"
+    alone = subprocess.run([PYTHON, "-c", code], env={**env, "ZFTUNE_AGENT_DIR": str(tmp_path)}, capture_output=True)
+    ended = profile(PYTHON, "-c", code, env=env)
+    assert (ended.code, ended.out) == (alone.returncode, alone.stdout)
+    if seen is None:
+        assert ended.document is None
+    else:
+        assert ended.out == seen
+        assert ended.document is not None
+    # What Python itself says of theirs is the same, and nothing of ours is in it.
+    assert [line for line in ended.err.splitlines() if "theirs is broken" in line] == [
+        line for line in alone.stderr.decode().splitlines() if "theirs is broken" in line
+    ]
+
+
+@pytest.fixture(scope="module")
+def other_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter without packages, but for what passes for torch."""
+    folder = tmp_path_factory.mktemp("other")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    return folder / "bin" / "python"
+
+
+def test_another_python_without_torch(profile: Run, other_python: Path) -> None:
+    ended = profile(other_python, "-c", "print('ran')").is_clean()
+    assert (ended.code, ended.out, ended.document) == (0, b"ran\n", None)
+    ended.says("another Python without zftune")
+
+
+@pytest.mark.parametrize("version", [None, "0.0.1"])
+def test_another_python_without_this_zftune(
+    profile: Run, other_python: Path, tmp_path: Path, version: str | None
+) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "torch.py").write_text("")
+    if version is not None:
+        (tmp_path / "lib" / "zftune.py").write_text(f"__version__ = '{version}'")
+    ended = profile(other_python, "-c", "import torch; print('ran')", env={"PYTHONPATH": str(tmp_path / "lib")})
+    ended.is_clean()
+    assert (ended.code, ended.out, ended.document) == (0, b"ran\n", None)
+    ended.says("this Python has zftune 0.0.1" if version else "has no zftune")
+
+
+def test_ranks_under_torchrun(profile: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"{IMPORTS}training.train()")
+    torchrun = Path(sys.executable).with_name("torchrun")
+    ended = profile(torchrun, "--nproc-per-node", 2, "--standalone", "train.py", options=OPTIONS).is_clean()
+    assert ended.code == 0, ended.err
+    measured(ended)
+    assert ended.document is not None
+    assert [rank["rank"] for rank in ended.document["ranks"]] == [0, 1]
+    assert ended.document["command"]["script"] == "train.py"
+    assert ended.document["command"]["ranks"] == 2
+
+
+def test_stop_under_torchrun(profile: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"{IMPORTS}import time\ntraining.train(at={{8: lambda: time.sleep(100)}})")
+    torchrun = Path(sys.executable).with_name("torchrun")
+    command = (torchrun, "--nproc-per-node", 2, "--standalone", "train.py")
+    ended = profile(*command, options=(*OPTIONS, "--stop"))
+    assert ended.code == 0, ended.err
+    measured(ended)
+    assert ended.document is not None
+    assert ended.document["command"]["stopped"]
+    assert len(ended.document["ranks"]) == 2

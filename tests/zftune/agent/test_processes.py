@@ -1,0 +1,224 @@
+"""Processes that begin, fork and end in every way: who is recorded, and that exit codes and output stay."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.zftune.agent.children import environ, run, script, steps_of, train
+
+LOOP = """
+    model = Small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def go(batches, **options):
+        for (ids,) in loader(batches, **options):
+            loss_of(model, ids).backward()
+            optimizer.step()
+            yield
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "last"),
+    [
+        ("raise RuntimeError('no more')", 1, "exit"),
+        ("sys.exit(3)", 3, "exit"),
+        ("os._exit(4)", 4, None),
+        ("os.kill(os.getpid(), 15)", -signal.SIGTERM, None),
+        ("os.kill(os.getpid(), 9)", -signal.SIGKILL, None),
+    ],
+)
+def test_endings(tmp_path: Path, ending: str, code: int, last: str | None) -> None:
+    child = train(
+        tmp_path,
+        LOOP
+        + f"""
+    for number, _ in enumerate(go(20)):
+        if number == 9:
+            {ending}
+""",
+        steps=50,
+        check=False,
+    )
+    assert child.returncode == code
+    assert ("no more" in child.stderr) == ("raise" in ending)
+    assert "zftune" not in child.stderr
+    # Without a goodbye the two steps that were not resolved are lost.
+    assert len(child.steps) == (9 if last else 7)
+    assert [line["reason"] for line in child.lines if line["kind"] == "end"] == ([last] if last else [])
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_data_loader_workers_are_no_training(tmp_path: Path, method: str) -> None:
+    child = train(
+        tmp_path,
+        f"""
+        def main():
+            model = Small()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            for (ids,) in loader(12, num_workers=1, multiprocessing_context="{method}"):
+                loss_of(model, ids).backward()
+                optimizer.step()
+
+        if __name__ == "__main__":
+            main()
+        """,
+    )
+    assert child.only("end")["reason"] == "measured"
+    assert all("data" in step["waits_ms"] for step in child.steps)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_training_in_a_process_of_multiprocessing(tmp_path: Path, method: str) -> None:
+    """The child is recorded, its goodbye included, and the parent's steps are not taken for the child's."""
+    child = train(
+        tmp_path,
+        f"""
+        import torch.multiprocessing
+
+        def steps(count):
+            model = Small()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            for (ids,) in loader(count):
+                loss_of(model, ids).backward()
+                optimizer.step()
+
+        if __name__ == "__main__":
+            steps(4)
+            context = torch.multiprocessing.get_context("{method}")
+            process = context.Process(target=steps, args=(8,))
+            process.start()
+            process.join()
+            steps(4)
+            print(json.dumps([os.getpid(), process.pid]))
+        """,
+        steps=50,
+    )
+    parent, inner = child.stdout.splitlines()[-1].strip("[]").split(", ")
+    found = {line["pid"]: lines for lines in child.files for line in lines if line["kind"] == "header"}
+    assert set(found) == {int(parent), int(inner)}
+    assert [step["index"] for step in steps_of(found[int(inner)])] == list(range(1, 8))
+    assert found[int(inner)][-1]["reason"] == "exit"
+    assert found[int(parent)][-1]["reason"] == "exit"
+
+
+def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(Small())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for (ids,) in loader(12):
+            loss = loss_of(model, ids)
+            loss.backward()
+            if dist.get_rank() == 1:
+                time.sleep(0.02)
+            dist.all_reduce(loss.detach())
+            optimizer.step()
+        dist.destroy_process_group()
+        """,
+    )
+    folder = tmp_path / "records"
+    folder.mkdir()
+    torchrun = Path(sys.executable).parent / "torchrun"
+    child = run([torchrun, "--standalone", "--nproc-per-node", "2", path], folder, environ(folder))
+    headers = [lines[0] for lines in child.files]
+    assert sorted((h["rank"], h["local_rank"], h["world_size"]) for h in headers) == [(0, 0, 2), (1, 1, 2)]
+    for header, lines in zip(headers, child.files, strict=True):
+        assert lines[-1]["reason"] == "measured"
+        model = next(line for line in lines if line["kind"] == "model")
+        assert (model["model"], model["systems"]) == ("Small", ["DistributedDataParallel"])
+        if header["rank"] == 0:  # which waits for the other one
+            waits = [step["waits_ms"]["comm"] for step in steps_of(lines)]
+            assert sorted(waits)[len(waits) // 2] >= 15
+
+
+def test_training_in_a_thread_that_is_not_the_main_one(tmp_path: Path) -> None:
+    child = train(
+        tmp_path,
+        LOOP
+        + """
+    import threading
+
+    other = Small()
+
+    def disturb():
+        stepper = torch.optim.SGD(other.parameters(), lr=1e-3)
+        while not over:
+            loss_of(other, torch.zeros(1, 5, dtype=torch.long)).backward()
+            stepper.step()
+            time.sleep(0.002)
+
+    over = False
+    def work():
+        global over
+        steps = go(12)
+        next(steps)
+        thread = threading.Thread(target=disturb)
+        thread.start()
+        for _ in steps:
+            time.sleep(0.005)
+        over = True
+        thread.join()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+""",
+    )
+    assert child.only("end")["reason"] == "measured"
+    for step in child.steps:  # none of the other thread's
+        assert [lane for lane, _, _ in step["spans"] if lane != "other"] == ["data", "forward", "backward", "optimizer"]
+
+
+def test_training_that_moves_to_another_thread_goes_on(tmp_path: Path) -> None:
+    child = train(
+        tmp_path,
+        LOOP
+        + """
+    import threading
+
+    for _ in go(3):
+        pass
+    thread = threading.Thread(target=lambda: list(go(10)))
+    thread.start()
+    thread.join()
+""",
+    )
+    assert child.only("end")["reason"] == "measured"
+
+
+def test_a_step_that_raised_is_left(tmp_path: Path) -> None:
+    child = train(
+        tmp_path,
+        """
+        class Moody(torch.optim.SGD):
+            calls = 0
+
+            def step(self, closure=None):
+                Moody.calls += 1
+                if Moody.calls == 4:
+                    raise ValueError("not now")
+                return super().step(closure)
+
+        model = Small()
+        optimizer = Moody(model.parameters(), lr=1e-3)
+        for (ids,) in loader(13):
+            loss_of(model, ids).backward()
+            try:
+                optimizer.step()
+            except ValueError:
+                pass
+        """,
+    )
+    assert child.only("end")["reason"] == "measured"
+    lanes = [tuple(lane for lane, _, _ in step["spans"] if lane != "other") for step in child.steps]
+    whole = ("data", "forward", "backward", "optimizer")
+    assert lanes == [whole, whole, whole * 2, whole, whole, whole]

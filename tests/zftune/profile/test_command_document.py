@@ -1,0 +1,160 @@
+"""The document of a command, from records."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+
+from zenflow import ZenFlowConfig
+from zftune.profile.command.document import Ended, build_document
+from zftune.profile.command.records import Rank
+from zftune.profile.command.runtime import runtime_of
+from zftune.profile.sampling import Sampling
+from zftune.profile.schema import schema
+
+Row = dict[str, Any]
+STEP_NS = 10_000_000
+STATS: Row = {
+    "step": 1, "step_ms": 10.0, "stall_ms": {"host": 2.0}, "hidden_ms": 1.0, "cpu_wait_ms": 3.0, "closed": True,
+    "d2h_bytes": 100, "h2d_bytes": 50, "index_bytes": 5, "migrated_bytes": 5, "host_ms": 4.0, "host_bytes": 8_000_000,
+    "host_elements": 1000, "staleness_mean_steps": 2.0, "staleness_max_steps": 3, "coverage": 0.4, "churn": None,
+}  # fmt: skip
+TOTALS = {"state": 10, "log": 20, "staging": 30, "peak": 70}
+
+
+@pytest.fixture(scope="module")
+def sampling() -> Sampling:
+    with Sampling(lambda: [os.getpid()]) as sampling:
+        pass
+    return sampling
+
+
+def step(index: int, **more: Any) -> Row:
+    phases = {"data": 1.0, "forward": 3.0, "backward": 4.0, "optimizer": 1.5, "other": 0.5}
+    begin = index * STEP_NS
+    return {
+        "index": index,
+        "measured": True,
+        "begin_ns": begin,
+        "end_ns": begin + STEP_NS,
+        "step_ms": 10.0,
+        "phases_ms": phases,
+        "waits_ms": {"data": 1.0},
+        "stall_ms": None,
+        "hidden_ms": None,
+        "overhead_ms": 0.1,
+        "spans": [["data", 0.0, 1.0], ["forward", 1.0, 4.0], ["other", 4.0, 4.5], ["backward", 4.5, 8.5]],
+        **more,
+    }
+
+
+def rank(
+    number: int = 0, *, header: Row | None = None, model: Row | None = None, steps: list[Row] | None = None
+) -> Rank:
+    given = {"rank": number, "world_size": 1, "script": "train.py", "device": "cpu", **(header or {})}
+    return Rank(given, model=model or {}, steps=steps or [step(5 + i) for i in range(6)])
+
+
+def build(*ranks: Rank, sampling: Sampling) -> Row:
+    return build_document(ranks, Ended(0, stopped=False), sampling)
+
+
+def test_what_an_agent_knows_least(sampling: Sampling) -> None:
+    document = build(rank(), sampling=sampling)
+    assert document["step_ms"] == {"mean": 10.0, "p50": 10.0, "p95": 10.0}
+    assert document["steps"] == {"measured": 6, "discarded": 5}
+    assert document["overhead_fraction"] == pytest.approx(0.01)
+    assert document["waits_ms"] == {"data": 1.0}
+    assert document["throughput"]["tokens_per_s"] is None
+    for name in ("stall", "knobs", "link", "host", "baselines", "practicality", "seed", "roofs"):
+        assert document[name] is None
+        assert document["missing"][name]
+
+
+def test_the_timeline_has_four_steps(sampling: Sampling) -> None:
+    timeline = build(rank(), sampling=sampling)["timeline"]
+    assert (timeline["first_step"], timeline["steps"], timeline["length_ms"]) == (5, 4, 40.0)
+    assert timeline["lanes"]["data"][1] == [10.0, 11.0, "data"]
+    assert [label for _, _, label in timeline["lanes"]["compute"]] == ["forward", "backward"] * 4
+
+
+def test_a_stall_by_cause(sampling: Sampling) -> None:
+    stalls: list[Row] = [{"host": 2.0}, {"host": 1.0, "data": 3.0}]
+    steps = [step(i, stall_ms=stall, hidden_ms=0.5) for i, stall in enumerate(stalls)]
+    document = build(rank(steps=steps, header={"has_stream": True, "source": "event"}), sampling=sampling)
+    assert document["stall"] == {"fraction": 0.3, "ms_per_step": 3.0, "by_cause": {"host": 1.5, "data": 1.5}}
+    assert document["hidden_ms_per_step"] == 0.5
+    assert document["sources"]["stall"] == "event"
+    assert "stall" not in document["missing"]
+
+
+def test_tokens_and_the_model(sampling: Sampling) -> None:
+    model = {"model": "Net", "parameters": 10, "trainable": 0, "dtype": "float32", "micro_batch": 2, "sequence": 4}
+    document = build(rank(model={**model, "tokens_per_step": 16, "systems": ["DDP"]}), sampling=sampling)
+    assert document["throughput"]["tokens_per_s"] == pytest.approx(1600)
+    assert document["workload"] == {**model, "text": None}
+    assert document["command"]["systems"] == ["DDP"]
+
+
+def test_our_own_runtime_tells_the_rest(sampling: Sampling) -> None:
+    model = {"model_bytes": 1000, "knobs": dataclasses.asdict(ZenFlowConfig(update_interval=1))}
+    last = {**STATS, "host_memory": TOTALS, "host_engine": ["native", 2]}
+    steps = [step(5, runtime=STATS), step(6, runtime=last)]
+    document = build(rank(model=model, steps=steps), sampling=sampling)
+    assert document["knobs"]["update_interval"] == 1
+    assert document["link"]["bytes_over_model_bytes"] == pytest.approx(0.16)
+    assert document["host"] | {"ceiling_gbps": 0} == {
+        "update_ms": 4.0, "gbps": 2.0, "ceiling_gbps": 0, "bytes_per_element": 8000, "engine": "native", "threads": 2
+    }  # fmt: skip
+    assert document["selection"] == {"coverage": 0.4, "churn": None}
+    assert document["staleness"] == {"mean": 2.0, "max": 3}
+    assert document["memory"]["host_peak_bytes"] == 70
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"d2h_bytes": "x"}, {"host_ms": None}, {"coverage": []}, {"host_engine": 7}, {"host_memory": {}}],
+    ids=str,
+)
+def test_a_runtime_that_tells_nonsense_is_not_believed(change: Row) -> None:
+    model = {"model_bytes": 1000, "knobs": dataclasses.asdict(ZenFlowConfig())}
+    last = {**STATS, "host_memory": TOTALS, "host_engine": ["native", 2]}
+    assert runtime_of(rank(model=model, steps=[step(5, runtime=last)])) is not None
+    assert runtime_of(rank(model=model, steps=[step(5, runtime={**last, **change})])) is None
+
+
+def test_knobs_of_another_version_are_not_believed() -> None:
+    last = {**STATS, "host_memory": TOTALS, "host_engine": ["native", 2]}
+    for knobs in ({"nonesuch": 1}, {"topk_ratio": 7}, {"topk_ratio": "x"}):
+        assert runtime_of(rank(model={"model_bytes": 1, "knobs": knobs}, steps=[step(5, runtime=last)])) is None
+
+
+def test_a_reason_for_what_is_known_is_dropped(sampling: Sampling) -> None:
+    told = rank(model={"model": "Net"})
+    told.missing = {"workload.model": "never seen", "workload.dtype": "mixed", "nonsense.field": "x"}
+    missing = build(told, sampling=sampling)["missing"]
+    assert "workload.model" not in missing
+    assert missing["workload.dtype"] == "mixed"
+
+
+def test_the_script_is_its_last_part_only(sampling: Sampling) -> None:
+    document = build(rank(header={"script": "/home/someone/train.py"}), sampling=sampling)
+    assert document["command"]["script"] == "train.py"
+
+
+def test_samplers_fill_exactly_the_schemas_fields(sampling: Sampling) -> None:
+    fields = schema()["properties"]["system"]["anyOf"][0]["required"]
+    found = build(rank(), sampling=sampling)["system"]
+    assert found is None or list(found) == fields
+
+
+@pytest.mark.parametrize("visible", ["", " , "])
+def test_hidden_gpus_are_not_sampled(visible: str) -> None:
+    with Sampling(list, {"CUDA_VISIBLE_DEVICES": visible}) as sampling:
+        pass
+    missing: dict[str, str] = {}
+    assert sampling.fields(0, 1, missing)["nvml"] is None
+    assert missing["nvml"] == "CUDA_VISIBLE_DEVICES hides every GPU"

@@ -1,0 +1,117 @@
+"""The verdict on a command, and what stands beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zftune.profile.observations import observations
+from zftune.profile.verdict import verdict
+
+Document = dict[str, Any]
+NVML = {"utilisation_percent": 60.0, "throttle_reasons": [], "other_processes": 0}
+
+
+def step_of(document: Document, **phases_ms: float) -> Document:
+    values = dict.fromkeys(("data", "forward", "backward", "optimizer", "other"), 0.0) | phases_ms
+    total = sum(values.values())
+    document["phases_ms"], document["step_ms"] = values, {"mean": total, "p50": total, "p95": total}
+    document["ranks"] = [{"rank": 0, "steps": 60, "step_ms": document["step_ms"], "phases_ms": values}]
+    return document
+
+
+@pytest.mark.parametrize(
+    ("phases", "first", "advice"),
+    [
+        ({"data": 60.0, "forward": 40.0}, "loading data: 60 ms of 100 ms (60%)", "Give the DataLoader workers"),
+        ({"backward": 60.0, "forward": 40.0}, "the backward pass: 60 ms of 100 ms (60%)", "What is left is compute"),
+        ({"optimizer": 60.0, "forward": 40.0}, "the optimizer: 60 ms", "fused=True"),
+        ({"other": 60.0, "forward": 40.0}, "work outside the forward pass", "logging, evaluation"),
+    ],
+)
+def test_what_dominates_is_named_with_what_helps(
+    of_a_command: Document, phases: dict[str, float], first: str, advice: str
+) -> None:
+    sentences = verdict(step_of(of_a_command, **phases))
+    assert first in sentences[0]
+    assert advice in sentences[1]
+    assert len(sentences) == 2
+
+
+@pytest.mark.parametrize(
+    ("systems", "advice"),
+    [
+        (["DeepSpeed 0.19.6, ZeRO stage 2, optimizer offloaded to cpu"], "ZenFlow with overlap_step"),
+        (["DeepSpeed 0.19.6, optimizer offloaded to cpu, ZenFlow (topk_ratio 0.1)"], "update_interval or topk_ratio"),
+        ([], "fused=True"),
+    ],
+)
+def test_a_host_optimizer_has_its_own_advice(of_a_command: Document, systems: list[str], advice: str) -> None:
+    of_a_command["command"]["systems"] = systems
+    assert advice in verdict(step_of(of_a_command, optimizer=60.0, forward=40.0))[1]
+
+
+def test_a_second_phase_is_told_from_a_tenth_on(of_a_command: Document) -> None:
+    sentences = verdict(step_of(of_a_command, backward=70.0, optimizer=11.0, data=10.0, other=9.0))
+    assert [sentence.partition(":")[0] for sentence in sentences[2:]] == ["Then the optimizer", "Then loading data"]
+
+
+def test_a_stall_comes_first(of_a_command: Document) -> None:
+    step_of(of_a_command, backward=100.0)
+    of_a_command["stall"] = {"fraction": 0.4, "ms_per_step": 40.0, "by_cause": {"data": 10.0, "host": 30.0}}
+    sentences = verdict(of_a_command)
+    assert sentences[0] == "The device waits 40 ms of 100 ms a step (40%), 75% of it for the host optimizer."
+    assert "ZenFlow with overlap_step" in sentences[1]
+
+
+def test_a_small_stall_leaves_the_phases(of_a_command: Document) -> None:
+    step_of(of_a_command, backward=100.0)
+    of_a_command["stall"] = {"fraction": 0.01, "ms_per_step": 1.0, "by_cause": {"data": 1.0}}
+    sentences = verdict(of_a_command)
+    assert sentences[0] == "The device hardly waits: 1 ms a step (1.0%)."
+    assert "the backward pass" in sentences[1]
+
+
+@pytest.mark.parametrize(
+    ("busy", "stalled", "told"),
+    [(60.0, 0.45, False), (60.0, 0.3, False), (60.0, 0.29, True), (60.0, 0.51, True), (95.0, 0.5, True)],
+)
+def test_nvml_and_events_that_disagree_are_shown(document: Document, busy: float, stalled: float, told: bool) -> None:
+    document["rig"], document["nvml"] = None, {**NVML, "utilisation_percent": busy}
+    document["stall"]["fraction"] = stalled
+    sentences = [sentence for sentence in observations(document) if sentence.startswith("NVML")]
+    assert bool(sentences) == told
+    if busy == 95.0:
+        assert "idle 5.0% of the time, the events saw 50% of stall" in sentences[0]
+
+
+def test_a_rig_is_not_compared_with_nvml(document: Document) -> None:
+    document["nvml"] = {**NVML, "utilisation_percent": 0.0}
+    assert list(observations(document)) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("system.throttled_fraction", 0.2, "The CPU quota held this run back 20% of the time"),
+        ("system.psi_cpu_percent", 60.0, "Tasks waited for a core 60% of the time"),
+        ("system.psi_memory_percent", 30.0, "Tasks waited for memory 30% of the time"),
+        ("nvml.throttle_reasons", ["power cap"], "clocks were held down: power cap"),
+        ("nvml.other_processes", 2, "2 other processes used the device"),
+        ("nvml.other_processes", 1, "1 other process used the device"),
+    ],
+)
+def test_what_is_worth_telling(of_a_command: Document, field: str, value: object, said: str) -> None:
+    part, _, name = field.partition(".")
+    assert list(observations(of_a_command)) == []
+    of_a_command["nvml"] = dict(NVML)
+    of_a_command[part][name] = value
+    (sentence,) = observations(of_a_command)
+    assert said in sentence
+
+
+def test_a_slow_rank_is_told(of_a_command: Document) -> None:
+    of_a_command["ranks"][1]["step_ms"] = {"mean": 60.0, "p50": 60.0, "p95": 60.0}
+    (sentence,) = observations(of_a_command)
+    assert sentence == "Rank 1 is slower than rank 0: 60 ms a step instead of 55 ms."

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zftune.profile.command.reasons import nothing_recorded, remarks
+from zftune.profile.command.records import Rank, measured, read_records
+
+Row = dict[str, Any]
+HEADER: Row = {"kind": "header", "pid": 1, "rank": 0, "world_size": 1, "began_ns": 5}
+STEP: Row = {
+    "kind": "step",
+    "index": 5,
+    "measured": True,
+    "begin_ns": 100,
+    "end_ns": 200,
+    "step_ms": 1e-4,
+    "phases_ms": {"forward": 1e-4},
+    "waits_ms": {},
+    "stall_ms": None,
+}
+
+
+def write(folder: Path, *rows: Row | str, pid: int = 1) -> Path:
+    file = folder / f"agent-{pid}.jsonl"
+    file.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def read(folder: Path, *rows: Row | str) -> Rank:
+    write(folder, *rows)
+    (rank,) = read_records(folder)
+    return rank
+
+
+def test_a_whole_file(tmp_path: Path) -> None:
+    missing = {"kind": "missing", "field": "stall", "reason": "no stream"}
+    model = {"kind": "model", "model": "Net", "systems": ["DeepSpeed"], "knobs": None}
+    first = {**STEP, "index": 4, "measured": False}
+    rank = read(tmp_path, HEADER, model, missing, first, STEP, {"kind": "end", "reason": "measured"})
+    assert (rank.rank, rank.discarded, len(rank.steps), rank.end) == (0, 5, 1, "measured")
+    assert (rank.begin_ns, rank.end_ns) == (100, 200)
+    assert rank.missing == {"stall": "no stream"}
+    assert rank.model["systems"] == ["DeepSpeed"]
+    assert rank.unreadable == 0
+
+
+def test_a_torn_last_line_is_no_fault(tmp_path: Path) -> None:
+    rank = read(tmp_path, HEADER, STEP, json.dumps(STEP)[:40])
+    assert (len(rank.steps), rank.end, rank.unreadable) == (1, None, 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step_ms": 0}, {"step_ms": -1}, {"step_ms": "1"}, {"step_ms": True}, {"begin_ns": 1.5}, {"end_ns": None},
+        {"phases_ms": {"sleep": 1}}, {"phases_ms": None}, {"waits_ms": {"data": -1}}, {"stall_ms": {"luck": 1}},
+        {"measured": "yes"}, {"spans": [["forward", 1]]}, {"spans": [[1, 2, 3]]}, {"hidden_ms": "x"}, {"kind": "stop"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_step_is_counted_and_left_out(tmp_path: Path, change: Row) -> None:
+    rank = read(tmp_path, HEADER, {**STEP, **change}, STEP)
+    assert (len(rank.steps), rank.unreadable) == (1, 1)
+
+
+def test_not_a_number_is_left_out(tmp_path: Path) -> None:
+    rank = read(tmp_path, HEADER, json.dumps({**STEP, "step_ms": float("nan")}) + "\n")
+    assert (len(rank.steps), rank.unreadable) == (0, 1)
+
+
+def test_a_model_keeps_what_is_of_its_type(tmp_path: Path) -> None:
+    model = {"kind": "model", "model": 7, "parameters": "many", "trainable": 0, "model_id": "../x", "systems": ["a", 1]}
+    rank = read(tmp_path, HEADER, model)
+    assert rank.model == {"trainable": 0, "systems": ["a"], "knobs": None}
+
+
+@pytest.mark.parametrize("first", ["", "{", "[]\n", json.dumps({**HEADER, "rank": -1}) + "\n", json.dumps(STEP) + "\n"])
+def test_a_process_that_has_not_told_who_it_is_is_left_out(tmp_path: Path, first: str) -> None:
+    write(tmp_path, first)
+    assert read_records(tmp_path) == []
+
+
+def test_a_process_that_could_not_look_is_rank_0_of_1(tmp_path: Path) -> None:
+    rank = read(tmp_path, {**HEADER, "rank": None, "world_size": None})
+    assert (rank.rank, rank.header["world_size"]) == (0, 1)
+
+
+def test_ranks_are_in_order_and_of_each_the_longest_counts(tmp_path: Path) -> None:
+    write(tmp_path, {**HEADER, "rank": 1}, STEP, pid=1)
+    write(tmp_path, {**HEADER, "began_ns": 1}, STEP, pid=2)
+    write(tmp_path, {**HEADER, "began_ns": 2}, STEP, STEP, pid=3)
+    write(tmp_path, {**HEADER, "rank": 2}, pid=4)
+    ranks = read_records(tmp_path)
+    chosen = measured(ranks)
+    assert [(rank.rank, len(rank.steps)) for rank in chosen] == [(0, 2), (1, 1)]
+    assert "1 more training process of the same rank left out of the profile" in remarks(ranks, chosen, 2)
+
+
+def test_the_mean_of_a_figure_that_a_step_lacks_is_not_known(tmp_path: Path) -> None:
+    rank = read(tmp_path, HEADER, {**STEP, "hidden_ms": 1.0}, {**STEP, "hidden_ms": 2.0})
+    assert rank.mean("hidden_ms") == 1.5
+    assert read(tmp_path, HEADER, {**STEP, "hidden_ms": 1.0}, STEP).mean("hidden_ms") is None
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [
+        (["python", "-I", "x.py"], 0, "python -I isolates"),
+        (["python3", "-bE", "x.py"], 0, "python -E ignores PYTHONPATH"),
+        (["python3", "-W", "ignore::ImportWarning", "x.py"], 0, "no process of the command imported torch"),
+        (["python3", "-WIgnore", "-S", "x.py"], 0, "python -S leaves the site module out"),
+        (["python3", "x.py", "-I"], 0, "no process"),
+        (["python3", "-m", "train", "-E"], 0, "no process"),
+        (["bash", "-I"], 0, "no process"),
+        (["bash"], 3, "exit code 3"),
+        (["bash"], -9, "killed by signal 9"),
+        (["bash"], None, "was killed before"),
+    ],
+)
+def test_why_nothing_was_recorded(
+    monkeypatch: pytest.MonkeyPatch, command: list[str], status: int | None, said: str
+) -> None:
+    monkeypatch.delenv("ZFTUNE_DISABLE", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    assert said in nothing_recorded(command, [], status, 5)
+
+
+def test_what_an_agent_says_comes_first(tmp_path: Path) -> None:
+    failed = read(tmp_path, HEADER, {"kind": "end", "reason": "failed: ValueError: x"})
+    assert nothing_recorded(["python", "-I"], [failed], 1, 5) == "nothing was recorded: the agent failed: ValueError: x"
+    idle = read(tmp_path, HEADER, {"kind": "missing", "field": "step_ms", "reason": "no optimizer stepped"})
+    assert "no optimizer stepped" in nothing_recorded(["x"], [idle], 0, 5)
+    short = read(tmp_path, HEADER, {**STEP, "index": 1, "measured": False})
+    assert "the training ended after 2 steps" in nothing_recorded(["x"], [short], 0, 5)
+
+
+def test_remarks(tmp_path: Path) -> None:
+    rank = read(tmp_path, {**HEADER, "world_size": 4}, STEP, "x\n", {"kind": "end", "reason": "failed: OSError: full"})
+    assert remarks([rank], [rank], 60) == [
+        "rank 0: the agent failed: OSError: full",
+        "1 of 60 steps were measured: the training ended before",
+        "1 of 4 ranks were recorded here",
+        "1 line of the records could not be read",
+    ]

@@ -1,0 +1,47 @@
+"""The agent: records the steps of a training script that nobody changed, from inside its process.
+
+`zftune profile -- CMD` puts the folder `bootstrap` in front of the child's PYTHONPATH. Its `sitecustomize` waits for
+torch to be imported and then arms the hooks; the records go to `$ZFTUNE_AGENT_DIR/agent-<pid>.jsonl`, a JSON object a
+line, which `zftune.agent.records` describes. Nothing that fails here reaches the training.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import zftune
+
+PROTOCOL = 1
+"""Of the records."""
+DIR, VERSION, WARMUP, STEPS, DISABLE = (
+    "ZFTUNE_AGENT_DIR",
+    "ZFTUNE_AGENT_VERSION",
+    "ZFTUNE_AGENT_WARMUP",
+    "ZFTUNE_AGENT_STEPS",
+    "ZFTUNE_DISABLE",
+)
+"""Environment variables that the agent reads."""
+BOOTSTRAP = Path(__file__).parent / "bootstrap"
+"""Holds the `sitecustomize.py` that a child finds first."""
+
+
+def environment(folder: Path, *, warmup: int, steps: int, base: Mapping[str, str]) -> dict[str, str]:
+    """The environment under which a command is recorded.
+
+    Args:
+        folder: where the agents write; exists, mode 0700.
+        warmup: steps to discard; the process's first one never counts, since its beginning is not known.
+        steps: steps to measure, after which the agent detaches.
+        base: the environment that the command would have had.
+    """
+    path = base.get("PYTHONPATH")
+    return {
+        **base,
+        "PYTHONPATH": f"{BOOTSTRAP}{os.pathsep}{path}" if path else str(BOOTSTRAP),  # an empty part is the cwd
+        DIR: str(folder),
+        VERSION: zftune.__version__,
+        WARMUP: str(warmup),
+        STEPS: str(steps),
+    }

@@ -1,0 +1,62 @@
+"""What happens once torch is imported in a process that is to be recorded."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable
+from typing import Any
+
+from zftune import integrations
+from zftune.agent.events import DeviceEvents, EventBackend, WallClock
+from zftune.agent.facts import Facts, device_of
+from zftune.agent.hooks import hook_torch
+from zftune.agent.records import Settings
+from zftune.agent.session import Session
+from zftune.integrations import runtime
+
+WhenImported = Callable[[str, Callable[[Any], None]], None]
+
+
+def arm(when_imported: WhenImported, stop: Callable[[], None]) -> None:
+    """Install the hooks; torch must have been imported. Nothing is written before a training has taken a step.
+
+    Args:
+        when_imported: calls back once a module of some name is there.
+        stop: ends that.
+    """
+    session = make_session(Settings.of(os.environ))
+    session.undo.append(stop)
+    hook(session, when_imported)
+    atexit.register(session.close)
+    os.register_at_fork(after_in_child=session.forked)
+
+
+def make_session(settings: Settings) -> Session:
+    """A session that looks at the training as it is."""
+    return Session(settings, Facts(), backend_for, runtime.rows_of)
+
+
+def hook(session: Session, when_imported: WhenImported) -> None:
+    """Install every hook of a session; its `release()` removes them."""
+    hook_torch(session)
+    integrations.install(session, when_imported)
+
+
+def backend_for(of: Any) -> EventBackend:
+    """Where the marks of a training come from.
+
+    Args:
+        of: whoever makes the steps.
+    """
+    accelerator = runtime.device_of(of)
+    torch_device = device_of(of, integrations.module_of(of))
+    if accelerator is None and torch_device.type != "cpu":
+        from zenflow.device import device_for
+        from zenflow.errors import UnsupportedError
+
+        try:
+            accelerator = device_for(torch_device)
+        except UnsupportedError:
+            return WallClock()  # the facts say so
+    return DeviceEvents(accelerator) if accelerator is not None and accelerator.has_streams else WallClock()

@@ -1,0 +1,124 @@
+"""Found by Python before any other `sitecustomize`: arms the agent once torch is imported, and runs the next one.
+
+Standard library only, syntax of Python 3.6: any interpreter may come across it. It never raises on its own account.
+"""
+
+import importlib
+import os
+import sys
+from typing import Any, Callable  # noqa: UP035 - of Python 3.6
+
+HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - every start of an interpreter comes by here
+FOLDER = os.environ.get("ZFTUNE_AGENT_DIR", "")
+VERSION = os.environ.get("ZFTUNE_AGENT_VERSION", "")
+
+
+class Watcher:
+    """Calls back when a module has been imported; sits in front of `sys.meta_path`."""
+
+    def __init__(self) -> None:
+        self.callbacks: dict[str, list[Callable[[Any], None]]] = {}  # not evaluated, so it may be newer than 3.6
+        self.asking = False
+
+    def when_imported(self, name: str, callback: "Callable[[Any], None]") -> None:
+        """Call back with a module: now if it is there, else once its code has run."""
+        module = sys.modules.get(name)
+        spec = getattr(module, "__spec__", None)
+        if module is not None and not getattr(spec, "_initializing", False):
+            callback(module)
+            return
+        self.callbacks.setdefault(name, []).append(callback)
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def stop(self) -> None:
+        """Watch for nothing any more."""
+        self.callbacks.clear()
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """What the other finders say; the loader of a watched module is made to call back."""
+        if self.asking or name not in self.callbacks:
+            return None
+        self.asking = True
+        try:
+            for finder in list(sys.meta_path):
+                find = getattr(finder, "find_spec", None)
+                spec = None if finder is self or find is None else find(name, path, target)
+                if spec is not None:
+                    self._listen(name, spec.loader)
+                    return spec
+        finally:
+            self.asking = False
+        return None
+
+    def _listen(self, name: str, loader: Any) -> None:
+        execute = getattr(loader, "exec_module", None)
+        if execute is None:
+            return
+
+        def exec_module(module: Any) -> None:
+            del loader.exec_module
+            execute(module)
+            for callback in self.callbacks.pop(name, ()):
+                callback(module)
+
+        try:
+            loader.exec_module = exec_module  # the loader keeps its type: packages ask theirs for resources
+        except AttributeError as error:
+            refuse(f"the import of {name} cannot be watched: {error}")
+
+
+def refuse(reason: str) -> None:
+    """Leave a record that says why this process is not measured."""
+    import json
+    import time
+
+    now = int(1e9 * time.monotonic())
+    ranks = {name: os.environ.get(name.upper(), "") for name in ("rank", "local_rank", "world_size")}
+    header = {"kind": "header", "protocol": 1, "pid": os.getpid(), "zftune": None, "began_ns": now}
+    header["python"] = ".".join(map(str, sys.version_info[:3]))
+    header.update({name: int(value) if value.isdigit() else None for name, value in ranks.items()})
+    end = {"kind": "end", "reason": "failed: " + " ".join(reason.split()), "ns": now}
+    try:
+        with open(os.path.join(FOLDER, f"agent-{os.getpid()}.jsonl"), "a") as file:  # noqa: PTH118, PTH123
+            file.write(json.dumps(header) + "\n" + json.dumps(end) + "\n")
+    except OSError:
+        pass  # the folder is gone, and with it whom to tell
+
+
+def arm(_torch: Any) -> None:
+    """Hand over to the agent, if this interpreter has the parent's."""
+    try:
+        import zftune
+
+        if zftune.__version__ != VERSION:
+            refuse(f"this Python has zftune {zftune.__version__}, the profile is made by {VERSION}")
+            return
+        from zftune.agent.arming import arm as begin
+
+        begin(watcher.when_imported, watcher.stop)
+    except ImportError as error:
+        refuse(f"this Python {sys.version.split()[0]} has no zftune {VERSION}: {error}")
+    except Exception as error:  # noqa: BLE001 - the training goes on whatever is wrong with us, and it is recorded
+        refuse(f"{type(error).__name__}: {error}")
+
+
+def run_next() -> None:
+    """Run the `sitecustomize` that Python would have found without us; what it raises is Python's to report."""
+    us = sys.modules.pop("sitecustomize", None)
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != HERE]  # noqa: PTH100
+    try:
+        importlib.import_module("sitecustomize")
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
+        if us is not None:
+            sys.modules["sitecustomize"] = us
+
+
+watcher = Watcher()
+if FOLDER and os.environ.get("ZFTUNE_DISABLE") != "1":
+    watcher.when_imported("torch", arm)
+run_next()

@@ -1,0 +1,117 @@
+"""The hooks on torch itself: data loader, backward, optimizers, GradScaler."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from zftune.agent.recorder import Cause
+from zftune.agent.session import Session
+
+Wrapped = Callable[..., Any]
+
+
+def hook_torch(session: Session) -> None:
+    """Install them. Compiled code sees none: under the compiler each passes straight on."""
+    patches = session.patches
+    patches.replace(_BaseDataLoaderIter, "__next__", lambda original: _next(session, original))
+    patches.replace(torch.autograd, "backward", lambda original: backward(session, original, releases=True))
+    patches.replace(torch.amp.GradScaler, "step", lambda original: _scaler_step(session, original))
+
+    def begins(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not is_compiling():
+            closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+            session.step_begins(optimizer, has_closure=callable(closure))
+
+    def ends(optimizer: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        if not is_compiling():
+            session.step_ends(optimizer)
+
+    session.undo += [
+        register_optimizer_step_pre_hook(begins).remove,
+        register_optimizer_step_post_hook(ends).remove,
+    ]
+
+
+def backward(session: Session, original: Wrapped, *, releases: bool = False) -> Wrapped:
+    """A function that runs backward, recorded as such.
+
+    Args:
+        session: told of it.
+        original: the function.
+        releases: whether it may remove the hooks of a session that is over.
+    """
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(*args, **kwargs)
+        if session.off and releases:
+            session.release()
+        begun = session.backward_begins()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if begun:
+                session.backward_ends()
+
+    return wrapper
+
+
+def waiting(session: Session, cause: Cause, original: Wrapped) -> Wrapped:
+    """A function that waits, recorded as a wait of one cause."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(*args, **kwargs)
+        begun = session.wait_begins(cause)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if begun:
+                session.wait_ends()
+
+    return wrapper
+
+
+def _next(session: Session, original: Wrapped) -> Wrapped:
+    @functools.wraps(original)
+    def __next__(self: Any) -> Any:  # noqa: N807 - it stands for one
+        if is_compiling():
+            return original(self)
+        begun = session.data_begins()
+        try:
+            batch = original(self)
+        finally:
+            if begun:
+                session.data_ends()
+        session.batch(batch)
+        return batch
+
+    return __next__
+
+
+def _scaler_step(session: Session, original: Wrapped) -> Wrapped:
+    """A step that GradScaler skips, because of an overflow, is a step of the training too."""
+
+    @functools.wraps(original)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(self, optimizer, *args, **kwargs)
+        call, done = object(), False
+        session.step_begins(call, optimizer)
+        try:
+            result = original(self, optimizer, *args, **kwargs)
+            done = True
+        finally:
+            session.step_ends(call, counts=done)
+        return result
+
+    return step

@@ -1,0 +1,104 @@
+"""The file that an agent writes: one JSON object a line, each with its "kind".
+
+    header   what the process is: pid, rank, versions, device, where times come from
+    model    what is trained, by which systems; once, before the first measured step
+    step     a `StepRow`
+    missing  a field of the profile document that this process cannot fill, and why
+    end      "measured" (all steps were seen, the agent is gone), "exit", or "failed: <one line>"
+
+Fields in `_ns` are CLOCK_MONOTONIC. Each line is written at once; the last one may be torn where a process was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from zftune import agent
+from zftune.agent.recorder import StepRow
+
+_ROW = tuple(field.name for field in fields(StepRow))
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the parent asks for."""
+
+    folder: Path
+    warmup: int
+    """Steps to discard."""
+    steps: int
+    """Steps to measure."""
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Settings:
+        """As `zftune.agent.environment` set them.
+
+        Raises:
+            KeyError: a variable is missing.
+            ValueError: a number is none.
+        """
+        return cls(Path(environ[agent.DIR]), int(environ[agent.WARMUP]), int(environ[agent.STEPS]))
+
+
+class RecordFile:
+    """This process's file; made with its header when the first line is written.
+
+    Args:
+        folder: where it goes.
+        header: fields of the header.
+    """
+
+    def __init__(self, folder: Path, header: Callable[[], Mapping[str, Any]]) -> None:
+        self._folder = folder
+        self._header = header
+        self._file: int | None = None
+        self._pid = os.getpid()
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was written."""
+        return self._file is not None
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Append a line.
+
+        Raises:
+            OSError: the folder is gone, or the disk is full.
+        """
+        if self._file is None:
+            header = {"protocol": agent.PROTOCOL, "pid": self._pid, **self._header()}
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._file = os.open(self._folder / f"agent-{self._pid}.jsonl", flags, 0o600)
+            self._line("header", header)
+        self._line(kind, values)
+
+    def step(self, row: StepRow) -> None:
+        """Append a step."""
+        self.write("step", **{name: getattr(row, name) for name in _ROW})
+
+    def missing(self, field: str, reason: str) -> None:
+        """Append why a field of the profile document will be null."""
+        self.write("missing", field=field, reason=" ".join(reason.split()))
+
+    def end(self, reason: str) -> None:
+        """Append the last line and close the file."""
+        self.write("end", reason=" ".join(reason.split()), ns=time.monotonic_ns())
+        self.close()
+
+    def close(self) -> None:
+        """Write no more; the same file is appended to if something is written nevertheless."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _line(self, kind: str, values: Mapping[str, Any]) -> None:
+        assert self._file is not None
+        line = json.dumps({"kind": kind, **values}, separators=(",", ":")).encode() + b"\n"
+        while line:  # a full disk takes a part first, then raises
+            line = line[os.write(self._file, line) :]

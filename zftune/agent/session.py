@@ -1,0 +1,360 @@
+"""What the hooks tell: which optimizer makes the steps, when they begin and end, and when the agent is done.
+
+Hooks run in the training's own call stack. Every method that they call is guarded: whatever fails in it is recorded
+once and switches the agent off, and the training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.util import Finalize
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from zftune.agent.events import EventBackend
+from zftune.agent.facts import Facts
+from zftune.agent.patches import Patches
+from zftune.agent.recorder import Cause, Phase, Recorder, StepRow
+from zftune.agent.records import RecordFile, Settings
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_OTHERS = 20  # steps of other optimizers, without one of the primary's, until another one is taken for the primary
+
+
+class Runtime(Protocol):
+    """Adds what the training's optimizer counted to a row."""
+
+    def __call__(self, row: StepRow, *, last: bool) -> None:
+        """Fill the row in place."""
+
+
+def _guarded(
+    method: Callable[Concatenate[Session, _P], _T],
+) -> Callable[Concatenate[Session, _P], _T | None]:
+    @functools.wraps(method)
+    def call(self: Session, /, *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+        if self.off:
+            return None
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - nothing of ours may reach the training; fail() records it
+            self.fail(error)
+            return None
+
+    return call
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A `step()` that was entered and not left."""
+
+    of: Any
+    owner: Any
+    has_closure: bool
+    is_wait: bool
+
+
+class Session:
+    """One process's recording.
+
+    Args:
+        settings: what the parent asks for.
+        facts: collects what is trained.
+        backend_for: where marks come from, for whoever makes the steps.
+        runtime_for: what adds to the rows of whoever makes the steps, from that index on.
+        clock_ns: the training thread's clock.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        facts: Facts,
+        backend_for: Callable[[Any], EventBackend],
+        runtime_for: Callable[[Any, int], Runtime | None],
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.off = False
+        """Whether nothing is recorded any more; hooks then only pass calls on."""
+        self.patches = Patches()
+        self.undo: list[Callable[[], None]] = []
+        """Removes what was installed otherwise than by `patches`."""
+        self.host_optimizers: set[type] = set()
+        """Whose `step()` inside another one's is a wait for the host."""
+        self.absent: dict[str, str] = {}
+        """Fields that stay empty because an installed package lacks what a hook needs, and what that is."""
+        self._settings = settings
+        self._facts = facts
+        self._backend_for = backend_for
+        self._runtime_for = runtime_for
+        self._clock_ns = clock_ns
+        self._released = False
+        self._start()
+
+    def _start(self) -> None:
+        self._records = RecordFile(self._settings.folder, self._facts.header)
+        self._recorder: Recorder | None = None
+        self._runtime: Runtime | None = None
+        self._thread: int | None = None
+        self._primary: weakref.ref[Any] | None = None
+        self._others = 0
+        self._steps: list[_Step] = []
+        self._in_phase = False  # the recorder is in the phase "optimizer" because of _steps
+        self._backwards = 0
+        self._backward_seen = False
+        self._described = False
+        self._emitted = 0
+        self._closing = False
+
+    # --- phases and waits ------------------------------------------------------------------------------------------
+
+    @_guarded
+    def data_begins(self) -> bool:
+        """A data loader was asked for a batch."""
+        if not self._is_mine():
+            return False
+        self._drop_steps(0)  # a step() that raised was never left
+        if self._recorder is not None:
+            self._recorder.enter("data")
+        return True
+
+    @_guarded
+    def data_ends(self) -> None:
+        """It has given one, or is at its end."""
+        if self._recorder is not None:
+            self._recorder.leave("data")
+
+    @_guarded
+    def batch(self, batch: Any) -> None:
+        """A batch came out of a data loader."""
+        if self._is_mine():
+            self._facts.batch(batch)
+
+    @_guarded
+    def backward_begins(self) -> bool:
+        """Backward begins, or another one inside it."""
+        if not self._is_mine():
+            return False
+        self._backward_seen = True
+        self._backwards += 1
+        if self._backwards == 1:
+            if self._steps and self._steps[0].has_closure:
+                self._leave_phase()
+            self._enter("backward")
+        return True
+
+    @_guarded
+    def backward_ends(self) -> None:
+        """The innermost one that began is over."""
+        self._backwards -= 1
+        if self._backwards == 0:
+            if self._recorder is not None:
+                self._recorder.leave("backward")
+            if self._steps and self._steps[0].has_closure:
+                self._enter_phase()
+
+    @_guarded
+    def wait_begins(self, cause: Cause) -> bool:
+        """The training thread, or its stream, begins to wait."""
+        if self._recorder is None or not self._is_mine():
+            return False
+        self._recorder.enter_wait(cause)
+        return True
+
+    @_guarded
+    def wait_ends(self) -> None:
+        """The wait that began last is over."""
+        if self._recorder is not None:
+            self._recorder.leave_wait()
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    @_guarded
+    def step_begins(self, of: Any, owner: Any = None, *, has_closure: bool = False) -> bool:
+        """A `step()` is entered: of an optimizer, or of what steps optimizers.
+
+        Only the outermost counts, and none inside backward, where some optimizers update each parameter.
+
+        Args:
+            of: who is stepped.
+            owner: whose steps these are, if somebody else's.
+            has_closure: whether forward and backward run inside it.
+        """
+        owner = of if owner is None else owner
+        if self._backwards or not self._is_mine(owner):
+            return False
+        entered = [step.of for step in self._steps]
+        if any(of is step for step in entered):  # it raised the last time and was never left
+            self._drop_steps(next(at for at, step in enumerate(entered) if step is of))
+        is_wait = bool(self._steps) and type(of) in self.host_optimizers
+        self._steps.append(_Step(of, owner, has_closure, is_wait))
+        if is_wait and self._recorder is not None:
+            self._recorder.enter_wait("host")
+        if len(self._steps) == 1 and not has_closure:
+            self._enter_phase()
+        return True
+
+    @_guarded
+    def step_ends(self, of: Any, *, counts: bool = True) -> None:
+        """A `step()` is left.
+
+        Args:
+            of: as it was entered.
+            counts: whether it made a step of the training.
+        """
+        at = next((at for at, step in enumerate(self._steps) if step.of is of), None)
+        if at is None or not self._is_mine():
+            return
+        owner = self._steps[at].owner
+        self._drop_steps(at)
+        if at == 0 and counts:
+            self._boundary(owner)
+
+    def _enter(self, name: Phase) -> None:
+        if self._recorder is not None:
+            self._recorder.enter(name)
+
+    def _enter_phase(self) -> None:
+        if not self._in_phase:
+            self._in_phase = True
+            self._enter("optimizer")
+
+    def _leave_phase(self) -> None:
+        if self._in_phase:
+            self._in_phase = False
+            if self._recorder is not None:
+                self._recorder.leave("optimizer")
+
+    def _drop_steps(self, at: int) -> None:
+        """Leave the steps from `at` inwards."""
+        while len(self._steps) > at:
+            step = self._steps.pop()
+            if step.is_wait and self._recorder is not None:
+                self._recorder.leave_wait()
+        if not self._steps:
+            self._leave_phase()
+
+    def _is_mine(self, stepping: Any = None) -> bool:
+        """Whether this is the training thread, which is the one that steps the primary optimizer."""
+        if self._thread is None or self._thread == threading.get_ident():
+            return True
+        if stepping is not None and self._primary is not None and self._primary() is stepping:
+            self._adopt(stepping)
+            return True
+        return False
+
+    def _boundary(self, of: Any) -> None:
+        if self._recorder is None:
+            if self._backward_seen:
+                self._begin(of)
+        elif self._primary is not None and self._primary() is of:
+            self._others = 0
+            self._recorder.end_step()
+            self._facts.step_ended()
+            self._go_on(self._recorder)
+        else:
+            self._others += 1
+            if self._others > _OTHERS or self._primary is None or self._primary() is None:
+                self._adopt(of)
+
+    def _begin(self, of: Any) -> None:
+        """The first step is over: what the training is can be looked at now."""
+        self._adopt(of)
+        backend = self._backend_for(of)
+        self._runtime = self._runtime_for(of, 1)
+        self._facts.look(of, backend)
+        settings = self._settings
+        self._recorder = Recorder(
+            backend, self._emit, clock_ns=self._clock_ns, warmup=settings.warmup, steps=settings.steps
+        )
+        self._recorder.end_step()
+        self._go_on(self._recorder)
+        Finalize(None, self.close, exitpriority=0)  # forked children of multiprocessing run no atexit
+
+    def _adopt(self, of: Any) -> None:
+        self._primary, self._others, self._thread = weakref.ref(of), 0, threading.get_ident()
+        self._backwards, self._in_phase = 0, False
+        self._steps.clear()
+        if self._recorder is not None:
+            self._recorder.forget()
+            self._runtime = self._runtime_for(of, self._recorder.index)
+
+    def _go_on(self, recorder: Recorder) -> None:
+        began = self._clock_ns()
+        if not self._described and recorder.index >= recorder.first_index:
+            self._described = True
+            self._records.write("model", **self._facts.model())
+            for field, reason in {**self.absent, **self._facts.missing}.items():
+                self._records.missing(field, reason)
+        if self._emitted >= self._last_index():
+            self._end("measured")
+        recorder.charge(began)
+
+    def _emit(self, row: StepRow) -> None:
+        if self._runtime is not None:
+            self._runtime(row, last=self._closing or row.index == self._last_index())
+        self._records.step(row)
+        self._emitted = row.index
+
+    def _last_index(self) -> float:
+        return 0 if self._recorder is None else self._recorder.last_index
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """The interpreter ends: write what is there."""
+        if self.off:
+            return
+        try:
+            self._closing = True
+            if self._recorder is not None:
+                self._recorder.drain()
+                self._end("measured" if self._emitted >= self._last_index() else "exit")
+            elif self._backward_seen:
+                self._records.missing(
+                    "step_ms",
+                    "backward ran, but no optimizer stepped outside of it: the steps are compiled, fused into "
+                    "backward, or made by something that is no torch.optim.Optimizer",
+                )
+                self._end("exit")
+        except Exception as error:  # noqa: BLE001 - as in _guarded
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Record what went wrong in the agent, once, and record nothing else."""
+        if self.off:
+            return
+        self.off = True
+        where = traceback.extract_tb(error.__traceback__)[-1:]
+        place = "".join(f" ({os.path.basename(frame.filename)}:{frame.lineno})" for frame in where)  # noqa: PTH119
+        with contextlib.suppress(Exception):  # a full disk, say: then the file ends without its last line
+            self._records.end(f"failed: {type(error).__name__}: {error}{place}")
+
+    def forked(self) -> None:
+        """This is a new process: it has taken no steps, and its parent's file is not its own."""
+        self._records.close()
+        if not self.off:
+            self._facts.forked()
+            self._start()
+
+    def release(self) -> None:
+        """Remove every hook. Not from a hook on an optimizer: torch goes through a dictionary of them then."""
+        if self._released:
+            return
+        self._released = True
+        with contextlib.suppress(Exception):  # the file is closed; what stays installed only passes calls on
+            self.patches.undo()
+            for undo in self.undo:
+                undo()
+
+    def _end(self, reason: str) -> None:
+        self.off = True
+        self._records.end(reason)

@@ -1,0 +1,66 @@
+"""The files that a profile is written to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zftune.errors import ZftuneError
+from zftune.json_output import check_output_path, write_json
+
+_Write = Callable[[Mapping[str, Any], str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Paths as the user gave them; None: not wanted."""
+
+    json_path: str | None
+    html_path: str | None
+    trace_path: str | None
+
+    def check(self, *, standard_output: bool = True) -> None:
+        """Refuse paths that cannot be written.
+
+        Args:
+            standard_output: whether the JSON may go there.
+
+        Raises:
+            BadInputError: a path cannot be written.
+        """
+        for option, path in (("--json", self.json_path), ("--html", self.html_path), ("--trace", self.trace_path)):
+            if path is not None:
+                check_output_path(path, option, standard_output=standard_output and option == "--json")
+
+    def write(self, document: Mapping[str, Any]) -> list[str]:
+        """Write all that is wanted; what failed, in sentences."""
+        failures = []
+        wanted: tuple[tuple[str, str | None, _Write], ...] = (
+            ("--json", self.json_path, write_json),
+            ("--html", self.html_path, _write_html),
+            ("--trace", self.trace_path, _write_trace),
+        )
+        for option, path, write in wanted:
+            if path is None:
+                continue
+            try:
+                write(document, path)
+            except ZftuneError as error:
+                failures.append(str(error))
+            except OSError as error:
+                failures.append(f"{option} '{path}': cannot be written ({error.strerror})")
+        return failures
+
+
+def _write_html(document: Mapping[str, Any], path: str) -> None:
+    from zftune.report.html import write_html
+
+    write_html(document, Path(path))
+
+
+def _write_trace(document: Mapping[str, Any], path: str) -> None:
+    from zftune.report.trace import write_trace
+
+    write_trace(document, Path(path))

@@ -1,0 +1,52 @@
+"""torch.distributed: every call that waits for other ranks is a wait of the cause `comm`."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zftune.agent.session import Session
+
+CALLS = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "monitored_barrier",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+)
+
+
+def hook(session: Session, module: Any) -> None:
+    """Hook the functions, under both names that they have, and the wait for an asynchronous one.
+
+    What C++ does on its own, as DistributedDataParallel's reducer inside backward, is not seen.
+
+    Args:
+        session: told of the waits.
+        module: `torch.distributed.distributed_c10d`.
+    """
+    import torch
+
+    from zftune.agent.hooks import waiting
+
+    for name in CALLS:
+        if session.patches.replace(module, name, functools.partial(waiting, session, "comm")):
+            session.patches.replace(torch.distributed, name, functools.partial(_same, getattr(module, name)))
+    session.patches.replace(module.Work, "wait", functools.partial(waiting, session, "comm"))
+
+
+def _same(wrapper: Any, _original: Any) -> Any:
+    return wrapper

@@ -1,0 +1,226 @@
+"""The profile document of a command, from what its agents recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zftune.profile import derive
+from zftune.profile.command.records import Rank
+from zftune.profile.command.runtime import Runtime, runtime_of
+from zftune.profile.sampling import Sampling
+from zftune.profile.schema import PHASES, SCHEMA_NAME, validate
+from zftune.profile.verdict import verdict
+
+_RUNTIME_FIELDS = ("link", "host", "selection", "staleness", "knobs")
+_NOT_SWITCHED = "only the built-in workload can be switched to other systems"
+_NO_RUNTIME = "only zenflow's own optimizer tells that"
+_NO_STREAM = "plain CPU: there is no device stream whose waits could be called stalls"
+_NOT_RECORDED = "the agent recorded none"
+_WINDOW_STEPS = 4
+_LANES = {"forward": "compute", "backward": "compute", "optimizer": "compute", "data": "data"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How the command ended."""
+
+    exit_code: int | None
+    stopped: bool
+
+
+def build_document(ranks: Sequence[Rank], ended: Ended, sampling: Sampling) -> dict[str, Any]:
+    """Put the profile of a command together and check it against its schema.
+
+    Args:
+        ranks: a process of each rank, in their order; each has measured steps. The first one's are the main figures.
+        ended: how the command ended.
+        sampling: what was sampled meanwhile.
+
+    Raises:
+        ProfileError: the document breaks its own schema.
+    """
+    from zftune.telemetry import hardware, hw_id, software
+
+    main = ranks[0]
+    missing = dict(main.missing)
+    machine, runtime = hardware(), runtime_of(main)
+    document: dict[str, Any] = {
+        "schema": SCHEMA_NAME,
+        "device": main.header.get("device") or "cpu",
+        "command": _command(main, ended),
+        "seed": None,
+        "workload": _workload(main.model),
+        "fingerprint": {"hw_id": hw_id(machine), "model_id": main.model.get("model_id")},
+        "hardware": machine,
+        "software": {**software(), **_versions(main)},
+        "rig": None,
+        "steps": {"measured": len(main.steps), "discarded": main.discarded},
+        **_measured(main, missing),
+        **_of_runtime(runtime, missing),
+        "practicality": None,
+        "baselines": None,
+        "ranks": [_rank(rank) for rank in ranks],
+        "per_step": _per_step(main),
+        "missing": missing,
+        **sampling.fields(main.begin_ns, main.end_ns, missing),
+    }
+    document["timeline"] = _timeline(main, document["knobs"])
+    document["roofs"] = derive.roofs(document, missing)
+    _explain(document, main)
+    document["sources"] = _sources(document, main) | sampling.sources(document)
+    document["verdict"] = verdict(document)
+    validate(document)
+    return document
+
+
+def _command(main: Rank, ended: Ended) -> dict[str, Any]:
+    script, systems = main.header.get("script"), main.model.get("systems")
+    return {
+        "script": script.rpartition("/")[2] if isinstance(script, str) and script else None,
+        "systems": [str(system) for system in systems or ()],
+        "ranks": main.header["world_size"],
+        "exit_code": ended.exit_code,
+        "stopped": ended.stopped,
+    }
+
+
+def _workload(model: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("model", "parameters", "trainable", "dtype", "micro_batch", "sequence")
+    return {**{name: model.get(name) for name in names}, "text": None}
+
+
+def _versions(main: Rank) -> dict[str, str]:
+    """What the command itself ran on, which may be another installation."""
+    return {name: main.header[name] for name in ("python", "torch") if isinstance(main.header.get(name), str)}
+
+
+def _measured(main: Rank, missing: dict[str, str]) -> dict[str, Any]:
+    """The figures that every agent records."""
+    step_ms = derive.step_ms(step["step_ms"] for step in main.steps)
+    tokens = main.model.get("tokens_per_step")
+    stall = derive.stall([step["stall_ms"] for step in main.steps], step_ms["mean"])
+    hidden = main.mean("hidden_ms")
+    if stall is None:
+        missing.setdefault("stall", _NOT_RECORDED if main.header.get("has_stream") else _NO_STREAM)
+    if hidden is None:
+        missing.setdefault("hidden_ms_per_step", missing.get("stall", _NOT_RECORDED))
+    if not tokens:
+        missing.setdefault("throughput.tokens_per_s", "the shape of the batches is not known")
+    steps_per_s = 1e3 / step_ms["mean"]
+    return {
+        "step_ms": step_ms,
+        "throughput": {"steps_per_s": steps_per_s, "tokens_per_s": steps_per_s * tokens if tokens else None},
+        "phases_ms": _phases(main),
+        "stall": stall,
+        "hidden_ms_per_step": hidden,
+        "waits_ms": derive.mean_of([step["waits_ms"] for step in main.steps]),
+        "overhead_fraction": sum(step.get("overhead_ms", 0.0) for step in main.steps)
+        / sum(step["step_ms"] for step in main.steps),
+    }
+
+
+def _phases(rank: Rank) -> dict[str, float]:
+    means = derive.mean_of([step["phases_ms"] for step in rank.steps])
+    return {phase: means.get(phase, 0.0) for phase in PHASES}
+
+
+def _of_runtime(runtime: Runtime | None, missing: dict[str, str]) -> dict[str, Any]:
+    """What only our own optimizer can tell."""
+    memory: dict[str, Any] = {"device_peak_bytes": None}
+    if runtime is None:
+        for name in (*_RUNTIME_FIELDS, "memory"):
+            missing.setdefault(name, _NO_RUNTIME)
+        uses = ("state", "log", "staging", "peak")
+        return {**dict.fromkeys(_RUNTIME_FIELDS), "memory": memory | {f"host_{use}_bytes": None for use in uses}}
+    missing["memory.device_peak_bytes"] = _NOT_RECORDED
+    return {
+        "knobs": derive.knobs(runtime.config, runtime.stats),
+        "link": derive.link(runtime.stats, runtime.model_bytes),
+        "host": derive.host(runtime.stats, None, runtime.engine, missing),
+        "selection": derive.selection(runtime.stats, missing),
+        "staleness": derive.staleness(runtime.stats, missing),
+        "memory": {**memory, **derive.host_memory(runtime.host_bytes)},
+    }
+
+
+def _rank(rank: Rank) -> dict[str, Any]:
+    step_ms = derive.step_ms(step["step_ms"] for step in rank.steps)
+    return {"rank": rank.rank, "steps": len(rank.steps), "step_ms": step_ms, "phases_ms": _phases(rank)}
+
+
+def _per_step(main: Rank) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": step["index"],
+            "begin_ms": (step["begin_ns"] - main.begin_ns) / 1e6,
+            "step_ms": step["step_ms"],
+            "phases_ms": {phase: step["phases_ms"].get(phase, 0.0) for phase in PHASES},
+            "stall_ms": step["stall_ms"],
+            "waits_ms": step["waits_ms"],
+        }
+        for step in main.steps
+    ]
+
+
+def _timeline(main: Rank, knobs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The phases of one update window of our runtime, else of four steps."""
+    steps = main.steps[: _WINDOW_STEPS if knobs is None else knobs["update_interval"]]
+    lanes: dict[str, list[list[Any]]] = {lane: [] for lane in dict.fromkeys(_LANES.values())}
+    for step in steps:
+        offset_ms = (step["begin_ns"] - main.begin_ns) / 1e6
+        for name, begin_ms, end_ms in step.get("spans") or ():
+            if name in _LANES and begin_ms < end_ms:
+                lanes[_LANES[name]].append([max(0.0, offset_ms + begin_ms), offset_ms + end_ms, name])
+    if not any(lanes.values()):
+        return None
+    length_ms = (steps[-1]["end_ns"] - main.begin_ns) / 1e6
+    return {"first_step": steps[0]["index"], "steps": len(steps), "length_ms": length_ms, "lanes": lanes}
+
+
+def _explain(document: dict[str, Any], main: Rank) -> None:
+    """Give a reason to what is null in every profile of a command, or for want of a record."""
+    missing = document["missing"]
+    missing |= {
+        "seed": "the command seeds itself",
+        "workload.text": "the command reads its own data",
+        "practicality": _NOT_SWITCHED,
+        "baselines": _NOT_SWITCHED,
+    }
+    if any(step["stall_ms"] is None for step in main.steps):
+        missing["per_step.stall_ms"] = missing.get("stall", _NOT_RECORDED)
+    if document["timeline"] is None:
+        missing.setdefault("timeline", _NOT_RECORDED)
+    for part in ("workload", "fingerprint"):
+        for name, value in document[part].items():
+            if value is None:
+                missing.setdefault(f"{part}.{name}", _NOT_RECORDED)
+    # The agent may give a reason for what another source knows, or for what no document has.
+    for name in [name for name in missing if _known(document, name)]:
+        del missing[name]
+
+
+def _known(document: Mapping[str, Any], path: str) -> bool:
+    """Whether a dotted name is that of a single value which is there."""
+    value: Any = document
+    for part in path.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return False
+        value = value[part]
+    return value is not None and not isinstance(value, (Mapping, list))
+
+
+def _sources(document: Mapping[str, Any], main: Rank) -> dict[str, str]:
+    clock = main.header.get("source") or "wall clock"
+    sources = dict.fromkeys(
+        ("step_ms", "throughput", "phases_ms", "stall", "hidden_ms_per_step", "ranks", "per_step", "timeline"), clock
+    )
+    sources |= {"waits_ms": "wall clock", "overhead_fraction": "wall clock", "host": "wall clock", "roofs": clock}
+    sources |= dict.fromkeys(("link", "selection", "staleness"), "count")
+    known = {name: source for name, source in sources.items() if document[name] is not None}
+    if document["host"] is not None:
+        known |= {"host.ceiling_gbps": "bandwidth probe", "host.bytes_per_element": "count"}
+    if document["knobs"] is not None:
+        known["memory"] = "count"
+    return known

@@ -1,0 +1,194 @@
+"""What the agents wrote: a file of JSON lines for each training process (`zftune.agent` says what is in them).
+
+The reader takes what it can use. A file ends where its process was killed or the disk was full, so a torn line is
+dropped; what is no record at all is counted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zftune.profile.schema import CAUSES, PHASES
+
+Row = dict[str, Any]
+
+_MAX_BYTES = 256 << 20
+_DOTTED = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*")
+_MODEL_ID = re.compile(r"[0-9a-f]{16}")
+_COUNTS = ("parameters", "micro_batch", "sequence", "tokens_per_step", "model_bytes")
+_TEXTS = ("model", "dtype")
+
+
+@dataclass(slots=True)
+class Rank:
+    """One training process."""
+
+    header: Row
+    model: Row = field(default_factory=dict)
+    steps: list[Row] = field(default_factory=list)
+    """Measured ones only, in order."""
+    seen: int = 0
+    """Steps that are recorded but not measured."""
+    missing: dict[str, str] = field(default_factory=dict)
+    end: str | None = None
+    """"measured", "exit" or "failed: ..."; None where the process was killed."""
+    unreadable: int = 0
+    """Lines that are no records."""
+
+    @property
+    def rank(self) -> int:
+        """Its number."""
+        return int(self.header["rank"])
+
+    @property
+    def discarded(self) -> int:
+        """Steps before the measured ones; the process's first one is not recorded."""
+        return int(self.steps[0]["index"]) if self.steps else self.seen + 1
+
+    @property
+    def begin_ns(self) -> int:
+        """When its first measured step began (CLOCK_MONOTONIC)."""
+        return int(self.steps[0]["begin_ns"])
+
+    @property
+    def end_ns(self) -> int:
+        """When its last measured step ended."""
+        return int(self.steps[-1]["end_ns"])
+
+    def mean(self, name: str) -> float | None:
+        """Mean of a figure over the measured steps; None if one of them lacks it."""
+        values = [step[name] for step in self.steps if step.get(name) is not None]
+        return sum(values) / len(values) if len(values) == len(self.steps) else None
+
+
+def read_records(folder: Path) -> list[Rank]:
+    """All training processes that wrote, in the order of their ranks; processes of one rank in the order of time."""
+    ranks = [rank for file in sorted(folder.glob("agent-*.jsonl")) if (rank := _read(file)) is not None]
+    return sorted(ranks, key=lambda rank: (rank.rank, rank.header.get("began_ns", 0)))
+
+
+def measured(ranks: Iterable[Rank]) -> list[Rank]:
+    """One process of each rank: the one with the most measured steps, of those that have any."""
+    best: dict[int, Rank] = {}
+    for rank in ranks:
+        if rank.steps and (rank.rank not in best or len(rank.steps) > len(best[rank.rank].steps)):
+            best[rank.rank] = rank
+    return [best[number] for number in sorted(best)]
+
+
+def _read(file: Path) -> Rank | None:
+    """A process; None if it has not even told who it is."""
+    try:
+        # The command may have put anything there: a pipe would never end to be opened, a link may lead anywhere.
+        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+            if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+                return None
+            lines = opened.read(_MAX_BYTES).split(b"\n")
+    except OSError:
+        return None
+    rank: Rank | None = None
+    unreadable = 0
+    for line in lines[:-1]:  # the last one is empty, or torn
+        row = _row(line)
+        if rank is None and row is not None and row["kind"] == "header" and _is_header(row):
+            rank = Rank(row)
+        elif rank is None or row is None or not _take(rank, row):
+            unreadable += 1
+    if rank is not None:
+        rank.unreadable = unreadable
+    return rank
+
+
+def _row(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("kind"), str) else None
+
+
+def _take(rank: Rank, row: Row) -> bool:
+    """Add a record to its process; whether it is one."""
+    match row["kind"]:
+        case "model":
+            rank.model = _model(row)
+        case "step" if _is_step(row):
+            if row["measured"]:
+                rank.steps.append(row)
+            else:
+                rank.seen += 1
+        case "missing" if _DOTTED.fullmatch(str(row.get("field"))) and _is_text(row.get("reason")):
+            rank.missing[row["field"]] = row["reason"]
+        case "end" if _is_text(row.get("reason")):
+            rank.end = row["reason"]
+        case "header":  # the process replaced itself by another (exec) and began again
+            rank.unreadable += 1
+        case _:
+            return False
+    return True
+
+
+def _model(row: Row) -> Row:
+    """The fields that are of their type."""
+    checks = dict.fromkeys(_COUNTS, _is_count) | dict.fromkeys(_TEXTS, _is_text) | {"trainable": _is_natural}
+    model = {name: row[name] for name, check in checks.items() if check(row.get(name))}
+    if _MODEL_ID.fullmatch(str(row.get("model_id"))):
+        model["model_id"] = row["model_id"]
+    systems = row.get("systems")
+    model["systems"] = [system for system in systems if _is_text(system)] if isinstance(systems, list) else []
+    return {**model, "knobs": row.get("knobs")}
+
+
+def _is_header(row: Row) -> bool:
+    texts = all(row.get(name) is None or _is_text(row[name]) for name in ("script", "device", "source"))
+    for name, alone in (("rank", 0), ("world_size", 1)):
+        if row.get(name) is None:  # a process that could not even look
+            row[name] = alone
+    counts = _is_natural(row["rank"]) and _is_count(row["world_size"])
+    return texts and counts and _is_natural(row.get("began_ns", 0))
+
+
+def _is_step(row: Row) -> bool:
+    times = all(_is_natural(row.get(name)) for name in ("index", "begin_ns", "end_ns"))
+    figures = _is_ms(row.get("step_ms")) and _is_ms(row.get("overhead_ms", 0.0)) and row["step_ms"] > 0
+    tables = _is_table(row.get("phases_ms"), PHASES) and _is_table(row.get("waits_ms"), CAUSES)
+    stall = row.setdefault("stall_ms", None) is None or _is_table(row["stall_ms"], CAUSES)
+    spans = all(_is_span(span) for span in row.get("spans") or ())
+    hidden = row.get("hidden_ms") is None or _is_ms(row["hidden_ms"])
+    return times and figures and tables and stall and spans and hidden and isinstance(row.get("measured"), bool)
+
+
+def _is_span(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and _is_text(value[0]) and all(map(_is_number, value[1:]))
+
+
+def _is_table(value: Any, names: Iterable[str]) -> bool:
+    return isinstance(value, Mapping) and set(value) <= set(names) and all(_is_ms(part) for part in value.values())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_ms(value: Any) -> bool:
+    return _is_number(value) and value >= 0
+
+
+def _is_count(value: Any) -> bool:
+    return _is_natural(value) and value > 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_natural(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

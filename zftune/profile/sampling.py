@@ -1,0 +1,87 @@
+"""NVML and the host, sampled while something is profiled, as fields of the profile document."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from zftune.profile.schema import schema
+
+_RATE_HZ = 5.0
+_HIDDEN = "CUDA_VISIBLE_DEVICES hides every GPU"
+_NOT_TOLD = "the sampler does not tell"
+
+Pids = Callable[[], Sequence[int]]
+
+
+class Sampling:
+    """Both samplers, from entering to leaving.
+
+    Args:
+        pids: the processes of the run.
+        environment: of the run; its CUDA_VISIBLE_DEVICES says which GPUs count.
+    """
+
+    def __init__(self, pids: Pids, environment: Mapping[str, str] | None = None) -> None:
+        from zftune.telemetry import HostSampler, NvmlSampler, visible_devices
+
+        devices = visible_devices(os.environ if environment is None else environment)
+        self._nvml = None if devices == [] else NvmlSampler(devices, rate_hz=_RATE_HZ)
+        self._host = HostSampler(pids, rate_hz=_RATE_HZ)
+
+    def __enter__(self) -> Sampling:
+        if self._nvml is not None:
+            self._nvml.start()
+        self._host.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._host.stop()
+        if self._nvml is not None:
+            self._nvml.stop()
+
+    def fields(self, begin_ns: int, end_ns: int, missing: dict[str, str]) -> dict[str, Any]:
+        """The document's "nvml", "system" and "series" for a span of CLOCK_MONOTONIC.
+
+        Args:
+            begin_ns: the first measured step's begin.
+            end_ns: the last measured step's end.
+            missing: gets the reason of everything that is null.
+        """
+        found: dict[str, Any] = {"series": {}}
+        for name, sampler in (("nvml", self._nvml), ("system", self._host)):
+            summary, reasons = (None, {"": _HIDDEN}) if sampler is None else sampler.summary(begin_ns, end_ns)
+            found[name] = _fit(name, summary, reasons, missing)
+            rows = None if sampler is None or found[name] is None else sampler.series(begin_ns, end_ns)
+            found["series"][name] = rows or None
+            if not rows:
+                missing[f"series.{name}"] = missing.get(name, "there was no sample in the measured steps")
+        return found
+
+    def sources(self, document: Mapping[str, Any]) -> dict[str, str]:
+        """Where these fields come from."""
+        names = {"nvml": "NVML", "system": "psutil"}
+        return {name: source for name, source in names.items() if document[name] is not None} | {
+            f"series.{name}": source for name, source in names.items() if document["series"][name] is not None
+        }
+
+
+def _fit(
+    name: str, summary: Mapping[str, Any] | None, reasons: Mapping[str, str], missing: dict[str, str]
+) -> dict[str, Any] | None:
+    """The summary with exactly the schema's fields: a sampler that knows more or less must not cost a report."""
+    if summary is None:
+        missing[name] = reasons.get("", _NOT_TOLD)
+        return None
+    fields = schema()["properties"][name]["anyOf"][0]["required"]
+    fitted = {field: summary.get(field) for field in fields}
+    for field, value in fitted.items():
+        if value is None:
+            missing[f"{name}.{field}"] = reasons.get(field, reasons.get("", _NOT_TOLD))
+    # A device that was left out or lost, a sampler that ended: figures are there, but not of everything.
+    missing |= {f"{name}.{key}": why for key, why in reasons.items() if key.partition(".")[0] in ("devices", "samples")}
+    return fitted
