@@ -98,7 +98,10 @@ def _heading(text: str) -> RenderableType:
 
 
 def _verdict(document: Document, width: int) -> RenderableType:
-    title = Text.assemble(("zftune profile", "bold"), *(f" · {part}" for part in _subject(document)))
+    title = Text("zftune profile", style="bold")
+    for part in _subject(document):
+        if title.cell_len + len(part) + 3 <= width - 6:  # a part that does not fit is left out, not cut
+            title.append(f" · {part}", style="not bold")
     sentences = [Text(sentence) for sentence in document["verdict"]] or [Text("No verdict.", style="dim")]
     sentences[0].stylize("bold")
     return Panel(
@@ -119,9 +122,8 @@ def _subject(document: Document) -> Iterator[str]:
     if command is not None and command["script"] is not None:
         yield command["script"]
     parameters = workload["parameters"]
-    model = (workload["model"], None if parameters is None else f"{amount(parameters)} parameters", workload["dtype"])
-    if any(part is not None for part in model):
-        yield ", ".join(part for part in model if part is not None)
+    known = (workload["model"], None if parameters is None else f"{amount(parameters)} parameters", workload["dtype"])
+    yield from (part for part in known if part is not None)
     if workload["micro_batch"] is not None and workload["sequence"] is not None:
         yield f"{workload['micro_batch']} × {workload['sequence']} tokens"
     if command is not None and command["ranks"] > 1:

@@ -32,7 +32,7 @@ def test_one_screen(document: Document) -> None:
 
 def test_verdict_is_on_top(document: Document) -> None:
     lines = shown(document).splitlines()
-    assert "tiny, 0.87 million parameters, bfloat16" in lines[0]
+    assert "tiny · 0.87 million parameters · bfloat16" in lines[0]
     assert "Offloading hardly stalls the device: it waits 2.5 ms of 209 ms a step (1.2%)." in lines[1]
 
 
