@@ -121,13 +121,13 @@ def _subject(document: Document) -> Iterator[str]:
     workload, command = document["workload"], document["command"]
     if command is not None and command["script"] is not None:
         yield command["script"]
+    if command is not None and command["ranks"] > 1:
+        yield f"{command['ranks']} ranks"
     parameters = workload["parameters"]
     known = (workload["model"], None if parameters is None else f"{amount(parameters)} parameters", workload["dtype"])
     yield from (part for part in known if part is not None)
     if workload["micro_batch"] is not None and workload["sequence"] is not None:
         yield f"{workload['micro_batch']} × {workload['sequence']} tokens"
-    if command is not None and command["ranks"] > 1:
-        yield f"{command['ranks']} ranks"
 
 
 def _place(document: Document, width: int) -> str:

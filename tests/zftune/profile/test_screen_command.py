@@ -17,9 +17,9 @@ def squeezed(document: Document, width: int = 100) -> str:
 
 def test_the_title_says_what_was_trained(of_a_command: Document) -> None:
     title = shown(of_a_command, 120).splitlines()[0]
-    assert "train.py · LlamaForCausalLM · 0.87 million parameters · float32 · 4 × 64 tokens · 2 ranks" in title
+    assert "train.py · 2 ranks · LlamaForCausalLM · 0.87 million parameters · float32" in title
     narrow = shown(of_a_command, 80).splitlines()[0]
-    assert " train.py · LlamaForCausalLM · 0.87 million parameters · float32 ─" in narrow  # nothing is cut in two
+    assert " train.py · 2 ranks · LlamaForCausalLM · float32 ─" in narrow  # nothing is cut in two
 
 
 def test_what_is_not_known_is_left_out_of_the_title(of_a_command: Document) -> None:
