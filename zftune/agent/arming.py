@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from zftune import integrations
 from zftune.agent.events import DeviceEvents, EventBackend, WallClock
 from zftune.agent.facts import Facts, device_of
@@ -34,7 +36,7 @@ def arm(when_imported: WhenImported, stop: Callable[[], None]) -> None:
 
 def make_session(settings: Settings) -> Session:
     """A session that looks at the training as it is."""
-    return Session(settings, Facts(), backend_for, runtime.rows_of)
+    return Session(settings, Facts(), backend_for, runtime.rows_of, capturing())
 
 
 def hook(session: Session, when_imported: WhenImported) -> None:
@@ -60,3 +62,12 @@ def backend_for(of: Any) -> EventBackend:
         except UnsupportedError:
             return WallClock()  # the facts say so
     return DeviceEvents(accelerator) if accelerator is not None and accelerator.has_streams else WallClock()
+
+
+def capturing() -> Callable[[], bool]:
+    """What tells whether the accelerator's current stream is being captured into a graph; initialises nothing."""
+    module = torch.get_device_module()
+    ask, begun = (getattr(module, name, None) for name in ("is_current_stream_capturing", "is_initialized"))
+    if ask is None or begun is None:
+        return bool
+    return lambda: begun() and ask()

@@ -24,6 +24,7 @@ _NO_STREAM = "plain CPU: there is no device stream whose waits could be called s
 _NO_BATCH = "no torch DataLoader gave a batch"
 _NO_TOKENS = "the batches hold no input_ids and no other integer tensor with two dimensions"
 _NO_MODULE = "no torch.nn.Module holds the optimizer's parameters"
+_REDUCER = "DistributedDataParallel communicates in C++, inside backward: only other calls are counted"
 _IN_PARTS = "this rank holds its parameters in parts"
 
 
@@ -90,10 +91,13 @@ class Facts:
         if not backend.has_stream:
             reason = _NO_STREAM if device.type == "cpu" else f"no event backend for a device of type {device.type}"
             self.missing |= {"stall": reason, "hidden_ms_per_step": reason}
+        systems = integrations.systems(of, module)
+        if "DistributedDataParallel" in systems:
+            self.missing["waits_ms.comm"] = _REDUCER
         self._model = {
             **self._sizes(module),
             "optimizer": integrations.optimizer_name(of),
-            "systems": integrations.systems(of, module),
+            "systems": systems,
             "knobs": integrations.knobs(of),
         }
 

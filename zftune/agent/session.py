@@ -71,6 +71,7 @@ class Session:
         facts: collects what is trained.
         backend_for: where marks come from, for whoever makes the steps.
         runtime_for: what adds to the rows of whoever makes the steps, from that index on.
+        is_capturing: whether the stream only notes down what it is given: any mark would spoil that.
         clock_ns: the training thread's clock.
     """
 
@@ -80,6 +81,7 @@ class Session:
         facts: Facts,
         backend_for: Callable[[Any], EventBackend],
         runtime_for: Callable[[Any, int], Runtime | None],
+        is_capturing: Callable[[], bool] = bool,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.off = False
@@ -95,6 +97,7 @@ class Session:
         self._facts = facts
         self._backend_for = backend_for
         self._runtime_for = runtime_for
+        self._is_capturing = is_capturing
         self._clock_ns = clock_ns
         self._released = False
         self._start()
@@ -244,6 +247,8 @@ class Session:
 
     def _is_mine(self, stepping: Any = None) -> bool:
         """Whether this is the training thread, which is the one that steps the primary optimizer."""
+        if self._is_capturing():
+            return False
         if self._thread is None or self._thread == threading.get_ident():
             return True
         if stepping is not None and self._primary is not None and self._primary() is stepping:

@@ -76,11 +76,7 @@ def test_the_training_is_what_it_is_without_us(tmp_path: Path) -> None:
     assert alone.said["checksum"] == recorded.said["checksum"]
 
 
-def test_phases_are_where_they_belong(tmp_path: Path) -> None:
-    """Each phase sleeps for its own time."""
-    child = train(
-        tmp_path,
-        """
+SLEEPY = """
         class Slow(TensorDataset):
             def __getitem__(self, index):
                 time.sleep(0.010)
@@ -108,8 +104,12 @@ def test_phases_are_where_they_belong(tmp_path: Path) -> None:
             Sleepy.apply(loss_of(model, ids)).backward()
             optimizer.step()
             time.sleep(0.050)
-        """,
-    )
+"""
+
+
+def test_phases_are_where_they_belong(tmp_path: Path) -> None:
+    """Each phase sleeps for its own time."""
+    child = train(tmp_path, SLEEPY)
     slept = {"data": 10, "forward": 20, "backward": 30, "optimizer": 40, "other": 50}
     for step in child.steps:
         assert adds_up(step)

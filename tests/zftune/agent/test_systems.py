@@ -193,17 +193,13 @@ def test_upstreams_zenflow(tmp_path: Path, overlap: str) -> None:
     )
 
 
-@pytest.mark.parametrize("device", ["None", "EmulatedAccelerator(rig)"])
-def test_this_packages_runtime(tmp_path: Path, device: str) -> None:
-    child = train(
-        tmp_path,
-        f"""
+RUNTIME = """
         from zenflow import EmulatedAccelerator, RigSpec, ZenFlowAdamW, ZenFlowConfig
 
         model = Small()
-        timeline = {{"forward_ms": 20, "backward_ms": 20, "d2h_ms": 5, "host_ms": 40, "h2d_ms": 5, "scale": 1}}
+        timeline = {"forward_ms": 20, "backward_ms": 20, "d2h_ms": 5, "host_ms": 40, "h2d_ms": 5, "scale": 1}
         rig = RigSpec("mini", "", "timeline", timeline).for_elements(50 * 64 + 64 * 64)
-        device = {device}
+        device = DEVICE
         if device is not None:
             device.attach(model)
         config = ZenFlowConfig(topk_ratio=0, update_interval=1, overlap_step=False, select_interval=4)
@@ -212,10 +208,17 @@ def test_this_packages_runtime(tmp_path: Path, device: str) -> None:
             loss_of(model, ids).backward()
             optimizer.step()
             optimizer.zero_grad()
-        truth = {{stats.step: [stats.step_ms, stats.stall_ms] for stats in optimizer.history(wait=True)}}
+        truth = {stats.step: [stats.step_ms, stats.stall_ms] for stats in optimizer.history(wait=True)}
         optimizer.close()
         print(json.dumps(truth))
-        """,
+        """
+
+
+@pytest.mark.parametrize("device", ["None", "EmulatedAccelerator(rig)"])
+def test_this_packages_runtime(tmp_path: Path, device: str) -> None:
+    child = train(
+        tmp_path,
+        RUNTIME.replace("DEVICE", device),
         warmup=4,
         steps=6,
     )
