@@ -199,12 +199,12 @@ class TimelineRecorder:
             Span(begin, end, label)
             for label, first, last in self._phases
             if self._ms(first) >= 0  # else it is of the step before
-            for begin, end in _without(self._ms(first), self._ms(last), stalls)
+            for begin, end in without(self._ms(first), self._ms(last), stalls)
         ]
 
 
-def _without(begin: float, end: float, stalls: Iterable[Span]) -> list[tuple[float, float]]:
-    """What is left of an interval; the stalls are in order."""
+def without(begin: float, end: float, stalls: Iterable[Span]) -> list[tuple[float, float]]:
+    """What is left of an interval (milliseconds) when stalls are taken out; they are in order of their beginnings."""
     left = []
     for stall in stalls:
         if stall.begin_ms >= end:

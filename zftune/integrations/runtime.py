@@ -57,6 +57,7 @@ class Rows:
     def __init__(self, optimizer: ZenFlowOptimizer, index: int) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._offset = optimizer.steps + 1 - index
+        self._recording = False
 
     def __call__(self, row: StepRow, *, last: bool) -> None:
         """Fill `runtime`, and what the statistics say better: the stall by cause.
@@ -73,12 +74,28 @@ class Rows:
         if stats is None or stats.step != number:
             return
         row.runtime = _fields(stats)
+        if row.measured and not self._recording:
+            self._recording = True
+            optimizer.record_timeline()
         if last:
             row.runtime |= {"host_memory": optimizer.host_bytes(), "host_engine": list(optimizer.host_engine)}
+            row.runtime["timeline"] = self._timeline(optimizer)
         if stats.stall_ms is not None and row.stall_ms is not None:
             own = {cause: milliseconds for cause, milliseconds in row.stall_ms.items() if cause in _OWN_CAUSES}
             row.stall_ms = own | dict(stats.stall_ms.items())
             row.hidden_ms = (row.hidden_ms or 0.0) + (stats.hidden_ms or 0.0)
+
+    def _timeline(self, optimizer: ZenFlowOptimizer) -> dict[str, Any] | None:
+        """What links and host did in one window, with our rows' numbers; waits for them, once."""
+        from zenflow import HostEngineError
+
+        try:
+            timeline = optimizer.timeline()
+        except HostEngineError:  # the training itself is told at its next step
+            return None
+        if timeline is None:
+            return None
+        return {**timeline.document(), "first_step": timeline.first_step - self._offset}
 
 
 def rows_of(of: Any, index: int) -> Rows | None:

@@ -240,6 +240,11 @@ def test_this_packages_runtime(tmp_path: Path, device: str) -> None:
             assert step["stall_ms"] is None
     assert "host_engine" not in measured[-2]["runtime"]
     assert measured[-1]["runtime"]["host_memory"]["state"] > 0
+    timeline = measured[-1]["runtime"]["timeline"]
+    assert timeline["steps"] == 1  # a window
+    assert timeline["first_step"] in [step["index"] for step in measured]
+    assert [label for _, _, label in timeline["lanes"]["host"]]
+    assert ("d2h" in timeline["lanes"]) == (device != "None")
     assert measured[-1]["runtime"]["host_engine"][1] >= 1
     header = child.only("header")
     assert (header["has_stream"], header["source"]) == ((False, "wall clock") if device == "None" else (True, "event"))

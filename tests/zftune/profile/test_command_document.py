@@ -114,6 +114,23 @@ def test_our_own_runtime_tells_the_rest(sampling: Sampling) -> None:
     assert document["memory"]["host_peak_bytes"] == 70
 
 
+def test_the_timeline_is_the_window_that_the_runtime_recorded(sampling: Sampling) -> None:
+    model = {"model_bytes": 1000, "knobs": dataclasses.asdict(ZenFlowConfig(update_interval=1))}
+    lanes = {"compute": [], "d2h": [[1.0, 3.0, "2 bytes"]], "host": [], "h2d": [], "stall": [[4.0, 6.0, "host"]]}
+    recorded = {"first_step": 6, "steps": 1, "length_ms": 10.0, "lanes": lanes}
+    last = {**STATS, "host_memory": TOTALS, "host_engine": ["native", 2], "timeline": recorded}
+    steps = [step(5, runtime=STATS), step(6, runtime=last)]
+    for row in steps:
+        row["spans"] = [["data", 0.0, 1.0], ["forward", 1.0, 5.0], ["backward", 5.0, 10.0]]
+    timeline = build(rank(model=model, steps=steps), sampling=sampling)["timeline"]
+    assert (timeline["first_step"], timeline["steps"], timeline["length_ms"]) == (6, 1, 10.0)
+    assert timeline["lanes"]["d2h"] == [[1.0, 3.0, "2 bytes"]]
+    assert timeline["lanes"]["data"] == [[0.0, 1.0, "data"]]
+    assert timeline["lanes"]["compute"] == [[1.0, 4.0, "forward"], [6.0, 10.0, "backward"]]  # without the stall
+    recorded["first_step"] = 7  # not among the measured steps
+    assert build(rank(model=model, steps=steps), sampling=sampling)["timeline"]["first_step"] == 5
+
+
 @pytest.mark.parametrize(
     "change",
     [{"d2h_bytes": "x"}, {"host_ms": None}, {"coverage": []}, {"host_engine": 7}, {"host_memory": {}}],

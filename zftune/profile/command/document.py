@@ -9,6 +9,7 @@ from typing import Any
 from zftune.profile import derive
 from zftune.profile.command.records import Rank
 from zftune.profile.command.runtime import Runtime, runtime_of
+from zftune.profile.command.timeline import timeline_of
 from zftune.profile.sampling import Sampling
 from zftune.profile.schema import PHASES, SCHEMA_NAME, validate
 from zftune.profile.verdict import verdict
@@ -18,8 +19,6 @@ _NOT_SWITCHED = "only the built-in workload can be switched to other systems"
 _NO_RUNTIME = "only zenflow's own optimizer tells that"
 _NO_STREAM = "plain CPU: there is no device stream whose waits could be called stalls"
 _NOT_RECORDED = "the agent recorded none"
-_WINDOW_STEPS = 4
-_LANES = {"forward": "compute", "backward": "compute", "optimizer": "compute", "data": "data"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ def build_document(ranks: Sequence[Rank], ended: Ended, sampling: Sampling) -> d
         "missing": missing,
         **sampling.fields(main.begin_ns, main.end_ns, missing),
     }
-    document["timeline"] = _timeline(main, document["knobs"])
+    document["timeline"] = timeline_of(main, None if runtime is None else runtime.timeline)
     document["roofs"] = derive.roofs(document, missing)
     _explain(document, main)
     document["sources"] = _sources(document, main) | sampling.sources(document)
@@ -162,21 +161,6 @@ def _per_step(main: Rank) -> list[dict[str, Any]]:
         }
         for step in main.steps
     ]
-
-
-def _timeline(main: Rank, knobs: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The phases of one update window of our runtime, else of four steps."""
-    steps = main.steps[: _WINDOW_STEPS if knobs is None else knobs["update_interval"]]
-    lanes: dict[str, list[list[Any]]] = {lane: [] for lane in dict.fromkeys(_LANES.values())}
-    for step in steps:
-        offset_ms = (step["begin_ns"] - main.begin_ns) / 1e6
-        for name, begin_ms, end_ms in step.get("spans") or ():
-            if name in _LANES and begin_ms < end_ms:
-                lanes[_LANES[name]].append([max(0.0, offset_ms + begin_ms), offset_ms + end_ms, name])
-    if not any(lanes.values()):
-        return None
-    length_ms = (steps[-1]["end_ns"] - main.begin_ns) / 1e6
-    return {"first_step": steps[0]["index"], "steps": len(steps), "length_ms": length_ms, "lanes": lanes}
 
 
 def _explain(document: dict[str, Any], main: Rank) -> None:

@@ -25,6 +25,8 @@ class Runtime:
     model_bytes: int
     engine: tuple[str, int]
     host_bytes: Mapping[str, int]
+    timeline: Mapping[str, Any] | None
+    """Of one window, as the profile document has it, but for the lanes that the agent fills."""
 
 
 def runtime_of(rank: Rank) -> Runtime | None:
@@ -43,6 +45,7 @@ def runtime_of(rank: Rank) -> Runtime | None:
             model_bytes=rank.model["model_bytes"],
             engine=(str(name), int(threads)),
             host_bytes={use: int(host_bytes[use]) for use in ("state", "log", "staging", "peak")},
+            timeline=last.get("timeline"),
         )
     except (ConfigError, KeyError, TypeError, ValueError):  # records that end early, or of another version
         return None
