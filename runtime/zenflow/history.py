@@ -27,6 +27,11 @@ class History:
         """The newest recording."""
         self._recording = False
 
+    @property
+    def last_end(self) -> Mark | None:
+        """Where the last step ended; None before the first."""
+        return self._last_end
+
     def record(self, steps: int | None) -> TimelineRecorder:
         """Record a timeline; one that is being recorded ends without a result.
 

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from zenflow import checkpoint, checkpoint_format
 from zenflow.config import ZenFlowConfig
-from zenflow.device import Device, device_for
+from zenflow.device import Device, Mark, device_for
 from zenflow.errors import ConfigError, UnsupportedError, ZenFlowError
 from zenflow.ledger import Balance
 from zenflow.rules import Rule
@@ -85,6 +85,11 @@ class ZenFlowOptimizer(Optimizer):
     def steps(self) -> int:
         """How many steps it has taken, over all runs that it was saved in: the number of the last one."""
         return self._training.clock.step
+
+    @property
+    def last_end(self) -> Mark | None:
+        """The mark of `device` at which the last step ended and the next began, as in `StepStats`; None before one."""
+        return self._training.history.last_end
 
     # --- torch.optim.Optimizer -------------------------------------------------------------------------------------
 

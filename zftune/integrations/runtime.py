@@ -79,7 +79,7 @@ class Rows:
             optimizer.record_timeline()
         if last:
             row.runtime |= {"host_memory": optimizer.host_bytes(), "host_engine": list(optimizer.host_engine)}
-            row.runtime["timeline"] = self._timeline(optimizer)
+            row.runtime |= {"timeline": self._timeline(optimizer), "rig": _rig(optimizer.device)}
         if stats.stall_ms is not None and row.stall_ms is not None:
             own = {cause: milliseconds for cause, milliseconds in row.stall_ms.items() if cause in _OWN_CAUSES}
             row.stall_ms = own | dict(stats.stall_ms.items())
@@ -96,6 +96,16 @@ class Rows:
         if timeline is None:
             return None
         return {**timeline.document(), "first_step": timeline.first_step - self._offset}
+
+
+def _rig(device: Device) -> dict[str, Any] | None:
+    """The emulated accelerator, as the profile document has it; None for a real device."""
+    from zenflow import EmulatedAccelerator
+    from zftune.profile import derive
+
+    if not isinstance(device, EmulatedAccelerator) or not device.slack.segments:
+        return None
+    return derive.rig(device.rig, [device.slack], attempts=1)
 
 
 def rows_of(of: Any, index: int) -> Rows | None:

@@ -11,6 +11,7 @@ from zftune.profile.schema import CAUSES
 
 if TYPE_CHECKING:
     from zenflow import Rig, StepStats, ZenFlowConfig
+    from zenflow.emulator import Slack
 
 
 def step_ms(values: Iterable[float]) -> dict[str, float]:
@@ -78,13 +79,13 @@ def link(stats: Sequence[StepStats], model_bytes: int) -> dict[str, float]:
 
 
 def host(
-    stats: Sequence[StepStats], rig: Rig | None, engine: tuple[str, int], missing: dict[str, str]
+    stats: Sequence[StepStats], rig_gbps: float | None, engine: tuple[str, int], missing: dict[str, str]
 ) -> dict[str, float | str] | None:
     """What the host did; measures its bandwidth here where there is no rig.
 
     Args:
         stats: of the measured steps.
-        rig: whose host it was; None: this machine's.
+        rig_gbps: what the rig's host does; None: it is this machine's.
         engine: who updated, and with how many threads.
         missing: gets the reason where nothing was updated.
     """
@@ -100,10 +101,32 @@ def host(
     return {
         "update_ms": milliseconds / max(1, sum(step.closed for step in stats)),
         "gbps": nbytes / milliseconds / 1e6,
-        "ceiling_gbps": host_bandwidth().gbps if rig is None else rig.host_gbps,
+        "ceiling_gbps": host_bandwidth().gbps if rig_gbps is None else rig_gbps,
         "bytes_per_element": nbytes / elements,
         "engine": name,
         "threads": threads,
+    }
+
+
+def rig(rig: Rig, slacks: Sequence[Slack], *, attempts: int) -> dict[str, Any]:
+    """The emulated accelerator, and how far real work stayed ahead of its pads.
+
+    Args:
+        rig: its rates.
+        slacks: of all runs on it; at least one segment in all.
+        attempts: times that a run was measured until it was accepted.
+    """
+    margins_ms = [1e3 * margin for slack in slacks for margin in slack.margins_s]
+    return {
+        **dataclasses.asdict(rig),
+        "segments": sum(slack.segments for slack in slacks),
+        "late_segments": sum(slack.late for slack in slacks),
+        "attempts": attempts,
+        "slack": {
+            "min_ms": min(margins_ms),
+            "p50_ms": statistics.median(margins_ms),
+            "fraction_used_p50": statistics.median(used for slack in slacks for used in slack.used),
+        },
     }
 
 

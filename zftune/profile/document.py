@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -81,6 +80,7 @@ def build_document(
 def _own(own: Measurement, rig: Rig | None, module: Any, missing: dict[str, str]) -> dict[str, Any]:
     """The figures of the run itself."""
     model_bytes = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+    rig_gbps = None if rig is None else rig.host_gbps
     step_ms, stall, per_step = derive.step_ms(own.step_ms), _stall(own), _per_step(own)
     phases_ms = derive.mean_of([step["phases_ms"] for step in per_step])
     return {
@@ -91,7 +91,7 @@ def _own(own: Measurement, rig: Rig | None, module: Any, missing: dict[str, str]
         "hidden_ms_per_step": None if stall is None else derive.mean(own.stats, "hidden_ms"),
         "waits_ms": None,
         "link": derive.link(own.stats, model_bytes),
-        "host": derive.host(own.stats, rig, (own.host_engine, own.host_threads), missing),
+        "host": derive.host(own.stats, rig_gbps, (own.host_engine, own.host_threads), missing),
         "memory": _memory(own, missing),
         "selection": derive.selection(own.stats, missing),
         "staleness": derive.staleness(own.stats, missing),
@@ -109,8 +109,7 @@ def _per_step(own: Measurement) -> list[dict[str, Any]]:
             "step": stats.step,
             "begin_ms": begin_ms,
             "step_ms": step_ms,
-            # The statistics take the step's end a moment earlier than the phases do.
-            "phases_ms": {**phases_ms, "other": max(0.0, step_ms - sum(phases_ms.values()))},
+            "phases_ms": {**phases_ms, "other": max(0.0, step_ms - sum(phases_ms.values()))},  # but for rounding 0
             "stall_ms": None if stats.stall_ms is None else dict(stats.stall_ms),
             "waits_ms": {},
         }
@@ -136,18 +135,7 @@ def _reasons(document: Mapping[str, Any], fitting: Mapping[str, Measurement]) ->
 
 def _rig(rig: Rig, runs: Sequence[Measurement]) -> dict[str, Any]:
     slacks = [run.slack for run in runs if run.slack is not None]
-    margins_ms = [1e3 * margin for slack in slacks for margin in slack.margins_s]
-    return {
-        **dataclasses.asdict(rig),
-        "segments": sum(slack.segments for slack in slacks),
-        "late_segments": sum(slack.late for slack in slacks),
-        "attempts": max(run.attempts for run in runs),
-        "slack": {
-            "min_ms": min(margins_ms),
-            "p50_ms": statistics.median(margins_ms),
-            "fraction_used_p50": statistics.median(used for slack in slacks for used in slack.used),
-        },
-    }
+    return derive.rig(rig, slacks, attempts=max(run.attempts for run in runs))
 
 
 def _throughput(task: Task, run: Measurement) -> dict[str, float]:

@@ -237,8 +237,8 @@ class _Loop:
             recorder.compute("forward", begin, forward)
             recorder.compute("backward", forward, backward)
         self._optimizer.step()
+        end = self._optimizer.last_end  # where the statistics end the step, so that phases add up to it
         self._optimizer.zero_grad()
-        end = self._device.mark()
         if recorder is not None:
             recorder.compute("optimizer", backward, end)
         self._marks.append((begin, forward, backward, end))

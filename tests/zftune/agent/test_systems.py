@@ -245,6 +245,9 @@ def test_this_packages_runtime(tmp_path: Path, device: str) -> None:
     assert timeline["first_step"] in [step["index"] for step in measured]
     assert [label for _, _, label in timeline["lanes"]["host"]]
     assert ("d2h" in timeline["lanes"]) == (device != "None")
+    rig = measured[-1]["runtime"]["rig"]
+    assert (rig is None) == (device == "None")
+    assert rig is None or (rig["name"], rig["late_segments"] <= rig["segments"]) == ("mini", True)
     assert measured[-1]["runtime"]["host_engine"][1] >= 1
     header = child.only("header")
     assert (header["has_stream"], header["source"]) == ((False, "wall clock") if device == "None" else (True, "event"))

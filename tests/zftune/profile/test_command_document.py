@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,6 +114,19 @@ def test_our_own_runtime_tells_the_rest(sampling: Sampling) -> None:
     assert document["selection"] == {"coverage": 0.4, "churn": None}
     assert document["staleness"] == {"mean": 2.0, "max": 3}
     assert document["memory"]["host_peak_bytes"] == 70
+
+
+def test_a_script_on_an_emulated_accelerator_says_so(sampling: Sampling) -> None:
+    rig = json.loads((Path(__file__).parent / "data/example.json").read_text())["rig"]
+    model = {"model_bytes": 1000, "knobs": dataclasses.asdict(ZenFlowConfig(update_interval=1))}
+    last = {**STATS, "host_memory": TOTALS, "host_engine": ["native", 2], "rig": rig}
+    document = build(rank(model=model, steps=[step(5, runtime=STATS), step(6, runtime=last)]), sampling=sampling)
+    assert document["rig"] == rig
+    assert document["device"] == "cpu (emulated accelerator)"
+    assert document["host"]["ceiling_gbps"] == rig["host_gbps"]
+    assert {document["sources"][name] for name in ("step_ms", "host.ceiling_gbps")} == {"rig"}
+    plain = build(rank(), sampling=sampling)
+    assert plain["fingerprint"]["hw_id"] != document["fingerprint"]["hw_id"]
 
 
 def test_the_timeline_is_the_window_that_the_runtime_recorded(sampling: Sampling) -> None:

@@ -45,16 +45,20 @@ def build_document(ranks: Sequence[Rank], ended: Ended, sampling: Sampling) -> d
     main = ranks[0]
     missing = dict(main.missing)
     machine, runtime = hardware(), runtime_of(main)
+    rig = None if runtime is None else runtime.rig
     document: dict[str, Any] = {
         "schema": SCHEMA_NAME,
-        "device": main.header.get("device") or "cpu",
+        "device": (main.header.get("device") or "cpu") + ("" if rig is None else " (emulated accelerator)"),
         "command": _command(main, ended),
         "seed": None,
         "workload": _workload(main.model),
-        "fingerprint": {"hw_id": hw_id(machine), "model_id": main.model.get("model_id")},
+        "fingerprint": {
+            "hw_id": hw_id(machine, rig=None if rig is None else rig["name"]),
+            "model_id": main.model.get("model_id"),
+        },
         "hardware": machine,
         "software": {**software(), **_versions(main)},
-        "rig": None,
+        "rig": rig,
         "steps": {"measured": len(main.steps), "discarded": main.discarded},
         **_measured(main, missing),
         **_of_runtime(runtime, missing),
@@ -134,10 +138,11 @@ def _of_runtime(runtime: Runtime | None, missing: dict[str, str]) -> dict[str, A
         uses = ("state", "log", "staging", "peak")
         return {**dict.fromkeys(_RUNTIME_FIELDS), "memory": memory | {f"host_{use}_bytes": None for use in uses}}
     missing["memory.device_peak_bytes"] = _NOT_RECORDED
+    rig_gbps = None if runtime.rig is None else runtime.rig["host_gbps"]
     return {
         "knobs": derive.knobs(runtime.config, runtime.stats),
         "link": derive.link(runtime.stats, runtime.model_bytes),
-        "host": derive.host(runtime.stats, None, runtime.engine, missing),
+        "host": derive.host(runtime.stats, rig_gbps, runtime.engine, missing),
         "selection": derive.selection(runtime.stats, missing),
         "staleness": derive.staleness(runtime.stats, missing),
         "memory": {**memory, **derive.host_memory(runtime.host_bytes)},
@@ -196,7 +201,7 @@ def _known(document: Mapping[str, Any], path: str) -> bool:
 
 
 def _sources(document: Mapping[str, Any], main: Rank) -> dict[str, str]:
-    clock = main.header.get("source") or "wall clock"
+    clock = "rig" if document["rig"] is not None else main.header.get("source") or "wall clock"
     sources = dict.fromkeys(
         ("step_ms", "throughput", "phases_ms", "stall", "hidden_ms_per_step", "ranks", "per_step", "timeline"), clock
     )
@@ -204,7 +209,8 @@ def _sources(document: Mapping[str, Any], main: Rank) -> dict[str, str]:
     sources |= dict.fromkeys(("link", "selection", "staleness"), "count")
     known = {name: source for name, source in sources.items() if document[name] is not None}
     if document["host"] is not None:
-        known |= {"host.ceiling_gbps": "bandwidth probe", "host.bytes_per_element": "count"}
+        ceiling = "rig" if document["rig"] is not None else "bandwidth probe"
+        known |= {"host.ceiling_gbps": ceiling, "host.bytes_per_element": "count"}
     if document["knobs"] is not None:
         known["memory"] = "count"
     return known

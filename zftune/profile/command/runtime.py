@@ -27,6 +27,8 @@ class Runtime:
     host_bytes: Mapping[str, int]
     timeline: Mapping[str, Any] | None
     """Of one window, as the profile document has it, but for the lanes that the agent fills."""
+    rig: Mapping[str, Any] | None
+    """The emulated accelerator that it ran on, as the profile document has it."""
 
 
 def runtime_of(rank: Rank) -> Runtime | None:
@@ -46,6 +48,7 @@ def runtime_of(rank: Rank) -> Runtime | None:
             engine=(str(name), int(threads)),
             host_bytes={use: int(host_bytes[use]) for use in ("state", "log", "staging", "peak")},
             timeline=last.get("timeline"),
+            rig=last.get("rig"),
         )
     except (ConfigError, KeyError, TypeError, ValueError):  # records that end early, or of another version
         return None
