@@ -51,10 +51,13 @@ host-tests: setup  ## the tests of csrc alone
 
 PROPERTIES := $(addprefix tests/zenflow/test_,$(addsuffix .py,invariants knobs added_groups between_passes auto checkpoint ledger))
 
-soak: setup  ## OPERATIONS (10000) random operations, then the property tests with EXAMPLES_FACTOR (30) times as many cases
+KILLS ?= 200
+
+soak: setup  ## OPERATIONS (10000) random operations, property tests with EXAMPLES_FACTOR (30) times as many cases, KILLS (200)
 	$(BIN)/python -m tests.zenflow.soak --operations $(OPERATIONS)
 	ZENFLOW_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(BIN)/pytest $(PROPERTIES) -m hypothesis --timeout 0 \
 		--hypothesis-show-statistics
+	ZFTUNE_KILLS=$(KILLS) $(BIN)/pytest tests/zftune/store/test_processes.py -k killed --timeout 0
 
 sanitize: sanitize-address sanitize-thread  ## the native module's tests under ASan with UBSan, then under TSan
 

@@ -13,7 +13,7 @@ import pytest
 import zftune
 
 ROOT = Path(__file__).parents[2]
-TUNING_STACK = {"deepspeed", "optuna", "sqlalchemy", "pynvml", "transformers"}
+TUNING_STACK = {"alembic", "deepspeed", "optuna", "sqlalchemy", "pynvml", "transformers"}
 COMMAND_LINE_STACK = TUNING_STACK | {"torch", "numpy"}
 # torch.cuda imports pynvml where it is installed; that zenflow does not is for the linter to say.
 RUNTIME_UNWANTED = TUNING_STACK - {"pynvml"} | {"zftune"}

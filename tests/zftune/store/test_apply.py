@@ -1,0 +1,195 @@
+"""A preset in a ds_config: what stock DeepSpeed accepts and trains with, and what is said about it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.zftune.store.examples import KNOBS
+from zenflow import ZenFlowConfig
+from zftune.errors import BadInputError
+from zftune.store.apply import Applied, apply, read_ds_config
+
+ROOT = Path(__file__).parents[3]
+DS_CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    document = copy.deepcopy(DS_CONFIG)
+    *folders, last = path.split(".")
+    inner = document
+    for folder in folders:
+        inner = inner.setdefault(folder, {})
+    inner[last] = value
+    return document
+
+
+def applied(ds_config: dict[str, Any] | None = None, **knobs: Any) -> Applied:
+    given = DS_CONFIG if ds_config is None else ds_config
+    before = copy.deepcopy(given)
+    made = apply(given, {**KNOBS, **knobs}, stage=2)
+    assert given == before
+    assert all(note.isprintable() and not note.endswith(".") for note in made.notes)
+    return made
+
+
+def says(made: Applied, part: str) -> bool:
+    return any(part in note for note in made.notes)
+
+
+def section(made: Applied) -> dict[str, Any]:
+    found = made.config["zero_optimization"]["zenflow"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_section_is_what_upstream_needs() -> None:
+    made = applied()
+    assert section(made) == {
+        "topk_ratio": 0.1,
+        "select_strategy": "step",
+        "select_interval": 32,
+        "update_interval": 4,
+        "full_warm_up_rounds": 4,
+        "overlap_step": True,
+        "offload": False,
+        "auto_ratio": 0.99,
+        "pt_reserved_cores_perc": 0.5,
+    }
+    assert made.config["optimizer"]["params"]["weight_decay"] == 0.0
+    assert says(made, "full_warm_up_rounds is 4 instead of 0")
+    assert says(made, "upstream does not clip")
+    ours = ZenFlowConfig.from_ds_config(made.config)
+    assert (ours.topk_ratio, ours.update_interval, ours.select_interval) == (0.1, 4, 32)
+
+
+@pytest.mark.parametrize("update", [1, 3, 4, 7, "auto"])
+@pytest.mark.parametrize("select", [1, 5, 32, 1000, "auto"])
+@pytest.mark.parametrize("warm_up", [0, 1, 6])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_intervals_are_integers_in_whole_windows(update: Any, select: Any, warm_up: int, overlap: bool) -> None:
+    made = section(
+        applied(update_interval=update, select_interval=select, full_warm_up_rounds=warm_up, overlap_step=overlap)
+    )
+    window = made["update_interval"]
+    assert window == (4 if update == "auto" else update)
+    assert made["select_strategy"] == "step"
+    assert made["select_interval"] % window == 0
+    assert made["select_interval"] >= (window if select == "auto" else max(select, window))
+    assert made["full_warm_up_rounds"] % window == 0
+    assert made["full_warm_up_rounds"] >= max(warm_up, 1 if overlap else 0)
+
+
+def test_what_is_not_offloaded_or_not_selected_needs_no_zenflow() -> None:
+    with_section = changed("zero_optimization.zenflow", {"topk_ratio": 0.3})
+    plain = applied(with_section, offload_ratio=0.0).config["zero_optimization"]
+    assert plain == {"stage": 2}
+    offload = applied(with_section, topk_ratio=0.0, update_interval=1, overlap_step=False)
+    assert offload.config["zero_optimization"] == DS_CONFIG["zero_optimization"]
+    assert offload.notes == []
+    assert says(applied(topk_ratio=0.0), "updates everything in every step")
+
+
+def test_a_ratio_is_for_stage_3_alone() -> None:
+    twin: dict[str, Any] = {"topk_ratio": 0.0, "offload_ratio": 0.4, "update_interval": 1, "overlap_step": False}
+    third = applied(changed("zero_optimization.stage", 3), **twin)
+    assert third.config["zero_optimization"]["offload_optimizer"]["ratio"] == 0.4
+    for made in (applied(**twin), applied(offload_ratio=0.4)):
+        assert "ratio" not in made.config["zero_optimization"]["offload_optimizer"]
+        assert says(made, "offload_ratio 0.4 was left out")
+
+
+def test_what_upstream_fails_on_is_left_out_and_said() -> None:
+    given = changed("optimizer.params", {"lr": "auto", "weight_decay": "auto", "adam_w_mode": True})
+    given["zero_optimization"]["reduce_scatter"] = False
+    given["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
+    given["zftune"] = {"preset": "best"}
+    made = applied(given)
+    assert made.config["optimizer"]["params"] == {"lr": "auto", "weight_decay": "auto"}
+    assert "reduce_scatter" not in made.config["zero_optimization"]
+    assert "zftune" not in made.config
+    for part in ("adam_w_mode", "reduce_scatter", "the zftune section"):
+        assert says(made, part)
+
+
+def test_offloading_brings_zero_with_it() -> None:
+    made = applied({key: value for key, value in DS_CONFIG.items() if key != "zero_optimization"})
+    assert made.config["zero_optimization"]["stage"] == 2
+    assert made.config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    assert says(made, "zero_optimization.stage is 2")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "part"),
+    [
+        ("optimizer", None, 'optimizer.type is None, allowed is "Adam" or "AdamW"'),
+        ("optimizer.type", "Lion", "optimizer.type is 'Lion'"),
+        ("optimizer.params", [1], "optimizer.params is [1]"),
+        ("gradient_accumulation_steps", 8, "gradient_accumulation_steps is 8, allowed is 1"),
+        ("fp16", {"enabled": True}, "fp16.enabled is true"),
+        ("zero_optimization", "x", "zero_optimization is 'x'"),
+        ("zero_optimization.stage", 7, "zero_optimization.stage is 7, allowed is 1, 2 or 3"),
+        ("zero_optimization.stage", True, "zero_optimization.stage is True"),
+        ("zero_optimization.offload_optimizer", "cpu", "offload_optimizer is 'cpu'"),
+        ("zero_optimization.offload_optimizer.device", "nvme", "device is 'nvme'"),
+    ],
+)
+def test_what_upstream_cannot_train_is_refused(path: str, value: Any, part: str) -> None:
+    with pytest.raises(BadInputError, match=re.escape(part)):
+        applied(changed(path, value))
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    for content, part in (("[]", "holds no JSON object"), ("{", "is not JSON"), (None, "cannot be read")):
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(BadInputError, match=part):
+            read_ds_config(str(path))
+
+
+def test_stock_deepspeed_trains_with_it(tmp_path: Path) -> None:
+    versions = "-".join(f"{package}-{metadata.version(package)}" for package in ("deepspeed", "torch"))
+    extensions = ROOT / "build" / "torch-extensions" / versions
+    if not (extensions / "cpu_adam" / "cpu_adam.so").exists():
+        pytest.skip("DeepSpeed's CPU Adam is not compiled yet; study 002 does it")
+    cases: dict[str, dict[str, Any]] = {  # overlap comes last: it takes cores away from what comes after it
+        "without selection": {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False},
+        "in turn": {"overlap_step": False, "update_interval": "auto", "select_interval": 8},
+        "overlapped": {"update_interval": 3, "select_interval": 6},
+    }
+    paths = [tmp_path / f"{name}.json" for name in cases]
+    for path, knobs in zip(paths, cases.values(), strict=True):
+        path.write_text(json.dumps(applied(**knobs).config))
+    tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    more = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions), "PATH": tools, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("upstream.py")), *map(str, paths)],
+        env={**os.environ, **more},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    for one in told:
+        assert one["finite"]
+        assert one["losses"][-1] < 0.5 * one["losses"][0]
+    assert [(one["interval"], one["overlapped"]) for one in told] == [(None, False), (4, False), (3, True)]

@@ -1,0 +1,371 @@
+"""Whatever is wrong with the database, opening gives a store that works, and one sentence."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import shutil
+import sqlite3
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.zftune.store.examples import PRESET
+from zftune.doctor.store import store_check
+from zftune.store import StoreError, open_store
+from zftune.store.files import backups, locked
+from zftune.store.location import file_system, locate, node_local
+from zftune.store.store import Store
+
+ROOT = Path(__file__).parents[3]
+
+
+def one_notice(store: Store) -> str:
+    """The only notice: a sentence of one line."""
+    (notice,) = store.notices
+    assert "\n" not in notice
+    assert not notice.endswith(".")
+    return notice
+
+
+def works_in_memory(store: Store) -> None:
+    assert not store.is_kept
+    name = store.save_preset(PRESET).name
+    assert [preset.name for preset in store.presets()] == [name]
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def write_database(path: Path, *statements: str) -> None:
+    connection = sqlite3.connect(path)
+    for statement in statements:
+        connection.execute(statement)
+    connection.commit()
+    connection.close()
+
+
+# --- where ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "data_home", "expected"),
+    [
+        ("", None, "HOME/.local/share/zftune/zftune.db"),
+        ("", "", "HOME/.local/share/zftune/zftune.db"),
+        ("", "relative", "HOME/.local/share/zftune/zftune.db"),
+        ("", "HOME/xdg", "HOME/xdg/zftune/zftune.db"),
+        ("HOME/own.db", "HOME/xdg", "HOME/own.db"),
+        ("~/own.db", None, "HOME/own.db"),
+        ("sqlite:///HOME/own.db", None, "HOME/own.db"),
+        ("sqlite+pysqlite:///HOME/own.db?timeout=1", None, "HOME/own.db"),
+    ],
+)
+def test_the_file_is_where_the_environment_says(
+    tmp_path: Path, value: str, data_home: str | None, expected: str
+) -> None:
+    home = str(tmp_path)
+    environment = {"HOME": home, "ZFTUNE_DB": value.replace("HOME", home)}
+    if data_home is not None:
+        environment["XDG_DATA_HOME"] = data_home.replace("HOME", home)
+    with open_store(environment=environment) as store:
+        assert store.notices == []
+        assert store.path == Path(expected.replace("HOME", home))
+        store.save_preset(PRESET)
+    assert stat.S_IMODE(store.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(store.path.with_name("zftune.db").parent.stat().st_mode) & 0o077 in (0, 0o055)
+
+
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:", "sqlite:///"])
+def test_a_database_in_memory_if_asked_for(url: str) -> None:
+    with open_store(url) as store:
+        assert "asks for a database in memory" in one_notice(store)
+        works_in_memory(store)
+
+
+def test_settings_of_the_connection(path: Path, store: Store) -> None:
+    with store._database.engine.connect() as connection:
+        asked = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
+        found = {name: connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in asked}
+    assert found == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 60_000}
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content", [b"no database at all" * 100, b"SQLite format 3\0" + b"\xff" * 8000], ids=["text", "pages"]
+)
+def test_a_corrupt_file_is_left_as_it_is(path: Path, content: bytes) -> None:
+    path.parent.mkdir()
+    path.write_bytes(content)
+    with open_store(str(path)) as store:
+        assert "$ZFTUNE_DB is corrupt (" in one_notice(store)
+        works_in_memory(store)
+    assert path.read_bytes() == content
+    assert backups(path) == []
+
+
+def test_a_page_in_the_middle_that_is_corrupt(path: Path) -> None:
+    with open_store(str(path)) as store:
+        for _ in range(20):
+            store.save_preset(PRESET)
+    data = bytearray(path.read_bytes())
+    data[4096 * 3 : 4096 * 12] = b"\xa5" * (4096 * 9)
+    path.write_bytes(data)
+    before = digest(path)
+    with open_store(str(path)) as store:
+        assert "is corrupt" in one_notice(store)
+        works_in_memory(store)
+    assert digest(path) == before
+
+
+def test_a_newer_schema_is_not_opened(path: Path, store: Store) -> None:
+    store.close()
+    write_database(path, "UPDATE alembic_version SET version_num = '9999'")
+    before = digest(path)
+    with open_store(str(path)) as newer:
+        assert "has the schema '9999' of a newer zftune (this one knows 0001) and was not opened" in one_notice(newer)
+        works_in_memory(newer)
+    assert digest(path) == before
+
+
+def test_another_programs_database_is_not_opened(path: Path) -> None:
+    path.parent.mkdir()
+    write_database(path, "CREATE TABLE preset (theirs INTEGER)")
+    before = digest(path)
+    with open_store(str(path)) as store:
+        assert "is another program's database" in one_notice(store)
+        works_in_memory(store)
+    assert digest(path) == before
+
+
+@pytest.mark.parametrize("value", ["/proc/zftune/zftune.db", "/dev/null/zftune.db", "/", "x" * 300, "a\0b"])
+def test_a_place_that_cannot_be_written(value: str) -> None:
+    with open_store(value) as store:
+        assert one_notice(store).startswith("$ZFTUNE_DB ")
+        works_in_memory(store)
+
+
+def test_no_home_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    with open_store(environment={}) as store:
+        assert "there is no home folder" in one_notice(store)
+        works_in_memory(store)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://somebody:secret@localhost:1/zftune",
+        "nothing+known://somebody:secret@host/zftune",
+        "mysql+nothing://somebody:secret@host/zftune",
+    ],
+)
+def test_a_server_that_cannot_be_had(url: str) -> None:
+    with open_store(url) as store:
+        notice = one_notice(store)
+        assert "database of $ZFTUNE_DB cannot be used" in notice
+        assert "secret" not in notice
+        works_in_memory(store)
+
+
+READ_ONLY = """
+    from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL
+    from zftune.store import open_store
+    with open_store(environment={"HOME": HOME}) as store:
+        assert not store.is_kept, store.path
+        print(*store.notices, sep="|")
+        print(*(preset.name for preset in store.presets()))
+        store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
+"""
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["empty", "with a database"])
+def test_a_home_that_may_not_be_written(tmp_path: Path, there: bool) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    if there:
+        with open_store(environment={"HOME": str(home)}) as store:
+            store.save_preset(PRESET)
+    for path in sorted(home.rglob("*"), reverse=True):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    home.chmod(0o555)
+    bound = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.getuid() == 0 else []
+    if bound and shutil.which("setpriv") is None:
+        pytest.skip("the superuser may write anywhere, and there is no setpriv to give that up")
+    code = textwrap.dedent(READ_ONLY).replace("HOME})", f"{str(home)!r}}})")
+    done = subprocess.run([*bound, sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    notice, names = done.stdout.splitlines()
+    assert notice.startswith("~/.local/share/zftune/zftune.db cannot be used (")
+    assert "|" not in notice
+    assert names == ("llama-2-7b-hf-a100-sxm4-40gb-published" if there else "")
+    assert ("what it holds is read" in notice) == there
+
+
+def test_a_lock_that_is_never_given_back(path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zftune.store.files.LOCK_TIMEOUT_S", 0.1)
+    with locked(path), open_store(str(path)) as other:
+        assert "another process does not give its lock back" in one_notice(other)
+        assert not other.is_kept
+
+
+FULL = """
+    import resource, signal
+    from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL
+    from zftune.store import StoreError, open_store
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    store = open_store(PATH)
+    print(len(store.notices), store.is_kept)
+    try:
+        for _ in range(300 if store.is_kept else 1):
+            store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
+    except StoreError as error:
+        print(error)
+    print(len(store.runs()))
+"""
+
+
+def limited(path: Path, limit_bytes: int) -> list[str]:
+    """The program's lines, where no file may grow beyond a limit: as on a disk that is full."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FULL).replace("PATH", repr(str(path)))],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes)),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_disk_that_fills_up(path: Path) -> None:
+    opened, fault, count = limited(path, 200_000)
+    assert opened == "0 True"
+    assert fault.startswith("$ZFTUNE_DB could not be written (")
+    with open_store(str(path)) as store:
+        assert store.notices == []
+        assert len(store.runs()) == int(count) > 0
+
+
+def test_a_disk_that_is_full_already(path: Path) -> None:
+    opened, *_ = limited(path, 20_000)
+    assert opened == "1 False"
+
+
+def test_a_full_database_keeps_what_it_had(store: Store) -> None:
+    store.save_preset(PRESET)
+    with store._database.engine.connect() as connection:
+        pages = connection.exec_driver_sql("PRAGMA page_count").scalar()
+        connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
+
+    def fill() -> None:
+        for _ in range(1000):
+            store.save_preset(PRESET)
+
+    with pytest.raises(StoreError, match=r"could not be written \(database or disk is full\)"):
+        fill()
+    assert len(store.presets()) >= 1
+    assert store.remove_preset(store.presets()[0].name)
+
+
+# --- network file systems ---------------------------------------------------------------------------------------------
+
+
+def mounts(root: Path, kinds: Mapping[str, str]) -> Path:
+    """A root whose mount table says what is asked for."""
+    lines = [f"1 0 0:1 / {point} rw - {kind} source rw\n" for point, kind in {"/": "ext4", **kinds}.items()]
+    table = root / "proc/self/mountinfo"
+    table.parent.mkdir(parents=True)
+    table.write_text("".join(lines))
+    return root
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs", "cifs"])
+def test_a_network_file_system_is_avoided(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, path: Path
+) -> None:
+    path.parent.mkdir()
+    own = tmp_path / "local" / f"zftune-{os.getuid()}" / "zftune.db"
+    own.parent.parent.mkdir()
+    monkeypatch.setattr("zftune.store.opening.node_local", lambda uid, root: [own])
+    root = mounts(tmp_path / "root", {str(path.parent): kind, str(tmp_path / "local"): "tmpfs"})
+    with open_store(str(path), root=root) as store:
+        assert f"is on a network file system ({kind})" in one_notice(store)
+        assert str(own) in one_notice(store)
+        assert (store.path, store.is_kept) == (own, True)
+        store.save_preset(PRESET)
+    assert not path.exists()
+    assert stat.S_IMODE(own.parent.stat().st_mode) == 0o700
+
+
+def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    path.parent.mkdir()
+    shared, linked = tmp_path / "shared", tmp_path / "linked"
+    shared.mkdir(mode=0o777)
+    shared.chmod(0o777)
+    linked.symlink_to(shared)
+    candidates = [shared / "zftune.db", linked / "zftune.db", tmp_path / "no" / "such" / "zftune.db"]
+    monkeypatch.setattr("zftune.store.opening.node_local", lambda uid, root: candidates)
+    with open_store(str(path), root=mounts(tmp_path / "root", {str(path.parent): "nfs"})) as store:
+        assert "kept in memory" in one_notice(store)
+        works_in_memory(store)
+
+
+def test_node_local_folders_are_local(tmp_path: Path) -> None:
+    assert [str(one) for one in node_local(7, mounts(tmp_path / "a", {}))] == [
+        "/var/tmp/zftune-7/zftune.db",
+        "/tmp/zftune-7/zftune.db",
+    ]
+    assert [str(one.parent.parent) for one in node_local(7, mounts(tmp_path / "b", {"/var": "nfs"}))] == ["/tmp"]
+
+
+def test_the_innermost_mount_counts(tmp_path: Path) -> None:
+    inner = tmp_path / "with space"
+    inner.mkdir()
+    root = mounts(tmp_path / "root", {str(tmp_path): "nfs", str(inner).replace(" ", "\\040"): "xfs"})
+    assert (file_system(tmp_path, root), file_system(inner / "x", root)) == ("nfs", "xfs")
+    assert file_system(tmp_path, tmp_path / "no such root") is None
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "kinds", "status"),
+    [
+        ("", {}, "ok"),
+        ("HOME/own.db", {}, "ok"),
+        ("/dev/null/own.db", {}, "broken"),
+        ("sqlite://", {}, "note"),
+        ("HOME/own.db", {"HOME": "nfs4"}, "note"),
+        ("postgresql://localhost:1/x", {}, "note"),
+    ],
+)
+def test_doctor_says_what_opening_does(
+    tmp_path: Path, value: str, kinds: dict[str, str], status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zftune.store.opening.node_local", lambda uid, root: [])
+    home = tmp_path / "home"
+    home.mkdir()
+    root = mounts(tmp_path / "root", {point.replace("HOME", str(home)): kind for point, kind in kinds.items()})
+    environment = {"HOME": str(home), "ZFTUNE_DB": value.replace("HOME", str(home))}
+    check = store_check(environment, home, root)
+    assert check.status == status
+    location = locate(environment["ZFTUNE_DB"], environment, home)
+    if location.url is None:
+        assert check.finding.startswith(location.shown)
+        with open_store(environment=environment, root=root) as store:
+            assert (store.notices == []) == (status == "ok")

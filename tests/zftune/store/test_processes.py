@@ -1,0 +1,151 @@
+"""Several processes at once, and processes that are killed. `ZFTUNE_KILLS=200` kills more often."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import pytest
+
+from tests.zftune.store import writers
+from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL, measurement
+from zftune.store import RunState, TrialState, open_store
+
+PROCESSES = 8
+KILLS = int(os.environ.get("ZFTUNE_KILLS", "20"))
+
+
+@pytest.fixture(scope="module")
+def context() -> ForkServerContext:
+    """Processes that begin with everything imported."""
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(["tests.zftune.store.writers", "zftune.store.opening", "zftune.store.store", "zenflow"])
+    return made
+
+
+@pytest.mark.timeout(120)
+def test_eight_processes_write_different_models(context: ForkServerContext, path: Path, tmp_path: Path) -> None:
+    begin = tmp_path / "begin"
+    processes = [
+        context.Process(target=writers.tune, args=(str(path), number, str(begin))) for number in range(PROCESSES)
+    ]
+    for process in processes:
+        process.start()
+    begin.touch()  # the database is not there yet: they make it, too
+    for process in processes:
+        process.join(90)
+    assert [process.exitcode for process in processes] == [0] * PROCESSES
+    with open_store(str(path)) as store:
+        assert store.notices == []
+        runs = store.runs()
+        assert {run.key.model_id for run in runs} == {f"{number:016x}" for number in range(PROCESSES)}
+        assert {run.state for run in runs} == {RunState.FINISHED}
+        for run in runs:
+            trials = store.trials(run.run_id)
+            assert [trial.knobs["update_interval"] for trial in trials] == list(range(1, writers.TRIALS + 1))
+            assert {trial.state for trial in trials} == {TrialState.MEASURED}
+            found = [[one.step_ms for one in store.measurements(trial.trial_id)] for trial in trials]
+            assert found == [[700.0 + value] for value in range(writers.TRIALS)]
+            assert len(store.decisions(run.run_id)) == writers.TRIALS
+        models = Counter(preset.key.model_id for preset in store.presets())
+        assert models == {f"{number:016x}": 2 for number in range(PROCESSES)}
+        assert len({preset.name for preset in store.presets()}) == 2 * PROCESSES
+
+
+def killed(context: ForkServerContext, path: Path, log: Path, moment: random.Random, *, early: bool) -> dict[str, list]:  # type: ignore[type-arg]
+    """Let a search run for a while, kill it, and return what was acknowledged to it."""
+    process = context.Process(target=writers.search, args=(str(path), str(log)))
+    process.start()
+    until = time.monotonic() + 30
+    while not early and not (log.exists() and log.stat().st_size) and time.monotonic() < until:
+        time.sleep(0.002)
+    time.sleep(moment.uniform(0.0, 0.15))
+    process.kill()
+    process.join()
+    lines = log.read_text().splitlines() if log.exists() else []
+    found: dict[str, list] = {}  # type: ignore[type-arg]
+    for line in lines:
+        what, value = json.loads(line)
+        found.setdefault(what, []).append(value)
+    return found
+
+
+@pytest.mark.timeout(60 + 10 * KILLS)
+def test_a_process_that_is_killed_at_any_moment_loses_nothing(context: ForkServerContext, tmp_path: Path) -> None:
+    moment, flying = random.Random(6), 0
+    for attempt in range(KILLS):
+        fresh = attempt % 4 == 0  # killed while the tables are made, perhaps; else in the same database
+        path = tmp_path / (f"fresh-{attempt}.db" if fresh else "zftune.db")
+        told = killed(context, path, tmp_path / f"log-{attempt}", moment, early=fresh)
+        with open_store(str(path), clock=lambda: time.time() + 60) as store:
+            assert store.notices == told.get("notice", []) == []
+            before = {trial.trial_id: trial for run in store.runs() for trial in store.trials(run.run_id)}
+            in_flight = [one.trial_id for one in before.values() if one.state is TrialState.IN_FLIGHT]
+            store.reap()
+            after = {trial.trial_id: trial for run in store.runs() for trial in store.trials(run.run_id)}
+            assert {run.state for run in store.runs()} <= {RunState.LOST}
+            assert set(told.get("run", [])) <= {run.run_id for run in store.runs()}
+            assert set(told.get("trial", [])) <= set(after)
+            for trial_id in told.get("measured", []):
+                assert after[trial_id].state is TrialState.MEASURED
+                assert len(store.measurements(trial_id)) == 1
+            decisions = [one for run in store.runs() for one in store.decisions(run.run_id)]
+            assert set(told.get("decision", [])) <= {one.trial_id for one in decisions if one.kind == "keep"}
+            for trial_id in set(told.get("in_flight", [])) - set(told.get("measured", [])):
+                # The measurement may be on the disk although nobody was told any more.
+                assert after[trial_id].state in (TrialState.CRASHED, TrialState.MEASURED)
+            assert {after[trial_id].state for trial_id in in_flight} <= {TrialState.CRASHED}
+            assert not {trial.state for trial in after.values()} & {TrialState.IN_FLIGHT, TrialState.PLANNED}
+            flying += len(in_flight)
+    assert flying > 0  # or it was never killed where it matters
+
+
+@pytest.mark.parametrize("value", ["FILE", "sqlite://"])
+def test_threads_share_a_store(path: Path, value: str) -> None:
+    with open_store(value.replace("FILE", str(path))) as store, ThreadPoolExecutor(4) as threads:
+
+        def tune(number: int) -> int:
+            run = store.begin_run(replace(KEY, micro_batch=number + 1), MODEL, HARDWARE, knobs=KNOBS)
+            for _ in range(5):
+                trial = store.add_trial(run, KNOBS, source="search")
+                store.add_measurement(run, trial.trial_id, measurement(), state=TrialState.MEASURED)
+            return len(store.trials(run.run_id))
+
+        assert list(threads.map(tune, range(8))) == [5] * 8
+        assert len(store.runs()) == 8
+
+
+FORKED = """
+    import os
+    from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL
+    from zftune.store import open_store
+    store = open_store(PATH)
+    store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
+    child = os.fork()
+    for _ in range(5):
+        store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(store.runs()) == 11, len(store.runs())
+"""
+
+
+def test_a_forked_child_has_connections_of_its_own(path: Path) -> None:
+    code = textwrap.dedent(FORKED).replace("PATH", repr(str(path)))
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=root)
+    assert done.returncode == 0, done.stderr
+    with open_store(str(path)) as store:
+        assert (store.notices, len(store.runs())) == ([], 11)

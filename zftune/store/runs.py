@@ -1,0 +1,370 @@
+"""The runs of a store, with their trials, measurements and decisions.
+
+A run is written to by the one process that holds its lease. The lease ends by itself; `reap` closes what ended so.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from zftune.store.engine import Database
+from zftune.store.errors import StoreError
+from zftune.store.presets import save_facts
+from zftune.store.rows import decision_of, measurement_of, measurement_row, run_of, trial_of
+from zftune.store.tables import REASON_LENGTH, DecisionRow, MeasurementRow, RunRow, TrialRow
+from zftune.store.types import (
+    Decision,
+    Hardware,
+    Key,
+    Measurement,
+    Model,
+    Reaped,
+    Run,
+    RunRecord,
+    RunState,
+    TrialRecord,
+    TrialState,
+)
+
+LEASE_S = 120.0
+
+_OPEN = (TrialState.PLANNED, TrialState.IN_FLIGHT)
+_CRASH = "the run ended without goodbye while this setting was in flight"
+_VOID = "the run ended before this setting was tried"
+
+
+class Runs:
+    """The part of a store that keeps runs."""
+
+    _database: Database
+    _clock: Callable[[], float]
+
+    def begin_run(
+        self,
+        key: Key,
+        model: Model,
+        hardware: Hardware,
+        *,
+        knobs: Mapping[str, Any],
+        settings: Mapping[str, Any] | None = None,
+        versions: Mapping[str, str] | None = None,
+        usable_cores: float | None = None,
+        lease_s: float = LEASE_S,
+    ) -> Run:
+        """Write down that a run begins.
+
+        Args:
+            key: what it trains, on what.
+            model: of the key.
+            hardware: of the key.
+            knobs: what it begins with.
+            settings: of the search.
+            versions: of the software.
+            usable_cores: by affinity and control group.
+            lease_s: seconds until it counts as lost, unless the lease is renewed.
+
+        Raises:
+            StoreError: it could not be written.
+        """
+        run = Run(secrets.token_hex(16), secrets.token_hex(16))
+
+        def work(session: Session) -> Run:
+            now = self._clock()
+            save_facts(session, model, hardware, imported=False)
+            session.add(
+                RunRow(
+                    **asdict(key),
+                    run_id=run.run_id,
+                    token=run.token,
+                    state=RunState.RUNNING,
+                    knobs=dict(knobs),
+                    settings=dict(settings or {}),
+                    versions=dict(versions or {}),
+                    usable_cores=usable_cores,
+                    began_unix_s=now,
+                    lease_until_unix_s=now + lease_s,
+                )
+            )
+            return run
+
+        return self._database.write(work)
+
+    def renew_lease(self, run: Run, lease_s: float = LEASE_S) -> None:
+        """Say that a run lives, for so many seconds more.
+
+        Raises:
+            StoreError: it could not be written, or the run is another process's now.
+        """
+
+        def work(session: Session) -> None:
+            _own(session, run).lease_until_unix_s = self._clock() + lease_s
+
+        self._database.write(work)
+
+    def finish_run(self, run: Run) -> None:
+        """Say goodbye: trials that are open are void.
+
+        Raises:
+            StoreError: it could not be written, or the run is another process's now.
+        """
+
+        def work(session: Session) -> None:
+            row = _own(session, run)
+            row.state, row.ended_unix_s = RunState.FINISHED, self._clock()
+            self._close_trials(session, run.run_id, in_flight=TrialState.VOID)
+
+        self._database.write(work)
+
+    def resume_run(self, run_id: str, lease_s: float = LEASE_S) -> Run:
+        """Take over a run that was lost or finished; who held it before can write no more.
+
+        Raises:
+            StoreError: it could not be written, there is no such run, or its lease has not ended.
+        """
+        run = Run(run_id, secrets.token_hex(16))
+
+        def work(session: Session) -> Run:
+            row, now = session.get(RunRow, run_id, with_for_update=True), self._clock()
+            if row is None:
+                raise StoreError(f"run '{run_id}' is not in the store")
+            if row.state is RunState.RUNNING:
+                if row.lease_until_unix_s >= now:
+                    raise StoreError(f"run '{run_id}' is still running, allowed is one whose lease has ended")
+                self._close_trials(session, run_id, in_flight=TrialState.CRASHED)
+            row.token, row.state, row.ended_unix_s = run.token, RunState.RUNNING, None
+            row.lease_until_unix_s = now + lease_s
+            return run
+
+        return self._database.write(work)
+
+    def add_trial(
+        self,
+        run: Run,
+        knobs: Mapping[str, Any],
+        *,
+        source: str,
+        predicted_step_ms: float | None = None,
+        constraint: float | None = None,
+        rejected: str | None = None,
+    ) -> TrialRecord:
+        """Write down a setting.
+
+        Args:
+            run: whose it is.
+            knobs: the setting.
+            source: who proposed it.
+            predicted_step_ms: the planner's.
+            constraint: above 0 it breaks a limit, by so much.
+            rejected: why it is never to be applied; None: it is planned.
+
+        Raises:
+            StoreError: it could not be written, or the run is another process's now.
+        """
+
+        def work(session: Session) -> TrialRecord:
+            _own(session, run)
+            now = self._clock()
+            last = session.scalar(select(func.max(TrialRow.number)).where(TrialRow.run_id == run.run_id))
+            row = TrialRow(
+                run_id=run.run_id,
+                number=0 if last is None else last + 1,
+                knobs=dict(knobs),
+                source=source,
+                state=TrialState.PLANNED if rejected is None else TrialState.REJECTED,
+                reason=_cut(rejected),
+                predicted_step_ms=predicted_step_ms,
+                constraint=constraint,
+                created_unix_s=now,
+                ended_unix_s=None if rejected is None else now,
+            )
+            session.add(row)
+            session.flush()
+            return trial_of(row)
+
+        return self._database.write(work)
+
+    def mark_in_flight(self, run: Run, trial_id: int) -> None:
+        """Write down that a setting is about to be applied. It is on the disk when this returns.
+
+        Raises:
+            StoreError: it could not be written (do not apply it), or the run is another process's now.
+        """
+
+        def work(session: Session) -> None:
+            _own(session, run)
+            row = _trial(session, run, trial_id)
+            if row.state not in (*_OPEN, TrialState.MEASURED):
+                raise StoreError(f"trial {trial_id} is {row.state.value}, allowed is one that is planned or measured")
+            row.state, row.ended_unix_s = TrialState.IN_FLIGHT, None
+
+        self._database.write(work)
+
+    def end_trial(self, run: Run, trial_id: int, state: TrialState, reason: str | None = None) -> None:
+        """Say how a trial ended.
+
+        Raises:
+            StoreError: it could not be written, the trial has ended before, or the run is another process's now.
+        """
+
+        def work(session: Session) -> None:
+            row = _open_trial(session, run, trial_id)
+            row.state, row.reason, row.ended_unix_s = state, _cut(reason), self._clock()
+
+        self._database.write(work)
+
+    def add_measurement(
+        self, run: Run, trial_id: int, measurement: Measurement, *, state: TrialState | None = None
+    ) -> None:
+        """Keep a measurement of a trial.
+
+        Args:
+            run: whose it is.
+            trial_id: the trial; one that was measured may be measured again.
+            measurement: of it.
+            state: the trial's from now on, in the same transaction; None leaves it.
+
+        Raises:
+            StoreError: it could not be written, or the run is another process's now.
+        """
+
+        def work(session: Session) -> None:
+            _own(session, run)
+            row = _trial(session, run, trial_id)
+            session.add(measurement_row(trial_id, measurement))
+            if state is not None and row.state is not state:
+                row.state, row.ended_unix_s = state, None if state in _OPEN else self._clock()
+
+        self._database.write(work)
+
+    def add_decision(self, run: Run, decision: Decision) -> None:
+        """Keep a decision; its time is now.
+
+        Raises:
+            StoreError: it could not be written, or the run is another process's now.
+        """
+
+        def work(session: Session) -> None:
+            _own(session, run)
+            _decide(session, run.run_id, decision, self._clock())
+
+        self._database.write(work)
+
+    def reap(self) -> list[Reaped]:
+        """Close the runs whose lease has ended: what was in flight is marked crashed, what was planned is void.
+
+        Raises:
+            StoreError: it could not be written.
+        """
+
+        def work(session: Session) -> list[Reaped]:
+            now, found = self._clock(), []
+            ended = select(RunRow).where(RunRow.state == RunState.RUNNING, RunRow.lease_until_unix_s < now)
+            for row in session.scalars(ended.with_for_update()):
+                row.state, row.ended_unix_s = RunState.LOST, row.lease_until_unix_s
+                found.append(self._close_trials(session, row.run_id, in_flight=TrialState.CRASHED))
+            return found
+
+        return self._database.write(work)
+
+    def runs(self) -> list[RunRecord]:
+        """All, the newest first.
+
+        Raises:
+            StoreError: the store could not be read.
+        """
+        order = select(RunRow).order_by(RunRow.began_unix_s.desc(), RunRow.run_id)
+        return self._database.read(lambda session: [run_of(row) for row in session.scalars(order)])
+
+    def trials(self, run_id: str) -> list[TrialRecord]:
+        """Of a run, in order.
+
+        Raises:
+            StoreError: the store could not be read.
+        """
+        order = select(TrialRow).where(TrialRow.run_id == run_id).order_by(TrialRow.number)
+        return self._database.read(lambda session: [trial_of(row) for row in session.scalars(order)])
+
+    def measurements(self, trial_id: int) -> list[Measurement]:
+        """Of a trial, in order.
+
+        Raises:
+            StoreError: the store could not be read.
+        """
+        order = select(MeasurementRow).where(MeasurementRow.trial_id == trial_id)
+        order = order.order_by(MeasurementRow.measurement_id)
+        return self._database.read(lambda session: [measurement_of(row) for row in session.scalars(order)])
+
+    def decisions(self, run_id: str) -> list[Decision]:
+        """Of a run, in order.
+
+        Raises:
+            StoreError: the store could not be read.
+        """
+        order = select(DecisionRow).where(DecisionRow.run_id == run_id).order_by(DecisionRow.decision_id)
+        return self._database.read(lambda session: [decision_of(row) for row in session.scalars(order)])
+
+    def crashed_knobs(self, key: Key) -> list[dict[str, Any]]:
+        """Settings that were in flight when a run of this model on this hardware crashed: not to be tried again.
+
+        Raises:
+            StoreError: the store could not be read.
+        """
+        wanted = (
+            select(TrialRow.knobs)
+            .join(RunRow, RunRow.run_id == TrialRow.run_id)
+            .where(RunRow.model_id == key.model_id, RunRow.hw_id == key.hw_id, RunRow.backend == key.backend)
+            .where(TrialRow.state == TrialState.CRASHED)
+            .order_by(TrialRow.trial_id)
+        )
+        return self._database.read(lambda session: list(session.scalars(wanted)))
+
+    def _close_trials(self, session: Session, run_id: str, *, in_flight: TrialState) -> Reaped:
+        """End what is open in a run."""
+        now, closed = self._clock(), {}
+        session.flush()
+        for was, state in ((TrialState.IN_FLIGHT, in_flight), (TrialState.PLANNED, TrialState.VOID)):
+            reason = _CRASH if state is TrialState.CRASHED else _VOID
+            those = (TrialRow.run_id == run_id, TrialRow.state == was)
+            closed[was] = tuple(session.scalars(select(TrialRow.trial_id).where(*those).order_by(TrialRow.number)))
+            session.execute(update(TrialRow).where(*those).values(state=state, reason=reason, ended_unix_s=now))
+            if state is TrialState.CRASHED:
+                for trial_id in closed[was]:
+                    _decide(session, run_id, Decision(kind="crash", reason=_CRASH, trial_id=trial_id), now)
+        return Reaped(run_id, closed[TrialState.IN_FLIGHT], closed[TrialState.PLANNED])
+
+
+def _own(session: Session, run: Run) -> RunRow:
+    row = session.get(RunRow, run.run_id, with_for_update=True)
+    if row is None or row.token != run.token or row.state is not RunState.RUNNING:
+        raise StoreError(f"run '{run.run_id}' was closed or taken over after its lease had ended: it takes no more")
+    return row
+
+
+def _trial(session: Session, run: Run, trial_id: int) -> TrialRow:
+    row = session.get(TrialRow, trial_id)
+    if row is None or row.run_id != run.run_id:
+        raise StoreError(f"trial {trial_id} is not of run '{run.run_id}'")
+    return row
+
+
+def _open_trial(session: Session, run: Run, trial_id: int) -> TrialRow:
+    _own(session, run)
+    row = _trial(session, run, trial_id)
+    if row.state not in _OPEN:
+        raise StoreError(f"trial {trial_id} is {row.state.value}, allowed is one that is planned or in flight")
+    return row
+
+
+def _decide(session: Session, run_id: str, decision: Decision, now: float) -> None:
+    values = {**asdict(decision), "details": dict(decision.details), "at_unix_s": now}
+    session.add(DecisionRow(run_id=run_id, **values))
+
+
+def _cut(reason: str | None) -> str | None:
+    return reason if reason is None or len(reason) <= REASON_LENGTH else reason[: REASON_LENGTH - 1] + "…"

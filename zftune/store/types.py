@@ -1,0 +1,274 @@
+"""What the store keeps, as plain data. Nothing here knows of a database."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Quality = Literal["exact", "published", "loose"]
+Backend = Literal["zenflow", "deepspeed"]
+
+
+class TrialState(enum.StrEnum):
+    """Where a trial stands. A trial ends in one of the last five and stays there."""
+
+    PLANNED = "planned"
+    IN_FLIGHT = "in_flight"
+    """Written down before its setting is applied."""
+    MEASURED = "measured"
+    REJECTED = "rejected"
+    """By the planner: never applied."""
+    CRASHED = "crashed"
+    """The run ended without goodbye while it was in flight: not to be tried again."""
+    VOID = "void"
+    """Says nothing about the setting: throttling, a co-tenant, a run that ended before."""
+    ABORTED = "aborted"
+    """So much slower than the incumbent that it was not measured to its end."""
+
+
+class RunState(enum.StrEnum):
+    """Where a run stands."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    LOST = "lost"
+    """Its lease ended and nobody renewed it."""
+
+
+class PresetState(enum.StrEnum):
+    """Whether a preset may be proposed."""
+
+    ACTIVE = "active"
+    WITHDRAWN = "withdrawn"
+    """It lost two later comparisons."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """What a preset must agree in to be used as it is."""
+
+    model_id: str
+    hw_id: str
+    backend: Backend
+    stage: int
+    """ZeRO stage, 0 to 3; 0 where there is no ZeRO."""
+    dtype: str
+    world_size: int
+    micro_batch: int
+    sequence: int
+    """Tokens a sequence. Of a preset: the most that was recorded; it serves shorter ones too."""
+    checkpointing: bool
+    """Whether activations are computed again in backward."""
+    quality: Quality
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """Measured ratios that speed follows from, equal for alike pairs of model and machine."""
+
+    host_over_compute: float
+    """Time of a host pass over all offloaded elements (S = 1) over the compute time of a step."""
+    link_over_compute: float
+    """Time of the link for the gradients of all offloaded elements over the compute time of a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """What knobs are wanted for."""
+
+    key: Key
+    ratios: Ratios | None = None
+    usable_cores: float | None = None
+    rig: str | None = None
+    """Name of the emulated accelerator; what was measured on one never serves a real machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model as its trainable parameters make it."""
+
+    model_id: str
+    name: str | None = None
+    parameters: int | None = None
+    trainable: int | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """A machine; never its name."""
+
+    hw_id: str
+    gpu: str | None = None
+    gpu_memory_bytes: int | None = None
+    cpu_model: str | None = None
+    numa_nodes: int | None = None
+    ram_bytes: int | None = None
+    rig: str | None = None
+
+    @classmethod
+    def of(cls, hw_id: str, machine: Mapping[str, Any], *, rig: str | None = None) -> Hardware:
+        """From what `zftune.telemetry.hardware.hardware()` returns."""
+        gpus = machine["gpus"] or [{"name": None, "memory_bytes": None}]
+        return cls(
+            hw_id=hw_id,
+            gpu=gpus[0]["name"],
+            gpu_memory_bytes=gpus[0]["memory_bytes"],
+            cpu_model=machine["cpu_model"],
+            numa_nodes=machine["numa_nodes"],
+            ram_bytes=machine["ram_bytes"],
+            rig=rig,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a preset was proven by."""
+
+    step_ms: float
+    """Median step time under it."""
+    baseline: str
+    """Against which setting: "start", "planner", "zero_offload", "no_offload", "deepspeed"."""
+    baseline_step_ms: float
+    gain_error: float | None = None
+    """Two bootstrap standard errors of the gain, which is a share of the baseline's step time."""
+    measurements: int
+    steps: int
+    measured_unix_s: float
+
+    @property
+    def gain(self) -> float:
+        """Share of the baseline's step time that is saved; below 0: it is slower."""
+        return 1.0 - self.step_ms / self.baseline_step_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """Knobs with what they were proven for, and by what."""
+
+    key: Key
+    knobs: Mapping[str, Any]
+    """Of `zenflow.ZenFlowConfig`, those that are tuned."""
+    evidence: Evidence
+    model: Model
+    hardware: Hardware
+    name: str = ""
+    """Unique in a store; "" lets the store choose."""
+    ratios: Ratios | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    usable_cores: float | None = None
+    imported: bool = False
+    """From a file: always provisional."""
+    state: PresetState = PresetState.ACTIVE
+    lost_comparisons: int = 0
+    created_unix_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """A preset that a look-up found."""
+
+    preset: Preset
+    knobs: Mapping[str, Any]
+    """The preset's; those that follow from cores are recomputed for the asked machine."""
+    distance: float
+    """0: the same key. Else the distance of the ratios: logarithms of two factors, as a length."""
+    provisional: bool
+    """To be compared with the starting point before it is trusted."""
+    reason: str
+    """A sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The right to write into a run, until another process has taken it over."""
+
+    run_id: str
+    token: str
+    """Random; neither a process id nor anything that a reboot makes ambiguous."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """A run as it was written down."""
+
+    run_id: str
+    key: Key
+    state: RunState
+    knobs: Mapping[str, Any]
+    """What it began with."""
+    settings: Mapping[str, Any]
+    """Of the search: seed, budget and the like."""
+    versions: Mapping[str, str]
+    usable_cores: float | None
+    began_unix_s: float
+    lease_until_unix_s: float
+    ended_unix_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRecord:
+    """A setting that was thought of, and what became of it."""
+
+    trial_id: int
+    run_id: str
+    number: int
+    """0, 1, .. in its run."""
+    knobs: Mapping[str, Any]
+    source: str
+    """Who proposed it: "planner", "search", "preset", "start"."""
+    state: TrialState
+    reason: str | None
+    predicted_step_ms: float | None
+    constraint: float | None
+    """Above 0: the planner says it breaks a limit, by so much."""
+    created_unix_s: float
+    ended_unix_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """A run of whole update windows under one setting."""
+
+    role: str
+    """Its place in a comparison: "explore", "a1", "b", "a2"."""
+    steps: int
+    step_ms: float
+    """Median."""
+    token_us: float
+    """Median time per token, microseconds: the score."""
+    mad_us: float | None = None
+    """Median absolute deviation of the time per token."""
+    stall_fraction: float | None = None
+    began_unix_s: float
+    void_reason: str | None = None
+    """Why it does not count."""
+    steps_ms: tuple[float, ...] = ()
+    aggregates: Mapping[str, Any] = field(default_factory=dict)
+    """Of the samplers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What was decided, and why in a sentence."""
+
+    kind: str
+    """"adopt", "keep", "reject", "abort", "guard", "stop", "reopen", "crash", "resume"."""
+    reason: str
+    step: int | None = None
+    trial_id: int | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+    at_unix_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reaped:
+    """A run whose lease had ended."""
+
+    run_id: str
+    crashed: tuple[int, ...]
+    """Trials that were in flight."""
+    void: tuple[int, ...]
+    """Trials that were only planned."""

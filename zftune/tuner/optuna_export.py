@@ -1,0 +1,147 @@
+"""The store's searches as an Optuna storage, which optuna-dashboard and Optuna's own plots open.
+
+Written from our tables, which are the truth; nothing is ever read back.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zftune.errors import BadInputError, ZftuneError
+from zftune.store.types import Key, Measurement, RunRecord, TrialRecord, TrialState
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+    from optuna.trial import FrozenTrial
+
+    from zftune.store.store import Store
+
+_OPTUNA_STATES = {
+    TrialState.PLANNED: "WAITING",
+    TrialState.IN_FLIGHT: "RUNNING",
+    TrialState.MEASURED: "COMPLETE",
+    TrialState.REJECTED: "COMPLETE",
+    TrialState.CRASHED: "FAIL",
+    TrialState.VOID: "FAIL",
+    TrialState.ABORTED: "PRUNED",
+}
+
+
+def export_studies(store: Store, path: str, *, key: Key | None = None) -> int:
+    """Write a study for each run: parameters are the knobs that vary, the value is the median step time, ms.
+
+    Args:
+        store: where the runs are.
+        path: of a new SQLite file.
+        key: only runs of its model on its hardware.
+
+    Returns:
+        How many studies there are.
+
+    Raises:
+        BadInputError: the file exists.
+        ZftuneError: it cannot be written, or the store cannot be read.
+    """
+    target = Path(path)
+    if target.exists():
+        raise BadInputError(f"--optuna '{path}': exists, allowed is a new file")
+    wanted = None if key is None else (key.model_id, key.hw_id)
+    runs = [run for run in store.runs() if wanted in (None, (run.key.model_id, run.key.hw_id))]
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        _write(store, partial, runs)
+        partial.replace(target)
+    except OSError as error:
+        raise ZftuneError(f"--optuna '{path}': cannot be written ({error.strerror})") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return len(runs)
+
+
+def _write(store: Store, path: Path, runs: Iterable[RunRecord]) -> None:
+    import optuna
+    from optuna.exceptions import StorageInternalError
+
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage = None
+    try:
+        storage = optuna.storages.RDBStorage(f"sqlite:///{path.absolute()}")
+        for run in runs:
+            trials = store.trials(run.run_id)
+            study = optuna.create_study(storage=storage, study_name=_name(run), direction="minimize")
+            for name, value in _about(run).items():
+                study.set_user_attr(name, value)
+            distributions = _distributions([trial.knobs for trial in trials])
+            study.add_trials(_frozen(trial, store.measurements(trial.trial_id), distributions) for trial in trials)
+    except StorageInternalError as error:
+        raise ZftuneError(f"--optuna: cannot be written ({str(error).splitlines()[0][:200]})") from error
+    finally:
+        optuna.logging.set_verbosity(before)
+        if storage is not None:
+            storage.remove_session()
+            storage.engine.dispose()
+
+
+def _name(run: RunRecord) -> str:
+    return f"{run.key.model_id[:8]}-{run.key.hw_id[:8]}-{run.key.quality}-{run.run_id[:8]}"
+
+
+def _about(run: RunRecord) -> dict[str, Any]:
+    return {
+        "value": "step_ms",
+        "run_id": run.run_id,
+        "state": run.state.value,
+        "model_id": run.key.model_id,
+        "hw_id": run.key.hw_id,
+    }
+
+
+def _distributions(settings: Sequence[Mapping[str, Any]]) -> dict[str, BaseDistribution]:
+    """Of the knobs that vary, over what was tried."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    found: dict[str, BaseDistribution] = {}
+    for name in dict.fromkeys(name for setting in settings for name in setting):
+        values: list[Any] = list(dict.fromkeys(setting.get(name) for setting in settings))
+        if len(values) < 2:
+            continue
+        if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+            found[name] = IntDistribution(min(values), max(values))
+        elif all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+            found[name] = FloatDistribution(min(values), max(values))
+        else:
+            found[name] = CategoricalDistribution(values)
+    return found
+
+
+def _frozen(
+    trial: TrialRecord, measurements: Sequence[Measurement], distributions: Mapping[str, BaseDistribution]
+) -> FrozenTrial:
+    from optuna.trial import TrialState as OptunaState
+    from optuna.trial import create_trial
+
+    counted = [one.step_ms for one in measurements if one.void_reason is None]
+    value = statistics.median(counted) if counted else None
+    if trial.state is TrialState.REJECTED:
+        value = trial.predicted_step_ms
+    state = OptunaState[_OPTUNA_STATES[trial.state]]
+    if state is OptunaState.COMPLETE and value is None:
+        state = OptunaState.FAIL
+    done = state.is_finished()
+    frozen = create_trial(
+        state=state,
+        value=value if state in (OptunaState.COMPLETE, OptunaState.PRUNED) else None,
+        params={name: trial.knobs.get(name) for name in distributions},
+        distributions=dict(distributions),
+        user_attrs={"state": trial.state.value, "source": trial.source, "reason": trial.reason, "number": trial.number},
+        constraints=None if trial.constraint is None else {"planner": trial.constraint},
+    )
+    frozen.datetime_start = datetime.fromtimestamp(trial.created_unix_s)
+    frozen.datetime_complete = datetime.fromtimestamp(trial.ended_unix_s or trial.created_unix_s) if done else None
+    return frozen
