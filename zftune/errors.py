@@ -2,7 +2,8 @@
 
     ZftuneError
     ├── BadInputError   what the user gave is wrong; the command line ends with exit code 2
-    └── ProfileError    a profile cannot be made or is not valid; exit code 1
+    ├── ProfileError    a profile cannot be made or is not valid; exit code 1
+    └── StoreError      the store cannot do what it was asked for (zftune.store.errors); exit code 1
 
 A `BadInputError` is one sentence that names the field, the value and what is allowed, for example
 `--model 'foo': allowed are tiny, small, medium or a directory that holds a config.json`.

@@ -7,7 +7,7 @@ the id "profile", and the figures under "figures", both as JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -43,9 +43,21 @@ def write_html(document: Document, path: str | Path) -> None:
 def html(document: Document) -> str:
     """The report of a valid profile document."""
     body, figures = contents(document)
+    return page(f"zftune profile: {_subject(document)}", body, document, figures)
+
+
+def page(title: str, body: str, document: Document, figures: Mapping[str, Any]) -> str:
+    """A page that holds everything it needs.
+
+    Args:
+        title: as text.
+        body: HTML.
+        document: embedded under the id "profile".
+        figures: by the ids of their places, as plotly.js takes them.
+    """
     return _PAGE.format(
         policy=_POLICY,
-        title=escape(f"zftune profile: {_subject(document)}"),
+        title=escape(title),
         style=_asset("style.css"),
         body=body,
         profile=_json(document),
@@ -151,7 +163,7 @@ def _rig(document: Document) -> str:
 
 def _charts(document: Document, charts: dict[str, Chart | None]) -> Iterable[str]:
     timeline = document["timeline"]
-    yield _section(
+    yield section(
         "timeline",
         "One update window" if document["knobs"] is not None else "A few steps",
         None if timeline is None else _timeline_lead(document),
@@ -160,8 +172,8 @@ def _charts(document: Document, charts: dict[str, Chart | None]) -> Iterable[str
     )
     lead = "What each measured step was spent on, and what was sampled meanwhile"
     lead += "; the steps of the timeline above lie on the blue band." if timeline is not None else "."
-    yield _section("run", "Every measured step", lead, charts["run"], "")
-    yield _section(
+    yield section("run", "Every measured step", lead, charts["run"], "")
+    yield section(
         "roofs",
         "The least possible step",
         "Each resource's own time for a step, at its measured rate or the rig's. The highest roof at this run's "
@@ -179,7 +191,16 @@ def _timeline_lead(document: Document) -> str:
     return f"{steps}, {ms(timeline['length_ms'])} in all, by resource. Drag to zoom, double-click to see all again."
 
 
-def _section(name: str, title: str, lead: str | None, chart: Chart | None, empty: str) -> str:
+def section(name: str, title: str, lead: str | None, chart: Chart | None, empty: str) -> str:
+    """A chart with its title, legend and notes.
+
+    Args:
+        name: id of the chart's place.
+        title: as text, and so are the others.
+        lead: a sentence or two above it.
+        chart: None: there is none.
+        empty: what stands in its place then.
+    """
     parts = [f'<section aria-labelledby="about-{name}">', f'<h2 id="about-{name}">{escape(title)}</h2>']
     if chart is None:
         parts.append(f'<p class="empty">{escape(empty)}</p>')

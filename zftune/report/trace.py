@@ -20,6 +20,7 @@ Event = dict[str, Any]
 
 _STEPS, _LANES, _SAMPLES = 1, 2, 3  # processes of the trace
 _STEP_THREAD, _PHASE_THREAD = 1, 2
+_OF_A_WINDOW = {"d2h", "h2d", "host"}  # lanes that no plain script's timeline has
 _NVML_COUNTERS = (
     ("utilisation, %", ("utilisation_percent", "sm_utilisation_percent")),
     ("PCIe, GB/s", ("pcie_rx_gbps", "pcie_tx_gbps")),
@@ -77,7 +78,8 @@ def _lanes(document: Document) -> Iterator[Event]:
         return
     begins = {row["step"]: row["begin_ms"] for row in document["per_step"]}
     offset = begins.get(timeline["first_step"], 0.0)
-    yield _named("process_name", _LANES, 0, f"update window from step {timeline['first_step']}")
+    what = "update window from step" if set(timeline["lanes"]) & _OF_A_WINDOW else "steps from"
+    yield _named("process_name", _LANES, 0, f"{what} {timeline['first_step']}")
     thread = 0
     for lane, name in LANE_NAMES.items():
         for number, rows in enumerate(_rows_of_lane(timeline["lanes"].get(lane, ()))):

@@ -1,0 +1,143 @@
+"""`zftune plan`: its screen, its document, its page, and bad input as one sentence."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from zftune.errors import BadInputError
+from zftune.planner import Job, Machine, ModelFacts, make_plan
+from zftune.planner.command import plan
+from zftune.planner.plan import SCHEMA, curves
+from zftune.planner.screen import render
+from zftune.report.plan import curves_chart, plan_html
+
+APP = typer.Typer()
+APP.command()(plan)
+MODEL, MACHINE = "Qwen2.5-0.5B", "rtx3090"
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    model, machine, job = ModelFacts.from_name(MODEL), Machine.load(MACHINE), Job(seq=512)
+    found = make_plan(model, machine, job, quality="published")
+    found["curves"] = curves(model, machine, job)
+    return found
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(APP, ["--model", MODEL, "--hardware", MACHINE, *arguments])
+
+
+def test_the_document_is_plain_and_complete(document: dict[str, Any]) -> None:
+    assert json.loads(json.dumps(document, allow_nan=False))["schema"] == SCHEMA
+    best = document["proposal"]
+    assert best["fits"]
+    assert best["step_ms"] == pytest.approx(best["compute_ms"] + sum(best["stall_ms_by_cause"].values()))
+    assert best["memory"]["device_bytes"] == sum(best["memory"]["device_by_use"].values())
+    assert best["memory"]["device_bytes"] <= document["limits"]["device_bytes"]
+    assert set(document["baselines"]) == {"no_offload", "zero_offload"}
+    assert document["baselines"]["no_offload"]["memory"]["host_bytes"] == 0
+    assert document["baselines"]["zero_offload"]["step_ms"] > best["step_ms"]
+    assert len(document["curves"]) == 8
+
+
+def test_the_screen_fits_and_says_what_to_do(document: dict[str, Any]) -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render(document))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 100
+    for word in (
+        "proposed",
+        "no offloading",
+        "ZeRO-Offload",
+        "S_min",
+        "pinned",
+        "estimates",
+        document["verdict"][0][:40],
+    ):
+        assert word in text, word
+
+
+def test_the_page_needs_nothing_else(document: dict[str, Any]) -> None:
+    page = plan_html(document)
+    assert page.count("<script>") == 2
+    outside = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+    assert not re.search(r"(src|href)=\"(?!data:)", outside)
+    assert "k = 0.05" in page
+    assert "estimate: 80%" in page
+    chart = curves_chart(document)
+    names = [trace.name for trace in chart.figure.data]
+    assert len(names) == 8 + 1 + (document["proposal"]["knobs"]["offload_ratio"] > 0)
+    assert {"k = 0", "k = 0.05", "k = 0.1", "k = 0.2"} == set(chart.legend)
+    assert all(len(trace.y) == len(trace.x) for trace in chart.figure.data)
+
+
+def test_a_name_cannot_become_markup(document: dict[str, Any]) -> None:
+    named = {**document, "model": {**document["model"], "name": "<script>alert(1)</script>"}}
+    outside = re.sub(r"<script[ >].*?</script>\n", "", plan_html(named).replace("\\u003c", ""), flags=re.DOTALL)
+    assert "<script>alert" not in outside
+    assert "&lt;script&gt;alert(1)" in plan_html(named)
+
+
+def test_longer_windows_are_no_slower(document: dict[str, Any]) -> None:
+    for curve in document["curves"]:
+        steps = curve["step_ms"]
+        assert steps[-1] <= steps[0] * 1.001
+        assert curve["update_interval"][0] == 1
+
+
+def test_the_command_prints_and_writes(tmp_path: Path) -> None:
+    target, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    result = run("--seq", "512", "--json", str(target), "--html", str(page))
+    assert result.exit_code == 0, result.output
+    assert "zftune plan" in result.output
+    assert json.loads(target.read_text())["model"]["name"] == MODEL
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_json_to_standard_output_is_all_of_it() -> None:
+    result = run("--json", "-", "--quality", "exact")
+    document = json.loads(result.stdout)
+    assert document["quality"]["name"] == "exact"
+    assert document["proposal"]["staleness_steps"] == 0
+
+
+def test_what_does_not_fit_ends_with_1_and_says_what_is_missing() -> None:
+    result = CliRunner().invoke(APP, ["--model", "100B,80,8192", "--hardware", "rtx3090"])
+    assert result.exit_code == 1
+    assert "Nothing fits" in result.output
+    assert "GiB of GPU memory" in result.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--gpus", "0"], "--gpus 0: allowed is an integer from 1"),
+        (["--gpus", "2"], "--gpus 2: allowed are 1 to 1"),
+        (["--seq", "-1"], "--seq -1"),
+        (["--micro-batch", "0"], "--micro-batch 0"),
+        (["--dtype", "int8"], "--dtype 'int8': allowed are bf16"),
+        (["--quality", "best"], "--quality 'best': allowed are exact"),
+        (["--compute-ms", "nan"], "--compute-ms nan"),
+        (["--compute-ms", "0"], "--compute-ms 0"),
+        (["--hardware", "abacus"], "--hardware 'abacus'"),
+        (["--model", "abacus"], "--model 'abacus'"),
+        (["--json", "/no/such/folder/x.json"], "--json '/no/such/folder/x.json'"),
+        (["--html", "-"], "--html '-'"),
+    ],
+)
+def test_bad_input_is_a_sentence(arguments: list[str], says: str) -> None:
+    result = run(*arguments)
+    assert isinstance(result.exception, BadInputError), result.output
+    assert says in str(result.exception)
+    assert "\n" not in str(result.exception)
+    assert result.stdout == ""

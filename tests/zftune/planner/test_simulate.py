@@ -1,0 +1,192 @@
+"""The simulated pipeline: toys by hand, and what was measured on rigs."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.zftune.planner.conftest import MEGA, toy_rates, toy_split
+from zenflow import RigSpec, ZenFlowConfig
+from zftune.planner import ModelFacts, Rates
+from zftune.planner.closed_form import floor
+from zftune.planner.resources import Room, Server
+from zftune.planner.simulate import Steady, simulate
+from zftune.planner.split import split_of
+
+STUDIES = Path(__file__).parents[3] / "studies"
+
+
+def windows(interval: int, **knobs: Any) -> ZenFlowConfig:
+    return ZenFlowConfig(**{"topk_ratio": 0.0, "update_interval": interval, **knobs})
+
+
+def stalls(found: Steady) -> dict[str, float]:
+    return {cause: round(ms, 6) for cause, ms in found.stall_ms.items() if ms > 1e-9}
+
+
+def test_a_server_takes_one_after_the_other() -> None:
+    server = Server()
+    assert server.serve(5.0, 2.0) == (5.0, 7.0)
+    assert server.serve(6.0, 1.0) == (7.0, 8.0)
+    assert server.busy == 3.0
+
+
+def test_a_room_waits_for_what_comes_back() -> None:
+    room = Room(10.0)
+    for back in (4.0, 9.0):
+        assert room.when(0.0, 5.0) == 0.0
+        room.take(5.0)
+        room.give_back(back, 5.0)
+    assert room.when(1.0, 5.0) == 4.0
+    room.take(5.0)
+    assert (room.taken, room.peak) == (10.0, 10.0)
+    assert room.when(20.0, 5.0) == 20.0
+    assert room.when(20.0, 50.0, alone=True) == 20.0  # what is left never comes back
+
+
+def test_zero_offload_does_one_after_the_other() -> None:
+    # forward 10, backward 20, down 5, host 12, up 4, in whole.
+    found = simulate(toy_rates(d2h=5, h2d=4, host=12), toy_split(MEGA), ZenFlowConfig.zero_offload())
+    assert found.step_ms == pytest.approx(51.0)
+    assert stalls(found) == {"d2h": 5.0, "host": 12.0, "h2d": 4.0}
+    assert found.host_utilisation == pytest.approx(12 / 51)
+    assert found.compute_ms == pytest.approx(30.0)
+
+
+def test_two_layers_in_turn_wait_for_the_last_gradient() -> None:
+    # Backward of layer 1 ends at 20 of 30; its 5 ms on the link are hidden, those of layer 0 are not.
+    found = simulate(toy_rates(d2h=10, h2d=8, host=24), toy_split(MEGA // 2, MEGA // 2), ZenFlowConfig.zero_offload())
+    assert found.step_ms == pytest.approx(30 + 5 + 24 + 8)
+
+
+def test_the_pipeline_overlaps_its_parts_bucket_by_bucket() -> None:
+    # From the end of backward (30): layer 1's gradient arrived at 25, layer 0's at 35. The host takes 12 ms for each:
+    # layer 1 from 30 to 42, layer 0 to 54, their weights are there at 46 and 58. Forward of layer 0 begins at 58.
+    rates = toy_rates(d2h=10, h2d=8, host=24)
+    found = simulate(rates, toy_split(MEGA // 2, MEGA // 2), ZenFlowConfig.zero_offload(pipeline="bucket"))
+    assert found.step_ms == pytest.approx(58.0)
+    assert stalls(found) == {"d2h": 5.0, "host": 19.0, "h2d": 4.0}
+
+
+def test_a_step_that_hides_everything_has_no_stall() -> None:
+    found = simulate(toy_rates(d2h=5, h2d=4, host=12), toy_split(MEGA), windows(1))
+    assert found.step_ms == pytest.approx(30.0)
+    assert stalls(found) == {}
+
+
+def test_a_host_that_is_behind_sets_the_pace() -> None:
+    # The next update is submitted when the last one is shown: 40 on the host and 4 up, of which 30 are hidden.
+    found = simulate(toy_rates(d2h=5, h2d=4, host=40), toy_split(MEGA), windows(1))
+    assert found.step_ms == pytest.approx(44.0)
+    assert stalls(found) == {"host": 10.0, "h2d": 4.0}
+
+
+def test_a_link_that_is_behind_sets_the_pace() -> None:
+    found = simulate(toy_rates(d2h=45, h2d=4, host=8), toy_split(*[MEGA // 20] * 20, due=4), windows(4))
+    assert found.step_ms == pytest.approx(45.0, rel=0.03)
+    assert sum(found.stall_ms.values()) == pytest.approx(15.0, rel=0.1)
+    assert found.stall_ms["d2h"] > 5  # the host waits for the link too, and then the log for the host
+
+
+def test_a_log_that_is_full_waits_for_the_host() -> None:
+    # S = 4 takes the host 34 of 28 parts of 140 ms: 170 ms a window of four steps of 30 ms.
+    found = simulate(toy_rates(d2h=5, h2d=4, host=140), toy_split(*[MEGA // 20] * 20, due=4), windows(4))
+    assert found.step_ms == pytest.approx(170 / 4, rel=0.01)
+    assert found.stall_ms["host"] == pytest.approx(170 / 4 - 30, rel=0.05)
+    assert found.host_utilisation == pytest.approx(1.0, abs=0.01)
+
+
+def test_gradients_that_leave_only_in_the_step_are_not_hidden_by_backward() -> None:
+    rates = toy_rates(d2h=10, h2d=8, host=24)
+    split = toy_split(MEGA // 2, MEGA // 2)
+    found = simulate(rates, split, ZenFlowConfig.zero_offload(stream=False))
+    assert found.step_ms == pytest.approx(30 + 10 + 24 + 8)
+
+
+def test_too_little_staging_lets_weights_come_one_by_one() -> None:
+    rates, split = toy_rates(d2h=5, h2d=20, host=12), toy_split(*[MEGA // 4] * 4)
+    roomy, cramped = windows(1), windows(1, staging_bytes=1)
+    assert stalls(simulate(rates, split, roomy)).get("h2d", 0.0) == 0
+    found = simulate(rates, split, cramped)
+    assert found.stall_ms["h2d"] == pytest.approx(15.0)  # three of four wait until they are needed
+    assert found.arrived_bytes == 2 * MEGA / 4
+    assert simulate(rates, split, roomy).arrived_bytes == 2 * MEGA
+
+
+def test_the_device_keeps_what_the_link_has_not_taken() -> None:
+    quick = simulate(toy_rates(d2h=2, h2d=2, host=2), toy_split(*[MEGA // 4] * 4), windows(1))
+    slow = simulate(toy_rates(d2h=28, h2d=2, host=2), toy_split(*[MEGA // 4] * 4), windows(1))
+    assert quick.packed_bytes == 2 * (2 * MEGA / 4)  # a layer's leaves when the next one's is packed
+    assert quick.packed_bytes < slow.packed_bytes <= 2 * MEGA
+
+
+def test_no_schedule_beats_the_closed_form() -> None:
+    draw = random.Random(5)
+    model = ModelFacts.from_name("tiny")
+    for _ in range(60):
+        interval = draw.choice([1, 2, 3, 4, 8])
+        overlap = draw.random() < 0.7
+        config = ZenFlowConfig(
+            topk_ratio=draw.choice([0.0, 0.05, 0.3]),
+            offload_ratio=draw.choice([1.0, 0.6, 0.2]),
+            update_interval=interval,
+            apply_lag=draw.choice([None, 1]),
+            overlap_step=overlap,
+            pipeline=draw.choice(["bucket", "none"]),
+            stream=draw.random() < 0.7,
+        )
+        sizes = {"d2h": draw.uniform(1, 60), "h2d": draw.uniform(1, 60), "host": draw.uniform(1, 200)}
+        rates, split = toy_rates(**sizes), split_of(model, config)
+        found, least = simulate(rates, split, config), floor(rates, split, config)
+        assert found.step_ms >= least.step_ms * 0.999, (config, sizes)
+        assert found.compute_ms == pytest.approx(least.loads_ms["compute"], rel=1e-6)
+        assert all(ms >= 0 for ms in found.stall_ms.values())
+
+
+def test_four_ranks_move_a_quarter_each_and_pay_for_collectives() -> None:
+    # A link of 20 ms and a host of 48 ms for all elements are 5 and 12 for a rank; the collectives of 8 ms follow.
+    one = toy_rates(d2h=20, h2d=16, host=48)
+    four = Rates(**{**_fields(one), "ranks": 4, "comm_gbps": 2 * 0.75 / 8})
+    found = simulate(four, toy_split(MEGA), ZenFlowConfig.zero_offload())
+    # After backward: reduce-scatter 8, down 5, host 12, up 4, gather 8.
+    assert found.step_ms == pytest.approx(30 + 8 + 5 + 12 + 4 + 8)
+    assert found.stall_ms["comm"] == pytest.approx(8 + 8)
+
+
+def _fields(rates: Rates) -> dict[str, Any]:
+    return {name: getattr(rates, name) for name in Rates.__slots__}
+
+
+# --- measured ---------------------------------------------------------------------------------------------------------
+
+
+def rig_rates(values: dict[str, float] | None, name: str) -> Rates:
+    spec = RigSpec.load(STUDIES / "rigs" / f"{name}.toml")
+    if values is not None:
+        assert dict(spec.values) == values  # the record is of this rig
+    model = ModelFacts.from_name("tiny")
+    return Rates.of_rig(spec.for_elements(sum(math.prod(shape) for shape in model.weights if len(shape) > 1)))
+
+
+RECORDS = sorted((STUDIES / "009-stall-formula" / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: str(path.stem))
+def test_stalls_are_those_that_study_009_measured(path: Path) -> None:
+    record = json.loads(path.read_text())
+    inputs, figures = record["inputs"], record["figures"]
+    config = ZenFlowConfig(topk_ratio=inputs["topk_ratio"], update_interval=inputs["update_interval"])
+    rates = rig_rates(inputs["rig_values"], inputs["rig"])
+    found = simulate(rates, split_of(ModelFacts.from_name("tiny"), config), config)
+    assert found.step_ms == pytest.approx(figures["step_ms"]["mean"], rel=0.01)
+    stall = sum(found.stall_ms.values())
+    assert stall == pytest.approx(figures["stall_ms"], rel=0.03, abs=0.004 * figures["step_ms"]["mean"])
+
+
+def test_there_is_something_measured() -> None:
+    assert len(RECORDS) >= 8

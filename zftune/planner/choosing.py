@@ -1,0 +1,210 @@
+"""The settings worth trying on a machine, best first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from zenflow import ZenFlowConfig
+from zftune.planner.closed_form import floor, mean_staleness
+from zftune.planner.facts import Job, Machine, Memory, ModelFacts, Prediction
+from zftune.planner.memory import host_bytes, memory
+from zftune.planner.predicting import predict
+from zftune.planner.rates import Rates
+from zftune.planner.split import split_of, totals_of
+
+NEAR = 1.02
+"""A setting is as good as the best up to this factor of its step time."""
+HEADROOM = 0.10
+"""Share of device and host memory that stays free."""
+LEAST_HEADROOM_BYTES = 2 << 30
+"""Of device memory, whatever the share."""
+
+TOPK_RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
+INTERVALS = (*range(1, 17), 20, 24, 32)
+OFFLOAD_RATIOS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
+_WORTH = 0.005
+_ROOM_STEP = 1 << 28  # bytes: `staging_bytes` is proposed in multiples
+_FIRST_LOOK = 16
+_SECOND_LOOK = 32
+
+Choice = tuple[ZenFlowConfig, Prediction]
+_BLOG_COVERAGE, _BLOG_TOPK = 0.889, 0.01
+
+
+def assumed_coverage(topk_ratio: float) -> float:
+    """Share of the gradient's energy in the top columns, where nobody has measured it.
+
+    A power law through the one published point, 88.9% in the top 1% (DeepSpeed ZenFlow blog, figure 5, one layer): an
+    assumption.
+    """
+    from math import log
+
+    return 0.0 if topk_ratio <= 0 else float(topk_ratio ** (log(_BLOG_COVERAGE) / log(_BLOG_TOPK)))
+
+
+def published_budget(coverage: Callable[[float], float]) -> float:
+    """(1 - coverage) * mean staleness of the published setting, k = 0.1 and S = 4."""
+    window = 4
+    return (1 - coverage(0.1)) * ((window - 1) / 2 + (window + 1) / 2)
+
+
+def fits(prediction: Prediction, machine: Machine, headroom: float = HEADROOM) -> bool:
+    """Whether a setting leaves enough memory free on the device and on the host."""
+    memory = prediction.memory
+    device, host = limits(machine, headroom)
+    return memory.device_bytes <= device and memory.host_bytes + memory.migration_bytes <= host
+
+
+def limits(machine: Machine, headroom: float = HEADROOM) -> tuple[float, float]:
+    """Bytes that a setting may take, of the device and of the host."""
+    free = max(headroom * machine.device_memory_bytes, LEAST_HEADROOM_BYTES)
+    return machine.device_memory_bytes - free, (1 - headroom) * machine.host_memory_bytes
+
+
+def choose(
+    model: ModelFacts,
+    machine: Machine,
+    job: Job,
+    *,
+    budget: float,
+    coverage: Callable[[float], float] = assumed_coverage,
+    memory_headroom: float = HEADROOM,
+    rates: Rates | None = None,
+) -> list[Choice]:
+    """The settings that fit, best first: those within 2% of the fastest by least mean staleness, then least device
+    memory, then least host memory; after them the slower ones by step time.
+
+    An offload ratio below 1 is among the first only where it wins: where it is more than 2% faster than all of 1, or
+    where nothing has to be offloaded at all.
+
+    Args:
+        model: what is trained.
+        machine: where.
+        job: batch and ranks.
+        budget: most of (1 - coverage(k)) * mean staleness; 0 allows synchronous windows of one step only.
+        coverage: share of the gradient's energy in the top k columns.
+        memory_headroom: share of device and host memory that stays free.
+        rates: other ones than those that follow from machine and job.
+
+    Returns:
+        Empty where nothing fits.
+
+    Raises:
+        BadInputError: the machine has fewer GPUs than the job.
+    """
+    rates = rates or Rates.of(model, machine, job)
+    search = _Search(model, machine, job, rates, memory_headroom)
+    candidates = [one for one in search.candidates() if (1 - coverage(one.config.topk_ratio)) * one.staleness <= budget]
+    # A long window hides most, so the fastest are known first; then the least stale that could be as fast.
+    found = search.look(sorted(candidates, key=lambda one: (one.floor_ms, -one.staleness)), _FIRST_LOOK)
+    fastest = min((prediction.step_ms for _, prediction in found), default=float("inf"))
+    near = [one for one in candidates if one.floor_ms <= NEAR * fastest]
+    found += search.look(sorted(near, key=lambda one: (one.staleness, one.device_bytes)), _SECOND_LOOK)
+    whole = [one for one in near if one.config.offload_ratio == 1]
+    found += search.look(sorted(whole, key=lambda one: (one.staleness, one.device_bytes)), _SECOND_LOOK)
+    return ranked(found)
+
+
+def ranked(found: Sequence[Choice]) -> list[Choice]:
+    """Settings in the order of preference."""
+    if not found:
+        return []
+    fastest = min(prediction.step_ms for _, prediction in found)
+    whole = [prediction.step_ms for config, prediction in found if config.offload_ratio in (0, 1)]
+    needless = bool(whole) and min(whole) <= NEAR * fastest
+
+    def order(choice: Choice) -> tuple[float, ...]:
+        config, prediction = choice
+        near = prediction.step_ms <= NEAR * fastest and not (needless and 0 < config.offload_ratio < 1)
+        if not near:
+            return (1, prediction.step_ms, prediction.staleness_steps)
+        size = prediction.memory
+        # Where buckets end moves the mean staleness by hundredths.
+        return (0, round(prediction.staleness_steps, 1), size.device_bytes, size.host_bytes, prediction.step_ms)
+
+    return sorted(found, key=order)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    config: ZenFlowConfig
+    floor_ms: float
+    staleness: float
+    device_bytes: int
+
+
+class _Search:
+    """Looks at settings by their lower bounds first, and simulates those that are worth it."""
+
+    def __init__(self, model: ModelFacts, machine: Machine, job: Job, rates: Rates, headroom: float) -> None:
+        self._model, self._machine, self._job, self._rates, self._headroom = model, machine, job, rates, headroom
+        self._seen: set[ZenFlowConfig] = set()
+
+    def candidates(self) -> Iterator[_Candidate]:
+        """Every setting of the grid that could fit."""
+        device, host = limits(self._machine, self._headroom)
+        sizes: dict[tuple[float, float], Memory] = {}
+        for config in grid():
+            split = totals_of(self._model, config)
+            if not split.deferred and config.offload_ratio:
+                continue
+            key = config.topk_ratio, config.offload_ratio
+            if key not in sizes:  # with nothing on its way, the device needs the same whatever S and L
+                sizes[key] = memory(self._model, self._job, config, packed=0.0, arrived=0.0)
+            size = sizes[key]
+            on_host = sum(host_bytes(self._model, config, ranks=self._job.gpus).values())
+            if size.device_bytes <= device and on_host + size.migration_bytes <= host:
+                least = floor(self._rates, split, config)
+                yield _Candidate(config, least.step_ms, mean_staleness(split, config), size.device_bytes)
+
+    def look(self, candidates: Sequence[_Candidate], most: int) -> list[Choice]:
+        """Predict the first so many, as long as one of them could be as good as the best so far."""
+        found: list[Choice] = []
+        fastest = float("inf")
+        for one in candidates:
+            if len(found) >= most:
+                break
+            if one.config in self._seen or one.floor_ms > NEAR * fastest:
+                continue
+            self._seen.add(one.config)
+            choice = self._roomier(one.config, self._predict(one.config))
+            if fits(choice[1], self._machine, self._headroom):
+                found.append(choice)
+                fastest = min(fastest, choice[1].step_ms)
+        return found
+
+    def _predict(self, config: ZenFlowConfig) -> Prediction:
+        return predict(self._model, self._machine, self._job, config, rates=self._rates)
+
+    def _roomier(self, config: ZenFlowConfig, prediction: Prediction) -> Choice:
+        """The setting with room on the device for all weights that arrive in a step, where that is worth it."""
+        if prediction.stall_ms_by_cause["h2d"] <= _WORTH * prediction.step_ms:
+            return config, prediction
+        shown: Counter[int] = Counter()
+        for piece in split_of(self._model, config).pieces:
+            shown[piece.due if config.overlap_step else 0] += piece.elements
+        arriving = self._model.element_bytes * max(shown.values()) // self._job.gpus
+        if arriving <= config.staging_bytes:
+            return config, prediction
+        roomier = replace(config, staging_bytes=-(-arriving // _ROOM_STEP) * _ROOM_STEP)
+        other = self._predict(roomier)
+        better = other.step_ms < (1 - _WORTH) * prediction.step_ms and fits(other, self._machine, self._headroom)
+        return (roomier, other) if better else (config, prediction)
+
+
+def grid() -> Iterator[ZenFlowConfig]:
+    """The settings that the planner considers."""
+    yield ZenFlowConfig.zero_offload(offload_ratio=0.0, pipeline="bucket")
+    for offload_ratio in OFFLOAD_RATIOS[:-1]:
+        for topk_ratio in TOPK_RATIOS:
+            yield ZenFlowConfig.zero_offload(topk_ratio=topk_ratio, offload_ratio=offload_ratio, pipeline="bucket")
+            for interval in INTERVALS:
+                for lag in sorted({1, -(-interval // 2), interval}):
+                    yield ZenFlowConfig(
+                        topk_ratio=topk_ratio,
+                        offload_ratio=offload_ratio,
+                        update_interval=interval,
+                        apply_lag=None if lag == interval else lag,
+                    )

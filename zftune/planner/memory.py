@@ -1,0 +1,184 @@
+"""What a setting needs: of the host to the byte, as the runtime plans it; of the device by a stated model.
+
+The device holds the weights; fp32 master, moments and counts of resident and selected columns, and the columns'
+indices; gradients; packed gradients that wait for the link; updated weights that arrive; activations. Its caching
+allocator rounds: blocks to 512 bytes, into segments of 2 MiB (below 1 MiB), 20 MiB (below 10 MiB) or a multiple of
+2 MiB; each stream has segments of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+
+from zenflow import ZenFlowConfig
+from zenflow.host.log_pool import padded
+from zenflow.layout import ModelPlan, WeightPlan
+from zftune.planner.activations import activations
+from zftune.planner.facts import Job, Memory, ModelFacts
+from zftune.planner.rates import MOMENTS
+from zftune.planner.split import model_plan
+
+CONTEXT_BYTES = 600 << 20
+"""CUDA context, kernels and the libraries' workspaces, outside of the allocator: an estimate."""
+_MIB = 1 << 20
+_BLOCK, _SMALL, _SMALL_SEGMENT, _MEDIUM, _MEDIUM_SEGMENT = 512, _MIB, 2 * _MIB, 10 * _MIB, 20 * _MIB
+_SPLINTERS = 0.06
+"""Of what comes and goes: the share that lies between blocks and fits nothing."""
+_STREAMS = 3
+_STATE = 4 * (1 + MOMENTS)  # bytes of fp32 state of an element
+_INDEX = 8
+_SCORES = 12  # importance, kept and new, and its sums, fp32 a column
+
+
+def memory(model: ModelFacts, job: Job, config: ZenFlowConfig, *, packed: float, arrived: float) -> Memory:
+    """Predict a setting's memory.
+
+    Args:
+        model: its weights.
+        job: batch and ranks.
+        config: the knobs.
+        packed: most bytes of gradients that wait on the device for the link.
+        arrived: most bytes of updated weights that wait on the device or are on their way.
+    """
+    plan = model_plan(model, config)
+    host = host_bytes(model, config, ranks=job.gpus)
+    device = device_bytes(model, plan, job, config, packed=packed, arrived=arrived)
+    selected = sum(weight.selected * weight.rows for weight in plan.weights if weight.deferred)
+    return Memory(
+        device_bytes=sum(device.values()),
+        host_bytes=sum(host.values()),
+        pinned_bytes=host["log"] + host["staging"],
+        migration_bytes=2 * _STATE * selected,
+        device_by_use=device,
+        host_by_use=host,
+    )
+
+
+def host_bytes(model: ModelFacts, config: ZenFlowConfig, *, ranks: int = 1) -> dict[str, int]:
+    """Host memory of all ranks by use, exactly as one rank's runtime plans it (several: each has its share).
+
+    Args:
+        model: its weights.
+        config: the knobs; the log is that of the longest window.
+        ranks: among which the deferred columns are divided.
+    """
+    state, staging, entries, largest = _host_sums(model, config.topk_ratio, config.offload_ratio, config.bucket_bytes)
+    return {"state": state, "log": config.longest_window * (entries + ranks * largest), "staging": staging}
+
+
+@lru_cache(maxsize=512)
+def _host_sums(
+    model: ModelFacts, topk_ratio: float, offload_ratio: float, bucket_bytes: int
+) -> tuple[int, int, int, int]:
+    """Bytes of state, of staging, of a step's log entries, and of the largest of them."""
+    config = ZenFlowConfig(topk_ratio=topk_ratio, offload_ratio=offload_ratio, bucket_bytes=bucket_bytes)
+    state = staging = 0
+    entries = [0]
+    for weight in model_plan(model, config).weights:
+        elements = weight.deferred * weight.rows
+        state += _STATE * elements + 4 * weight.deferred
+        staging += model.element_bytes * elements
+        entries += [padded((high - low) * weight.rows * model.element_bytes) for low, high in weight.bucket_slots]
+    return state, staging, sum(entries), max(entries)
+
+
+def device_bytes(
+    model: ModelFacts, plan: ModelPlan, job: Job, config: ZenFlowConfig, *, packed: float, arrived: float
+) -> dict[str, int]:
+    """Memory of a device by use, at the moment at which it needs most."""
+    weights = segments(model.element_bytes * math.prod(shape) for shape in model.weights)
+    frozen = segments([model.element_bytes * (model.parameters - model.trainable)])
+    state = segments(size for sizes in map(_state_tensors, *_each(model, plan, job)) for size in sizes)
+    steady = _steady(model, plan, job, config, packed=packed, arrived=arrived)
+    first = _first_step(model, plan, config)
+    return {
+        "context": CONTEXT_BYTES,
+        "weights": weights + frozen,
+        "state": state,
+        **(steady if sum(steady.values()) >= sum(first.values()) else first),
+        "segments": _STREAMS * _MEDIUM_SEGMENT,
+    }
+
+
+def segments(sizes: Iterable[int]) -> int:
+    """Bytes that the caching allocator reserves for tensors that stay, each of a size in bytes."""
+    small = medium = large = 0
+    for size in sizes:
+        block = -(-size // _BLOCK) * _BLOCK
+        if block <= _SMALL:
+            small += block
+        elif block < _MEDIUM:
+            medium += block
+        else:
+            large += -(-block // _SMALL_SEGMENT) * _SMALL_SEGMENT
+    # What is left at a segment's end is at most one block: a third of a segment on average is plenty.
+    medium_segments = math.ceil(medium * 1.25 / _MEDIUM_SEGMENT)
+    return large + medium_segments * _MEDIUM_SEGMENT + -(-small // _SMALL_SEGMENT) * _SMALL_SEGMENT
+
+
+def _each(model: ModelFacts, plan: ModelPlan, job: Job) -> tuple[list[int], tuple[WeightPlan, ...], list[int]]:
+    return [math.prod(shape) for shape in model.weights], plan.weights, [job.gpus] * len(model.weights)
+
+
+def _state_tensors(elements: int, weight: WeightPlan, ranks: int) -> list[int]:
+    """Sizes of what the runtime keeps on the device for one parameter."""
+    if weight.resident == weight.columns:  # also without a column view: one row with one count
+        return [4 * -(-elements // ranks)] * (1 + MOMENTS) + [4]
+    sizes = [_INDEX * weight.selected, _INDEX * weight.deferred, _SCORES * weight.columns]
+    for columns in (-(-weight.resident // ranks), weight.selected):
+        if columns:
+            sizes += [4 * columns * weight.rows] * (1 + MOMENTS) + [4 * columns]
+    return [size for size in sizes if size]
+
+
+def _gradients(model: ModelFacts, plan: ModelPlan, config: ZenFlowConfig) -> tuple[list[int], list[int], int]:
+    """By stage: bytes that a step keeps of its gradients, the largest gradient in full, and the largest of all."""
+    kept, largest = [0] * (model.layers + 1), [0] * (model.layers + 1)
+    for shape, weight, stage in zip(model.weights, plan.weights, model.stages, strict=True):
+        whole = model.element_bytes * math.prod(shape)
+        leaves = config.stream and weight.deferred
+        kept[stage] += whole - (model.element_bytes * weight.deferred * weight.rows if leaves else 0)
+        largest[stage] = max(largest[stage], whole)
+    return kept, largest, max(largest)
+
+
+def _steady(
+    model: ModelFacts, plan: ModelPlan, job: Job, config: ZenFlowConfig, *, packed: float, arrived: float
+) -> dict[str, int]:
+    """The greatest need of a steady backward: activations shrink as gradients grow."""
+    acts = activations(model, job)
+    kept, largest, _ = _gradients(model, plan, config)
+    layers = model.layers
+    per_layer = acts.checkpoint if job.checkpointing else acts.layer
+    most, best = -1, (0, 0)
+    gradients = 0
+    for stage in reversed(range(layers + 1)):
+        gradients += kept[stage]
+        working = acts.head if stage == layers else acts.working + (acts.layer if job.checkpointing else 0)
+        # Three: the weight's gradient as it is made, in full, and packed.
+        held, made = per_layer * min(stage + 1, layers) + working, gradients + 3 * largest[stage]
+        if held + made > most:
+            most, best = held + made, (held, made)
+    held, made = best
+    return {
+        "activations": round(held * (1 + _SPLINTERS)),
+        "gradients": round(made * (1 + _SPLINTERS)),
+        "packed": round(packed * (1 + _SPLINTERS)) if config.stream else _deferred_bytes(model, plan),
+        "arriving": segments([round(arrived * (1 + _SPLINTERS))]),
+    }
+
+
+def _first_step(model: ModelFacts, plan: ModelPlan, config: ZenFlowConfig) -> dict[str, int]:
+    """The first step keeps every gradient in full: weights are split only in it. Activations are gone then.
+
+    Packed gradients that wait for the link are left out: where memory is short, the allocator waits for their copies.
+    """
+    whole = model.element_bytes * model.trainable
+    largest = _gradients(model, plan, config)[2]
+    return {"activations": 0, "gradients": segments([whole]) + 3 * largest, "packed": 0, "arriving": 0}
+
+
+def _deferred_bytes(model: ModelFacts, plan: ModelPlan) -> int:
+    return model.element_bytes * sum(weight.deferred * weight.rows for weight in plan.weights)

@@ -1,0 +1,155 @@
+"""How long things take: of a model and a job on a machine, or on a rig."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zenflow import Rig
+from zftune.planner.facts import Job, Machine, ModelFacts
+from zftune.planner.split import Split
+
+MOMENTS = 2
+"""Of AdamW, which plans are made for."""
+_STATE = 8 * (1 + MOMENTS)  # bytes of fp32 state that an update of an element reads and writes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Times and rates of one rank: its share of the host, its own link."""
+
+    forward_ms: float
+    backward_ms: float
+    d2h_gbps: float
+    h2d_gbps: float
+    host_gbps: float
+    update_gelements_s: float | None = None
+    """None: arithmetic takes no time."""
+    device_gbps: float | None = None
+    """None: the runtime's device kernels take no time."""
+    comm_gbps: float | None = None
+    ranks: int = 1
+    element_bytes: int = 2
+    link_in_host: bool = True
+    """Whether the link's own traffic takes host memory bandwidth (not on a rig)."""
+
+    @classmethod
+    def of(cls, model: ModelFacts, machine: Machine, job: Job) -> Rates:
+        """Of a rank on a machine; ranks share the host evenly."""
+        forward_ms, backward_ms = compute_ms(model, machine, job)
+        return cls(
+            forward_ms=forward_ms,
+            backward_ms=backward_ms,
+            d2h_gbps=machine.link_d2h_gbps,
+            h2d_gbps=machine.link_h2d_gbps,
+            host_gbps=machine.host_gbps / job.gpus,
+            update_gelements_s=machine.host_update_gelements_s / job.gpus,
+            device_gbps=machine.device_gbps,
+            comm_gbps=machine.comm_gbps if job.gpus > 1 else None,
+            ranks=job.gpus,
+            element_bytes=model.element_bytes,
+        )
+
+    @classmethod
+    def of_rig(cls, rig: Rig, element_bytes: int = 2) -> Rates:
+        """Of an emulated accelerator."""
+        return cls(
+            forward_ms=rig.forward_ms,
+            backward_ms=rig.backward_ms,
+            d2h_gbps=rig.link_d2h_gbps,
+            h2d_gbps=rig.link_h2d_gbps,
+            host_gbps=rig.host_gbps,
+            device_gbps=rig.device_gbps,
+            element_bytes=element_bytes,
+            link_in_host=False,
+        )
+
+    @property
+    def compute_ms(self) -> float:
+        """The compute of a step, c."""
+        return self.forward_ms + self.backward_ms
+
+    def device_ms(self, nbytes: float) -> float:
+        """Of a kernel that moves so many bytes of device memory."""
+        return 0.0 if self.device_gbps is None else nbytes / self.device_gbps / 1e6
+
+    def down_ms(self, elements: float) -> float:
+        """Of gradients to the host."""
+        return self.element_bytes * elements / self.d2h_gbps / 1e6
+
+    def up_ms(self, elements: float) -> float:
+        """Of weights to the device."""
+        return self.element_bytes * elements / self.h2d_gbps / 1e6
+
+    def host_ms(self, elements: float, entries: int, updates: int | None = None) -> float:
+        """T_host: of the update of elements with so many logged gradients each.
+
+        Args:
+            elements: of a rank.
+            entries: logged gradients of each.
+            updates: of each element; None: as many (replay).
+        """
+        logged = self.element_bytes * entries
+        nbytes = _STATE + logged + self.element_bytes
+        if self.link_in_host:
+            nbytes += logged + self.element_bytes
+        memory = nbytes * elements / self.host_gbps / 1e6
+        if self.update_gelements_s is None:
+            return memory
+        return max(memory, (updates or entries) * elements / self.update_gelements_s / 1e6)
+
+    def update_ms(self, elements: float) -> float:
+        """Of AdamW on elements whose state is on the device."""
+        return self.device_ms((_STATE + 2 * self.element_bytes) * elements)
+
+    def pack_ms(self, elements: float) -> float:
+        """Of packing gradients for the link."""
+        return self.device_ms(2 * self.element_bytes * elements)
+
+    def scatter_ms(self, elements: float) -> float:
+        """Of writing arrived weights."""
+        return self.device_ms(2 * self.element_bytes * elements)
+
+    def stage_ms(self, scored: int, kept: int, *, kept_apart: bool) -> float:
+        """Of reading gradients for their importance, and keeping some of them."""
+        return self.device_ms(self.element_bytes * (scored + (2 * kept if kept_apart else 0)))
+
+    def reduce_ms(self, elements: float) -> float:
+        """Of a reduce-scatter (or an all-gather) of elements among all ranks: each sends all but its own share."""
+        if self.comm_gbps is None:
+            return 0.0
+        return self.element_bytes * elements * (self.ranks - 1) / self.ranks / self.comm_gbps / 1e6
+
+
+def compute_ms(model: ModelFacts, machine: Machine, job: Job) -> tuple[float, float]:
+    """Forward and backward of a step: as measured, else by arithmetic at the share that training achieves.
+
+    2 operations an element and token forward, 4 backward, as many as forward again where it recomputes; attention's
+    products beside them. No pass is shorter than reading all weights once takes (backward: and writing gradients).
+    """
+    if job.forward_ms is not None and job.backward_ms is not None:
+        return job.forward_ms, job.backward_ms
+    passes = 3.0 if job.checkpointing else 2.0  # of backward, in units of forward
+    if job.compute_ms is not None:
+        return job.compute_ms / (1 + passes), job.compute_ms * passes / (1 + passes)
+    products = 2.0 * model.parameters * job.tokens + 2.0 * model.layers * model.hidden * job.seq * job.tokens
+    forward = products / (machine.compute_tflops * machine.compute_share * 1e12) * 1e3
+    read = model.element_bytes * model.parameters / machine.device_gbps / 1e6
+    return max(forward, read), max(passes * forward, (passes + 1) * read)
+
+
+def device_work_ms(rates: Rates, split: Split, window: int, *, stream: bool) -> float:
+    """Of the runtime's kernels in a step, on average over a window."""
+    scored, kept = sum(s.scored for s in split.stages), sum(s.kept for s in split.stages)
+    staged = (
+        rates.stage_ms(scored, kept, kept_apart=True)
+        if stream
+        else rates.device_ms(rates.element_bytes * split.selecting)
+    )
+    on_device = split.resident + split.selected
+    moved = rates.pack_ms(split.deferred / rates.ranks) + rates.scatter_ms(split.deferred) / window
+    return staged + moved + rates.update_ms(on_device if rates.ranks == 1 else sharded(rates, split))
+
+
+def sharded(rates: Rates, split: Split) -> float:
+    """Elements that a rank updates on the device: its share of the residents, and everybody's selected columns."""
+    return split.resident / rates.ranks + split.selected

@@ -1,0 +1,161 @@
+"""A plan on one screen: the answer, the settings beside each other, memory, and what the knobs are.
+
+Fits 100 columns. Nothing is told by colour alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from zftune.profile.bars import Bar, Kind, StackedBar
+from zftune.profile.units import amount, ms, percent, size, times
+
+Document = Mapping[str, Any]
+
+_WIDTH = 100
+_NAMES = {"proposal": "proposed", "no_offload": "no offloading", "zero_offload": "ZeRO-Offload"}
+_COMPUTE = Kind("compute", "█", "#", "green")
+_CAUSES = {
+    "host": Kind("host", "▓", "H", "red"),
+    "h2d": Kind("h2d", "▒", "U", "yellow"),
+    "d2h": Kind("d2h", "░", "D", "magenta"),
+    "comm": Kind("comm", "≈", "C", "blue"),
+}
+_USES = {
+    "weights": "weights",
+    "state": "state",
+    "activations": "activations",
+    "gradients": "gradients",
+    "packed": "gradients on their way",
+    "arriving": "weights on their way",
+    "context": "CUDA context",
+    "segments": "allocator",
+    "log": "log",
+    "staging": "staging",
+}
+
+
+def render(document: Document) -> RenderableType:
+    """The whole screen of a plan."""
+    rows = list(_rows(document))
+    parts: list[RenderableType] = [_verdict(document), _heading("a step by setting, on one scale")]
+    parts += [_bars(rows), _heading("the settings beside each other"), _table(rows)]
+    if document["proposal"] is not None:
+        parts += [_heading("the proposal's knobs and memory"), _details(document)]
+    parts.append(_notes(document))
+    return Group(*parts)
+
+
+def _rows(document: Document) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if document["proposal"] is not None:
+        yield _NAMES["proposal"], document["proposal"]
+    for number_, one in enumerate(document["alternatives"], 2):
+        yield f"choice {number_}", one
+    for name, one in document["baselines"].items():
+        yield _NAMES[name], one
+
+
+def _heading(text: str) -> RenderableType:
+    return Rule(Text(text, style="bold"), align="left", style="dim")
+
+
+def _verdict(document: Document) -> RenderableType:
+    sentences = [Text(sentence) for sentence in document["verdict"]]
+    sentences[0].stylize("bold")
+    model, job, machine = document["model"], document["job"], document["machine"]
+    gpus = f"{job['gpus']} x " if job["gpus"] > 1 else ""
+    subject = f"{model['name']} · {amount(model['parameters'])} parameters · {model['dtype']}"
+    batch = f"{job['micro_batch']} × {job['seq']} tokens{', checkpointing' if job['checkpointing'] else ''}"
+    return Panel(
+        Group(*sentences),
+        title=Text.assemble(("zftune plan", "bold"), f" · {subject}"),
+        title_align="left",
+        subtitle=Text(f"{gpus}{machine['gpu']} ({machine['name']}) · {batch}", style="dim"),
+        subtitle_align="right",
+        border_style="green" if document["proposal"] is not None else "red",
+        box=box.ROUNDED,
+        padding=(0, 1),
+        width=_WIDTH,
+    )
+
+
+def _bars(rows: list[tuple[str, Mapping[str, Any]]]) -> RenderableType:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=14)
+    table.add_column(width=10, justify="right")
+    table.add_column(width=_WIDTH - 27)
+    scale = max(row["step_ms"] for _, row in rows)
+    for name, row in rows:
+        parts = [(_COMPUTE, row["compute_ms"])]
+        parts += [(kind, row["stall_ms_by_cause"][cause]) for cause, kind in _CAUSES.items()]
+        style = "" if row["fits"] else "dim"
+        table.add_row(Text(name, style=style), Text(ms(row["step_ms"]), style=style), StackedBar(Bar(parts), scale))
+    seen = [kind for cause, kind in _CAUSES.items() if any(row["stall_ms_by_cause"][cause] > 0 for _, row in rows)]
+    legend = "   ".join(f"{kind.fill} {kind.name}" for kind in (_COMPUTE, *seen))
+    table.add_row("", "", Text(legend, style="dim"))
+    return table
+
+
+def _table(rows: list[tuple[str, Mapping[str, Any]]]) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    for head in ("", "k", "S", "lag", "ratio", "stall", "S_min", "stale", "GPU", "host", "fits"):
+        table.add_column(head, justify="right" if head else "left", no_wrap=True)
+    for name, row in rows:
+        knobs, memory = row["knobs"], row["memory"]
+        offloads, overlaps = knobs["offload_ratio"] > 0, knobs["overlap_step"]
+        table.add_row(
+            name,
+            f"{knobs['topk_ratio']:g}" if offloads else "-",
+            str(knobs["update_interval"]) if overlaps else "sync" if offloads else "-",
+            str(knobs["apply_lag"]) if overlaps else "-",
+            f"{knobs['offload_ratio']:g}",
+            percent(sum(row["stall_ms_by_cause"].values()) / row["step_ms"]),
+            ("none" if row["s_min"] is None else str(row["s_min"])) if offloads else "-",
+            f"{row['staleness_steps']:.1f}",
+            size(memory["device_bytes"]),
+            size(memory["host_bytes"]) if memory["host_bytes"] else "-",
+            "yes" if row["fits"] else "no",
+        )
+    return table
+
+
+def _details(document: Document) -> RenderableType:
+    row = document["proposal"]
+    memory, knobs = row["memory"], row["knobs"]
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", width=16)
+    table.add_column(width=_WIDTH - 20)
+    table.add_row("knobs", ", ".join(f"{name} {value}" for name, value in knobs.items()))
+    table.add_row("each GPU", _uses(memory["device_by_use"]))
+    table.add_row("host", _uses(memory["host_by_use"]) + f"; of it pinned {size(memory['pinned_bytes'])}")
+    table.add_row("a reselection", f"takes up to {size(memory['migration_bytes'])} of host memory for a moment")
+    loads = ", ".join(f"{name} {ms(value)}" for name, value in row["loads_ms"].items())
+    table.add_row("a step's work", f"{loads}; the host is busy {percent(row['host_utilisation'])} of the time")
+    best, zero = row["step_ms"], document["baselines"]["zero_offload"]["step_ms"]
+    table.add_row("gain", f"{times(zero / best)} of ZeRO-Offload's speed")
+    return table
+
+
+def _uses(uses: Mapping[str, int]) -> str:
+    return ", ".join(f"{_USES.get(name, name)} {size(value)}" for name, value in uses.items() if value)
+
+
+def _notes(document: Document) -> RenderableType:
+    figures = document["machine"]["source"]
+    guessed = [name for name, source in figures.items() if source.startswith("estimate")]
+    free = percent(document["limits"]["headroom"])
+    notes = [
+        f"coverage of k is {document['quality']['coverage']}; the tuner measures it.",
+        f"device memory is a model of what the runtime and transformers keep; {free} or 2 GiB of it stay free.",
+    ]
+    if guessed:
+        notes.append(f"of {document['machine']['name']} these figures are estimates: {', '.join(guessed)}.")
+    return Text("\n".join(notes), style="dim")

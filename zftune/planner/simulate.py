@@ -1,0 +1,304 @@
+"""An event-driven simulation of the runtime's pipeline: layer by layer, piece by piece, until it repeats itself.
+
+It follows the runtime's schedule: gradients leave as backward produces them (or in the step), windows close every S
+steps, pieces are shown after step e_w + 1 + floor(b * min(L, n_w) / B), weights cross the link in the step before, as
+many as staging has room for, the log has room for S steps and S times the largest bucket. Selections do not change.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+
+from zenflow import ZenFlowConfig
+from zftune.planner.facts import CAUSES
+from zftune.planner.rates import Rates, sharded
+from zftune.planner.resources import Room, Server
+from zftune.planner.split import Piece, Split
+
+_LEAST_STEPS = 24
+_LEAST_WINDOWS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """A steady step, on average over whole windows."""
+
+    step_ms: float
+    stall_ms: dict[str, float]
+    host_utilisation: float
+    steps_ms: tuple[float, ...]
+    """Each step of the last window."""
+    packed_bytes: float
+    """Most gradients that ever waited on the device for the link."""
+    arrived_bytes: float
+    """Most updated weights that ever waited on the device, or were on their way."""
+
+    @property
+    def compute_ms(self) -> float:
+        """What the compute stream works."""
+        return self.step_ms - sum(self.stall_ms.values())
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A piece's window on its way through host and link."""
+
+    number: int
+    piece: Piece
+    due: int
+    arrived: float
+    """When the last of its gradients was on the host."""
+    updated: float
+    up: tuple[float, float] | None = None
+    """When its copy to the device begins and ends, once it was asked for."""
+
+
+@dataclass(slots=True)
+class _State:
+    """Everything that changes from step to step."""
+
+    now: float = 0.0
+    down: Server = field(default_factory=Server)
+    up: Server = field(default_factory=Server)
+    host: Server = field(default_factory=Server)
+    comm: Server = field(default_factory=Server)
+    stall: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+    flights: list[_Flight] = field(default_factory=list)
+    wanted: deque[_Flight] = field(default_factory=deque)
+    late: list[_Flight] = field(default_factory=list)
+    """Left to the next forward."""
+    asked_bytes: float = 0.0
+    arrived_peak: float = 0.0
+    last_down: float = 0.0
+    """When the step before had sent everything."""
+
+    def wait(self, until: float, cause: str) -> None:
+        """Let the compute stream wait."""
+        if until > self.now:
+            self.stall[cause] += until - self.now
+            self.now = until
+
+
+def simulate(rates: Rates, split: Split, config: ZenFlowConfig, *, module: bool = True) -> Steady:
+    """Run the pipeline until it is steady and measure whole windows of it.
+
+    Args:
+        rates: of one rank.
+        split: of the model under these knobs.
+        config: the knobs; `update_interval` "auto" is taken as its longest window.
+        module: whether the optimizer knows the model, so that forward takes waits over layer by layer.
+    """
+    return _Pipeline(rates, split, config, module=module).run()
+
+
+class _Pipeline:
+    def __init__(self, rates: Rates, split: Split, config: ZenFlowConfig, *, module: bool) -> None:
+        self.rates, self.split, self.config = rates, split, config
+        self.window = config.longest_window
+        self.state = _State()
+        own = split.deferred / rates.ranks
+        self.log = Room(self.window * (split.log_step_bytes / rates.ranks + split.largest_log_bytes))
+        self.packed = Room(rates.element_bytes * own)
+        self.by_stage: list[list[int]] = [[] for _ in range(split.layers + 1)]
+        for number, piece in enumerate(split.pieces):
+            self.by_stage[piece.stage].append(number)
+        self.arrived = [0.0] * len(split.pieces)
+        """When each piece's newest gradient is on the host."""
+        self.copied = [0.0] * len(split.pieces)
+        """When each piece's last result had left the host."""
+        self.in_forward = module and config.pipeline == "bucket"
+        self.updates = self.window if config.deferred_update == "replay" else 1
+
+    def run(self) -> Steady:
+        windows = max(_LEAST_WINDOWS, -(-_LEAST_STEPS // self.window))
+        warm = windows // 2 * self.window
+        ends: list[float] = []
+        for step in range(1, windows * self.window + 1):
+            self._forward()
+            self._backward()
+            self._step(step)
+            ends.append(self.state.now)
+            if step == warm:
+                self.state.stall = dict.fromkeys(CAUSES, 0.0)
+                self.state.host.busy = 0.0
+        return self._steady(ends, warm)
+
+    def _steady(self, ends: list[float], warm: int) -> Steady:
+        steps, elapsed = len(ends) - warm, ends[-1] - ends[warm - 1]
+        last = [0.0, *ends][-self.window - 1 :]
+        return Steady(
+            step_ms=elapsed / steps,
+            stall_ms={cause: ms / steps for cause, ms in self.state.stall.items()},
+            host_utilisation=min(1.0, self.state.host.busy / elapsed) if elapsed else 0.0,
+            steps_ms=tuple(b - a for a, b in itertools.pairwise(last)),
+            packed_bytes=self.packed.peak,
+            arrived_bytes=self.state.arrived_peak,
+        )
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+
+    def _forward(self) -> None:
+        state, layers = self.state, self.split.layers
+        late, state.late = state.late, []
+        for stage in range(layers + 1):
+            for flight in [flight for flight in late if flight.piece.stage == stage]:
+                self._show(flight)
+            if stage < layers:
+                state.now += self.rates.forward_ms / layers
+
+    def _backward(self) -> None:
+        """A layer's own work follows the staging of its gradients, which are whole when that work is done."""
+        pad = self.rates.backward_ms / self.split.layers
+        for stage in reversed(range(self.split.layers)):
+            if stage == self.split.layers - 1:
+                self._stage(self.split.layers, pad)
+            self._stage(stage, pad)
+            self.state.now += pad
+
+    def _stage(self, stage: int, pad: float) -> None:
+        if not self.config.stream:
+            return
+        work = self.split.stages[stage]
+        self.state.now += self.rates.stage_ms(work.scored, work.kept, kept_apart=True)
+        for number in reversed(self.by_stage[stage]):
+            self._send(number, ahead=pad)
+        if self.rates.ranks > 1 and work.kept:
+            self.state.comm.serve(self.state.now + pad, 2 * self.rates.reduce_ms(work.kept))
+
+    def _send(self, number: int, *, ahead: float) -> None:
+        """Pack a piece and queue its copy; what waits in backward still has half a layer to work off."""
+        state, rates, piece = self.state, self.rates, self.split.pieces[number]
+        own = piece.elements / rates.ranks
+        nbytes = rates.element_bytes * own
+        if self.config.stream:
+            state.wait(self.packed.when(state.now, nbytes, alone=True) - ahead / 2, "d2h")
+        else:
+            self.packed.when(state.now, -self.packed.taken)
+        state.now += rates.pack_ms(own)
+        log_bytes = piece.log_bytes / rates.ranks
+        state.wait(self.log.when(state.now, log_bytes) - ahead / 2, "host")
+        self.log.take(log_bytes)
+        ready = state.now + ahead
+        if rates.ranks > 1:
+            ready = state.comm.serve(ready, rates.reduce_ms(piece.elements))[1]
+        _, end = state.down.serve(ready, rates.down_ms(own))
+        self.arrived[number] = end
+        self.packed.take(nbytes)
+        self.packed.give_back(end, nbytes)
+
+    def _step(self, step: int) -> None:
+        state, config = self.state, self.config
+        closes = step % self.window == 0
+        behind = state.last_down > state.now
+        if behind:
+            self._update()
+            state.wait(state.last_down, "d2h")
+        if not config.stream:
+            state.now += self.rates.device_ms(self.rates.element_bytes * self.split.selecting)
+            for number in range(len(self.split.pieces)):
+                self._send(number, ahead=0.0)
+        state.last_down = state.down.free_at
+        if not behind:
+            self._update()
+        self._apply(step, everything=closes)
+        if closes:
+            self._close(step)
+        self._ask(step + 1)
+
+    def _update(self) -> None:
+        """Resident and selected columns, whose reduced gradients have to be there first."""
+        state, rates = self.state, self.rates
+        if rates.ranks > 1:
+            if not self.config.stream:
+                state.comm.serve(state.now, 2 * rates.reduce_ms(self.split.selected + self.split.resident))
+            state.wait(state.comm.free_at, "comm")
+        state.now += rates.update_ms(sharded(rates, self.split))
+        if rates.ranks > 1:
+            state.wait(state.comm.serve(state.now, rates.reduce_ms(self.split.resident))[1], "comm")
+
+    # --- windows ---------------------------------------------------------------------------------------------------
+
+    def _close(self, step: int) -> None:
+        state, synchronous = self.state, not self.config.overlap_step
+        in_turn = synchronous and self.config.pipeline == "none"
+        order = range(len(self.split.pieces))
+        for number in reversed(order) if synchronous and self.config.stream else order:
+            piece = self.split.pieces[number]
+            own = piece.elements / self.rates.ranks
+            ready = max(state.now, self.copied[number], state.down.free_at if in_turn else self.arrived[number])
+            duration = self.rates.host_ms(own, self.window, self.updates)
+            _, end = state.host.serve(ready, duration)
+            self.log.give_back(end, self.window * piece.log_bytes / self.rates.ranks)
+            arrived = state.down.free_at if in_turn else self.arrived[number]
+            state.flights.append(_Flight(number, piece, step if synchronous else step + piece.due, arrived, end))
+        if synchronous:
+            self._apply_synchronously(step, in_turn=in_turn)
+
+    def _apply_synchronously(self, step: int, *, in_turn: bool) -> None:
+        if in_turn and self.state.flights:
+            self._wait_for(self.state.flights[-1], self.state.flights[-1].updated)
+        self._ask(step)
+        self._apply(step, everything=in_turn)
+
+    def _ask(self, step: int) -> None:
+        """Want what is due after a step: it is sent as soon as it is updated and there is room for it."""
+        state = self.state
+        known = set(map(id, state.wanted))
+        for flight in state.flights:
+            if flight.due <= step and flight.up is None and id(flight) not in known:
+                state.wanted.append(flight)
+        self._send_wanted()
+
+    def _send_wanted(self) -> None:
+        state = self.state
+        while state.wanted:
+            nbytes = self._bytes(state.wanted[0])
+            if state.asked_bytes and state.asked_bytes + nbytes > self.config.staging_bytes:
+                return
+            flight = state.wanted.popleft()
+            if flight.up is None:
+                self._send_up(flight)
+
+    def _send_up(self, flight: _Flight) -> None:
+        state = self.state
+        own = flight.piece.elements / self.rates.ranks
+        flight.up = state.up.serve(max(flight.updated, state.now), self.rates.up_ms(own))
+        state.asked_bytes += self._bytes(flight)
+        state.arrived_peak = max(state.arrived_peak, state.asked_bytes)
+
+    def _bytes(self, flight: _Flight) -> float:
+        return self.rates.element_bytes * flight.piece.elements / self.rates.ranks
+
+    def _apply(self, step: int, *, everything: bool) -> None:
+        """Show what is due, or leave it to the forward of its layer where it is not there yet."""
+        state = self.state
+        due = [flight for flight in state.flights if everything or flight.due <= step]
+        state.flights = [flight for flight in state.flights if not (everything or flight.due <= step)]
+        for flight in due:
+            there = flight.up is not None and flight.up[1] <= state.now
+            if self.in_forward and not everything and not there:
+                state.late.append(flight)
+            else:
+                self._show(flight)
+
+    def _show(self, flight: _Flight) -> None:
+        state = self.state
+        if flight.up is None:
+            self._send_up(flight)
+        assert flight.up is not None
+        self._wait_for(flight, flight.up[1])
+        if self.rates.ranks > 1:
+            state.wait(state.comm.serve(flight.up[1], self.rates.reduce_ms(flight.piece.elements))[1], "comm")
+        state.now += self.rates.scatter_ms(flight.piece.elements)
+        self.copied[flight.number] = flight.up[1]
+        state.asked_bytes -= self._bytes(flight)
+        self._send_wanted()
+
+    def _wait_for(self, flight: _Flight, until: float) -> None:
+        """Wait: until its gradients had arrived for D2H, then for the host, then for H2D."""
+        state = self.state
+        state.wait(min(until, flight.arrived), "d2h")
+        state.wait(min(until, until if flight.up is None else max(flight.updated, flight.up[0])), "host")
+        state.wait(until, "h2d")

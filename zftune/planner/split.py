@@ -1,0 +1,164 @@
+"""A model split between the tiers as the runtime would split it, in pieces for the simulator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+from zenflow import ZenFlowConfig
+from zenflow.host.log_pool import padded
+from zenflow.layout import ModelPlan, plan_model
+from zenflow.schedule import due_step
+from zftune.planner.facts import ModelFacts
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_PIECES = 96
+"""About so many pieces stand for all buckets: those of one layer that are shown in the same step are one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Deferred buckets that the simulator moves as one."""
+
+    stage: int
+    """Layers whose forward ends before it is needed."""
+    elements: int
+    due: int
+    """Steps after the close at which it is shown: 1 .. lag."""
+    log_bytes: int
+    """Of one step's entries in the log, padded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What backward does in one layer beside its own work: in elements."""
+
+    scored: int
+    """Of weights that are staged: their gradient is read for its importance."""
+    kept: int
+    """Resident and selected elements of these, kept on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A model's elements by tier, and its pieces."""
+
+    pieces: tuple[Piece, ...]
+    """In forward order."""
+    stages: tuple[Stage, ...]
+    """Of stages 0 .. layers."""
+    layers: int
+    resident: int
+    selected: int
+    deferred: int
+    selecting: int
+    """Elements of weights that have both selected and deferred columns."""
+    largest_log_bytes: int
+    """Of the largest bucket, padded."""
+    largest_bucket: int
+    """In elements."""
+
+    @property
+    def log_step_bytes(self) -> int:
+        """Of one step's entries."""
+        return sum(piece.log_bytes for piece in self.pieces)
+
+
+@lru_cache(maxsize=8)
+def _parameters(model: ModelFacts) -> list[nn.Parameter]:
+    dtype = _DTYPES[model.dtype]
+    return [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in model.weights]
+
+
+@lru_cache(maxsize=512)
+def _model_plan(model: ModelFacts, topk_ratio: float, offload_ratio: float, bucket_bytes: int) -> ModelPlan:
+    parameters = _parameters(model)
+    config = ZenFlowConfig(topk_ratio=topk_ratio, offload_ratio=offload_ratio, bucket_bytes=bucket_bytes)
+    return plan_model(parameters, config, {id(parameters[number]) for number in model.transposed})
+
+
+def model_plan(model: ModelFacts, config: ZenFlowConfig) -> ModelPlan:
+    """The split that the runtime makes of this model."""
+    return _model_plan(model, config.topk_ratio, config.offload_ratio, config.bucket_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Buckets:
+    """A split without its schedule."""
+
+    buckets: tuple[Piece, ...]
+    """Each shown at once."""
+    totals: Split
+    """Without pieces."""
+
+
+@lru_cache(maxsize=512)
+def _buckets(model: ModelFacts, topk_ratio: float, offload_ratio: float, bucket_bytes: int) -> _Buckets:
+    plan = _model_plan(model, topk_ratio, offload_ratio, bucket_bytes)
+    resident = selected = selecting = 0
+    scored, kept = [0] * (model.layers + 1), [0] * (model.layers + 1)
+    buckets: list[Piece] = []
+    for shape, weight, stage in zip(model.weights, plan.weights, model.stages, strict=True):
+        elements = math.prod(shape)
+        resident += elements - weight.offloaded * weight.rows
+        selected += weight.selected * weight.rows
+        selecting += elements if weight.selected and weight.deferred else 0
+        if weight.deferred:
+            scored[stage] += elements
+            kept[stage] += elements - weight.deferred * weight.rows
+        for low, high in weight.bucket_slots:
+            size = (high - low) * weight.rows
+            buckets.append(Piece(stage, size, 1, padded(size * model.element_bytes)))
+    totals = Split(
+        pieces=(),
+        stages=tuple(map(Stage, scored, kept)),
+        layers=model.layers,
+        resident=resident,
+        selected=selected,
+        deferred=sum(bucket.elements for bucket in buckets),
+        selecting=selecting,
+        largest_log_bytes=max((bucket.log_bytes for bucket in buckets), default=0),
+        largest_bucket=max((bucket.elements for bucket in buckets), default=0),
+    )
+    return _Buckets(tuple(buckets), totals)
+
+
+def totals_of(model: ModelFacts, config: ZenFlowConfig) -> Split:
+    """The split without pieces, which is quick: it depends on neither S nor L."""
+    return _buckets(model, config.topk_ratio, config.offload_ratio, config.bucket_bytes).totals
+
+
+def split_of(model: ModelFacts, config: ZenFlowConfig, *, pieces: int = _PIECES) -> Split:
+    """The split for the simulator.
+
+    Args:
+        model: whose weights they are.
+        config: the knobs.
+        pieces: about how many pieces there may be; more are more exact and slower.
+    """
+    found = _buckets(model, config.topk_ratio, config.offload_ratio, config.bucket_bytes)
+    window, count = config.longest_window, len(found.buckets)
+    shown = []
+    for index, bucket in enumerate(found.buckets):
+        due = due_step(close_step=0, bucket=index, buckets=count, lag=config.lag, window_steps=window)
+        shown.append(replace(bucket, due=min(due, window)))
+    return replace(found.totals, pieces=_merged(shown, pieces))
+
+
+def _merged(buckets: list[Piece], pieces: int) -> tuple[Piece, ...]:
+    """Neighbours of one stage and one due step as one, up to a size at which there are about `pieces`."""
+    most = sum(bucket.elements for bucket in buckets) / pieces
+    merged: list[Piece] = []
+    for bucket in buckets:
+        last = merged[-1] if merged else None
+        together = last is not None and (last.stage, last.due) == (bucket.stage, bucket.due)
+        if together and last is not None and last.elements + bucket.elements <= most:
+            both = last.elements + bucket.elements, last.due, last.log_bytes + bucket.log_bytes
+            merged[-1] = Piece(last.stage, *both)
+        else:
+            merged.append(bucket)
+    return tuple(merged)
