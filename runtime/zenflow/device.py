@@ -93,6 +93,10 @@ class Device(ABC):
     def mark(self) -> Mark:
         """Record the point that the compute stream has been given work up to."""
 
+    def current_stream(self) -> int:
+        """Which stream the calling thread's work goes to, and `mark` records on; 0 where there is only one."""
+        return 0
+
     @abstractmethod
     def elapsed_s(self, begin: Mark, end: Mark) -> float:
         """Seconds between two marks that have both been passed; negative if `end` came first."""
@@ -266,6 +270,9 @@ class CudaDevice(Device):
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
+
+    def current_stream(self) -> int:
+        return int(torch.cuda.current_stream(self.torch_device).cuda_stream)
 
     def elapsed_s(self, begin: Mark, end: Mark) -> float:
         return float(begin.elapsed_time(end)) / 1e3

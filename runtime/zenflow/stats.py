@@ -155,16 +155,19 @@ class StepRecord:
     def resolve(self, device: Device) -> StepStats:
         """Turn marks into milliseconds; only after `ready`."""
         stall: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
+        hidden_ms = 0.0
         for wait in self.waits:
-            for cause, seconds in wait.by_cause(device).items():
+            by_cause = wait.by_cause(device)
+            for cause, seconds in by_cause.items():
                 stall[cause] += 1e3 * seconds
+            hidden_ms += 1e3 * max(0.0, wait.cpu_s - sum(by_cause.values()))
         cpu_wait_ms = 1e3 * sum(wait.cpu_s for wait in self.waits)
         timed = device.has_streams
         return StepStats(
             step=self.step,
             step_ms=None if self.begin is None else 1e3 * device.elapsed_s(self.begin, self.end),
             stall_ms=stall if timed else None,
-            hidden_ms=max(0.0, cpu_wait_ms - sum(stall.values())) if timed else None,
+            hidden_ms=hidden_ms if timed else None,
             cpu_wait_ms=cpu_wait_ms,
             closed=self.closed,
             d2h_bytes=self.traffic.d2h_bytes,

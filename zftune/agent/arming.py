@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zftune import integrations
-from zftune.agent.events import DeviceEvents, EventBackend, WallClock
+from zftune.agent.events import DeviceEvents, StreamBackend, WallClock
 from zftune.agent.facts import Facts, device_of
 from zftune.agent.hooks import hook_torch
 from zftune.agent.records import Settings
@@ -45,7 +45,7 @@ def hook(session: Session, when_imported: WhenImported) -> None:
     integrations.install(session, when_imported)
 
 
-def backend_for(of: Any) -> EventBackend:
+def backend_for(of: Any) -> StreamBackend:
     """Where the marks of a training come from.
 
     Args:

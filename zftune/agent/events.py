@@ -28,6 +28,13 @@ class EventBackend(Protocol):
         """Milliseconds between two marks that have both been passed; negative if `end` came first."""
 
 
+class StreamBackend(EventBackend, Protocol):
+    """One that knows a compute stream among others."""
+
+    def on_compute_stream(self) -> bool:
+        """Whether what is queued now, a mark too, goes to the compute stream."""
+
+
 class WallClock:
     """No device stream: a mark is the time at which it was made."""
 
@@ -43,9 +50,16 @@ class WallClock:
     def elapsed_ms(self, begin: int, end: int) -> float:
         return (end - begin) / 1e6
 
+    def on_compute_stream(self) -> bool:
+        return True
+
 
 class DeviceEvents:
-    """Marks of an accelerator: CUDA events, or times of the emulated one."""
+    """Marks of an accelerator: CUDA events, or times of the emulated one.
+
+    Args:
+        device: whose stream of this moment is the compute stream.
+    """
 
     has_stream = True
     source = "event"
@@ -54,6 +68,11 @@ class DeviceEvents:
         self.mark = device.mark
         self.passed = device.passed
         self._elapsed_s = device.elapsed_s
+        self._current_stream = device.current_stream
+        self._compute_stream = device.current_stream()
 
     def elapsed_ms(self, begin: Any, end: Any) -> float:
         return 1e3 * self._elapsed_s(begin, end)
+
+    def on_compute_stream(self) -> bool:
+        return self._current_stream() == self._compute_stream

@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,11 @@ _NO_STREAM = "plain CPU: there is no device stream whose waits could be called s
 _NO_BATCH = "no torch DataLoader gave a batch"
 _NO_TOKENS = "the batches hold no input_ids and no other integer tensor with two dimensions"
 _NO_MODULE = "no torch.nn.Module holds the optimizer's parameters"
-_REDUCER = "DistributedDataParallel communicates in C++, inside backward: only other calls are counted"
+_REDUCER = "comm is counted in part: DistributedDataParallel communicates in C++, inside backward"
+_ON_STREAMS = (
+    "comm is counted in part: on an accelerator backward runs in a thread of its own, whose communication is not seen, "
+    "nor are waits of one stream for another"
+)
 _IN_PARTS = "this rank holds its parameters in parts"
 
 
@@ -33,16 +38,17 @@ class Facts:
 
     def __init__(self) -> None:
         self._began_ns = time.monotonic_ns()
-        self.forked()
+        self.forget()
 
-    def forked(self) -> None:
-        """Begin anew in a forked process."""
+    def forget(self) -> None:
+        """Begin anew: in a forked process, or with another training."""
         self.missing: dict[str, str] = {}
         """Fields of the profile document that stay null, and why."""
         self._device: dict[str, Any] = {"device": None, "device_uuid": None, "has_stream": None, "source": None}
         self._model: dict[str, Any] = {}
         self._shape: tuple[int | None, int | None] | None = None
-        self._batches = self._batches_in_step = self._steps = 0
+        self._batches = self._tokens_in_step = self._steps = 0
+        self._looked_at: tuple[type | None, list[weakref.ref[torch.Tensor]]] = (None, [])
 
     def header(self) -> dict[str, Any]:
         """Fields of the header, as far as they are known now."""
@@ -57,20 +63,38 @@ class Facts:
             "began_ns": self._began_ns,
         }
 
+    def device(self) -> dict[str, Any]:
+        """Fields of the header that may be others for another training."""
+        return dict(self._device)
+
     def batch(self, batch: Any) -> None:
-        """Count a batch of a data loader; look at the first one."""
+        """Count a batch of a data loader and its tokens; the first one's shape is the training's."""
         self._batches += 1
+        tokens = None if self._shape is not None and self._shape[1] is None else _tokens(batch)
+        if tokens is not None:
+            self._tokens_in_step += tokens.numel()
         if self._shape is None:
-            tokens = _tokens(batch)
             first = next(iter(_tensors(batch, _DEPTH)), None)
             if tokens is not None:
                 self._shape = (tokens.shape[0], tokens.shape[1])
             else:
                 self._shape = (None if first is None or first.dim() == 0 else first.shape[0], None)
 
-    def step_ended(self) -> None:
-        """A step with a known beginning is over."""
+    def step_ended(self) -> int | None:
+        """A step with a known beginning is over: the tokens of its batches; None where batches have none."""
         self._steps += 1
+        tokens, self._tokens_in_step = self._tokens_in_step, 0
+        return None if self._shape is None or self._shape[1] is None else tokens
+
+    def forget_batches(self) -> None:
+        """The open step begins anew."""
+        self._tokens_in_step = 0
+
+    def are_of(self, of: Any) -> bool:
+        """Whether it trains as the one that was looked at did: an optimizer of the same class and parameters."""
+        kind, parameters = self._looked_at
+        own = _parameters(of) if type(of) is kind else []
+        return bool(own) and len(own) == len(parameters) and all(a is b() for a, b in zip(own, parameters, strict=True))
 
     def look(self, of: Any, backend: EventBackend) -> None:
         """Find out what is trained by whoever makes the steps. Takes some tens of milliseconds.
@@ -81,7 +105,8 @@ class Facts:
         """
         module = integrations.module_of(of) or find_module(_parameters(of))
         device = device_of(of, module)
-        self._batches = 0
+        self._batches = self._tokens_in_step = 0
+        self._looked_at = type(of), [weakref.ref(parameter) for parameter in _parameters(of)]
         self._device = {
             "device": _device_name(device),
             "device_uuid": _device_uuid(device),
@@ -92,8 +117,11 @@ class Facts:
             reason = _NO_STREAM if device.type == "cpu" else f"no event backend for a device of type {device.type}"
             self.missing |= {"stall": reason, "hidden_ms_per_step": reason}
         systems = integrations.systems(of, module)
-        if "DistributedDataParallel" in systems:
-            self.missing["waits_ms.comm"] = _REDUCER
+        # Names of whole tables: a reader takes the reason of a figure that it has for none.
+        if backend.has_stream and _ranks()["world_size"] > 1:
+            self.missing |= {"waits_ms": _ON_STREAMS, "stall.by_cause": _ON_STREAMS}
+        elif "DistributedDataParallel" in systems:
+            self.missing["waits_ms"] = _REDUCER
         self._model = {
             **self._sizes(module),
             "optimizer": integrations.optimizer_name(of),

@@ -26,12 +26,13 @@ def hook_torch(session: Session) -> None:
 
     def begins(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not is_compiling():
+            began = session.clock_ns()
             closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-            session.step_begins(optimizer, has_closure=callable(closure))
+            session.step_begins(began, optimizer, has_closure=callable(closure))
 
     def ends(optimizer: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if not is_compiling():
-            session.step_ends(optimizer)
+            session.step_ends(session.clock_ns(), optimizer)
 
     session.undo += [
         register_optimizer_step_pre_hook(begins).remove,
@@ -52,14 +53,15 @@ def backward(session: Session, original: Wrapped, *, releases: bool = False) -> 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(*args, **kwargs)
+        began = session.clock_ns()
         if session.off and releases:
             session.release()
-        begun = session.backward_begins()
+        begun = session.backward_begins(began)
         try:
             return original(*args, **kwargs)
         finally:
             if begun:
-                session.backward_ends()
+                session.backward_ends(session.clock_ns())
 
     return wrapper
 
@@ -71,12 +73,12 @@ def waiting(session: Session, cause: Cause, original: Wrapped) -> Wrapped:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(*args, **kwargs)
-        begun = session.wait_begins(cause)
+        begun = session.wait_begins(session.clock_ns(), cause)
         try:
             return original(*args, **kwargs)
         finally:
             if begun:
-                session.wait_ends()
+                session.wait_ends(session.clock_ns())
 
     return wrapper
 
@@ -86,13 +88,13 @@ def _next(session: Session, original: Wrapped) -> Wrapped:
     def __next__(self: Any) -> Any:  # noqa: N807 - it stands for one
         if is_compiling():
             return original(self)
-        begun = session.data_begins()
+        begun = session.data_begins(session.clock_ns())
         try:
             batch = original(self)
         finally:
             if begun:
-                session.data_ends()
-        session.batch(batch)
+                session.data_ends(session.clock_ns())
+        session.batch(session.clock_ns(), batch)
         return batch
 
     return __next__
@@ -106,12 +108,12 @@ def _scaler_step(session: Session, original: Wrapped) -> Wrapped:
         if is_compiling():
             return original(self, optimizer, *args, **kwargs)
         call, done = object(), False
-        session.step_begins(call, optimizer)
+        session.step_begins(session.clock_ns(), call, optimizer)
         try:
             result = original(self, optimizer, *args, **kwargs)
             done = True
         finally:
-            session.step_ends(call, counts=done)
+            session.step_ends(session.clock_ns(), call, counts=done)
         return result
 
     return step

@@ -43,7 +43,9 @@ class StepRow:
     waits_ms: dict[Cause, float]
     """What the training thread waited, by its clock."""
     overhead_ms: float
-    """The hooks' own time."""
+    """The hooks' own time, as far as it was charged."""
+    tokens: int | None = None
+    """Of the batches that were loaded in this step; None where they cannot be counted."""
     runtime: dict[str, Any] | None = None
     """What a zenflow optimizer counted in this step."""
 
@@ -78,7 +80,8 @@ class _Open:
 class Recorder:
     """Records one training thread's steps. Never synchronises the device.
 
-    What happens before the first `end_step()` belongs to no step.
+    What happens before the first `end_step()` belongs to no step. Whoever calls these methods from a hook charges the
+    time of the whole hook.
 
     Args:
         backend: where marks come from.
@@ -124,40 +127,32 @@ class Recorder:
 
     def enter(self, name: Phase) -> None:
         """Begin a phase; inside another one this counts as part of that."""
-        began = self._clock_ns()
         phase = self._phase
         phase.depth += 1
         if phase.depth == 1:
-            phase.name, phase.begin = name, self._point(began)
+            phase.name, phase.begin = name, self._point()
             if name == "data":
                 self._begin_wait("data", phase.begin)
-        self.charge(began)
 
     def leave(self, name: Phase) -> None:
         """End a phase; without its `enter` this does nothing."""
-        began = self._clock_ns()
         phase = self._phase
         phase.depth = max(0, phase.depth - 1)
         if phase.depth == 0 and phase.begin is not None:
-            point = self._point(began)
+            point = self._point()
             if self._step is not None:
                 self._step.phases.append((phase.name, phase.begin, point))
             if phase.name == "data":
                 self._end_wait(point)
             phase.begin = None
-        self.charge(began)
 
     def enter_wait(self, cause: Cause) -> None:
         """Begin a wait; inside another one this counts as part of that."""
-        began = self._clock_ns()
-        self._begin_wait(cause, self._point(began) if self._wait.depth == 0 else None)
-        self.charge(began)
+        self._begin_wait(cause, self._point() if self._wait.depth == 0 else None)
 
     def leave_wait(self) -> None:
         """End a wait; without its `enter_wait` this does nothing."""
-        began = self._clock_ns()
-        self._end_wait(self._point(began) if self._wait.depth == 1 else None)
-        self.charge(began)
+        self._end_wait(self._point() if self._wait.depth == 1 else None)
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
@@ -179,15 +174,13 @@ class Recorder:
 
     def end_step(self) -> None:
         """End the open step and begin the next one at the same point; then emit what is resolved."""
-        began = self._clock_ns()
-        point = self._point(began)
+        point = self._point()
         if self._step is not None:
             self._split(self._step, point)
             self._step.end = point
             self._closed.append(self._step)
         self._step = _Step(self.index + 1, point)
         self._emit_passed(self._depth)
-        self.charge(began)
 
     def drain(self) -> None:
         """Emit what is left, waiting up to two seconds for the device; for the end of a profile only."""
@@ -201,10 +194,10 @@ class Recorder:
         """Drop the open step and whatever is entered, without a row."""
         self._phase, self._wait = _Open(), _Open()
         if self._step is not None:
-            self._step = _Step(self._step.index, self._point(self._clock_ns()))
+            self._step = _Step(self._step.index, self._point())
 
-    def _point(self, ns: int) -> _Point:
-        return _Point(ns, self._backend.mark())
+    def _point(self) -> _Point:
+        return _Point(self._clock_ns(), self._backend.mark())
 
     def _begin_wait(self, cause: Cause, point: _Point | None) -> None:
         self._wait.depth += 1
@@ -243,11 +236,13 @@ class Recorder:
             phases_ms[lane] += end - begin
         stall: dict[Cause, float] = {}
         waits: dict[Cause, float] = {}
+        hidden = 0.0
         for cause, first, last in step.waits:
-            waits[cause] = waits.get(cause, 0.0) + (last.ns - first.ns) / 1e6
-            stall[cause] = stall.get(cause, 0.0) + max(0.0, self._elapsed_ms(first, last))
+            waited, stalled = (last.ns - first.ns) / 1e6, max(0.0, self._elapsed_ms(first, last))
+            waits[cause] = waits.get(cause, 0.0) + waited
+            stall[cause] = stall.get(cause, 0.0) + stalled
+            hidden += max(0.0, waited - stalled)  # a stall that the thread did not wait for hides no other wait
         streams = self._backend.has_stream
-        hidden = max(0.0, sum(waits.values()) - sum(stall.values()))
         return StepRow(
             index=step.index,
             measured=self.first_index <= step.index <= self.last_index,

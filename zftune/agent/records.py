@@ -2,6 +2,7 @@
 
     header   what the process is: pid, rank, versions, device, where times come from
     model    what is trained, by which systems; once, before the first measured step
+    restart  another training began: it and its device replace the model, the steps and what is missing so far
     step     a `StepRow`
     missing  a field of the profile document that this process cannot fill, and why
     end      "measured" (all steps were seen, the agent is gone), "exit", or "failed: <one line>"
@@ -49,6 +50,8 @@ class Settings:
 class RecordFile:
     """This process's file; made with its header when the first line is written.
 
+    After a `restart()` lines are held back until they say as much as those that they replace.
+
     Args:
         folder: where it goes.
         header: fields of the header.
@@ -59,11 +62,8 @@ class RecordFile:
         self._header = header
         self._file: int | None = None
         self._pid = os.getpid()
-
-    @property
-    def begun(self) -> bool:
-        """Whether anything was written."""
-        return self._file is not None
+        self._held: list[tuple[str, Mapping[str, Any]]] | None = None
+        self._measured = self._replaced = 0  # measured steps: since the last restart, and in the file before it
 
     def write(self, kind: str, **values: Any) -> None:
         """Append a line.
@@ -71,6 +71,9 @@ class RecordFile:
         Raises:
             OSError: the folder is gone, or the disk is full.
         """
+        if self._held is not None:
+            self._held.append((kind, values))
+            return
         if self._file is None:
             header = {"protocol": agent.PROTOCOL, "pid": self._pid, **self._header()}
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -81,13 +84,27 @@ class RecordFile:
     def step(self, row: StepRow) -> None:
         """Append a step."""
         self.write("step", **{name: getattr(row, name) for name in _ROW})
+        self._measured += row.measured
+        if self._held is not None and self._measured >= self._replaced:
+            held, self._held = self._held, None
+            for kind, values in held:
+                self._line(kind, values)
+
+    def restart(self, **values: Any) -> None:
+        """Let what follows replace what was written, once it has as many measured steps."""
+        if self._held is None:
+            self._replaced = self._measured
+        self._measured = 0
+        if self._file is not None:
+            self._held = [("restart", values)]
 
     def missing(self, field: str, reason: str) -> None:
         """Append why a field of the profile document will be null."""
         self.write("missing", field=field, reason=" ".join(reason.split()))
 
     def end(self, reason: str) -> None:
-        """Append the last line and close the file."""
+        """Append the last line and close the file; what is held back is dropped."""
+        self._held = None
         self.write("end", reason=" ".join(reason.split()), ns=time.monotonic_ns())
         self.close()
 

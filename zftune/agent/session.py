@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from zftune.agent.events import EventBackend
+from zftune.agent.events import StreamBackend
 from zftune.agent.facts import Facts
 from zftune.agent.patches import Patches
 from zftune.agent.recorder import Cause, Phase, Recorder, StepRow
@@ -27,7 +27,7 @@ from zftune.agent.records import RecordFile, Settings
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_OTHERS = 20  # steps of other optimizers, without one of the primary's, until another one is taken for the primary
+_OTHERS = 20  # steps of another optimizer, without one of the primary's, until it is taken for the primary
 
 
 class Runtime(Protocol):
@@ -39,16 +39,23 @@ class Runtime(Protocol):
 
 def _guarded(
     method: Callable[Concatenate[Session, _P], _T],
-) -> Callable[Concatenate[Session, _P], _T | None]:
+) -> Callable[Concatenate[Session, int, _P], _T | None]:
+    """Hooks call it with the time at which they began, by the session's clock: they are charged from then on."""
+
     @functools.wraps(method)
-    def call(self: Session, /, *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+    def call(self: Session, began_ns: int, /, *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
         if self.off:
             return None
+        recorder = self._recorder
         try:
-            return method(self, *args, **kwargs)
+            result = method(self, *args, **kwargs)
+            # Another thread's hooks cost this training nothing; where a recording has just begun, it has no part in it.
+            if recorder is not None and recorder is self._recorder and self._thread == threading.get_ident():
+                recorder.charge(began_ns)
         except Exception as error:  # noqa: BLE001 - nothing of ours may reach the training; fail() records it
             self.fail(error)
             return None
+        return result
 
     return call
 
@@ -79,7 +86,7 @@ class Session:
         self,
         settings: Settings,
         facts: Facts,
-        backend_for: Callable[[Any], EventBackend],
+        backend_for: Callable[[Any], StreamBackend],
         runtime_for: Callable[[Any, int], Runtime | None],
         is_capturing: Callable[[], bool] = bool,
         clock_ns: Callable[[], int] = time.monotonic_ns,
@@ -98,17 +105,21 @@ class Session:
         self._backend_for = backend_for
         self._runtime_for = runtime_for
         self._is_capturing = is_capturing
-        self._clock_ns = clock_ns
+        self.clock_ns = clock_ns
         self._released = False
+        self._inherited: list[Recorder | None] = []
         self._start()
 
     def _start(self) -> None:
         self._records = RecordFile(self._settings.folder, self._facts.header)
         self._recorder: Recorder | None = None
+        self._backend: StreamBackend | None = None
         self._runtime: Runtime | None = None
         self._thread: int | None = None
         self._primary: weakref.ref[Any] | None = None
-        self._others = 0
+        self._others: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._patience = _OTHERS
+        self._tokens: dict[int, int | None] = {}
         self._steps: list[_Step] = []
         self._in_phase = False  # the recorder is in the phase "optimizer" because of _steps
         self._backwards = 0
@@ -166,8 +177,10 @@ class Session:
 
     @_guarded
     def wait_begins(self, cause: Cause) -> bool:
-        """The training thread, or its stream, begins to wait."""
-        if self._recorder is None or not self._is_mine():
+        """The training thread, or its stream, begins to wait; what other streams are given is not waited for."""
+        if self._recorder is None or self._backend is None or not self._is_mine():
+            return False
+        if not self._backend.on_compute_stream():
             return False
         self._recorder.enter_wait(cause)
         return True
@@ -260,50 +273,64 @@ class Session:
         if self._recorder is None:
             if self._backward_seen:
                 self._begin(of)
+                Finalize(None, self.close, exitpriority=0)  # forked children of multiprocessing run no atexit
         elif self._primary is not None and self._primary() is of:
-            self._others = 0
+            self._others.clear()
+            self._tokens[self._recorder.index] = self._facts.step_ended()
             self._recorder.end_step()
-            self._facts.step_ended()
-            self._go_on(self._recorder)
+            if self._emitted >= self._last_index():
+                self._end("measured")
         else:
-            self._others += 1
-            if self._others > _OTHERS or self._primary is None or self._primary() is None:
-                self._adopt(of)
+            self._other_stepped(of)
 
     def _begin(self, of: Any) -> None:
         """The first step is over: what the training is can be looked at now."""
+        self._recorder = None
         self._adopt(of)
-        backend = self._backend_for(of)
+        self._backend = backend = self._backend_for(of)
         self._runtime = self._runtime_for(of, 1)
         self._facts.look(of, backend)
         settings = self._settings
         self._recorder = Recorder(
-            backend, self._emit, clock_ns=self._clock_ns, warmup=settings.warmup, steps=settings.steps
+            backend, self._emit, clock_ns=self.clock_ns, warmup=settings.warmup, steps=settings.steps
         )
         self._recorder.end_step()
-        self._go_on(self._recorder)
-        Finalize(None, self.close, exitpriority=0)  # forked children of multiprocessing run no atexit
+
+    def _other_stepped(self, of: Any) -> None:
+        """It may be the primary's successor, with the same training or with another one, or only take turns with it."""
+        self._others[of] = self._others.get(of, 0) + 1
+        gone = self._primary is None or self._primary() is None
+        enough = self._others[of] > self._patience
+        if (gone or enough) and self._facts.are_of(of):
+            self._adopt(of)
+        elif enough:
+            self._patience *= 2  # those that take turns soon do so within it
+            self._facts.forget()
+            self._tokens.clear()
+            self._described, self._emitted = False, 0
+            self._begin(of)
+            self._records.restart(**self._facts.device())
 
     def _adopt(self, of: Any) -> None:
-        self._primary, self._others, self._thread = weakref.ref(of), 0, threading.get_ident()
+        self._primary, self._thread = weakref.ref(of), threading.get_ident()
+        self._others.clear()
         self._backwards, self._in_phase = 0, False
         self._steps.clear()
         if self._recorder is not None:
             self._recorder.forget()
+            self._facts.forget_batches()
             self._runtime = self._runtime_for(of, self._recorder.index)
 
-    def _go_on(self, recorder: Recorder) -> None:
-        began = self._clock_ns()
-        if not self._described and recorder.index >= recorder.first_index:
-            self._described = True
-            self._records.write("model", **self._facts.model())
-            for field, reason in {**self.absent, **self._facts.missing}.items():
-                self._records.missing(field, reason)
-        if self._emitted >= self._last_index():
-            self._end("measured")
-        recorder.charge(began)
+    def _describe(self) -> None:
+        self._described = True
+        self._records.write("model", **self._facts.model())
+        for field, reason in {**self.absent, **self._facts.missing}.items():
+            self._records.missing(field, reason)
 
     def _emit(self, row: StepRow) -> None:
+        if row.measured and not self._described:
+            self._describe()
+        row.tokens = self._tokens.pop(row.index, None)
         if self._runtime is not None:
             self._runtime(row, last=self._closing or row.index == self._last_index())
         self._records.step(row)
@@ -347,7 +374,8 @@ class Session:
         """This is a new process: it has taken no steps, and its parent's file is not its own."""
         self._records.close()
         if not self.off:
-            self._facts.forked()
+            self._inherited.append(self._recorder)  # its CUDA events must not be destroyed where CUDA is not
+            self._facts.forget()
             self._start()
 
     def release(self) -> None:

@@ -113,7 +113,7 @@ def _hook_engine(session: Session, module: Any) -> None:
 def _engine_step(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        session.step_begins(self)
+        session.step_begins(session.clock_ns(), self)
         before, done = vars(self).get("global_steps"), False
         try:
             result = original(self, *args, **kwargs)
@@ -121,7 +121,7 @@ def _engine_step(session: Session, original: Callable[..., Any]) -> Callable[...
         finally:
             # global_steps counts the boundaries of gradient accumulation, overflows too; under ZenFlow each call counts
             counts = vars(self).get("global_steps") != before or bool(vars(self).get("zenflow"))
-            session.step_ends(self, counts=done and counts)
+            session.step_ends(session.clock_ns(), self, counts=done and counts)
         return result
 
     return step
@@ -166,12 +166,12 @@ class _Copies:
 
     def begin(self) -> None:
         if not self._waiting:
-            self._waiting = bool(self._session.wait_begins("h2d"))
+            self._waiting = bool(self._session.wait_begins(self._session.clock_ns(), "h2d"))
 
     def end(self) -> None:
         if self._waiting:
             self._waiting = False
-            self._session.wait_ends()
+            self._session.wait_ends(self._session.clock_ns())
 
     def _optimizer_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -11,6 +11,7 @@ _NAMES = {
     "DistributedDataParallel": "DistributedDataParallel",
     "DataParallel": "DataParallel",
     "FullyShardedDataParallel": "FSDP",
+    "FSDPModule": "FSDP2",  # what fully_shard() makes of a module's class
     "OptimizedModule": "torch.compile",
     "PeftModel": "PEFT",
 }

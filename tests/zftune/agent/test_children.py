@@ -155,6 +155,52 @@ def test_accumulation_is_one_step(tmp_path: Path) -> None:
     assert child.only("model")["tokens_per_step"] == 4 * 4 * 17
 
 
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_tokens_of_accumulation_without_warmup(tmp_path: Path, warmup: int) -> None:
+    child = train(
+        tmp_path,
+        """
+        model = Small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for number, (ids,) in enumerate(loader(40), start=1):
+            loss_of(model, ids).backward()
+            if number % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+        warmup=warmup,
+    )
+    assert [step["tokens"] for step in child.steps] == [4 * 4 * 17] * 5
+    assert child.only("model")["tokens_per_step"] == 4 * 4 * 17
+
+
+def test_a_second_training_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    """The first one's optimizer stays alive, as it does in most scripts."""
+    child = train(
+        tmp_path,
+        """
+        def stage(width, batches, micro_batch):
+            model = nn.Sequential(nn.Embedding(50, width), nn.Linear(width, 50))
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            for (ids,) in loader(batches, micro_batch):
+                loss_of(model, ids).backward()
+                optimizer.step()
+            return optimizer
+
+        kept = stage(8, 10, 2), stage(16, 60, 3)
+        """,
+        steps=20,
+    )
+    (at,) = [at for at, line in enumerate(child.lines) if line["kind"] == "restart"]
+    models = [line for line in child.lines if line["kind"] == "model"]
+    assert [model["parameters"] for model in models] == [50 * 8 + 8 * 50 + 50, 50 * 16 + 16 * 50 + 50]
+    assert [model["micro_batch"] for model in models] == [2, 3]
+    after = [line for line in child.lines[at:] if line["kind"] == "step"]
+    assert [step["index"] for step in after if step["measured"]] == list(range(2, 22))
+    assert {step["tokens"] for step in after} == {3 * 17}
+    assert child.only("end")["reason"] == "measured"
+
+
 def test_a_step_that_grad_scaler_skips_is_a_step(tmp_path: Path) -> None:
     child = train(
         tmp_path,

@@ -96,6 +96,57 @@ def test_the_first_batch_counts_and_later_ones_are_counted() -> None:
     assert facts.model()["tokens_per_step"] == 3 * 3 * 7
 
 
+def test_tokens_are_counted_by_the_step() -> None:
+    facts = Facts()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    facts.batch(IDS)  # of the process's first step, which has no known beginning
+    facts.look(optimizer, WallClock())
+    for _ in range(4):
+        facts.batch(IDS)
+    assert facts.step_ended() == 4 * 3 * 7
+    facts.batch(IDS[:1])
+    assert facts.step_ended() == 7
+    assert facts.step_ended() == 0
+    facts.batch(IDS)
+    facts.forget_batches()
+    assert facts.step_ended() == 0
+
+
+@pytest.mark.parametrize("batch", [None, torch.zeros(5, 3, 8, 8)])
+def test_batches_without_tokens_count_none(batch: torch.Tensor | None) -> None:
+    facts = Facts()
+    facts.look(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), WallClock())
+    if batch is not None:
+        facts.batch(batch)
+    assert facts.step_ended() is None
+
+
+def test_an_optimizer_of_the_same_class_and_parameters_trains_the_same() -> None:
+    facts, model = Facts(), nn.Linear(2, 2)
+    first = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert not facts.are_of(first)
+    facts.look(first, WallClock())
+    assert facts.are_of(torch.optim.SGD(model.parameters(), lr=0.2))
+    assert not facts.are_of(torch.optim.Adam(model.parameters()))
+    assert not facts.are_of(torch.optim.SGD([model.weight], lr=0.1))
+    assert not facts.are_of(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+
+
+class Stream(WallClock):
+    has_stream = True
+
+
+def test_comm_beside_a_stream_is_counted_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under names that a reader keeps beside the part that was counted."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for size, names in (("1", set()), ("2", {"waits_ms", "stall.by_cause"})):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        facts = Facts()
+        facts.look(optimizer, Stream())
+        assert {name for name, reason in facts.missing.items() if "comm" in reason} == names
+
+
 def test_what_is_written_of_a_model() -> None:
     outer = Outer().to(torch.bfloat16)
     outer.inner.one.bias.requires_grad_(False)

@@ -135,9 +135,31 @@ def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
         assert lines[-1]["reason"] == "measured"
         model = next(line for line in lines if line["kind"] == "model")
         assert (model["model"], model["systems"]) == ("Small", ["DistributedDataParallel"])
+        missing = {line["field"]: line["reason"] for line in lines if line["kind"] == "missing"}
+        assert "in part" in missing["waits_ms"]
         if header["rank"] == 0:  # which waits for the other one
             waits = [step["waits_ms"]["comm"] for step in steps_of(lines)]
             assert sorted(waits)[len(waits) // 2] >= 15
+
+
+def test_a_model_that_is_fully_sharded_is_named(tmp_path: Path) -> None:
+    child = train(
+        tmp_path,
+        """
+        import torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = fully_shard(Small())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for (ids,) in loader(12):
+            loss_of(model, ids).backward()
+            optimizer.step()
+        dist.destroy_process_group()
+        """,
+    )
+    assert child.only("model")["systems"] == ["FSDP2"]
+    assert child.only("end")["reason"] == "measured"
 
 
 def test_training_in_a_thread_that_is_not_the_main_one(tmp_path: Path) -> None:

@@ -213,6 +213,18 @@ def test_a_wait_of_the_stream_alone_is_stall_that_nobody_waits_for() -> None:
     assert (row.stall_ms, row.waits_ms, row.hidden_ms) == ({"comm": 7}, {"comm": 0}, 0)
 
 
+def test_a_stall_that_nobody_waits_for_hides_no_other_wait() -> None:
+    run = Run()
+    run.script.launch(10)
+    run.phase("data", 10)  # the stream is busy meanwhile
+    with run.recorder.wait("comm"):
+        run.script.launch(10)  # the stream waits, the thread does not
+    run.script.go(40)
+    run.recorder.end_step()
+    (row,) = run.rows
+    assert (row.stall_ms, row.hidden_ms) == ({"data": 0, "comm": 10}, 10)
+
+
 def test_nested_waits_count_once_for_the_outermost() -> None:
     run = Run()
     for outer, inner in (("host", "comm"), ("comm", "comm")):
@@ -289,15 +301,15 @@ def test_forgetting_begins_the_step_again() -> None:
     assert (row.index, row.step_ms, row.waits_ms) == (1, 21, {"data": 1})
 
 
-def test_overhead_is_the_time_inside_the_hooks() -> None:
-    class Slow(Script):
-        def mark(self) -> float:
-            self.ms += 0.5
-            return super().mark()
-
-    run = Run(Slow())
+def test_overhead_is_what_was_charged_in_the_step() -> None:
+    run = Run()
+    for milliseconds in (0.5, 2):
+        began = run.script.clock_ns()
+        run.script.go(milliseconds)
+        run.recorder.charge(began)
     run.step()
-    assert run.rows[0].overhead_ms == pytest.approx(7 * 0.5)  # three phases, and the end
+    run.step()
+    assert [row.overhead_ms for row in run.rows] == [2.5, 0]
 
 
 def test_a_step_takes_few_marks() -> None:
