@@ -105,7 +105,9 @@ def test_a_script_without_its_first_line_runs_as_in_a_shell(profile: Run, tmp_pa
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--json", "-"], ["--json '-'", "a file"]),
+        (["--json", "-"], ["--json '-'", "standard output is the command's", "a file"]),
+        (["--json", "p", "--trace", "./p"], ["--trace './p'", "of --json too", "another"]),
+        (["--steps", "abc"], ["--steps 'abc'", "an integer"]),
         (["--json", "missing/x.json"], ["--json", "a folder that exists"]),
         (["--html", "missing/x.html"], ["--html", "a folder that exists"]),
         (["--trace", "-"], ["--trace '-'", "a file"]),

@@ -153,3 +153,5 @@ def test_stop_under_torchrun(profile: Run, tmp_path: Path) -> None:
     assert ended.document is not None
     assert ended.document["command"]["stopped"]
     assert len(ended.document["ranks"]) == 2
+    said = ended.err.index("zftune: all steps are measured, ending the command\n")
+    assert said < ended.err.index("SignalException")  # torchrun's own view of that

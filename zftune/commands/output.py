@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zftune.errors import ZftuneError
-from zftune.json_output import check_output_path, write_json
+from zftune.errors import BadInputError, ZftuneError
+from zftune.json_output import STANDARD_OUTPUT, check_output_path, write_json
 
 _Write = Callable[[Mapping[str, Any], str], None]
 
@@ -25,14 +25,21 @@ class Outputs:
         """Refuse paths that cannot be written.
 
         Args:
-            standard_output: whether the JSON may go there.
+            standard_output: whether the JSON may go there; else it is a command's.
 
         Raises:
-            BadInputError: a path cannot be written.
+            BadInputError: a path cannot be written, or is that of two files.
         """
+        if self.json_path == STANDARD_OUTPUT and not standard_output:
+            raise BadInputError("--json '-': standard output is the command's, allowed is a file")
+        seen: dict[Path, str] = {}
         for option, path in (("--json", self.json_path), ("--html", self.html_path), ("--trace", self.trace_path)):
-            if path is not None:
-                check_output_path(path, option, standard_output=standard_output and option == "--json")
+            if path is None:
+                continue
+            check_output_path(path, option, standard_output=option == "--json")
+            other = seen.setdefault(Path(path).resolve(), option)
+            if other != option and (Path(path).is_file() or not Path(path).exists()):  # /dev/null takes everything
+                raise BadInputError(f"{option} '{path}': is the file of {other} too, allowed is another one")
 
     def write(self, document: Mapping[str, Any]) -> list[str]:
         """Write all that is wanted; what failed, in sentences."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from zftune.commands.output import Outputs
 from zftune.errors import BadInputError, ZftuneError
@@ -18,6 +19,25 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from zftune.profile.measure import OnStep
+
+
+class ProfileCommand(TyperCommand):
+    """Tells `zftune profile --`, in which a command was lost, from `zftune profile`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments.
+
+        Raises:
+            BadInputError: they end with the -- behind which a command should stand.
+        """
+        announced = args[-1:] == ["--"]
+        rest = super().parse_args(ctx, args)
+        if announced and not ctx.params.get("command"):
+            raise BadInputError(
+                "command '': nothing stands behind --, allowed is a program with its arguments (or no --, for the "
+                "built-in workload)"
+            )
+        return rest
 
 
 def _workload(text: str) -> Any:
@@ -137,14 +157,27 @@ def _profile_command(given: Mapping[str, Any], outputs: Outputs) -> None:
     from zftune.profile.command.run import CommandOptions, profile_command
 
     named = {name: given[name] for name in ("steps", "warmup") if given[name] is not None}
-    outcome = profile_command(CommandOptions(command=given["command"], stop=given["stop"], **named))
+    options = CommandOptions(command=given["command"], stop=given["stop"], on_stop=_say_it_ends, **named)
+    outcome = profile_command(options)
     for note in outcome.notes:
-        typer.echo(f"zftune: {note}", err=True)
+        _say(note)
     if outcome.document is not None:
         _show(outcome.document)
         for failure in outputs.write(outcome.document):
-            typer.echo(f"zftune: {failure}", err=True)
+            _say(failure)
     raise SystemExit(outcome.exit_code)
+
+
+def _say_it_ends() -> None:
+    """A launcher whose workers are ended takes that for a failure and says so at length."""
+    _say("all steps are measured, ending the command")
+
+
+def _say(sentence: str) -> None:
+    try:
+        typer.echo(f"zftune: {sentence}", err=True)
+    except OSError:  # a full disk, a terminal that is gone: the files are still to be written
+        return
 
 
 def _show(document: Mapping[str, Any]) -> None:

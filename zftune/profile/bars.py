@@ -9,6 +9,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 from rich.style import Style
 
+from zftune.profile.units import number
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -60,7 +62,8 @@ def cells(lengths: Sequence[float], scale: float, width: int) -> list[int]:
 def _part(kind: Kind, length: float, width: int, *, ascii_only: bool) -> RenderResult:
     """The part's fill, and in its middle its name and length, or its name, where they fit."""
     fill = kind.ascii_fill if ascii_only else kind.fill
-    label = next((text for text in (f" {kind.name} {length:,.0f} ", f" {kind.name} ") if len(text) + 2 <= width), "")
+    texts = (f" {kind.name} {number(length)} ", f" {kind.name} ")
+    label = next((text for text in texts if len(text) + 2 <= width), "")
     left = (width - len(label)) // 2
     style = Style.parse(kind.style)
     yield Segment(fill * left, style)

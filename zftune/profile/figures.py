@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from zftune.profile.plain_verdict import WITH_DATA
 from zftune.profile.units import ms, number, percent, size
 
 Document = Mapping[str, Any]
@@ -74,14 +75,23 @@ def _knobs(knobs: Mapping[str, Any]) -> str:
 def _speed(document: Document) -> str:
     rate, steps = document["throughput"], document["steps"]
     tokens = rate["tokens_per_s"]
-    parts = [f"{number(rate['steps_per_s'])} steps/s", "" if tokens is None else f"{number(tokens)} tokens/s"]
+    parts = [f"{number(rate['steps_per_s'])} steps/s"]
+    if tokens is not None:
+        parts.append(f"{number(tokens)} tokens/s{_of_ranks(document)}")
     parts.append(f"{steps['measured']} steps, {steps['discarded']} more discarded")
-    return " · ".join(part for part in parts if part)
+    return " · ".join(parts)
+
+
+def _of_ranks(document: Document) -> str:
+    """Whose sum it is, where there are several."""
+    world, known = (document["command"] or {}).get("ranks", 1), len(document["ranks"])
+    return "" if world == 1 else f" on {known if known == world else f'{known} of {world}'} ranks (data parallel)"
 
 
 def _phases(document: Document) -> list[str]:
     phases = document["phases_ms"] or {}
-    parts = [f"{name} {number(value)}" for name, value in phases.items() if value is not None]
+    names = {} if phases.get("data") is not None else {"forward": WITH_DATA}
+    parts = [f"{names.get(name, name)} {number(value)}" for name, value in phases.items() if value is not None]
     return [", ".join(parts) + " ms"] if parts else []
 
 

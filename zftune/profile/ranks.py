@@ -11,7 +11,7 @@ from rich.text import Text
 
 from zftune.profile.bars import Bar, Kind
 from zftune.profile.schema import PHASES
-from zftune.profile.units import number
+from zftune.profile.units import number, percent
 
 Rank = Mapping[str, Any]
 
@@ -40,14 +40,23 @@ def rank_bars(ranks: Sequence[Rank]) -> Iterator[tuple[str, str, Bar]]:
         yield name, "bold" if rank is ranks[0] else "", phases_bar(phases)
 
 
-def ranks_table(ranks: Sequence[Rank], *, wide: bool) -> RenderableType:
-    """Step times and phases of each rank that is shown, in milliseconds."""
+def ranks_table(ranks: Sequence[Rank], *, stall: Mapping[str, Any] | None, wide: bool) -> RenderableType:
+    """Step times and phases of each rank that is shown, in milliseconds.
+
+    Args:
+        ranks: as in the document.
+        stall: of the first one, who alone tells it; None if it is not known.
+        wide: whether there is room for the phases.
+    """
     table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim")
-    for title in ("rank", "steps", "step ms: mean", "p50", "p95", *(PHASES if wide else ())):
+    stalls = () if stall is None else ("stall",)
+    for title in ("rank", "steps", "step ms: mean", "p50", "p95", *stalls, *(PHASES if wide else ())):
         table.add_column(title, justify="right", no_wrap=True)
     for rank in _shown(ranks):
         step, phases = rank["step_ms"], rank["phases_ms"] or {}
         cells = [str(rank["rank"]), str(rank["steps"]), *(number(step[name]) for name in ("mean", "p50", "p95"))]
+        if stall is not None:
+            cells.append(percent(stall["fraction"]) if rank is ranks[0] else "–")
         if wide:
             cells += ["–" if phases.get(name) is None else number(phases[name]) for name in PHASES]
         table.add_row(*(Text(cell) for cell in cells), style="bold" if rank is ranks[0] else "")

@@ -53,7 +53,7 @@ def profile(options: ProfileOptions, on_system: OnSystem) -> dict[str, Any]:
         BadInputError: an option is not allowed.
         ProfileError: the run could not be accepted (see `measure`).
     """
-    task, name_of_device = _task(options)
+    task, name_of_device = task_of(options)
     systems = {OWN: options.config} | (_baseline_configs(options.config) if options.baselines else {})
     runs: dict[ZenFlowConfig, Measurement | None] = {}
     with Sampling(lambda: [os.getpid()]) as sampling:
@@ -94,7 +94,12 @@ def _baseline_configs(own: ZenFlowConfig) -> dict[str, ZenFlowConfig]:
     return {name: config.resolved() for name, config in configs.items()}  # as this run's, which may be one of them
 
 
-def _task(options: ProfileOptions) -> tuple[Task, str]:
+def task_of(options: ProfileOptions) -> tuple[Task, str]:
+    """What the options train, and the name of the device.
+
+    Raises:
+        BadInputError: an option is not allowed.
+    """
     _check(options)
     torch_device = _torch_device(options.rig)
     on_gpu = torch_device.type != "cpu"

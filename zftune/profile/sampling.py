@@ -44,21 +44,28 @@ class Sampling:
         if self._nvml is not None:
             self._nvml.stop()
 
-    def fields(self, begin_ns: int, end_ns: int, missing: dict[str, str]) -> dict[str, Any]:
+    def fields(
+        self, begin_ns: int, end_ns: int, missing: dict[str, str], *, uuids: Sequence[str] | None = None
+    ) -> dict[str, Any]:
         """The document's "nvml", "system" and "series" for a span of CLOCK_MONOTONIC.
 
         Args:
             begin_ns: the first measured step's begin.
             end_ns: the last measured step's end.
             missing: gets the reason of everything that is null.
+            uuids: of the GPUs that the run used; None: all that it could see.
         """
-        found: dict[str, Any] = {"series": {}}
-        for name, sampler in (("nvml", self._nvml), ("system", self._host)):
-            summary, reasons = (None, {"": _HIDDEN}) if sampler is None else sampler.summary(begin_ns, end_ns)
-            found[name] = _fit(name, summary, reasons, missing)
-            rows = None if sampler is None or found[name] is None else sampler.series(begin_ns, end_ns)
-            found["series"][name] = rows or None
-            if not rows:
+        summary: dict[str, Any] | None = None
+        reasons, rows = {"": _HIDDEN}, []
+        if self._nvml is not None:
+            summary, reasons = self._nvml.summary(begin_ns, end_ns, uuids)
+            rows = self._nvml.series(begin_ns, end_ns, uuids)
+        found: dict[str, Any] = {"nvml": _fit("nvml", summary, reasons, missing)}
+        found["system"] = _fit("system", *self._host.summary(begin_ns, end_ns), missing)
+        series = {"nvml": rows, "system": self._host.series(begin_ns, end_ns)}
+        found["series"] = {name: taken or None for name, taken in series.items() if found[name] is not None}
+        for name in series:
+            if found["series"].setdefault(name, None) is None:
                 missing[f"series.{name}"] = missing.get(name, "there was no sample in the measured steps")
         return found
 

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from zftune.profile.bars import Bar, Kind, StackedBar
 from zftune.profile.figures import figures
+from zftune.profile.plain_verdict import WITH_DATA
 from zftune.profile.ranks import PHASE_KINDS, phases_bar, rank_bars, ranks_table
 from zftune.profile.systems import System, systems
 from zftune.profile.units import amount, ms, number, percent, size, times
@@ -77,12 +78,13 @@ class _Screen:
 
     def _beside(self, rows: list[System], *, wide: bool) -> Iterator[RenderableType]:
         sources = _table_sources(self._document)
-        if self._document["knobs"] is not None:
+        ranks = self._document["ranks"]
+        if self._document["command"] is None:
             yield _heading(f"the systems beside each other{sources}")
             yield _table(rows, wide=wide)
         else:
-            yield _heading(f"{'the ranks' if len(self._document['ranks']) > 1 else 'its steps'}{sources}")
-            yield ranks_table(self._document["ranks"], wide=wide)
+            yield _heading(f"{'the ranks' if len(ranks) > 1 else 'its steps'}{sources}")
+            yield ranks_table(ranks, stall=self._document["stall"], wide=wide)
 
 
 def _table_sources(document: Document) -> str:
@@ -163,7 +165,7 @@ def _bars(rows: list[System], document: Document) -> RenderableType:
     for name, style, bar in bars:
         grid.add_row(Text(name, style=style), StackedBar(bar, scale), Text(f"{number(bar.total)} ms", style=style))
     seen = {kind: None for _, _, bar in bars for kind, length in bar.parts if length > _VISIBLE * scale}
-    grid.add_row("", _Legend([kind for kind in _KINDS if kind in seen]), "")
+    grid.add_row("", _Legend([kind for kind in _KINDS if kind in seen], _meanings(document)), "")
     return grid
 
 
@@ -175,15 +177,21 @@ def _bar(row: System) -> Bar:
     return Bar([(_COMPUTE, compute), *((_CAUSES[cause], waits[cause]) for cause in _CAUSES if cause in waits)])
 
 
+def _meanings(document: Document) -> Mapping[str, str]:
+    forward = {} if (document["phases_ms"] or {}).get("data") is not None else {"forward": WITH_DATA}
+    return _MEANINGS | forward
+
+
 class _Legend:
-    def __init__(self, kinds: Sequence[Kind]) -> None:
+    def __init__(self, kinds: Sequence[Kind], meanings: Mapping[str, str]) -> None:
         self._kinds = kinds
+        self._meanings = meanings
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         parts = []
         for kind in self._kinds:
             fill = kind.ascii_fill if options.ascii_only else kind.fill
-            parts.append(Text.assemble((fill * 2, kind.style), (f" {_MEANINGS.get(kind.name, kind.name)}", "dim")))
+            parts.append(Text.assemble((fill * 2, kind.style), (f" {self._meanings.get(kind.name, kind.name)}", "dim")))
         yield Text("   ").join(parts)
 
 

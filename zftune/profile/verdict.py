@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zftune.profile.observations import observations
-from zftune.profile.plain_verdict import plain_verdict
+from zftune.profile.plain_verdict import plain_verdict, work
 from zftune.profile.units import ms, number, percent, size, times
 
 Document = Mapping[str, Any]
@@ -117,7 +117,8 @@ def _bound(document: Document) -> str:
         return "What bounds the step was not measured."
     name, value = max(phases.items(), key=lambda item: item[1])
     mean = document["step_ms"]["mean"]
-    return f"What bounds the step now is {_WORK[name]}: {ms(value)} of {ms(mean)} ({percent(min(1.0, value / mean))})."
+    what = work(_WORK, name, document)
+    return f"What bounds the step now is {what}: {ms(value)} of {ms(mean)} ({percent(min(1.0, value / mean))})."
 
 
 def _comparison(document: Document) -> str | None:

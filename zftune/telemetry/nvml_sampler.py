@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +24,8 @@ SERIES_FIELDS = (
     "memory_used_bytes",
     "sm_clock_mhz",
 )
+
+_ALL_COUNT = "no GPU that was sampled has the UUID of the run's: figures are of all that it could see"
 
 
 class NvmlSampler:
@@ -73,12 +75,16 @@ class NvmlSampler:
         """Take a last sample and end the thread; waits at most 5 s. What was sampled stays."""
         self._ticker.stop()
 
-    def summary(self, begin_ns: int, end_ns: int) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    def summary(
+        self, begin_ns: int, end_ns: int, uuids: Collection[str] | None = None
+    ) -> tuple[dict[str, Any] | None, dict[str, str]]:
         """The figures over a window: the "nvml" of a profile document.
 
         Args:
             begin_ns: begin of the window on the sampler's clock.
             end_ns: its end.
+            uuids: of the GPUs or MIG devices that count, with or without "GPU-" and "MIG-"; None: all. Where none of
+                them is sampled, all count, and "devices" says so.
 
         Returns:
             The figures, means over devices and time but for "energy_j" (all devices, the whole window),
@@ -87,25 +93,40 @@ class NvmlSampler:
             "devices.INDEX" for one that was lost, "samples" where the sampler itself ended early.
         """
         missing, failure = self._missing, self._ticker.failure
-        if not any(device.log.between(begin_ns, end_ns) for device in self._devices):
-            return None, {"": failure or missing.get("") or missing.get("devices") or self._silence()}
-        figures, reasons = summarise(self._devices, begin_ns, end_ns)
+        devices, unknown = self._meant(uuids)
+        if not any(device.log.between(begin_ns, end_ns) for device in devices):
+            return None, {"": failure or missing.get("") or missing.get("devices") or self._silence(devices)}
+        figures, reasons = summarise(devices, begin_ns, end_ns)
+        if unknown:
+            reasons["devices"] = _ALL_COUNT
         if failure is not None:
             reasons["samples"] = failure
         return figures, missing | reasons
 
-    def series(self, begin_ns: int, end_ns: int) -> list[dict[str, float | None]]:
-        """Rows of a window in order of time: "at_ms" since its begin, "device", and figures or None."""
+    def series(self, begin_ns: int, end_ns: int, uuids: Collection[str] | None = None) -> list[dict[str, float | None]]:
+        """Rows of a window in order of time: "at_ms" since its begin, "device", and figures or None.
+
+        Devices are numbered from 0 among those that count, which `uuids` says as for `summary`.
+        """
+        devices, _ = self._meant(uuids)
         found = [
             row
-            for number, device in enumerate(self._devices)
+            for number, device in enumerate(devices)
             for row in rows(device.log.between(begin_ns, end_ns), SERIES_FIELDS, begin_ns, device=number)
         ]
         return sorted(found, key=lambda row: (row["at_ms"], row["device"]))
 
-    def _silence(self) -> str:
+    def _meant(self, uuids: Collection[str] | None) -> tuple[Sequence[DeviceReader], bool]:
+        """The devices that count, and whether none of those that were asked for is sampled."""
+        if uuids is None or not self._devices:
+            return self._devices, False
+        wanted = {_bare(uuid) for uuid in uuids}
+        found = [device for device in self._devices if wanted & _names_of(device)]
+        return found or self._devices, not found
+
+    def _silence(self, devices: Sequence[DeviceReader]) -> str:
         """Why there is no reading at all."""
-        for device in self._devices:
+        for device in devices:
             if device.lost is not None:
                 return device.lost[1]
             if device.reasons and not device.log.all():
@@ -134,3 +155,12 @@ class NvmlSampler:
         for device in devices:
             with suppress(NvmlError):  # nothing to give back to a driver that has gone
                 device.close()
+
+
+def _names_of(device: DeviceReader) -> set[str]:
+    """UUIDs that mean a device: its own, and of a MIG device that of its GPU."""
+    return {_bare(uuid) for uuid in (device.target.uuid, device.target.gpu_uuid) if uuid is not None}
+
+
+def _bare(uuid: str) -> str:
+    return uuid.casefold().removeprefix("gpu-").removeprefix("mig-")

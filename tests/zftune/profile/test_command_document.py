@@ -190,3 +190,72 @@ def test_hidden_gpus_are_not_sampled(visible: str) -> None:
     missing: dict[str, str] = {}
     assert sampling.fields(0, 1, missing)["nvml"] is None
     assert missing["nvml"] == "CUDA_VISIBLE_DEVICES hides every GPU"
+
+
+NO_DATA = {"phases_ms": {"forward": 4.0, "backward": 4.0, "optimizer": 1.5, "other": 0.5, "data": 0.0}, "waits_ms": {}}
+
+
+def test_where_no_loader_gave_a_batch_nobody_knows_what_data_took(sampling: Sampling) -> None:
+    document = build(rank(), rank(1, steps=[step(i, **NO_DATA) for i in range(6)]), sampling=sampling)
+    assert document["phases_ms"]["data"] == 1.0
+    assert document["ranks"][1]["phases_ms"]["data"] is None
+    assert {name for name in document["missing"] if name.endswith("data")} == {"ranks.phases_ms.data"}
+    document = build(rank(steps=[step(i, **NO_DATA) for i in range(6)]), sampling=sampling)
+    assert document["phases_ms"] == {**NO_DATA["phases_ms"], "data": None}
+    assert all(row["phases_ms"]["data"] is None for row in document["per_step"])
+    assert document["missing"]["phases_ms.data"].startswith("no torch DataLoader gave a batch")
+
+
+def test_one_batch_from_a_loader_is_enough(sampling: Sampling) -> None:
+    steps = [step(5), *(step(i, **NO_DATA) for i in range(6, 11))]
+    assert build(rank(steps=steps), sampling=sampling)["phases_ms"]["data"] == pytest.approx(1 / 6)
+
+
+def test_on_a_stream_steps_begin_where_the_one_before_ended(sampling: Sampling) -> None:
+    # The thread queues three steps and waits in the fourth, while the device takes 10 ms for each.
+    at_ns = (0, 100_000, 200_000, 300_000, 40_000_000)
+    stream: Row = {"has_stream": True, "source": "event"}
+    steps = [step(i, stall_ms={}, hidden_ms=0.0, begin_ns=begin, end_ns=begin + 1) for i, begin in enumerate(at_ns)]
+    rows = build(rank(steps=steps, header=stream), sampling=sampling)["per_step"]
+    assert [row["begin_ms"] for row in rows] == [0.0, 10.0, 20.0, 30.0, 40.0]
+    rows = build(rank(steps=steps), sampling=sampling)["per_step"]
+    assert [row["begin_ms"] for row in rows] == [0.0, 0.1, 0.2, 0.3, 40.0]
+
+
+def test_tokens_are_those_of_the_measured_steps(sampling: Sampling) -> None:
+    counted = [step(i, tokens=tokens) for i, tokens in enumerate((10, 20, 60))]
+    document = build(rank(steps=counted, model={"tokens_per_step": 16}), sampling=sampling)
+    assert document["throughput"]["tokens_per_s"] == pytest.approx(3000)
+    partly = [*counted, step(3, tokens=None)]
+    document = build(rank(steps=partly, model={"tokens_per_step": 16}), sampling=sampling)
+    assert document["throughput"]["tokens_per_s"] == pytest.approx(1600)
+
+
+def test_tokens_of_the_ranks_are_added_up(sampling: Sampling) -> None:
+    model: Row = {"tokens_per_step": 16}
+    slower = [step(i, step_ms=20.0, phases_ms={"data": 20.0}) for i in range(6)]
+    document = build(rank(model=model), rank(1, model=model, steps=slower), sampling=sampling)
+    assert document["throughput"] == {"steps_per_s": pytest.approx(100), "tokens_per_s": pytest.approx(2400)}
+    document = build(rank(model=model), rank(1), sampling=sampling)
+    assert document["throughput"]["tokens_per_s"] is None
+    assert document["missing"]["throughput.tokens_per_s"] == "the shape of the batches is not known"
+
+
+class Asked(Sampling):
+    """Keeps which GPUs it was asked about."""
+
+    uuids: Any = "nothing"
+
+    def fields(self, *given: Any, uuids: Any = None) -> Row:
+        self.uuids = uuids
+        return super().fields(*given, uuids=uuids)
+
+
+def test_only_the_ranks_gpus_are_asked_about() -> None:
+    asked = Asked(list, {"CUDA_VISIBLE_DEVICES": ""})
+    with asked:
+        pass
+    build(rank(header={"device_uuid": "GPU-a"}), rank(1, header={"device_uuid": "GPU-b"}), sampling=asked)
+    assert asked.uuids == ["GPU-a", "GPU-b"]
+    build(rank(header={"device_uuid": "GPU-a"}), rank(1), sampling=asked)
+    assert asked.uuids is None

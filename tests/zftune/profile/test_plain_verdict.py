@@ -115,3 +115,45 @@ def test_a_slow_rank_is_told(of_a_command: Document) -> None:
     of_a_command["ranks"][1]["step_ms"] = {"mean": 60.0, "p50": 60.0, "p95": 60.0}
     (sentence,) = observations(of_a_command)
     assert sentence == "Rank 1 is slower than rank 0: 60 ms a step instead of 55 ms."
+
+
+def without_loader(document: Document, **phases_ms: float) -> Document:
+    step_of(document, **phases_ms)
+    document["phases_ms"]["data"] = None
+    return document
+
+
+def test_a_forward_pass_with_the_batches_in_it_gets_no_advice_about_compute(of_a_command: Document) -> None:
+    sentences = verdict(without_loader(of_a_command, forward=90.0, backward=10.0))
+    assert sentences == [
+        "Most of a step is the forward pass and what precedes it: 90 ms of 100 ms (90%).",
+        "No torch DataLoader gave the batches, so getting them is in there; with one it is told apart.",
+    ]
+    assert "torch.compile" in verdict(without_loader(of_a_command, forward=10.0, backward=90.0))[1]
+    assert "torch.compile" in verdict(step_of(of_a_command, forward=90.0, data=10.0))[1]
+
+
+@pytest.mark.parametrize(("cpu_percent", "idle"), [(20.0, True), (99.0, True), (101.0, False), (None, False)])
+def test_processes_that_hardly_compute_get_no_advice_about_compute(
+    of_a_command: Document, cpu_percent: float | None, idle: bool
+) -> None:
+    step_of(of_a_command, forward=90.0, data=10.0)
+    of_a_command["ranks"] *= 2
+    of_a_command["system"]["cpu_percent"] = cpu_percent
+    advice = verdict(of_a_command)[1]
+    assert ("of a core: a step waits" in advice) == idle
+    assert ("torch.compile" in advice) != idle
+
+
+def test_on_a_gpu_the_processes_may_be_idle(of_a_command: Document) -> None:
+    step_of(of_a_command, backward=100.0)
+    of_a_command["stall"] = {"fraction": 0.0, "ms_per_step": 0.0, "by_cause": {}}
+    of_a_command["system"]["cpu_percent"] = 5.0
+    assert "torch.compile" in verdict(of_a_command)[2]
+    without_loader(of_a_command, forward=100.0)
+    assert verdict(of_a_command)[0] == "The device hardly waits for what is known: 0 ms a step (0%)."
+
+
+def test_a_zenflow_script_without_a_loader(document: Document) -> None:
+    document["phases_ms"] |= {"data": None, "forward": 150.0, "backward": 50.0}
+    assert any("is the forward pass and what precedes it: 150 ms" in sentence for sentence in verdict(document))

@@ -59,6 +59,7 @@ def test_a_torn_last_line_is_no_fault(tmp_path: Path) -> None:
         {"step_ms": 0}, {"step_ms": -1}, {"step_ms": "1"}, {"step_ms": True}, {"begin_ns": 1.5}, {"end_ns": None},
         {"phases_ms": {"sleep": 1}}, {"phases_ms": None}, {"waits_ms": {"data": -1}}, {"stall_ms": {"luck": 1}},
         {"measured": "yes"}, {"spans": [["forward", 1]]}, {"spans": [[1, 2, 3]]}, {"hidden_ms": "x"}, {"kind": "stop"},
+        {"tokens": -1}, {"tokens": 1.5}, {"tokens": "many"},
     ],
     ids=str,
 )  # fmt: skip
@@ -146,3 +147,16 @@ def test_remarks(tmp_path: Path) -> None:
         "1 of 4 ranks were recorded here",
         "1 line of the records could not be read",
     ]
+
+
+def test_another_trainings_optimizer_takes_over(tmp_path: Path) -> None:
+    first = {"kind": "model", "model": "Small", "parameters": 72}
+    reason = {"kind": "missing", "field": "workload.dtype", "reason": "mixed"}
+    early = {**STEP, "index": 1, "measured": False}
+    before = (first, reason, early, STEP, {"kind": "restart"})
+    assert read(tmp_path, HEADER, *before).model == {}
+    rank = read(tmp_path, HEADER, *before, {"kind": "model", "model": "Large"}, {**STEP, "index": 90})
+    assert (rank.model["model"], rank.missing, rank.discarded) == ("Large", {}, 90)
+    assert [step["index"] for step in rank.steps] == [90]
+    assert "parameters" not in rank.model
+    assert (rank.seen, rank.unreadable) == (0, 0)

@@ -105,3 +105,45 @@ def test_a_profile_on_plain_cpu_shows_phases_in_place_of_a_stall(document: Docum
     text = shown(document)
     line = next(line for line in text.splitlines() if line.startswith("this run: ZenFlow"))
     assert "backward 200" in line
+
+
+def test_without_a_loader_the_forward_pass_is_more_than_that(of_a_command: Document) -> None:
+    assert "precedes" not in squeezed(of_a_command)
+    for phases in (of_a_command["phases_ms"], *(rank["phases_ms"] for rank in of_a_command["ranks"])):
+        phases["forward"], phases["data"] = phases["forward"] + phases["data"], None
+    text = squeezed(of_a_command)
+    assert "██ forward and what precedes it ▓▓ backward" in text
+    assert "phases forward and what precedes it 19.3, backward 25.4" in text
+    assert "0 60 55 55.4 55.6 – 19.3 25.4 9 1.3" in text
+
+
+def test_a_zenflow_script_has_its_ranks_in_the_table(document: Document, of_a_command: Document) -> None:
+    document["command"], document["baselines"] = of_a_command["command"], None
+    text = squeezed(document)
+    assert "the systems beside each other" not in text
+    assert "rank steps step ms: mean p50 p95 stall data forward" in text
+    step = document["ranks"][0]["step_ms"]
+    assert f"{step['p50']:.0f} {step['p95']:.0f} 1.2% " in text
+
+
+def test_of_several_ranks_only_the_first_one_tells_its_stall(of_a_command: Document) -> None:
+    of_a_command["stall"] = {"fraction": 0.4, "ms_per_step": 22.0, "by_cause": {"host": 20.0, "data": 2.0}}
+    text = squeezed(of_a_command)
+    assert "0 60 55 55.4 55.6 40% 6.2" in text
+    assert "1 60 55.1 55.4 56 – 6.2" in text
+
+
+def test_tokens_say_whose_they_are(of_a_command: Document) -> None:
+    assert "tokens/s on 2 ranks (data parallel) ·" in squeezed(of_a_command)
+    of_a_command["command"]["ranks"] = 8
+    assert "tokens/s on 2 of 8 ranks (data parallel) ·" in squeezed(of_a_command)
+    of_a_command["command"]["ranks"], of_a_command["ranks"] = 1, of_a_command["ranks"][:1]
+    assert "tokens/s · 60 steps" in squeezed(of_a_command)
+
+
+def test_short_phases_keep_their_digits(of_a_command: Document) -> None:
+    for rank in of_a_command["ranks"]:
+        rank["phases_ms"] = {name: value / 100 for name, value in rank["phases_ms"].items()}
+    line = next(line for line in shown(of_a_command, 110).splitlines() if line.startswith("rank 0"))
+    assert "forward 0.131" in line
+    assert "backward 0.254" in line

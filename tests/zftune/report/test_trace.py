@@ -104,3 +104,10 @@ def test_the_file_is_json_that_viewers_open(tmp_path: Path) -> None:
         assert event.get("dur", 0) >= 0
     with pytest.raises(ZftuneError, match=r"--trace '.*': cannot be written"):
         write_trace(rig_profile(), tmp_path / "missing" / "trace.json")
+
+
+@pytest.mark.parametrize(("build", "name"), [(rig_profile, "update window from step"), (cpu_profile, "steps from")])
+def test_the_lanes_are_a_window_only_where_there_is_one(build: Any, name: str) -> None:
+    document = build()
+    names = [e["args"]["name"] for e in trace(document)["traceEvents"] if e["name"] == "process_name"]
+    assert f"{name} {document['timeline']['first_step']}" in names

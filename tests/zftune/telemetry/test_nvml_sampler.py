@@ -20,15 +20,15 @@ from zftune.telemetry.nvml_sampler import SERIES_FIELDS
 PROBE = """
 import json, sys, time
 from zftune.telemetry import NvmlSampler
-devices, rate_hz, run_s = json.loads(sys.argv[1])
+devices, rate_hz, run_s, uuids = json.loads(sys.argv[1])
 sampler = NvmlSampler(devices, rate_hz)
 begin = time.monotonic_ns()
 sampler.start()
 time.sleep(run_s)
 end = time.monotonic_ns()
 sampler.stop()
-figures, missing = sampler.summary(begin, end)
-print(json.dumps([figures, missing, sampler.series(begin, end), "torch" in sys.modules]))
+figures, missing = sampler.summary(begin, end, uuids)
+print(json.dumps([figures, missing, sampler.series(begin, end, uuids), "torch" in sys.modules]))
 """
 
 # Figures (or None), missing, series.
@@ -42,9 +42,10 @@ def sample(
     devices: Sequence[str] | None = None,
     rate_hz: float = 10.0,
     run_s: float = 1.5,
+    uuids: Sequence[str] | None = None,
     **environment: str,
 ) -> Result:
-    arguments = json.dumps([devices, rate_hz, run_s])
+    arguments = json.dumps([devices, rate_hz, run_s, uuids])
     code = PROBE.replace("sys.argv[1]", repr(arguments))
     figures, missing, series, has_torch = machine.run(library, code, "-W", "error", **environment)
     assert not has_torch  # the parent of a training run should not carry it
@@ -122,6 +123,32 @@ def test_devices_are_chosen_by_uuid(machine: Machine, nvml_library: Path) -> Non
     machine.write((*HOPPER, f"gpu NVIDIA_H200 {SECOND_GPU}", "capability 9 0", "memory_gib 71"))
     figures, _, _ = sample(machine, nvml_library, devices=[SECOND_GPU], run_s=0.5)
     assert (figures["devices"], figures["memory_total_bytes"]) == (1, 71 << 30)
+
+
+@pytest.mark.parametrize("prefix", ["GPU-", ""])
+def test_only_the_gpus_that_a_run_uses_count(machine: Machine, nvml_library: Path, prefix: str) -> None:
+    machine.write((*HOPPER, f"gpu NVIDIA_H200 {SECOND_GPU}", "capability 9 0", "memory_gib 71"))
+    used = [prefix + SECOND_GPU.removeprefix("GPU-").upper()]
+    figures, missing, series = sample(machine, nvml_library, uuids=used, run_s=0.5)
+    assert (figures["devices"], figures["memory_total_bytes"]) == (1, 71 << 30)
+    assert "devices" not in missing
+    assert {row["device"] for row in series} == {0}
+    figures, _, series = sample(machine, nvml_library, uuids=[*used, GPU], run_s=0.5)
+    assert (figures["devices"], {row["device"] for row in series}) == (2, {0, 1})
+
+
+def test_a_run_on_a_gpu_that_nvml_does_not_know(machine: Machine, nvml_library: Path) -> None:
+    machine.write((*HOPPER, f"gpu NVIDIA_H200 {SECOND_GPU}", "capability 9 0"))
+    figures, missing, series = sample(machine, nvml_library, uuids=["GPU-nonesuch"], run_s=0.5)
+    assert figures["devices"] == 2
+    assert "figures are of all that it could see" in missing["devices"]
+    assert {row["device"] for row in series} == {0, 1}
+
+
+def test_the_parts_of_a_gpu_count_by_its_uuid(machine: Machine, nvml_library: Path) -> None:
+    machine.write(DIVIDED)
+    assert sample(machine, nvml_library, uuids=[SECOND_MIG], run_s=0.5)[0]["devices"] == 1
+    assert sample(machine, nvml_library, uuids=[GPU], run_s=0.5)[0]["devices"] == 2
 
 
 def test_permission_denied(machine: Machine, nvml_library: Path) -> None:

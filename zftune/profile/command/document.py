@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ _NOT_SWITCHED = "only the built-in workload can be switched to other systems"
 _NO_RUNTIME = "only zenflow's own optimizer tells that"
 _NO_STREAM = "plain CPU: there is no device stream whose waits could be called stalls"
 _NOT_RECORDED = "the agent recorded none"
+_NO_BATCH = "no torch DataLoader gave a batch: getting them is counted with the forward pass"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +63,18 @@ def build_document(ranks: Sequence[Rank], ended: Ended, sampling: Sampling) -> d
         "rig": rig,
         "steps": {"measured": len(main.steps), "discarded": main.discarded},
         **_measured(main, missing),
+        "throughput": _throughput(ranks, missing),
         **_of_runtime(runtime, missing),
         "practicality": None,
         "baselines": None,
         "ranks": [_rank(rank) for rank in ranks],
         "per_step": _per_step(main),
         "missing": missing,
-        **sampling.fields(main.begin_ns, main.end_ns, missing),
+        **sampling.fields(main.begin_ns, main.end_ns, missing, uuids=_uuids(ranks)),
     }
     document["timeline"] = timeline_of(main, None if runtime is None else runtime.timeline)
     document["roofs"] = derive.roofs(document, missing)
-    _explain(document, main)
+    _explain(document, ranks)
     document["sources"] = _sources(document, main) | sampling.sources(document)
     document["verdict"] = verdict(document)
     validate(document)
@@ -102,19 +105,14 @@ def _versions(main: Rank) -> dict[str, str]:
 def _measured(main: Rank, missing: dict[str, str]) -> dict[str, Any]:
     """The figures that every agent records."""
     step_ms = derive.step_ms(step["step_ms"] for step in main.steps)
-    tokens = main.model.get("tokens_per_step")
     stall = derive.stall([step["stall_ms"] for step in main.steps], step_ms["mean"])
     hidden = main.mean("hidden_ms")
     if stall is None:
         missing.setdefault("stall", _NOT_RECORDED if main.header.get("has_stream") else _NO_STREAM)
     if hidden is None:
         missing.setdefault("hidden_ms_per_step", missing.get("stall", _NOT_RECORDED))
-    if not tokens:
-        missing.setdefault("throughput.tokens_per_s", "the shape of the batches is not known")
-    steps_per_s = 1e3 / step_ms["mean"]
     return {
         "step_ms": step_ms,
-        "throughput": {"steps_per_s": steps_per_s, "tokens_per_s": steps_per_s * tokens if tokens else None},
         "phases_ms": _phases(main),
         "stall": stall,
         "hidden_ms_per_step": hidden,
@@ -124,9 +122,23 @@ def _measured(main: Rank, missing: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _phases(rank: Rank) -> dict[str, float]:
-    means = derive.mean_of([step["phases_ms"] for step in rank.steps])
-    return {phase: means.get(phase, 0.0) for phase in PHASES}
+def _throughput(ranks: Sequence[Rank], missing: dict[str, str]) -> dict[str, float | None]:
+    """Steps of the first rank, tokens of all of them: each is taken to train on batches of its own."""
+    tokens = [known for rank in ranks if (known := rank.tokens_per_s) is not None]
+    if len(tokens) < len(ranks):
+        missing.setdefault("throughput.tokens_per_s", "the shape of the batches is not known")
+    steps_per_s = 1e3 / derive.step_ms(step["step_ms"] for step in ranks[0].steps)["mean"]
+    return {"steps_per_s": steps_per_s, "tokens_per_s": sum(tokens) if len(tokens) == len(ranks) else None}
+
+
+def _phases(rank: Rank) -> dict[str, float | None]:
+    return _known_phases(rank, derive.mean_of([step["phases_ms"] for step in rank.steps]))
+
+
+def _known_phases(rank: Rank, phases: Mapping[str, float]) -> dict[str, float | None]:
+    """Every phase; no "data" where nobody saw it: a generator's work is then in the forward pass."""
+    unknown = () if rank.has_batches else ("data",)
+    return {phase: None if phase in unknown else phases.get(phase, 0.0) for phase in PHASES}
 
 
 def _of_runtime(runtime: Runtime | None, missing: dict[str, str]) -> dict[str, Any]:
@@ -158,19 +170,36 @@ def _per_step(main: Rank) -> list[dict[str, Any]]:
     return [
         {
             "step": step["index"],
-            "begin_ms": (step["begin_ns"] - main.begin_ns) / 1e6,
+            "begin_ms": begin_ms,
             "step_ms": step["step_ms"],
-            "phases_ms": {phase: step["phases_ms"].get(phase, 0.0) for phase in PHASES},
+            "phases_ms": _known_phases(main, step["phases_ms"]),
             "stall_ms": step["stall_ms"],
             "waits_ms": step["waits_ms"],
         }
-        for step in main.steps
+        for step, begin_ms in zip(main.steps, _begins_ms(main), strict=True)
     ]
 
 
-def _explain(document: dict[str, Any], main: Rank) -> None:
+def _begins_ms(main: Rank) -> list[float]:
+    """When steps began: with a stream on its timeline, as their lengths are, else by the thread's clock."""
+    if main.header.get("has_stream"):
+        return [0.0, *itertools.accumulate(step["step_ms"] for step in main.steps[:-1])]
+    return [(step["begin_ns"] - main.begin_ns) / 1e6 for step in main.steps]
+
+
+def _uuids(ranks: Sequence[Rank]) -> list[str] | None:
+    """The GPUs of the ranks; None where one does not tell its own."""
+    uuids = [rank.header.get("device_uuid") for rank in ranks]
+    return [str(uuid) for uuid in uuids] if all(uuids) else None
+
+
+def _explain(document: dict[str, Any], ranks: Sequence[Rank]) -> None:
     """Give a reason to what is null in every profile of a command, or for want of a record."""
-    missing = document["missing"]
+    main, missing = ranks[0], document["missing"]
+    if not main.has_batches:
+        missing |= dict.fromkeys(("phases_ms.data", "per_step.phases_ms.data"), _NO_BATCH)
+    if not all(rank.has_batches for rank in ranks):
+        missing["ranks.phases_ms.data"] = _NO_BATCH
     missing |= {
         "seed": "the command seeds itself",
         "workload.text": "the command reads its own data",

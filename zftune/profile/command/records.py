@@ -23,6 +23,7 @@ Row = dict[str, Any]
 _MAX_BYTES = 256 << 20
 _DOTTED = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*")
 _MODEL_ID = re.compile(r"[0-9a-f]{16}")
+_DEVICE = ("device", "device_uuid", "has_stream", "source")  # another training may be on another device
 _COUNTS = ("parameters", "micro_batch", "sequence", "tokens_per_step", "model_bytes")
 _TEXTS = ("model", "dtype")
 
@@ -62,6 +63,19 @@ class Rank:
     def end_ns(self) -> int:
         """When its last measured step ended."""
         return int(self.steps[-1]["end_ns"])
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of this rank alone: the batches' own counts, else what the first of them held; None if not known."""
+        counted = self.mean("tokens")
+        tokens = self.model.get("tokens_per_step") if counted is None else counted
+        mean_step_ms = sum(step["step_ms"] for step in self.steps) / len(self.steps)
+        return 1e3 * tokens / mean_step_ms if tokens else None
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether a data loader was seen to give a batch in the measured steps."""
+        return any(step[table].get("data") for step in self.steps for table in ("phases_ms", "waits_ms"))
 
     def mean(self, name: str) -> float | None:
         """Mean of a figure over the measured steps; None if one of them lacks it."""
@@ -129,6 +143,11 @@ def _take(rank: Rank, row: Row) -> bool:
             rank.missing[row["field"]] = row["reason"]
         case "end" if _is_text(row.get("reason")):
             rank.end = row["reason"]
+        case "restart":  # another training's optimizer took over: nothing of the one before is of this profile
+            rank.model, rank.missing, rank.seen = {}, {}, 0
+            rank.steps.clear()
+            told = {name: row[name] for name in _DEVICE if isinstance(row.get(name), str | bool | None) and name in row}
+            rank.header = {**rank.header, **told}
         case "header":  # the process replaced itself by another (exec) and began again
             rank.unreadable += 1
         case _:
@@ -163,7 +182,9 @@ def _is_step(row: Row) -> bool:
     stall = row.setdefault("stall_ms", None) is None or _is_table(row["stall_ms"], CAUSES)
     spans = all(_is_span(span) for span in row.get("spans") or ())
     hidden = row.get("hidden_ms") is None or _is_ms(row["hidden_ms"])
-    return times and figures and tables and stall and spans and hidden and isinstance(row.get("measured"), bool)
+    tokens = row.get("tokens") is None or _is_natural(row["tokens"])
+    more = spans and hidden and tokens and isinstance(row.get("measured"), bool)
+    return times and figures and tables and stall and more
 
 
 def _is_span(value: Any) -> bool:

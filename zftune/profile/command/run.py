@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class CommandOptions:
     warmup: int = DEFAULT_WARMUP
     stop: bool = False
     """End the command when every rank has been measured."""
+    on_stop: Callable[[], None] | None = None
+    """Called before that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ def _wait(options: CommandOptions, child: Child, folder: Path) -> bool:
     while not child.over(_POLL_S):
         child.pass_on_signals()
         if options.stop and not stopped and progress.all_measured():
+            if options.on_stop is not None:
+                options.on_stop()
             child.stop()
             stopped = True
     child.pass_on_signals()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zftune.profile.command.records import Rank, Row
@@ -43,16 +43,25 @@ def timeline_of(main: Rank, runtime: Mapping[str, Any] | None) -> dict[str, Any]
 
 def _phases(steps: Sequence[Row], stalls: Sequence[Sequence[Any]]) -> Lanes:
     """Lanes of the phases, the stalls taken out of those of the compute stream; one step begins where another ends."""
-    from zenflow.timeline import Span, without
-
-    gaps = [Span(begin_ms, end_ms, cause) for begin_ms, end_ms, cause in stalls]
+    without = _without(stalls)
     lanes: Lanes = {lane: [] for lane in dict.fromkeys(_LANES.values())}
     offset_ms = 0.0
     for step in steps:
         for name, begin_ms, end_ms in step.get("spans") or ():
             if name in _LANES and begin_ms < end_ms:
                 lane = _LANES[name]
-                parts = without(offset_ms + begin_ms, offset_ms + end_ms, gaps if lane == "compute" else ())
+                whole = (offset_ms + begin_ms, offset_ms + end_ms)
+                parts = without(*whole) if lane == "compute" else [whole]
                 lanes[lane] += [[begin, end, name] for begin, end in parts]
         offset_ms += step["step_ms"]
     return lanes
+
+
+def _without(stalls: Sequence[Sequence[Any]]) -> Callable[[float, float], list[tuple[float, float]]]:
+    """Takes the stalls out of a span; imports torch only where there are some: in a folder that is gone that fails."""
+    if not stalls:
+        return lambda begin_ms, end_ms: [(begin_ms, end_ms)]
+    from zenflow.timeline import Span, without
+
+    gaps = [Span(begin_ms, end_ms, cause) for begin_ms, end_ms, cause in stalls]
+    return lambda begin_ms, end_ms: list(without(begin_ms, end_ms, gaps))
