@@ -6,24 +6,40 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from zftune import __version__
-from zftune.commands.profile import profile
+from zftune.commands.profile import ProfileCommand, profile
 from zftune.doctor.command import doctor
 from zftune.errors import BadInputError, ZftuneError
+from zftune.planner.command import plan
 from zftune.report.command import compare
+from zftune.store.command import presets
+from zftune.tuner.command import tune
+
+UsageError: Any = typer.BadParameter.__base__  # of the click that typer brings with it, or of the installed one
 
 
 class _Commands(TyperGroup):
     """The commands; what they raise on purpose, or by Ctrl-C, ends in a sentence and an exit code."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args:  # the help that is shown then is an error of usage, too
+            return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as error:
+            _fail(_usage(error), 2)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except UsageError as error:
+            _fail(_usage(error), 2)
         except BadInputError as error:
             _fail(str(error), 2)
         except ZftuneError as error:
@@ -53,14 +69,39 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 # Options end where CMD begins, with or without the --: what follows is the command's.
-app.command(context_settings={"allow_interspersed_args": False})(profile)
+app.command(cls=ProfileCommand, context_settings={"allow_interspersed_args": False})(profile)
 app.command()(compare)
 app.command()(doctor)
+app.command()(plan)
+app.command()(tune)
+app.add_typer(presets)
 
 
 def main() -> None:
     """Run the command line."""
     app()
+
+
+def _usage(error: Any) -> str:
+    """A sentence about a command line that cannot be read: field, value and what is allowed."""
+    kind = re.search(r"valid (integer|number|float|int)\b", error.message)
+    option = getattr(getattr(error, "param", None), "opts", None)
+    if kind is not None and option:
+        allowed = "an integer" if kind[1].startswith("int") else "a number"
+        return f"{option[0]}{_value(error)}: allowed is {allowed}"
+    message, _, hint = error.format_message().rstrip(".").partition(". ")
+    message += f" ({hint})" if hint else ""
+    if error.ctx is None:
+        return f"{message}, see --help"
+    usage = " ".join(error.ctx.get_usage().removeprefix("Usage: ").replace("{", "").replace("}", "").split())
+    return f"{message}, allowed is {usage} (see {error.ctx.command_path} --help)"
+
+
+def _value(error: Any) -> str:
+    """What was given, where the error behind it tells."""
+    errors = getattr(error.__cause__ or error.__context__, "errors", None)
+    given = [one.get("input") for one in errors()] if callable(errors) else []
+    return f" '{given[0]}'" if given else ""
 
 
 def _fail(message: str, code: int) -> NoReturn:

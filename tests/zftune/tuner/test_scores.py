@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from zftune.tuner.scores import (
+    ChangePoint,
+    ExplorationCost,
+    Gain,
+    Sample,
+    gain,
+    score,
+    spread,
+    steps_for,
+    steps_of,
+    too_slow,
+)
+
+
+def lognormal(seed: int, middle: float, noise: float, count: int) -> list[float]:
+    return list(middle * np.exp(noise * np.random.default_rng(seed).standard_normal(count)))
+
+
+@pytest.mark.parametrize(("interval", "steps"), [(1, 20), (3, 21), (4, 20), (16, 32), (32, 64)])
+def test_a_measurement_is_at_least_20_steps_of_whole_windows_and_two_of_them(interval: int, steps: int) -> None:
+    assert steps_of(interval) == steps
+
+
+def test_with_windows_of_one_step_the_score_is_the_median_per_token() -> None:
+    assert score([Sample.of([10.0, 30.0, 20.0], 1, 64)]) == pytest.approx(20_000 / 64)
+
+
+def test_a_stall_in_one_step_of_each_window_counts() -> None:
+    sample = Sample.of([100, 100, 100, 500] * 5, 4, 1000)  # the median of all steps would be 100
+    assert score([sample]) == pytest.approx(200.0)
+
+
+def test_one_slow_step_does_not() -> None:
+    steps = [100.0, 100, 100, 500] * 5
+    steps[5] = 5000.0
+    assert score([Sample.of(steps, 4, 1000)]) == pytest.approx(200.0)
+
+
+def test_windows_that_are_not_whole_are_left_out() -> None:
+    assert Sample.of([1, 2, 3, 4, 5], 2, 1).token_us == (1000, 2000, 3000, 4000)
+
+
+def test_spread_is_the_noise_of_steps_whatever_the_shape_of_a_window() -> None:
+    noise = np.exp(0.05 * np.random.default_rng(0).standard_normal(400))
+    steps = np.tile([100, 100, 100, 500], 100) * noise
+    assert spread([Sample.of(list(steps), 4, 1)]) == pytest.approx(0.05, rel=0.15)
+
+
+@pytest.mark.parametrize("noise", [0.03, 0.08])
+@pytest.mark.parametrize("interval", [1, 4, 16])
+def test_the_bootstrap_error_is_the_error(noise: float, interval: int) -> None:
+    steps = 32 if interval == 16 else 20
+    found = []
+    for seed in range(150):
+        before = [Sample.of(lognormal(3 * seed + i, 100, noise, steps), interval, 1) for i in range(2)]
+        after = [Sample.of(lognormal(3 * seed + 2, 90, noise, steps), interval, 1)]
+        found.append(gain(before, after, seed=seed))
+    shares = np.array([one.share for one in found])
+    assert shares.mean() == pytest.approx(0.1, abs=0.01)
+    assert np.mean([one.error for one in found]) == pytest.approx(shares.std(), rel=0.35)
+
+
+def test_a_gain_has_to_exceed_two_percent_and_two_errors() -> None:
+    assert Gain(0.03, 0.001).holds
+    assert not Gain(0.019, 0.001).holds
+    assert not Gain(0.03, 0.02).holds
+    assert str(Gain(0.31, 0.01)) == "31.0 +/- 2.0%"
+
+
+def test_noise_asks_for_more_steps() -> None:
+    assert steps_for(0.0, 4) == 20
+    assert 20 < steps_for(0.03, 4) < steps_for(0.08, 4) == 60
+
+
+def test_a_whole_window_beyond_one_and_a_half_times_the_incumbent_is_too_slow() -> None:
+    assert too_slow([100, 100, 100, 290], 4, 100) is None  # a mean of 147.5
+    assert too_slow([100, 100, 100, 310], 4, 100) == pytest.approx(1.525)
+    assert too_slow([900, 900, 900], 4, 100) is None  # not whole yet
+
+
+def test_exploring_costs_what_it_takes_beyond_the_incumbent() -> None:
+    cost = ExplorationCost(share=0.03, grant_s=6.0, grant_steps=40)
+    cost.add(100.0, 1000, None)
+    cost.add(3.0, 20, 0.1)
+    cost.add(1.0, 20, 0.1)  # faster: nothing is earned
+    assert cost.spent_s == pytest.approx(1.0)
+    assert cost.elapsed_s == pytest.approx(104.0)
+    assert cost.allowed_s(0.1) == pytest.approx(0.03 * 104 + 6)
+    assert cost.allowed_s(1.0) == pytest.approx(0.03 * 104 + 40)
+    assert cost.allows(8.0, 0.1)
+    assert not cost.allows(8.2, 0.1)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.015, 0.04])
+def test_steady_times_are_no_change(noise: float) -> None:
+    for seed in range(5):
+        test = ChangePoint()
+        assert not any(test.add(value) for value in lognormal(seed, 100, noise, 2000))
+
+
+@pytest.mark.parametrize("factor", [0.85, 1.15])
+def test_a_shift_is_found_soon_and_then_learnt(factor: float) -> None:
+    test = ChangePoint()
+    assert not any(test.add(value) for value in lognormal(1, 100, 0.015, 60))
+    found = [test.add(value) for value in lognormal(2, 100 * factor, 0.015, 200)]
+    assert found.index(True) < 4
+    assert sum(found) == 1

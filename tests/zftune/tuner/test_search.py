@@ -1,0 +1,299 @@
+"""The search on response surfaces that it has never seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from tests.zftune.tuner.surfaces import START, TOKENS, Driver, Surface, make
+from zftune.store.types import TrialState
+from zftune.tuner.search import Search, SearchOptions
+from zftune.tuner.settings import Setting
+from zftune.tuner.space import Forecast
+from zftune.tuner.states import Outcome, Request, Stopped
+
+SEEDS = range(10)
+
+
+@pytest.mark.parametrize("noise", [0.03, 0.08])
+def test_it_never_ends_worse_than_it_began_and_stays_within_its_budgets(noise: float) -> None:
+    regrets = []
+    for seed in SEEDS:
+        search, driver = make(seed, noise)
+        driver.run(search)
+        assert isinstance(search.state, Stopped)
+        surface, book = driver.surface, search.book
+        begun, ended = surface.ms(START), surface.ms(book.incumbent.setting)
+        gain = book.gain
+        stated = (0.0, 0.0) if gain is None else (gain.share, 2 * gain.error)
+        assert 1 - ended / begun >= min(0.0, stated[0]) - stated[1] - 1e-9
+        assert search.measurements <= 24
+        # A step that has begun is finished: by so much the cost may be beyond what was allowed.
+        slowest_s = max(max((*one.steps_ms, *one.discarded_ms)) for one in driver.outcomes) / 1e3
+        assert search.cost.spent_s <= search.cost.allowed_s(book.incumbent_step_ms / 1e3) + slowest_s
+        regrets.append(ended / surface.best_ms(START) - 1)
+    assert sorted(regrets)[len(regrets) // 2] < (0.03 if noise < 0.05 else 0.05)
+
+
+def test_a_small_budget_ends_it() -> None:
+    search, driver = make(5, 0.03, grant_s=0.5, grant_steps=5, cost_share=0.0)
+    driver.run(search)
+    assert search.cost.spent_s <= 0.5 + 1.0
+    assert "Exploring has cost" in search.notes[-1].reason
+
+
+def test_it_waits_for_more_time_where_it_may() -> None:
+    search, driver = make(5, 0.03, grant_s=0.2, grant_steps=2, hold=True)
+    driver.run(search, most=4000)
+    holds = [request for request in driver.requests if request.role == "hold"]
+    assert holds
+    assert all(request.setting == search.book.trials[0].setting or search.book.adoptions for request in holds)
+    assert search.cost.spent_s <= search.cost.allowed_s(0.1) + 1.0
+    assert len([request for request in driver.requests if request.role == "explore"]) >= 8
+
+
+def test_the_start_is_measured_first_and_the_planners_setting_next() -> None:
+    search, driver = make(1, 0.03)
+    driver.run(search, most=3)
+    start, planned, again = driver.requests
+    assert (start.role, start.setting, start.incumbent_step_ms) == ("start", START, None)
+    best = min(search.book.space.settings(), key=driver.surface.planner_ms)
+    assert (planned.role, planned.setting) == ("explore", best)
+    assert planned.discard == best.update_interval
+    assert planned.steps % best.update_interval == 0
+    assert planned.steps >= 20
+    assert (again.role, again.setting) == ("a2", START)  # the incumbent before it was measured just now
+
+
+def test_next_is_the_same_until_it_is_told() -> None:
+    search, driver = make(2, 0.03)
+    driver.run(search, most=4)
+    assert search.next() == search.next()
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "none"])
+def test_the_same_seed_gives_the_same_run(sampler: str) -> None:
+    runs = []
+    for _ in range(2):
+        search, driver = make(4, 0.05, sampler=sampler)
+        driver.run(search)
+        runs.append((driver.requests, search.notes))
+    assert runs[0] == runs[1]
+
+
+def test_with_gp_too_and_its_proposals_are_allowed() -> None:
+    pytest.importorskip("scipy", reason="GPSampler needs scipy, which is not installed")
+    requests = []
+    for _ in range(2):
+        search, driver = make(4, 0.03, sampler="gp", most_measurements=9)
+        driver.run(search)
+        requests.append(driver.requests)
+    assert requests[0] == requests[1]
+    assert any(trial.source == "search" and trial.samples for trial in search.book.trials)
+    assert all(search.book.space.violation(request.setting) is None for request in requests[0])
+
+
+def test_what_the_planner_rejects_is_written_down_and_never_run() -> None:
+    search, driver = make(3, 0.03)
+    driver.run(search)
+    rejected = [trial for trial in search.book.trials if trial.state is TrialState.REJECTED]
+    assert rejected
+    run = {request.setting for request in driver.requests}
+    for trial in rejected:
+        assert trial.setting not in run
+        assert trial.constraint > 0
+        assert trial.reason
+        assert trial.forecast is not None
+
+
+def test_a_setting_that_does_not_fit_is_rejected() -> None:
+    surface = Surface.random(0)
+
+    def forecast(setting: Setting) -> Forecast:
+        full = setting.topk_ratio > 0.1
+        return Forecast(surface.planner_ms(setting), excess=0.5 if full else 0.0, reason="too large" if full else "")
+
+    search = Search(surface.space(START), START, forecast, [], SearchOptions(sampler="tpe"))
+    driver = make(0, 0.03)[1]
+    driver.run(search)
+    assert all(request.setting.topk_ratio <= 0.1 for request in driver.requests)
+    assert "too large" in {trial.reason for trial in search.book.trials}
+
+
+def faulty(status: str, when: Callable[[Request, int], bool]) -> Callable[[Request], Outcome | None]:
+    count = 0
+
+    def fault(request: Request) -> Outcome | None:
+        nonlocal count
+        count += 1
+        if not when(request, count):
+            return None
+        return Outcome(status, (), (), TOKENS, reason=f"it was {status}")  # type: ignore[arg-type]
+
+    return fault
+
+
+def test_a_crashed_setting_is_never_tried_again() -> None:
+    search, driver = make(1, 0.03)
+    driver.fault = faulty("crashed", lambda request, count: request.role in ("explore", "b"))
+    driver.run(search)
+    challenged = [request.setting for request in driver.requests if request.role in ("explore", "b")]
+    assert len(challenged) == len(set(challenged)) == 8
+    assert search.book.incumbent.setting == START
+    assert all(search.book.judge(setting).rejected for setting in challenged)
+    later = Search(search.book.space, START, driver.surface.forecast, challenged[:1], SearchOptions(
+        sampler="tpe", crashed=tuple(challenged)
+    ))  # fmt: skip
+    driver.fault, driver.requests = (lambda request: None), []
+    driver.run(later)
+    assert not {request.setting for request in driver.requests} & set(challenged)
+
+
+def test_a_void_measurement_is_made_again_and_given_up_after_three() -> None:
+    search, driver = make(1, 0.03)
+    driver.fault = faulty("void", lambda request, count: count == 2)
+    driver.run(search, most=4)
+    assert [request.role for request in driver.requests] == ["start", "explore", "explore", "a2"]
+    search, driver = make(1, 0.03)
+    driver.fault = faulty("void", lambda request, count: request.role == "explore")
+    driver.run(search)
+    assert [request.role for request in driver.requests[:5]] == ["start", "explore", "explore", "explore", "explore"]
+    assert driver.requests[1].setting == driver.requests[3].setting != driver.requests[4].setting
+    assert search.measurements == 1
+    assert search.book.incumbent.setting == START
+
+
+def test_when_nothing_can_be_measured_it_ends() -> None:
+    search, driver = make(1, 0.03)
+    driver.fault = faulty("void", lambda request, count: True)
+    driver.run(search)
+    assert len(driver.requests) == 3
+    assert isinstance(search.state, Stopped)
+
+
+def test_a_slow_setting_is_aborted_after_a_window() -> None:
+    search, driver = make(1, 0.03)
+    surface = driver.surface
+    slow = min(search.book.space.settings(), key=surface.planner_ms)
+    search.book.forecast(slow)
+    real = Surface.ms
+
+    class Slow(Surface):
+        def ms(self, setting: Setting) -> float:
+            return real(self, setting) * (5 if setting == slow else 1)
+
+    driver.surface = Slow(**vars(surface))
+    driver.run(search, most=2)
+    assert driver.outcomes[1].status == "aborted"
+    assert len(driver.outcomes[1].steps_ms) == slow.update_interval
+    assert search.book.trials[1].state is TrialState.ABORTED
+    assert "times the incumbent's" in search.notes[-1].reason
+
+
+def flat(ms: Callable[[Setting], float], planned: list[Setting], **options: object) -> tuple[Search, Driver]:
+    """A search over three settings with times of one's own."""
+    surface = Surface.random(0)
+
+    class Flat(Surface):
+        def ms(self, setting: Setting) -> float:
+            return ms(setting)
+
+        def planner_ms(self, setting: Setting) -> float:
+            return 100.0
+
+    known = Flat(**vars(surface))
+    search = Search(
+        known.space(START),
+        START,
+        known.forecast,
+        planned,
+        SearchOptions(sampler="none", **options),  # type: ignore[arg-type]
+    )
+    return search, make(0, 0.01)[1].__class__(known, 0.01, make(0, 0.01)[1].random)
+
+
+FAST = Setting(topk_ratio=0.2, update_interval=4, apply_lag=4)
+FRESH = Setting(topk_ratio=0.2, update_interval=2, apply_lag=2)
+
+
+def test_ties_go_to_the_least_staleness() -> None:
+    times = {START: 100.0, FAST: 80.0, FRESH: 80.4}
+    search, driver = flat(lambda setting: times[setting], [FAST, FRESH])
+    driver.run(search)
+    assert search.book.incumbent.setting == FRESH
+    assert any(
+        note.reason.startswith("Adopted for a mean staleness of 2.0 steps instead of 4.0") for note in search.notes
+    )
+    gain = search.book.gain
+    assert gain is not None
+    assert gain.share == pytest.approx(0.196, abs=0.02)
+
+
+def test_but_not_where_it_is_slower() -> None:
+    times = {START: 100.0, FAST: 80.0, FRESH: 82.5}
+    search, driver = flat(lambda setting: times[setting], [FAST, FRESH])
+    driver.run(search)
+    assert search.book.incumbent.setting == FAST
+
+
+def test_then_to_the_least_memory() -> None:
+    small, large = (Setting(topk_ratio=k, update_interval=4, apply_lag=4) for k in (0.15, 0.3))
+    times = {START: 100.0, large: 80.0, small: 80.2}
+    search, driver = flat(lambda setting: times[setting], [large, small])
+    driver.run(search)
+    assert search.book.incumbent.setting == small
+    assert any("Adopted for less memory" in note.reason for note in search.notes)
+
+
+def test_a_gain_below_two_percent_is_not_adopted() -> None:
+    search, driver = flat(lambda setting: 98.6 if setting == FAST else 100.0, [FAST])
+    driver.run(search)
+    assert search.book.incumbent.setting == START
+    assert search.book.gain is None
+
+
+def test_it_begins_again_when_times_change() -> None:
+    slower = False
+    search, driver = flat(lambda s: (100.0 if s == START else 80.0) * (1.3 if slower else 1), [FAST], watch=True)
+    driver.run(search, most=6)
+    assert isinstance(search.state, Stopped)
+    assert search.book.incumbent.setting == FAST
+    assert driver.requests[-1].role == "hold"
+    slower = True
+    driver.run(search, most=1)
+    assert search.notes[-1].kind == "reopen"
+    request = search.next()
+    assert request is not None
+    assert (request.role, request.setting) == ("start", FAST)
+    driver.run(search, most=1)
+    assert search.book.incumbent_step_ms == pytest.approx(104, rel=0.02)
+
+
+def test_the_guard_brings_the_start_back() -> None:
+    search, driver = flat(lambda setting: 100.0 if setting == START else 80.0, [FAST])
+    driver.run(search)
+    assert search.book.incumbent.setting == FAST
+    search.guard("The loss is nan.")
+    assert search.book.incumbent.setting == START
+    assert search.next() is None
+    assert search.notes[-1].kind == "guard"
+
+
+def test_every_reason_is_a_sentence_with_its_figures() -> None:
+    search, driver = make(6, 0.08)
+    driver.run(search)
+    assert {"start", "adopt", "keep", "stop"} <= {note.kind for note in search.notes}
+    for note in search.notes:
+        assert note.reason.endswith(".")
+        assert note.reason[0].isupper()
+        assert any(character.isdigit() for character in note.reason)
+        assert all(math.isfinite(value) for value in note.details.values())
+
+
+def test_telling_it_more_than_it_asked_is_an_error() -> None:
+    search, driver = flat(lambda setting: 100.0, [])
+    driver.run(search)
+    with pytest.raises(RuntimeError, match="the search is over"):
+        search.tell(Outcome("measured", (1.0,) * 20))

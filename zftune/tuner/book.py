@@ -1,0 +1,239 @@
+"""What a search knows: its trials, which of them is the incumbent, and how candidates are judged by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from zftune.store.types import TrialState
+from zftune.tuner.propose import Judgement, Told
+from zftune.tuner.scores import LEAST_GAIN, Gain, Sample, score
+from zftune.tuner.settings import Setting
+from zftune.tuner.space import Forecast, Forecaster, Space
+from zftune.tuner.states import Adoption, Outcome, Trial
+
+SLOWEST = 1.3
+"""A candidate is rejected where the planner predicts more than this factor of the incumbent's time."""
+_CRASHED = 2.0  # times the incumbent's: what Optuna is told of a setting that crashed
+_ABORTED = 1.5
+_NEWEST = 3  # measurements of a setting that count: older ones may no longer be true
+_SAME_STALENESS = 0.05  # steps
+_SAME_BYTES = 0.01
+
+
+class Book:
+    """Trials by number, the first of them the starting point.
+
+    Args:
+        space: of the search.
+        forecast: the planner's prediction.
+        start: what runs now.
+        crashed: settings that are never tried.
+    """
+
+    def __init__(self, space: Space, forecast: Forecaster, start: Setting, crashed: Sequence[Setting] = ()) -> None:
+        self.space = space
+        self.trials = [Trial(0, start, "start")]
+        self.adoptions: list[Adoption] = []
+        self._forecast = forecast
+        self._forecasts: dict[Setting, Forecast] = {}
+        self._crashed = set(crashed)
+        self._newest: dict[Setting, Trial] = {start: self.trials[0]}
+        self._incumbent = 0
+        self.tokens = 1
+        """Of a step."""
+
+    # --- the incumbent -----------------------------------------------------------------------------------------------
+
+    @property
+    def incumbent(self) -> Trial:
+        """The setting to beat."""
+        return self.trials[self._incumbent]
+
+    @property
+    def incumbent_step_ms(self) -> float:
+        """Its step time; 0 before it was measured."""
+        samples = self.incumbent.samples
+        return score(samples) * self.tokens / 1e3 if samples else 0.0
+
+    @property
+    def gain(self) -> Gain | None:
+        """Of the incumbent over the starting point, from all adoptions; None: there was none."""
+        if not self.adoptions:
+            return None
+        left = math.prod(1 - one.gain.share for one in self.adoptions)
+        relative = math.sqrt(sum((one.gain.error / (1 - one.gain.share)) ** 2 for one in self.adoptions))
+        return Gain(1 - left, left * relative)
+
+    def adopt(self, trial: Trial, found: Gain, samples: Sequence[Sample]) -> None:
+        """Make a trial the incumbent.
+
+        Args:
+            trial: which.
+            found: its gain.
+            samples: from the comparison; the look that singled it out was too good, on average, and is left out.
+        """
+        trial.samples = list(samples)
+        self.adoptions.append(Adoption(trial.number, found))
+        self._incumbent = trial.number
+
+    def restore_start(self) -> None:
+        """Make the starting point the incumbent again."""
+        self.adoptions.clear()
+        self._incumbent = 0
+
+    def forget(self) -> None:
+        """Forget all measured times: they are no longer true."""
+        for trial in self.trials:
+            trial.samples.clear()
+            if trial.state not in (TrialState.CRASHED, TrialState.REJECTED) and trial is not self.incumbent:
+                self._newest.pop(trial.setting, None)
+
+    # --- trials ------------------------------------------------------------------------------------------------------
+
+    @property
+    def tried(self) -> int:
+        """How many settings the search has proposed that were neither rejected nor given up."""
+        out = (TrialState.REJECTED, TrialState.VOID)
+        return sum(trial.source == "search" and trial.state not in out for trial in self.trials)
+
+    def find(self, setting: Setting) -> Trial | None:
+        """The trial of a setting."""
+        return self._newest.get(setting)
+
+    def waiting(self) -> Trial | None:
+        """A trial of the search that was planned and not measured yet."""
+        last = next((trial for trial in reversed(self.trials) if trial.state is TrialState.PLANNED), None)
+        return last if last is not None and last.source == "search" else None
+
+    def add(self, judged: Judgement, source: str) -> Trial:
+        """A new trial, planned or rejected."""
+        setting = judged.told.setting
+        trial = Trial(len(self.trials), setting, source, forecast=self.forecast(setting))
+        trial.constraint = judged.told.constraint
+        if judged.rejected:
+            trial.state, trial.reason = TrialState.REJECTED, judged.reason
+        return self.append(trial)
+
+    def append(self, trial: Trial) -> Trial:
+        """Take a trial in as it is."""
+        self.trials.append(trial)
+        self._newest[trial.setting] = trial
+        return trial
+
+    def drop(self, trial: Trial) -> None:
+        """Let go of a trial that its run did not come to: the setting may be proposed again."""
+        trial.state = TrialState.VOID
+        self._newest.pop(trial.setting, None)
+
+    def keep(self, trial: Trial, outcome: Outcome) -> Sample:
+        """Keep a valid measurement."""
+        self.tokens = outcome.tokens
+        sample = Sample.of(outcome.steps_ms, trial.setting.update_interval, outcome.tokens)
+        trial.samples = [*trial.samples[1 - _NEWEST :], sample]
+        trial.state = TrialState.MEASURED
+        trial.device_bytes = outcome.device_bytes if outcome.device_bytes is not None else trial.device_bytes
+        trial.host_bytes = outcome.host_bytes if outcome.host_bytes is not None else trial.host_bytes
+        return sample
+
+    def abort(self, trial: Trial, outcome: Outcome) -> None:
+        """Keep what was measured of a trial before it was aborted."""
+        sample = Sample.of(outcome.steps_ms, trial.setting.update_interval, outcome.tokens)
+        trial.samples = [sample] if sample.token_us else []
+        trial.state, trial.reason = TrialState.ABORTED, outcome.reason
+
+    def crash(self, trial: Trial, reason: str) -> None:
+        """Never try a setting again."""
+        self._crashed.add(trial.setting)
+        trial.samples.clear()
+        trial.state, trial.reason = TrialState.CRASHED, reason
+
+    # --- judging -----------------------------------------------------------------------------------------------------
+
+    def forecast(self, setting: Setting) -> Forecast:
+        """The planner's prediction."""
+        if setting not in self._forecasts:
+            self._forecasts[setting] = self._forecast(setting)
+        return self._forecasts[setting]
+
+    def relative(self, setting: Setting) -> float:
+        """Its time by prediction over the incumbent's: what both share that the planner does not know cancels."""
+        return self.forecast(setting).step_ms / self.forecast(self.incumbent.setting).step_ms
+
+    def judge(self, setting: Setting) -> Judgement:
+        """Whether a setting may run, was tried, and how long it may take."""
+        known = self.find(setting)
+        reasons = [(1.0, "it crashed before")] if setting in self._crashed else []
+        violation = self.space.violation(setting)
+        if violation is not None:
+            reasons.append((violation.excess, violation.reason))
+        forecast, relative = self.forecast(setting), self.relative(setting)
+        if forecast.excess > 0:
+            reasons.append((forecast.excess, forecast.reason))
+        if relative > SLOWEST:
+            reasons.append((relative / SLOWEST - 1, f"the planner predicts {relative:.2f} times the incumbent's time"))
+        constraint, reason = max(reasons, default=(self._margin(setting), ""))
+        told = self._told(known) if known is not None else None
+        if told is None:
+            told = Told(setting, self._value(relative), constraint)
+        return Judgement(told, known is not None, reason)
+
+    def told(self) -> list[Told]:
+        """All that is known, for Optuna."""
+        found = (self._told(trial) for trial in self.trials if self._newest.get(trial.setting) is trial)
+        return [told for told in found if told is not None]
+
+    def _told(self, trial: Trial) -> Told | None:
+        constraint = trial.constraint or self._margin(trial.setting)
+        if trial.state is TrialState.CRASHED:
+            return Told(trial.setting, self._value(_CRASHED), max(constraint, 1.0))
+        if trial.state is TrialState.REJECTED:
+            return Told(trial.setting, self._value(self.relative(trial.setting)), constraint)
+        if trial.samples:
+            return Told(trial.setting, math.log(score(trial.samples)), constraint)
+        if trial.state is TrialState.ABORTED:
+            return Told(trial.setting, self._value(_ABORTED), constraint)
+        return None
+
+    def _value(self, relative: float) -> float:
+        return math.log(relative * (score(self.incumbent.samples) if self.incumbent.samples else 1.0))
+
+    def _margin(self, setting: Setting) -> float:
+        """How far within its budget a setting is, as a share below 0."""
+        budget = self.space.budget
+        return min(0.0, self.space.cost(setting) / budget - 1.0) if budget else 0.0
+
+    # --- ties --------------------------------------------------------------------------------------------------------
+
+    def tie(self, tried: set[int]) -> Trial | None:
+        """A setting about as fast as the incumbent that is less stale, else takes less GPU, else less host memory.
+
+        Args:
+            tried: numbers of trials that were compared for that before.
+        """
+        limit = score(self.incumbent.samples) * (1 + LEAST_GAIN)
+        near = [
+            trial
+            for trial in self.trials
+            if trial.state is TrialState.MEASURED
+            and trial.samples
+            and trial.number not in tried
+            and score(trial.samples) <= limit
+            and (trial.number == 0 or self.space.violation(trial.setting) is None)
+            and self._better(trial, self.incumbent)
+        ]
+        return min(near, key=lambda trial: (trial.setting.mean_staleness_steps, *self._bytes(trial)), default=None)
+
+    def _better(self, one: Trial, other: Trial) -> bool:
+        difference = one.setting.mean_staleness_steps - other.setting.mean_staleness_steps
+        if abs(difference) > _SAME_STALENESS:
+            return difference < 0
+        for mine, others in zip(self._bytes(one), self._bytes(other), strict=True):
+            if abs(mine - others) > _SAME_BYTES * max(mine, others):
+                return mine < others
+        return False
+
+    def _bytes(self, trial: Trial) -> tuple[int, int]:
+        """GPU and host memory: by prediction for all alike, since a peak may be another setting's."""
+        forecast = self.forecast(trial.setting)
+        return forecast.device_bytes, forecast.host_bytes

@@ -1,0 +1,97 @@
+"""The built-in workload in training: what `zftune tune` tunes where it is not given a training of the user's."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+
+import torch
+
+from zenflow import Device, EmulatedAccelerator, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
+from zenflow.device import device_for
+from zftune.errors import ProfileError
+from zftune.profile.measure import MAX_LATE_SHARE, Task
+from zftune.workload import Batch
+
+_LEARNING_RATE = 1e-4
+
+
+class Training:
+    """A model that trains, from entering to leaving; nothing that is pending is applied at the end.
+
+    Args:
+        task: what is trained, and where.
+        config: the knobs that it begins with.
+    """
+
+    def __init__(self, task: Task, config: ZenFlowConfig) -> None:
+        self.task = task
+        self.workload = task.build()
+        self._feed = task.feed(self.workload)
+        self.rig = task.rig_for(self.workload)
+        self._cleanup = ExitStack()
+        self._threads = torch.get_num_threads()
+        self.device: Device = device_for(task.torch_device) if self.rig is None else EmulatedAccelerator(self.rig)
+        self._cleanup.callback(self.device.close)
+        module = self.workload.module
+        try:
+            if isinstance(self.device, EmulatedAccelerator):
+                self.device.attach(module)
+            self.optimizer = ZenFlowAdamW(
+                module.parameters(), lr=_LEARNING_RATE, config=config, module=module, device=self.device
+            )
+        except ZenFlowError as error:
+            self._cleanup.close()
+            raise ProfileError(str(error)) from error
+        self._cleanup.callback(self.optimizer.abandon)
+
+    def __enter__(self) -> Training:
+        gc.collect()
+        gc.freeze()
+        if self.rig is not None:
+            torch.set_num_threads(1)  # the host engine and the links need the other cores
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cleanup.close()
+        torch.set_num_threads(self._threads)
+        gc.unfreeze()
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.task.micro_batch * self.task.sequence
+
+    def step(self) -> torch.Tensor:
+        """One training step; its loss, on the device."""
+        batch = Batch(*(self.device.send(tensor) for tensor in next(self._feed)))
+        loss = self.workload.loss(batch)
+        loss.backward()
+        self.device.begin_step()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def disturbance(self) -> Callable[[], str | None]:
+        """Says whether this machine was too slow for the emulated accelerator since it was asked last."""
+        device = self.device
+        if not isinstance(device, EmulatedAccelerator):
+            return lambda: None
+        slack = device.slack
+        before = [slack.segments, slack.late, slack.host_s, slack.late_host_s]
+
+        def ask() -> str | None:
+            now = [slack.segments, slack.late, slack.host_s, slack.late_host_s]
+            segments, late, host_s, late_host_s = (new - old for new, old in zip(now, before, strict=True))
+            before[:] = now
+            if late > max(1.0, MAX_LATE_SHARE * segments):  # a single one is no disturbance in so few steps
+                return f"{late:g} of {segments:g} segments were late on the emulated accelerator"
+            if host_s and late_host_s > MAX_LATE_SHARE * host_s:
+                return f"this host was {late_host_s / host_s:.1%} slower than the emulated one"
+            return None
+
+        return ask

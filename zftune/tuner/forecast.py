@@ -1,0 +1,108 @@
+"""The planner as a search sees it: how long a setting takes, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from zenflow import Rig, ZenFlowConfig
+from zenflow.host.limits import available_host_bytes
+from zftune.planner import Job, Machine, ModelFacts, Rates, assumed_coverage, choose, predict
+from zftune.planner.choosing import HEADROOM, limits
+from zftune.tuner.settings import Setting
+from zftune.tuner.space import Coverage, Forecast, Space
+
+if TYPE_CHECKING:
+    from zenflow import CoverageCurve
+
+_UNLIMITED = 1 << 50  # bytes: an emulated accelerator has no memory of its own
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerForecast:
+    """Predictions for one model, machine and job.
+
+    Args:
+        model: what is trained.
+        machine: where; its memory is the limit.
+        job: batch and ranks.
+        rates: how fast it is.
+        base: the configuration; a setting changes its live knobs.
+        headroom: share of device and host memory that stays free.
+    """
+
+    model: ModelFacts
+    machine: Machine
+    job: Job
+    rates: Rates
+    base: ZenFlowConfig
+    headroom: float = HEADROOM
+
+    def __call__(self, setting: Setting) -> Forecast:
+        """The prediction for a setting."""
+        found = predict(self.model, self.machine, self.job, setting.config(self.base), rates=self.rates)
+        device, host = limits(self.machine, self.headroom)
+        needs = found.memory.device_bytes / device, (found.memory.host_bytes + found.memory.migration_bytes) / host
+        excess, place = max(zip(needs, ("GPU", "host"), strict=True))
+        bytes_of = (found.memory.device_bytes, found.memory.host_bytes)
+        if excess <= 1:
+            return Forecast(found.step_ms, *bytes_of)
+        return Forecast(found.step_ms, *bytes_of, excess - 1, f"it needs {excess:.2f} times the usable {place} memory")
+
+    def planned(self, space: Space, *, least_ratio: float) -> list[Setting]:
+        """The planner's choices within a space, best first.
+
+        Args:
+            space: of the search.
+            least_ratio: offload ratio at least: a lower one takes more GPU memory.
+        """
+        choices = choose(
+            self.model,
+            self.machine,
+            self.job,
+            budget=space.budget,
+            coverage=space.coverage,
+            memory_headroom=self.headroom,
+            rates=self.rates,
+        )
+        kept = ("select_interval", "deferred_update", "host_threads")
+        own = {name: getattr(space.base, name) for name in kept}
+        settings = (replace(Setting.of(config), **own) for config, _ in choices if config.offload_ratio >= least_ratio)
+        return [setting for setting in dict.fromkeys(settings) if space.violation(setting) is None]
+
+
+def rig_machine(rig: Rig) -> Machine:
+    """An emulated accelerator as a machine: its rates, and this host's memory."""
+    return Machine(
+        name=rig.name,
+        source={"host_memory_bytes": "what this process may still allocate"},
+        gpu="emulated accelerator",
+        gpus=1,
+        device_memory_bytes=_UNLIMITED,
+        device_gbps=rig.device_gbps or 0.0,
+        compute_tflops=0.0,
+        compute_share=0.0,
+        link_d2h_gbps=rig.link_d2h_gbps,
+        link_h2d_gbps=rig.link_h2d_gbps,
+        host_gbps=rig.host_gbps,
+        host_update_gelements_s=0.0,
+        cores=1,
+        host_memory_bytes=available_host_bytes() or _UNLIMITED,
+        comm_gbps=0.0,
+    )
+
+
+def measured_coverage(curves: Sequence[CoverageCurve]) -> tuple[Coverage, str]:
+    """Coverage for every k from what the live model showed, and where it comes from, in words."""
+
+    def coverage(topk_ratio: float) -> float:
+        if topk_ratio not in known:
+            shares = [share for curve in curves if (share := curve.at(topk_ratio)) is not None]
+            known[topk_ratio] = sum(shares) / len(shares) if shares else assumed_coverage(topk_ratio)
+        return known[topk_ratio]
+
+    known: dict[float, float] = {}
+    if any(curve.at(1.0) is not None for curve in curves):
+        return coverage, f"measured on the live model in {len(curves)} selections"
+    return assumed_coverage, "assumed: nothing was selected that could be measured"

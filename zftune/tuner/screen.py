@@ -1,0 +1,90 @@
+"""What `zftune tune` shows: every setting that was measured, what was decided, and the knobs that were found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+
+from zftune.tuner.settings import Setting
+
+_STATES = {"measured": "", "aborted": "aborted", "crashed": "crashed", "void": "did not count"}
+
+
+def render(document: Mapping[str, Any]) -> RenderableType:
+    """The document of a tuned run as a screen."""
+    parts: list[RenderableType] = [_head(document)]
+    if any(trial["step_ms"] is not None for trial in document["trials"]):
+        parts.append(_history(document))
+    decisions = [note for note in document["decisions"] if note["kind"] in ("adopt", "guard", "crash", "reopen")]
+    parts += [escape(f"  {note['reason']}") for note in decisions]
+    parts.append(_result(document))
+    parts += [f"[yellow]note: {escape(notice)}[/yellow]" for notice in document["notices"]]
+    return Group(*parts)
+
+
+def _head(document: Mapping[str, Any]) -> str:
+    work = document["workload"]
+    lines = [f"[bold]zftune tune[/bold]  {escape(work['model'])} on {escape(document['device'])}"]
+    if document["rig"] is not None:
+        lines.append(f"  rig {escape(document['rig']['name'])}: times are of an emulated accelerator")
+    budget = document["budget"]
+    if budget is None:
+        return "\n".join(lines)
+    what = f"(1 - coverage) x staleness at most {budget['steps']:.2f} steps; coverage {document['coverage']}"
+    if budget["fixed_because"]:
+        what = f"knobs that change the trajectory stay: {budget['fixed_because']}"
+    return "\n".join([*lines, f"  quality {document['quality']}: {escape(what)}"])
+
+
+def _history(document: Mapping[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    table.add_column("")
+    table.add_column("setting")
+    for name in ("planner ms", "measured ms", "staleness"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    best = document["best"]["number"]
+    for trial in document["trials"]:
+        if trial["state"] in ("rejected", "planned"):
+            continue
+        measured = "" if trial["step_ms"] is None else f"{trial['step_ms']:.1f}"
+        mark = "kept" if trial["number"] == best else "start" if trial["number"] == 0 else _STATES[trial["state"]]
+        table.add_row(
+            str(trial["number"]),
+            escape(str(Setting.from_knobs(trial["knobs"]))),
+            f"{trial['predicted_step_ms']:.1f}",
+            measured,
+            f"{trial['staleness_steps']:.1f}",
+            mark,
+            style="bold" if trial["number"] == best else None,
+        )
+    return table
+
+
+def _result(document: Mapping[str, Any]) -> Panel:
+    lines = []
+    if document["interrupted"]:
+        lines.append("Interrupted: this is what was found so far.")
+    best, gain, cost = document["best"], document["gain"], document["cost"]
+    if best is None:
+        lines.append("The search had not begun.")
+    elif gain is None:
+        lines.append(f"No setting is better than the one that it began with: {Setting.from_knobs(best['knobs'])}")
+    else:
+        lines.append(f"Keep {Setting.from_knobs(best['knobs'])}")
+        verb = "saves" if gain["share"] >= 0 else "costs"
+        lines.append(f"It {verb} {100 * abs(gain['share']):.1f} +/- {100 * gain['error']:.1f}% of the step time.")
+    if cost is not None:
+        rejected = sum(trial["state"] == "rejected" for trial in document["trials"])
+        lines.append(
+            f"{document['measurements']} measurements in {document['steps']} steps; exploring cost "
+            f"{cost['spent_s']:.1f} s of {cost['elapsed_s']:.0f} s; the planner rejected {rejected} settings unseen."
+        )
+    if document["stopped"]:
+        lines.append(document["stopped"])
+    return Panel(escape("\n".join(lines)), title="result", title_align="left")

@@ -1,0 +1,370 @@
+"""The search for the fastest knobs, as a state machine: `next()` says what to measure, `tell()` takes what came of it.
+
+It neither trains nor waits nor looks at a clock: whoever drives it does. What it does follows from its arguments and
+from what it was told, so that it is rebuilt from the store's rows (see `zftune.tuner.rebuild`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from zftune.store.types import TrialState
+from zftune.tuner import sentences
+from zftune.tuner.book import Book
+from zftune.tuner.propose import MOST_REJECTIONS, Judgement, propose
+from zftune.tuner.scores import LEAST_GAIN, ChangePoint, ExplorationCost, Sample, gain, spread, steps_for, steps_of
+from zftune.tuner.settings import Setting
+from zftune.tuner.space import Forecaster, Space
+from zftune.tuner.states import (
+    OF_INCUMBENT,
+    Choosing,
+    Comparing,
+    Exploring,
+    Holding,
+    Note,
+    Opening,
+    Outcome,
+    Purpose,
+    Request,
+    Role,
+    Sampler,
+    State,
+    Stopped,
+    Trial,
+)
+
+MOST_VOIDS = 3
+_COMPARISON = 3  # measurements
+_HOLD_STEPS = 200
+_MOST_TIES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """How a search goes on."""
+
+    seed: int = 0
+    sampler: Sampler = "gp"
+    """"none": only what the planner proposes."""
+    most_measurements: int = 24
+    """Of an incumbent's times: A-B-A included."""
+    patience: int = 8
+    """Settings in a row that are measured and not adopted, before it stops."""
+    cost_share: float = 0.03
+    grant_s: float = 60.0
+    grant_steps: int = 40
+    hold: bool = False
+    """Where exploring has cost what it may: wait for more time to pass, rather than stop."""
+    watch: bool = False
+    """When it has stopped: go on looking at step times, and search again where they change."""
+    crashed: tuple[Setting, ...] = field(default=())
+    """By earlier runs: never tried."""
+
+
+class Search:
+    """A search over a space.
+
+    Args:
+        space: what may be proposed.
+        start: what runs now: the first incumbent.
+        forecast: the planner's prediction for a setting.
+        planned: the planner's own choice, and what it would try beside it; best first.
+        options: how it goes on.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        start: Setting,
+        forecast: Forecaster,
+        planned: Sequence[Setting] = (),
+        options: SearchOptions | None = None,
+    ) -> None:
+        self.options = options or SearchOptions()
+        self.book = Book(space, forecast, start, self.options.crashed)
+        self.state: State = Opening()
+        self.notes: list[Note] = []
+        self.cost = ExplorationCost(self.options.cost_share, self.options.grant_s, self.options.grant_steps)
+        self.measurements = 0
+        """Since times changed last."""
+        self._planned = [(setting, "planner") for setting in planned if setting != start]
+        self._misses = 0
+        self._ties: set[int] = set()
+        self._tied = False
+        self._last_role: Role | None = None
+        self._change = ChangePoint()
+
+    # --- what next ---------------------------------------------------------------------------------------------------
+
+    def next(self) -> Request | None:
+        """What to measure next; the same until it was told what came of it. None: the search is over."""
+        if isinstance(self.state, Choosing):
+            self.state = self._choose()
+        book, state = self.book, self.state
+        if isinstance(state, Opening):
+            return self._request(book.incumbent, "start", steps_of(book.incumbent.setting.update_interval))
+        if isinstance(state, Exploring):
+            trial = book.trials[state.trial]
+            return self._request(trial, "explore", steps_of(trial.setting.update_interval))
+        if isinstance(state, Comparing):
+            trial = book.trials[state.trial] if state.role == "b" else book.incumbent
+            return self._request(trial, state.role, steps_of(trial.setting.update_interval, state.steps))
+        if isinstance(state, Holding):
+            return self._request(book.incumbent, "hold", steps_of(book.incumbent.setting.update_interval, state.steps))
+        if self.options.watch and not (isinstance(state, Stopped) and state.final):
+            return self._request(book.incumbent, "hold", steps_of(book.incumbent.setting.update_interval, _HOLD_STEPS))
+        return None
+
+    def _request(self, trial: Trial, role: Role, steps: int) -> Request:
+        window = trial.setting.update_interval
+        if role in OF_INCUMBENT:
+            return Request(trial.setting, role, trial.number, window, steps)
+        step_ms = self.book.incumbent_step_ms
+        return Request(
+            trial.setting,
+            role,
+            trial.number,
+            window,
+            steps,
+            step_ms,
+            self.cost.allowed_s(step_ms / 1e3) - self.cost.spent_s,
+        )
+
+    def _choose(self) -> State:
+        if self.measurements + 1 + _COMPARISON > self.options.most_measurements:
+            return self._settle(sentences.enough(self.measurements))
+        if self._misses >= self.options.patience:
+            return self._settle(sentences.patience(self._misses))
+        trial = self._planned_trial() or self._searched_trial()
+        if trial is None:
+            return self._settle("Every setting that is allowed was tried.")
+        return self._affordable(trial)
+
+    def _affordable(self, trial: Trial) -> State:
+        """Exploring a trial, or what to do instead where that might cost too much."""
+        step_s = self.book.incumbent_step_ms / 1e3
+        steps = trial.setting.update_interval + steps_of(trial.setting.update_interval)
+        expected = step_s * max(1.0, steps * (self.book.relative(trial.setting) - 1.0))  # a step is lost in any case
+        if self.cost.allows(expected, step_s):
+            return Exploring(trial.number)
+        reason = sentences.spent(self.cost, step_s)
+        if not self.options.hold:
+            return self._settle(reason)
+        missing_s = self.cost.spent_s + expected - self.cost.allowed_s(step_s)
+        steps = min(_HOLD_STEPS, max(1, round(missing_s / self.cost.share / step_s)))
+        self._note("hold", reason, None)
+        return Holding(steps)
+
+    def _planned_trial(self) -> Trial | None:
+        while self._planned:
+            setting, source = self._planned[0]
+            known = self.book.find(setting)
+            if known is not None and known.state is TrialState.PLANNED:
+                return known  # it was too dear before
+            self._planned.pop(0)
+            if known is not None:
+                continue
+            judged = self.book.judge(setting)
+            trial = self.book.add(judged, source)
+            if not judged.rejected:
+                return trial
+        return None
+
+    def _searched_trial(self) -> Trial | None:
+        waiting = self.book.waiting()
+        if waiting is not None:
+            return waiting
+        seed = int(np.random.SeedSequence([self.options.seed, self.book.tried]).generate_state(1)[0])
+        proposal = propose(self.book.space, self.book.told(), self.book.judge, sampler=self.options.sampler, seed=seed)
+        self._reject(proposal.rejected)
+        if proposal.setting is None:
+            return None
+        return self.book.add(self.book.judge(proposal.setting), "search")
+
+    def _reject(self, judgements: Sequence[Judgement]) -> None:
+        for judged in judgements[:MOST_REJECTIONS]:
+            self.book.add(judged, "search")
+
+    def _settle(self, reason: str) -> State:
+        """Stop, once no setting that is as fast as the incumbent and better otherwise is left to be compared."""
+        room = self.measurements + _COMPARISON <= self.options.most_measurements
+        tie = self.book.tie(self._ties) if room and len(self._ties) < _MOST_TIES and not self._tied else None
+        if tie is not None:
+            self._ties.add(tie.number)
+            return self._comparing(tie, "tie")
+        self.stop(reason)
+        return self.state
+
+    def _comparing(self, trial: Trial, purpose: Purpose) -> Comparing:
+        noise = spread(self.book.incumbent.samples)
+        return Comparing(trial.number, purpose, steps_for(noise, trial.setting.update_interval))
+
+    def resume_choice(self, trial: int, role: str) -> None:
+        """Take a choice from the store's rows: nothing is asked again.
+
+        Args:
+            trial: what was chosen.
+            role: for what.
+        """
+        if role == "explore":
+            self.state = Exploring(trial)
+        elif role == "hold":
+            self._note("hold", sentences.spent(self.cost, self.book.incumbent_step_ms / 1e3), None)
+            self.state = Holding(1)
+        else:
+            self.state = self._settle("")
+
+    def repeat(self, trial: Trial) -> None:
+        """Propose the setting of a trial again that its run did not come to."""
+        self.book.drop(trial)
+        if (trial.setting, trial.source) not in self._planned:
+            self._planned.insert(0, (trial.setting, trial.source))
+
+    # --- what came of it ---------------------------------------------------------------------------------------------
+
+    def tell(self, outcome: Outcome) -> None:
+        """Take what came of the last request."""
+        request = self.next()
+        if request is None:
+            raise RuntimeError("the search is over: nothing was asked for")
+        challenged = request.role not in OF_INCUMBENT
+        step_s = self.book.incumbent_step_ms / 1e3 if challenged else None
+        self.cost.add(outcome.seconds, outcome.step_count, step_s)
+        trial = self.book.trials[request.trial]
+        if request.role == "hold":
+            self._held(request, outcome)
+        elif outcome.status == "void":
+            self._void(trial, outcome)
+        elif outcome.status == "measured":
+            self.measurements += 1
+            self._measured(trial, request, outcome)
+        else:
+            self.measurements += outcome.status == "aborted"
+            self._failed(trial, request, outcome)
+        if outcome.status != "void":
+            self._last_role = request.role
+
+    def _measured(self, trial: Trial, request: Request, outcome: Outcome) -> None:
+        sample = self.book.keep(trial, outcome)
+        if isinstance(self.state, Opening):
+            self._note("start", sentences.start(trial, self.book.incumbent_step_ms), trial.number)
+            self.state = Choosing()
+        elif isinstance(self.state, Exploring):
+            self._explored(trial, sample)
+        elif isinstance(self.state, Comparing):
+            state = self.state
+            before = state.before if request.role == "b" else (*state.before, sample)
+            after = (*state.after, sample) if request.role == "b" else state.after
+            self.state = replace(state, voids=0, before=before, after=after)
+            if len(self.state.before) == 2:
+                self._compared(self.state)
+
+    def _explored(self, trial: Trial, sample: Sample) -> None:
+        incumbent = self.book.incumbent
+        seen = gain(incumbent.samples, [sample], seed=self.options.seed)
+        if seen.share < LEAST_GAIN:
+            self._misses += 1
+            self._note("keep", sentences.slower(trial, incumbent, seen), trial.number, gain=seen.share)
+            self.state = Choosing()
+            return
+        comparing = self._comparing(trial, "gain")
+        if trial.source == "planner" and self._last_role == "start":
+            # Nobody picked it for its time, and the incumbent was measured just before: the first two are there.
+            comparing = replace(comparing, before=tuple(incumbent.samples[-1:]), after=(sample,))
+        self.state = comparing
+
+    def _compared(self, done: Comparing) -> None:
+        """Adopt or keep after incumbent, challenger, incumbent."""
+        trial, incumbent = self.book.trials[done.trial], self.book.incumbent
+        found = gain(done.before, done.after, seed=self.options.seed)
+        against_each = [gain([one], done.after, seed=self.options.seed).share for one in done.before]
+        if done.purpose == "tie":
+            adopted = -found.share + found.error <= LEAST_GAIN
+            reason = sentences.tied(trial, incumbent, found, adopted=adopted)
+        else:
+            adopted = found.holds and min(against_each) > 0
+            reason = sentences.compared(trial, incumbent, found, adopted=adopted)
+        self._note(
+            "adopt" if adopted else "keep",
+            reason,
+            trial.number,
+            gain=found.share,
+            error=found.error,
+            needed=found.needed,
+        )
+        self._misses = 0 if adopted and done.purpose == "gain" else self._misses + 1
+        if adopted:
+            self._tied = done.purpose == "tie"
+            self.book.adopt(trial, found, done.after)
+        self.state = Choosing()
+
+    def _void(self, trial: Trial, outcome: Outcome) -> None:
+        """Measure again; give up where that does not help."""
+        state = self.state
+        if not isinstance(state, (Opening, Exploring, Comparing)):
+            return
+        if state.voids + 1 < MOST_VOIDS:
+            self.state = replace(state, voids=state.voids + 1)
+            return
+        reason = sentences.void(trial, MOST_VOIDS, outcome.reason)
+        self._note("void", reason, trial.number)
+        if isinstance(state, Opening):
+            self._note("stop", reason, trial.number)
+            self.state = Stopped(reason)
+            return
+        challenger = self.book.trials[state.trial]
+        if not challenger.samples:
+            challenger.state, challenger.reason = TrialState.VOID, outcome.reason
+        self._misses += 1
+        self.state = Choosing()
+
+    def _failed(self, trial: Trial, request: Request, outcome: Outcome) -> None:
+        """Aborted or crashed."""
+        if request.role in OF_INCUMBENT:
+            reason = sentences.incumbent_failed(trial, outcome.reason)
+            self._note("crash", reason, trial.number)
+            self.state = Stopped(reason)
+            return
+        crashed = outcome.status == "crashed"
+        if crashed:
+            self.book.crash(trial, outcome.reason)
+        else:
+            self.book.abort(trial, outcome)
+        self._note("crash" if crashed else "abort", sentences.failed(trial, outcome), trial.number)
+        self._misses += 1
+        self.state = Choosing()
+
+    def _held(self, request: Request, outcome: Outcome) -> None:
+        window = request.setting.update_interval
+        changed = False
+        for begin in range(0, len(outcome.steps_ms) - window + 1, window):
+            changed = self._change.add(sum(outcome.steps_ms[begin : begin + window]) / window) or changed
+        if changed:
+            self.book.forget()
+            self.measurements = self._misses = 0
+            self._ties.clear()
+            self._tied = False
+            self._note("reopen", "Step times have changed: the search begins again.", request.trial)
+            self.state = Opening()
+        elif isinstance(self.state, Holding):
+            self.state = Choosing()
+
+    def stop(self, reason: str) -> None:
+        """End the search; the incumbent stays."""
+        self._note("stop", reason, self.book.incumbent.number)
+        self.state = Stopped(reason)
+
+    def guard(self, reason: str) -> None:
+        """End the search because training goes wrong: the starting point's knobs are the incumbent again."""
+        self.book.restore_start()
+        self._note("guard", reason, self.book.incumbent.number)
+        self.state = Stopped(reason, final=True)
+
+    def _note(self, kind: Any, reason: str, trial: int | None, **details: float) -> None:
+        figures = {name: float(f"{value:.6g}") for name, value in details.items()}
+        figures["spent_s"], figures["elapsed_s"] = round(self.cost.spent_s, 3), round(self.cost.elapsed_s, 3)
+        self.notes.append(Note(kind, reason, trial, figures))

@@ -1,0 +1,173 @@
+"""What a search asks for, what it is told, and where it stands. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from zftune.store.types import TrialState
+from zftune.tuner.scores import Gain, Sample, too_slow
+from zftune.tuner.settings import Setting
+from zftune.tuner.space import Forecast
+
+Role = Literal["start", "explore", "a1", "b", "a2", "hold"]
+"""What a measurement is for: the starting point, a look at a setting, a comparison, or nothing but waiting."""
+OF_INCUMBENT: tuple[Role, ...] = ("start", "a1", "a2", "hold")
+Purpose = Literal["gain", "tie"]
+Sampler = Literal["gp", "tpe", "random", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Train so many steps under a setting."""
+
+    setting: Setting
+    role: Role
+    trial: int
+    """Its number in the search."""
+    discard: int
+    """Steps after the change that do not count: the first window."""
+    steps: int
+    """Steps that count: whole windows."""
+    incumbent_step_ms: float | None = None
+    """For the abort rule; None: nothing is aborted."""
+    allowance_s: float | None = None
+    """Most time beyond the incumbent's, discarded steps included; None: no limit."""
+
+    def abort_reason(self, discarded_ms: Sequence[float], steps_ms: Sequence[float]) -> str | None:
+        """Why it must end before its end, after the steps so far."""
+        if self.incumbent_step_ms is None:
+            return None
+        factor = too_slow(steps_ms, self.setting.update_interval, self.incumbent_step_ms)
+        if factor is not None:
+            return f"a whole window took {factor:.2f} times the incumbent's {self.incumbent_step_ms:.0f} ms a step"
+        done = len(discarded_ms) + len(steps_ms)
+        excess_s = (sum(discarded_ms) + sum(steps_ms) - done * self.incumbent_step_ms) / 1e3
+        if self.allowance_s is None or excess_s <= self.allowance_s:
+            return None
+        return f"{excess_s:.1f} s more than under the incumbent is all that exploring may cost now"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a request."""
+
+    status: Literal["measured", "aborted", "void", "crashed"]
+    steps_ms: tuple[float, ...] = ()
+    """Of the steps that count, in order."""
+    discarded_ms: tuple[float, ...] = ()
+    tokens: int = 1
+    """Of a step."""
+    device_bytes: int | None = None
+    """Peak; None: not measured."""
+    host_bytes: int | None = None
+    reason: str = ""
+    """Why it was not measured to its end."""
+
+    @property
+    def seconds(self) -> float:
+        """Of all its steps."""
+        return (sum(self.steps_ms) + sum(self.discarded_ms)) / 1e3
+
+    @property
+    def step_count(self) -> int:
+        """All its steps."""
+        return len(self.steps_ms) + len(self.discarded_ms)
+
+
+@dataclass(slots=True)
+class Trial:
+    """A setting that was thought of, and what became of it."""
+
+    number: int
+    setting: Setting
+    source: str
+    """Who proposed it: "start", "planner", "search"."""
+    state: TrialState = TrialState.PLANNED
+    reason: str = ""
+    forecast: Forecast | None = None
+    constraint: float = 0.0
+    """Above 0: it is not allowed, by this share of a limit."""
+    samples: list[Sample] = field(default_factory=list)
+    """Valid ones since times changed last."""
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A decision: what `zftune explain` prints."""
+
+    kind: Literal["start", "adopt", "keep", "abort", "void", "crash", "stop", "hold", "reopen", "guard"]
+    reason: str
+    """A sentence."""
+    trial: int | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The incumbent has to be measured first."""
+
+    voids: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choosing:
+    """What to look at next is not decided yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exploring:
+    """A setting is measured for the first time."""
+
+    trial: int
+    voids: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Comparing:
+    """Incumbent, challenger, incumbent: the next of `roles` is measured."""
+
+    trial: int
+    purpose: Purpose
+    steps: int
+    """Of each measurement, at least."""
+    before: tuple[Sample, ...] = ()
+    """Of the incumbent."""
+    after: tuple[Sample, ...] = ()
+    """Of the challenger."""
+    voids: int = 0
+
+    @property
+    def role(self) -> Role:
+        """What is measured next."""
+        return "a2" if self.after else "b" if self.before else "a1"
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Exploring has cost what it may: the incumbent runs until more time has passed."""
+
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The search is over, unless times change."""
+
+    reason: str
+    final: bool = False
+    """Also where they change."""
+
+
+State = Opening | Choosing | Exploring | Comparing | Holding | Stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """A setting that took the incumbent's place."""
+
+    trial: int
+    gain: Gain
