@@ -17,8 +17,7 @@ from zftune.planner.directory import facts_of_module
 from zftune.planner.facts import Job, Machine
 from zftune.planner.rates import Rates
 from zftune.profile.measure import Task
-from zftune.profile.run import DTYPES, ProfileOptions, read_config
-from zftune.profile.run import task_of
+from zftune.profile.run import DTYPES, ProfileOptions, read_config, task_of
 from zftune.store.types import Quality
 from zftune.tuner.builtin import Training
 from zftune.tuner.document import build_document
