@@ -153,10 +153,13 @@ def test_another_trainings_optimizer_takes_over(tmp_path: Path) -> None:
     first = {"kind": "model", "model": "Small", "parameters": 72}
     reason = {"kind": "missing", "field": "workload.dtype", "reason": "mixed"}
     early = {**STEP, "index": 1, "measured": False}
-    before = (first, reason, early, STEP, {"kind": "restart"})
+    device = {"device": "NVIDIA H200", "device_uuid": "GPU-a", "has_stream": True, "source": "event"}
+    before = (first, reason, early, STEP, {"kind": "restart", **device})
     assert read(tmp_path, HEADER, *before).model == {}
     rank = read(tmp_path, HEADER, *before, {"kind": "model", "model": "Large"}, {**STEP, "index": 90})
     assert (rank.model["model"], rank.missing, rank.discarded) == ("Large", {}, 90)
     assert [step["index"] for step in rank.steps] == [90]
     assert "parameters" not in rank.model
     assert (rank.seen, rank.unreadable) == (0, 0)
+    assert rank.header == {**HEADER, **device}
+    assert read(tmp_path, HEADER, {"kind": "restart", "device": 7}, STEP).unreadable == 1

@@ -143,11 +143,10 @@ def _take(rank: Rank, row: Row) -> bool:
             rank.missing[row["field"]] = row["reason"]
         case "end" if _is_text(row.get("reason")):
             rank.end = row["reason"]
-        case "restart":  # another training's optimizer took over: nothing of the one before is of this profile
+        case "restart" if _is_device(row):  # another training took over: nothing of the one before is of this profile
+            rank.header |= {name: row[name] for name in _DEVICE if name in row}
             rank.model, rank.missing, rank.seen = {}, {}, 0
             rank.steps.clear()
-            told = {name: row[name] for name in _DEVICE if isinstance(row.get(name), str | bool | None) and name in row}
-            rank.header = {**rank.header, **told}
         case "header":  # the process replaced itself by another (exec) and began again
             rank.unreadable += 1
         case _:
@@ -167,12 +166,17 @@ def _model(row: Row) -> Row:
 
 
 def _is_header(row: Row) -> bool:
-    texts = all(row.get(name) is None or _is_text(row[name]) for name in ("script", "device", "source"))
+    texts = row.get("script") is None or _is_text(row["script"])
     for name, alone in (("rank", 0), ("world_size", 1)):
         if row.get(name) is None:  # a process that could not even look
             row[name] = alone
     counts = _is_natural(row["rank"]) and _is_count(row["world_size"])
-    return texts and counts and _is_natural(row.get("began_ns", 0))
+    return texts and _is_device(row) and counts and _is_natural(row.get("began_ns", 0))
+
+
+def _is_device(row: Row) -> bool:
+    """Whether what a row tells of the device is of its type."""
+    return all(row.get(name) is None or _is_text(row[name]) for name in _DEVICE if name != "has_stream")
 
 
 def _is_step(row: Row) -> bool:
