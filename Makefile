@@ -38,6 +38,7 @@ demo: setup  ## profile a real offloaded training run: ZeRO-Offload, ZenFlow and
 	$(BIN)/zftune profile
 
 test: setup host-tests  ## the whole test suite
+	$(BIN)/python -m tests.upstream_ops
 	$(BIN)/pytest
 
 CONFIGURE = PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -G Ninja --log-level=WARNING \

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from importlib import metadata
@@ -10,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import upstream_ops
 from tests.zftune.agent.children import Child, environ, run, script, train
 
 ROOT = Path(__file__).parents[3]
-EXTENSIONS = ROOT / "build" / "torch-extensions"  # what upstream compiles, shared with the study of its defects
 
 LANES = ["data", "forward", "backward", "optimizer"]
 
@@ -130,22 +129,19 @@ def engine(tmp_path: Path, zero: str) -> Child:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    extensions = EXTENSIONS / "-".join(f"{name}-{metadata.version(name)}" for name in ("deepspeed", "torch"))
-    extensions.mkdir(parents=True, exist_ok=True)
+    upstream_ops.need()
     folder = tmp_path / "records"
     folder.mkdir()
     env = environ(
         folder,
         warmup=8,  # upstream's first overlapped updates are never waited for
         steps=8,
-        DS_ACCELERATOR="cpu",
-        TORCH_EXTENSIONS_DIR=str(extensions),
+        **upstream_ops.environment(),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=port,
         RANK="0",
         LOCAL_RANK="0",
         WORLD_SIZE="1",
-        PATH=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
     )
     return run([sys.executable, script(tmp_path, ENGINE), zero], folder, env, timeout=280)
 

@@ -8,12 +8,12 @@ import os
 import re
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import upstream_ops
 from tests.zftune.store.examples import KNOBS
 from zenflow import ZenFlowConfig
 from zftune.errors import BadInputError
@@ -164,10 +164,7 @@ def test_bad_files(tmp_path: Path) -> None:
 
 
 def test_stock_deepspeed_trains_with_it(tmp_path: Path) -> None:
-    versions = "-".join(f"{package}-{metadata.version(package)}" for package in ("deepspeed", "torch"))
-    extensions = ROOT / "build" / "torch-extensions" / versions
-    if not (extensions / "cpu_adam" / "cpu_adam.so").exists():
-        pytest.skip("DeepSpeed's CPU Adam is not compiled yet; study 002 does it")
+    upstream_ops.need()
     cases: dict[str, dict[str, Any]] = {  # overlap comes last: it takes cores away from what comes after it
         "without selection": {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False},
         "in turn": {"overlap_step": False, "update_interval": "auto", "select_interval": 8},
@@ -176,8 +173,7 @@ def test_stock_deepspeed_trains_with_it(tmp_path: Path) -> None:
     paths = [tmp_path / f"{name}.json" for name in cases]
     for path, knobs in zip(paths, cases.values(), strict=True):
         path.write_text(json.dumps(applied(**knobs).config))
-    tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    more = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions), "PATH": tools, "OMP_NUM_THREADS": "1"}
+    more = {**upstream_ops.environment(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("upstream.py")), *map(str, paths)],
         env={**os.environ, **more},
