@@ -50,6 +50,7 @@ def save(training: Training, groups: Groups) -> dict[str, Any]:
         buckets=training.model.windows.buckets,
         hypers=[asdict(hyper) for hyper in training.hypers],
         weights=[_saved_weight(training, weight, late) for weight in weights],
+        imported=False,
     )
     index = {id(parameter): number for number, parameter in enumerate(parameters)}
     packed = [{**group, "params": [index[id(parameter)] for parameter in group["params"]]} for group in groups]
@@ -84,6 +85,7 @@ def _saved_weight(training: Training, weight: WeightState, late: Sequence[Flight
         late=[flight.window.bucket.index - first for flight in late if flight.weight is weight],
         auto=training.auto.sums_of(weight) if training.begun else [],
         ledger=[] if training.runtime.ledger is None else list(training.runtime.ledger.totals(weight.name)),
+        firings=training.gradients.expected(weight),
     )
 
 
@@ -135,8 +137,13 @@ def resumed(current: Training, saved: Saved, groups: Groups) -> Training:
         HostEngineError: host work failed.
     """
     header, own = saved.header, current.made_with
+    if header.imported:  # the selection begins with the first gradient's importance, which is known after that step
+        first = replace(own, topk_ratio=0.0)
+        header = replace(header, made_with=first, config=first, change=None)
     training = current.another(replace(header.config, ledger=own.ledger))
     try:
+        if header.imported:
+            saved = _split_anew(training, replace(saved, header=header), groups)
         _restore(training, saved, groups)
         changes = {} if header.change is None else _live(header.change)
         told = header.change or header.config
@@ -157,6 +164,30 @@ def _live(config: ZenFlowConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in LIVE_KNOBS}
 
 
+def _split_anew(training: Training, saved: Saved, groups: Groups) -> Saved:
+    """An imported state as it would be if it had been trained under these knobs."""
+    split = training.model.split(groups, training.config)
+    plans = {id(p): plan for p, plan in zip(split.parameters, split.plan.weights, strict=True)}
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    weights, tensors = [], []
+    for parameter, weight, found in zip(parameters, saved.header.weights, saved.tensors, strict=True):
+        plan = plans[id(parameter)]
+        columns = max(1, plan.columns)
+        slots = torch.full((columns,), -1, dtype=torch.int32, device="cpu")
+        if plan.columns:
+            slots[plan.resident :] = torch.arange(plan.deferred, dtype=torch.int32, device="cpu")
+        weights.append(replace(weight, plan=plan, flat=weight.started and plan.resident == plan.columns))
+        mine = {
+            "count": found["count"].cpu()[:1].repeat(columns),
+            "slots": slots,
+            "importance": torch.zeros(columns, device="cpu"),
+            "proposed": torch.zeros(columns, dtype=torch.bool, device="cpu"),
+        }
+        tensors.append({**found, **mine} if weight.started else found)
+    header = replace(saved.header, weights=weights, buckets=split.plan.buckets)
+    return replace(saved, header=header, tensors=tensors)
+
+
 def _restore(training: Training, saved: Saved, groups: Groups) -> None:
     header = saved.header
     if not header.begun:
@@ -171,6 +202,7 @@ def _restore(training: Training, saved: Saved, groups: Groups) -> None:
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     known = {weight: header.weights[numbers[id(weight.parameter)]] for weight in training.model.weights}
     for weight, of_weight in known.items():
+        training.gradients.expect(weight, of_weight.firings)
         if of_weight.started:
             tensors = saved.tensors[numbers[id(weight.parameter)]]
             _restore_weight(training, weight, of_weight, tensors, groups, controls)

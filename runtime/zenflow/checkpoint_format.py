@@ -56,6 +56,8 @@ class SavedWeight:
     """Zen-auto's sums over the open window: n, selected, deferred; empty where there are none."""
     ledger: list[int]
     """Masses produced and applied; empty where no ledger was kept."""
+    firings: int
+    """Backward passes that the next step is expected to have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,9 @@ class Header:
     """Of each group, in the last step."""
     weights: list[SavedWeight]
     """In the order of the parameter groups."""
+    imported: bool
+    """From another optimizer's checkpoint: knobs and split are those of whoever loads it. Nothing is selected, logged
+    or in flight, and the columns of a weight count alike."""
 
     def to_json(self) -> str:
         """The header as text."""

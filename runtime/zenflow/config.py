@@ -37,6 +37,7 @@ _NOT_IN_SECTION = {
     "max_update_interval",
     "stream",
     "gradient_accumulation_steps",
+    "reduce_gradients",
 }
 
 # What may change while it trains; the rest decides how the state is cut up, or what a schedule began with.
@@ -114,6 +115,8 @@ class ZenFlowConfig:
     """Send gradients to the host as backward produces them; False: in `step()`, with all of `.grad` kept until then."""
     gradient_accumulation_steps: int = 1
     """Backward passes before a step, if you accumulate; where it is more, that is learnt from the step before."""
+    reduce_gradients: bool = True
+    """Average gradients over the ranks in `step()`; False: somebody else has (DistributedDataParallel)."""
     offload: InitVar[bool] = False
     """DeepSpeed's: accepted and ignored with a warning, since the state of selected columns stays on the GPU."""
 
@@ -134,7 +137,7 @@ class ZenFlowConfig:
         _require(self, "max_update_interval", _is_count(self.max_update_interval, 1), "an integer >= 1")
         _require(self, "full_warm_up_rounds", _is_count(self.full_warm_up_rounds, 0), "an integer >= 0")
         _require(self, "gradient_accumulation_steps", _is_count(self.gradient_accumulation_steps, 1), "an integer >= 1")
-        for name in ("overlap_step", "skip_nonfinite", "ledger", "stream"):
+        for name in ("overlap_step", "skip_nonfinite", "ledger", "stream", "reduce_gradients"):
             _require(self, name, isinstance(getattr(self, name), bool), "true or false")
         for name, literal in (
             ("select_strategy", SelectStrategy),

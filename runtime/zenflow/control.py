@@ -22,6 +22,8 @@ class StepControl:
     """0-dim fp32."""
     skip: torch.Tensor | None
     """0-dim bool; None where nothing can skip."""
+    norm: torch.Tensor | None = None
+    """0-dim fp32: of the unscaled gradient, before it is clipped; None where nothing asked for it."""
     host: Control | None = None
     """The same on its way to the host; None where nothing is deferred."""
 
@@ -65,7 +67,7 @@ def step_control(
     if not gradients:
         return None
     factor = torch.ones((), dtype=torch.float32, device=device)
-    skip = None
+    skip = norm = None
     if grad_scale is not None:
         factor = torch.as_tensor(grad_scale, device=device).float().reshape(()).reciprocal()
     if found_inf is not None:
@@ -77,7 +79,7 @@ def step_control(
             skip = nonfinite if skip is None else skip | nonfinite
         if max_grad_norm is not None:
             factor = factor * (max_grad_norm / (norm + _NORM_EPS)).clamp(max=1.0)
-    return StepControl(factor, skip)
+    return StepControl(factor, skip, norm)
 
 
 def scaled_control(control: StepControl | None, factor: torch.Tensor | None) -> StepControl | None:

@@ -126,7 +126,7 @@ class DeferredTier:
         """Take the masters from the weights.
 
         Args:
-            matrix: the weights, [rows, columns].
+            matrix: the weights, [rows, columns], or in fp32 what they were rounded from.
             keep: keep a master that rounds to its weight, so that an unchanged weight loses no precision.
             besides: numbers (over the whole model) of the buckets that are left alone.
         """
@@ -134,9 +134,10 @@ class DeferredTier:
             if bucket.index in besides:
                 continue
             weights = self._runtime.kernels.pack(matrix, bucket.columns)
-            _, transfer = self._runtime.fetch(weights, bucket.result)
+            target = bucket.result if weights.dtype == bucket.result.dtype else None
+            arrived, transfer = self._runtime.fetch(weights, target)
             self._runtime.traffic.migrated_bytes += weights.nbytes
-            task = ReadMasters(self._host, bucket.slots, bucket.result, keep)
+            task = ReadMasters(self._host, bucket.slots, arrived, keep)
             nbytes = weights.nbytes + 4 * weights.numel()
             self._submit(f"reading the masters of {self._name}", task, nbytes, [transfer])
 

@@ -173,6 +173,10 @@ class Device(ABC):
         """Peak of the device memory in use, or None where there is no such memory."""
         return None
 
+    def total_bytes(self) -> int | None:
+        """The device's memory, or None where there is no such memory."""
+        return None
+
     def reset_peaks(self) -> None:  # noqa: B027
         """Forget what was counted so far: the peak of the memory, on a rig the slack."""
 
@@ -329,6 +333,9 @@ class CudaDevice(Device):
 
     def peak_bytes(self) -> int | None:
         return int(torch.cuda.max_memory_allocated(self.torch_device))
+
+    def total_bytes(self) -> int | None:
+        return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
     def reset_peaks(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)

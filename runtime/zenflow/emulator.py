@@ -10,8 +10,10 @@ real work took longer than its pad the segment is late; the clock then wins and 
 from __future__ import annotations
 
 import queue
+import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,11 +70,17 @@ class _LinkTransfer(Transfer):
         self._arrived.set()
 
 
-class _Link:
-    """One direction of the link: copies one after the other at a set rate."""
+_COPIES = 512  # of the past, enough for one host job
 
-    def __init__(self, name: str, gbps: float) -> None:
+
+class _Link:
+    """One direction of the link: copies one after the other at a set rate, or about it."""
+
+    def __init__(self, name: str, gbps: float, noise: float) -> None:
         self._bytes_per_s = gbps * 1e9
+        self._noise = noise
+        self._random = random.Random(name)
+        self._copies: deque[tuple[float, float]] = deque(maxlen=_COPIES)
         self._free_at = 0.0
         self._closed = False
         self._lock = threading.Lock()
@@ -85,10 +93,16 @@ class _Link:
             if self._closed:
                 raise ZenFlowError("a copy was asked for after close(), allowed is a device that is open")
             begin = max(self._free_at, ready_at)
-            self._free_at = begin + source.nbytes / self._bytes_per_s
+            self._free_at = begin + source.nbytes / self._bytes_per_s * self._random.lognormvariate(0.0, self._noise)
+            self._copies.append((begin, self._free_at))
             transfer = _LinkTransfer(source.nbytes, begin, self._free_at)
             self._queue.put((transfer, source, target))
         return transfer
+
+    def busy_s(self, begin: float, end: float) -> float:
+        """How much of a time it moves data, as far as that is known."""
+        with self._lock:
+            return sum(max(0.0, min(end, last) - max(begin, first)) for first, last in self._copies)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -125,8 +139,8 @@ class EmulatedAccelerator(Device):
         self._host_t = 0.0
         self._worked_s = time.thread_time()
         self._pads: _Pads | None = None
-        self._d2h = _Link("d2h", rig.link_d2h_gbps)
-        self._h2d = _Link("h2d", rig.link_h2d_gbps)
+        self._d2h = _Link("d2h", rig.link_d2h_gbps, rig.link_noise)
+        self._h2d = _Link("h2d", rig.link_h2d_gbps, rig.link_noise)
 
     def attach(self, module: nn.Module) -> None:
         """Pad this module's forward and backward passes to the rig's times, spread over its layers."""
@@ -181,7 +195,10 @@ class EmulatedAccelerator(Device):
 
     def pace(self, span: HostSpan, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> HostSpan:
         begin = max([self._host_t, submitted, *(transfer.end for transfer in inputs)])
-        seconds = nbytes / (self.rig.host_gbps * 1e9)
+        seconds = nbytes / (self.rig.host_gbps * 1e9) / self.rig.slow_core
+        if self.rig.link_contention:
+            busy_s = sum(link.busy_s(begin, begin + seconds) for link in (self._d2h, self._h2d))
+            seconds += self.rig.link_contention * busy_s
         late_s = max(0.0, span.end_s - (begin + seconds))
         slack = self.slack  # the training thread may replace it
         slack.host_s += seconds

@@ -31,3 +31,7 @@ class HostMemoryError(ZenFlowError, MemoryError):
 
 class HostEngineError(ZenFlowError, RuntimeError):
     """Work on the host failed; the message names the parameter and the cause."""
+
+
+class HostThreadsError(HostEngineError):
+    """Threads of the host engine could not be started; what is there goes on."""

@@ -28,7 +28,7 @@ class ZenFlowAdamW(ZenFlowOptimizer):
 
     Raises:
         ConfigError: a hyperparameter or knob is not allowed.
-        UnsupportedError: a parameter's dtype or device, or several ranks.
+        UnsupportedError: a parameter's dtype or device.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ZenFlowAdagrad(ZenFlowOptimizer):
 
     Raises:
         ConfigError: a hyperparameter or knob is not allowed.
-        UnsupportedError: a parameter's dtype or device, or several ranks.
+        UnsupportedError: a parameter's dtype or device.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class ZenFlowLion(ZenFlowOptimizer):
 
     Raises:
         ConfigError: a hyperparameter or knob is not allowed.
-        UnsupportedError: a parameter's dtype or device, or several ranks.
+        UnsupportedError: a parameter's dtype or device.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class ZenFlowSGD(ZenFlowOptimizer):
 
     Raises:
         ConfigError: a hyperparameter or knob is not allowed.
-        UnsupportedError: a parameter's dtype or device, or several ranks.
+        UnsupportedError: a parameter's dtype or device.
     """
 
     def __init__(

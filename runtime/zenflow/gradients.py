@@ -264,6 +264,14 @@ class Gradients:
             self._streamer.watch(parameter for group in groups for parameter in group["params"])
             self.stream(weight for weight in weights if weight.started)
 
+    def expected(self, weight: WeightState) -> int:
+        """Backward passes that its next step is expected to have."""
+        return self._streamer.expected(weight.parameter)
+
+    def expect(self, weight: WeightState, firings: int) -> None:
+        """Go on with what a saved run had learnt, before it is watched."""
+        self._streamer.expect(weight.parameter, firings)
+
     def stream(self, weights: Iterable[WeightState]) -> None:
         """Send the gradients of weights that have started away, from the next ones on."""
         for weight in weights if self._stream else ():

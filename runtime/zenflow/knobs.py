@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from zenflow.config import ZenFlowConfig
+from zenflow.errors import ZenFlowError
 from zenflow.host.cores import HostCores, host_cores
 from zenflow.host.limits import require_host_bytes
 from zenflow.layout import WeightPlan
@@ -47,13 +48,28 @@ def prepare(runtime: Runtime, model: ModelState, new: ZenFlowConfig, groups: Gro
         HostMemoryError: the host has less memory than they need.
         MemoryError: the same, found out too late to say it well.
         HostEngineError: threads could not be started.
+        ZenFlowError: another rank could not get it.
     """
+    if runtime.ranks is None:
+        return _prepare(runtime, model, new, groups, old)
+    change, error = None, None
+    try:
+        change = _prepare(runtime, model, new, groups, old)
+    except (ZenFlowError, MemoryError) as raised:
+        error = raised
+    runtime.ranks.together(error, runtime.device.torch_device)
+    assert change is not None
+    return change
+
+
+def _prepare(runtime: Runtime, model: ModelState, new: ZenFlowConfig, groups: Groups, old: ZenFlowConfig) -> KnobChange:
     change = KnobChange(new, splits(old, new), runtime.cores, None, [])
     if (old.host_threads, old.pt_reserved_cores_perc) != (new.host_threads, new.pt_reserved_cores_perc):
         change.cores = host_cores(
             reserved_share=new.pt_reserved_cores_perc,
             numa_node=runtime.device.numa_node(),
             threads=new.host_threads,
+            affinity=runtime.cpus,
         )
         change.change_threads = runtime.engine.backend.prepare(list(change.cores.cpus))
     if not model.weights:

@@ -14,6 +14,7 @@ from zenflow.config import ZenFlowConfig
 from zenflow.device import Device, Mark, device_for
 from zenflow.errors import ConfigError, UnsupportedError, ZenFlowError
 from zenflow.ledger import Balance
+from zenflow.ranks import Ranks
 from zenflow.rules import Rule
 from zenflow.stats import StepStats
 from zenflow.timeline import Timeline, TimelineRecorder
@@ -43,7 +44,7 @@ class ZenFlowOptimizer(Optimizer):
 
     Raises:
         ConfigError: a hyperparameter or knob is not allowed.
-        UnsupportedError: a parameter's dtype or device, or several ranks.
+        UnsupportedError: a parameter's dtype or device.
     """
 
     # GradScaler then leaves unscaling and skipping to us, through `grad_scale` and `found_inf`.
@@ -59,15 +60,18 @@ class ZenFlowOptimizer(Optimizer):
         module: nn.Module | None = None,
         device: Device | None = None,
     ) -> None:
-        _refuse_ranks()
         self._rule = rule
         self._built = False
         super().__init__(params, defaults)
         first = next((parameter for group in self.param_groups for parameter in group["params"]), None)
         if first is None:
             raise ConfigError("params holds no parameter, allowed is at least one")
+        self._module = module
         knobs = (config or ZenFlowConfig()).resolved()
-        self._training = Training(rule, knobs, module, device or device_for(first.device))
+        ranks = Ranks.of(knobs)
+        self._training = Training(rule, knobs, module, device or device_for(first.device), ranks=ranks)
+        if ranks is not None:
+            ranks.share(parameter for group in self.param_groups for parameter in group["params"])
         self._training.gradients.watch(self.param_groups, self._training.model.weights)
         self._built = True
 
@@ -82,6 +86,11 @@ class ZenFlowOptimizer(Optimizer):
         return self._training.runtime.device
 
     @property
+    def module(self) -> nn.Module | None:
+        """The model that it was given, if it was."""
+        return self._module
+
+    @property
     def steps(self) -> int:
         """How many steps it has taken, over all runs that it was saved in: the number of the last one."""
         return self._training.clock.step
@@ -90,6 +99,28 @@ class ZenFlowOptimizer(Optimizer):
     def last_end(self) -> Mark | None:
         """The mark of `device` at which the last step ended and the next began, as in `StepStats`; None before one."""
         return self._training.history.last_end
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """0-dim fp32 on the device: L2 norm of the last step's gradient, unscaled and not clipped yet.
+
+        None where the knobs ask for none (`max_grad_norm` or `skip_nonfinite` do).
+        """
+        return self._training.grad_norm
+
+    def give_masters(self, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Begin with fp32 values of parameters that were rounded since; before the first step.
+
+        Args:
+            masters: of some parameters, in their shapes, on any device; kept until the first step reads them. Elements
+                that do not round to what the parameter holds then are ignored.
+
+        Raises:
+            ConfigError: a step was taken, or a tensor has another shape than its parameter.
+        """
+        if self._training.begun:
+            raise ConfigError(f"give_masters() was called after step {self.steps}, allowed is before the first")
+        self._training.runtime.masters.give(masters)
 
     # --- torch.optim.Optimizer -------------------------------------------------------------------------------------
 
@@ -320,10 +351,3 @@ class ZenFlowOptimizer(Optimizer):
     def abandon(self) -> None:
         """End the host engine without applying what is pending, for a model that is no longer needed."""
         self._training.close()
-
-
-def _refuse_ranks() -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        ranks = distributed.get_world_size()
-        raise UnsupportedError(f"the world size is {ranks}, allowed is 1: gradients are not reduced across ranks yet")

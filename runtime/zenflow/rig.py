@@ -6,6 +6,12 @@ workload at hand has the same ratios.
 
     [rates]     link_d2h_gbps  link_h2d_gbps  host_gbps  device_gbps  forward_ms  backward_ms
     [timeline]  forward_ms  backward_ms  d2h_ms  host_ms  h2d_ms  scale  (device_ms)
+
+A table `[effects]` may add what rates do not tell, each of it optional:
+
+    slow_core        speed of the slowest of the host's cores, of the others' (1: none is slow); all wait for it
+    link_contention  share by which the host is slower while the link moves data (0: not at all)
+    link_noise       standard deviation of the logarithm of a copy's time (0: all copies take theirs)
 """
 
 from __future__ import annotations
@@ -13,13 +19,14 @@ from __future__ import annotations
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zenflow.errors import ConfigError
 
 _RATES = ("link_d2h_gbps", "link_h2d_gbps", "host_gbps", "device_gbps", "forward_ms", "backward_ms")
+_EFFECTS = {"slow_core": (0.0, 1.0), "link_contention": (0.0, 10.0), "link_noise": (0.0, 2.0)}  # above, at most
 _TIMELINE = ("forward_ms", "backward_ms", "d2h_ms", "host_ms", "h2d_ms", "scale")
 # Bytes that a timeline's times stand for, per element: a 2-byte gradient or weight, and one AdamW update on a
 # host (or a device) with 2-byte gradient and result.
@@ -41,6 +48,9 @@ class Rig:
     device_gbps: float | None
     """None: the runtime's own device kernels take no time."""
     scale: float
+    slow_core: float = 1.0
+    link_contention: float = 0.0
+    link_noise: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,7 @@ class RigSpec:
     source: str
     table: str
     values: Mapping[str, float]
+    effects: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> RigSpec:
@@ -72,10 +83,10 @@ class RigSpec:
         tables = [name for name in ("rates", "timeline") if isinstance(document.get(name), dict)]
         if len(tables) != 1:
             raise ConfigError(f"rig '{path}' has {len(tables)} of the tables [rates] and [timeline], allowed is one")
-        unknown = set(document) - {"name", "source", *tables}
+        unknown = set(document) - {"name", "source", "effects", *tables}
         if unknown or not isinstance(document.get("name"), str):
             what = f"the unknown key {min(unknown)!r}" if unknown else "no name"
-            raise ConfigError(f"rig '{path}' has {what}, allowed are name, source and one table")
+            raise ConfigError(f"rig '{path}' has {what}, allowed are name, source, one table and [effects]")
         required = _RATES if tables[0] == "rates" else _TIMELINE
         optional = () if tables[0] == "rates" else ("device_ms",)
         table = document[tables[0]]
@@ -83,13 +94,13 @@ class RigSpec:
             if key not in table:
                 raise ConfigError(f"rig '{path}' has no {tables[0]}.{key}, needed are {', '.join(required)}")
         for key, value in table.items():
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if key not in required + optional or not number or not 0 < value <= sys.float_info.max:
+            if key not in required + optional or not _is_number(value) or not 0 < value <= sys.float_info.max:
                 raise ConfigError(
                     f"rig '{path}' has {tables[0]}.{key} = {value!r}, "
                     f"allowed are numbers > 0 for {', '.join(required + optional)}"
                 )
-        return cls(document["name"], str(document.get("source", "")), tables[0], table)
+        effects = _effects(document.get("effects", {}), path)
+        return cls(document["name"], str(document.get("source", "")), tables[0], table, effects)
 
     def for_elements(self, elements: int) -> Rig:
         """The rig for a workload.
@@ -100,7 +111,7 @@ class RigSpec:
         values = self.values
         if self.table == "rates":
             rates = {key: float(values[key]) for key in _RATES}
-            return Rig(self.name, self.source, scale=1.0, **rates)
+            return Rig(self.name, self.source, scale=1.0, **rates, **self.effects)
         scale = values["scale"]
 
         def gbps(bytes_per_element: int, milliseconds: float) -> float:
@@ -117,4 +128,23 @@ class RigSpec:
             host_gbps=gbps(_UPDATE_BYTES, values["host_ms"]),
             device_gbps=None if device_ms is None else gbps(_UPDATE_BYTES, device_ms),
             scale=scale,
+            **self.effects,
         )
+
+
+def _effects(table: Any, path: Path) -> Mapping[str, float]:
+    if not isinstance(table, dict):
+        raise ConfigError(f"rig '{path}' has effects = {table!r}, allowed is a table")
+    for key, value in table.items():
+        if key not in _EFFECTS:
+            raise ConfigError(f"rig '{path}' has effects.{key}, allowed are {', '.join(_EFFECTS)}")
+        above, most = _EFFECTS[key]
+        if not _is_number(value) or not above < value <= most:
+            raise ConfigError(
+                f"rig '{path}' has effects.{key} = {value!r}, allowed is above {above:g}, at most {most:g}"
+            )
+    return {key: float(value) for key, value in table.items()}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -22,6 +22,8 @@ from zenflow.host.memory import HostMemory
 from zenflow.kernels import Kernels, kernels_for
 from zenflow.layout import ModelPlan
 from zenflow.ledger import Ledger
+from zenflow.masters import GivenMasters
+from zenflow.ranks import Ranks
 from zenflow.rules import Rule
 from zenflow.stats import Traffic
 
@@ -39,6 +41,11 @@ class Runtime:
     deferred_update: str
     cores: HostCores
     """Where the host engine's threads run, and why."""
+    ranks: Ranks | None
+    """Those that train the same model; None where there is one."""
+    masters: GivenMasters
+    cpus: list[int] | None
+    """Those that are this rank's share of the node; None: all that are allowed."""
     ledger: Ledger | None = None
     """Accounts for every gradient, where that is asked for."""
     traffic: Traffic = field(default_factory=Traffic)
@@ -86,7 +93,25 @@ class Runtime:
 
         Raises:
             HostMemoryError: naming the bytes that are needed and available.
+            ZenFlowError: it does not fit on another rank.
         """
+        longest, error = config.longest_window, None
+        try:
+            longest = self._longest_fitting(config, plan, dtypes)
+        except HostMemoryError as raised:
+            error = raised
+        if self.ranks is not None:
+            self.ranks.together(error, self.device.torch_device)
+            longest = self.ranks.least(longest, self.device.torch_device)
+        elif error is not None:
+            raise error
+        if longest == config.longest_window:
+            return config
+        warnings.warn(f"windows have at most {longest} steps: the host has no memory for a longer log", stacklevel=2)
+        lag = None if config.apply_lag is None else min(config.apply_lag, longest)
+        return replace(config, max_update_interval=longest, apply_lag=lag)
+
+    def _longest_fitting(self, config: ZenFlowConfig, plan: ModelPlan, dtypes: Sequence[torch.dtype]) -> int:
         longest = config.longest_window
         while True:
             try:
@@ -100,15 +125,12 @@ class Runtime:
                     raise
                 longest -= 1
             else:
-                break
-        if longest == config.longest_window:
-            return config
-        warnings.warn(f"windows have at most {longest} steps: the host has no memory for a longer log", stacklevel=2)
-        lag = None if config.apply_lag is None else min(config.apply_lag, longest)
-        return replace(config, max_update_interval=longest, apply_lag=lag)
+                return longest
 
 
-def make_runtime(device: Device, rule: Rule, config: ZenFlowConfig, history: History) -> Runtime:
+def make_runtime(
+    device: Device, rule: Rule, config: ZenFlowConfig, history: History, ranks: Ranks | None = None
+) -> Runtime:
     """Start the host engine for a device.
 
     Args:
@@ -116,13 +138,18 @@ def make_runtime(device: Device, rule: Rule, config: ZenFlowConfig, history: His
         rule: the update rule.
         config: resolved knobs.
         history: receives the waits for host memory.
+        ranks: that train the same model.
 
     Raises:
         ConfigError: `$ZENFLOW_NATIVE` or `$ZENFLOW_KERNELS` has a value that is not allowed.
         HostEngineError: the engine could not be started.
     """
+    cpus = None if ranks is None else ranks.cpus()
     cores = host_cores(
-        reserved_share=config.pt_reserved_cores_perc, numa_node=device.numa_node(), threads=config.host_threads
+        reserved_share=config.pt_reserved_cores_perc,
+        numa_node=device.numa_node(),
+        threads=config.host_threads,
+        affinity=cpus,
     )
     backend = choose_backend(list(cores.cpus))
     engine = HostEngine(device, backend)
@@ -130,4 +157,17 @@ def make_runtime(device: Device, rule: Rule, config: ZenFlowConfig, history: His
     log = GradientLog(memory, engine, device, history, config.longest_window)
     kernels = kernels_for(device.torch_device)
     ledger = Ledger() if config.ledger else None
-    return Runtime(device, engine, memory, log, kernels, rule, config.deferred_update, cores, ledger)
+    return Runtime(
+        device,
+        engine,
+        memory,
+        log,
+        kernels,
+        rule,
+        config.deferred_update,
+        cores,
+        ranks,
+        GivenMasters(ranks),
+        cpus,
+        ledger,
+    )

@@ -90,11 +90,17 @@ class SplitState:
 
     # --- masters ---------------------------------------------------------------------------------------------------
 
-    def read_masters(self) -> None:
-        """Take the masters from the weights."""
+    def read_masters(self, values: torch.Tensor) -> None:
+        """Begin with masters.
+
+        Args:
+            values: in the parameter's shape: the weights, or what they were rounded from.
+        """
         if self.flat:
-            return  # they were when it was made
-        matrix = self._matrix()
+            if self.resident is not None and not self.is_own_master(self.resident):
+                self.resident.master.copy_(values.reshape(1, -1))
+            return
+        matrix = self._plan.view(values)
         if self.resident is not None:
             self.resident.master.copy_(matrix[:, : self._plan.resident].t())
         if self.selected is not None:

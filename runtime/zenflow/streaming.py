@@ -113,6 +113,7 @@ class Streamer:
         """
         self._least = least_firings
         self._watches: dict[int, _Watch] = {}
+        self._known: dict[int, int] = {}
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Count the firings of those that are trained, from now on.
@@ -122,12 +123,26 @@ class Streamer:
         """
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in self._watches:
-                watch = self._watches[id(parameter)] = _Watch(parameter, self._least)
+                watch = self._watches[id(parameter)] = _Watch(parameter, self._known.pop(id(parameter), self._least))
                 before, after = _hooks(weakref.ref(watch))
                 watch.handles = [
                     parameter.register_hook(before),
                     parameter.register_post_accumulate_grad_hook(after),
                 ]
+
+    def expected(self, parameter: nn.Parameter) -> int:
+        """How many firings the next step of a parameter is expected to have."""
+        watch = self._watches.get(id(parameter))
+        return self._least if watch is None else watch.expected
+
+    def expect(self, parameter: nn.Parameter, firings: int) -> None:
+        """Begin with what a saved run had learnt, once the parameter is watched.
+
+        Args:
+            parameter: that is not watched yet.
+            firings: in a step.
+        """
+        self._known[id(parameter)] = max(self._least, firings)
 
     def leave_alone(self, parameter: nn.Parameter) -> None:
         """Take the hooks off a parameter of which nothing is to be staged: they cost it a copy of its gradient.

@@ -21,6 +21,7 @@ from zenflow.host.tasks import Control
 from zenflow.knobs import KnobChange, prepare, reserve
 from zenflow.ledger import Balance
 from zenflow.model import Groups, ModelState, Split
+from zenflow.ranks import Ranks
 from zenflow.rules import Hyper, Rule
 from zenflow.runtime import make_runtime
 from zenflow.schedule import StepPlan, WindowClock
@@ -41,6 +42,7 @@ class Training:
         module: the model that owns the parameters, if it is known.
         device: the accelerator.
         made_with: the knobs that the user asked for in the beginning; None: these.
+        ranks: that train the same model; None where there is one.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Training:
         module: nn.Module | None,
         device: Device,
         made_with: ZenFlowConfig | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config = config
         """The knobs in force."""
@@ -57,7 +60,7 @@ class Training:
         """The knobs that the user asked for in the beginning."""
         self.rule = rule
         self.history = History(device)
-        self.runtime = make_runtime(device, rule, config, self.history)
+        self.runtime = make_runtime(device, rule, config, self.history, ranks)
         self.engine = self.runtime.engine
         self.model = ModelState(self.runtime, module)
         self.clock = WindowClock(config)
@@ -70,9 +73,14 @@ class Training:
         self._waits: ForwardWaits | None = None
         self.hypers: list[Hyper] = []
         """Of each group, in the last step."""
+        self.grad_norm: torch.Tensor | None = None
+        """Of the last step, where its knobs asked for it."""
         self._last_d2h: Transfer | None = None
         self.gradients = Gradients(
-            self.runtime, self.history, stream=config.stream, least_firings=config.gradient_accumulation_steps
+            self.runtime,
+            self.history,
+            stream=config.stream and ranks is None,  # backward gives each rank its own gradient only
+            least_firings=config.gradient_accumulation_steps,
         )
         self._torn = False  # a step was interrupted half-way
         # Only a request: a collected optimizer may be finalised on any thread, which must not wait for another.
@@ -107,6 +115,9 @@ class Training:
         if self._waits is not None:
             self._waits.begin_step()
         self.history.begin_step()
+        if self.runtime.ranks is not None:
+            self.runtime.ranks.reduce(parameter for group in groups for parameter in group["params"])
+            found_inf = self.runtime.ranks.any(found_inf, self._device.torch_device)
         live = self.gradients.collect(self.model.weights)
         self.model.take_outside_writes()
         self.hypers = [self.rule.hyper(group) for group in groups]
@@ -181,6 +192,7 @@ class Training:
             grad_scale=grad_scale,
             found_inf=found_inf,
         )
+        self.grad_norm = None if control is None else control.norm
         set_controls(self.runtime, live, control)
         return control
 
@@ -293,7 +305,9 @@ class Training:
 
     def another(self, config: ZenFlowConfig) -> Training:
         """A run that has not begun, of the same model on the same device."""
-        return Training(self.rule, config, self._module, self._device, self.made_with)
+        made = Training(self.rule, config, self._module, self._device, self.made_with, self.runtime.ranks)
+        made.runtime.masters = self.runtime.masters  # of weights that have not begun
+        return made
 
     def ledger(self) -> dict[str, Balance]:
         """Every parameter's account, by name.

@@ -98,8 +98,9 @@ class WeightState:
 
     def start(self) -> None:
         """Read the masters; at the first gradient, after `propose` where something is to be selected."""
+        values = self._runtime.masters.take(self.parameter)
         self._split = self._make_split(flat=self.plan.resident == self.plan.columns)
-        self._split.read_masters()
+        self._split.read_masters(values)
         self._runtime.device.charge(2 * self.parameter.nbytes)
         self.note_version()
 

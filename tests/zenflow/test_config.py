@@ -34,6 +34,7 @@ BAD: list[tuple[str, list[Any], str]] = [
     ("max_update_interval", [0, -5, 2.0, "auto", None], "an integer >= 1"),
     ("ledger", [0, "no", None], "true or false"),
     ("stream", [1, "yes", None], "true or false"),
+    ("reduce_gradients", [1, "yes", None], "true or false"),
     ("gradient_accumulation_steps", [0, -1, 2.0, "auto", None], "an integer >= 1"),
     ("apply_lag", [0, 5, -1, 1.5, True, "auto"], "an integer from 1 to update_interval (4), or none"),
 ]  # fmt: skip

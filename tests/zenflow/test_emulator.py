@@ -212,6 +212,31 @@ def test_copies_of_one_direction_are_one_after_the_other() -> None:
         assert device.passed(begin)
 
 
+def test_a_slow_core_slows_the_host_and_a_busy_link_does_while_it_is_busy() -> None:
+    with accelerator(host_gbps=0.001, slow_core=0.5) as device:
+        assert device.pace(HostSpan(), 5000, [], device.mark()).seconds == pytest.approx(10e-3)
+    with accelerator(host_gbps=0.001, link_d2h_gbps=0.001, link_contention=0.75) as device:
+        begin = device.mark()
+        device.d2h(torch.zeros(1000), torch.zeros(1000))  # 4 ms of the first 10
+        span = device.pace(HostSpan(), 10_000, [], begin)
+        assert span.seconds == pytest.approx(10e-3 + 0.75 * 4e-3)
+        assert device.slack.host_s == pytest.approx(span.seconds)  # it is the rig that is slow, not this machine
+        assert device.pace(HostSpan(), 10_000, [], span.end_s).seconds == pytest.approx(10e-3)
+
+
+def test_a_noisy_link_takes_another_time_for_every_copy_and_the_same_in_every_run() -> None:
+    runs = []
+    for _ in range(2):
+        with accelerator(link_d2h_gbps=0.01, link_noise=0.5) as device:
+            copies = [device.d2h(torch.zeros(250), torch.zeros(250)) for _ in range(200)]
+            runs.append([device.elapsed_s(copy.begin, copy.end) / 1e-4 for copy in copies])
+            copies[-1].wait()
+    assert runs[0] == pytest.approx(runs[1], rel=1e-6)
+    logs = torch.tensor(runs[0]).log()
+    assert float(logs.mean()) == pytest.approx(0.0, abs=0.15)
+    assert float(logs.std()) == pytest.approx(0.5, rel=0.2)
+
+
 def test_a_copy_is_not_there_before_its_time() -> None:
     with accelerator(link_d2h_gbps=1e-6) as device:  # 200 bytes take 0.2 s
         begin = time.monotonic()

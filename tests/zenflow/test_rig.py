@@ -60,6 +60,14 @@ def test_device_ms_is_optional(tmp_path: Path) -> None:
     assert 28 * 1000 / (rig.device_gbps * 1e6) == pytest.approx(3)
 
 
+def test_effects_are_optional(tmp_path: Path) -> None:
+    assert spec(RATES, tmp_path).effects == {}
+    rig = spec(RATES + "[effects]\nslow_core = 0.5\nlink_noise = 1\n", tmp_path).for_elements(10)
+    assert (rig.slow_core, rig.link_contention, rig.link_noise) == (0.5, 0.0, 1.0)
+    slower = spec(TIMELINE + "[effects]\nlink_contention = 0.25\n", tmp_path).for_elements(10)
+    assert (slower.slow_core, slower.link_contention, slower.link_noise) == (1.0, 0.25, 0.0)
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -67,7 +75,7 @@ def test_device_ms_is_optional(tmp_path: Path) -> None:
         ("", "has 0 of the tables [rates] and [timeline], allowed is one"),
         ("rates = 3\nname = 'x'", "has 0 of the tables [rates] and [timeline], allowed is one"),
         (RATES + TIMELINE.partition("\n")[2].partition("\n")[2], "has 2 of the tables"),
-        (RATES.replace('name = "r"', ""), "has no name, allowed are name, source and one table"),
+        (RATES.replace('name = "r"', ""), "has no name, allowed are name, source, one table and [effects]"),
         (RATES.replace('"r"', "3"), "has no name"),
         ("nome = 'x'\n" + RATES, "has the unknown key 'nome'"),
         (RATES.replace("host_gbps = 3\n", ""), "has no rates.host_gbps, needed are link_d2h_gbps"),
@@ -81,6 +89,10 @@ def test_device_ms_is_optional(tmp_path: Path) -> None:
         (RATES.replace("= 400", "= '400'"), "has rates.device_gbps = '400'"),
         (RATES.replace("= 400", f"= 1{'0' * 400}"), "has rates.device_gbps = 1000"),
         (TIMELINE.replace("= 0.1", "= 0"), "has timeline.scale = 0"),
+        ("effects = 3\n" + RATES, "has effects = 3, allowed is a table"),
+        (RATES + "[effects]\nslow = 1", "has effects.slow, allowed are slow_core, link_contention, link_noise"),
+        (RATES + "[effects]\nslow_core = 1.5", "has effects.slow_core = 1.5, allowed is above 0, at most 1"),
+        (RATES + "[effects]\nlink_noise = 'much'", "has effects.link_noise = 'much', allowed is above 0, at most 2"),
     ],
 )
 def test_a_bad_file_is_a_sentence(text: str, sentence: str, tmp_path: Path) -> None:

@@ -92,10 +92,10 @@ def host_cores(
     """
     _check(reserved_share, threads, affinity)
     # Without affinity there are no numbers: a -1 is on no node and has no siblings, and passes the steps as a core.
-    allowed = _affinity() if affinity is None else tuple(sorted(set(affinity)))
+    allowed = allowed_cpus() if affinity is None else tuple(sorted(set(affinity)))
     on_node = _on_node(allowed, numa_node, root)
     near = on_node or allowed
-    physical = _one_a_core(near, root)
+    physical = one_a_core(near, root)
     quota = cpu_quota(root)
     usable = physical
     if quota is not None:
@@ -106,7 +106,7 @@ def host_cores(
     # Under a quota, others are likely to share these cores under quotas of their own, and would pick the same ones.
     cpus = own if len(usable) == len(physical) else (-1,) * len(own)
     if threads is not None:
-        pools = (own, physical, _one_a_core(allowed, root), allowed)
+        pools = (own, physical, one_a_core(allowed, root), allowed)
         cpus = next((_spread(pool, threads) for pool in pools if len(pool) >= threads), (-1,) * threads)
     online = parse_cpulist(read_text(root / "sys/devices/system/cpu/online") or "")
     return HostCores(
@@ -172,7 +172,8 @@ def format_cpulist(cpus: Collection[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _affinity() -> tuple[int, ...]:
+def allowed_cpus() -> tuple[int, ...]:
+    """The logical CPUs that the calling thread may run on, in ascending order; -1 each where there are no numbers."""
     if hasattr(os, "sched_getaffinity"):  # Linux
         return tuple(sorted(os.sched_getaffinity(0)))
     return (-1,) * (os.cpu_count() or 1)
@@ -185,7 +186,7 @@ def _on_node(cpus: tuple[int, ...], node: int | None, root: Path) -> tuple[int, 
     return tuple(cpu for cpu in cpus if cpu in listed)
 
 
-def _one_a_core(cpus: tuple[int, ...], root: Path) -> tuple[int, ...]:
+def one_a_core(cpus: tuple[int, ...], root: Path = Path("/")) -> tuple[int, ...]:
     """The lowest of `cpus` on each physical core."""
     known = frozenset(cpus)
     return tuple(cpu for cpu in cpus if cpu == min(_siblings(cpu, root) & known))

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from zenflow.device import HostSpan
-from zenflow.errors import HostEngineError
+from zenflow.errors import HostEngineError, HostThreadsError
 from zenflow.host.backend import Backend
 from zenflow.host.tasks import LogEntry, ReadMasters, Targets, Task, Update
 from zenflow.rules import Hyper, Rule
@@ -117,7 +117,7 @@ class NativeBackend(Backend):
         try:
             engine: _native.Engine = self._native.Engine(cpus)
         except RuntimeError as error:
-            raise HostEngineError(f"the host engine could not start {len(cpus)} threads: {error}") from error
+            raise HostThreadsError(f"the host engine could not start {len(cpus)} threads: {error}") from error
         return engine
 
     def _submit(self, task: Task) -> int:

@@ -1,0 +1,60 @@
+"""fp32 values of parameters that were rounded: where masters come from that are better than their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from zenflow.errors import ConfigError
+from zenflow.ranks import Ranks
+from zenflow.state import reread
+
+
+class GivenMasters:
+    """What was given, until the parameters' state begins.
+
+    Args:
+        ranks: all begin with what rank 0 was given.
+    """
+
+    def __init__(self, ranks: Ranks | None) -> None:
+        self._ranks = ranks
+        self._given: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
+
+    def give(self, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Keep them.
+
+        Args:
+            masters: fp32, in their parameters' shapes, on any device.
+
+        Raises:
+            ConfigError: a tensor has another shape than its parameter.
+        """
+        for parameter, master in masters.items():
+            if master.shape != parameter.shape or master.dtype != torch.float32:
+                raise ConfigError(
+                    f"a master is {master.dtype} of shape {tuple(master.shape)}, "
+                    f"allowed is torch.float32 of its parameter's shape {tuple(parameter.shape)}"
+                )
+        self._given |= {id(parameter): (parameter, master) for parameter, master in masters.items()}
+
+    def take(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The values that a parameter's masters begin with, in its shape; what was given for it is let go.
+
+        Args:
+            parameter: on its device.
+        """
+        weights = parameter.detach()
+        _, given = self._given.pop(id(parameter), (None, None))
+        if given is None:
+            return weights
+        values = given.to(weights.device, copy=True)
+        if self._ranks is not None:
+            self._ranks.broadcast(values)
+        return reread(values, weights)
+
+    def drop(self) -> None:
+        """Let all of it go."""
+        self._given.clear()

@@ -1,0 +1,208 @@
+"""Several ranks that train one model: gradients are averaged over them before anything is done with them."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zenflow.config import ZenFlowConfig
+from zenflow.errors import UnsupportedError, ZenFlowError
+from zenflow.host.cores import allowed_cpus, one_a_core
+
+
+class Ranks:
+    """The ranks of torch.distributed's default group; every method is to be called by all of them.
+
+    Args:
+        bucket_bytes: gradients are reduced together up to this size.
+        reduces: whether gradients are averaged here; else somebody else has done it.
+    """
+
+    def __init__(self, bucket_bytes: int, *, reduces: bool) -> None:
+        distributed = torch.distributed
+        self.reduces = reduces
+        self._bucket_bytes = bucket_bytes
+        self._size = distributed.get_world_size()
+        # What the host decides on must not wait for the device.
+        own = distributed.get_backend() != "gloo" and distributed.is_gloo_available()
+        self._host = distributed.new_group(backend="gloo") if own else None
+        self._on_host = own or distributed.get_backend() == "gloo"
+
+    @classmethod
+    def of(cls, config: ZenFlowConfig) -> Ranks | None:
+        """The ranks of this process; None where it is alone.
+
+        Args:
+            config: the knobs.
+        """
+        distributed = torch.distributed
+        if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+            return None
+        return cls(config.bucket_bytes, reduces=config.reduce_gradients)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite a tensor with that of rank 0.
+
+        Args:
+            tensor: on the device that the ranks communicate from.
+        """
+        whole = tensor if tensor.is_contiguous() else tensor.contiguous()
+        torch.distributed.broadcast(whole, 0)
+        if whole is not tensor:
+            tensor.copy_(whole)
+
+    def share(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Begin with the weights of rank 0 everywhere.
+
+        Args:
+            parameters: in the same order on all ranks.
+
+        Raises:
+            UnsupportedError: the ranks have other parameters.
+        """
+        own = list(parameters)
+        text = repr([(tuple(one.shape), str(one.dtype), one.requires_grad) for one in own])
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+        if self.least(number, own[0].device) != number or self.least(-number, own[0].device) != -number:
+            raise UnsupportedError("the ranks' parameters differ in number, shape, dtype or requires_grad")
+        for parameter in own if self.reduces else ():
+            self.broadcast(parameter.detach())
+
+    def cpus(self) -> list[int] | None:
+        """The CPUs that this rank's host threads may use, where other ranks of this node would pick the same ones.
+
+        Returns:
+            Of each physical core one; None: all that its affinity allows.
+        """
+        mine = (socket.gethostname(), allowed_cpus())
+        everybodys: list[Any] = [None] * self._size
+        torch.distributed.all_gather_object(everybodys, mine, group=self._host)
+        alike = [rank for rank, theirs in enumerate(everybodys) if theirs == mine]
+        cores = one_a_core(mine[1])
+        if len(alike) == 1 or len(cores) < len(alike):
+            return None
+        return list(cores[alike.index(torch.distributed.get_rank()) :: len(alike)])
+
+    def least(self, value: int, device: torch.device) -> int:
+        """The least of all ranks' values.
+
+        Args:
+            value: this rank's.
+            device: that the ranks communicate from.
+        """
+        asked = torch.tensor([value], dtype=torch.int64, device="cpu" if self._on_host else device)
+        torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MIN, group=self._host)
+        return int(asked)
+
+    def together(self, error: BaseException | None, device: torch.device) -> None:
+        """Fail on every rank where one has failed, so that none goes on alone.
+
+        Args:
+            error: this rank's; None: it has not failed.
+            device: that the ranks communicate from.
+
+        Raises:
+            ZenFlowError: another rank has failed; where this one has, its own error.
+        """
+        all_well = self.least(0 if error else 1, device)
+        if error is not None:
+            raise error
+        if not all_well:
+            raise ZenFlowError("another rank failed at this, and says why; nothing has changed here")
+
+    def any(self, flag: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+        """Whether a flag is set on any rank; stays on the device.
+
+        Args:
+            flag: of one element, not 0 where it is set; None, on all ranks alike: there is none.
+            device: that the ranks communicate from.
+        """
+        if flag is None:
+            return None
+        common = (torch.as_tensor(flag, device=device).reshape(1) != 0).float()
+        torch.distributed.all_reduce(common, torch.distributed.ReduceOp.MAX)
+        return common.reshape(())
+
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace each `.grad` by its mean over the ranks, in its own dtype.
+
+        A rank without a gradient that another one has takes part with zeros.
+
+        Args:
+            parameters: in the same order on all ranks.
+
+        Raises:
+            UnsupportedError: a gradient is sparse.
+        """
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if not self.reduces or not trained:
+            return
+        sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in trained)
+        error = UnsupportedError("a gradient is sparse, allowed are dense ones") if sparse else None
+        self.together(error, trained[0].device)
+        gradients = [_gradient(parameter) for parameter in self._with_gradient(trained)]
+        ahead: list[_Sum] = []
+        for bucket in _buckets(gradients, self._bucket_bytes):
+            ahead.append(_Sum(bucket, self._size))
+            if len(ahead) > 1:  # one is on its way while the next is packed; more would only take memory
+                ahead.pop(0).finish()
+        for one in ahead:
+            one.finish()
+
+    def _with_gradient(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Those that have a gradient on any rank."""
+        here = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device="cpu")
+        anywhere = here if self._on_host else here.to(parameters[0].device)
+        torch.distributed.all_reduce(anywhere, torch.distributed.ReduceOp.MAX, group=self._host)
+        return [parameter for parameter, one in zip(parameters, anywhere.tolist(), strict=True) if one]
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+    return parameter.grad
+
+
+def _buckets(gradients: Iterable[torch.Tensor], most_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """In order; each of one dtype, and of one gradient where that is larger than a bucket."""
+    bucket: list[torch.Tensor] = []
+    nbytes = 0
+    for gradient in gradients:
+        if bucket and (gradient.dtype != bucket[0].dtype or nbytes + gradient.nbytes > most_bytes):
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(gradient)
+        nbytes += gradient.nbytes
+    if bucket:
+        yield bucket
+
+
+class _Sum:
+    """A bucket on its way to becoming its mean over the ranks."""
+
+    def __init__(self, bucket: list[torch.Tensor], ranks: int) -> None:
+        alone = len(bucket) == 1 and bucket[0].is_contiguous()
+        self._bucket = bucket
+        self._flat = bucket[0] if alone else torch.cat([gradient.reshape(-1) for gradient in bucket])
+        self._ranks = ranks
+        # A sum of fp16 may overflow where its mean does not.
+        self._before = self._flat.dtype == torch.float16
+        if self._before:
+            self._flat.div_(ranks)
+        self._handle = torch.distributed.all_reduce(self._flat, async_op=True)
+
+    def finish(self) -> None:
+        """Wait for it, and write the gradients."""
+        self._handle.wait()
+        if not self._before:
+            self._flat.div_(self._ranks)
+        if self._flat is not self._bucket[0]:
+            for gradient, part in zip(
+                self._bucket, self._flat.split([one.numel() for one in self._bucket]), strict=True
+            ):
+                gradient.copy_(part.view(gradient.shape))
