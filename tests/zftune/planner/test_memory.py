@@ -21,7 +21,7 @@ from zftune.planner.activations import activations
 from zftune.planner.memory import CONTEXT_BYTES, device_bytes, host_bytes, memory, segments
 from zftune.planner.split import model_plan
 
-FOLDER = Path(__file__).parents[3] / "studies" / "005-planner"
+FOLDER = Path(__file__).parents[3] / "studies" / "012-planner"
 MIB = 1 << 20
 
 

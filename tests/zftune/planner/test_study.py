@@ -1,4 +1,4 @@
-"""Study 005's arithmetic on published figures, by hand."""
+"""Study 012's arithmetic on published figures, by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[3] / "studies" / "005-planner"
+FOLDER = Path(__file__).parents[3] / "studies" / "012-planner"
 PARAMETERS = 1_543_714_304
 
 
