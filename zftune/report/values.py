@@ -5,28 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from zftune.profile.schema import SOURCED
 from zftune.profile.units import ms, number, percent, size
 
 Document = Mapping[str, Any]
-FIGURES = (
-    "step_ms",
-    "throughput",
-    "phases_ms",
-    "stall",
-    "hidden_ms_per_step",
-    "waits_ms",
-    "link",
-    "host",
-    "memory",
-    "selection",
-    "staleness",
-    "practicality",
-    "roofs",
-    "baselines",
-    "nvml",
-    "system",
-    "overhead_fraction",
-)
+_TABLES = ("ranks", "per_step", "timeline")  # shown otherwise than as rows of figures
+FIGURES = tuple(name for name in SOURCED if name not in _TABLES)
 
 
 def rate(gbps: float) -> str:

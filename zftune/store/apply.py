@@ -25,6 +25,7 @@ RARE_SELECTION_STEPS = 128
 _UPDATE_INTERVAL = 4
 _OPTIMIZERS = ("adam", "adamw")
 _NOT_FOR_ZENFLOW = ("adam_w_mode", "fp32_optimizer_states", "torch_adam")
+_OWN = ("full_warm_up_rounds", "auto_ratio", "pt_reserved_cores_perc")  # a preset does not speak of these
 
 
 @dataclass(slots=True)
@@ -68,14 +69,11 @@ def apply(
     Raises:
         BadInputError: upstream cannot train this with these knobs; names the field, the value and what is allowed.
     """
-    from zenflow import ZenFlowConfig
-
-    config = ZenFlowConfig(**knobs)
     applied = Applied(copy.deepcopy(dict(ds_config)))
     if applied.config.pop("zftune", None) is not None:
         applied.notes.append("the zftune section was left out: its preset is in the file now")
     zero = _zero_section(applied, stage)
-    zero.pop("zenflow", None)
+    config = _config(zero.pop("zenflow", None), knobs)
     if config.offload_ratio == 0:
         zero.pop("offload_optimizer", None)
         applied.notes.append("nothing is offloaded: this is what was measured to be the fastest")
@@ -91,6 +89,17 @@ def apply(
         if backend == "zenflow":
             applied.notes.append("upstream moves all gradients, selected ones too: expect a slower step than measured")
     return applied
+
+
+def _config(section: Any, knobs: Mapping[str, Any]) -> ZenFlowConfig:
+    """The knobs, and what the user's own section says beside them."""
+    from zenflow import ConfigError, ZenFlowConfig
+
+    own = {name: section[name] for name in _OWN if name in section} if isinstance(section, dict) else {}
+    try:
+        return ZenFlowConfig(**{**own, **knobs})
+    except ConfigError as error:
+        raise BadInputError(f"zero_optimization.zenflow: {error}") from error
 
 
 def _zero_section(applied: Applied, stage: int) -> dict[str, Any]:
@@ -180,10 +189,6 @@ def _zenflow_section(applied: Applied, config: ZenFlowConfig) -> dict[str, Any]:
         applied.notes.append(
             f'update_interval is {update} instead of "auto", which turns all weights into NaN upstream'
         )
-    warm_up = config.full_warm_up_rounds
-    if config.overlap_step and warm_up < 1:
-        warm_up = 1
-        applied.notes.append("full_warm_up_rounds is 1: without it upstream's overlap is two windows late")
     return {
         "topk_ratio": config.topk_ratio,
         "select_strategy": "step",

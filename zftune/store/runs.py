@@ -1,6 +1,7 @@
 """The runs of a store, with their trials, measurements and decisions.
 
-A run is written to by the one process that holds its lease. The lease ends by itself; `reap` closes what ended so.
+A run is written to by the one process that holds its lock and its lease (see `zftune.store.living`). Both end by
+themselves; `reap` closes what ended so.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from zftune.store.engine import Database
 from zftune.store.errors import StoreError
+from zftune.store.living import Living
+from zftune.store.past_runs import PastRuns
 from zftune.store.presets import save_facts
-from zftune.store.rows import decision_of, measurement_of, measurement_row, run_of, trial_of
+from zftune.store.rows import measurement_row, trial_of
 from zftune.store.tables import REASON_LENGTH, DecisionRow, MeasurementRow, RunRow, TrialRow
 from zftune.store.types import (
     Decision,
@@ -26,7 +28,6 @@ from zftune.store.types import (
     Model,
     Reaped,
     Run,
-    RunRecord,
     RunState,
     TrialRecord,
     TrialState,
@@ -37,13 +38,14 @@ LEASE_S = 120.0
 _OPEN = (TrialState.PLANNED, TrialState.IN_FLIGHT)
 _CRASH = "the run ended without goodbye while this setting was in flight"
 _VOID = "the run ended before this setting was tried"
+_RUNNING = "run '{}' is still running, allowed is one that has ended"
 
 
-class Runs:
+class Runs(PastRuns):
     """The part of a store that keeps runs."""
 
-    _database: Database
     _clock: Callable[[], float]
+    _living: Living
 
     def begin_run(
         self,
@@ -67,7 +69,7 @@ class Runs:
             settings: of the search.
             versions: of the software.
             usable_cores: by affinity and control group.
-            lease_s: seconds until it counts as lost, unless the lease is renewed.
+            lease_s: seconds until it counts as lost where no lock tells, unless the lease is renewed.
 
         Raises:
             StoreError: it could not be written.
@@ -93,7 +95,12 @@ class Runs:
             )
             return run
 
-        return self._database.write(work)
+        self._living.hold(run.run_id)  # before anybody knows of it
+        try:
+            return self._database.write(work)
+        except StoreError:
+            self._living.release(run.run_id)
+            raise
 
     def renew_lease(self, run: Run, lease_s: float = LEASE_S) -> None:
         """Say that a run lives, for so many seconds more.
@@ -120,28 +127,51 @@ class Runs:
             self._close_trials(session, run.run_id, in_flight=TrialState.VOID)
 
         self._database.write(work)
+        self._living.release(run.run_id)
+
+    def interrupt_run(self, run: Run) -> None:
+        """Say goodbye before the search is over: nothing crashed, and the run is there to be resumed.
+
+        Raises:
+            StoreError: it could not be written, or the run is another process's now.
+        """
+
+        def work(session: Session) -> None:
+            row = _own(session, run)
+            row.state, row.ended_unix_s = RunState.LOST, self._clock()
+            self._close_trials(session, run.run_id, in_flight=TrialState.VOID)
+
+        self._database.write(work)
+        self._living.release(run.run_id)
 
     def resume_run(self, run_id: str, lease_s: float = LEASE_S) -> Run:
         """Take over a run that was lost or finished; who held it before can write no more.
 
         Raises:
-            StoreError: it could not be written, there is no such run, or its lease has not ended.
+            StoreError: it could not be written, there is no such run, or it is still running.
         """
         run = Run(run_id, secrets.token_hex(16))
+        died = self._living.lives(run_id) is False
+        if not self._living.hold(run_id):
+            raise StoreError(_RUNNING.format(run_id))
 
         def work(session: Session) -> Run:
             row, now = session.get(RunRow, run_id, with_for_update=True), self._clock()
             if row is None:
                 raise StoreError(f"run '{run_id}' is not in the store")
             if row.state is RunState.RUNNING:
-                if row.lease_until_unix_s >= now:
-                    raise StoreError(f"run '{run_id}' is still running, allowed is one whose lease has ended")
+                if not died and row.lease_until_unix_s >= now:
+                    raise StoreError(_RUNNING.format(run_id))
                 self._close_trials(session, run_id, in_flight=TrialState.CRASHED)
             row.token, row.state, row.ended_unix_s = run.token, RunState.RUNNING, None
             row.lease_until_unix_s = now + lease_s
             return run
 
-        return self._database.write(work)
+        try:
+            return self._database.write(work)
+        except StoreError:
+            self._living.close(run_id)
+            raise
 
     def add_trial(
         self,
@@ -256,7 +286,9 @@ class Runs:
         self._database.write(work)
 
     def reap(self) -> list[Reaped]:
-        """Close the runs whose lease has ended: what was in flight is marked crashed, what was planned is void.
+        """Close the runs whose process has ended: what was in flight is marked crashed, what was planned is void.
+
+        A run that nobody has a lock on has ended; where there are no locks, one whose lease has ended.
 
         Raises:
             StoreError: it could not be written.
@@ -264,70 +296,28 @@ class Runs:
 
         def work(session: Session) -> list[Reaped]:
             now, found = self._clock(), []
-            ended = select(RunRow).where(RunRow.state == RunState.RUNNING, RunRow.lease_until_unix_s < now)
-            for row in session.scalars(ended.with_for_update()):
-                row.state, row.ended_unix_s = RunState.LOST, row.lease_until_unix_s
+            running = select(RunRow).where(RunRow.state == RunState.RUNNING)
+            for row in session.scalars(running.with_for_update()):
+                lives = self._living.lives(row.run_id)
+                if row.lease_until_unix_s >= now if lives is None else lives:
+                    continue
+                row.state, row.ended_unix_s = RunState.LOST, min(now, row.lease_until_unix_s)
                 found.append(self._close_trials(session, row.run_id, in_flight=TrialState.CRASHED))
             return found
 
-        return self._database.write(work)
-
-    def runs(self) -> list[RunRecord]:
-        """All, the newest first.
-
-        Raises:
-            StoreError: the store could not be read.
-        """
-        order = select(RunRow).order_by(RunRow.began_unix_s.desc(), RunRow.run_id)
-        return self._database.read(lambda session: [run_of(row) for row in session.scalars(order)])
-
-    def trials(self, run_id: str) -> list[TrialRecord]:
-        """Of a run, in order.
-
-        Raises:
-            StoreError: the store could not be read.
-        """
-        order = select(TrialRow).where(TrialRow.run_id == run_id).order_by(TrialRow.number)
-        return self._database.read(lambda session: [trial_of(row) for row in session.scalars(order)])
-
-    def measurements(self, trial_id: int) -> list[Measurement]:
-        """Of a trial, in order.
-
-        Raises:
-            StoreError: the store could not be read.
-        """
-        order = select(MeasurementRow).where(MeasurementRow.trial_id == trial_id)
-        order = order.order_by(MeasurementRow.measurement_id)
-        return self._database.read(lambda session: [measurement_of(row) for row in session.scalars(order)])
-
-    def decisions(self, run_id: str) -> list[Decision]:
-        """Of a run, in order.
-
-        Raises:
-            StoreError: the store could not be read.
-        """
-        order = select(DecisionRow).where(DecisionRow.run_id == run_id).order_by(DecisionRow.decision_id)
-        return self._database.read(lambda session: [decision_of(row) for row in session.scalars(order)])
-
-    def crashed_knobs(self, key: Key) -> list[dict[str, Any]]:
-        """Settings that were in flight when a run of this model on this hardware crashed: not to be tried again.
-
-        Raises:
-            StoreError: the store could not be read.
-        """
-        wanted = (
-            select(TrialRow.knobs)
-            .join(RunRow, RunRow.run_id == TrialRow.run_id)
-            .where(RunRow.model_id == key.model_id, RunRow.hw_id == key.hw_id, RunRow.backend == key.backend)
-            .where(TrialRow.state == TrialState.CRASHED)
-            .order_by(TrialRow.trial_id)
-        )
-        return self._database.read(lambda session: list(session.scalars(wanted)))
+        found = self._database.write(work)
+        for one in found:
+            self._living.bury(one.run_id)
+        return found
 
     def _close_trials(self, session: Session, run_id: str, *, in_flight: TrialState) -> Reaped:
-        """End what is open in a run."""
+        """End what is open in a run. A setting that was measured before stays so, unless it crashed."""
         now, closed = self._clock(), {}
         session.flush()
+        if in_flight is TrialState.VOID:
+            valid = select(MeasurementRow.trial_id).where(MeasurementRow.void_reason.is_(None))
+            again = (TrialRow.run_id == run_id, TrialRow.state == TrialState.IN_FLIGHT, TrialRow.trial_id.in_(valid))
+            session.execute(update(TrialRow).where(*again).values(state=TrialState.MEASURED, ended_unix_s=now))
         for was, state in ((TrialState.IN_FLIGHT, in_flight), (TrialState.PLANNED, TrialState.VOID)):
             reason = _CRASH if state is TrialState.CRASHED else _VOID
             those = (TrialRow.run_id == run_id, TrialRow.state == was)

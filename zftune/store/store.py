@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 from zftune.store.engine import Database
+from zftune.store.living import Living
 from zftune.store.presets import Presets
 from zftune.store.runs import Runs
 
@@ -27,6 +28,7 @@ class Store(Presets, Runs):
     def __init__(self, database: Database, path: Path | None, notices: list[str], clock: Callable[[], float]) -> None:
         self._database = database
         self._clock = clock
+        self._living = Living(path)
         self.path = path
         self.notices = notices
 
@@ -36,8 +38,9 @@ class Store(Presets, Runs):
         return self.path is not None or self._database.engine.dialect.name != "sqlite"
 
     def close(self) -> None:
-        """Close every connection. What was written stays."""
+        """Close every connection. What was written stays; runs that are not over are lost, and may be resumed."""
         self._database.close()
+        self._living.close()
 
     def __enter__(self) -> Store:
         return self

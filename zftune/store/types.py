@@ -34,7 +34,7 @@ class RunState(enum.StrEnum):
     RUNNING = "running"
     FINISHED = "finished"
     LOST = "lost"
-    """Its lease ended and nobody renewed it."""
+    """It ended before its search did: killed, or interrupted. It may be resumed."""
 
 
 class PresetState(enum.StrEnum):
@@ -265,7 +265,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """A run whose lease had ended."""
+    """A run whose process had ended without goodbye."""
 
     run_id: str
     crashed: tuple[int, ...]

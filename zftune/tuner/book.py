@@ -42,6 +42,8 @@ class Book:
         self._incumbent = 0
         self.tokens = 1
         """Of a step."""
+        self.device_limit_bytes: int | None = None
+        """Most GPU memory at the peak; None: there is no such limit."""
 
     # --- the incumbent -----------------------------------------------------------------------------------------------
 
@@ -109,6 +111,8 @@ class Book:
     def add(self, judged: Judgement, source: str) -> Trial:
         """A new trial, planned or rejected."""
         setting = judged.told.setting
+        if judged.forecast is not None:
+            self._forecasts[setting] = judged.forecast  # it may have been made elsewhere
         trial = Trial(len(self.trials), setting, source, forecast=self.forecast(setting))
         trial.constraint = judged.told.constraint
         if judged.rejected:
@@ -170,13 +174,24 @@ class Book:
         forecast, relative = self.forecast(setting), self.relative(setting)
         if forecast.excess > 0:
             reasons.append((forecast.excess, forecast.reason))
+        excess = self._excess(forecast)
+        if excess > 0:
+            reasons.append((excess, "it would leave less GPU memory free under the measured peak than must stay free"))
         if relative > SLOWEST:
             reasons.append((relative / SLOWEST - 1, f"the planner predicts {relative:.2f} times the incumbent's time"))
         constraint, reason = max(reasons, default=(self._margin(setting), ""))
         told = self._told(known) if known is not None else None
         if told is None:
             told = Told(setting, self._value(relative), constraint)
-        return Judgement(told, known is not None, reason)
+        return Judgement(told, known is not None, reason, forecast)
+
+    def _excess(self, forecast: Forecast) -> float:
+        """By which share of the limit the incumbent's measured peak and what is predicted beyond it are too much."""
+        measured = self.incumbent.device_bytes
+        if self.device_limit_bytes is None or measured is None:
+            return 0.0
+        more = forecast.device_bytes - self.forecast(self.incumbent.setting).device_bytes
+        return (measured + more) / self.device_limit_bytes - 1
 
     def told(self) -> list[Told]:
         """All that is known, for Optuna."""

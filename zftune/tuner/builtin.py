@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 
@@ -12,7 +11,7 @@ import torch
 from zenflow import Device, EmulatedAccelerator, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
 from zenflow.device import device_for
 from zftune.errors import ProfileError
-from zftune.profile.measure import MAX_LATE_SHARE, Task
+from zftune.profile.measure import Task
 from zftune.workload import Batch
 
 _LEARNING_RATE = 1e-4
@@ -75,23 +74,3 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
-
-    def disturbance(self) -> Callable[[], str | None]:
-        """Says whether this machine was too slow for the emulated accelerator since it was asked last."""
-        device = self.device
-        if not isinstance(device, EmulatedAccelerator):
-            return lambda: None
-        slack = device.slack
-        before = [slack.segments, slack.late, slack.host_s, slack.late_host_s]
-
-        def ask() -> str | None:
-            now = [slack.segments, slack.late, slack.host_s, slack.late_host_s]
-            segments, late, host_s, late_host_s = (new - old for new, old in zip(now, before, strict=True))
-            before[:] = now
-            if late > max(1.0, MAX_LATE_SHARE * segments):  # a single one is no disturbance in so few steps
-                return f"{late:g} of {segments:g} segments were late on the emulated accelerator"
-            if host_s and late_host_s > MAX_LATE_SHARE * host_s:
-                return f"this host was {late_host_s / host_s:.1%} slower than the emulated one"
-            return None
-
-        return ask

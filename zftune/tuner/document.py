@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from zftune.tuner.scores import Gain, score
+from zftune.tuner.space import Space
 from zftune.tuner.states import Trial
 
 if TYPE_CHECKING:
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from zftune.tuner.search import Search
 
 SCHEMA = "zftune.tune/1"
+_FEASIBLE_POINTS = 40
 
 
 def build_document(run: TunedRun, training: Training, device_name: str) -> dict[str, Any]:
@@ -39,18 +42,20 @@ def build_document(run: TunedRun, training: Training, device_name: str) -> dict[
         "hardware": machine,
         "software": software(),
         "seed": task.seed,
+        "run_id": run.run_id,
         "steps": run.steps,
         "interrupted": run.interrupted,
+        "origin": run.origin or None,
         "coverage": run.coverage_source or None,
         "overhead_s": round(run.overhead_s, 3),
         "notices": run.notices,
-        **(_nothing(run.quality) if search is None else search_document(search)),
+        **(nothing_found(run.quality) if search is None else search_document(search)),
     }
 
 
-def _nothing(quality: str) -> dict[str, Any]:
-    """The search had not begun."""
-    names = ("budget", "start", "best", "gain", "cost", "measurements", "stopped")
+def nothing_found(quality: str) -> dict[str, Any]:
+    """What stands for a search that had not begun."""
+    names = ("budget", "start", "best", "gain", "cost", "measurements", "stopped", "feasible")
     return {"quality": quality, **dict.fromkeys(names), "trials": [], "decisions": []}
 
 
@@ -74,7 +79,41 @@ def search_document(search: Search) -> dict[str, Any]:
         "stopped": next((note.reason for note in reversed(search.notes) if note.kind in ("stop", "guard")), None),
         "trials": [trial_document(search, trial) for trial in book.trials],
         "decisions": [asdict(note) for note in search.notes],
+        "feasible": feasible(space),
     }
+
+
+def feasible(space: Space) -> list[dict[str, float]] | None:
+    """How long a window may be at each k; None where k and S do not vary.
+
+    Args:
+        space: of a search.
+
+    Returns:
+        `update_interval`: the longest with the least lag; `with_any_lag`: the longest with the most lag. Staleness is
+        linear in S, so that these need not be whole.
+    """
+    names = {one.name: one.choices for one in space.dimensions}
+    if space.fixed_because or not space.budget or not {"topk_ratio", "update_interval"} <= set(names):
+        return None
+    most = max(names["topk_ratio"])
+    found = []
+    for share in (most * (index / _FEASIBLE_POINTS) ** 2 for index in range(_FEASIBLE_POINTS + 1)):
+        one, other = (_costs(space, share, interval, names.get("overlap_step")) for interval in (1, 2))
+        if other[0] > one[0]:
+            longest, any_lag = (1 + (space.budget - low) / (high - low) for low, high in zip(one, other, strict=True))
+            found.append({"topk_ratio": share, "update_interval": longest, "with_any_lag": any_lag})
+    return found
+
+
+def _costs(space: Space, share: float, interval: int, overlaps: Sequence[bool] | None) -> tuple[float, float]:
+    """The least and the most that a k and an S cost, by lag."""
+    costs = [
+        space.cost(replace(space.base, topk_ratio=share, update_interval=interval, apply_lag=lag, overlap_step=overlap))
+        for lag in (1, interval)
+        for overlap in (overlaps or (space.base.overlap_step,))
+    ]
+    return min(costs), max(costs)
 
 
 def gain_document(gain: Gain) -> dict[str, float]:

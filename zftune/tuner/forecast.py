@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from zenflow import Rig, ZenFlowConfig
 from zenflow.host.limits import available_host_bytes
 from zftune.planner import Job, Machine, ModelFacts, Rates, assumed_coverage, choose, predict
 from zftune.planner.choosing import HEADROOM, limits
 from zftune.tuner.settings import Setting
-from zftune.tuner.space import Coverage, Forecast, Space
+from zftune.tuner.space import TOPK_RATIOS, Coverage, Forecast, Space
 
 if TYPE_CHECKING:
     from zenflow import CoverageCurve
 
+_KNOTS = (0.005, 0.015, 0.03, 0.075, 0.25, 0.5, 0.6, 0.75, 1.0)
 _UNLIMITED = 1 << 50  # bytes: an emulated accelerator has no memory of its own
 
 
@@ -93,16 +96,29 @@ def rig_machine(rig: Rig) -> Machine:
     )
 
 
-def measured_coverage(curves: Sequence[CoverageCurve]) -> tuple[Coverage, str]:
-    """Coverage for every k from what the live model showed, and where it comes from, in words."""
+@dataclass(frozen=True, slots=True)
+class MeasuredCoverage:
+    """Coverage at some ratios, and between them on straight lines. Plain data, so that it can be sent."""
 
-    def coverage(topk_ratio: float) -> float:
-        if topk_ratio not in known:
-            shares = [share for curve in curves if (share := curve.at(topk_ratio)) is not None]
-            known[topk_ratio] = sum(shares) / len(shares) if shares else assumed_coverage(topk_ratio)
-        return known[topk_ratio]
+    ratios: tuple[float, ...]
+    shares: tuple[float, ...]
 
-    known: dict[float, float] = {}
-    if any(curve.at(1.0) is not None for curve in curves):
-        return coverage, f"measured on the live model in {len(curves)} selections"
-    return assumed_coverage, "assumed: nothing was selected that could be measured"
+    def __call__(self, topk_ratio: float) -> float:
+        """Coverage for a k."""
+        return float(np.interp(topk_ratio, self.ratios, self.shares))
+
+
+def measured_coverage(curves: Sequence[CoverageCurve], ratios: Sequence[float] = ()) -> tuple[Coverage, str]:
+    """Coverage for every k from what the live model showed, and where it comes from, in words.
+
+    Args:
+        curves: of its selections.
+        ratios: where it has to be exact, beside the choices of a search.
+    """
+    curves = [curve for curve in curves if curve.at(1.0) is not None]
+    if not curves:
+        return assumed_coverage, "assumed: nothing was selected that could be measured"
+    knots = tuple(sorted({*TOPK_RATIOS, *_KNOTS, *ratios}))
+    shares = tuple(sum(curve.at(knot) or 0.0 for curve in curves) / len(curves) for knot in knots)
+    count = "1 selection" if len(curves) == 1 else f"{len(curves)} selections"
+    return MeasuredCoverage(knots, shares), f"measured on the live model in {count}"

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-import numpy as np
+import torch
+
+from zenflow import Device
+from zenflow.device import Transfer
+from zftune.errors import BadInputError
 
 _TREND = 32
 _RECENT = 4
 _FACTOR = 1.5
 _WIDTHS = 6.0
+_MIDDLE = (_TREND - 1) / 2
+_AHEAD = tuple(
+    1 / _TREND + (step - _MIDDLE) * (_TREND - _MIDDLE) / sum((other - _MIDDLE) ** 2 for other in range(_TREND))
+    for step in range(_TREND)
+)
+"""Weights of the losses before in what a line through them says of the next."""
 
 
 @dataclass(slots=True)
@@ -30,14 +41,60 @@ class LossGuard:
         self._losses.append(loss)
         if len(self._losses) < _TREND + _RECENT:
             return None
-        losses = np.asarray(self._losses)
-        before, recent = losses[:_TREND], losses[_TREND:]
-        slope, middle = np.polyfit(np.arange(_TREND), before, 1)
-        expected = middle + slope * _TREND
-        width = 1.4826 * float(np.median(np.abs(before - np.median(before))))
-        limit = max(_FACTOR * expected if expected > 0 else math.inf, float(np.median(before)) + _WIDTHS * width)
-        if float(recent.min()) <= limit:
+        losses = list(self._losses)
+        before, recent = losses[:_TREND], min(losses[_TREND:])
+        expected = sum(weight * one for weight, one in zip(_AHEAD, before, strict=True))
+        if expected <= 0 or recent <= _FACTOR * expected:
             return None
-        return (
-            f"the loss of the last {_RECENT} steps is at least {recent.min():.3g}, the trend before was {expected:.3g}"
-        )
+        middle = statistics.median(before)
+        width = 1.4826 * statistics.median(abs(one - middle) for one in before)
+        if recent <= middle + _WIDTHS * width:
+            return None
+        return f"the loss of the last {_RECENT} steps is at least {recent:.3g}, the trend before was {expected:.3g}"
+
+
+class Losses:
+    """Takes losses as training has them, and lets a guard look at them once they have arrived.
+
+    Args:
+        device: that they are on.
+        guard: looks at them.
+    """
+
+    def __init__(self, device: Device, guard: LossGuard) -> None:
+        self._device, self._guard = device, guard
+        self._waiting: deque[tuple[int, torch.Tensor, Transfer | None]] = deque()
+
+    def add(self, step: int, loss: torch.Tensor | float) -> None:
+        """Take a loss; does not wait for the device.
+
+        Args:
+            step: the last that was taken.
+            loss: a scalar on any device, or a number.
+
+        Raises:
+            BadInputError: it is more than one number.
+        """
+        if not isinstance(loss, torch.Tensor):
+            self._waiting.append((step, torch.tensor(float(loss)), None))
+            return
+        if loss.numel() != 1:
+            raise BadInputError(f"loss has the shape {tuple(loss.shape)}, allowed is a scalar")
+        value = loss.detach().reshape(1).to(torch.float32)
+        if value.device != self._device.torch_device:
+            self._waiting.append((step, value.clone(), None))
+            return
+        target = self._device.host_empty((1,), torch.float32)
+        self._waiting.append((step, target, self._device.d2h(value, target)))
+
+    def judge(self) -> str | None:
+        """Look at the losses that are there; a sentence where training goes wrong, else None."""
+        while self._waiting and (self._waiting[0][2] is None or self._waiting[0][2].done()):
+            step, loss, _ = self._waiting.popleft()
+            reason = self._guard.add(float(loss))
+            if reason is not None:
+                return (
+                    f"Stopped at step {step}: {reason}; the starting point's knobs are back, and the last good "
+                    f"checkpoint is the newest from before step {max(1, step - _RECENT + 1)}."
+                )
+        return None

@@ -77,8 +77,8 @@ def _write(store: Store, path: Path, runs: Iterable[RunRecord]) -> None:
             study = optuna.create_study(storage=storage, study_name=_name(run), direction="minimize")
             for name, value in _about(run).items():
                 study.set_user_attr(name, value)
-            distributions = _distributions([trial.knobs for trial in trials])
-            study.add_trials(_frozen(trial, store.measurements(trial.trial_id), distributions) for trial in trials)
+            kinds = distributions([trial.knobs for trial in trials])
+            study.add_trials(_frozen(trial, store.measurements(trial.trial_id), kinds) for trial in trials)
     except StorageInternalError as error:
         raise ZftuneError(f"--optuna: cannot be written ({str(error).splitlines()[0][:200]})") from error
     finally:
@@ -102,8 +102,12 @@ def _about(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def _distributions(settings: Sequence[Mapping[str, Any]]) -> dict[str, BaseDistribution]:
-    """Of the knobs that vary, over what was tried."""
+def distributions(settings: Sequence[Mapping[str, Any]]) -> dict[str, BaseDistribution]:
+    """Of the knobs that vary, over what was tried.
+
+    Args:
+        settings: knobs.
+    """
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     found: dict[str, BaseDistribution] = {}

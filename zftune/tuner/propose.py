@@ -10,12 +10,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from zftune.tuner.settings import Setting
-from zftune.tuner.space import Space
+from zftune.tuner.space import Forecast, Space
 from zftune.tuner.states import Sampler
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class Judgement:
     """Whether it was tried before."""
     reason: str = ""
     """Why it is not allowed."""
+    forecast: Forecast | None = None
+    """What it follows from."""
 
     @property
     def rejected(self) -> bool:
@@ -58,13 +60,20 @@ class Judgement:
 class Proposal:
     """An answer."""
 
-    setting: Setting | None
+    chosen: Judgement | None
     """None: nothing is left that is allowed and was not tried."""
     rejected: tuple[Judgement, ...]
     """Candidates on the way to it."""
 
 
 Judge = Callable[[Setting], Judgement]
+
+
+class Proposer(Protocol):
+    """`propose`, here or elsewhere."""
+
+    def __call__(self, space: Space, told: Sequence[Told], judge: Judge, *, sampler: Sampler, seed: int) -> Proposal:
+        """The setting to look at next."""
 
 
 def propose(space: Space, told: Sequence[Told], judge: Judge, *, sampler: Sampler, seed: int) -> Proposal:
@@ -79,12 +88,12 @@ def propose(space: Space, told: Sequence[Told], judge: Judge, *, sampler: Sample
     """
     rejected: list[Judgement] = []
     found = _asked(space, told, judge, sampler, seed, rejected) if space.dimensions and sampler != "none" else None
-    return Proposal(found or (None if sampler == "none" else _likely(space, judge, seed)), tuple(rejected))
+    return Proposal(found or (None if sampler == "none" else likely(space, judge, seed)), tuple(rejected))
 
 
 def _asked(
     space: Space, told: Sequence[Told], judge: Judge, sampler: Sampler, seed: int, rejected: list[Judgement]
-) -> Setting | None:
+) -> Judgement | None:
     import optuna
     from optuna.distributions import IntDistribution
 
@@ -106,7 +115,7 @@ def _asked(
             trial = study.ask(choices)
             judged = judge(space.setting(trial.params))
             if not judged.rejected and not judged.taken:
-                return judged.told.setting
+                return judged
             trial.set_constraint(_CONSTRAINT, judged.told.constraint)
             study.tell(trial, judged.told.value)
             if judged.rejected and not judged.taken and judged not in rejected:
@@ -114,18 +123,24 @@ def _asked(
     return None
 
 
-def _likely(space: Space, judge: Judge, seed: int) -> Setting | None:
-    """The best by prediction of some allowed settings that were not tried."""
+def likely(space: Space, judge: Judge, seed: int) -> Judgement | None:
+    """The best by prediction of some allowed settings that were not tried.
+
+    Args:
+        space: of the search.
+        judge: the planner.
+        seed: of this question.
+    """
     allowed = list(space.settings())
     order = np.random.default_rng(seed).permutation(len(allowed))
-    pool: list[Told] = []
+    pool: list[Judgement] = []
     for index in order:
         judged = judge(allowed[index])
         if not judged.rejected and not judged.taken:
-            pool.append(judged.told)
+            pool.append(judged)
         if len(pool) == _POOL:
             break
-    return min(pool, key=lambda one: one.value).setting if pool else None
+    return min(pool, key=lambda one: one.told.value, default=None)
 
 
 def _sampler(name: Sampler, seed: int) -> BaseSampler:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from zftune.errors import ZftuneError
@@ -11,7 +11,7 @@ from zftune.store.types import Measurement, TrialRecord, TrialState
 from zftune.tuner.scores import Sample, describe
 from zftune.tuner.search import Search
 from zftune.tuner.settings import Setting
-from zftune.tuner.states import Choosing, Outcome, Request, Trial
+from zftune.tuner.states import Between, Choosing, Outcome, Request, Trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,13 @@ class Told:
     trial: int
     role: str
     outcome: Outcome
+    life: int = 0
+    """How often its run had been resumed before."""
 
 
-def measurement_row(request: Request, outcome: Outcome, sequence: int, *, began_unix_s: float) -> Measurement:
+def measurement_row(
+    request: Request, outcome: Outcome, sequence: int, *, began_unix_s: float, life: int = 0
+) -> Measurement:
     """What the store keeps of an outcome, all of it.
 
     Args:
@@ -31,6 +35,7 @@ def measurement_row(request: Request, outcome: Outcome, sequence: int, *, began_
         outcome: what came of it.
         sequence: how many outcomes of the search came before.
         began_unix_s: wall clock.
+        life: how often the run was resumed before.
     """
     sample = Sample.of(outcome.steps_ms, request.setting.update_interval, outcome.tokens)
     token_us, mad_us = describe(sample) if sample.token_us else (0.0, None)
@@ -50,6 +55,8 @@ def measurement_row(request: Request, outcome: Outcome, sequence: int, *, began_
             "tokens": outcome.tokens,
             "device_bytes": outcome.device_bytes,
             "host_bytes": outcome.host_bytes,
+            "between": astuple(outcome.between),
+            "life": life,
         },
     )
 
@@ -58,6 +65,8 @@ def rebuild(
     search: Search, trials: Sequence[TrialRecord], measurements: Mapping[int, Sequence[Measurement]]
 ) -> list[Told]:
     """Bring a new search to where the rows say it was; it then asks what the old one would have asked.
+
+    Where training was ended and went on, the incumbent was measured again (see `Search.begin_again`), here as there.
 
     Args:
         search: new, with the arguments of the one that wrote the rows.
@@ -75,7 +84,11 @@ def rebuild(
     book = search.book
     if Setting.from_knobs(trials[0].knobs) != book.incumbent.setting:
         raise ZftuneError("the run in the store began with another setting than this one: it cannot go on from it")
+    life = 0
     for told in _in_order(trials, measurements):
+        if told.life > life:
+            life = told.life
+            search.begin_again()
         _take_in(search, trials[: told.trial + 1])
         _tell(search, told)
     _take_in(search, trials)
@@ -86,8 +99,20 @@ def rebuild(
             crashes.append(Told(row.number, _role(search, row.number), Outcome("crashed", reason=row.reason or "")))
             _tell(search, crashes[-1])
         elif row.state is TrialState.VOID and trial.state is TrialState.PLANNED:
-            search.repeat(trial)
+            if book.find(trial.setting) is trial:
+                search.agenda.repeat(trial)
+            else:
+                trial.state = TrialState.VOID  # it was repeated
     return crashes
+
+
+def lives(measurements: Mapping[int, Sequence[Measurement]]) -> int:
+    """In how many lives of a run something was measured.
+
+    Args:
+        measurements: of its trials.
+    """
+    return 1 + max((int(one.aggregates.get("life", 0)) for rows in measurements.values() for one in rows), default=-1)
 
 
 def _take_in(search: Search, trials: Sequence[TrialRecord]) -> None:
@@ -106,7 +131,7 @@ def _trial(search: Search, row: TrialRecord) -> Trial:
 
 def _in_order(trials: Iterable[TrialRecord], measurements: Mapping[int, Sequence[Measurement]]) -> list[Told]:
     found = [
-        (int(one.aggregates["sequence"]), Told(row.number, one.role, _outcome(one)))
+        (int(one.aggregates["sequence"]), Told(row.number, one.role, _outcome(one), int(one.aggregates.get("life", 0))))
         for row in trials
         for one in measurements.get(row.trial_id, ())
     ]
@@ -123,6 +148,7 @@ def _outcome(row: Measurement) -> Outcome:
         device_bytes=about["device_bytes"],
         host_bytes=about["host_bytes"],
         reason=row.void_reason or "",
+        between=Between(*about.get("between", ())),
     )
 
 

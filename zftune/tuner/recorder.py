@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zftune.errors import ZftuneError
-from zftune.store import Decision, Run, StoreError, TrialState
-from zftune.tuner.rebuild import Told, measurement_row, rebuild
+from zftune.store import Decision, Run, TrialState
+from zftune.store.runs import LEASE_S
+from zftune.tuner.rebuild import Told, lives, measurement_row, rebuild
 from zftune.tuner.search import Search
 from zftune.tuner.states import OF_INCUMBENT, Outcome, Request
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
 
-_LEASE_EVERY_S = 30.0
+_LEASE_SPARE = 3.0  # a measurement takes no longer than so many times what is expected
 
 
 class StoreRecorder:
@@ -33,10 +34,16 @@ class StoreRecorder:
         self._ids: list[int] = []
         self._outcomes = 0
         self._notes = 0
-        self._renewed = time.monotonic()
+        self._life = 0
+        self._lease_until = time.monotonic() + LEASE_S
+
+    @property
+    def run_id(self) -> str:
+        """Of its run."""
+        return self._run.run_id
 
     def resume(self, search: Search) -> Sequence[Told]:
-        """Bring a new search to where the store says that this run's was.
+        """Bring a new search to where the store says that this run's was; its first request is the incumbent.
 
         Returns:
             Settings that were in flight when the run ended without goodbye.
@@ -50,14 +57,16 @@ class StoreRecorder:
         crashes = rebuild(search, rows, measurements)
         self._ids = [row.trial_id for row in rows]
         self._outcomes = sum(map(len, measurements.values()))
+        self._life = lives(measurements) - 1
         for crash in crashes:
             trial = search.book.trials[crash.trial]
             request = Request(trial.setting, "b" if crash.role == "b" else "explore", trial.number, 0, 0)
             self._measured(request, crash.outcome, None)
         self._notes = len(search.notes)
-        self._store.add_decision(
-            self._run, Decision(kind="resume", reason=f"Resumed after {self._outcomes} measurements.")
-        )
+        self._life += 1
+        search.begin_again()
+        self._trials(search)
+        self._decisions(search)
         return crashes
 
     def before(self, search: Search, request: Request) -> str | None:
@@ -66,9 +75,10 @@ class StoreRecorder:
             return None if request.role in OF_INCUMBENT else "The store takes no more: no setting can be tried safely."
         try:
             self._trials(search)
+            self._hold(search, request)
             if request.role not in OF_INCUMBENT:
                 self._store.mark_in_flight(self._run, self._ids[request.trial])
-        except StoreError as error:
+        except ZftuneError as error:
             self.notices.append(f"{error}.")
             return None if request.role in OF_INCUMBENT else f"No setting can be tried safely: {error}."
         return None
@@ -84,22 +94,36 @@ class StoreRecorder:
             )
             self._trials(search)
             self._decisions(search)
-            if time.monotonic() - self._renewed > _LEASE_EVERY_S:
-                self._store.renew_lease(self._run)
-                self._renewed = time.monotonic()
-        except StoreError as error:
+        except ZftuneError as error:
             self.notices.append(f"{error}.")
 
-    def finish(self, search: Search) -> None:
-        """Say goodbye."""
+    def finish(self, search: Search, *, unfinished: bool = False) -> None:
+        """Say goodbye.
+
+        Args:
+            search: as it ended.
+            unfinished: it was not over: the run is there to be resumed.
+        """
         if self.notices:
             return
         try:
             self._trials(search)
             self._decisions(search)
-            self._store.finish_run(self._run)
-        except StoreError as error:
+            if unfinished:
+                self._store.interrupt_run(self._run)
+            else:
+                self._store.finish_run(self._run)
+        except ZftuneError as error:
             self.notices.append(f"{error}.")
+
+    def _hold(self, search: Search, request: Request) -> None:
+        """Keep the lease until well after what is asked for will be measured."""
+        step_ms = max(search.book.incumbent_step_ms, search.book.forecast(request.setting).step_ms)
+        until = time.monotonic() + _LEASE_SPARE * (request.discard + request.steps) * step_ms / 1e3
+        if self._lease_until - until < LEASE_S / 2:
+            lease_s = until - time.monotonic() + LEASE_S
+            self._store.renew_lease(self._run, lease_s)
+            self._lease_until = time.monotonic() + lease_s
 
     def _trials(self, search: Search) -> None:
         for trial in search.book.trials[len(self._ids) :]:
@@ -117,7 +141,8 @@ class StoreRecorder:
             self._ids.append(row.trial_id)
 
     def _measured(self, request: Request, outcome: Outcome, state: TrialState | None) -> None:
-        row = measurement_row(request, outcome, self._outcomes, began_unix_s=time.time() - outcome.seconds)
+        began_unix_s = time.time() - outcome.seconds
+        row = measurement_row(request, outcome, self._outcomes, began_unix_s=began_unix_s, life=self._life)
         self._store.add_measurement(self._run, self._ids[request.trial], row, state=state)
         self._outcomes += 1
 

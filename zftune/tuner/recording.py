@@ -1,22 +1,86 @@
-"""A tuned run of the built-in workload in the store: what crashed before, its rows, and the preset that it proves."""
+"""A tuned run in the store: what crashed before, its rows, and the preset that it proves."""
 
 from __future__ import annotations
 
+import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from zenflow import ZenFlowConfig
 from zftune.errors import ZftuneError
-from zftune.store import Evidence, Hardware, Key, Model, Preset, StoreError
-from zftune.store.types import Quality
-from zftune.tuner.builtin import Training
+from zftune.store import (
+    Evidence,
+    Hardware,
+    Key,
+    Match,
+    Model,
+    Preset,
+    PresetState,
+    Query,
+    Ratios,
+    Run,
+    RunRecord,
+    StoreError,
+)
+from zftune.store.types import Backend, Quality
+from zftune.tuner.document import feasible
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.scores import score
-from zftune.tuner.search import Search
+from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.settings import Setting
 
 if TYPE_CHECKING:
+    from torch import dtype, nn
+
     from zftune.store.store import Store
+    from zftune.tuner.space import Space
+
+_logger = logging.getLogger("zftune")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """What is trained, and how: with the machine it is the key of a preset."""
+
+    model: Model
+    """Its `dtype` is given."""
+    micro_batch: int
+    sequence: int
+    """Tokens a sequence."""
+    rig: str | None = None
+    """Name of the emulated accelerator."""
+    backend: Backend = "zenflow"
+    stage: int = 0
+    """ZeRO stage; 0 where there is no ZeRO."""
+    world_size: int = 1
+    checkpointing: bool = False
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, dtype: dtype, *, micro_batch: int, sequence: int, name: str | None = None, **more: Any
+    ) -> RunFacts:
+        """Of a model that is in this process.
+
+        Args:
+            module: the model.
+            dtype: that it trains in.
+            micro_batch: sequences of a rank's pass.
+            sequence: tokens of each.
+            name: of the model.
+            more: as the class takes them.
+        """
+        from zftune.telemetry import model_id
+
+        parameters = list(module.parameters())
+        model = Model(
+            model_id=model_id(module),
+            name=name,
+            parameters=sum(one.numel() for one in parameters),
+            trainable=sum(one.numel() for one in parameters if one.requires_grad),
+            dtype=str(dtype).removeprefix("torch."),
+        )
+        return cls(model=model, micro_batch=micro_batch, sequence=sequence, **more)
 
 
 class Recording:
@@ -24,78 +88,179 @@ class Recording:
 
     Args:
         store: open.
-        training: what is tuned.
+        facts: of the run.
         quality: what the user asked for.
     """
 
-    def __init__(self, store: Store, training: Training, quality: Quality) -> None:
-        from zftune.telemetry import fingerprint, hardware
+    def __init__(self, store: Store, facts: RunFacts, quality: Quality) -> None:
+        from zftune.telemetry import hardware, hw_id
 
         self.notices = list(store.notices)
         self.recorder: StoreRecorder | None = None
+        self.ratios: Ratios | None = None
+        """Measured here; a preset is found by them on other machines."""
+        self._stake: tuple[str, Setting] | None = None
+        self._versions: Mapping[str, str] = {}
         self._store = store
-        task, workload = training.task, training.workload
-        rig = None if training.rig is None else training.rig.name
         machine = hardware()
-        ids = fingerprint(workload.module, machine=machine, rig=rig)
-        dtype = str(workload.dtype).removeprefix("torch.")
-        self._key = Key(
-            **ids, backend="zenflow", stage=0, dtype=dtype, world_size=1, micro_batch=task.micro_batch,
-            sequence=task.sequence, checkpointing=False, quality=quality,
+        hw = hw_id(machine, rig=facts.rig)
+        self.key = Key(
+            model_id=facts.model.model_id, hw_id=hw, backend=facts.backend, stage=facts.stage,
+            dtype=facts.model.dtype or "unknown", world_size=facts.world_size, micro_batch=facts.micro_batch,
+            sequence=facts.sequence, checkpointing=facts.checkpointing, quality=quality,
         )  # fmt: skip
-        self._model = Model(
-            model_id=ids["model_id"],
-            name=workload.name,
-            parameters=workload.parameters,
-            trainable=workload.trainable,
-            dtype=dtype,
-        )
-        self._hardware = Hardware.of(ids["hw_id"], machine, rig=rig)
+        self._model = facts.model
+        self._hardware = Hardware.of(hw, machine, rig=facts.rig)
         self._usable_cores = machine["usable_cores"]
 
     def crashed(self) -> tuple[Setting, ...]:
         """Settings that earlier runs did not survive; runs that ended without goodbye are closed first."""
         try:
             self._store.reap()
-            return tuple(Setting.from_knobs(knobs) for knobs in self._store.crashed_knobs(self._key))
+            rows = self._store.crashed_knobs(self.key)
         except ZftuneError as error:
             self.notices.append(f"{error}.")
             return ()
+        found = []
+        for knobs in rows:
+            try:
+                found.append(Setting.from_knobs(knobs))
+            except ZftuneError as error:  # of another version: this one cannot propose it
+                _logger.debug("A setting that crashed is not one of this version's: %s.", error)
+        return tuple(found)
 
-    def begin(self, search: Search, config: ZenFlowConfig) -> StoreRecorder | None:
+    def preset(self) -> Match | None:
+        """The preset to begin with; None: there is none. Where `ratios` is None, only one of the same key serves."""
+        query = Query(key=self.key, ratios=self.ratios, usable_cores=self._usable_cores, rig=self._hardware.rig)
+        try:
+            return self._store.find_preset(query)
+        except StoreError as error:
+            self.notices.append(f"{error}.")
+            return None
+
+    def unfinished(self, knobs: Mapping[str, Any], settings: Mapping[str, Any]) -> RunRecord | None:
+        """The newest run of a search, if it was not finished.
+
+        Args:
+            knobs: what the training begins with.
+            settings: of the search.
+        """
+        try:
+            return self._store.unfinished_run(self.key, knobs, settings)
+        except StoreError as error:
+            self.notices.append(f"{error}.")
+            return None
+
+    def began_from(self, run: RunRecord) -> Setting | None:
+        """The setting that the search of a run began from; None: it cannot be gone on with."""
+        try:
+            return Setting.from_knobs(self._store.trials(run.run_id)[0].knobs)
+        except (ZftuneError, LookupError, TypeError) as error:
+            self.notices.append(_anew(run, error))
+            return None
+
+    def resume(self, run: RunRecord, search: Search) -> StoreRecorder | None:
+        """Go on with a run.
+
+        Args:
+            run: which.
+            search: new, with the arguments of the one that ended; brought to where that was.
+
+        Returns:
+            Where it is written down; None where it could not be gone on with: `search` is of no use then.
+        """
+        taken = None
+        try:
+            taken = self._store.resume_run(run.run_id)
+            recorder = StoreRecorder(self._store, taken)
+            recorder.resume(search)
+        except ZftuneError as error:
+            self.notices.append(_anew(run, error))
+            if taken is not None:
+                self._give_up(taken)
+            return None
+        stake = run.settings.get("stake")
+        self._stake = None if stake is None else (stake["preset"], Setting.from_knobs(stake["knobs"]))
+        self._versions, self.recorder = run.versions, recorder
+        return recorder
+
+    def begin(
+        self,
+        search: Search,
+        knobs: Mapping[str, Any] | None = None,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        stake: tuple[str, Setting] | None = None,
+    ) -> StoreRecorder | None:
         """Write down that the search begins; None where the store takes nothing.
 
         Args:
             search: of the run.
-            config: what the training began with.
+            knobs: what the training began with; by default what the search begins from.
+            settings: of the search: what a run must share to go on with it; by default `search_settings`.
+            stake: the name of the preset that is measured again, and its setting.
         """
         from zftune.telemetry import software
 
-        options = search.options
-        settings = {name: getattr(options, name) for name in ("seed", "sampler", "most_measurements", "patience")}
-        settings["budget_steps"] = search.book.space.budget
+        knobs = search.book.trials[0].setting.knobs() if knobs is None else knobs
+        space = search.book.space
+        settings = {
+            **(settings or search_settings(search.options, space)),
+            "budget_steps": space.budget,
+            "feasible": feasible(space),
+            "fixed_because": space.fixed_because or None,
+        }
+        if stake is not None:
+            settings["stake"] = {"preset": stake[0], "knobs": stake[1].knobs()}
         found = software()
         versions = {name: found[name] for name in ("zftune", "torch", "python") if found[name] is not None}
         try:
             run = self._store.begin_run(
-                self._key, self._model, self._hardware, knobs=Setting.of(config).knobs(), settings=settings,
-                versions=versions, usable_cores=self._usable_cores,
+                self.key, self._model, self._hardware, knobs=knobs, settings=settings, versions=versions,
+                usable_cores=self._usable_cores,
             )  # fmt: skip
         except StoreError as error:
             self.notices.append(f"{error}.")
             return None
-        self._versions = versions
+        self._versions, self._stake = versions, stake
         self.recorder = StoreRecorder(self._store, run)
         return self.recorder
 
-    def finish(self, search: Search) -> None:
-        """Say goodbye, and keep what was proven as a preset."""
+    def finish(self, search: Search, *, unfinished: bool = False) -> None:
+        """Say goodbye, and keep what was proven as a preset.
+
+        Args:
+            search: as it ended.
+            unfinished: it ended before it was over; a later run may go on with it.
+        """
         if self.recorder is None:
             return
-        self.recorder.finish(search)
+        self.recorder.finish(search, unfinished=unfinished)
         self.notices += self.recorder.notices
+        if self.recorder.notices:
+            return
+        try:
+            if not unfinished:
+                self._judge_preset(search)
+            self._keep_preset(search)
+        except (StoreError, ValueError) as error:
+            self.notices.append(f"The knobs were not kept as a preset: {error}.")
+
+    def _judge_preset(self, search: Search) -> None:
+        """Write down whether the preset that was measured again was the best, if it was compared with anything."""
+        won = None if self._stake is None else stake_won(search, self._stake[1])
+        if self._stake is None or won is None:
+            return
+        if self._store.record_comparison(self._stake[0], won=won) is PresetState.WITHDRAWN:
+            self.notices.append(f"Preset {self._stake[0]} has lost two later comparisons and is withdrawn.")
+
+    def _keep_preset(self, search: Search) -> None:
         gain, start, best = search.book.gain, search.book.trials[0], search.book.incumbent
-        if gain is None or not start.samples or not best.samples or self.recorder.notices:
+        if gain is None or not start.samples or not best.samples:
+            return
+        knobs = best.setting.knobs()
+        same = (one for one in self._store.presets() if one.key == self.key and one.knobs == knobs)
+        if any(one.state is PresetState.ACTIVE and not one.imported for one in same):
             return
         step_ms = score(best.samples) * search.book.tokens / 1e3
         evidence = Evidence(
@@ -107,17 +272,59 @@ class Recording:
             steps=sum(len(one.token_us) for one in best.samples),
             measured_unix_s=time.time(),
         )
-        try:
-            self._store.save_preset(
-                Preset(
-                    key=self._key,
-                    knobs=best.setting.knobs(),
-                    evidence=evidence,
-                    model=self._model,
-                    hardware=self._hardware,
-                    versions=self._versions,
-                    usable_cores=self._usable_cores,
-                )
+        self._store.save_preset(
+            Preset(
+                key=self.key,
+                knobs=knobs,
+                evidence=evidence,
+                model=self._model,
+                hardware=self._hardware,
+                ratios=self.ratios,
+                versions=self._versions,
+                usable_cores=self._usable_cores,
             )
-        except (StoreError, ValueError) as error:
-            self.notices.append(f"The knobs were not kept as a preset: {error}.")
+        )
+
+    def _give_up(self, run: Run) -> None:
+        try:
+            self._store.finish_run(run)  # it would be found again and again
+        except StoreError as error:
+            self.notices.append(f"{error}.")
+
+
+def search_settings(options: SearchOptions, space: Space) -> dict[str, Any]:
+    """What a run must share to be gone on with: all that a search follows from but what is measured.
+
+    Args:
+        options: of the search.
+        space: of the search.
+    """
+    names = ("seed", "sampler", "most_measurements", "patience")
+    dimensions = {one.name: list(one.choices) for one in space.dimensions}
+    return {**{name: getattr(options, name) for name in names}, "dimensions": dimensions}
+
+
+def stake_won(search: Search, setting: Setting) -> bool | None:
+    """Whether a preset's setting stood its comparisons; None: there were none that tell.
+
+    Args:
+        search: that is over.
+        setting: the preset's.
+    """
+    book = search.book
+    trial = book.trials[0] if book.trials[0].setting == setting else book.find(setting)
+    if trial is None:
+        return None
+    faster = [one for one in book.adoptions if one.gain.holds]  # the others are less stale, or take less memory
+    if trial.number == 0:
+        compared = any("needed" in note.details for note in search.notes)
+        return not faster if compared or faster else None
+    if any(one.trial == trial.number for one in faster):
+        return True
+    notes = [note for note in search.notes if note.trial == trial.number and note.kind in ("keep", "abort", "crash")]
+    lost = any(note.kind != "keep" or note.details.get("gain", 0.0) < 0 for note in notes)
+    return False if lost else None
+
+
+def _anew(run: RunRecord, error: Exception) -> str:
+    return f"Run {run.run_id[:8]} cannot be gone on with ({error}): the search begins anew."

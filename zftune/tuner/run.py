@@ -19,15 +19,21 @@ from zftune.planner.rates import Rates
 from zftune.profile.measure import Task
 from zftune.profile.run import DTYPES, ProfileOptions, read_config, task_of
 from zftune.store.types import Quality
+from zftune.tuner.beginning import Wanted, begin
 from zftune.tuner.builtin import Training
+from zftune.tuner.disturbances import disturbance_of
 from zftune.tuner.document import build_document
 from zftune.tuner.forecast import PlannerForecast, measured_coverage, rig_machine
 from zftune.tuner.guard import LossGuard
-from zftune.tuner.live import LiveSearch
-from zftune.tuner.recording import Recording
+from zftune.tuner.live import LiveSearch, Recorder
+from zftune.tuner.preparing import ratio_choices, thread_choices
+from zftune.tuner.ratios import measured_ratios
+from zftune.tuner.recording import Recording, RunFacts
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.settings import Setting
-from zftune.tuner.space import QUALITIES, Coverage, Space, space_for
+from zftune.tuner.space import QUALITIES, QUALITY_WORDS, Coverage, Space, space_for
+from zftune.tuner.thinker import Thinker, ThinkerError
+from zftune.tuner.thinking import ThreadDesk
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
@@ -35,10 +41,11 @@ if TYPE_CHECKING:
 _WINDOW = 4  # S where the configuration leaves it to the runtime
 _WARM_UP_STEPS = 8
 _LONGEST_WARM_UP = 32
-_WHOLE_NUMBERS = 4  # usable cores below which threads are no choice
 
 OnStep = Callable[[int, "Search | None"], None]
 """Told after each step: steps done, and the search once it has begun."""
+Say = Callable[[str], None]
+"""Told sentences for the user, before and while it trains."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +67,11 @@ class TuneOptions:
     search: SearchOptions = field(default_factory=SearchOptions)
     tune_memory: bool = False
     """Whether `offload_ratio` may be lowered, which takes GPU memory."""
+    fresh: bool = False
+    """Neither a preset nor an earlier run."""
 
 
-def tune(options: TuneOptions, on_step: OnStep, store: Store | None = None) -> dict[str, Any]:
+def tune(options: TuneOptions, on_step: OnStep, store: Store | None = None, say: Say | None = None) -> dict[str, Any]:
     """Train, search, and return the document.
 
     Ctrl-C ends it early: the document then holds what was found so far and says so.
@@ -71,6 +80,7 @@ def tune(options: TuneOptions, on_step: OnStep, store: Store | None = None) -> d
         options: what was asked for.
         on_step: told after each step.
         store: where it is written down; None: nowhere.
+        say: told where the search begins from.
 
     Raises:
         BadInputError: an option is not allowed; before any training.
@@ -90,7 +100,7 @@ def tune(options: TuneOptions, on_step: OnStep, store: Store | None = None) -> d
     run = TunedRun(options, task, config, quality, sectioned)
     try:
         with Training(task, config) as training:
-            run.train(training, on_step, store)
+            run.train(training, on_step, say or _silent, store)
             return build_document(run, training, device_name)
     except ZenFlowError as error:
         raise ProfileError(str(error)) from error
@@ -104,47 +114,61 @@ class TunedRun:
     ) -> None:
         self.options, self.task, self.config, self.quality = options, task, config, quality
         self.coverage_source = ""
+        self.origin = ""
+        """Where the search begins from, in a sentence; "": the user's own knobs."""
         self.search: Search | None = None
         self.steps = 0
         self.interrupted = False
         self.overhead_s = 0.0
         self.notices: list[str] = []
+        self.run_id: str | None = None
+        """In the store."""
         self._sectioned = sectioned
 
-    def train(self, training: Training, on_step: OnStep, store: Store | None) -> None:
+    def train(self, training: Training, on_step: OnStep, say: Say, store: Store | None) -> None:
         """Take steps until the search is over, the steps are used up, or the user has had enough."""
-        recording = None if store is None else Recording(store, training, self.quality)
+        recording = None if store is None else Recording(store, facts_of(training), self.quality)
+        over = False
+        self._thinker = Thinker()
+        say(f"Quality {QUALITY_WORDS[self.quality]}.")
         try:
+            self._start_thinker()  # it loads while the warm-up lasts
             self._warm_up(training, on_step)
-            self.search = self._make_search(training, () if recording is None else recording.crashed())
-            live = LiveSearch(
-                training.optimizer,
-                self.search,
-                tokens=training.tokens,
-                recorder=None if recording is None else recording.begin(self.search, self.config),
-                disturbance=training.disturbance(),
-                guard=LossGuard(),
-            )
-            self._tune(training, live, on_step)
+            recorder = self._begin(training, recording, say)
+            over = self._tune(training, recorder, on_step)
         except KeyboardInterrupt:
             self.interrupted = True
             if self.search is not None:
                 self.search.stop("Interrupted.")
+        finally:
+            self._thinker.close()
         if recording is not None:
             if self.search is not None:
-                recording.finish(self.search)
+                recording.finish(self.search, unfinished=not over)
             self.notices += recording.notices
 
-    def _tune(self, training: Training, live: LiveSearch, on_step: OnStep) -> None:
+    def _tune(self, training: Training, recorder: Recorder | None, on_step: OnStep) -> bool:
+        """Search while it trains; whether the search came to its end."""
+        assert self.search is not None
+        disturbance = disturbance_of(training.device)
+        live = LiveSearch(
+            training.optimizer, self.search, tokens=training.tokens, recorder=recorder, disturbance=disturbance,
+            guard=LossGuard(), desk=lambda search, recorder: ThreadDesk(search, recorder, self._thinker),
+        )  # fmt: skip
         going = True
-        while going and self.steps < self.options.steps:
-            loss = training.step()
-            self.steps += 1
-            going = live.on_step(loss)
-            self.overhead_s = live.overhead_s
-            on_step(self.steps, self.search)
+        try:
+            while going and self.steps < self.options.steps:
+                loss = training.step()
+                self.steps += 1
+                going = live.on_step(loss)
+                self.overhead_s = live.overhead_s
+                on_step(self.steps, self.search)
+        finally:
+            live.close()
+            disturbance.close()
         if going:
-            live.search.stop(f"All {self.options.steps} steps are done.")
+            live.stop(f"All {self.options.steps} steps are done.")
+        return not going
 
     def _warm_up(self, training: Training, on_step: OnStep) -> None:
         """First steps are slow, and coverage is not known before the first selection."""
@@ -156,34 +180,54 @@ class TunedRun:
             self.steps += 1
             on_step(self.steps, None)
 
-    def _make_search(self, training: Training, crashed: tuple[Setting, ...]) -> Search:
-        curves = [one.coverage_curve for one in training.optimizer.history() if one.coverage_curve is not None]
-        coverage, self.coverage_source = measured_coverage(curves)
+    def _begin(self, training: Training, recording: Recording | None, say: Say) -> Recorder | None:
+        """Make the search, from what is known of earlier ones."""
+        history, own = training.optimizer.history(), Setting.of(self.config)
+        curves = [one.coverage_curve for one in history if one.coverage_curve is not None]
+        coverage, self.coverage_source = measured_coverage(curves, (self.config.topk_ratio,))
         space = self._space(coverage)
-        start = Setting.of(self.config)
-        if space.violation(start) is not None:
-            start = space.base
         forecast = _forecast(training, self.config)
-        least = 0.0 if self.options.tune_memory else start.offload_ratio
-        planned = forecast.planned(space, least_ratio=least)[:1]
         options, notes = with_sampler(self.options.search)
         self.notices += notes
-        return Search(space, start, forecast, planned, replace(options, crashed=crashed))
+        wanted = Wanted(
+            own=own, space=space, options=options, fresh=self.options.fresh,
+            ratios=measured_ratios(history, training.workload.module, forecast.rates),
+            least_ratio=0.0 if self.options.tune_memory else own.offload_ratio,
+        )  # fmt: skip
+
+        def make(start: Setting, options: SearchOptions) -> Search:
+            planned = forecast.planned(space, least_ratio=0.0 if self.options.tune_memory else start.offload_ratio)
+            return Search(space, start, forecast, planned[:1], options)
+
+        begun = begin(recording, wanted, make)
+        self.search, self.origin = begun.search, begun.sentence
+        if begun.sentence:
+            say(begun.sentence)
+        if recording is not None and recording.recorder is not None:
+            self.run_id = recording.recorder.run_id
+        return begun.recorder
+
+    def _start_thinker(self) -> None:
+        if self.options.search.sampler in ("gp", "tpe"):
+            try:
+                self._thinker.start()
+            except ThinkerError as error:
+                self.notices.append(f"{error}.")
 
     def _space(self, coverage: Coverage) -> Space:
         base = Setting.of(self.config)
-        lower = () if not self.options.tune_memory else (0.4, 0.6, 0.8, 0.9)
-        ratios = sorted(
-            {*(ratio for ratio in (*lower, 1.0) if ratio > base.offload_ratio or lower), base.offload_ratio}
-        )
         return space_for(
             base,
             self.quality,
             coverage=coverage,
-            threads=_threads(),
-            offload_ratios=ratios,
+            threads=thread_choices(),
+            offload_ratios=ratio_choices(base, tune_memory=self.options.tune_memory),
             zenflow_section=self._sectioned,
         )
+
+
+def _silent(_: str) -> None:
+    """Nobody listens."""
 
 
 def with_sampler(search: SearchOptions) -> tuple[SearchOptions, list[str]]:
@@ -213,14 +257,6 @@ def _has_section(path: Path) -> bool:
     return bool(zero.get("zenflow"))
 
 
-def _threads() -> tuple[int, ...]:
-    """Choices for the host engine's threads."""
-    from zftune.telemetry import hardware
-
-    cores = int(hardware()["usable_cores"] or 1)
-    return tuple(sorted({cores // 4, cores // 2, 3 * cores // 4})) if cores >= _WHOLE_NUMBERS else ()
-
-
 def _forecast(training: Training, config: ZenFlowConfig) -> PlannerForecast:
     """The planner for this training; on a GPU the machine is measured first."""
     task, rig = training.task, training.rig
@@ -230,6 +266,15 @@ def _forecast(training: Training, config: ZenFlowConfig) -> PlannerForecast:
         return PlannerForecast(model, rig_machine(rig), job, Rates.of_rig(rig, model.element_bytes), config)
     machine = Machine.here()
     return PlannerForecast(model, machine, job, Rates.of(model, machine, job), config)
+
+
+def facts_of(training: Training) -> RunFacts:
+    """What the store is told of a built-in training."""
+    task, workload, rig = training.task, training.workload, training.rig
+    return RunFacts.of(
+        workload.module, workload.dtype, micro_batch=task.micro_batch, sequence=task.sequence, name=workload.name,
+        rig=None if rig is None else rig.name,
+    )  # fmt: skip
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from zftune.explain.words import cost_and_gain
 from zftune.tuner.settings import Setting
 
 _STATES = {"measured": "", "aborted": "aborted", "crashed": "crashed", "void": "did not count"}
@@ -23,15 +25,26 @@ def render(document: Mapping[str, Any]) -> RenderableType:
     decisions = [note for note in document["decisions"] if note["kind"] in ("adopt", "guard", "crash", "reopen")]
     parts += [escape(f"  {note['reason']}") for note in decisions]
     parts.append(_result(document))
+    if document.get("ds_config") is not None:
+        parts.append(_config(document["ds_config"]))
     parts += [f"[yellow]note: {escape(notice)}[/yellow]" for notice in document["notices"]]
     return Group(*parts)
 
 
+def _config(found: Mapping[str, Any]) -> Panel:
+    """What to write into the ds_config."""
+    text = json.dumps({name: value for name, value in found.items() if name != "notes"}, indent=2)
+    notes = "".join(f"\n{note}" for note in found.get("notes", ()))
+    return Panel(escape(text + notes), title="for your ds_config", title_align="left")
+
+
 def _head(document: Mapping[str, Any]) -> str:
     work = document["workload"]
-    lines = [f"[bold]zftune tune[/bold]  {escape(work['model'])} on {escape(document['device'])}"]
+    lines = [f"[bold]zftune tune[/bold]  {escape(work['model'] or 'your command')} on {escape(document['device'])}"]
     if document["rig"] is not None:
         lines.append(f"  rig {escape(document['rig']['name'])}: times are of an emulated accelerator")
+    if document.get("origin"):
+        lines.append(f"  {escape(document['origin'])}")
     budget = document["budget"]
     if budget is None:
         return "\n".join(lines)
@@ -57,7 +70,7 @@ def _history(document: Mapping[str, Any]) -> Table:
         table.add_row(
             str(trial["number"]),
             escape(str(Setting.from_knobs(trial["knobs"]))),
-            f"{trial['predicted_step_ms']:.1f}",
+            "" if trial["predicted_step_ms"] is None else f"{trial['predicted_step_ms']:.1f}",
             measured,
             f"{trial['staleness_steps']:.1f}",
             mark,
@@ -82,9 +95,12 @@ def _result(document: Mapping[str, Any]) -> Panel:
     if cost is not None:
         rejected = sum(trial["state"] == "rejected" for trial in document["trials"])
         lines.append(
-            f"{document['measurements']} measurements in {document['steps']} steps; exploring cost "
-            f"{cost['spent_s']:.1f} s of {cost['elapsed_s']:.0f} s; the planner rejected {rejected} settings unseen."
+            f"{document['measurements']} measurements in {document['steps']} steps; "
+            f"{rejected} settings were rejected unseen."
         )
+        lines.append(cost_and_gain(document))
     if document["stopped"]:
         lines.append(document["stopped"])
+    if document.get("run_id"):
+        lines.append(f"zftune explain {document['run_id'][:8]} tells why.")
     return Panel(escape("\n".join(lines)), title="result", title_align="left")

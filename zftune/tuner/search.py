@@ -10,17 +10,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from zftune.store.types import TrialState
 from zftune.tuner import sentences
+from zftune.tuner.agenda import Agenda
 from zftune.tuner.book import Book
-from zftune.tuner.propose import MOST_REJECTIONS, Judgement, propose
-from zftune.tuner.scores import LEAST_GAIN, ChangePoint, ExplorationCost, Sample, gain, spread, steps_for, steps_of
+from zftune.tuner.scores import (
+    LEAST_GAIN,
+    LEAST_STEPS,
+    ChangePoint,
+    ExplorationCost,
+    Sample,
+    gain,
+    spread,
+    steps_for,
+    steps_of,
+)
 from zftune.tuner.settings import Setting
 from zftune.tuner.space import Forecaster, Space
 from zftune.tuner.states import (
     OF_INCUMBENT,
+    Between,
     Choosing,
     Comparing,
     Exploring,
@@ -41,6 +50,8 @@ MOST_VOIDS = 3
 _COMPARISON = 3  # measurements
 _HOLD_STEPS = 200
 _MOST_TIES = 2
+_OTHER_TIMES = 0.05
+"""Of the step time: where it differs by so much after a resumption, what was measured before is no longer true."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +102,7 @@ class Search:
         self.cost = ExplorationCost(self.options.cost_share, self.options.grant_s, self.options.grant_steps)
         self.measurements = 0
         """Since times changed last."""
-        self._planned = [(setting, "planner") for setting in planned if setting != start]
+        self.agenda = Agenda(self.book, planned, self.options.sampler, self.options.seed)
         self._misses = 0
         self._ties: set[int] = set()
         self._tied = False
@@ -106,7 +117,8 @@ class Search:
             self.state = self._choose()
         book, state = self.book, self.state
         if isinstance(state, Opening):
-            return self._request(book.incumbent, "start", steps_of(book.incumbent.setting.update_interval))
+            steps = LEAST_STEPS if state.then is None else state.then.steps
+            return self._request(book.incumbent, "start", steps_of(book.incumbent.setting.update_interval, steps))
         if isinstance(state, Exploring):
             trial = book.trials[state.trial]
             return self._request(trial, "explore", steps_of(trial.setting.update_interval))
@@ -139,7 +151,7 @@ class Search:
             return self._settle(sentences.enough(self.measurements))
         if self._misses >= self.options.patience:
             return self._settle(sentences.patience(self._misses))
-        trial = self._planned_trial() or self._searched_trial()
+        trial = self.agenda.next_trial()
         if trial is None:
             return self._settle("Every setting that is allowed was tried.")
         return self._affordable(trial)
@@ -158,36 +170,6 @@ class Search:
         steps = min(_HOLD_STEPS, max(1, round(missing_s / self.cost.share / step_s)))
         self._note("hold", reason, None)
         return Holding(steps)
-
-    def _planned_trial(self) -> Trial | None:
-        while self._planned:
-            setting, source = self._planned[0]
-            known = self.book.find(setting)
-            if known is not None and known.state is TrialState.PLANNED:
-                return known  # it was too dear before
-            self._planned.pop(0)
-            if known is not None:
-                continue
-            judged = self.book.judge(setting)
-            trial = self.book.add(judged, source)
-            if not judged.rejected:
-                return trial
-        return None
-
-    def _searched_trial(self) -> Trial | None:
-        waiting = self.book.waiting()
-        if waiting is not None:
-            return waiting
-        seed = int(np.random.SeedSequence([self.options.seed, self.book.tried]).generate_state(1)[0])
-        proposal = propose(self.book.space, self.book.told(), self.book.judge, sampler=self.options.sampler, seed=seed)
-        self._reject(proposal.rejected)
-        if proposal.setting is None:
-            return None
-        return self.book.add(self.book.judge(proposal.setting), "search")
-
-    def _reject(self, judgements: Sequence[Judgement]) -> None:
-        for judged in judgements[:MOST_REJECTIONS]:
-            self.book.add(judged, "search")
 
     def _settle(self, reason: str) -> State:
         """Stop, once no setting that is as fast as the incumbent and better otherwise is left to be compared."""
@@ -218,11 +200,15 @@ class Search:
         else:
             self.state = self._settle("")
 
-    def repeat(self, trial: Trial) -> None:
-        """Propose the setting of a trial again that its run did not come to."""
-        self.book.drop(trial)
-        if (trial.setting, trial.source) not in self._planned:
-            self._planned.insert(0, (trial.setting, trial.source))
+    def begin_again(self) -> None:
+        """Training was ended and goes on: the incumbent is measured once more before anything is compared with it."""
+        state = self.state
+        if isinstance(state, Stopped):
+            return
+        then = state.then if isinstance(state, Opening) else state if isinstance(state, Comparing) else None
+        then = None if then is None else replace(then, before=(), after=(), voids=0)
+        self.state = Opening(again=bool(self.book.incumbent.samples), then=then)
+        self._note("resume", sentences.resumed(self.measurements), None)
 
     # --- what came of it ---------------------------------------------------------------------------------------------
 
@@ -233,6 +219,7 @@ class Search:
             raise RuntimeError("the search is over: nothing was asked for")
         challenged = request.role not in OF_INCUMBENT
         step_s = self.book.incumbent_step_ms / 1e3 if challenged else None
+        self.idle(outcome.between)
         self.cost.add(outcome.seconds, outcome.step_count, step_s)
         trial = self.book.trials[request.trial]
         if request.role == "hold":
@@ -240,7 +227,7 @@ class Search:
         elif outcome.status == "void":
             self._void(trial, outcome)
         elif outcome.status == "measured":
-            self.measurements += 1
+            self.measurements += not (isinstance(self.state, Opening) and self.state.again)
             self._measured(trial, request, outcome)
         else:
             self.measurements += outcome.status == "aborted"
@@ -251,8 +238,7 @@ class Search:
     def _measured(self, trial: Trial, request: Request, outcome: Outcome) -> None:
         sample = self.book.keep(trial, outcome)
         if isinstance(self.state, Opening):
-            self._note("start", sentences.start(trial, self.book.incumbent_step_ms), trial.number)
-            self.state = Choosing()
+            self._opened(trial, sample, self.state)
         elif isinstance(self.state, Exploring):
             self._explored(trial, sample)
         elif isinstance(self.state, Comparing):
@@ -263,6 +249,20 @@ class Search:
             if len(self.state.before) == 2:
                 self._compared(self.state)
 
+    def _opened(self, trial: Trial, sample: Sample, state: Opening) -> None:
+        before = trial.samples[:-1]
+        if not state.again or not before:
+            self._note("start", sentences.start(trial, self.book.incumbent_step_ms), trial.number)
+            self.state = Choosing()
+            return
+        found = gain(before, [sample], seed=self.options.seed)
+        if abs(found.share) > max(_OTHER_TIMES, 2 * found.error):
+            self._reopen(sentences.other_times(found), trial)
+            trial.samples = [sample]
+            self.state = Choosing()
+        else:
+            self.state = Choosing() if state.then is None else replace(state.then, before=(sample,))
+
     def _explored(self, trial: Trial, sample: Sample) -> None:
         incumbent = self.book.incumbent
         seen = gain(incumbent.samples, [sample], seed=self.options.seed)
@@ -272,7 +272,7 @@ class Search:
             self.state = Choosing()
             return
         comparing = self._comparing(trial, "gain")
-        if trial.source == "planner" and self._last_role == "start":
+        if trial.source in ("planner", "preset") and self._last_role == "start":
             # Nobody picked it for its time, and the incumbent was measured just before: the first two are there.
             comparing = replace(comparing, before=tuple(incumbent.samples[-1:]), after=(sample,))
         self.state = comparing
@@ -344,14 +344,28 @@ class Search:
         for begin in range(0, len(outcome.steps_ms) - window + 1, window):
             changed = self._change.add(sum(outcome.steps_ms[begin : begin + window]) / window) or changed
         if changed:
-            self.book.forget()
-            self.measurements = self._misses = 0
-            self._ties.clear()
-            self._tied = False
-            self._note("reopen", "Step times have changed: the search begins again.", request.trial)
+            self._reopen("Step times have changed: the search begins again.", self.book.incumbent)
             self.state = Opening()
         elif isinstance(self.state, Holding):
             self.state = Choosing()
+
+    def _reopen(self, reason: str, incumbent: Trial) -> None:
+        """Forget what was measured under other circumstances."""
+        self.book.forget()
+        self.measurements = self._misses = 0
+        self._ties.clear()
+        self._tied = False
+        self._note("reopen", reason, incumbent.number)
+
+    def idle(self, between: Between) -> None:
+        """Count steps that belong to no measurement; `tell` does so with those before an outcome."""
+        step_s = self.book.incumbent_step_ms / 1e3
+        self.cost.add(between.seconds, 0, None)
+        self.cost.add(between.late_s, between.late_steps, step_s or None)
+
+    def remark(self, reason: str) -> None:
+        """Write down what was found out beside the search."""
+        self._note("remark", reason, None)
 
     def stop(self, reason: str) -> None:
         """End the search; the incumbent stays."""

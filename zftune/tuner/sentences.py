@@ -11,6 +11,17 @@ def start(trial: Trial, step_ms: float) -> str:
     return f"The search begins from {trial.setting}, which takes {step_ms:.1f} ms a step."
 
 
+def resumed(measurements: int) -> str:
+    """Training was ended and goes on."""
+    return f"Resumed after {measurements} measurements: the incumbent is measured once more."
+
+
+def other_times(found: Gain) -> str:
+    """The incumbent does not take what it took before."""
+    how = "shorter" if found.share > 0 else "longer"
+    return f"Steps are {100 * abs(found.share):.1f}% {how} than before the resumption: the search begins again."
+
+
 def slower(trial: Trial, incumbent: Trial, seen: Gain) -> str:
     """A look was not promising."""
     how = f"is {-100 * seen.share:.1f}% slower" if seen.share < 0 else f"saves {100 * seen.share:.1f}%"

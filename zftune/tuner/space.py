@@ -17,6 +17,11 @@ from zftune.store.types import Quality
 from zftune.tuner.settings import Setting
 
 QUALITIES: tuple[Quality, ...] = ("exact", "published", "loose")
+QUALITY_WORDS = {
+    "exact": "exact: the plain optimizer's trajectory; only knobs that change nothing but the speed are tuned",
+    "published": "published: gradients get no staler, by what they weigh, than under your own knobs",
+    "loose": "loose: gradients may get twice as stale, by what they weigh, as under your own knobs",
+}
 PUBLISHED = Setting(topk_ratio=0.1, update_interval=4, apply_lag=4)
 """The published setting: the budget where the user's configuration has no `zenflow` section of its own."""
 

@@ -50,6 +50,19 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Between:
+    """Steps that belong to no measurement: somebody thinks, or a change of knobs is under way."""
+
+    seconds: float = 0.0
+    """Of those under the incumbent."""
+    late_s: float = 0.0
+    """Of those that a setting that is not the incumbent took: the step that changed to it, and those after its
+    measurement."""
+    late_steps: int = 0
+    """How many of the latter."""
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What came of a request."""
 
@@ -64,6 +77,8 @@ class Outcome:
     host_bytes: int | None = None
     reason: str = ""
     """Why it was not measured to its end."""
+    between: Between = Between()
+    """What came before its first step, since the outcome before."""
 
     @property
     def seconds(self) -> float:
@@ -83,7 +98,7 @@ class Trial:
     number: int
     setting: Setting
     source: str
-    """Who proposed it: "start", "planner", "search"."""
+    """Who proposed it: "start", "preset", "planner", "search"."""
     state: TrialState = TrialState.PLANNED
     reason: str = ""
     forecast: Forecast | None = None
@@ -99,18 +114,13 @@ class Trial:
 class Note:
     """A decision: what `zftune explain` prints."""
 
-    kind: Literal["start", "adopt", "keep", "abort", "void", "crash", "stop", "hold", "reopen", "guard"]
+    kind: Literal[
+        "start", "adopt", "keep", "abort", "void", "crash", "stop", "hold", "reopen", "guard", "resume", "remark"
+    ]
     reason: str
     """A sentence."""
     trial: int | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """The incumbent has to be measured first."""
-
-    voids: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +154,17 @@ class Comparing:
     def role(self) -> Role:
         """What is measured next."""
         return "a2" if self.after else "b" if self.before else "a1"
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The incumbent has to be measured first."""
+
+    voids: int = 0
+    again: bool = False
+    """Since training was ended and goes on: it does not count as one of the search's measurements."""
+    then: Comparing | None = None
+    """What comes next, with this as its first measurement; None: that is chosen then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,7 @@ KNOBS = {
     "staging_bytes": 1_073_741_824,
     "stream": True,
     "gradient_accumulation_steps": 1,
+    "reduce_gradients": True,
     "ledger": False,
     "auto": [],
 }

@@ -77,6 +77,18 @@ def test_the_section_is_what_upstream_needs() -> None:
     assert (ours.topk_ratio, ours.update_interval, ours.select_interval) == (0.1, 4, 32)
 
 
+def test_what_a_preset_does_not_speak_of_stays_the_users() -> None:
+    config = copy.deepcopy(DS_CONFIG)
+    own = {"auto_ratio": 0.9, "pt_reserved_cores_perc": 0.25}
+    config["zero_optimization"]["zenflow"] = {"topk_ratio": 0.3, "update_interval": 2, **own}
+    found = section(applied(config))
+    assert {name: found[name] for name in own} == own
+    assert (found["topk_ratio"], found["update_interval"]) == (0.1, 4)
+    config["zero_optimization"]["zenflow"]["pt_reserved_cores_perc"] = 7
+    with pytest.raises(BadInputError, match=r"zero_optimization\.zenflow: pt_reserved_cores_perc is 7, allowed"):
+        applied(config)
+
+
 @pytest.mark.parametrize("update", [1, 3, 4, 7, "auto"])
 @pytest.mark.parametrize("select", [1, 5, 32, 1000, "auto"])
 @pytest.mark.parametrize("warm_up", [0, 1, 6])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +10,16 @@ import pytest
 
 from tests.zftune.store.conftest import Clock
 from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL, measurement
-from zftune.store import Decision, Run, RunState, StoreError, TrialState
+from zftune.store import Decision, Run, RunState, StoreError, TrialState, open_store
 from zftune.store.runs import LEASE_S
 from zftune.store.store import Store
+
+
+@pytest.fixture
+def store(clock: Clock) -> Iterator[Store]:
+    """Without a file: as on a server, where only leases tell who lives."""
+    with open_store("sqlite://", clock=clock) as opened:
+        yield opened
 
 
 def begun(store: Store, **more: Any) -> Run:
@@ -120,6 +128,54 @@ def test_goodbye_leaves_nothing_open(store: Store) -> None:
     store.finish_run(run)
     assert states(store, run) == [TrialState.VOID, TrialState.VOID]
     assert store.crashed_knobs(KEY) == []
+
+
+def test_an_interrupted_run_is_there_to_be_resumed(store: Store) -> None:
+    run = begun(store)
+    measured, flying, _ = (store.add_trial(run, {**KNOBS, "update_interval": s}, source="search") for s in (2, 4, 8))
+    store.add_measurement(run, measured.trial_id, measurement(), state=TrialState.MEASURED)
+    for trial in (measured, flying):
+        store.mark_in_flight(run, trial.trial_id)
+    store.interrupt_run(run)
+    assert store.runs()[0].state is RunState.LOST
+    assert states(store, run) == [TrialState.MEASURED, TrialState.VOID, TrialState.VOID]
+    assert store.crashed_knobs(KEY) == []
+    with pytest.raises(StoreError, match="taken over"):
+        store.add_trial(run, KNOBS, source="search")
+    store.mark_in_flight(store.resume_run(run.run_id), measured.trial_id)
+
+
+def test_what_is_left_to_be_finished(store: Store, clock: Clock) -> None:
+    def ended(how: str, **settings: Any) -> Run:
+        clock.now += 1
+        run = begun(store, settings={"seed": 1, "budget_steps": clock.now, **settings})
+        trial = store.add_trial(run, KNOBS, source="start")
+        if how != "unmeasured":
+            store.add_measurement(run, trial.trial_id, measurement(), state=TrialState.MEASURED)
+        if how == "guarded":
+            store.add_decision(run, Decision(kind="guard", reason="the loss is nan"))
+        store.finish_run(run) if how == "finished" else store.interrupt_run(run)
+        return run
+
+    def found(**settings: Any) -> str | None:
+        record = store.unfinished_run(KEY, KNOBS, {"seed": 1, **settings})
+        return None if record is None else record.run_id
+
+    assert found() is None
+    first = ended("interrupted")
+    assert found() == first.run_id
+    assert found(sampler="gp") is None
+    assert store.unfinished_run(replace(KEY, sequence=KEY.sequence + 1), KNOBS, {"seed": 1}) is None
+    assert store.unfinished_run(KEY, {**KNOBS, "topk_ratio": 0.3}, {"seed": 1}) is None
+    begun(store, settings={"seed": 1})  # beside it
+    assert found() == first.run_id
+    for how in ("finished", "unmeasured", "guarded"):
+        ended(how, seed=2, sampler=how)
+        assert found(seed=2, sampler=how) is None
+    ended("unmeasured")
+    assert found() == first.run_id
+    ended("finished")
+    assert found() is None
 
 
 def test_a_trial_ends_once(store: Store) -> None:

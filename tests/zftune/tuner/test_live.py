@@ -2,131 +2,280 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.zftune.tuner.surfaces import coverage
-from zenflow import HostMemoryError, ZenFlowAdamW, ZenFlowConfig
+from zenflow import HostMemoryError, StepStats, ZenFlowAdamW, ZenFlowConfig
+from zenflow.errors import HostThreadsError
+from zftune.planner import assumed_coverage
 from zftune.store.types import TrialState
 from zftune.tuner.guard import LossGuard
 from zftune.tuner.live import LiveSearch
+from zftune.tuner.preparing import NoForecast
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.settings import Setting
-from zftune.tuner.space import Forecast, space_for
-from zftune.tuner.states import Outcome, Request
+from zftune.tuner.space import space_for
+from zftune.tuner.states import OF_INCUMBENT, Outcome, Request, Sampler
+from zftune.tuner.thinking import DeskMaker, InlineDesk, ThreadDesk
 
 BEGIN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, ledger=True, host_threads=1)
+Make = Callable[..., "Scene"]
 
 
 class Scene:
     """A small model that trains on the CPU, and a search over its knobs."""
 
-    def __init__(self, *, most: int = 7, guard: LossGuard | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        most: int = 7,
+        guard: LossGuard | None = None,
+        desk: DeskMaker = InlineDesk,
+        sampler: Sampler = "random",
+        micro_batches: int = 1,
+    ) -> None:
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
         self.optimizer = ZenFlowAdamW(self.module.parameters(), lr=1e-3, config=BEGIN, module=self.module)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1 + 0.01 * step))
+        self.micro_batches = micro_batches
+        self.history: dict[int, StepStats] = {}
+        self.changes: list[tuple[int, Setting]] = []
         start = Setting.of(self.optimizer.config)
-        space = space_for(start, "published", coverage=coverage)
-        planned = [Setting(topk_ratio=0.2, update_interval=2, apply_lag=1, host_threads=1)]
         self.search = Search(
-            space,
+            space_for(start, "published", coverage=assumed_coverage),
             start,
-            lambda setting: Forecast(1.0),
-            planned,
-            SearchOptions(sampler="random", most_measurements=most),
+            NoForecast(1.0, start, has_memory=False),
+            [Setting(topk_ratio=0.2, update_interval=2, apply_lag=1, host_threads=1)],
+            SearchOptions(sampler=sampler, most_measurements=most),
         )
         self.recorder = Recorder()
-        self.live = LiveSearch(self.optimizer, self.search, tokens=16, recorder=self.recorder, guard=guard)
+        self.live = LiveSearch(
+            self.optimizer, self.search, tokens=16, recorder=self.recorder, guard=guard, desk=desk,
+            on_change=lambda step, knobs: self.changes.append((step, Setting.from_knobs(knobs))),
+        )  # fmt: skip
 
     def step(self, scale: float = 1.0) -> bool:
-        loss = self.module(torch.randn(16, 32)).square().mean() * scale
-        loss.backward()
+        for _ in range(self.micro_batches):
+            loss = self.module(torch.randn(16, 32)).square().mean() * scale
+            loss.backward()
         self.optimizer.step()
+        self.scheduler.step()
         self.optimizer.zero_grad()
-        return self.live.on_step(loss)
+        going = self.live.on_step(loss)
+        self.history |= {stats.step: stats for stats in self.optimizer.history()[-4:]}
+        if going and self.live.request is None:
+            time.sleep(0.01)  # these steps are so short that a thought would last for thousands of them
+        return going
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Train until the search is over, or as long as a test may last."""
+        ends = time.monotonic() + 240
+        while not until() and self.step():
+            assert time.monotonic() < ends
+
+    @property
+    def knobs(self) -> Setting:
+        return Setting.of(self.optimizer.config)
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    scenes: list[Scene] = []
+
+    def make(**more: Any) -> Scene:
+        scenes.append(Scene(**more))
+        return scenes[-1]
+
+    yield make
+    for scene in scenes:
+        scene.live.close()
+        scene.optimizer.abandon()
 
 
 class Recorder:
     def __init__(self) -> None:
         self.told: list[tuple[Request, Outcome]] = []
         self.refuse = False
+        self.open = threading.Event()
+        """Whether anything can be written down."""
+        self.open.set()
+        self.fails_at = -1
 
     def before(self, search: Search, request: Request) -> str | None:
         return "The disk is full." if self.refuse and request.role == "explore" else None
 
     def after(self, search: Search, request: Request, outcome: Outcome) -> None:
+        self.open.wait(60)
+        if len(self.told) == self.fails_at:
+            raise ArithmeticError("a bug")
         self.told.append((request, outcome))
 
 
-def test_knobs_follow_the_search_windows_are_whole_and_no_gradient_is_lost() -> None:
-    scene = Scene()
-    closed: dict[int, list[bool]] = {}
-    for _ in range(1500):
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"desk": InlineDesk},
+        {"desk": ThreadDesk},
+        {"desk": ThreadDesk, "sampler": "gp", "micro_batches": 2},
+    ],
+    ids=["inline", "thread", "process"],
+)
+def test_knobs_follow_the_search_windows_are_whole_and_no_gradient_is_lost(make: Make, how: dict[str, Any]) -> None:
+    scene = make(**how)
+    ends = time.monotonic() + 240
+    while True:
         request = scene.live.request
         going = scene.step()
+        assert time.monotonic() < ends
         if request is not None and scene.live.request is request and len(scene.live._discarded) == request.discard:
-            assert Setting.of(scene.optimizer.config) == request.setting
+            assert scene.knobs == request.setting
+        if request is None and scene.live.request is None and scene.live.steady_steps > 0:
+            assert scene.knobs == scene.live.incumbent  # nothing slow runs on while somebody thinks
         if not going:
             break
     assert scene.search.next() is None
     scene.step()  # the last change holds
-    assert Setting.of(scene.optimizer.config) == scene.search.book.incumbent.setting
-    history = {stats.step: stats for stats in scene.optimizer.history(wait=True)}
+    assert scene.knobs == scene.search.book.incumbent.setting == scene.live.incumbent
+    for _ in range(3):
+        scene.step()
     assert {request.role for request, _ in scene.recorder.told} >= {"start", "explore"}
+    assert not [note.reason for note in scene.search.notes if note.kind == "remark"]
     for request, outcome in scene.recorder.told:
-        if outcome.status != "measured":
-            continue
-        assert len(outcome.discarded_ms) == request.discard
-        assert len(outcome.steps_ms) == request.steps
-        first = next(step for step, stats in history.items() if stats.step_ms == outcome.steps_ms[0])
-        closed[first] = [history[first + offset].closed for offset in range(request.steps)]
-        window = [False] * (request.setting.update_interval - 1) + [True]
-        assert closed[first] == window * (request.steps // request.setting.update_interval)
+        if outcome.status == "measured":
+            assert_whole(scene, request, outcome)
+    assert_cost(scene)
     scene.optimizer.flush()
     balances = scene.optimizer.ledger()
     assert balances
     for balance in balances.values():
         assert balance.balanced
+        assert balance.produced
 
 
-def test_a_setting_that_the_runtime_refuses_is_never_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(most=5)
+def assert_whole(scene: Scene, request: Request, outcome: Outcome) -> None:
+    """The steps of a measurement are whole windows under its setting."""
+    assert len(outcome.discarded_ms) == request.discard
+    assert len(outcome.steps_ms) == request.steps
+    first = next(step for step, stats in scene.history.items() if stats.step_ms == outcome.steps_ms[0])
+    closed = [scene.history[first + offset].closed for offset in range(request.steps)]
+    window = [False] * (request.setting.update_interval - 1) + [True]
+    assert closed == window * (request.steps // request.setting.update_interval)
+
+
+def assert_cost(scene: Scene) -> None:
+    """Every step's time has passed, those that nobody measured too, and what a challenger ran on for is its cost."""
+    told = scene.recorder.told
+    in_measurements = sum(outcome.step_count for _, outcome in told)
+    outside = scene.live.outside
+    assert in_measurements + len(outside.steps) == scene.live._seen
+    passed_ms = sum(scene.history[step].step_ms or 0.0 for step in range(1, scene.live._seen + 1))
+    assert scene.search.cost.elapsed_s == pytest.approx(passed_ms / 1e3, rel=1e-6)
+    for (request, _), (_, after) in itertools.pairwise(told):
+        if request.role not in OF_INCUMBENT:
+            assert after.between.late_steps >= 2  # step times come two steps late
+
+
+def test_a_store_that_hangs_delays_no_step_and_the_incumbent_runs_meanwhile(make: Make) -> None:
+    scene = make(desk=ThreadDesk)
+    scene.run(until=lambda: len(scene.recorder.told) == 1)
+    scene.recorder.open.clear()
+    scene.run(until=lambda: scene.live.request is not None)
+    scene.run(until=lambda: scene.live.request is None)  # a challenger was measured, and is being written down
+    for _ in range(50):
+        assert scene.step()
+        assert scene.live.request is None
+    assert scene.knobs == scene.live.incumbent
+    assert len(scene.recorder.told) == 1
+    scene.recorder.open.set()
+    scene.run(until=lambda: len(scene.recorder.told) == 3)
+    assert scene.recorder.told[2][1].between.seconds > 0
+
+
+def test_a_failure_beside_the_training_ends_the_search_and_nothing_else(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = make(desk=ThreadDesk)
+    scene.recorder.fails_at = 1
+    scene.run()
+    assert scene.search.notes[-1].kind == "stop"
+    assert scene.search.notes[-1].reason == "The search failed: ArithmeticError: a bug."
+    assert "ArithmeticError: a bug" in caplog.text
+    scene.step()
+    assert scene.knobs == scene.search.book.incumbent.setting
+
+
+@pytest.mark.parametrize(
+    ("desk", "refusal"), [(InlineDesk, HostMemoryError), (ThreadDesk, HostMemoryError), (InlineDesk, HostThreadsError)]
+)
+def test_a_setting_that_the_runtime_refuses_is_never_tried_again(
+    make: Make, desk: DeskMaker, refusal: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = make(most=5, desk=desk)
     real = scene.optimizer.set_knobs
 
     def set_knobs(**knobs: Any) -> int:
         if knobs["topk_ratio"] == 0.2:
-            raise HostMemoryError("the host has too little memory")
+            raise refusal("the host has too little memory")
         return real(**knobs)
 
     monkeypatch.setattr(scene.optimizer, "set_knobs", set_knobs)
-    while scene.step():
-        pass
+    scene.run()
     trial = scene.search.book.trials[1]
     assert trial.state is TrialState.CRASHED
     assert trial.reason == "the host has too little memory"
+    assert all(setting.topk_ratio != 0.2 for _, setting in scene.changes)
 
 
-def test_where_nothing_can_be_written_down_nothing_is_tried() -> None:
-    scene = Scene()
+def test_where_nothing_can_be_written_down_nothing_is_tried(make: Make) -> None:
+    scene = make(desk=ThreadDesk)
     scene.recorder.refuse = True
-    while scene.step():
-        pass
+    scene.run()
     assert scene.search.notes[-1].reason == "The disk is full."
     assert {request.role for request, _ in scene.recorder.told} == {"start"}
 
 
-def test_the_guard_ends_it_where_the_loss_is_not_finite() -> None:
-    scene = Scene(guard=LossGuard())
-    while scene.search.measurements < 1:
-        assert scene.step()
+@pytest.mark.parametrize("desk", [InlineDesk, ThreadDesk])
+def test_the_guard_ends_it_where_the_loss_is_not_finite(make: Make, desk: DeskMaker) -> None:
+    scene = make(guard=LossGuard(), desk=desk)
+    scene.run(until=lambda: scene.live.request is not None and scene.live.request.role == "explore")
     assert not scene.step(scale=float("inf"))
-    assert scene.search.notes[-1].kind == "guard"
-    assert "the loss is inf" in scene.search.notes[-1].reason
+    wrong = scene.optimizer.steps
     scene.step()
-    assert Setting.of(scene.optimizer.config) == scene.search.book.trials[0].setting
+    assert scene.knobs == scene.search.book.trials[0].setting
+    scene.live.close()
+    assert scene.search.notes[-1].kind == "guard"
+    assert f"Stopped at step {wrong}: the loss is inf" in scene.search.notes[-1].reason
+    assert scene.search.notes[-1].reason.endswith(f"the newest from before step {wrong - 3}.")
+
+
+def test_the_guard_interrupts_a_thought(make: Make) -> None:
+    scene = make(guard=LossGuard(), desk=ThreadDesk)
+    scene.recorder.open.clear()
+    scene.run(until=lambda: scene.search.measurements == 1)  # and now it is written down
+    assert scene.live.request is None
+    assert not scene.step(scale=float("nan"))
+    assert scene.live.over
+    scene.recorder.open.set()
+    scene.live.close()
+    assert scene.search.notes[-1].kind == "guard"
+    assert scene.search.next() is None
+
+
+def test_stopping_while_somebody_thinks(make: Make) -> None:
+    scene = make(desk=ThreadDesk, sampler="gp")
+    scene.step()  # the process is loading
+    scene.live.stop("Enough.")
+    assert scene.search.notes[-1].reason == "Enough."
+    assert not scene.step()
+    assert scene.search.next() is None
 
 
 def test_the_guard_knows_spikes_from_odd_batches() -> None:

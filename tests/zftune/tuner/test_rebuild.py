@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,7 @@ from zftune.tuner.rebuild import rebuild
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.search import Search
 from zftune.tuner.settings import Setting
+from zftune.tuner.space import Forecast
 from zftune.tuner.states import Outcome
 
 KEY = Key(
@@ -87,7 +89,10 @@ def test_a_setting_that_was_in_flight_when_the_run_died_has_crashed(store: Store
     recorder = StoreRecorder(store, run)
     assert [crash.trial for crash in recorder.resume(resumed)] == [request.trial]
     assert resumed.book.trials[request.trial].state is TrialState.CRASHED
-    assert resumed.notes[-1].kind == "crash"
+    assert [note.kind for note in resumed.notes[-2:]] == ["crash", "resume"]
+    asked = resumed.next()
+    assert asked is not None
+    assert (asked.role, asked.setting) == ("start", resumed.book.incumbent.setting)
     go(resumed, driver, recorder, 40)
     assert request.setting not in {one.setting for one in driver.requests}
     recorder.finish(resumed)
@@ -112,6 +117,7 @@ def test_a_setting_that_was_only_planned_is_asked_for_again(store: Store) -> Non
     resumed, driver = make(4, 0.05)
     recorder = StoreRecorder(store, run)
     assert list(recorder.resume(resumed)) == []
+    go(resumed, driver, recorder, 1)
     now = resumed.next()
     assert now is not None
     assert (now.setting, now.role, now.steps) == (request.setting, "explore", request.steps)
@@ -131,6 +137,16 @@ def test_rows_of_another_search_are_refused(store: Store) -> None:
     del measurements[rows[0].trial_id]
     with pytest.raises(ZftuneError, match="do not follow from those before them"):
         rebuild(make(1, 0.05)[0], rows, measurements)
+
+
+def test_the_lease_outlasts_a_long_measurement(store: Store) -> None:
+    run = begin(store)
+    search, _ = make(1, 0.05)
+    search.book._forecasts[START] = Forecast(20_000.0)
+    request = search.next()
+    assert request is not None
+    assert StoreRecorder(store, run).before(search, request) is None
+    assert store.runs()[0].lease_until_unix_s > time.time() + 20.0 * (request.steps + request.discard)
 
 
 def test_where_the_store_takes_no_more_the_search_ends_and_training_goes_on(store: Store) -> None:

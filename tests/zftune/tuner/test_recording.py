@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.zftune.conftest import MINI_TIMELINE
 from tests.zftune.tuner.surfaces import START, make
 from zenflow import ZenFlowConfig
+from zftune.planner import Rates
 from zftune.profile.measure import Task
 from zftune.rig_files import load_rig
-from zftune.store import Query, RunState, open_store
+from zftune.store import Query, Ratios, RunState, open_store
 from zftune.tuner.builtin import Training
+from zftune.tuner.ratios import measured_ratios
 from zftune.tuner.recording import Recording
-from zftune.tuner.run import with_sampler
+from zftune.tuner.run import facts_of, with_sampler
 from zftune.tuner.search import SearchOptions
 from zftune.workload import load_text
 
@@ -26,10 +30,10 @@ def test_a_gain_becomes_a_preset_with_its_evidence(mini_model: Path, mini_rig: P
     )  # fmt: skip
     config = START.config(ZenFlowConfig())
     with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store, Training(task, config) as training:
-        recording = Recording(store, training, "published")
+        recording = Recording(store, facts_of(training), "published")
         assert recording.crashed() == ()
         search, driver = make(1, 0.03)
-        recorder = recording.begin(search, config)
+        recorder = recording.begin(search)
         assert recorder is not None
         while (request := search.next()) is not None:
             assert recorder.before(search, request) is None
@@ -47,8 +51,33 @@ def test_a_gain_becomes_a_preset_with_its_evidence(mini_model: Path, mini_rig: P
         assert [run.state for run in store.runs()] == [RunState.FINISHED]
 
 
+def test_ratios_are_those_of_the_machine(mini_model: Path, mini_rig: Path) -> None:
+    task = Task(
+        model=str(mini_model), corpus=load_text(None), dtype=torch.bfloat16, micro_batch=1, sequence=16, seed=0,
+        torch_device=torch.device("cpu"), rig=load_rig(str(mini_rig)),
+    )  # fmt: skip
+    with Training(task, START.config(ZenFlowConfig())) as training:
+        for _ in range(12):
+            training.step()
+        steps = training.optimizer.history(wait=True)
+        assert training.rig is not None
+        rates, module = Rates.of_rig(training.rig), training.workload.module
+    found, planned = measured_ratios(steps, module, rates), measured_ratios([], module, rates)
+    compute = MINI_TIMELINE["forward_ms"] + MINI_TIMELINE["backward_ms"]
+    assert planned == pytest.approx(Ratios(MINI_TIMELINE["host_ms"] / compute, MINI_TIMELINE["d2h_ms"] / compute))
+    assert planned is not None
+    assert found is not None
+    assert found.host_over_compute == pytest.approx(planned.host_over_compute, rel=0.25)
+    assert found.link_over_compute == pytest.approx(planned.link_over_compute, rel=0.25)
+    slow = [replace(one, host_ms=3 * one.host_ms, stall_ms={}, step_ms=2 * compute) for one in steps]
+    slower = measured_ratios(slow, module, rates)
+    assert slower is not None
+    assert slower.host_over_compute == pytest.approx(1.5 * planned.host_over_compute, rel=0.05)
+    assert slower.link_over_compute == pytest.approx(planned.link_over_compute / 2)
+
+
 def _query(recording: Recording) -> Query:
-    return Query(key=recording._key, rig="mini")
+    return Query(key=recording.key, rig="mini")
 
 
 def test_where_scipy_is_missing_tpe_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,112 @@
+"""A rig, the settings that may be proposed on it, and what the planner thinks of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+import torch
+
+from zenflow import RigSpec, ZenFlowConfig
+from zftune.planner import Job, ModelFacts, Rates, assumed_coverage, predict
+from zftune.planner.choosing import ranked
+from zftune.profile.measure import Task
+from zftune.rig_files import load_rig
+from zftune.tuner.forecast import PlannerForecast, rig_machine
+from zftune.tuner.settings import Setting
+from zftune.tuner.space import PUBLISHED, Dimension, Forecaster, Space
+from zftune.workload import load_text
+
+RIGS: Mapping[str, str] = {
+    "device-bound": "compute-bound",
+    "host-heavy": "host-bound",
+    "slow-core": "host-bound, a slow core",
+    "link-bound": "link-bound",
+    "noisy-link": "link-bound, a noisy link",
+    "contended": "balanced, contention",
+}
+MODEL = "tiny"
+SEQUENCE = 32
+BASE = ZenFlowConfig(topk_ratio=0.1, update_interval=4, select_interval=1 << 20)
+"""What the user has: the published setting. Selections stay as they are, so that a grid point has one time."""
+START = replace(PUBLISHED, select_interval=BASE.select_interval)
+_DIMENSIONS = (
+    Dimension("topk_ratio", (0.05, 0.1, 0.2, 0.3)),
+    Dimension("update_interval", (1, 2, 3, 4, 6)),
+    Dimension("lag_share", (0.0, 1.0)),
+    Dimension("offload_ratio", (0.85, 1.0)),
+)
+
+
+def space() -> Space:
+    """The grid, within the published quality."""
+    free = Space(base=START, quality="published", dimensions=_DIMENSIONS, budget=0.0, coverage=assumed_coverage)
+    return replace(free, budget=free.cost(START))
+
+
+SETTINGS: Sequence[Setting] = tuple(space().settings())
+"""The feasible ones."""
+
+
+@cache
+def scene_of(rig: str) -> Scene:
+    """One rig's scene, the same for all searches of this process."""
+    return Scene(rig)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One rig.
+
+    Args:
+        rig: its name.
+        slower: factor on all its times, where this machine's real work takes longer than the pads.
+    """
+
+    rig: str
+    slower: float = 1.0
+
+    @cached_property
+    def spec(self) -> RigSpec:
+        """The rig's file."""
+        spec = load_rig(self.rig)
+        return replace(spec, values={**spec.values, "scale": self.slower * spec.values["scale"]})
+
+    @cached_property
+    def forecast(self) -> PlannerForecast:
+        """The planner, which knows the rig's rates and nothing of its effects."""
+        model = ModelFacts.from_name(MODEL)
+        elements = sum(math.prod(shape) for shape in model.weights if len(shape) > 1)
+        rig = self.spec.for_elements(elements)
+        job = Job(seq=SEQUENCE, micro_batch=1)
+        return PlannerForecast(model, rig_machine(rig), job, Rates.of_rig(rig, model.element_bytes), BASE)
+
+    @cached_property
+    def remembered(self) -> Forecaster:
+        """The same, which works out a setting once for all searches of this process."""
+        return cache(self.forecast)
+
+    @cached_property
+    def planned(self) -> list[Setting]:
+        """The planner's order of preference."""
+        planner = self.forecast
+        found = [
+            (config, predict(planner.model, planner.machine, planner.job, config, rates=planner.rates))
+            for config in (setting.config(BASE) for setting in SETTINGS)
+        ]
+        return [Setting.of(config) for config, _ in ranked(found)]
+
+    def task(self) -> Task:
+        """What trains on it."""
+        return Task(
+            model=MODEL,
+            corpus=load_text(None),
+            dtype=torch.bfloat16,
+            micro_batch=1,
+            sequence=SEQUENCE,
+            seed=0,
+            torch_device=torch.device("cpu"),
+            rig=self.spec,
+        )

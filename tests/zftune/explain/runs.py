@@ -1,0 +1,144 @@
+"""Runs to be explained: of the real search on a surface, and written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.zftune.tuner.surfaces import START, TOKENS, Driver, make
+from zftune.store import Decision, Hardware, Key, Measurement, Model, Run, RunRecord, TrialState
+from zftune.store.store import Store
+from zftune.tuner.recorder import StoreRecorder
+from zftune.tuner.search import Search
+from zftune.tuner.states import Outcome, Request
+
+KEY = Key(
+    model_id="m" * 16, hw_id="h" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1, micro_batch=1,
+    sequence=TOKENS, checkpointing=False, quality="published",
+)  # fmt: skip
+MODEL = Model(model_id=KEY.model_id, name="tiny", parameters=1_000_000)
+HARDWARE = Hardware(hw_id=KEY.hw_id, gpu="NVIDIA H200")
+
+
+def begin(store: Store, *, model: Model = MODEL, hardware: Hardware = HARDWARE, budget: float = 1.8) -> Run:
+    return store.begin_run(KEY, model, hardware, knobs=START.knobs(), settings={"budget_steps": budget})
+
+
+def record(store: Store, run: Run) -> RunRecord:
+    return next(one for one in store.runs() if one.run_id == run.run_id)
+
+
+def searched(
+    store: Store,
+    seed: int,
+    *,
+    most: int = 1000,
+    fault: Callable[[Request], Outcome | None] = lambda request: None,
+    **options: Any,
+) -> tuple[Run, Search, Driver, StoreRecorder]:
+    """A search that was written down while it went on; nobody has said goodbye yet."""
+    search, driver = make(seed, 0.05, **options)
+    driver.fault = fault
+    run = begin(store, budget=search.book.space.budget)
+    recorder = StoreRecorder(store, run)
+    go_on(search, driver, recorder, most)
+    return run, search, driver, recorder
+
+
+def go_on(search: Search, driver: Driver, recorder: StoreRecorder, most: int = 1000) -> None:
+    for _ in range(most):
+        request = search.next()
+        if request is None:
+            break
+        assert recorder.before(search, request) is None
+        driver.run(search, most=1)
+        recorder.after(search, request, driver.outcomes[-1])
+    assert recorder.notices == []
+
+
+def finished(store: Store, seed: int, **more: Any) -> tuple[Run, Search]:
+    run, search, _, recorder = searched(store, seed, **more)
+    recorder.finish(search)
+    return run, search
+
+
+class Clock:
+    """Wall clock that measurements move."""
+
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class ByHand:
+    """Rows with round figures.
+
+    Args:
+        store: with `clock`.
+        clock: moved by measurements.
+        run: begun.
+    """
+
+    def __init__(self, store: Store, clock: Clock, run: Run) -> None:
+        self.store, self.clock, self.run = store, clock, run
+        self.count = 0
+
+    def trial(self, source: str = "search", **knobs: Any) -> int:
+        row = self.store.add_trial(self.run, {**START.knobs(), **knobs}, source=source, constraint=0.0)
+        return row.trial_id
+
+    def measure(
+        self,
+        trial: int,
+        role: str,
+        ms: float,
+        *,
+        steps: int = 20,
+        status: str = "measured",
+        reason: str | None = None,
+        **aggregates: Any,
+    ) -> None:
+        began = self.clock.now
+        self.clock.now += steps * ms / 1e3
+        row = Measurement(
+            role=role,
+            steps=steps,
+            step_ms=ms,
+            token_us=1e3 * ms / TOKENS,
+            began_unix_s=began,
+            void_reason=reason,
+            steps_ms=(ms,) * steps,
+            aggregates={"sequence": self.count, "status": status, "discarded_ms": [], "tokens": TOKENS} | aggregates,
+        )
+        self.count += 1
+        state = {"measured": TrialState.MEASURED, "aborted": TrialState.ABORTED}.get(status)
+        self.store.add_measurement(self.run, trial, row, state=state)
+        self.clock.now += 0.001
+
+    def decide(self, kind: str, trial: int | None = None, reason: str = "Because.", **details: float) -> None:
+        self.store.add_decision(self.run, Decision(kind=kind, reason=reason, trial_id=trial, details=details))
+        self.clock.now += 0.001
+
+
+def by_hand(store: Store, clock: Clock) -> Run:
+    """400 ms at first. A look at 500 ms costs 2 s, another one finds 200 ms; then the training goes on for 10 s.
+
+    Seconds of its clock: start 0 to 8, too slow 8 to 18, a look 18 to 22, incumbent 22 to 30, challenger 30 to 34,
+    incumbent 34 to 42, waiting under the new incumbent 42 to 52. A second of that saves a second.
+    """
+    rows = ByHand(store, clock, begin(store))
+    start = rows.trial("start")
+    rows.measure(start, "start", 400)
+    rows.decide("start", start, "The search begins.")
+    slow = rows.trial("planner", update_interval=8, apply_lag=8)
+    rows.measure(slow, "explore", 500)
+    rows.decide("keep", slow, "Not adopted: it is 25% slower.", gain=-0.25)
+    fast = rows.trial(topk_ratio=0.2)
+    for trial, role, ms in ((fast, "explore", 200), (start, "a1", 400), (fast, "b", 200), (start, "a2", 400)):
+        rows.measure(trial, role, ms)
+    rows.decide("adopt", fast, "Adopted: it saves half.", gain=0.5, error=0.01)
+    rows.measure(fast, "hold", 200, steps=50)
+    rows.decide("stop", fast, "That is enough.")
+    return rows.run

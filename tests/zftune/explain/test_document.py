@@ -1,0 +1,343 @@
+"""What is told of a run, against the search that made it and against rows that were written by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.zftune.explain.runs import (
+    HARDWARE,
+    KEY,
+    MODEL,
+    ByHand,
+    Clock,
+    begin,
+    by_hand,
+    finished,
+    go_on,
+    record,
+    searched,
+)
+from tests.zftune.tuner.surfaces import START, TOKENS, make
+from zftune.explain.document import explain_document
+from zftune.store import Run, TrialState
+from zftune.store.store import Store
+from zftune.tuner.document import feasible, search_document
+from zftune.tuner.recorder import StoreRecorder
+from zftune.tuner.states import Outcome, Request
+
+EXACT = ("start", "best", "trials", "measurements", "stopped")
+LATE_S = 60.0  # a busy machine may take that long for a search on a surface
+
+
+def explained(store: Store, run: Run, clock: Any = None) -> dict[str, Any]:
+    document = explain_document(store, record(store, run), **({} if clock is None else {"clock": clock}))
+    json.dumps(document, allow_nan=False)
+    return document
+
+
+def same(found: dict[str, Any], live: dict[str, Any]) -> None:
+    """Found from the rows is what the search itself knows."""
+    unknown = {"quality_cost_steps", "predicted_step_ms"}
+    for name in EXACT[:3]:
+        pairs = zip(found[name], live[name], strict=True) if name == "trials" else [(found[name], live[name])]
+        for one, other in pairs:
+            assert {k: v for k, v in one.items() if k not in unknown} == {
+                k: pytest.approx(v) if isinstance(v, float) else v for k, v in other.items() if k not in unknown
+            }
+            assert one["predicted_step_ms"] == (pytest.approx(other["predicted_step_ms"]) if one["number"] else None)
+            cost = one["quality_cost_steps"]
+            assert cost is None or cost == pytest.approx(other["quality_cost_steps"])
+    for name in EXACT[3:]:
+        assert found[name] == live[name]
+    notes = [note for note in found["decisions"] if note["kind"] in {one["kind"] for one in live["decisions"]}]
+    names = ("kind", "reason", "trial", "details")
+    assert [{name: note[name] for name in names} for note in notes] == live["decisions"]
+    if live["gain"] is None:
+        assert found["gain"] is None
+    else:
+        assert found["gain"] == pytest.approx(live["gain"], rel=1e-4)
+    assert found["cost"]["spent_s"] == pytest.approx(live["cost"]["spent_s"], abs=0.005)
+    assert live["cost"]["elapsed_s"] <= found["cost"]["elapsed_s"] + 0.005 <= live["cost"]["elapsed_s"] + LATE_S
+
+
+@pytest.mark.parametrize("seed", [1, 4, 6])
+def test_the_rows_say_what_the_search_knew(store: Store, seed: int) -> None:
+    run, search = finished(store, seed)
+    found, live = explained(store, run), search_document(search)
+    same(found, live)
+    assert live["gain"] is not None
+    assert found["run"]["state"] == "finished"
+    assert sum(one["count"] for one in found["rejected"]) == sum(one["state"] == "rejected" for one in found["trials"])
+    assert [one["number"] for one in found["history"]] == list(range(1, len(found["history"]) + 1))
+
+
+def test_each_measurement_belongs_to_one_decision(store: Store) -> None:
+    run, _ = finished(store, 6)
+    found = explained(store, run)
+    of = {number: note for note in found["decisions"] for number in note["measured"]}
+    assert sorted(of) == [one["number"] for one in found["history"]]
+    for one in found["history"]:
+        note = of[one["number"]]
+        assert one["trial"] == (note["incumbent"] if one["role"] in ("start", "a1", "a2") else note["trial"])
+        assert one["ended_s"] <= note["at_s"] + 0.002
+    adopted = next(note for note in found["decisions"] if note["kind"] == "adopt")
+    roles = [one["role"] for one in found["history"] if one["number"] in adopted["measured"]]
+    assert roles in (["explore", "a1", "b", "a2"], ["explore", "a2"])
+
+
+def test_noise_and_error_are_those_of_the_steps(store: Store) -> None:
+    run, _ = finished(store, 1)
+    history = [one for one in explained(store, run)["history"] if one["status"] == "measured"]
+    noises = [one["noise"] for one in history]
+    assert 0.035 < sum(noises) / len(noises) < 0.065  # the driver's is 5%
+    for one in history:
+        assert one["error_ms"] == pytest.approx(1.2533 * one["noise"] * one["step_ms"] / math.sqrt(one["steps"]))
+
+
+def test_rows_by_hand(timed: Store, clock: Clock) -> None:
+    found = explained(timed, by_hand(timed, clock), clock)
+    cost = found["cost"]
+    assert cost["spent_s"] == pytest.approx(2)
+    assert cost["elapsed_s"] == pytest.approx(52, abs=0.05)
+    assert cost["saved_s"] == pytest.approx(10, abs=0.05)
+    assert cost["break_even_s"] == pytest.approx(44, abs=0.05)  # two seconds after it was adopted
+    assert found["gain"] == {"share": pytest.approx(0.5), "error": pytest.approx(0.02)}
+    assert found["best"]["step_ms"] == pytest.approx(200)
+    assert found["verdict"][:2] == [
+        "Spent 3.8% of the run (2 s of 52 s), gained 50 +/- 2%, broke even after 44 s.",
+        "Keep topk_ratio 0.2; all else as it was at the start.",
+    ]
+    assert found["run"]["state"] == "running"
+    assert [round(note["at_s"]) for note in found["decisions"]] == [8, 18, 42, 52]
+    assert [note["measured"] for note in found["decisions"]] == [[1], [2], [3, 4, 5, 6], [7]]
+
+
+def test_what_is_not_paid_for_yet(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start, slow, fast = rows.trial("start"), rows.trial(topk_ratio=0.05), rows.trial(topk_ratio=0.2)
+    rows.measure(start, "start", 100)
+    rows.decide("start", start)
+    rows.measure(slow, "explore", 400, status="aborted", reason="far too slow")
+    rows.decide("abort", slow)
+    for trial, role, ms in ((fast, "explore", 75), (start, "a1", 100), (fast, "b", 75), (start, "a2", 100)):
+        rows.measure(trial, role, ms)
+    rows.decide("adopt", fast, gain=0.25, error=0.004)
+    timed.finish_run(rows.run)
+    found = explained(timed, rows.run, clock)
+    assert found["cost"]["break_even_s"] is None
+    assert found["cost"]["remaining_s"] == pytest.approx(18, abs=0.05)  # 6 s were spent, a second saves a third
+    assert found["verdict"][0] == (
+        "Spent 35% of the run (6 s of 17 s), gained 25.0 +/- 0.8%, not yet broken even: 18 s more under these knobs "
+        "pay for it."
+    )
+    assert found["trials"][1]["reason"] == "far too slow"
+
+
+def test_training_after_the_search_counts(timed: Store, clock: Clock) -> None:
+    run = by_hand(timed, clock)
+    clock.now += 100
+    timed.finish_run(run)
+    found = explained(timed, run, clock)
+    assert found["cost"]["elapsed_s"] == pytest.approx(152, abs=0.05)
+    assert found["cost"]["saved_s"] == pytest.approx(110, abs=0.05)
+    assert found["verdict"][0].startswith("Spent 1.3% of the run (2 s of 152 s)")
+
+
+def test_time_that_only_the_search_knows_of(timed: Store, clock: Clock) -> None:
+    """The incumbent trains on while somebody thinks: no measurement tells of it, the next decision does."""
+    rows = ByHand(timed, clock, begin(timed))
+    start = rows.trial("start")
+    rows.measure(start, "start", 100)
+    rows.decide("start", start, spent_s=0.0, elapsed_s=32.0)
+    rows.decide("stop", start, spent_s=0.5, elapsed_s=40.0)
+    found = explained(timed, rows.run, clock)
+    assert (found["cost"]["spent_s"], found["cost"]["elapsed_s"]) == (0.5, pytest.approx(40, abs=0.05))
+    assert [note["at_s"] for note in found["decisions"]] == [32, 40]
+
+
+def test_steps_between_measurements_count(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start = rows.trial("start")
+    rows.measure(start, "start", 100)
+    rows.decide("start", start)
+    rows.measure(rows.trial(topk_ratio=0.2), "explore", 100, between=(10.0, 3.0, 10))
+    found = explained(timed, rows.run, clock)
+    assert found["history"][1]["ended_s"] == pytest.approx(2 + 10 + 3 + 2)
+    assert found["cost"]["spent_s"] == pytest.approx(3 - 10 * 0.1)
+
+
+def test_a_run_without_a_gain(store: Store) -> None:
+    run, search = finished(store, 1, sampler="none", patience=1)
+    found = explained(store, run)
+    same(found, search_document(search))
+    if found["gain"] is None:
+        assert "gained nothing." in found["verdict"][0]
+    worse = ByHand(store, Clock(), begin(store))
+    start = worse.trial("start")
+    worse.measure(start, "start", 100)
+    found = explained(store, worse.run)
+    assert found["verdict"][0] == "Spent nothing in 2 s, gained nothing." or found["cost"]["elapsed_s"] > 2
+    assert found["verdict"][1] == f"Keep what it began with: {START}."
+
+
+def test_an_interrupted_run(store: Store) -> None:
+    run, search, _, recorder = searched(store, 6, most=5)
+    search.stop("Interrupted.")
+    recorder.finish(search)
+    found = explained(store, run)
+    assert found["interrupted"]
+    assert found["verdict"][-1] == "It was interrupted: this is what was found until then."
+    same(found, search_document(search))
+
+
+def test_a_run_that_goes_on(store: Store) -> None:
+    run, search, _, recorder = searched(store, 6, most=5)
+    request = search.next()
+    assert request is not None
+    recorder.before(search, request)
+    found = explained(store, run)
+    assert found["run"]["state"] == "running"
+    assert found["verdict"][-1] == "It is still running: this is what is known so far."
+    assert len(found["history"]) == 5
+
+
+def test_a_lost_run(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start, tried = rows.trial("start"), rows.trial(topk_ratio=0.2)
+    rows.measure(start, "start", 100)
+    rows.decide("start", start)
+    timed.mark_in_flight(rows.run, tried)
+    clock.now += 1000
+    for _ in range(2):  # before somebody closes it, and after
+        found = explained(timed, rows.run, clock)
+        assert found["run"]["state"] == "lost"
+        assert found["verdict"][-1].startswith("It ended before its search did")
+        assert found["cost"]["elapsed_s"] == pytest.approx(2)
+        timed.reap()
+    assert found["trials"][1]["state"] == TrialState.CRASHED.value
+    assert found["decisions"][-1]["kind"] == "crash"
+    assert found["decisions"][-1]["trial"] == 1
+
+
+def test_a_run_that_the_guard_ended(store: Store) -> None:
+    run, search, _, recorder = searched(store, 6)
+    assert search.book.gain is not None
+    search.guard("Stopped at step 9: the loss is NaN; the starting point's knobs are back.")
+    recorder.finish(search)
+    found = explained(store, run)
+    same(found, search_document(search))
+    assert found["best"]["number"] == 0
+    assert "gained nothing" in found["verdict"][0]
+    assert found["stopped"].startswith("Stopped at step 9")
+
+
+def test_a_run_that_was_reopened(store: Store) -> None:
+    run, search, driver, recorder = searched(store, 6, watch=True, most=40)
+    driver.surface.compute *= 2
+    driver.surface.host *= 2
+    go_on(search, driver, recorder, 30)
+    found = explained(store, run)
+    assert "reopen" in {note["kind"] for note in found["decisions"]}
+    same(found, search_document(search))
+
+
+def test_crashed_void_and_resumed(store: Store) -> None:
+    fates = iter(["", "crashed", "void", "void", "void"])
+
+    def fault(request: Request) -> Outcome | None:
+        status = next(fates, "")
+        steps = (100.0,) * 20 if status == "void" else ()
+        return Outcome(status, steps, tokens=TOKENS, reason=f"{status} on purpose") if status else None  # type: ignore[arg-type]
+
+    run, search, driver, recorder = searched(store, 4, fault=fault, most=6)
+    same(explained(store, run), search_document(search))
+    recorder.finish(search)
+    run = store.resume_run(run.run_id)
+    again, _ = make(4, 0.05)
+    recorder = StoreRecorder(store, run)
+    recorder.resume(again)
+    go_on(again, driver, recorder)
+    recorder.finish(again)
+    found = explained(store, run)
+    same(found, search_document(again))
+    assert found["run"]["resumed"] == 1
+    assert "resume" in {note["kind"] for note in found["decisions"]}
+    reasons = {one["status"]: one["reason"] for one in found["history"] if one["status"] != "measured"}
+    assert reasons["void"] == "void on purpose"
+    assert {one["reason"] for one in found["trials"] if one["state"] == "crashed"} == {"crashed on purpose"}
+
+
+def test_times_that_changed_while_a_run_was_away(store: Store) -> None:
+    run, _, driver, recorder = searched(store, 6, most=5)
+    store.interrupt_run(run)
+    lost = explained(store, run)
+    assert lost["run"]["state"] == "lost"
+    again, _ = make(6, 0.05)
+    run = store.resume_run(run.run_id)
+    recorder = StoreRecorder(store, run)
+    recorder.resume(again)
+    driver.surface.compute *= 2
+    driver.surface.host *= 2
+    go_on(again, driver, recorder, 1)
+    found = explained(store, run)
+    assert [note["kind"] for note in found["decisions"]][-2:] == ["resume", "reopen"]
+    assert found["best"]["step_ms"] > 1.5 * lost["best"]["step_ms"]
+    same(found, search_document(again))
+
+
+def test_knobs_of_another_backend(timed: Store, clock: Clock) -> None:
+    run = begin(timed)
+    ids = [
+        timed.add_trial(
+            run, {"topk_ratio": k, "update_interval": "auto", "overlap_step": True}, source="start"
+        ).trial_id
+        for k in (0.1, 0.2)
+    ]
+    rows = ByHand(timed, clock, run)
+    rows.measure(ids[0], "start", 100)
+    rows.decide("start", ids[0])
+    rows.measure(ids[1], "explore", 50)
+    rows.decide("adopt", ids[1], gain=0.5, error=0.01)
+    found = explained(timed, run, clock)
+    assert found["best"]["staleness_steps"] is None
+    assert found["verdict"][1] == "Keep topk_ratio 0.2; all else as it was at the start."
+
+
+def test_a_run_of_upstream(timed: Store, clock: Clock) -> None:
+    key = replace(KEY, backend="deepspeed", stage=2)
+    rows = ByHand(timed, clock, timed.begin_run(key, MODEL, HARDWARE, knobs=START.knobs()))
+    start = rows.trial("start")
+    rows.measure(start, "start", 100)
+    rows.decide("start", start)
+    clock.now += 60  # the next process starts
+    rows.measure(rows.trial(update_interval=8, apply_lag=8), "explore", 90)
+    timed.finish_run(rows.run)
+    found = explained(timed, rows.run, clock)
+    assert [one["staleness_steps"] for one in found["trials"]] == [5.5, 11.5]  # a whole window late
+    assert found["cost"]["elapsed_s"] == pytest.approx(2 + 1.8)  # of steps
+    assert found["feasible"] is None
+
+
+def test_a_run_that_has_no_rows(store: Store) -> None:
+    found = explained(store, begin(store))
+    assert found["verdict"] == ["The search had not begun."]
+    assert found["best"] is None
+
+
+def test_what_the_quality_allows_follows_from_the_judged_settings(store: Store) -> None:
+    run, search = finished(store, 4)
+    space = search.book.space
+    found = explained(store, run)["feasible"]
+    assert len(found) > 2
+    for one in found:
+        stale = space.budget / (1 - space.coverage(one["topk_ratio"]))
+        assert one["with_any_lag"] == pytest.approx(stale)
+        assert one["update_interval"] == pytest.approx(2 * stale - 1)
+    kept = feasible(space)
+    run = store.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings={"feasible": kept})
+    assert explained(store, run)["feasible"] == kept

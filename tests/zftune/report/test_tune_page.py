@@ -1,0 +1,270 @@
+"""The page of a search against the document it shows."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.zftune.explain.runs import Clock, begin, by_hand, finished, record
+from tests.zftune.report.test_html import EVIL, Page, browse, needs_chromium
+from tests.zftune.tuner.surfaces import START, make
+from zftune.explain.document import explain_document, with_rows
+from zftune.report.tune import tune_page
+from zftune.report.tune_history import KINDS
+from zftune.store import open_store
+from zftune.store.store import Store
+from zftune.tuner.document import feasible, search_document
+from zftune.tuner.importance import importances
+from zftune.tuner.space import space_for
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Store]:
+    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def told(store: Store) -> dict[str, Any]:
+    """Of `zftune explain`."""
+    run, _ = finished(store, 6)
+    return explain_document(store, record(store, run))
+
+
+@pytest.fixture(scope="module")
+def live() -> dict[str, Any]:
+    """Of `zftune tune --json`: single measurements are not in it."""
+    search, driver = make(6, 0.05)
+    driver.run(search)
+    return {
+        "schema": "zftune.tune/1",
+        "device": "cpu",
+        "rig": {"name": "mini", "source": "made up"},
+        "workload": {"model": "tiny", "parameters": 51_392, "micro_batch": 1, "sequence": 64},
+        "software": {"zftune": "1.2.3"},
+        "steps": 700,
+        "interrupted": False,
+        "notices": ["the store is in memory"],
+        **search_document(search),
+    }
+
+
+@pytest.fixture(scope="module", params=["told", "live"])
+def document(request: pytest.FixtureRequest) -> dict[str, Any]:
+    found: dict[str, Any] = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(scope="module")
+def page(document: dict[str, Any]) -> Page:
+    return Page(tune_page(document))
+
+
+def traces(page: Page, figure: str) -> dict[str, dict[str, Any]]:
+    return {trace["name"]: trace for trace in page.json("figures")[figure]["data"]}
+
+
+def test_it_holds_the_document_and_needs_nothing_else(document: dict[str, Any], page: Page) -> None:
+    assert page.json("profile") == document
+    assert set(page.json("figures")) == {"history", "plane", "knobs", "importance"}
+    targets = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "href", "action")]
+    assert targets == ["data:,"]
+    policy = next(attrs["content"] for _, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    closing = [tag for tag, _ in page.tags if tag in ("section", "details", "main", "header", "footer")]
+    text = tune_page(document)
+    assert all(text.count(f"</{tag}>") == closing.count(tag) for tag in closing)
+
+
+def test_the_history_is_that_of_the_document(told: dict[str, Any]) -> None:
+    found = traces(Page(tune_page(told)), "history")
+    line = found.pop("the incumbent's step time")
+    assert line["y"] == [one["incumbent_step_ms"] for one in told["history"]]
+    drawn = {
+        x: (y, error, kind)
+        for kind, trace in found.items()
+        for x, y, error in zip(trace["x"], trace["y"], trace["error_y"]["array"], strict=True)
+    }
+    assert set(found) <= set(KINDS)
+    adopted = {n for note in told["decisions"] if note["kind"] == "adopt" for n in note["measured"]}
+    for one in told["history"]:
+        y, error, kind = drawn[one["number"]]
+        assert (y, error) == (one["step_ms"], 2 * (one["error_ms"] or 0))
+        if one["role"] in ("start", "a1", "a2"):
+            assert kind == "incumbent"
+        elif one["status"] == "measured":
+            assert kind == ("adopted" if one["number"] in adopted else "not adopted")
+    assert len(drawn) == len(told["history"])
+
+
+def test_the_rows_complete_the_document_of_a_run(store: Store) -> None:
+    run, search = finished(store, 4)
+    work = {"workload": {"model": None, "micro_batch": None, "sequence": None}, "device": "cpu", "rig": None}
+    about = {"schema": "zftune.tune/1", "software": {"zftune": "1"}, "interrupted": False, "notices": []}
+    whole = with_rows({**work, **about, **search_document(search)}, store, run.run_id)
+    page = Page(tune_page(whole))
+    assert "zftune tune · a command" in page.text
+    assert "Single measurements were not kept: each point is a setting's time." not in page.text
+    assert sum(len(t["x"]) for n, t in traces(page, "history").items() if n in KINDS) == len(whole["history"])
+    assert any("broke even" in text for text in page.text)
+
+
+def test_without_single_measurements_the_history_is_of_settings(live: dict[str, Any]) -> None:
+    page = Page(tune_page(live))
+    points = [y for trace in traces(page, "history").values() for y in trace["y"]]
+    assert sorted(points) == sorted(one["step_ms"] for one in live["trials"] if one["step_ms"] is not None)
+    assert "Single measurements were not kept: each point is a setting's time." in page.text
+
+
+def test_settings_stand_where_their_knobs_are(document: dict[str, Any], page: Page) -> None:
+    found = traces(page, "plane")
+    trials = document["trials"]
+    for name in ("measured", "not measured", "start", "kept"):
+        trace = found[name]
+        for x, y, (number, _) in zip(trace["x"], trace["y"], trace["customdata"], strict=True):
+            knobs = trials[number]["knobs"]
+            assert x == pytest.approx(math.sqrt(knobs["topk_ratio"]), abs=0.1)
+            assert y == pytest.approx(math.log2(knobs["update_interval"]))
+    times = [trials[number]["step_ms"] for number, _ in found["measured"]["customdata"]]
+    assert found["measured"]["marker"]["color"] == times
+    assert times == sorted((one["step_ms"] for one in trials if one["step_ms"] is not None), reverse=True)
+    assert [number for number, _ in found["kept"]["customdata"]] == [document["best"]["number"]]
+    places = list(zip(found["measured"]["x"], found["measured"]["y"], strict=True))
+    assert len(set(places)) == len(places)  # none hides another
+
+
+def test_the_shaded_region_is_what_the_budget_forbids(document: dict[str, Any], page: Page) -> None:
+    found = traces(page, "plane")
+    forbidden, lags = found["outside the quality"], found["allowed with less lag"]
+    count = len(document["feasible"])
+    top = forbidden["y"][0]
+    for index, one in enumerate(document["feasible"]):
+        back = 2 * count - 1 - index
+        assert forbidden["x"][index] == lags["x"][index] == pytest.approx(math.sqrt(one["topk_ratio"]))
+        assert forbidden["y"][back] == pytest.approx(min(top, math.log2(one["update_interval"])))
+        assert lags["y"][back] == pytest.approx(min(top, math.log2(one["with_any_lag"])))
+    for trial in document["trials"]:
+        if trial["state"] == "measured" and trial["number"]:
+            assert trial["constraint"] <= 0
+
+
+def test_the_region_is_where_the_space_ends(live: dict[str, Any]) -> None:
+    search, _ = make(6, 0.05)
+    space = search.book.space
+    for one in feasible(space) or ():
+        for name, lag_of in (("update_interval", lambda interval: 1), ("with_any_lag", lambda interval: interval)):
+            for interval in (math.floor(one[name]), math.ceil(one[name] + 1e-9)):
+                if interval >= 1:
+                    k, lag = one["topk_ratio"], lag_of(interval)
+                    setting = replace(START, topk_ratio=k, update_interval=interval, apply_lag=lag)
+                    assert (space.violation(setting) is None) == (interval <= one[name] * (1 + 1e-9))
+    exact = space_for(START, "exact", coverage=space.coverage)
+    assert feasible(exact) is None
+
+
+def test_the_other_knobs_have_panels(document: dict[str, Any], page: Page) -> None:
+    found = traces(page, "knobs")
+    timed = [one for one in document["trials"] if one["step_ms"] is not None]
+    varied = {name for name in timed[0]["knobs"] if len({one["knobs"][name] for one in timed}) > 1}
+    assert set(found) == varied - {"topk_ratio", "update_interval"}
+    assert "host_threads" in found
+    for trace in found.values():
+        assert trace["y"] == [one["step_ms"] for one in timed]
+
+
+def test_importance_is_optunas(document: dict[str, Any], page: Page) -> None:
+    (bars,) = page.json("figures")["importance"]["data"]
+    shares = dict(zip(bars["y"], bars["x"], strict=True))
+    assert sum(shares.values()) == pytest.approx(100)
+    assert list(shares.values()) == sorted(shares.values())
+    varied = {n for n in document["start"]["knobs"] if len({str(one["knobs"][n]) for one in document["trials"]}) > 1}
+    assert set(shares) == varied
+
+
+def test_the_knob_that_matters_is_the_most_important() -> None:
+    settings = [{"a": a, "b": b, "c": "fixed"} for a in range(6) for b in range(6)]
+    found = importances(settings, [100 + 10 * one["a"] for one in settings])  # type: ignore[operator]
+    assert found is not None
+    assert list(found) == ["a", "b"]
+    assert found["a"] > 0.9
+
+
+def test_too_few_measurements(told: dict[str, Any]) -> None:
+    timed = [one["number"] for one in told["trials"] if one["step_ms"] is not None]
+    few = [{**one, "step_ms": None} if one["number"] in timed[3:] else one for one in told["trials"]]
+    text = " ".join(Page(tune_page({**told, "trials": few, "decisions": [], "history": [], "best": few[0]})).text)
+    assert "Too few measurements: 3 settings have a step time, needed are 4." in text
+    assert importances([{"a": 1}, {"a": 2}, {"a": 3}], [1, 2, 3]) is None
+
+
+def test_sentences_and_figures_are_there(document: dict[str, Any], page: Page) -> None:
+    text = " ".join(page.text)
+    for note in document["decisions"]:
+        assert note["reason"] in page.text
+    gain = document["gain"]
+    assert f"{100 * gain['share']:.1f}%" in page.text
+    assert f"± {100 * gain['error']:.1f}% of the step time" in page.text
+    assert re.search(r"Spent \d+(\.\d)?% of the run \([\d.,]+ s of [\d,.]+ s\), gained ", text)
+    assert "more rejected unseen" in text
+    for one in document["trials"]:
+        assert page.text.count(str(one["number"])) >= 1
+
+
+def test_break_even_is_on_the_page(store: Store) -> None:
+    clock = Clock()
+    with open_store("sqlite://", environment={"HOME": "/nowhere"}, clock=clock) as timed:
+        found = explain_document(timed, record(timed, by_hand(timed, clock)), clock)
+    page = Page(tune_page(found))
+    assert "Broke even" in page.text
+    assert "44 s" in page.text
+    assert "Too few measurements: 3 settings have a step time, needed are 4." in page.text
+
+
+def test_a_search_that_had_not_begun(store: Store) -> None:
+    page = Page(tune_page(explain_document(store, record(store, begin(store)))))
+    assert page.json("figures") == {}
+    assert "The search had not begun." in page.text
+    assert page.text.count("Nothing was measured.") == 2
+
+
+def test_everything_is_escaped(told: dict[str, Any]) -> None:
+    def evil(value: Any, name: str = "") -> Any:
+        if isinstance(value, dict):
+            return {key: evil(one, key) for key, one in value.items()}
+        if isinstance(value, list):
+            return [evil(one, name) for one in value]
+        kept = ("kind", "status", "state", "role", "select_interval", "run_id")
+        return EVIL if isinstance(value, str) and name not in kept else value
+
+    hostile = evil(told)
+    hostile["trials"][1]["knobs"][EVIL] = EVIL
+    text = tune_page(hostile)
+    page = Page(text)
+    assert EVIL not in text
+    assert page.json("profile") == hostile
+    assert {tag for tag, _ in page.tags}.isdisjoint({"img", "b", "iframe", "object", "embed"})
+    assert sum(tag == "script" for tag, _ in page.tags) == 4
+    drawn = str(
+        [(trace.get("customdata"), trace["y"]) for one in page.json("figures").values() for trace in one["data"]]
+    )
+    assert "<img" not in drawn
+    assert "&lt;img" in drawn
+
+
+@needs_chromium
+@pytest.mark.parametrize("size", ["1400,2400", "420,3600"])
+def test_a_browser_draws_it_without_errors(told: dict[str, Any], size: str, tmp_path: Path) -> None:
+    (tmp_path / "tune.html").write_text(tune_page(told), encoding="utf-8")
+    drawn, console = browse(tmp_path / "tune.html", tmp_path, size)
+    assert console == []
+    found = re.findall(r'<div class="plot[^"]*" id="(\w+)"[^>]*data-drawn="yes"', drawn)
+    assert found == ["history", "plane", "knobs", "importance"]

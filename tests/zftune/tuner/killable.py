@@ -1,0 +1,93 @@
+"""A search that is killed: real training on an emulated accelerator, which says what its store has acknowledged."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import transformers.models.llama.modeling_llama  # noqa: F401 - before it is forked, not after
+
+from zftune.store import Measurement, Run, TrialState, open_store
+from zftune.store.store import Store
+from zftune.tuner import run
+from zftune.tuner.disturbances import NoDisturbance
+from zftune.tuner.run import TuneOptions, tune
+from zftune.tuner.search import Search, SearchOptions
+
+Acknowledge = Callable[[str, Any], None]
+
+
+def undisturbed() -> None:
+    """Let every measurement count: times do not matter here, and steps are shorter than a rig's may be."""
+    vars(run)["disturbance_of"] = lambda device: NoDisturbance()
+
+
+class Acknowledging(Store):
+    """A store that says what is on the disk, once it is there."""
+
+    acknowledge: Acknowledge
+
+    @classmethod
+    def open(cls, path: str, acknowledge: Acknowledge) -> Acknowledging:
+        opened = open_store(path)
+        store = cls(opened._database, opened.path, opened.notices, time.time)
+        store.acknowledge = acknowledge
+        for notice in opened.notices:
+            acknowledge("notice", notice)
+        return store
+
+    def begin_run(self, *given: Any, **more: Any) -> Run:
+        begun = super().begin_run(*given, **more)
+        self.acknowledge("began", begun.run_id)
+        return begun
+
+    def resume_run(self, *given: Any, **more: Any) -> Run:
+        resumed = super().resume_run(*given, **more)
+        self.acknowledge("resumed", resumed.run_id)
+        return resumed
+
+    def mark_in_flight(self, run: Run, trial_id: int) -> None:
+        super().mark_in_flight(run, trial_id)
+        self.acknowledge("in_flight", trial_id)
+
+    def add_measurement(
+        self, run: Run, trial_id: int, measurement: Measurement, *, state: TrialState | None = None
+    ) -> None:
+        super().add_measurement(run, trial_id, measurement, state=state)
+        self.acknowledge("measured", [trial_id, measurement.aggregates["sequence"]])
+
+
+def search(path: str, log: str, given: dict[str, Any], steps: int = 100_000) -> dict[str, Any]:
+    """Search until killed, or for some steps.
+
+    Args:
+        path: of the database.
+        log: one line for each acknowledgement.
+        given: of the training.
+        steps: at most.
+    """
+    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def acknowledge(what: str, value: Any) -> None:
+        os.write(written, (json.dumps([what, value]) + "\n").encode())
+
+    def on_step(done: int, begun: Search | None) -> None:
+        if done == 1:
+            acknowledge("trains", os.getpid())
+
+    undisturbed()
+    asked = SearchOptions(sampler="random", most_measurements=10_000, patience=10_000)
+    with Acknowledging.open(path, acknowledge) as store:
+        document = tune(TuneOptions(steps=steps, search=asked, **given), on_step, store)
+    acknowledge("ended", document["stopped"])
+    return document
+
+
+def read(log: Path) -> list[tuple[str, Any]]:
+    """What was acknowledged; a line that was cut off is none."""
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    return [tuple(json.loads(line)) for line in lines if line.endswith("\n")]

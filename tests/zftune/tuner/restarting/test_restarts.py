@@ -1,0 +1,266 @@
+"""The search over restarts, with a command that only stands for a training."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.conftest import ZFTUNE, is_running, wait_for
+from tests.zftune.tuner.restarting.training import content
+from zftune.errors import BadInputError, ProfileError, ZftuneError
+from zftune.store import RunState, TrialState, open_store
+from zftune.tuner.restarting.command import RestartOptions, run_restarting
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+OPTIONS = ("--restartable", "--trial-steps", "8", "--measurements", "5", "--sampler", "random", "--json", "-")
+FASTER = {"4": 20.0, "2": 10.0, "1": 30.0}
+Document = dict[str, Any]
+Tune = Callable[..., Document]
+
+
+@pytest.fixture
+def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tune:
+    """Tune the stand-in in a working directory of its own; `behaviour` is what it does."""
+    cwd = tmp_path / "project"
+    cwd.mkdir()
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.chdir(cwd)
+    monkeypatch.setenv("ZFTUNE_DB", str(tmp_path / "zftune.db"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+    def run(options: RestartOptions | None = None, *, kept: bool = True, **behaviour: Any) -> Document:
+        (cwd / "b.json").write_text(json.dumps({"ms": FASTER, **behaviour}))
+        before = content(cwd)
+        command = [sys.executable, str(STAND_IN), "b.json"]
+        try:
+            with open_store() as store:
+                return run_restarting(command, options or few(), store=store if kept else None)
+        finally:
+            assert content(cwd) == before
+            assert list((tmp_path / "scratch").iterdir()) == []
+
+    return run
+
+
+def few(most: int = 6, **more: Any) -> RestartOptions:
+    return RestartOptions(**{"steps": 8, "most_measurements": most, "sampler": "none", "timeout_s": 20, **more})
+
+
+def states(document: Document) -> list[str]:
+    return [trial["state"] for trial in document["trials"]]
+
+
+def test_the_fastest_knobs_are_found_and_kept(tune: Tune) -> None:
+    document = tune()
+    assert document["gain"]["share"] == pytest.approx(0.5)
+    assert document["best"]["knobs"]["update_interval"] == 2
+    assert document["start"]["step_ms"] == 20.0
+    assert document["command"] == {"script": "stand_in.py", "ranks": 1, "stage": 2, "runs": 3}
+    assert document["ds_config"]["zero_optimization"]["zenflow"]["update_interval"] == 2
+    assert [trial["predicted_step_ms"] for trial in document["trials"]] == [None] * len(document["trials"])
+    assert document["trials"][1]["staleness_steps"] == 2.5
+    json.dumps(document, allow_nan=False)
+    with open_store() as store:
+        (run,) = store.runs()
+        assert run.state is RunState.FINISHED
+        assert (run.key.backend, run.key.stage, run.key.micro_batch, run.key.sequence) == ("deepspeed", 2, 2, 8)
+        (preset,) = store.presets()
+        assert preset.knobs == document["best"]["knobs"]
+        rows = store.trials(run.run_id)
+        assert [row.state.value for row in rows] == states(document)
+        # The first window and the warm-up do not count, and windows are whole.
+        assert [one.role for one in store.measurements(rows[0].trial_id)] == ["start", "a2"]
+        assert {one.steps for one in store.measurements(rows[0].trial_id)} == {20}
+
+
+def test_progress_begins_with_what_will_happen(tune: Tune, tmp_path: Path) -> None:
+    told: list[str] = []
+    (Path.cwd() / "b.json").write_text(json.dumps({"ms": FASTER}))
+    run_restarting([sys.executable, str(STAND_IN), "b.json"], few(), lambda text, _: told.append(text))
+    assert told[0].startswith("Runs the command up to 6 times, about 13 steps each")
+    assert "checkpoints are not saved" in told[0]
+    assert "update_interval 2" in told[3]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        ({"crashes": [2]}, r"ended with exit code 1 \(RuntimeError: these knobs do not work\)"),
+        ({"memory": [2]}, "ran out of memory"),
+        ({"nan": [2]}, "the loss is nan"),
+    ],
+)
+def test_a_setting_that_crashes_is_marked_with_its_reason(tune: Tune, behaviour: Any, reason: str) -> None:
+    document = tune(**behaviour)
+    assert document["trials"][1]["state"] == "crashed"
+    with open_store() as store:
+        trials = store.trials(store.runs()[0].run_id)
+        assert trials[1].state is TrialState.CRASHED
+        (row,) = store.measurements(trials[1].trial_id)
+        assert row.void_reason is not None
+        assert re.search(reason, row.void_reason)
+
+
+def test_a_later_search_knows_what_crashed(tune: Tune) -> None:
+    tune(few(5), crashes=[2])
+    again = tune(few(5, fresh=True), crashes=[2])
+    assert again["trials"][1]["state"] == "rejected"
+    assert "crashed before" in again["trials"][1]["reason"]
+
+
+def test_a_setting_that_is_too_slow_is_stopped_early(tune: Tune) -> None:
+    document = tune(few(5, steps=60), ms={**FASTER, "2": 90.0})
+    assert document["trials"][1]["state"] == "aborted"
+    assert "4.50 times" in document["trials"][1]["reason"]
+    with open_store() as store:
+        (row,) = store.measurements(store.trials(store.runs()[0].run_id)[1].trial_id)
+        assert 8 <= row.steps < 60
+
+
+def test_a_run_that_does_not_come_to_its_knobs_says_nothing_about_them(tune: Tune) -> None:
+    (Path.cwd() / "b.json").write_text("{}")
+    with pytest.raises(ProfileError, match=r"cannot be tuned as it is: its port was in use"):
+        tune(before="[Errno 98] Address already in use")
+    with pytest.raises(ProfileError, match=r"cannot be tuned as it is: the command ended with exit code 1 \(OSError"):
+        tune(before="no such data")
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "options", "kind", "said"),
+    [
+        ({"sectioned": False}, {}, BadInputError, r"'exact' \(the default.*no knob at ZeRO stage 2"),
+        ({"zenflow": {"update_interval": "auto"}}, {}, BadInputError, "turns all weights into NaN"),
+        ({"version": "0.19.8"}, {}, ProfileError, r"0\.19\.8 scrambles every 2-D weight.*pip install"),
+        ({"loss": False}, {}, BadInputError, "passes no loss to engine.backward"),
+        ({"plain": True}, {}, BadInputError, "trains without an optimizer that DeepSpeed offloads"),
+        ({"steps": 9, "sleep_s": 0.1}, {}, ProfileError, "ended by itself after 9 steps, 28 are needed"),
+        ({"nan": [4]}, {}, ProfileError, "cannot be tuned as it is: the training goes wrong: the loss is nan"),
+        ({"crashes": [4]}, {}, ProfileError, "cannot be tuned as it is: .*these knobs do not work"),
+        ({"sleep_s": 60}, {"timeout_s": 2}, ProfileError, "it was not done after 2 s"),
+        ({}, {"quality": "best"}, BadInputError, "--quality 'best': allowed are exact, published, loose"),
+        ({}, {"steps": 1}, BadInputError, "--trial-steps 1: allowed is a number >= 4"),
+    ],
+)
+def test_what_cannot_be_tuned_is_said_in_a_sentence(
+    tune: Tune, behaviour: Any, options: Any, kind: type[ZftuneError], said: str
+) -> None:
+    with pytest.raises(kind, match=said) as error:
+        tune(few(**options), **behaviour)
+    assert not str(error.value).endswith(".")
+    assert "\n" not in str(error.value)
+
+
+def test_an_engine_with_other_knobs_ends_it(tune: Tune) -> None:
+    with pytest.raises(ProfileError, match=r"runs with topk_ratio 0\.7 instead of the 0\.3 of the trial"):
+        tune(engine={"topk_ratio": 0.7})
+    with open_store() as store:
+        assert store.runs()[0].state is RunState.LOST  # it may be gone on with once that is mended
+
+
+def test_a_command_that_is_none(tune: Tune) -> None:
+    with pytest.raises(BadInputError, match="command 'no-such-program': No such file"):
+        run_restarting(["no-such-program"], few())
+    with pytest.raises(BadInputError, match="command: is missing"):
+        run_restarting([], few())
+
+
+@pytest.fixture
+def tuner(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Run `zftune tune --restartable` on the stand-in."""
+    (tmp_path / "project").mkdir(exist_ok=True)
+    (tmp_path / "scratch").mkdir(exist_ok=True)
+
+    def begin(**behaviour: Any) -> subprocess.Popen[str]:
+        text = json.dumps({"ms": FASTER, **behaviour})
+        (tmp_path / "project" / "b.json").write_text(text)
+        environment = {**os.environ, "ZFTUNE_DB": str(tmp_path / "zftune.db"), "TMPDIR": str(tmp_path / "scratch")}
+        return subprocess.Popen(
+            [ZFTUNE, "tune", *OPTIONS, "--", sys.executable, STAND_IN, "b.json"],
+            cwd=tmp_path / "project", env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    return begin
+
+
+def pids(tmp_path: Path) -> list[int]:
+    path = tmp_path / "pids"
+    return [int(pid) for line in path.read_text().splitlines() for pid in line.split()] if path.exists() else []
+
+
+def begun(tmp_path: Path, runs: int) -> Callable[[], bool]:
+    """Whether the command has been started so often."""
+    return lambda: len(pids(tmp_path)) >= 2 * runs
+
+
+def gone(tmp_path: Path) -> Callable[[], bool]:
+    return lambda: not any(map(is_running, pids(tmp_path)))
+
+
+def test_ctrl_c_ends_the_command_and_the_search_is_taken_up(
+    tmp_path: Path, tuner: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = tuner(sleep_s=0.02, spawn=str(tmp_path / "pids"))
+    wait_for(begun(tmp_path, 2))
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    wait_for(gone(tmp_path))
+    assert list((tmp_path / "scratch").iterdir()) == []
+    document = json.loads(out)
+    assert document["interrupted"]
+    assert document["measurements"] == 1
+    with open_store(str(tmp_path / "zftune.db")) as store:
+        (run,) = store.runs()
+        assert run.state is RunState.LOST
+        assert [row.state for row in store.trials(run.run_id)] == [TrialState.MEASURED, TrialState.VOID]
+    process = tuner()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "going on after 1 measurements" in err
+    document = json.loads(out)
+    assert document["best"]["knobs"]["update_interval"] == 2
+    with open_store(str(tmp_path / "zftune.db")) as store:
+        (run,) = store.runs()
+        assert run.state is RunState.FINISHED
+
+
+def is_in_flight(tmp_path: Path) -> bool:
+    """Whether a setting was written down to be applied."""
+    with open_store(str(tmp_path / "zftune.db")) as store:
+        trials = [trial for run in store.runs() for trial in store.trials(run.run_id)]
+    return any(trial.state is TrialState.IN_FLIGHT for trial in trials)
+
+
+def test_killed_it_leaves_nothing_running_and_is_taken_up(
+    tmp_path: Path, tuner: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = tuner(sleep_s=0.02, spawn=str(tmp_path / "pids"))
+    wait_for(begun(tmp_path, 2))
+    wait_for(lambda: is_in_flight(tmp_path))
+    process.kill()
+    process.communicate()
+    wait_for(gone(tmp_path))
+    wait_for(lambda: not list((tmp_path / "scratch").iterdir()))
+    process = tuner()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    document = json.loads(out)
+    with open_store(str(tmp_path / "zftune.db")) as store:
+        (run,) = store.runs()
+        rows = store.trials(run.run_id)
+        assert run.state is RunState.FINISHED
+        assert rows[1].state is TrialState.CRASHED  # it was in flight
+        assert all(row.state is not TrialState.IN_FLIGHT for row in rows)
+        start = store.measurements(rows[0].trial_id)
+        assert [one.role for one in start][:2] == ["start", "start"]  # what was acknowledged is there, and goes on
+    assert states(document)[1] == "crashed"

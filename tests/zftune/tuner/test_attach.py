@@ -1,0 +1,267 @@
+"""One line in a plain loop: `zftune.attach(optimizer)`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zftune
+from zenflow import ZenFlowAdamW, ZenFlowConfig
+from zftune.errors import BadInputError
+from zftune.store import RunState, open_store
+from zftune.store.store import Store
+from zftune.tuner.preparing import Preparation
+from zftune.tuner.settings import Setting
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "tune_plain_loop.py"
+BEGIN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, ledger=True, host_threads=1)
+
+
+class Loop:
+    """A loop that knows nothing of tuning but that it logs its loss."""
+
+    def __init__(self, config: ZenFlowConfig = BEGIN, *, logs: bool = True, given: bool = True) -> None:
+        torch.manual_seed(0)
+        self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
+        module = self.module if given else None
+        self.optimizer = ZenFlowAdamW(self.module.parameters(), lr=1e-3, config=config, module=module)
+        self.batch = torch.randn(16, 32)
+        self.logs = logs
+
+    def loss(self) -> torch.Tensor:
+        return self.module(self.batch).square().mean()  # type: ignore[no-any-return]
+
+    def step(self, scale: float = 1.0) -> None:
+        loss = self.loss() * scale
+        loss.backward()
+        if self.logs:
+            zftune.log_loss(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def run(self, tuner: zftune.Tuner, until: Callable[[], bool] = lambda: False) -> None:
+        ends = time.monotonic() + 240
+        while tuner.searching and not until():
+            self.step()
+            if tuner.live is None or tuner.live.request is None:
+                time.sleep(0.01)  # these steps are so short that a thought would last for thousands of them
+            assert time.monotonic() < ends
+
+    @property
+    def knobs(self) -> Setting:
+        return Setting.of(self.optimizer.config)
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
+        yield store
+
+
+Attach = Callable[..., "zftune.Tuner"]
+
+
+@pytest.fixture
+def attach(store: Store) -> Iterator[Attach]:
+    tuners: list[zftune.Tuner] = []
+
+    def attach(loop: Loop, **more: Any) -> zftune.Tuner:
+        tuners.append(zftune.attach(loop.optimizer, **{"store": store, "most_measurements": 5, **more}))
+        return tuners[-1]
+
+    yield attach
+    for tuner in tuners:
+        tuner.close()
+
+
+def test_a_loop_is_tuned_and_remembered(attach: Attach, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="zftune")
+    loop = Loop()
+    changes: list[tuple[int, Mapping[str, Any]]] = []
+    probes: list[float] = []
+
+    def eval_fn() -> float:
+        probes.append(float(loop.loss()))
+        return probes[-1]
+
+    tuner = attach(
+        loop, micro_batch=4, sequence=4, eval_fn=eval_fn, on_change=lambda step, knobs: changes.append((step, knobs))
+    )
+    loop.run(tuner)
+    for _ in range(30):
+        loop.step()
+    assert caplog.messages[0].startswith("zftune tunes with quality published")
+    assert loop.knobs == tuner.incumbent
+    tuner.close()
+    search = tuner.search
+    assert search is not None
+    assert search.book.incumbent.setting == loop.knobs
+    assert search.book.tokens == 16
+    assert search.book.space.dimensions
+    assert search.book.space.coverage(0.1) > 0.1  # measured
+    assert {Setting.from_knobs(knobs) for _, knobs in changes} >= {search.book.trials[0].setting}
+    (run,) = store.runs()
+    assert run.state is RunState.FINISHED
+    assert run.key.micro_batch == 4
+    reasons = [decision.reason for decision in store.decisions(run.run_id)]
+    assert reasons == [note.reason for note in search.notes]
+    assert len(probes) in (2, 4, 6)
+    assert any(reason.startswith("Staleness probe after step") for reason in reasons)
+    assert all(balance.balanced for balance in loop.optimizer.ledger().values())
+    loop.step()  # nobody follows any more
+
+
+def test_without_a_loss_the_trajectory_stays(attach: Attach) -> None:
+    loop = Loop(logs=False, given=False)
+    tuner = attach(loop)
+    loop.run(tuner)
+    tuner.close()
+    search = tuner.search
+    assert search is not None
+    assert search.book.space.fixed_because.startswith("no loss is known")
+    kept = Setting.of(BEGIN)
+    for trial in search.book.trials:
+        assert trial.setting.knobs() | {"host_threads": None} == kept.knobs() | {"host_threads": None}
+    assert tuner.notices[0] == "Nothing is predicted here: settings are only measured."
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_loss_that_is_not_finite_ends_it(attach: Attach, *, late: bool) -> None:
+    loop = Loop()
+    tuner = attach(loop)
+    if late:
+        loop.run(tuner, until=lambda: tuner.live is not None and tuner.live.request is not None)
+    else:
+        loop.step()
+    loop.step(scale=float("nan"))
+    loop.step()
+    assert not tuner.searching
+    loop.step()
+    assert loop.knobs == Setting.of(BEGIN)
+    tuner.close()
+    if late:
+        assert tuner.search is not None
+        assert "guard" in [note.kind for note in tuner.search.notes]
+    else:
+        assert tuner.notices[0].startswith("Nothing was tuned. Stopped at step 1: the loss is nan")
+
+
+def test_zen_auto_becomes_a_window_that_can_be_measured(attach: Attach) -> None:
+    loop = Loop(ZenFlowConfig(topk_ratio=0.1, update_interval="auto", host_threads=1))
+    tuner = attach(loop)
+    loop.step()
+    loop.step()
+    assert loop.optimizer.config.update_interval == 4
+    assert tuner.incumbent.apply_lag == 4
+
+
+def test_what_a_synchronous_optimizer_asks_for(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="zftune")
+    loop = Loop(ZenFlowConfig(topk_ratio=0.0, update_interval=1, overlap_step=False, host_threads=1))
+    attach(loop)
+    assert caplog.messages[0].startswith("zftune tunes with quality exact")
+
+
+def test_what_is_refused(attach: Attach) -> None:
+    loop = Loop()
+    plain: Any = torch.optim.AdamW(loop.module.parameters())
+    with pytest.raises(BadInputError, match=r"optimizer is a torch\.optim\.adamw\.AdamW, allowed is one of zenflow"):
+        zftune.attach(plain)
+    wrong: Any = "best"
+    with pytest.raises(BadInputError, match="quality is 'best', allowed are exact, published, loose, or None"):
+        zftune.attach(loop.optimizer, quality=wrong)
+    with pytest.raises(BadInputError, match="tokens is 0, allowed is an integer >= 1"):
+        zftune.attach(loop.optimizer, tokens=0)
+    attach(loop)
+    with pytest.raises(BadInputError, match="optimizer is followed by a tuner already"):
+        zftune.attach(loop.optimizer)
+    with pytest.raises(BadInputError, match=r"loss has the shape \(2,\), allowed is a scalar"):
+        zftune.log_loss(torch.zeros(2))
+
+
+def test_a_bug_of_ours_ends_the_tuning_not_the_training(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop()
+    tuner = attach(loop)
+    loop.run(tuner, until=lambda: tuner.live is not None)
+
+    def fail() -> bool:
+        raise ArithmeticError("a bug")
+
+    monkeypatch.setattr(tuner.live, "on_step", fail)
+    loop.step()
+    assert not tuner.searching
+    assert tuner.notices[-1] == "Tuning ended: ArithmeticError: a bug."
+    assert "Traceback" in caplog.text
+    loop.step()
+
+
+def test_a_search_that_cannot_be_prepared_is_none_and_closing_says_nothing_more(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ArithmeticError("a bug")
+
+    monkeypatch.setattr(Preparation, "prepare", fail)
+    loop = Loop()
+    tuner = attach(loop)
+    loop.run(tuner)
+    assert tuner.notices[-1] == "Tuning ended: ArithmeticError: a bug."
+    loop.step()
+    tuner.close()
+    loop.step()
+
+
+def test_importing_zftune_loads_no_torch() -> None:
+    code = "import sys, zftune; print('torch' in sys.modules, 'attach' in dir(zftune), hasattr(zftune, 'atach'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False True False\n"
+
+
+def example(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "ZFTUNE_DB": str(folder / "zftune.db"), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [sys.executable, str(EXAMPLE), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=folder,
+    )
+
+
+def test_the_example_as_it_is(tmp_path: Path) -> None:
+    with example(tmp_path, "--steps", "200") as child:
+        out, err = child.communicate(timeout=240)
+    assert child.returncode == 0, err
+    assert "zftune tunes with quality published" in err
+    assert "step 190: loss" in out
+    with open_store(str(tmp_path / "zftune.db")) as store:
+        (run,) = store.runs()
+        assert run.state is not RunState.RUNNING  # it has said goodbye, its search over or not
+        assert store.trials(run.run_id)[0].source == "start"
+
+
+def test_ctrl_c_in_the_example_ends_it_soon(tmp_path: Path) -> None:
+    with example(tmp_path, "--steps", "100000") as child:
+        assert child.stdout is not None
+        while "step 40:" not in child.stdout.readline():
+            assert child.poll() is None
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == -signal.SIGINT
+    assert err.count("Traceback") == 1  # its own
+    with open_store(str(tmp_path / "zftune.db")) as store:
+        assert all(run.state is not RunState.RUNNING for run in store.runs())

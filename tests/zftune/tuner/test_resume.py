@@ -1,0 +1,351 @@
+"""What a search begins from: one that was not finished, a preset, or the user's own knobs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.zftune.tuner.surfaces import START, Driver, Surface
+from zftune.store import (
+    Evidence,
+    Hardware,
+    Model,
+    Preset,
+    PresetState,
+    Ratios,
+    RunState,
+    StoreError,
+    TrialState,
+    open_store,
+)
+from zftune.store.store import Store
+from zftune.tuner.beginning import Begun, Wanted, begin
+from zftune.tuner.recording import Recording, RunFacts, stake_won
+from zftune.tuner.search import Search, SearchOptions
+from zftune.tuner.settings import Setting
+from zftune.tuner.states import OF_INCUMBENT
+
+FACTS = RunFacts(model=Model(model_id="a" * 16, dtype="bfloat16"), micro_batch=1, sequence=64, rig="made-up")
+RATIOS = Ratios(2.0, 1.0)
+NOISE = 0.03
+
+
+class World:
+    """A machine that trains one model, and a user who tunes it there again and again."""
+
+    def __init__(self, store: Store, seed: int = 1) -> None:
+        self.store, self.surface = store, Surface.random(seed)
+        self.seed = seed
+        self.space = self.surface.space(START)
+        self.options = SearchOptions(seed=seed, sampler="random")
+        self.recording: Recording | None = None
+
+    def begin(self, facts: RunFacts = FACTS, **more: Any) -> Begun:
+        wanted: dict[str, Any] = {"own": START, "space": self.space, "options": self.options, "ratios": RATIOS, **more}
+        self.recording = Recording(self.store, facts, "published")
+        return begin(self.recording, Wanted(**wanted), lambda start, options: self.search(start, options, wanted))
+
+    def search(self, start: Setting, options: SearchOptions, wanted: dict[str, Any]) -> Search:
+        planned = sorted(wanted["space"].settings(), key=self.surface.planner_ms)[:1]
+        return Search(wanted["space"], start, self.surface.forecast, planned, options)
+
+    def go(self, begun: Begun, most: int = 1000, *, noise: float = NOISE) -> Driver:
+        """Measure, and write it down."""
+        search, recorder = begun.search, begun.recorder
+        assert recorder is not None
+        driver = Driver(self.surface, noise, np.random.default_rng(self.seed + 7))
+        for _ in range(most):
+            request = search.next()
+            if request is None:
+                break
+            assert recorder.before(search, request) is None
+            driver.run(search, most=1)
+            recorder.after(search, request, driver.outcomes[-1])
+        return driver
+
+    def end(self, begun: Begun, *, unfinished: bool = False) -> Recording:
+        assert self.recording is not None
+        self.recording.finish(begun.search, unfinished=unfinished)
+        return self.recording
+
+    def whole(self, **more: Any) -> Begun:
+        begun = self.begin(**more)
+        self.go(begun)
+        assert self.end(begun).notices == self.store.notices
+        return begun
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
+        yield store
+
+
+@pytest.fixture
+def world(store: Store) -> World:
+    return World(store)
+
+
+def kept(world: World, setting: Setting, **more: Any) -> Preset:
+    """A preset of this world's key, saved."""
+    recording = Recording(world.store, FACTS, "published")
+    evidence = Evidence(
+        step_ms=90.0, baseline="start", baseline_step_ms=120.0, measurements=9, steps=200, measured_unix_s=time.time()
+    )
+    return world.store.save_preset(
+        Preset(
+            **{
+                "key": recording.key,
+                "knobs": setting.knobs(),
+                "evidence": evidence,
+                "model": FACTS.model,
+                "hardware": Hardware(hw_id=recording.key.hw_id, rig="made-up"),
+                "ratios": RATIOS,
+                "usable_cores": recording._usable_cores,
+                **more,
+            }
+        )
+    )
+
+
+# --- presets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_later_run_begins_from_what_an_earlier_one_found(world: World, store: Store) -> None:
+    first = world.whole()
+    assert first.sentence == ""
+    assert first.search.book.trials[0].setting == START
+    assert first.search.book.gain is not None
+    (preset,) = store.presets()
+    assert (preset.ratios, preset.knobs) == (RATIOS, first.search.book.incumbent.setting.knobs())
+
+    second = world.begin()
+    assert second.search.book.trials[0].setting == first.search.book.incumbent.setting
+    assert f"Begins from preset {preset.name}, measured for this model on this hardware" in second.sentence
+    fresh = world.begin(fresh=True)
+    assert (fresh.sentence, fresh.search.book.trials[0].setting) == ("", START)
+
+
+def test_a_preset_that_is_beaten_twice_is_withdrawn(world: World, store: Store) -> None:
+    slow = kept(world, START)
+    for losses in (1, 2):
+        begun = world.begin()
+        assert begun.search.book.trials[0].setting == START
+        world.go(begun)
+        recording = world.end(begun)
+        assert stake_won(begun.search, START) is False
+        (old,) = (one for one in store.presets() if one.name == slow.name)
+        assert old.lost_comparisons == losses
+        for one in store.presets():
+            if one.name != slow.name:
+                store.remove_preset(one.name)
+    assert old.state is PresetState.WITHDRAWN
+    assert recording.notices[-1] == f"Preset {slow.name} has lost two later comparisons and is withdrawn."
+    assert world.begin().sentence == ""
+
+
+def test_a_preset_that_stands_stays(world: World, store: Store) -> None:
+    best = min(world.space.settings(), key=world.surface.ms)
+    kept(world, best)
+    begun = world.whole()
+    assert begun.search.book.incumbent.setting == best
+    (preset,) = store.presets()
+    assert (preset.lost_comparisons, preset.state) == (0, PresetState.ACTIVE)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"imported": True}, "was imported and not measured here"),
+        (
+            {"ratios": Ratios(2.5, 0.8), "key": {"micro_batch": 2}},
+            "is the nearest, not the same (micro_batch 2 instead",
+        ),
+    ],
+)
+def test_what_was_not_measured_here_is_compared_first(world: World, more: dict[str, Any], reason: str) -> None:
+    best = min(world.space.settings(), key=world.surface.ms)
+    if "key" in more:
+        more = {**more, "key": replace(Recording(world.store, FACTS, "published").key, **more["key"])}
+    preset = kept(world, best, **more)
+    begun = world.begin()
+    assert begun.search.book.trials[0].setting == START
+    assert begun.sentence.startswith("Looks at a preset first: ")
+    assert reason in begun.sentence
+    driver = world.go(begun)
+    world.end(begun)
+    assert [(one.role, one.setting) for one in driver.requests[:2]] == [("start", START), ("explore", best)]
+    assert begun.search.book.trials[1].source == "preset"
+    assert begun.search.book.incumbent.setting == best
+    found = {one.name: one for one in world.store.presets()}
+    assert found[preset.name].lost_comparisons == 0
+    assert len(found) == 2  # what was an import is now measured here
+    assert world.begin().search.book.trials[0].setting == best
+
+
+def test_an_import_that_is_slower_here_loses(world: World, store: Store) -> None:
+    slow = max(world.space.settings(), key=world.surface.ms)
+    preset = kept(world, slow, imported=True)
+    begun = world.begin()
+    world.go(begun)
+    world.end(begun)
+    judged = next((trial.state for trial in begun.search.book.trials if trial.setting == slow), None)
+    found = next(one for one in store.presets() if one.name == preset.name)
+    assert found.lost_comparisons == (judged is not TrialState.REJECTED)
+
+
+def test_far_ratios_are_left_to_the_planner(world: World) -> None:
+    key = replace(Recording(world.store, FACTS, "published").key, micro_batch=2)
+    kept(world, min(world.space.settings(), key=world.surface.ms), key=key, ratios=Ratios(20.0, 1.0))
+    assert world.begin().sentence == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted", "reason"),
+    [
+        ({"topk_ratio": 0.0, "update_interval": 16, "apply_lag": 16}, {}, "(1 - coverage) x staleness is"),
+        ({"offload_ratio": 0.8}, {"least_ratio": 1.0}, "its offload_ratio 0.8 takes GPU memory, which --tune-memory"),
+        ({"topk_ratio": 0.2}, {"fixed": True}, "no loss is known"),
+    ],
+)
+def test_a_preset_that_must_not_run_here_is_not_used(
+    world: World, change: dict[str, Any], wanted: dict[str, Any], reason: str
+) -> None:
+    kept(world, replace(START, **change))
+    if wanted.pop("fixed", False):
+        wanted = {"space": replace(world.space, fixed_because="no loss is known")}
+    begun = world.begin(**wanted)
+    assert begun.search.book.trials[0].setting == START
+    assert begun.sentence.startswith("Preset ")
+    assert f" is not used: {reason}" in begun.sentence
+
+
+def test_an_imported_preset_with_some_knobs_only(world: World) -> None:
+    some: dict[str, Any] = {"topk_ratio": 0.4, "update_interval": 6, "offload_ratio": 0.8}
+    kept(world, START, imported=True, knobs=some)
+    driver = world.go(world.begin(), most=2)
+    assert driver.requests[1].setting == replace(START, **some, apply_lag=6)
+    kept(world, START, imported=True, knobs={**some, "update_interval": "auto"})
+    assert "is not used: update_interval is 'auto'" in world.begin(fresh=False).sentence
+
+
+def test_knobs_that_no_search_changes_stay_the_users(world: World) -> None:
+    best = min(world.space.settings(), key=world.surface.ms)
+    kept(world, replace(best, deferred_update="mean"))
+    begun = world.begin()
+    assert "was measured with other fixed knobs" in begun.sentence
+    assert world.go(begun, most=2).requests[1].setting == best
+
+
+# --- going on ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("each", [2, 3, 5])
+def test_a_search_that_is_interrupted_again_and_again_comes_to_its_end(world: World, store: Store, each: int) -> None:
+    begun, lives, before = world.begin(), 0, 0
+    while world.go(begun, each + (lives > 0)).requests and begun.search.next() is not None:
+        begun.search.stop("Interrupted.")
+        assert world.end(begun, unfinished=True).notices == store.notices
+        lives += 1
+        assert lives < 60
+        before = begun.search.measurements
+        kept = "1 measurement is kept" if before == 1 else f"{before} measurements are kept"
+        incumbent = begun.search.book.incumbent.setting
+        (run,) = store.runs()
+        assert run.state is RunState.LOST
+        begun = world.begin()
+        assert begun.sentence == f"Goes on with run {run.run_id[:8]}: {kept}; --fresh begins anew."
+        asked = begun.search.next()
+        assert asked is not None
+        assert (asked.role, asked.setting) == ("start", incumbent)
+    world.end(begun)
+    (run,) = store.runs()
+    assert run.state is RunState.FINISHED
+    assert lives > 3
+    trials = store.trials(run.run_id)
+    assert not {trial.state for trial in trials} & {TrialState.IN_FLIGHT, TrialState.PLANNED, TrialState.CRASHED}
+    measured = [trial.knobs for trial in trials if trial.state in (TrialState.MEASURED, TrialState.ABORTED)]
+    assert len({str(knobs) for knobs in measured}) == len(measured)  # nothing is looked at twice
+    assert world.surface.ms(begun.search.book.incumbent.setting) < 1.02 * world.surface.ms(START)
+    roles = [one.role for trial in trials for one in store.measurements(trial.trial_id)]
+    assert begun.search.measurements == len(roles) - lives  # the incumbent's new times do not count
+    assert world.begin().sentence.startswith("Begins from preset")
+
+
+def test_a_comparison_is_begun_anew(world: World) -> None:
+    begun = world.begin()
+    while (request := begun.search.next()) is not None and request.role != "b":
+        world.go(begun, 1)
+    assert request is not None
+    world.end(begun, unfinished=True)
+    again = world.begin()
+    driver = world.go(again, 3)
+    assert [one.role for one in driver.requests] == ["start", "b", "a2"]
+    assert driver.requests[1].setting == request.setting
+
+
+def test_other_times_make_it_begin_again(world: World) -> None:
+    begun = world.begin()
+    world.go(begun, 5)
+    world.end(begun, unfinished=True)
+    world.surface = replace(world.surface, compute=2 * world.surface.compute, host=2 * world.surface.host)
+    again = world.begin()
+    world.go(again, 1)
+    assert again.search.notes[-1].kind == "reopen"
+    assert "longer than before the resumption" in again.search.notes[-1].reason
+    assert again.search.measurements == 0
+    assert [bool(trial.samples) for trial in again.search.book.trials].count(True) == 1
+    world.go(again, 3)
+    world.end(again, unfinished=True)
+    assert world.begin().sentence.startswith("Goes on with run")
+
+
+def test_a_finished_or_another_search_is_not_gone_on_with(world: World) -> None:
+    begun = world.begin()
+    world.go(begun, 2)
+    world.end(begun, unfinished=True)
+    for more in (
+        {"options": replace(world.options, seed=2)},
+        {"own": replace(START, topk_ratio=0.2)},
+        {"space": replace(world.space, dimensions=world.space.dimensions[:2])},
+        {"facts": replace(FACTS, micro_batch=2)},
+        {"fresh": True},
+    ):
+        assert world.begin(**more).sentence == ""
+        assert world.recording is not None
+        world.store.reap()
+    world.whole(fresh=True)
+    assert world.begin().sentence.startswith("Begins from preset")
+
+
+def test_rows_that_cannot_be_followed_begin_anew(world: World, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = world.begin()
+    world.go(begun, 4)
+    world.end(begun, unfinished=True)
+    find: Callable[..., Any] = store.measurements
+    monkeypatch.setattr(store, "measurements", lambda trial_id: find(trial_id)[1:])
+    again = world.begin()
+    assert again.search.next() is not None
+    assert again.search.measurements == 0
+    assert world.recording is not None
+    assert "the search begins anew" in world.recording.notices[-1] or again.sentence == ""
+
+
+def test_a_store_that_fails_costs_a_sentence(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise StoreError("the store could not be read (disk I/O error)")
+
+    for name in ("reap", "runs", "presets", "begin_run"):
+        monkeypatch.setattr(world.store, name, fail)
+    begun = world.begin()
+    assert begun.recorder is None
+    request = begun.search.next()
+    assert request is not None
+    assert request.role in OF_INCUMBENT
+    assert world.recording is not None
+    assert set(world.recording.notices) - set(world.store.notices) == {"the store could not be read (disk I/O error)."}

@@ -1,0 +1,190 @@
+"""A process that thinks: the same answers as at home, and no way to hang or to fail the training."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from zenflow import ZenFlowConfig
+from zftune.planner import Job, Machine, ModelFacts, Rates
+from zftune.tuner.forecast import MeasuredCoverage, PlannerForecast
+from zftune.tuner.propose import propose
+from zftune.tuner.search import Search, SearchOptions
+from zftune.tuner.settings import Setting
+from zftune.tuner.space import space_for
+from zftune.tuner.states import Outcome, Sampler
+from zftune.tuner.thinker import Thinker, ThinkerError
+from zftune.tuner.thinking import Answer, ThreadDesk
+
+START = Setting(topk_ratio=0.1, update_interval=4, apply_lag=4)
+
+
+@pytest.fixture
+def thinker() -> Iterator[Thinker]:
+    thinker = Thinker()
+    yield thinker
+    thinker.close()
+
+
+def search(sampler: Sampler = "gp") -> Search:
+    """A search for a real model on a real machine's figures, with two settings measured."""
+    model, machine, job = ModelFacts.from_text("100M,4,1024"), Machine.load("rtx4090"), Job(seq=512)
+    config = START.config(ZenFlowConfig())
+    forecast = PlannerForecast(model, machine, job, Rates.of(model, machine, job), config)
+    coverage = MeasuredCoverage((0.0, 0.01, 0.1, 1.0), (0.0, 0.4, 0.7, 1.0))
+    space = space_for(START, "published", coverage=coverage, offload_ratios=(1.0,))
+    planned = [Setting(topk_ratio=0.2, update_interval=4, apply_lag=2)]
+    return Search(space, START, forecast, planned, SearchOptions(sampler=sampler, seed=3))
+
+
+def outcome(search: Search, step_ms: float) -> Outcome:
+    request = search.next()
+    assert request is not None
+    return Outcome("measured", (step_ms,) * request.steps, (step_ms,) * request.discard, 512, device_bytes=1 << 30)
+
+
+@pytest.mark.parametrize("sampler", ["gp", "tpe"])
+def test_the_same_trials_and_the_same_seed_give_the_same_answer_there(thinker: Thinker, sampler: Sampler) -> None:
+    here, there = search(sampler), search(sampler)
+    there.agenda.propose = thinker.propose
+    for step_ms in (100.0, 110.0, 104.0, 103.0):
+        assert here.next() == there.next()
+        here.tell(outcome(here, step_ms))
+        there.tell(outcome(there, step_ms))
+    assert here.next() == there.next()
+    assert here.book.trials == there.book.trials
+    assert sum(trial.source == "search" for trial in there.book.trials) >= 3
+
+
+def test_it_is_of_low_priority_single_threaded_and_sees_no_gpu(thinker: Thinker) -> None:
+    assert thinker.ask(os.nice, 0) == min(19, os.nice(0) + 10)
+    assert thinker.ask(os.getenv, "OMP_NUM_THREADS") == "1"
+    assert thinker.ask(os.getenv, "CUDA_VISIBLE_DEVICES") == ""
+    assert thinker.ask(print, "what is printed there is no answer") is None
+    assert thinker.ask(sum, [1, 2]) == 3
+
+
+def test_why_there_is_no_answer(thinker: Thinker) -> None:
+    with pytest.raises(ThinkerError, match="the process that thinks failed: ValueError: invalid literal"):
+        thinker.ask(int, "x")
+    with pytest.raises(ThinkerError, match="the question cannot be sent"):
+        thinker.ask(lambda: 0)
+    with pytest.raises(ThinkerError, match="the process that thinks ended with exit code 7"):
+        thinker.ask(os._exit, 7)
+    late = Thinker(answer_s=0.5)
+    with pytest.raises(ThinkerError, match=r"took longer than 0\.5 s"):
+        late.ask(time.sleep, 60)
+    late.close()
+    with pytest.raises(ThinkerError, match="was ended"):
+        late.ask(sum, [1])
+
+
+def test_closing_it_ends_a_wait(thinker: Thinker) -> None:
+    found: list[str] = []
+
+    def wait() -> None:
+        try:
+            thinker.ask(time.sleep, 60)
+        except ThinkerError as error:
+            found.append(str(error))
+
+    thinker.ask(sum, [1])
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.2)
+    thinker.close()
+    waiting.join(10)
+    assert found == ["the process that thinks was ended"]
+
+
+def test_it_ends_with_its_parent() -> None:
+    code = """
+import os, time
+from zftune.tuner.thinker import Thinker
+thinker = Thinker()
+print(thinker.ask(os.getpid), flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert psutil.pid_exists(pid)
+        parent.kill()
+    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_where_it_fails_the_planner_goes_on_alone(thinker: Thinker) -> None:
+    there = search()
+    desk = ThreadDesk(there, None, thinker)
+    desk.hand(None)
+    assert answer(desk).request is not None
+    desk.hand(outcome(there, 100.0))
+    assert answer(desk).request is not None
+    with pytest.raises(ThinkerError):
+        thinker.ask(os._exit, 1)
+    desk.hand(outcome(there, 110.0))
+    request = answer(desk).request
+    assert request is not None
+    assert request.role == "explore"
+    remark = next(note for note in there.notes if note.kind == "remark")
+    assert remark.reason.startswith("The planner alone proposes from here on: the process that thinks ended")
+    best = min(
+        (there.book.judge(setting) for setting in there.book.space.settings()), key=lambda judged: judged.told.value
+    )
+    assert there.book.judge(request.setting).told.value < best.told.value + 0.5
+    desk.close()
+
+
+def test_a_book_travels_with_what_it_was_told(thinker: Thinker) -> None:
+    there = search()
+    there.tell(outcome(there, 100.0))
+    there.book.device_limit_bytes = 1 << 30
+    book = there.book
+    proposal = thinker.ask(propose, book.space, book.told(), book.judge, sampler="gp", seed=1)
+    assert {judged.reason for judged in proposal.rejected if "free" in judged.reason}
+    assert proposal.chosen is None or not proposal.chosen.rejected
+
+
+def answer(desk: ThreadDesk) -> Answer:
+    found: list[Answer] = []
+
+    def there() -> bool:
+        one = desk.poll()
+        found.extend([one] if one is not None else [])
+        return bool(found)
+
+    wait_for(there)
+    return found[0]
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def _work(seconds: float) -> tuple[float, float]:
+    """Time by the clock and of the processor while it works."""
+    wall, used = time.monotonic(), time.process_time()
+    while time.monotonic() - wall < seconds:
+        sum(range(1000))
+    return time.monotonic() - wall, time.process_time() - used
+
+
+def test_it_rests_where_it_may_use_only_a_share_of_a_core() -> None:
+    thinker = Thinker(share=0.2)
+    try:
+        thinker.ready()
+        wall_s, used_s = thinker.ask(_work, 2.0)
+    finally:
+        thinker.close()
+    assert used_s < 0.3 * wall_s
+    assert used_s > 0

@@ -1,0 +1,181 @@
+"""What a document of a tuned run says, in sentences: of `zftune explain` and of `zftune tune` alike."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from zftune.errors import BadInputError
+from zftune.profile.units import number, percent
+from zftune.tuner.settings import Setting
+
+Document = Mapping[str, Any]
+
+_ROLES = {
+    "start": "the starting point",
+    "explore": "a look at it",
+    "a1": "the incumbent before it",
+    "b": "it again",
+    "a2": "the incumbent after it",
+    "hold": "the incumbent, while waiting",
+}
+_FIGURE = re.compile(r"\d+(?:\.\d+)?")
+
+
+def setting(knobs: Mapping[str, Any]) -> str:
+    """Knobs in words."""
+    known = _setting(knobs)
+    return str(known) if known is not None else ", ".join(f"{name} {value(one)}" for name, one in knobs.items())
+
+
+def differences(knobs: Mapping[str, Any], others: Mapping[str, Any]) -> str:
+    """What is set otherwise than in `others`, in words; "" where nothing is."""
+    one, other = _setting(knobs), _setting(others)
+    if one is not None and other is not None:
+        return one.differences(other)
+    changed = (name for name in knobs if name not in others or knobs[name] != others[name])
+    return ", ".join(f"{name} {value(knobs[name])}" for name in changed)
+
+
+def staleness_steps(knobs: Mapping[str, Any], backend: str) -> float | None:
+    """Mean staleness, by the backend's schedule; None: the knobs do not tell."""
+    known = _setting(knobs)
+    if known is None or backend == "zenflow":
+        return None if known is None else known.mean_staleness_steps
+    from zftune.tuner.restarting.upstream import staleness_steps
+
+    return staleness_steps(known)
+
+
+def value(one: object) -> str:
+    """A knob's value."""
+    return f"{one:g}" if isinstance(one, float) else "default" if one is None else str(one)
+
+
+def _setting(knobs: Mapping[str, Any]) -> Setting | None:
+    try:
+        known = Setting.from_knobs(knobs)
+        str(known)
+    except (BadInputError, TypeError, ValueError):  # of another backend, or not written by a search
+        return None
+    return known
+
+
+# --- the verdict ------------------------------------------------------------------------------------------------------
+
+
+def verdict(document: Document) -> list[str]:
+    """What came of it."""
+    if document["best"] is None:
+        return ["The search had not begun."]
+    sentences = [cost_and_gain(document)]
+    changed = differences(document["best"]["knobs"], document["start"]["knobs"])
+    if changed:
+        sentences.append(f"Keep {changed}; all else as it was at the start.")
+    else:
+        sentences.append(f"Keep what it began with: {setting(document['best']['knobs'])}.")
+    return [*sentences, *ending(document)]
+
+
+def ending(document: Document) -> list[str]:
+    """How the run ended, where it did not simply end."""
+    state = document.get("run", {}).get("state")
+    if state == "running":
+        return ["It is still running: this is what is known so far."]
+    if document.get("interrupted"):
+        return ["It was interrupted: this is what was found until then."]
+    if state == "lost":
+        return ["It ended before its search did: these are the rows that it had written."]
+    return []
+
+
+def cost_and_gain(document: Document) -> str:
+    """What exploring cost, what it won, and when the one had paid for the other."""
+    cost = document["cost"]
+    if cost["spent_s"] > 0 and cost["elapsed_s"] > 0:
+        share, spent, elapsed = (
+            cost["spent_s"] / cost["elapsed_s"],
+            seconds(cost["spent_s"]),
+            seconds(cost["elapsed_s"]),
+        )
+        parts = [f"Spent {percent(share)} of the run ({spent} of {elapsed})"]
+    else:
+        parts = [f"Spent nothing in {seconds(cost['elapsed_s'])}"]
+    return ", ".join([*parts, *_gained(document["gain"]), *_even(document)]) + "."
+
+
+def _gained(gain: Mapping[str, float] | None) -> list[str]:
+    if gain is None:
+        return ["gained nothing"]
+    if gain["share"] >= 0:
+        return [f"gained {shares(gain['share'], gain['error'])}"]
+    return [f"gave up {shares(-gain['share'], gain['error'])} for less staleness or memory"]
+
+
+def _even(document: Document) -> list[str]:
+    cost = document["cost"]
+    even_s, left_s = cost.get("break_even_s"), cost.get("remaining_s")
+    if cost["spent_s"] <= 0:
+        return []
+    if even_s is not None:
+        return [f"broke even after {seconds(even_s)}" if even_s > 0 else "broke even at once"]
+    return [] if left_s is None else [f"not yet broken even: {seconds(left_s)} more under these knobs pay for it"]
+
+
+def shares(share: float, error: float) -> str:
+    """A share and its error as percent, with as many digits as the error leaves sense in."""
+    digits = 0 if 100 * error >= 0.95 else 1
+    return f"{100 * share:.{digits}f} +/- {100 * error:.{digits}f}%"
+
+
+def seconds(time_s: float) -> str:
+    """Seconds, three digits."""
+    return f"{number(time_s) if time_s >= 0.01 else f'{time_s:.3f}'} s"
+
+
+# --- single things ----------------------------------------------------------------------------------------------------
+
+
+def measurement(one: Mapping[str, Any]) -> str:
+    """A measurement: its role, its steps, its step time and how noisy single steps were."""
+    role = _ROLES.get(one["role"], one["role"])
+    if one["role"] == "start" and one["number"] > 1:
+        role = "the incumbent, once more"
+    what = f"{role}, {one['steps']} step{'' if one['steps'] == 1 else 's'}"
+    if one["step_ms"] is not None:
+        what += f", {number(one['step_ms'])} ms a step"
+    if one["noise"] is not None:
+        what += f", noise {percent(one['noise'])}"
+    if one["status"] in ("measured", "aborted"):
+        return what
+    return (
+        f"{what}, {'did not count' if one['status'] == 'void' else one['status']}: {one['reason'] or 'no reason given'}"
+    )
+
+
+def candidate(trial: Mapping[str, Any], incumbent: Mapping[str, Any]) -> str:
+    """A trial by what differs from the incumbent."""
+    return differences(trial["knobs"], incumbent["knobs"]) or setting(trial["knobs"])
+
+
+def rejected(trials: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Why settings were never applied: {"reason", "count"}, most first; figures of like reasons as ranges."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for trial in trials:
+        if trial["state"] == "rejected":
+            reason = trial["reason"] or "no reason given"
+            groups[_FIGURE.sub("#", reason)].append(reason)
+    found = [{"reason": _together(reasons), "count": len(reasons)} for reasons in groups.values()]
+    return sorted(found, key=lambda one: -one["count"])
+
+
+def _together(reasons: Sequence[str]) -> str:
+    columns = list(zip(*(_FIGURE.findall(reason) for reason in reasons), strict=True))
+    ranges = []
+    for column in columns:
+        least, most = min(column, key=float), max(column, key=float)
+        ranges.append(least if float(least) == float(most) else f"{least} to {most}")
+    left = iter(ranges)
+    return _FIGURE.sub(lambda _: next(left), reasons[0])

@@ -1,0 +1,286 @@
+"""Step time over the knobs of a search, with what the quality allows, and which of the knobs matters."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from zftune.explain import words
+from zftune.profile.units import number
+from zftune.report.chart import Chart, axis, layout
+
+Document = Mapping[str, Any]
+
+_EDGE, _UNSEEN = "rgba(128,128,128,0.9)", "rgba(140,140,140,0.75)"
+_CHOSEN, _START = "#D55E00", "#CC79A7"
+_FORBIDDEN, _LAGS = "rgba(128,128,128,0.34)", "rgba(128,128,128,0.15)"
+_BAR = _POINT = "#1B7FC4"
+_SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
+_INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_SLOWEST = 1.5  # times the fastest: slower ones share a colour
+_DODGE, _WIDEST = 0.015, 0.036  # of sqrt(k): settings that differ in other knobs stand beside each other
+_STRIP_PX, _GAP_PX, _TOP_PX, _BOTTOM_PX = 120, 58, 34, 30
+
+
+def plane_chart(document: Document) -> Chart | None:
+    """Settings over k and S, coloured by step time, with what the quality forbids; None: one of both did not vary."""
+    trials = [trial for trial in document["trials"] if _is_placed(trial)]
+    shares, intervals = ({trial["knobs"][name] for trial in trials} for name in ("topk_ratio", "update_interval"))
+    if len(shares) < 2 or len(intervals) < 2:
+        return None
+    right, top = math.sqrt(max(shares)) + 0.035, math.log2(max(intervals)) + 0.4
+    ticks_x = [one for one in _SHARES if one <= max(shares)]
+    ticks_y = [one for one in _INTERVALS if one <= max(intervals)]
+    figure = go.Figure(
+        layout=layout(
+            460,
+            xaxis=axis(
+                "topk_ratio k", range=[-0.035, right], tickvals=[math.sqrt(one) for one in ticks_x],
+                ticktext=[f"{one:g}" for one in ticks_x],
+            ),
+            yaxis=axis(
+                "update_interval S, steps", range=[-0.4, top], tickvals=[math.log2(one) for one in ticks_y],
+                ticktext=[str(one) for one in ticks_y],
+            ),
+            hovermode="closest",
+        )
+    )  # fmt: skip
+    legend = _region(figure, document, top)
+    legend |= _placed(figure, document, trials)
+    return Chart(figure, legend, [] if document.get("feasible") else [_no_region(document)])
+
+
+def _is_placed(trial: Mapping[str, Any]) -> bool:
+    k, interval = (trial["knobs"].get(name) for name in ("topk_ratio", "update_interval"))
+    return isinstance(k, int | float) and k >= 0 and isinstance(interval, int) and interval >= 1
+
+
+def _no_region(document: Document) -> str:
+    budget = document["budget"]
+    if budget is not None and budget["fixed_because"]:
+        return f"No region is shaded: knobs that change the trajectory stay, {budget['fixed_because']}."
+    return "No region is shaded: what the quality allows was not recorded."
+
+
+def _region(figure: go.Figure, document: Document, top: float) -> dict[str, str]:
+    """Shade what the budget forbids at any lag, and what it allows, but not with the most lag."""
+    limits = document.get("feasible") or ()
+    if not limits:
+        return {}
+    x = [math.sqrt(one["topk_ratio"]) for one in limits]
+    longest = [_height(one["update_interval"], top) for one in limits]
+    any_lag = [_height(one["with_any_lag"], top) for one in limits]
+    names = {"outside the quality": _FORBIDDEN, "allowed with less lag": _LAGS}
+    edges = ([top] * len(x), longest), (longest, any_lag)
+    for (name, fill), (upper, lower) in zip(names.items(), edges, strict=True):
+        figure.add_trace(
+            go.Scatter(
+                name=name,
+                x=[*x, *reversed(x)],
+                y=[*upper, *reversed(lower)],
+                mode="lines",
+                line={"width": 0},
+                fill="toself",
+                fillcolor=fill,
+                hoverinfo="skip",
+            )
+        )
+    return names
+
+
+def _height(interval: float, top: float) -> float:
+    """Where a window's length lies on the axis, within what is shown."""
+    return min(top, math.log2(interval)) if interval > 0.76 else -0.4
+
+
+def _placed(figure: go.Figure, document: Document, trials: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    places = _places(trials)
+    unseen = [trial for trial in trials if trial["step_ms"] is None]
+    timed = sorted((trial for trial in trials if trial["step_ms"] is not None), key=lambda trial: -trial["step_ms"])
+    legend = {}
+    if unseen:
+        mark = {"color": _UNSEEN, "symbol": "square-open", "size": 7}
+        figure.add_trace(_dots("not measured", unseen, places, mark))
+        legend["not measured"] = _UNSEEN
+    if timed:
+        fastest, slowest = timed[-1]["step_ms"], timed[0]["step_ms"]
+        mark = {
+            "color": [trial["step_ms"] for trial in timed],
+            "colorscale": "Viridis",
+            "cmin": fastest,
+            "cmax": min(slowest, _SLOWEST * fastest) if slowest > fastest else fastest + 1,
+            "colorbar": {"title": {"text": "ms a step"}, "thickness": 12, "outlinewidth": 0, "len": 0.9},
+            "size": 15,
+            "line": {"width": 1.5, "color": _EDGE},
+        }
+        figure.add_trace(_dots("measured", timed, places, mark))
+    for name, colour, size, trial in (
+        ("start", _START, 24, document["start"]),
+        ("kept", _CHOSEN, 30, document["best"]),
+    ):
+        if trial is not None and trial["number"] in places:
+            mark = {"color": colour, "symbol": "circle-open", "size": size, "line": {"width": 2.5, "color": colour}}
+            figure.add_trace(_dots(name, [trial], places, mark))
+            legend[name] = colour
+    return legend
+
+
+def _places(trials: Sequence[Mapping[str, Any]]) -> dict[int, tuple[float, float]]:
+    """By number: measured settings of the same k and S stand beside each other, the others lie in the middle."""
+    cells: dict[tuple[float, int], list[int]] = defaultdict(list)
+    for trial in trials:
+        if trial["step_ms"] is not None:
+            cells[trial["knobs"]["topk_ratio"], trial["knobs"]["update_interval"]].append(trial["number"])
+    places = {}
+    for trial in trials:
+        k, interval = trial["knobs"]["topk_ratio"], trial["knobs"]["update_interval"]
+        those = cells[k, interval]
+        aside = those.index(trial["number"]) - (len(those) - 1) / 2 if trial["number"] in those else 0.0
+        aside *= min(_DODGE, _WIDEST / max(1, len(those) - 1))
+        places[trial["number"]] = math.sqrt(k) + aside, math.log2(interval)
+    return places
+
+
+def _dots(
+    name: str,
+    trials: Sequence[Mapping[str, Any]],
+    places: Mapping[int, tuple[float, float]],
+    marker: Mapping[str, Any],
+) -> go.Scatter:
+    return go.Scatter(
+        name=name,
+        x=[places[trial["number"]][0] for trial in trials],
+        y=[places[trial["number"]][1] for trial in trials],
+        mode="markers",
+        marker=dict(marker),
+        customdata=[[trial["number"], _about(trial)] for trial in trials],
+        hovertemplate="%{customdata[1]}<extra>" + name + "</extra>",
+        cliponaxis=False,
+    )
+
+
+def _about(trial: Mapping[str, Any]) -> str:
+    lines = [f"{trial['number']}: {words.setting(trial['knobs'])}"]
+    if trial["step_ms"] is not None:
+        lines.append(f"measured {trial['step_ms']:.1f} ms a step")
+    if trial["predicted_step_ms"] is not None:
+        lines.append(f"the planner predicts {trial['predicted_step_ms']:.1f} ms")
+    lines += [f"{trial['state']}: {trial['reason']}"] if trial["reason"] else []
+    return "<br>".join(escape(line) for line in lines)
+
+
+def knobs_chart(document: Document) -> Chart | None:
+    """Step time over each knob that varied and has no axis of its own; None: there is none."""
+    timed = [trial for trial in document["trials"] if trial["step_ms"] is not None]
+    placed = ("topk_ratio", "update_interval") if plane_chart(document) is not None else ()
+    names = [name for name in _varied(timed) if name not in placed]
+    if not names:
+        return None
+    plot_px = len(names) * _STRIP_PX + (len(names) - 1) * _GAP_PX
+    figure = make_subplots(rows=len(names), cols=1, vertical_spacing=_GAP_PX / plot_px if len(names) > 1 else 0.0)
+    margin = {"l": 8, "r": 12, "t": _TOP_PX, "b": _BOTTOM_PX}
+    figure.update_layout(**layout(plot_px + _TOP_PX + _BOTTOM_PX, margin=margin, hovermode="closest"))
+    best = document["best"]["number"]
+    for row, name in enumerate(names, 1):
+        labels = _labels([trial["knobs"].get(name) for trial in timed])
+        figure.add_trace(_strip(timed, name, best), row=row, col=1)
+        figure.update_xaxes(**axis(type="category", categoryorder="array", categoryarray=labels), row=row, col=1)
+        figure.update_yaxes(**axis(nticks=5), row=row, col=1)
+        _title(figure, row, f"{escape(name)}: ms a step")
+    return Chart(figure, {"measured": _POINT, "kept": _CHOSEN})
+
+
+def _varied(trials: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = dict.fromkeys(name for trial in trials for name in trial["knobs"])
+    return [name for name in names if len({words.value(trial["knobs"].get(name)) for trial in trials}) > 1]
+
+
+def _labels(values: Sequence[object]) -> list[str]:
+    """Values in words, numbers in their order and before what is none."""
+    numbers = {words.value(one): one if isinstance(one, int | float) else math.inf for one in values}
+    return [escape(label) for label in sorted(numbers, key=lambda label: (numbers[label], label))]
+
+
+def _strip(trials: Sequence[Mapping[str, Any]], name: str, best: int) -> go.Scatter:
+    return go.Scatter(
+        name=escape(name),
+        x=[escape(words.value(trial["knobs"].get(name))) for trial in trials],
+        y=[trial["step_ms"] for trial in trials],
+        mode="markers",
+        marker={
+            "color": [_CHOSEN if trial["number"] == best else _POINT for trial in trials],
+            "size": [12 if trial["number"] == best else 9 for trial in trials],
+            "opacity": 0.85,
+        },
+        customdata=[[trial["number"], _about(trial)] for trial in trials],
+        hovertemplate="%{customdata[1]}<extra></extra>",
+    )
+
+
+def _title(figure: go.Figure, row: int, text: str) -> None:
+    suffix = "" if row == 1 else str(row)
+    figure.add_annotation(
+        text=text, xref="paper", yref=f"y{suffix} domain", x=0, y=1, yshift=4, xanchor="left", yanchor="bottom",
+        showarrow=False, font={"size": 13},
+    )  # fmt: skip
+
+
+# --- importance -------------------------------------------------------------------------------------------------------
+
+
+def importance_chart(document: Document) -> Chart | str:
+    """Bars, or why there are none."""
+    from zftune.tuner.importance import LEAST, importances
+
+    settings, times, count = told(document)
+    if count < LEAST:
+        return f"Too few measurements: {count} settings have a step time, needed are {LEAST}."
+    shares = importances(settings, times)
+    if shares is None:
+        return "No knob stands out: the fastest settings have the same knobs as the others."
+    rows = list(reversed(shares.items()))
+    figure = go.Figure(
+        layout=layout(
+            60 + 30 * len(rows),
+            xaxis=axis("share of the differences, %", range=[0, 112], tickvals=[0, 25, 50, 75, 100]),
+            yaxis=axis(type="category"),
+            margin={"l": 8, "r": 12, "t": 8, "b": 44},
+            bargap=0.35,
+        )
+    )
+    figure.add_trace(
+        go.Bar(
+            name="importance",
+            orientation="h",
+            x=[100 * share for _, share in rows],
+            y=[escape(name) for name, _ in rows],
+            marker={"color": _BAR},
+            text=[f"{number(round(100 * share, 1))}%" for _, share in rows],
+            textposition="outside",
+            hovertemplate="%{y}: %{x:.1f}%<extra></extra>",
+        )
+    )
+    more = len(settings) - count
+    predicted = f" and the planner's predictions of {more} more" if more else ""
+    return Chart(figure, {}, [f"From the times of {count} settings{predicted}."])
+
+
+def told(document: Document) -> tuple[list[dict[str, Any]], list[float], int]:
+    """Knobs and step times that the search knew; how many of them, the first ones, were measured."""
+    timed = [trial for trial in document["trials"] if trial["step_ms"] is not None]
+    ratios = [trial["step_ms"] / trial["predicted_step_ms"] for trial in timed if trial["predicted_step_ms"]]
+    scale = statistics.median(ratios) if ratios else 1.0  # what the planner does not know, all share
+    seen = [trial for trial in document["trials"] if trial["state"] == "rejected" and trial["predicted_step_ms"]]
+    times = [trial["step_ms"] for trial in timed] + [scale * trial["predicted_step_ms"] for trial in seen]
+    return [_plain(trial["knobs"]) for trial in (*timed, *seen)], times, len(timed)
+
+
+def _plain(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in knobs.items() if one is None or isinstance(one, int | float | str)}

@@ -1,0 +1,130 @@
+"""Whether the process of a run lives: it holds a lock on a file beside the database, which ends with it in any case.
+
+A lease says the same where there is no such file: on a database server, whose runs are on other machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+import weakref
+from pathlib import Path
+
+_LOOKS = 5
+_LOOK_S = 0.01
+
+
+class Living:
+    """The locks that this process holds for its runs.
+
+    Args:
+        database: its file; None: there are no locks.
+    """
+
+    def __init__(self, database: Path | None) -> None:
+        self._folder = None if database is None else database.with_name(database.name + ".runs")
+        self._held: dict[str, int] = {}
+        alive = weakref.ref(self)
+
+        def forget() -> None:
+            forked = alive()
+            if forked is not None:
+                forked._forget()
+
+        os.register_at_fork(after_in_child=forget)
+
+    def hold(self, run_id: str) -> bool:
+        """Take a run's lock; whether no other process, nor another store of this one, has it.
+
+        Where no lock can be had at all, nobody has one either: the lease decides.
+        """
+        if self._folder is None or run_id in self._held:
+            return True
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            for _ in range(_LOOKS):
+                descriptor = self._locked(self._folder / run_id, os.O_CREAT)
+                if descriptor is not None:
+                    break
+                time.sleep(_LOOK_S)  # somebody may only have looked whether it is held
+        except OSError:
+            return True
+        if descriptor is None:
+            return False
+        self._held[run_id] = descriptor
+        return True
+
+    def release(self, run_id: str) -> None:
+        """Give a run's lock back: its process has said goodbye."""
+        descriptor = self._held.pop(run_id, None)
+        if descriptor is not None and self._folder is not None:
+            self._remove(self._folder / run_id, descriptor)
+
+    def lives(self, run_id: str) -> bool | None:
+        """Whether a process holds a run's lock; None: there is none, so that only its lease tells."""
+        if self._folder is None:
+            return None
+        if run_id in self._held:
+            return True
+        try:
+            descriptor = self._locked(self._folder / run_id, 0, fcntl.LOCK_SH)
+        except OSError:
+            return None
+        if descriptor is None:
+            return True
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+        return False
+
+    def bury(self, run_id: str) -> None:
+        """Remove what a dead run left, unless somebody has taken it up."""
+        if self._folder is None or run_id in self._held:
+            return
+        with contextlib.suppress(OSError):  # nobody needs it to be gone
+            descriptor = self._locked(self._folder / run_id, 0)
+            if descriptor is not None:
+                self._remove(self._folder / run_id, descriptor)
+
+    def close(self, run_id: str | None = None) -> None:
+        """Give a lock, or all, back; the files stay, and say that these runs are over."""
+        for one in list(self._held) if run_id is None else [run_id]:
+            descriptor = self._held.pop(one, None)
+            if descriptor is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+                os.close(descriptor)
+
+    def _locked(self, path: Path, flags: int, kind: int = fcntl.LOCK_EX) -> int | None:
+        """An open file with the lock, or None where somebody else has it."""
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                if _is_at(path, descriptor):
+                    return descriptor
+            except BlockingIOError:
+                os.close(descriptor)
+                return None
+            except OSError:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)  # it was removed in between
+
+    def _remove(self, path: Path, descriptor: int) -> None:
+        path.unlink(missing_ok=True)  # before the lock is given back: who waits for it sees that it is gone
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+    def _forget(self) -> None:
+        """In a forked child: the lock is its parent's, and must end with it."""
+        for descriptor in self._held.values():
+            os.close(descriptor)
+        self._held.clear()
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,118 @@
+"""`zftune.attach(optimizer)`: the one line that tunes a training loop of one's own while it trains.
+
+    optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=2e-5, module=model)
+    zftune.attach(optimizer, micro_batch=8, sequence=2048)
+    for batch in batches:
+        loss = model(batch).loss
+        loss.backward()
+        zftune.log_loss(loss)      # lets a guard watch over it; knobs that change the trajectory stay fixed without
+        optimizer.step()
+        optimizer.zero_grad()
+
+A hook of the optimizer's `step()` does the rest. The training never fails, nor waits, because of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from zenflow import ZenFlowConfig
+from zenflow.optimizer import ZenFlowOptimizer
+from zftune.errors import BadInputError
+from zftune.store.types import Quality
+from zftune.tuner.following import Tuner, open_tuners
+from zftune.tuner.live import Change
+from zftune.tuner.preparing import Wishes
+from zftune.tuner.search import SearchOptions
+from zftune.tuner.space import QUALITIES
+
+if TYPE_CHECKING:
+    from zftune.store.store import Store
+
+__all__ = ["Tuner", "attach", "log_loss"]
+
+
+def attach(
+    optimizer: Optimizer,
+    *,
+    quality: Quality | None = None,
+    tokens: int | None = None,
+    micro_batch: int | None = None,
+    sequence: int | None = None,
+    eval_fn: Callable[[], float] | None = None,
+    store: Store | Literal[False] | None = None,
+    tune_memory: bool = False,
+    fresh: bool = False,
+    seed: int = 0,
+    most_measurements: int = 24,
+    on_change: Change | None = None,
+) -> Tuner:
+    """Tune an optimizer's knobs while it trains. Call it before the first step; on a GPU it takes some seconds.
+
+    Args:
+        optimizer: of zenflow; given its `module`, more is known of the model.
+        quality: "exact", "published" or "loose"; None: "published", but "exact" where the knobs wait for every update.
+        tokens: of a step, for scores in time per token; None: `micro_batch * sequence`, else scores are per step.
+        micro_batch: sequences of a step.
+        sequence: tokens of each. With `micro_batch` the planner knows the activations, and the store what was trained.
+        eval_fn: gives the loss on a batch that stays the same: the staleness probe, before and after a flush. It is
+            called at the end of the warm-up and after other knobs were adopted; its flushes are part of the schedule.
+        store: where runs and presets are remembered; None: the user's own; False: nowhere.
+        tune_memory: whether `offload_ratio` may be lowered, which takes GPU memory.
+        fresh: begin neither from a preset nor where an earlier run was ended.
+        seed: of the search.
+        most_measurements: of the search.
+        on_change: told of the step after which new knobs hold, and of the knobs.
+
+    Raises:
+        BadInputError: an argument is not allowed.
+    """
+    if not isinstance(optimizer, ZenFlowOptimizer):
+        name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        raise BadInputError(f"optimizer is a {name}, allowed is one of zenflow, such as zenflow.ZenFlowAdamW")
+    if any(tuner.follows(optimizer) for tuner in open_tuners()):
+        raise BadInputError(
+            "optimizer is followed by a tuner already, allowed is one that is not: close() that one first"
+        )
+    if quality is not None and quality not in QUALITIES:
+        raise BadInputError(f"quality is {quality!r}, allowed are {', '.join(QUALITIES)}, or None")
+    _check_counts(tokens=tokens, micro_batch=micro_batch, sequence=sequence, most_measurements=most_measurements)
+    wishes = Wishes(
+        quality=quality or _default_quality(optimizer.config),
+        micro_batch=micro_batch or 1,
+        sequence=sequence or (1 if tokens is None else tokens),
+        tune_memory=tune_memory,
+        fresh=fresh,
+        search=SearchOptions(seed=seed, most_measurements=most_measurements, hold=True),
+    )
+    if tokens is None:
+        tokens = micro_batch * sequence if micro_batch and sequence else 1
+    return Tuner(optimizer, wishes, tokens=tokens, eval_fn=eval_fn, store=store, on_change=on_change)
+
+
+def log_loss(loss: torch.Tensor | float) -> None:
+    """Give a step's loss to the tuners that are attached; without one this does nothing. It never waits.
+
+    Args:
+        loss: a scalar on any device, or a number.
+
+    Raises:
+        BadInputError: it is more than one number.
+    """
+    for tuner in open_tuners():
+        tuner.log_loss(loss)
+
+
+def _check_counts(**counts: Any) -> None:
+    for name, value in counts.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise BadInputError(f"{name} is {value!r}, allowed is an integer >= 1")
+
+
+def _default_quality(config: ZenFlowConfig) -> Quality:
+    """Who has a plain offloaded optimizer has not asked for staleness."""
+    return "exact" if config.update_interval == 1 and not config.overlap_step else "published"

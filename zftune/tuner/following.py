@@ -1,0 +1,334 @@
+"""What follows an optimizer and tunes it: first a warm-up, then the search beside the training, then nothing more."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import sys
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from zenflow import ZenFlowError
+from zenflow.optimizer import ZenFlowOptimizer
+from zftune.tuner.background import Background
+from zftune.tuner.disturbances import disturbance_of
+from zftune.tuner.guard import Losses, LossGuard
+from zftune.tuner.live import Change, LiveSearch
+from zftune.tuner.preparing import Preparation, Prepared, Seen, Wishes
+from zftune.tuner.search import Search
+from zftune.tuner.settings import Setting
+from zftune.tuner.space import QUALITY_WORDS
+from zftune.tuner.thinker import Thinker, ThinkerError, gentle_share
+from zftune.tuner.thinking import Desk, Recorder, ThreadDesk
+
+if TYPE_CHECKING:
+    from zftune.store.store import Store
+
+_WINDOW = 4  # S where the configuration leaves it to the runtime
+_WARM_UP_STEPS = 8
+_LONGEST_WARM_UP = 32
+_JOIN_S = 5.0
+_logger = logging.getLogger("zftune")
+_open: weakref.WeakSet[Tuner] = weakref.WeakSet()
+
+
+def open_tuners() -> list[Tuner]:
+    """Those that were not closed."""
+    return list(_open)
+
+
+class Tuner:
+    """Follows an optimizer: `attach` makes it.
+
+    Args:
+        optimizer: that trains.
+        wishes: of the user.
+        tokens: of a step.
+        eval_fn: the staleness probe; None: there is none.
+        store: None: the user's; False: none.
+        on_change: told of changes.
+    """
+
+    def __init__(
+        self,
+        optimizer: ZenFlowOptimizer,
+        wishes: Wishes,
+        *,
+        tokens: int,
+        eval_fn: Callable[[], float] | None,
+        store: Store | Literal[False] | None,
+        on_change: Change | None,
+    ) -> None:
+        _logger.info("zftune tunes with quality %s.", QUALITY_WORDS[wishes.quality])
+        self.notices: list[str] = []
+        """Sentences: what is not as it should be, and what the staleness probe saw."""
+        self._optimizer, self._tokens, self._eval_fn, self._on_change = optimizer, tokens, eval_fn, on_change
+        self._own_store = store is None
+        self._store = self._open_store() if store is None else store or None
+        self._thinker = Thinker(share=gentle_share())
+        with contextlib.suppress(ThinkerError):  # the planner thinks alone then, and the notes say so
+            self._thinker.start()  # it loads while the warm-up lasts
+        self._preparation = Preparation(optimizer, wishes, self._store, self._thinker)
+        self._guard = LossGuard()
+        self._losses: Losses | None = Losses(optimizer.device, self._guard)
+        self._has_loss = False
+        self._warm_up = _warm_up_steps(optimizer)
+        self._begin_at = max(optimizer.steps, optimizer.config.full_warm_up_rounds) + self._warm_up
+        self._preparing: Background[Prepared] | None = None
+        self._prepared: Prepared | None = None
+        self._finishing: Background[None] | None = None
+        self._live: LiveSearch | None = None
+        self._disturbance = disturbance_of(optimizer.device)
+        self._probed: Setting | None = None
+        self._over = self._closed = False
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+        if not _open:
+            atexit.register(_close_all)
+        _open.add(self)
+
+    def __enter__(self) -> Tuner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def incumbent(self) -> Setting:
+        """The best knobs so far."""
+        return Setting.of(self._optimizer.config) if self._live is None else self._live.incumbent
+
+    @property
+    def searching(self) -> bool:
+        """Whether the search goes on, or has yet to begin."""
+        return not self._closed and self._finishing is None
+
+    @property
+    def live(self) -> LiveSearch | None:
+        """The search at work; None: it has not begun."""
+        return self._live
+
+    @property
+    def search(self) -> Search | None:
+        """What was found, with every decision; read it after `close()`."""
+        return None if self._prepared is None else self._prepared.search
+
+    def follows(self, optimizer: ZenFlowOptimizer) -> bool:
+        """Whether it is this optimizer that it tunes."""
+        return self._optimizer is optimizer
+
+    def log_loss(self, loss: torch.Tensor | float) -> None:
+        """Give a step's loss to the guard; it never waits.
+
+        Args:
+            loss: a scalar on any device, or a number.
+
+        Raises:
+            BadInputError: it is more than one number.
+        """
+        if not self.searching:
+            return
+        self._has_loss = True
+        if self._live is not None:
+            self._live.log_loss(loss)
+        elif self._losses is not None:
+            self._losses.add(self._optimizer.steps, loss)
+
+    def close(self) -> None:
+        """End the tuning; the incumbent's knobs stay, and what was found is written down."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._live is not None and not self._live.over:
+                self._live.stop("The tuner was closed.")
+            if self._finishing is None:
+                self._end_search()  # here: a thread could not be started any more where the interpreter ends
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        _open.discard(self)
+        if not _open:
+            atexit.unregister(_close_all)
+        self._hook.remove()
+        self._thinker.close()
+        self._disturbance.close()
+        if self._finishing is not None:
+            self._finishing.join(_JOIN_S)
+        if self._own_store and self._store is not None:
+            self._store.close()
+
+    # --- step by step ------------------------------------------------------------------------------------------------
+
+    def _after_step(self, *_: Any) -> None:
+        if self._finishing is None:
+            try:
+                self._follow()
+            except ZenFlowError:
+                raise
+            except Exception as error:
+                _logger.exception("Tuning ended; the training goes on.")
+                self._give_up(f"Tuning ended: {type(error).__name__}: {error}.")
+        if self._eval_fn is not None and self._probe_is_due():
+            self._probe(self._eval_fn)
+
+    def _follow(self) -> None:
+        if self._live is not None:
+            if not self._live.on_step():
+                self._over = True
+                self._finish()
+        elif self._preparing is None:
+            self._warm()
+        elif self._preparing.done:
+            self._begin(self._preparing.result)
+        else:
+            self._watch()
+
+    def _warm(self) -> None:
+        """First steps are slow, and coverage is not known before the first selection."""
+        if not self._watch() and self._optimizer.steps >= self._begin_at:
+            seen = Seen(self._optimizer.config, tuple(self._optimizer.history()[-self._warm_up :]), self._has_loss)
+            self._preparing = Background(lambda: self._preparation.prepare(seen), "zftune-prepare")
+
+    def _watch(self) -> bool:
+        """Whether training goes wrong before the search begins, so that there is none."""
+        wrong = None if self._losses is None else self._losses.judge()
+        if wrong is not None:
+            self._give_up(f"Nothing was tuned. {wrong}")
+        return wrong is not None
+
+    def _begin(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        for sentence in (*self._preparation.notices, prepared.sentence):
+            if sentence:
+                self._say(sentence, logging.INFO)
+        space = prepared.search.book.space
+        if space.fixed_because:
+            _logger.info("Knobs that change the trajectory stay: %s.", space.fixed_because)
+        self._live = LiveSearch(
+            self._optimizer,
+            prepared.search,
+            tokens=self._tokens,
+            recorder=prepared.recorder,
+            disturbance=self._disturbance,
+            guard=self._guard if self._has_loss else None,
+            desk=self._desk,
+            on_change=self._on_change,
+        )
+
+    def _desk(self, search: Search, recorder: Recorder | None) -> Desk:
+        return ThreadDesk(search, recorder, self._thinker)
+
+    # --- the staleness probe -----------------------------------------------------------------------------------------
+
+    def _probe_is_due(self) -> bool:
+        """Once before the search and for each incumbent, where nothing is measured and nothing older is pending."""
+        if self._live is None:
+            return self._probed is None and self._preparing is not None
+        setting = self._live.incumbent
+        settled = setting.update_interval + setting.apply_lag
+        return self._probed != setting and self._live.request is None and self._live.steady_steps > settled
+
+    def _probe(self, eval_fn: Callable[[], float]) -> None:
+        setting = self._probed = self.incumbent
+        with torch.no_grad():
+            before = float(eval_fn())
+            self._optimizer.flush()
+            after = float(eval_fn())
+        self._say(
+            f"Staleness probe after step {self._optimizer.steps} under {setting}: the loss is {before:.6g} before and "
+            f"{after:.6g} after a flush.",
+            logging.INFO,
+        )
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Say what was found, and write it down in a thread."""
+        if self._finishing is None:
+            self._finishing = Background(self._end_search, "zftune-finish")
+
+    def _end_search(self) -> None:
+        """Once nobody thinks any more, so that the search is ours."""
+        try:
+            if self._live is not None:
+                self._live.close()
+            else:
+                self._take_prepared()
+            self._conclude()
+            self._write_down()
+        except Exception:
+            _logger.exception("What was found could not be written down; the training is not concerned.")
+
+    def _take_prepared(self) -> None:
+        """A search that was prepared and never began has to say goodbye as well."""
+        if self._preparing is None or self._prepared is not None:
+            return
+        self._preparing.join(_JOIN_S)
+        if not self._preparing.done or self._preparing.failed:
+            return
+        self._prepared = self._preparing.result
+        self._prepared.search.stop("The tuning ended before its search began.")
+
+    def _conclude(self) -> None:
+        if self._prepared is None:
+            return
+        search, book = self._prepared.search, self._prepared.search.book
+        gain = "nothing better was found" if book.gain is None else f"they save {book.gain} of the step time"
+        reason = search.notes[-1].reason if search.notes else ""
+        _logger.info("zftune keeps %s: %s. %s", book.incumbent.setting, gain, reason)
+        for notice in self.notices:
+            search.remark(notice)
+
+    def _write_down(self) -> None:
+        prepared = self._prepared
+        if prepared is not None and prepared.recording is not None:
+            prepared.recording.finish(prepared.search, unfinished=not self._over)
+            for notice in prepared.recording.notices:
+                self._say(notice)
+
+    def _give_up(self, reason: str) -> None:
+        self._say(reason)
+        if self._live is not None and not self._live.over:
+            self._live.stop(reason)
+        self._finish()
+
+    def _say(self, sentence: str, level: int = logging.WARNING) -> None:
+        self.notices.append(sentence)
+        _logger.log(level, "%s", sentence)
+
+    def _open_store(self) -> Store:
+        from zftune.store import open_store
+
+        return open_store()
+
+
+def _close_all() -> None:
+    for tuner in open_tuners():
+        try:
+            tuner.close()
+        except Exception:
+            _logger.exception("A tuner could not be closed.")
+    if getattr(sys, "last_type", None) is KeyboardInterrupt:
+        # Python then ends by SIGINT, as shells expect, unless code was compiled since: SQLAlchemy does that.
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
+
+
+def _warm_up_steps(optimizer: ZenFlowOptimizer) -> int:
+    config = optimizer.config
+    window = config.longest_window
+    if config.update_interval == "auto":
+        window = _WINDOW
+        optimizer.set_knobs(update_interval=window, apply_lag=None)
+        _logger.info("update_interval is %d instead of auto: from here on the search sets it.", window)
+    every = config.select_interval
+    second = 0 if every == "auto" else min(every + 1, _LONGEST_WARM_UP)  # the first one sees untrained weights
+    return max(_WARM_UP_STEPS, 2 * window, second)

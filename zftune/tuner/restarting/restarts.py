@@ -1,0 +1,362 @@
+"""The search over restarts: each thing that it asks for is a run of the command of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from zftune.doctor.deepspeed import defects
+from zftune.errors import ProfileError, ZftuneError
+from zftune.profile.command.records import Rank
+from zftune.store.types import Model
+from zftune.tuner.guard import LossGuard
+from zftune.tuner.recording import Recording, RunFacts, search_settings
+from zftune.tuner.restarting.interrupts import Interrupts
+from zftune.tuner.restarting.process import Asked, Ended, Plan, ProcessTrial
+from zftune.tuner.restarting.upstream import Upstream, seeds, space_for
+from zftune.tuner.scores import ABORT_FACTOR, steps_of
+from zftune.tuner.search import Search, SearchOptions
+from zftune.tuner.space import Forecast, Space
+from zftune.tuner.states import Outcome, Request, Stopped
+
+if TYPE_CHECKING:
+    from zftune.store.store import Store
+    from zftune.tuner.recorder import StoreRecorder
+    from zftune.tuner.restarting.command import OnProgress, RestartOptions
+    from zftune.tuner.settings import Setting
+
+_TRIES = 3
+_UNLIMITED = float("inf")
+_LEAST_ABORTED = 8  # steps: single windows may be slow, where upstream selects in them
+
+
+class _RefusedError(Exception):
+    """The store takes no more: the setting must not be applied."""
+
+
+@dataclass(slots=True)
+class Restarts:
+    """One `zftune tune --restartable`.
+
+    Args:
+        argv: the command.
+        options: what was asked for.
+        store: where it is written down; None: nowhere.
+        on_progress: told what goes on.
+        interrupts: looked at all the time.
+    """
+
+    argv: Sequence[str]
+    options: RestartOptions
+    store: Store | None
+    on_progress: OnProgress
+    interrupts: Interrupts
+    upstream: Upstream | None = None
+    ranks: Sequence[Rank] = ()
+    """Of the first run: what is trained."""
+    search: Search | None = None
+    notices: list[str] = field(default_factory=list)
+    runs: int = 0
+    """Of the command."""
+    steps: int = 0
+    """Of all of them."""
+    interrupted: bool = False
+    origin: str = ""
+    """Where it goes on from, a sentence; "": it began anew."""
+    _recording: Recording | None = None
+    _recorder: StoreRecorder | None = None
+    _asked: Request | None = None
+    """What the first run is for, once it is known."""
+
+    def run(self) -> None:
+        """Search until it is over, or until the user has had enough.
+
+        Raises:
+            BadInputError: something is not allowed, or nothing is tunable.
+            ProfileError: the command cannot be tuned; says why.
+        """
+        try:
+            self._first()
+            while self.search is not None and not self.interrupted:
+                request = self._next()
+                if request is None:
+                    break
+                self._carry_out(request)
+        finally:
+            self._finish()
+
+    # --- the first run: what is there to be tuned --------------------------------------------------------------------
+
+    def _first(self) -> None:
+        """Run the command as it is: its ds_config says what can be tuned, and its steps are what to beat."""
+        for _ in range(_TRIES):
+            self.on_progress("running the command as it is", None)
+            ended = self._run(None, self._vet, self._begin)
+            if ended.status != "busy":
+                break
+        if ended.status == "interrupted":
+            self.interrupted = True
+        elif ended.status != "looked":
+            outcome = self._outcome(ended)
+            if outcome.status != "measured" or self._asked is None:
+                raise ProfileError(f"the command cannot be tuned as it is: {outcome.reason}")
+            self._tell(self._asked, outcome)
+
+    def _vet(self, asked: Asked) -> None:
+        upstream = Upstream(asked.config, asked.version)
+        upstream.quality(self.options.quality)
+        if upstream.start().overlap_step and upstream.warm_up(upstream.start()) < 1:
+            self.notices.append(
+                "zero_optimization.zenflow.full_warm_up_rounds is 0: upstream's overlapped updates are then two "
+                "windows late; what is found here has it at a whole window."
+            )
+        if upstream.stage != 3 and (upstream.section is not None or self.options.quality not in (None, "exact")):
+            broken = next((found for found in defects(asked.version) if found.status == "broken"), None)
+            if broken is not None:
+                raise ProfileError(f"{broken.finding} {broken.fix or ''}".strip().rstrip("."))
+        self.upstream = upstream
+
+    def _begin(self, ranks: Sequence[Rank]) -> Plan | None:
+        """All ranks train: make the search, or take up an earlier one."""
+        assert self.upstream is not None
+        self.ranks = ranks
+        engine = _engine(ranks)
+        space = space_for(
+            self.upstream,
+            self.options.quality,
+            has_loss=bool(ranks[0].trial.get("has_loss")),
+            has_scheduler=bool(engine["has_scheduler"]),
+            sub_groups=int(engine["sub_groups"]),
+        )
+        start = self.upstream.start()
+        start = start if space.violation(start) is None else space.base
+        self._recording = self._make_recording(ranks, space.quality)
+        self._make_search(space, start)
+        self._asked = request = self._next()
+        if request is None or request.setting != self.upstream.start():
+            return None  # a look was enough
+        self._before(request)
+        return self._plan(request, ranks)
+
+    def _make_search(self, space: Space, start: Setting) -> None:
+        """A new search, or one that is where an earlier run of this command was when it ended."""
+        recording, asked = self._recording, self.options
+        options = SearchOptions(
+            seed=asked.seed,
+            sampler=asked.sampler,
+            most_measurements=asked.most_measurements,
+            patience=asked.patience,
+            cost_share=1.0,
+            grant_s=_UNLIMITED,
+            crashed=() if recording is None else recording.crashed(),
+        )
+
+        def make() -> Search:
+            return Search(space, start, lambda _: Forecast(1.0), seeds(space), options)
+
+        self.search = make()
+        if recording is None:
+            return
+        settings = search_settings(options, space)
+        earlier = None if asked.fresh else recording.unfinished(start.knobs(), settings)
+        if earlier is not None:
+            self._recorder = recording.resume(earlier, self.search)
+            if self._recorder is not None:
+                self.origin = (
+                    f"It goes on with a run that was not finished, after {self.search.measurements} measurements."
+                )
+                self.on_progress(f"going on after {self.search.measurements} measurements", self.search)
+                return
+            self.search = make()
+        self._recorder = recording.begin(self.search, start.knobs())
+
+    @property
+    def run_id(self) -> str | None:
+        """In the store; None: it is not there."""
+        return None if self._recorder is None else self._recorder.run_id
+
+    def _make_recording(self, ranks: Sequence[Rank], quality: Any) -> Recording | None:
+        if self.store is None:
+            return None
+        model, engine = ranks[0].model, _engine(ranks)
+        if "model_id" not in model:
+            reason = ranks[0].missing.get("fingerprint.model_id", "it is not known what is trained")
+            self.notices.append(f"Nothing is kept in the store: {reason}.")
+            return None
+        facts = RunFacts(
+            model=Model(
+                model_id=model["model_id"],
+                name=model.get("model"),
+                parameters=model.get("parameters"),
+                trainable=model.get("trainable"),
+                dtype=model.get("dtype"),
+            ),
+            micro_batch=int(model.get("micro_batch") or engine["micro_batch"]),
+            sequence=int(model.get("sequence") or 1),
+            backend="deepspeed",
+            stage=int(engine["stage"]),
+            world_size=int(ranks[0].header["world_size"]),
+            checkpointing=bool(model.get("checkpointing")),
+        )
+        return Recording(self.store, facts, quality)
+
+    # --- every other run ---------------------------------------------------------------------------------------------
+
+    def _next(self) -> Request | None:
+        search = self._searched()
+        known = len(search.book.trials)
+        request = search.next()
+        for trial in search.book.trials[known:]:
+            trial.forecast = None  # nobody predicts upstream's times
+        return request
+
+    def _carry_out(self, request: Request) -> None:
+        search, upstream = self._searched(), self.upstream
+        assert upstream is not None
+        self.on_progress(f"run {self.runs + 1}: {request.setting}", search)
+        applied: list[bool] = []
+
+        def asked(_: Asked) -> None:
+            self._before(request)
+            applied.append(True)
+
+        knobs = None if request.setting == upstream.start() else upstream.knobs(request.setting)
+        try:
+            ended = self._run(knobs, asked, lambda ranks: self._plan(request, ranks))
+        except _RefusedError as error:
+            search.stop(str(error))
+            return
+        if ended.status == "interrupted":
+            self.interrupted = True
+            return
+        outcome = self._outcome(ended)
+        if not applied:  # it never came to these knobs
+            try:
+                self._before(request)
+            except _RefusedError as error:
+                search.stop(str(error))
+                return
+            outcome = Outcome("void", reason=outcome.reason)
+        self._tell(request, outcome)
+
+    def _before(self, request: Request) -> None:
+        refused = None if self._recorder is None else self._recorder.before(self._searched(), request)
+        if refused is not None:
+            raise _RefusedError(refused)
+
+    def _plan(self, request: Request, ranks: Sequence[Rank]) -> Plan:
+        """Whole windows from a boundary on; the first one, and what is slow in the beginning, does not count."""
+        assert self.upstream is not None
+        self._check_engine(request.setting, ranks)
+        window, begin = request.setting.update_interval, self.upstream.warm_up(request.setting)
+        least = max(self.options.warm_up, begin + window, 1)
+        first = begin + window * -(-(least - begin) // window)
+        return Plan(first, steps_of(window, max(request.steps, self.options.steps)), partial(_too_slow, request))
+
+    def _check_engine(self, setting: Setting, ranks: Sequence[Rank]) -> None:
+        """Whether the engine runs with what was asked for: somebody may have changed it on the way."""
+        assert self.upstream is not None
+        if setting == self.upstream.start():
+            return
+        wanted: Mapping[str, Any] = self.upstream.applied(setting)[0]["zero_optimization"].get("zenflow") or {}
+        found = _engine(ranks)["zenflow"] or {}
+        for name in found:
+            if name in wanted and found[name] != wanted[name]:
+                raise ProfileError(
+                    f"the engine runs with {name} {found[name]} instead of the {wanted[name]} of the trial: something "
+                    "in the script changes it"
+                )
+
+    def _run(
+        self,
+        knobs: Mapping[str, Any] | None,
+        asked: Callable[[Asked], None],
+        plan: Callable[[Sequence[Rank]], Plan | None],
+    ) -> Ended:
+        assert knobs is None or self.upstream is not None
+        self.runs += 1
+        path = None if self.store is None else self.store.path
+        trial = ProcessTrial(
+            self.argv,
+            knobs,
+            0 if self.upstream is None else self.upstream.stage,
+            self.interrupts,
+            asked,
+            plan,
+            self.options.timeout_s,
+            left_out=() if path is None else (path,),
+        )
+        ended = trial.run()
+        self.steps += len(ended.discarded_ms) + len(ended.steps_ms)
+        if ended.wrote and not any("in the working directory changed" in notice for notice in self.notices):
+            self.notices.append(
+                f"'{ended.wrote[0]}' in the working directory changed while a trial ran: where the command did that, "
+                "by an absolute path, its outputs are not kept from there."
+            )
+        return ended
+
+    def _outcome(self, ended: Ended) -> Outcome:
+        figures: dict[str, Any] = {
+            "steps_ms": ended.steps_ms,
+            "discarded_ms": ended.discarded_ms,
+            "tokens": int(self.ranks[0].model.get("tokens_per_step") or 1) if self.ranks else 1,
+            "device_bytes": ended.device_bytes,
+        }
+        guard = LossGuard()
+        wrong = next((reason for loss in ended.losses if (reason := guard.add(loss)) is not None), None)
+        if wrong is not None and ended.status in ("measured", "aborted"):
+            return Outcome("crashed", reason=f"the training goes wrong: {wrong}", **figures)
+        if ended.status in ("busy", "short"):
+            return Outcome("void", reason=ended.reason, **figures)
+        if ended.status == "aborted":
+            return Outcome("aborted", reason=ended.reason, **figures)
+        if ended.status == "crashed":
+            return Outcome("crashed", reason=ended.reason, **figures)
+        return Outcome("measured", **figures)
+
+    def _tell(self, request: Request, outcome: Outcome) -> None:
+        search = self._searched()
+        search.tell(outcome)
+        if self._recorder is not None:
+            self._recorder.after(search, request, outcome)
+        self.on_progress("", search)
+
+    def _finish(self) -> None:
+        if self.search is not None and self.interrupted:
+            self.search.stop("Interrupted.")
+        if self._recording is not None and self.search is not None:
+            try:
+                self._recording.finish(self.search, unfinished=self.interrupted or not _is_over(self.search))
+            except ZftuneError as error:
+                self.notices.append(f"{error}.")
+            self.notices += self._recording.notices
+
+    def _searched(self) -> Search:
+        assert self.search is not None
+        return self.search
+
+
+def _too_slow(request: Request, discarded_ms: Sequence[float], steps_ms: Sequence[float]) -> str | None:
+    """The abort rule, once several steps together are too slow: starting the command again costs more than they do."""
+    reason = request.abort_reason(discarded_ms, steps_ms)
+    if reason is None or request.incumbent_step_ms is None or len(steps_ms) < _LEAST_ABORTED:
+        return None
+    return reason if sum(steps_ms) / len(steps_ms) > ABORT_FACTOR * request.incumbent_step_ms else None
+
+
+def _is_over(search: Search) -> bool:
+    return isinstance(search.state, Stopped)
+
+
+def _engine(ranks: Sequence[Rank]) -> Mapping[str, Any]:
+    """What the engine of the first rank runs with.
+
+    Raises:
+        ProfileError: it did not tell.
+    """
+    found = ranks[0].model.get("deepspeed")
+    if not isinstance(found, dict):
+        raise ProfileError("the steps are not those of an engine of a DeepSpeed that is known: nothing can be tuned")
+    return found
