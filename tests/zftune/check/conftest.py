@@ -1,0 +1,85 @@
+"""What DeepSpeed itself makes of ds_configs, in one process of its own for all tests of this folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import upstream_ops
+from tests.zftune.check.cases import CASES, SAFE, Bad, safe
+from zftune.check.config import Source, filled
+from zftune.check.fixing import fix
+
+ROOT = Path(__file__).parents[3]
+# The others: DeepSpeed has no fp16 on a CPU, and an overlapped worker takes 15 s to begin.
+TRAINED = ("zero1", "zero2-offload", "zero3-offload", "twin-flow", "zenflow-sequential", "scheduler", "hugging-face")
+
+
+def _small(config: dict[str, Any]) -> dict[str, Any]:
+    """With buffers for a small model, and memory that is not pinned: no rule but of speed looks at these."""
+    zero = config.get("zero_optimization")
+    if isinstance(zero, dict):
+        zero |= {name: 100_000 for name in ("reduce_bucket_size", "allgather_bucket_size") if zero.get(name) != "auto"}
+        offload = zero.get("offload_optimizer")
+        if isinstance(offload, dict) and offload.get("pin_memory") is True:
+            offload["pin_memory"] = False
+    return config
+
+
+class Outcomes:
+    """What was raised, and figures, by the case and by the name of a safe ds_config."""
+
+    def __init__(self, folder: Path) -> None:
+        jobs: list[dict[str, Any]] = []
+        self._index: dict[str, int] = {}
+        for case in CASES:
+            if case.proof == "elsewhere":
+                continue
+            self._add(jobs, f"bad {case}", _small(case.config), case.proof)
+            if case.mended and case.proof in ("parse", "train", "accelerate", "figure"):
+                mended, _, _ = fix(Source(case.config), backend="deepspeed", version=case.version)
+                self._add(jobs, f"mended {case}", _small(mended), case.proof)
+        for path in SAFE.glob("*.json"):
+            self._add(jobs, f"parsed {path.stem}", filled(safe(path.stem)), "parse")
+            if path.stem in TRAINED:
+                self._add(jobs, f"safe {path.stem}", _small(filled(safe(path.stem))), "train")
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        module = "tests.zftune.check.upstream_worker"
+        done = subprocess.run(
+            [sys.executable, "-m", module, str(folder / "jobs.json"), str(folder / "results.json")],
+            cwd=ROOT,
+            env={**os.environ, **upstream_ops.environment(), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        self._results = json.loads((folder / "results.json").read_text())
+
+    def _add(self, jobs: list[dict[str, Any]], name: str, config: dict[str, Any], proof: str) -> None:
+        self._index[name] = len(jobs)
+        jobs.append({"config": config, "proof": proof})
+
+    def bad(self, case: Bad) -> dict[str, Any]:
+        return self.of(f"bad {case}")
+
+    def mended(self, case: Bad) -> dict[str, Any]:
+        return self.of(f"mended {case}")
+
+    def of(self, name: str) -> dict[str, Any]:
+        result: dict[str, Any] = self._results[self._index[name]]
+        return result
+
+
+@pytest.fixture(scope="session")
+def upstream(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """Skips where DeepSpeed's operations are not compiled."""
+    upstream_ops.need()
+    return Outcomes(tmp_path_factory.mktemp("upstream"))

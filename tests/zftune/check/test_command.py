@@ -1,0 +1,173 @@
+"""`zftune check` as a command: exit codes, files, what is on the screen."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.zftune.check.cases import CASES, safe
+from zftune import cli
+from zftune.check.checking import check
+from zftune.check.findings import SCHEMA_NAME
+from zftune.check.screen import render
+
+Run = Callable[..., tuple[object, str, str]]
+
+BAD: dict[str, Any] = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.0}},
+    "gradient_clipping": 0,
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu"},
+        "zenflow": {"topk_ratio": 0.05, "update_interval": 4, "overlap_step": True},
+    },
+}
+
+
+@pytest.fixture
+def zftune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run it in this process: exit code, standard output and error."""
+
+    def run(*arguments: object) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["zftune", "check", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "80")
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return ended.value.code, captured.out, captured.err
+
+    return run
+
+
+def written(folder: Path, config: Any, name: str = "ds_config.json") -> Path:
+    path = folder / name
+    path.write_text(json.dumps(config))
+    return path
+
+
+def test_nothing_found_is_0(zftune: Run, tmp_path: Path) -> None:
+    code, out, err = zftune(written(tmp_path, safe("zero2-offload")))
+    assert (code, err) == (0, "")
+    assert "No fault found." in out
+
+
+def test_something_found_is_1(zftune: Run, tmp_path: Path) -> None:
+    code, out, _ = zftune(written(tmp_path, BAD))
+    assert code == 1
+    assert "full_warm_up_rounds (not there)" in out
+    assert "safe: zero_optimization.zenflow.full_warm_up_rounds = 4" in " ".join(out.split())
+
+
+def test_json(zftune: Run, tmp_path: Path) -> None:
+    code, out, err = zftune(written(tmp_path, BAD), "--json", "-", "--backend", "deepspeed")
+    found = json.loads(out)
+    assert (code, found["schema"], found["ok"], found["backend"]) == (1, SCHEMA_NAME, False, "deepspeed")
+    assert "full_warm_up_rounds" in err  # the screen's part
+    (warm_up,) = (one for one in found["findings"] if one["rule"] == "overlap-without-warm-up")
+    path = "zero_optimization.zenflow.full_warm_up_rounds"
+    assert (warm_up["path"], warm_up["given"], warm_up["severity"]) == (path, False, "wrong")
+    assert warm_up["changes"] == [{"path": path, "remove": False, "value": 4}]
+    assert warm_up["backends"] == ["deepspeed"]
+    assert found["fixed"] is None
+    assert str(tmp_path) not in out
+
+
+def test_every_finding_is_json(tmp_path: Path) -> None:
+    for case in CASES:
+        json.dumps(check(case.config, backend=None, version=case.version).document("0"), allow_nan=False)
+
+
+def test_fix_writes_another_file(zftune: Run, tmp_path: Path) -> None:
+    bad, good = written(tmp_path, BAD), tmp_path / "good.json"
+    code, out, _ = zftune(bad, "--fix", "-o", good, "--json", tmp_path / "found.json")
+    assert code == 0
+    assert json.loads(bad.read_text()) == BAD
+    assert "changed in" in out
+    assert "full_warm_up_rounds = 4" in out
+    assert zftune(good)[0] == 0
+    assert json.loads((tmp_path / "found.json").read_text())["fixed"]["ok"] is True
+
+
+def test_fix_overwrites_what_is_named(zftune: Run, tmp_path: Path) -> None:
+    bad = written(tmp_path, BAD)
+    assert zftune(bad, "--fix", "-o", bad)[0] == 0
+    assert json.loads(bad.read_text())["zero_optimization"]["zenflow"]["full_warm_up_rounds"] == 4
+
+
+def test_fix_says_what_it_cannot_mend(zftune: Run, tmp_path: Path) -> None:
+    bad = written(tmp_path, {**BAD, "bf16": {"enabled": True}})
+    code, out, _ = zftune(bad, "--fix", "-o", tmp_path / "out.json", "--backend", "deepspeed")
+    assert code == 1
+    assert "No safe value is known for what is left" in out
+    assert "bf16.enabled = true" in out.partition("No safe value")[2]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("none.json",),
+        ("ds_config.json", "--fix"),
+        ("ds_config.json", "-o", "x.json"),
+        ("ds_config.json", "--fix", "-o", "nowhere/x.json"),
+        ("ds_config.json", "--fix", "-o", "-"),
+        ("ds_config.json", "--fix", "-o", "x.json", "--json", "x.json"),
+        ("ds_config.json", "--backend", "fsdp"),
+        ("broken.json",),
+        ("list.json",),
+    ],
+)
+def test_bad_input_is_a_sentence_and_2(
+    zftune: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, BAD)
+    written(tmp_path, [], "list.json")
+    (tmp_path / "broken.json").write_text("{]")
+    before = sorted(tmp_path.iterdir())
+    code, out, err = zftune(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("zftune: ")
+    assert err.count("\n") == 1
+    assert "allowed" in err
+    assert sorted(tmp_path.iterdir()) == before
+    assert json.loads((tmp_path / "ds_config.json").read_text()) == BAD
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_lines_fit(width: int) -> None:
+    for case in CASES:
+        stream = io.StringIO()
+        Console(file=stream, width=width).print(render(check(case.config, backend=None, version=case.version)))
+        assert max(len(line) for line in stream.getvalue().splitlines()) <= min(width, 110)
+
+
+def test_settings_are_shown_as_they_are() -> None:
+    config = {"zero_optimization": {"stage": 2, "[red]\x1b[31mx": 1}}
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(render(check(config, backend=None, version=None)))
+    assert "zero_optimization.[red]?[31mx = 1" in stream.getvalue()
+    assert "DeepSpeed is not installed" in stream.getvalue()
+
+
+def test_deepspeed_is_not_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom zftune.cli import main\ntry:\n    main()\nexcept SystemExit:\n"
+        "    print({'deepspeed', 'transformers', 'optuna'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "check", str(written(tmp_path, BAD))],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "80"},
+    )
+    assert done.stdout.endswith("set()\n")

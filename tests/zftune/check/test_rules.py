@@ -1,0 +1,162 @@
+"""Which rule sees what: every bad ds_config, no safe one, for either backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.zftune.check.cases import CASES, OFFLOAD, SAFE, ZENFLOW, ZERO, ZF_S, ZF_U, ZF_W, Bad, safe
+from zftune.check.checking import check
+from zftune.check.config import Source, leaves, put
+from zftune.check.findings import SEVERITIES, Finding, path_of
+from zftune.check.fixing import fix
+from zftune.store.types import Backend
+
+NAMES = sorted(path.stem for path in SAFE.glob("*.json"))
+
+
+def found(config: dict[str, Any], backend: Backend | None = None, version: str = "0.19.6") -> list[Finding]:
+    return list(check(config, backend=backend, version=version).findings)
+
+
+def faults(config: dict[str, Any], backend: Backend | None = None) -> list[str]:
+    return [finding.rule for finding in found(config, backend) if finding.is_fault]
+
+
+def with_changes(name: str, changes: dict[str, Any]) -> dict[str, Any]:
+    config = safe(name)
+    for dotted, value in changes.items():
+        put(config, path_of(dotted), value)
+    return config
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_is_found(case: Bad) -> None:
+    (finding,) = (
+        finding
+        for finding in found(case.config, "deepspeed", case.version)
+        if (finding.rule, ".".join(finding.path)) == (case.rule, case.where)
+    )
+    assert finding.is_fault
+    assert finding.severity == "crashes" or case.proof in ("figure", "elsewhere")
+    assert finding.reason.endswith(".")
+    assert finding.safe
+    assert bool(finding.changes) == case.mended or case.rule == "auto-not-filled"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_nothing_else_is_a_fault(case: Bad) -> None:
+    others = {finding.rule for finding in found(case.config, "deepspeed", case.version) if finding.is_fault}
+    allowed = {
+        "zenflow-overflow": {"zenflow-bf16"},
+        "zenflow-16-bit-masters": {"zenflow-bf16"},
+        "group-settings": {"accelerate-boundary"},
+        "accelerate-boundary": {"group-settings"},
+        "ratio-zenflow": {"zenflow-stage-3", "zenflow-clipping", "zenflow-bf16"},
+        "auto-not-filled": {"accelerate-boundary", "zenflow-clipping", "weight-decay-default"},
+    }
+    assert others - {case.rule} <= allowed.get(case.rule, set())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("version", ["0.19.6", "0.16.0", "1.0.0"])
+def test_safe_ds_configs_have_no_fault(name: str, version: str) -> None:
+    report = check(safe(name), backend=None, version=version)
+    assert [finding for finding in report.findings if finding.is_fault] == []
+    assert report.ok
+
+
+def test_there_are_ten() -> None:
+    assert len(NAMES) == 10
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"zero3-offload", "twin-flow"}))
+def test_the_backend_zenflow_takes_the_safe_ones(name: str) -> None:
+    assert faults(safe(name), "zenflow") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "where"),
+    [
+        ("zero3-offload", {}, f"{ZERO}.stage"),
+        ("twin-flow", {}, f"{ZERO}.stage"),
+        ("zero2-offload", {f"{OFFLOAD}.device": "nvme"}, f"{OFFLOAD}.device"),
+        ("zero2-offload", {"sparse_gradients": True}, "sparse_gradients"),
+        ("zero2-offload", {"amp": {"enabled": True}}, "amp.enabled"),
+        ("zero2-offload", {"optimizer.type": "Lamb"}, "optimizer.type"),
+        ("zenflow-sequential", {ZF_U: 0}, ZF_U),
+        ("zenflow-sequential", {ZF_S: 0}, ZF_S),
+        ("zenflow-sequential", {ZF_W: -1}, ZF_W),
+    ],
+)
+def test_what_the_backend_zenflow_refuses(name: str, changes: dict[str, Any], where: str) -> None:
+    config = with_changes(name, changes)
+    there = [finding for finding in found(config, "zenflow") if ".".join(finding.path) == where]
+    assert "crashes" in {finding.severity for finding in there}
+    # without a word about the backend it is no fault that another one would do it
+    open_ = [finding for finding in found(config) if finding.rule == "backend-zenflow"]
+    assert {finding.severity for finding in open_} <= {"note"}
+
+
+def test_a_refused_backend_in_the_file_is_mended() -> None:
+    config = with_changes("zero3-offload", {"zftune": {"backend": "zenflow"}})
+    mended, done, left = fix(Source(config), backend=None, version="0.19.6")
+    assert [change.sentence() for change, _ in done] == ['zftune.backend = "deepspeed"']
+    assert mended["zftune"]["backend"] == "deepspeed"
+    assert left.ok
+
+
+def test_upstream_only_defects_do_not_concern_the_backend_zenflow() -> None:
+    config = with_changes("zenflow-sequential", {"bf16": {"enabled": True}, "gradient_clipping": 1.0, ZF_U: "auto"})
+    assert set(faults(config, "deepspeed")) >= {"zenflow-bf16", "zenflow-clipping", "update-interval-auto"}
+    assert faults(config, "zenflow") == []
+    config["zftune"] = {"backend": "zenflow"}
+    assert faults(config) == []
+    config["zftune"] = {"backend": "deepspeed"}
+    assert faults(config) == faults(config, "deepspeed")
+
+
+def test_the_version_decides() -> None:
+    config = safe("zenflow-sequential")
+    for version, scrambled in (("0.19.6", False), ("0.19.7", True), ("0.19.8", True), ("0.20.0", False)):
+        rules = {finding.rule for finding in found(config, "deepspeed", version)}
+        assert ("scrambled-weights" in rules) == scrambled
+    without = with_changes("zenflow-sequential", {"gradient_clipping": None})
+    del without["gradient_clipping"]
+    rules = {finding.rule for finding in found(without, "deepspeed", "0.18.0")}
+    assert "zenflow-clipping" not in rules  # it did not clip by default
+    unknown = with_changes("zero2-offload", {f"{ZERO}.new_thing": 1})
+    (finding,) = (one for one in found(unknown, "deepspeed", "0.30.0") if one.rule == "unknown-setting")
+    assert finding.severity == "note"
+
+
+def test_the_worst_comes_first() -> None:
+    config = with_changes("zenflow-sequential", {ZF_S: 2, "gradient_clipping": 1.0, f"{OFFLOAD}.pin_memory": False})
+    order = [SEVERITIES.index(finding.severity) for finding in found(config)]
+    assert order == sorted(order)
+    assert len(set(order)) > 2
+
+
+ODD = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.sampled_from(["auto", "cpu", "x", [], {}]))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), name=st.sampled_from(NAMES))
+def test_odd_values_are_no_reason_to_fail(data: st.DataObject, name: str) -> None:
+    config = safe(name)
+    places = [path for path, _ in leaves(config)]
+    sections = [path[:-1] for path in places if len(path) > 1]
+    for path in data.draw(st.lists(st.sampled_from(places + sections), min_size=1, max_size=4)):
+        put(config, path, data.draw(ODD))
+    for backend in (None, "zenflow", "deepspeed"):
+        check(config, backend=backend, version="0.19.6")
+
+
+def test_sections_of_the_wrong_kind_are_let_be() -> None:
+    values: tuple[Any, ...] = (None, True, 3, "auto", [])
+    for value in values:
+        for name in (ZERO, OFFLOAD, ZENFLOW, "optimizer", "zftune", "bf16"):
+            check(with_changes("zenflow-sequential", {name: value}), backend=None, version=None)

@@ -1,0 +1,151 @@
+"""What the rules say is true of the installed DeepSpeed, and the safe values mend it."""
+
+from __future__ import annotations
+
+import ast
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import zftune.check
+from tests.zftune.check.cases import CASES, INTERVALS, SAFE, Bad
+from tests.zftune.check.conftest import TRAINED, Outcomes
+from zftune.check import rules_own
+
+# Not proven here, and why.
+NOT_TRIED = {
+    "not-json": "about the text, test_reading.py",
+    "duplicate-name": "about the text, test_reading.py",
+    "select-interval-zero": "about the backend zenflow, test_rules.py",
+    "warm-up-negative": "about the backend zenflow, test_rules.py",
+    "backend-zenflow": "about the backend zenflow, test_rules.py",
+    "own-offload": "a note",
+    "never-selects-again": "a note",
+    "selects-rarely": "a note",
+    "ratio-second-optimizer": "a note",
+    "not-pinned": "costs time only",
+    "no-overlap": "costs time only",
+    "client-optimizer": "a note",
+    "zenflow-checkpoints": "a note, study 002",
+    "zenflow-model": "a note, study 002",
+    "zenflow-mean": "a note, study 002",
+    "zenflow-overlap": "a note, study 002",
+}
+
+RAISING = [case for case in CASES if case.proof in ("parse", "train", "accelerate")]
+
+
+def case_of(rule: str, number: int = 0) -> Bad:
+    return [case for case in CASES if case.rule == rule][number]
+
+
+def rules() -> set[str]:
+    """Every name that is given to a finding."""
+    found = set()
+    for path in Path(zftune.check.__path__[0]).glob("rules_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            names = [keyword.value for keyword in node.keywords if keyword.arg == "rule"]
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "finding":
+                names += node.args[:1]
+            found |= {name.value for name in names if isinstance(name, ast.Constant) and isinstance(name.value, str)}
+    return found
+
+
+def test_every_rule_has_a_case_or_a_reason_for_none() -> None:
+    assert rules() | {rules_own.NAME} == {case.rule for case in CASES} | set(NOT_TRIED)
+    assert len(rules()) > 50
+
+
+def test_the_installed_version_is_the_one_that_is_known() -> None:
+    assert metadata.version("deepspeed") in ("0.19.6", "0.19.7", "0.19.8")
+
+
+@pytest.mark.parametrize("case", RAISING, ids=str)
+def test_it_raises(upstream: Outcomes, case: Bad) -> None:
+    expected = case.error or "ValueError"
+    assert upstream.bad(case)["raised"] == expected, upstream.bad(case)["message"]
+
+
+@pytest.mark.parametrize("case", [case for case in RAISING if case.mended], ids=str)
+def test_what_is_mended_does_not(upstream: Outcomes, case: Bad) -> None:
+    assert upstream.mended(case)["raised"] is None, upstream.mended(case)["message"]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SAFE.glob("*.json")))
+def test_safe_ds_configs_are_read(upstream: Outcomes, name: str) -> None:
+    assert upstream.of(f"parsed {name}")["raised"] is None
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_safe_ds_configs_train(upstream: Outcomes, name: str) -> None:
+    result = upstream.of(f"safe {name}")
+    assert result["raised"] is None, result["message"]
+    assert result["finite"]
+
+
+@pytest.mark.parametrize("case", [case for case in INTERVALS if case.rule == "update-interval-auto"], ids=str)
+def test_update_interval_auto_is_nan(upstream: Outcomes, case: Bad) -> None:
+    assert not upstream.bad(case)["finite"]
+    assert upstream.mended(case)["finite"]
+
+
+def test_nan_trains_to_nan(upstream: Outcomes) -> None:
+    assert not upstream.bad(case_of("not-a-number")).get("finite", False)
+
+
+def test_the_word_auto_is_dropped(upstream: Outcomes) -> None:
+    assert upstream.bad(case_of("topk-auto"))["topk_ratio"] == 0.1
+
+
+def test_an_optimizer_of_another_kind_is_adamw_for_selected_columns(upstream: Outcomes) -> None:
+    result = upstream.bad(case_of("zenflow-not-adam"))
+    # DeepSpeed asks first whether the optimizer is meant, zero_allow_untested_optimizer
+    assert result["raised"] == "AssertionError" or "AdamW" in result["selected_is"]
+
+
+def test_there_has_to_be_an_optimizer(upstream: Outcomes) -> None:
+    assert upstream.bad(case_of("zenflow-client-optimizer"))["raised"] is not None
+
+
+def test_zenflow_at_stage_3_names_cuda(upstream: Outcomes) -> None:
+    assert upstream.bad(case_of("zenflow-stage-3"))["raised"] is not None
+
+
+def test_weight_decay_has_two_defaults(upstream: Outcomes) -> None:
+    case = case_of("weight-decay-default")
+    assert (upstream.bad(case)["selected_decay"], upstream.bad(case)["decay"]) == (0.01, 0)
+    assert (upstream.mended(case)["selected_decay"], upstream.mended(case)["decay"]) == (0, 0)
+
+
+def test_clipping_is_on_by_default(upstream: Outcomes) -> None:
+    case = case_of("zenflow-clipping", 1)
+    assert upstream.bad(case)["clipping"] == 1.0
+    assert upstream.mended(case)["clipping"] == 0
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_accumulation_is_overwritten(upstream: Outcomes, number: int) -> None:
+    case = case_of("zenflow-accumulation", number)
+    assert upstream.bad(case)["accumulation"] == 4
+    assert upstream.mended(case)["raised"] is None
+
+
+def test_selected_columns_have_state_in_bf16(upstream: Outcomes) -> None:
+    assert upstream.bad(case_of("zenflow-bf16"))["selected_dtypes"] == ["torch.bfloat16"]
+
+
+def test_a_ratio_splits_whole_sub_groups(upstream: Outcomes) -> None:
+    assert upstream.bad(case_of("ratio-inert"))["splits"] == 1
+
+
+def test_no_scheduler_reaches_the_share_on_the_gpu(upstream: Outcomes) -> None:
+    case = case_of("ratio-scheduler")
+    assert upstream.bad(case)["second_lr"] != upstream.bad(case)["lr"]
+    assert upstream.mended(case)["second_lr"] is None
+
+
+def test_nvme_below_stage_3_is_memory(upstream: Outcomes) -> None:
+    assert upstream.bad(case_of("nvme-stage"))["masters_on"] == ["cpu"]

@@ -1,0 +1,88 @@
+"""`zftune check`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from zftune.errors import BadInputError
+from zftune.json_output import STANDARD_OUTPUT, check_output_path, write_json, write_text
+from zftune.store.types import Backend
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from zftune.check.config import Source
+
+_Config = Annotated[str, typer.Argument(metavar="DS_CONFIG", help="A ds_config.json.")]
+_Fix = Annotated[bool, typer.Option("--fix", help="Write it with safe values; needs -o.")]
+_Output = Annotated[str | None, typer.Option("-o", "--output", metavar="PATH", help="Where --fix writes to.")]
+_Backend = Annotated[
+    str | None,
+    typer.Option(help="Judge for zenflow (zftune run's runtime) or deepspeed. Default: as the file says, else both."),
+]
+_Json = Annotated[str | None, typer.Option("--json", metavar="PATH", help="Write the findings as JSON; '-': stdout.")]
+
+
+def check(
+    ds_config: _Config, fix: _Fix = False, output: _Output = None, backend: _Backend = None, json_path: _Json = None
+) -> None:
+    """Name the settings of a ds_config that DeepSpeed ignores, gets wrong or crashes on, each with a safe value."""
+    chosen = _backend(backend)
+    _check_paths(fix, output, json_path)
+    from rich.console import Console
+
+    import zftune
+    from zftune.check import checking, screen
+    from zftune.check.config import read
+    from zftune.doctor.versions import installed
+
+    source, version = read(ds_config), installed("deepspeed")
+    report = checking.check(source, backend=chosen, version=version)
+    console = Console(stderr=json_path == STANDARD_OUTPUT)
+    console.print(screen.render(report))
+    ok, fixed = report.ok, None
+    if output is not None:
+        ok, fixed = _fix_it(console, source, chosen, version, output)
+    if json_path is not None:
+        write_json(report.document(zftune.__version__, fixed), json_path)
+    if not ok:
+        raise typer.Exit(1)
+
+
+def _backend(name: str | None) -> Backend | None:
+    for backend in get_args(Backend):
+        if name == backend:
+            known: Backend = backend
+            return known
+    if name is None:
+        return None
+    raise BadInputError(f"--backend '{name}': allowed are {', '.join(get_args(Backend))}")
+
+
+def _check_paths(fix: bool, output: str | None, json_path: str | None) -> None:
+    if fix and output is None:
+        raise BadInputError("--fix: writes a file, allowed with -o PATH (the input's own path overwrites it)")
+    if output is not None and not fix:
+        raise BadInputError(f"-o '{output}': allowed with --fix only")
+    if json_path is not None:
+        check_output_path(json_path)
+    if output is not None:
+        check_output_path(output, "-o", standard_output=False)
+        if json_path == output:
+            raise BadInputError(f"-o '{output}': is the file of --json too, allowed is another one")
+
+
+def _fix_it(
+    console: Console, source: Source, backend: Backend | None, version: str | None, output: str
+) -> tuple[bool, dict[str, Any]]:
+    """Write the mended file and show what was changed; whether it has no fault, and the same as JSON."""
+    from zftune.check import fixing, screen
+    from zftune.check.findings import shown_path
+
+    config, done, left = fixing.fix(source, backend=backend, version=version)
+    write_text(json.dumps(config, indent=2) + "\n", output, option="-o")
+    console.print(screen.render_changes(shown_path((output,)), [change for change, _ in done], left))
+    return left.ok, fixing.document(done, left)

@@ -1,0 +1,162 @@
+"""What a check finds: a setting, what happens with it, and a safe value."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal, TypeAlias
+
+from zftune.store.types import Backend
+
+SCHEMA_NAME = "zftune.check/1"
+
+Severity = Literal["crashes", "wrong", "ignored", "slow", "note"]
+SEVERITIES: tuple[Severity, ...] = ("crashes", "wrong", "ignored", "slow", "note")
+"""In a word, the worst first. "crashes": refused, or the run ends. "wrong": it trains, otherwise than the setting says.
+"ignored": without effect. "slow": costs time only. "note": to be known; nothing to mend."""
+_FAULTS = ("crashes", "wrong", "ignored")
+
+
+class Missing(Enum):
+    """The value of a setting that is not there, and of one that is to be left out."""
+
+    MISSING = "left out"
+
+
+MISSING = Missing.MISSING
+Path: TypeAlias = tuple[str, ...]
+
+
+def path_of(dotted: str) -> Path:
+    """The names on the way to a setting."""
+    return tuple(dotted.split("."))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting with another value; MISSING takes it out."""
+
+    path: Path
+    value: Any
+
+    def sentence(self) -> str:
+        """What is set, in words."""
+        return f"{shown_path(self.path)} {'left out' if self.value is MISSING else f'= {shown(self.value)}'}"
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        removed = self.value is MISSING
+        return {
+            "path": ".".join(self.path),
+            "remove": removed,
+            "value": None if removed else finite(self.value),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A setting that does not do what it says."""
+
+    rule: str
+    """Its name, the same in every version."""
+    path: Path
+    value: Any
+    """As it is in the file; MISSING: it is not there."""
+    severity: Severity
+    reason: str
+    """A sentence or two."""
+    backends: tuple[Backend, ...]
+    """With which it matters: "deepspeed" is upstream's own, "zenflow" the runtime of `zftune run`."""
+    changes: tuple[Change, ...] = ()
+    """What `--fix` does about it; nothing where no value is safe, or where it is no fault."""
+    advice: str = ""
+    """What to do, in words, beside the changes or where there are none."""
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether the training is not what the file says."""
+        return self.severity in _FAULTS
+
+    @property
+    def safe(self) -> str:
+        """What to do about it; empty: nothing."""
+        changes = ", ".join(change.sentence() for change in self.changes)
+        return "; ".join(part for part in (changes, self.advice) if part)
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        given = self.value is not MISSING
+        return {
+            "rule": self.rule,
+            "path": ".".join(self.path),
+            "given": given,
+            "value": finite(self.value) if given else None,
+            "severity": self.severity,
+            "reason": self.reason,
+            "safe": self.safe or None,
+            "changes": [change.document() for change in self.changes],
+            "backends": list(self.backends),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All findings about one ds_config, the worst first."""
+
+    deepspeed: str | None
+    """The installed version; None: there is none."""
+    backend: Backend | None
+    """For which it was judged; None: for both."""
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no fault."""
+        return not any(finding.is_fault for finding in self.findings)
+
+    def document(self, version: str, fixed: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """As JSON.
+
+        Args:
+            version: of zftune.
+            fixed: what `--fix` did.
+        """
+        return {
+            "schema": SCHEMA_NAME,
+            "zftune": version,
+            "deepspeed": self.deepspeed,
+            "backend": self.backend,
+            "ok": self.ok,
+            "findings": [finding.document() for finding in self.findings],
+            "fixed": fixed,
+        }
+
+
+def by_severity(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The worst first; else as they were found."""
+    return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
+
+
+def shown_path(path: Path) -> str:
+    """A setting's name, fit for a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in ".".join(path))
+
+
+def shown(value: Any) -> str:
+    """A value as it stands in the file, cut short."""
+    if isinstance(value, Mapping) and value:
+        return "{...}"
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 48 else text[:45] + "..."
+
+
+def finite(value: Any) -> Any:
+    """A value that JSON can hold: numbers that are not finite become words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): finite(inner) for name, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,75 @@
+"""Rules about dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zftune.check.findings import MISSING, Finding
+from zftune.check.subject import BOTH, Rule, Subject, change, left_out
+
+_WORDS = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16", "half"), "fp32": ("fp32", "float32", "float")}
+_NO_MASTER = 'zftune run\'s runtime has masters for them; or no "zenflow" section'
+
+
+def both(subject: Subject) -> Iterator[Finding]:
+    """Two dtypes at once are refused."""
+    if subject.enabled("fp16") and subject.enabled("bf16", "bfloat16"):
+        reason = "DeepSpeed refuses both at once."
+        yield subject.finding(
+            "two-dtypes", "fp16.enabled", "crashes", reason, change("fp16.enabled", False), backends=BOTH
+        )
+
+
+def bf16(subject: Subject) -> Iterator[Finding]:
+    """Selected columns have no fp32 master, and count steps in bf16: study 002 `no_master`, `step_count_stuck`."""
+    if subject.zenflow is None:
+        return
+    name = "bfloat16" if subject.at("bf16") is MISSING else "bf16"
+    reason = (
+        "Selected columns have no fp32 masters: updates below bf16's resolution are lost, and their step count sticks "
+        "at 256."
+    )
+    if subject.enabled(name):
+        advice = "" if subject.elsewhere() else _NO_MASTER
+        yield subject.finding("zenflow-bf16", f"{name}.enabled", "wrong", reason, *subject.elsewhere(), advice=advice)
+    elif subject.at(f"{name}.enabled") == "auto":
+        yield subject.finding("zenflow-bf16", f"{name}.enabled", "note", f"With --bf16: {reason}", advice=_NO_MASTER)
+    check = f"{name}.check_grad_overflow"
+    if subject.enabled(name) and subject.at(check) is True:
+        reason = "Selected columns are updated before the check: an infinite gradient reaches their weights."
+        mends = subject.elsewhere() or (change(check, False),)
+        yield subject.finding("zenflow-overflow", check, "ignored", reason, *mends)
+
+
+def fp16(subject: Subject) -> Iterator[Finding]:
+    """Selected gradients are not unscaled, from reading upstream's code: DeepSpeed has no fp16 on a CPU."""
+    if subject.zenflow is not None and subject.enabled("fp16"):
+        reason = "Selected columns get gradients with the loss scale in them, infinite ones too."
+        advice = "" if subject.elsewhere() else 'no "zenflow" section'
+        yield subject.finding("zenflow-fp16", "fp16.enabled", "wrong", reason, *subject.elsewhere(), advice=advice)
+
+
+def masters(subject: Subject) -> Iterator[Finding]:
+    """16-bit masters are refused: its optimizer's class is another one."""
+    for name in ("bf16", "fp16") if subject.zenflow is not None else ():
+        dotted = f"{name}.{name}_master_weights_and_grads"
+        if subject.at(dotted) is True:
+            reason = "DeepSpeed refuses 16-bit masters with ZenFlow."
+            states = f"{name}.{name}_optimizer_states"
+            more = (left_out(states),) if subject.at(states) is not MISSING else ()
+            yield subject.finding("zenflow-16-bit-masters", dotted, "crashes", reason, change(dotted, False), *more)
+
+
+def accumulation_dtype(subject: Subject) -> Iterator[Finding]:
+    """ZeRO-1 in another dtype: study 002 `zero1_accumulation`."""
+    dotted = "data_types.grad_accum_dtype"
+    value = subject.at(dotted)
+    if subject.zenflow is None or subject.stage != 1 or not isinstance(value, str):
+        return
+    model = "bf16" if subject.enabled("bf16", "bfloat16") else "fp16" if subject.enabled("fp16") else "fp32"
+    if value.lower() not in _WORDS[model]:
+        reason = f"With ZeRO-1 and ZenFlow the first step ends where it is not the model's dtype, {model}: TypeError."
+        yield subject.finding("zenflow-accumulation-dtype", dotted, "crashes", reason, left_out(dotted))
+
+
+RULES: tuple[Rule, ...] = (both, bf16, fp16, masters, accumulation_dtype)

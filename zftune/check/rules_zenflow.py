@@ -1,0 +1,211 @@
+"""Rules about what upstream's ZenFlow needs around it: stage, offloading, optimizer, clipping, accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zftune.check.findings import MISSING, Change, Finding
+from zftune.check.subject import BOTH, OFFLOAD, ZENFLOW, ZERO, Rule, Subject, change, is_number, left_out
+
+SCRAMBLES = ((0, 19, 7), (0, 19, 8))
+_CLIPS_BY_DEFAULT = (0, 19)
+_TOPK = f"{ZENFLOW}.topk_ratio"
+# What both of its optimizers take: the host's, and torch's AdamW for the selected columns.
+_ADAM_PARAMS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "max_grad_norm")
+_INSTEAD = 'the runtime of zftune run ("zftune": {"backend": "zenflow"}), or no "zenflow" section'
+
+
+def topk_ratio(subject: Subject) -> Iterator[Finding]:
+    """The word "auto" is dropped; 0 and 1 are refused, though the runtime of `zftune run` takes them."""
+    if subject.zenflow is None:
+        return
+    value, given = subject.zenflow["topk_ratio"], subject.at(_TOPK)
+    if given == "auto" and not subject.hugging_face:
+        reason = "DeepSpeed drops the word and takes 0.1."
+        yield subject.finding("topk-auto", _TOPK, "ignored", reason, change(_TOPK, 0.1), backends=BOTH)
+    elif not is_number(value) or not 0 <= value <= 1:
+        reason = "DeepSpeed takes a number above 0 and below 1."
+        yield subject.finding("topk-range", _TOPK, "crashes", reason, change(_TOPK, 0.1), backends=BOTH)
+    elif value in (0, 1):
+        reason = "DeepSpeed takes a number above 0 and below 1; the runtime of zftune run takes 0 and 1 too."
+        mend = left_out(ZENFLOW) if value == 0 else change(_TOPK, 0.5)
+        yield subject.finding("topk-limit", _TOPK, "crashes", reason, *(subject.elsewhere() or (mend,)))
+
+
+def stage(subject: Subject) -> Iterator[Finding]:
+    """Where there is no ZeRO it ends in the first step; at stage 3 it needs CUDA, and one rank.
+
+    Stage 3: its code names CUDA and ends on any other device. With several ranks the first selection that changes a
+    rank's share was seen to end on the shape of `exp_avg`, with CUDA's name patched out; there is no proof here.
+    """
+    if subject.zenflow is None:
+        return
+    if subject.stage == 0:
+        reason = "ZenFlow works in ZeRO's optimizers; without a stage the first step ends with an AttributeError."
+        yield subject.finding("zenflow-stage-0", f"{ZERO}.stage", "crashes", reason, change(f"{ZERO}.stage", 2))
+    elif subject.stage == 3:
+        reason = (
+            "With several ranks the first selection that changes a rank's share of the columns ends the run; on other "
+            "devices than CUDA the first step does."
+        )
+        advice = f"stage 2 with {_INSTEAD}"
+        yield subject.finding("zenflow-stage-3", f"{ZERO}.stage", "crashes", reason, advice=advice)
+
+
+def offloading(subject: Subject) -> Iterator[Finding]:
+    """It is refused without; the runtime of `zftune run` then has nothing to do."""
+    if subject.zenflow is not None and subject.stage != 3 and _offloads_nothing(subject):
+        reason = "DeepSpeed refuses ZenFlow without offload_optimizer; the runtime of zftune run then offloads nothing."
+        yield subject.finding(
+            "zenflow-without-offload",
+            f"{OFFLOAD}.device",
+            "crashes",
+            reason,
+            change(f"{OFFLOAD}.device", "cpu"),
+            backends=BOTH,
+        )
+
+
+def _offloads_nothing(subject: Subject) -> bool:
+    filled_in = subject.hugging_face and subject.at(f"{OFFLOAD}.device") == "auto"
+    return subject.device == "none" and not filled_in
+
+
+def scrambled(subject: Subject) -> Iterator[Finding]:
+    """By version: study 002 `scrambled_weights`."""
+    if subject.flattens and subject.release in SCRAMBLES:
+        reason = f"DeepSpeed {subject.version} scrambles every 2-D weight at initialize(): a pretrained model is noise."
+        advice = "DeepSpeed 0.19.6, or zftune run" if not subject.elsewhere() else ""
+        yield subject.finding("scrambled-weights", ZENFLOW, "wrong", reason, *subject.elsewhere(), advice=advice)
+
+
+def optimizer(subject: Subject) -> Iterator[Finding]:
+    """Selected columns are AdamW's, made from the ds_config's settings and torch's defaults."""
+    if not subject.flattens:
+        return
+    if subject.optimizer is None:
+        reason = "ZenFlow takes its optimizer from the ds_config. One that the script passes ends in a TypeError."
+        yield subject.finding(
+            "zenflow-client-optimizer", "optimizer", "crashes", reason, *subject.elsewhere(), advice="an optimizer here"
+        )
+        return
+    if subject.optimizer not in ("adam", "adamw"):
+        reason = "ZenFlow updates the selected columns with AdamW, whatever stands here; the others by this."
+        mends, advice = subject.elsewhere(), _otherwise(subject)
+        yield subject.finding("zenflow-not-adam", "optimizer.type", "wrong", reason, *mends, advice=advice)
+        return
+    params = subject.at("optimizer.params")
+    if not isinstance(params, Mapping):
+        reason = "ZenFlow fails where there are none."
+        mend = change("optimizer.params", {"weight_decay": 0.0})
+        yield subject.finding("zenflow-no-params", "optimizer.params", "crashes", reason, mend)
+        return
+    yield from _params(subject, params)
+
+
+def _params(subject: Subject, params: Mapping[str, Any]) -> Iterator[Finding]:
+    for name in params:
+        dotted = f"optimizer.params.{name}"
+        if name in _ADAM_PARAMS:
+            continue
+        mends: tuple[Change, ...] = (left_out(dotted),)
+        if name == "adam_w_mode" and params[name] is False and subject.optimizer == "adam":
+            mends = subject.elsewhere() or mends  # without it DeepSpeed's Adam is AdamW
+        reason = "ZenFlow gives it to two optimizers, of which one does not know it: TypeError."
+        yield subject.finding("zenflow-optimizer-setting", dotted, "crashes", reason, *mends)
+    decay = "optimizer.params.weight_decay"
+    if "weight_decay" not in params:
+        reason = "Left out, the selected columns decay by 0.01, torch's default, and the others by 0."
+        yield subject.finding("weight-decay-default", decay, "wrong", reason, change(decay, 0.0))
+    elif subject.hugging_face and is_number(params["weight_decay"]) and params["weight_decay"] != 0:
+        reason = "The Trainer decays biases and norms by 0. ZenFlow drops the groups' own values, and decays them too."
+        yield subject.finding(
+            "group-settings", decay, "wrong", reason, *subject.elsewhere(), advice=_otherwise(subject)
+        )
+
+
+def communication(subject: Subject) -> Iterator[Finding]:
+    """How gradients are reduced, and across what."""
+    if subject.zenflow is None:
+        return
+    if subject.flattens and subject.at(f"{ZERO}.reduce_scatter") is False:
+        reason = "ZenFlow's other path lacks an argument: TypeError in the first backward pass."
+        mend = change(f"{ZERO}.reduce_scatter", True)
+        yield subject.finding("zenflow-reduce-scatter", f"{ZERO}.reduce_scatter", "crashes", reason, mend)
+    overlap = subject.at(f"{ZERO}.overlap_comm")
+    if subject.zenflow["offload"] is True and overlap is not True and not (subject.stage == 3 and overlap is MISSING):
+        reason = "DeepSpeed refuses it without zero_optimization.overlap_comm."
+        mend = change(f"{ZERO}.overlap_comm", True)
+        yield subject.finding("zenflow-offload", f"{ZENFLOW}.offload", "crashes", reason, mend)
+    if str(subject.at("gradient_allreduce_op")).lower() == "sum":
+        reason = "DeepSpeed refuses it with ZenFlow."
+        mend = change("gradient_allreduce_op", "mean")
+        yield subject.finding("zenflow-sum", "gradient_allreduce_op", "crashes", reason, mend, backends=BOTH)
+    parallel = subject.at("tensor_parallel.autotp_size")
+    if is_number(parallel) and parallel > 1:  # from reading upstream's code
+        reason = "ZenFlow sends selected columns from the rank with the group's number, which is another rank's here."
+        yield subject.finding("zenflow-parallel", "tensor_parallel.autotp_size", "wrong", reason, advice='no "zenflow"')
+
+
+def clipping(subject: Subject) -> Iterator[Finding]:
+    """The selected columns are not clipped: study 002 `clipping`. Since 0.19 the default is 1.0."""
+    value = subject.at("gradient_clipping")
+    if subject.zenflow is None or value in (0, None):
+        return
+    if value is MISSING and subject.release < _CLIPS_BY_DEFAULT:
+        return
+    default = "Left out, DeepSpeed clips to 1.0. " if value is MISSING else ""
+    reason = f"{default}Clipping leaves the selected columns out, which have the largest gradients."
+    mends = subject.elsewhere() or (change("gradient_clipping", 0.0),)
+    yield subject.finding("zenflow-clipping", "gradient_clipping", "wrong", reason, *mends)
+
+
+def accumulation(subject: Subject) -> Iterator[Finding]:
+    """Overwritten with update_interval: study 002 `user_accumulation`."""
+    passes = subject.at("gradient_accumulation_steps")
+    if subject.zenflow is None or not is_number(passes) or passes <= 1:
+        return
+    reason = "ZenFlow overwrites it with update_interval: every backward pass is a step of its own."
+    mends = subject.elsewhere() or (change("gradient_accumulation_steps", 1), *_same_batch(subject, int(passes)))
+    yield subject.finding("zenflow-accumulation", "gradient_accumulation_steps", "ignored", reason, *mends)
+
+
+def _same_batch(subject: Subject, passes: int) -> Iterator[Change]:
+    """DeepSpeed refuses batch sizes that do not fit together."""
+    whole = subject.at("train_batch_size")
+    if whole in (MISSING, "auto"):
+        return
+    if subject.at("train_micro_batch_size_per_gpu") is not MISSING:
+        yield left_out("train_batch_size")
+    elif isinstance(whole, int):
+        yield change("train_batch_size", max(1, whole // passes))
+
+
+def hugging_face(subject: Subject) -> Iterator[Finding]:
+    """Accelerate says itself what a boundary is: study 002 `accelerate_boundary`."""
+    if subject.zenflow is not None and subject.hugging_face:
+        reason = (
+            "The Trainer and Accelerate make every step a boundary: the host updates in each of them, whatever "
+            "update_interval is."
+        )
+        yield subject.finding(
+            "accelerate-boundary", ZENFLOW, "wrong", reason, *subject.elsewhere(), advice=_otherwise(subject)
+        )
+
+
+def _otherwise(subject: Subject) -> str:
+    return "" if subject.elsewhere() else _INSTEAD
+
+
+RULES: tuple[Rule, ...] = (
+    topk_ratio,
+    stage,
+    offloading,
+    scrambled,
+    optimizer,
+    communication,
+    clipping,
+    accumulation,
+    hugging_face,
+)

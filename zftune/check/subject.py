@@ -1,0 +1,188 @@
+"""A ds_config under examination: what the rules ask of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from zftune.check.config import at, filled, is_hugging_face
+from zftune.check.findings import MISSING, Change, Finding, Severity, path_of
+from zftune.doctor.deepspeed import GOOD
+from zftune.doctor.versions import numbers
+from zftune.store.types import Backend
+
+UPSTREAM: tuple[Backend, ...] = ("deepspeed",)
+OURS: tuple[Backend, ...] = ("zenflow",)
+BOTH: tuple[Backend, ...] = ("deepspeed", "zenflow")
+
+ZERO = "zero_optimization"
+ZENFLOW = f"{ZERO}.zenflow"
+OFFLOAD = f"{ZERO}.offload_optimizer"
+
+DEFAULTS: dict[str, Any] = {
+    "topk_ratio": 0.1,
+    "select_strategy": "auto",
+    "select_interval": "auto",
+    "update_interval": "auto",
+    "overlap_step": False,
+    "offload": False,
+    "full_warm_up_rounds": 0,
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is judged, and for whom.
+
+    `backend` None judges for both; `forced` says that it comes from the command line.
+    """
+
+    config: Mapping[str, Any]
+    backend: Backend | None = None
+    forced: bool = False
+    version: str = GOOD
+    duplicates: tuple[str, ...] = ()
+    is_json: bool = True
+
+    def at(self, dotted: str) -> Any:
+        """A setting's value; MISSING where it is not there."""
+        return at(self.config, path_of(dotted))
+
+    def section(self, dotted: str) -> Mapping[str, Any]:
+        """A section; empty where there is none."""
+        found = self.at(dotted)
+        return found if isinstance(found, Mapping) else {}
+
+    def enabled(self, *names: str) -> bool:
+        """Whether one of these sections is switched on."""
+        return any(self.at(f"{name}.enabled") is True for name in names)
+
+    @cached_property
+    def hugging_face(self) -> bool:
+        """Whether it is of the Trainer or Accelerate."""
+        return is_hugging_face(self.config)
+
+    @cached_property
+    def stage(self) -> int:
+        """ZeRO stage as DeepSpeed has it; 0 where it is nothing that DeepSpeed knows."""
+        stage = self.at(f"{ZERO}.stage")
+        if stage == "auto":
+            return 2
+        return int(stage) if isinstance(stage, (int, float)) and stage in (1, 2, 3) else 0
+
+    @cached_property
+    def device(self) -> str:
+        """Where upstream keeps the optimizer's state."""
+        if self.at(f"{ZERO}.cpu_offload") is True:
+            return "cpu"
+        device = self.at(f"{OFFLOAD}.device")
+        return device if device in ("cpu", "nvme") else "none"
+
+    @cached_property
+    def zenflow(self) -> Mapping[str, Any] | None:
+        """Its settings with upstream's defaults, as upstream has them after dropping "auto"; None: there are none."""
+        section = self.at(ZENFLOW)
+        if not isinstance(section, Mapping):
+            return None
+        return {**DEFAULTS, **{name: value for name, value in section.items() if value != "auto"}}
+
+    @property
+    def flattens(self) -> bool:
+        """Whether it is ZenFlow at a stage whose optimizer is that of stages 1 and 2."""
+        return self.zenflow is not None and self.stage in (1, 2)
+
+    @cached_property
+    def update_interval(self) -> int | None:
+        """In steps; None where it is no number that upstream takes."""
+        return _count((self.zenflow or DEFAULTS)["update_interval"])
+
+    @cached_property
+    def optimizer(self) -> str | None:
+        """What is the optimizer's type, in small letters; None: the ds_config names none."""
+        kind = self.at("optimizer.type")
+        return kind.lower() if isinstance(kind, str) else None
+
+    @property
+    def release(self) -> tuple[int, ...]:
+        """Of DeepSpeed."""
+        return numbers(self.version)
+
+    @cached_property
+    def own_refusals(self) -> tuple[str, ...]:
+        """Why the backend zenflow does not take it, a sentence each."""
+        from zftune.check.own import refusals
+
+        return tuple(refusals(filled(self.config)))
+
+    def elsewhere(self) -> tuple[Change, ...]:
+        """What makes the backend zenflow train it, which has no such fault; nothing where that is not to be had."""
+        if self.backend is not None or self.own_refusals:
+            return ()
+        return (Change(("zftune", "backend"), "zenflow"),)
+
+    def finding(
+        self,
+        rule: str,
+        dotted: str,
+        severity: Severity,
+        reason: str,
+        *changes: Change,
+        backends: tuple[Backend, ...] = UPSTREAM,
+        advice: str = "",
+    ) -> Finding:
+        """A finding about a setting.
+
+        Args:
+            rule: its name.
+            dotted: the setting.
+            severity: how bad.
+            reason: a sentence or two.
+            changes: what mends it.
+            backends: with which it matters.
+            advice: what to do, in words.
+        """
+        path = path_of(dotted)
+        if not advice and changes == (Change(("zftune", "backend"), "zenflow"),):
+            advice = "zftune run then trains it as the file says"
+        return Finding(
+            rule=rule,
+            path=path,
+            value=at(self.config, path),
+            severity=severity,
+            reason=reason,
+            backends=backends,
+            changes=changes,
+            advice=advice,
+        )
+
+
+Rule: TypeAlias = Callable[[Subject], Iterator[Finding]]
+
+
+def change(dotted: str, value: Any) -> Change:
+    """Set a setting."""
+    return Change(path_of(dotted), value)
+
+
+def left_out(dotted: str) -> Change:
+    """Take a setting out."""
+    return Change(path_of(dotted), MISSING)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a number, a truth value being none."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return abs(value) <= sys.float_info.max  # math.isfinite fails on huge integers
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is an integer, be it written as 4.0."""
+    return is_number(value) and value == int(value)  # type: ignore[call-overload]
+
+
+def _count(value: Any) -> int | None:
+    return int(value) if is_whole(value) and value >= 1 else None
