@@ -1,0 +1,181 @@
+"""`import_checkpoint` and `export_checkpoint`: the functions behind `zftune checkpoint`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from zftune.checkpoint.loading import load
+from zftune.checkpoint.plain import plain_document, read_plain
+from zftune.checkpoint.reading_ours import read_ours
+from zftune.checkpoint.reading_zero import ds_config as ds_config_of
+from zftune.checkpoint.reading_zero import read_zero
+from zftune.checkpoint.sources import MODEL_STATES, open_source
+from zftune.checkpoint.state import TrainingState
+from zftune.checkpoint.writing import check_target, save_file, save_folder
+from zftune.checkpoint.writing_ours import first_knobs, our_state_dict
+from zftune.checkpoint.writing_zero import deepspeed_version, engine_state, zero_documents
+from zftune.errors import BadInputError
+
+To = Literal["plain", "zero"]
+_FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What was converted."""
+
+    source_form: str
+    target_form: str
+    target: Path
+    rule: str
+    steps: int
+    groups: int
+    weights: int
+    elements: int
+    notes: tuple[str, ...]
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "schema": "zftune.checkpoint/1",
+            "from": self.source_form,
+            "to": self.target_form,
+            "path": str(self.target),
+            "rule": self.rule,
+            "steps": self.steps,
+            "groups": self.groups,
+            "weights": self.weights,
+            "elements": self.elements,
+            "notes": list(self.notes),
+        }
+
+
+def import_checkpoint(source: str, output: str, *, ds_config: str | None = None, trust: bool = False) -> Converted:
+    """Make a checkpoint of ours from one of ZeRO-1 or ZeRO-2, or from a plain one.
+
+    Args:
+        source: DeepSpeed's folder, or a file with the fp32 masters and a torch AdamW's state.
+        output: a file that ends in .pt or the like, {"model", "optimizer"}; or a folder as DeepSpeed's engine saves.
+        ds_config: the DeepSpeed configuration that training goes on with, for its clipping; None: that of the source.
+        trust: whether code in the source may run.
+
+    Raises:
+        BadInputError: the source cannot be converted, or something is at `output` already.
+        ZftuneError: it cannot be written.
+    """
+    target = check_target(output)
+    opened = open_source(source, trust=trust)
+    if opened.form == "ours":
+        raise BadInputError(f"{opened.what}: is a checkpoint of ours already, allowed are ZeRO-1, ZeRO-2 and plain")
+    with _reading(opened.what):
+        training = read_zero(opened, trust=trust) if opened.form == "zero" else read_plain(opened.document, opened.what)
+    optimizer = our_state_dict(training, first_knobs(ds_config or _own_config(opened.document)))
+    model = training.tensors(masters=False)
+    if _is_file(target):
+        if training.loss_scaler:
+            training.notes.append(f"the loss scale, {training.loss_scaler['cur_scale']:g}, is not in a file")
+        save_file({"model": model, "optimizer": optimizer}, target)
+    else:
+        if training.loss_scaler:
+            optimizer["loss_scaler"] = training.loss_scaler  # as the engine's optimizer keeps it
+        document = engine_state(training, model, deepspeed_version(training), ranks=1)
+        save_folder({MODEL_STATES: {**document, "optimizer": optimizer}}, _tag(training), target)
+    return _converted(training, opened.form, "ours", target)
+
+
+def export_checkpoint(
+    source: str, output: str, *, to: To = "plain", ranks: int = 1, model: str | None = None, trust: bool = False
+) -> Converted:
+    """Make a plain checkpoint, or one of ZeRO-2, from one of ours; what is pending in it is applied.
+
+    Args:
+        source: a file {"model", "optimizer"}, an optimizer's own `state_dict`, or a folder of DeepSpeed's engine.
+        output: a file; for ZeRO a folder.
+        to: the form.
+        ranks: of ZeRO: how many ranks go on with it.
+        model: a file with the model's `state_dict`, where the source has none.
+        trust: whether code in the source may run.
+
+    Raises:
+        BadInputError: the source cannot be converted, or something is at `output` already.
+        ZftuneError: it cannot be written.
+    """
+    if to not in ("plain", "zero"):
+        raise BadInputError(f"--to '{to}': allowed are plain and zero")
+    if ranks < 1 or (ranks > 1 and to == "plain"):
+        raise BadInputError(f"--ranks {ranks}: allowed is a number of at least 1, with --to zero")
+    target = check_target(output)
+    opened = open_source(source, trust=trust)
+    if opened.form != "ours":
+        raise BadInputError(f"{opened.what}: is not a checkpoint of ours, allowed is what our optimizers saved")
+    tensors = None if model is None else _model(model, trust=trust)
+    with _reading(opened.what):
+        training = read_ours(opened, tensors)
+    if to == "plain":
+        save_file(plain_document(training), target)
+    else:
+        if "loss_scaler" in opened.document["optimizer"]:
+            training.notes.append("the loss scale is not taken over: DeepSpeed begins with that of its configuration")
+        save_folder(zero_documents(training, ranks), _tag(training), target)
+    return _converted(training, "ours", to, target)
+
+
+def _converted(training: TrainingState, source_form: str, target_form: str, target: Path) -> Converted:
+    weights = list(training.weights)
+    return Converted(
+        source_form=source_form,
+        target_form=target_form,
+        target=target,
+        rule=training.rule,
+        steps=training.steps,
+        groups=len(training.groups),
+        weights=len(weights),
+        elements=sum(weight.master.numel() for weight in weights),
+        notes=tuple(training.notes),
+    )
+
+
+def _model(path: str, *, trust: bool) -> Mapping[str, torch.Tensor]:
+    document = load(Path(path), trust=trust)
+    if isinstance(document, Mapping):
+        document = document.get("module", document.get("model", document))
+    if not isinstance(document, Mapping) or not all(isinstance(value, torch.Tensor) for value in document.values()):
+        raise BadInputError(f"--model '{path}': allowed is a file with a model's state_dict")
+    return document
+
+
+def _own_config(document: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Of the source's configuration what the first step needs; the rest may be what we refuse."""
+    config = ds_config_of(document)
+    wanted = {name: config[name] for name in ("gradient_clipping", "gradient_accumulation_steps") if name in config}
+    return wanted if config else None
+
+
+def _is_file(target: Path) -> bool:
+    return target.suffix in _FILE_SUFFIXES
+
+
+def _tag(training: TrainingState) -> str:
+    return f"global_step{training.engine.get('global_steps', training.steps)}"
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Say of a source that something in it is not what it should be.
+
+    Raises:
+        BadInputError: naming what was wrong.
+    """
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise BadInputError(
+            f"{what}: is damaged or of another kind ({type(error).__name__}: {reason}), allowed is a whole checkpoint"
+        ) from error

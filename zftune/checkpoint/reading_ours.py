@@ -1,0 +1,154 @@
+"""What our optimizers save, brought to where every pending update is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zenflow import ZenFlowError, ZenFlowOptimizer
+from zenflow.checkpoint_format import HEADER, Header, Saved, SavedWeight, read
+from zenflow.rules import RULES as ZENFLOW_RULES
+from zftune.checkpoint.names import names_of
+from zftune.checkpoint.sources import Source, model_of
+from zftune.checkpoint.state import MOMENTS, RULES, Group, TrainingState, Weight
+from zftune.errors import BadInputError
+
+_SAMPLE = 1 << 16  # elements of a weight
+_MOST_DIFFERENT = 0.01  # share of elements whose weight is not its master's: another's would be far more
+
+
+def read_ours(source: Source, model: Mapping[str, torch.Tensor] | None) -> TrainingState:
+    """Read a checkpoint of ours and apply what it has logged, as `flush()` would have done.
+
+    Args:
+        source: a file, or a folder that DeepSpeed's engine saved.
+        model: the model's `state_dict` where the source has none.
+
+    Raises:
+        BadInputError: it is truncated, of another model, or of a rule that nothing else has.
+    """
+    what, document = source.what, source.document
+    tensors = dict(model if model is not None else model_of(document, what))
+    groups = document["optimizer"]["param_groups"]
+    try:
+        header = Header.from_json(groups[0][HEADER])
+        if header.rule not in RULES:
+            raise BadInputError(f"{what}: is of the rule {header.rule}, allowed are {' and '.join(RULES)}")
+        names = _names(header, document, tensors, what)
+        parameters = [[nn.Parameter(tensors[name].detach(), requires_grad=False) for name in of] for of in names]
+        numbered = [
+            {**_settings(group), "params": of_group} for group, of_group in zip(groups, parameters, strict=True)
+        ]
+        saved = read(document["optimizer"], numbered, ZENFLOW_RULES[header.rule])
+        training = TrainingState(header.rule, [], tensors)
+        _fill(training, saved, names, parameters)
+    except ZenFlowError as error:
+        allowed = "" if "allowed" in str(error) else ", allowed is what state_dict() returned"
+        raise BadInputError(f"{what}: {error}{allowed}") from error
+    training.engine = {key: value for key, value in document.items() if key not in ("module", "model", "optimizer")}
+    return training
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names", HEADER)}
+
+
+def _names(
+    header: Header, document: Mapping[str, Any], model: Mapping[str, torch.Tensor], what: str
+) -> list[list[str]]:
+    optimizer = document["optimizer"]
+    numbers = [list(group["params"]) for group in optimizer["param_groups"]]
+    shapes = [[_shape(optimizer["state"].get(number), number, what) for number in of_group] for of_group in numbers]
+    given = [group.get("param_names") for group in optimizer["param_groups"]]
+    saved = dict(zip((number for of_group in numbers for number in of_group), header.weights, strict=True))
+
+    def fits(group: int, place: int, name: str) -> bool:
+        number = numbers[group][place]
+        return _rounds_to(saved[number], optimizer["state"][number], model[name])
+
+    return names_of(shapes, given, model, what=what, buffers=document.get("buffer_names") or (), fits=fits)
+
+
+def _shape(state: Any, number: object, what: str) -> tuple[int, ...]:
+    master = state.get("master") if isinstance(state, Mapping) else None
+    if not isinstance(master, torch.Tensor):
+        raise BadInputError(f'{what}: state[{number!r}]["master"] is missing: it is truncated, allowed is a whole one')
+    return tuple(master.shape)
+
+
+def _rounds_to(weight: SavedWeight, tensors: Mapping[str, torch.Tensor], parameter: torch.Tensor) -> bool:
+    """Whether the masters are a tensor's, by a sample; those whose weights are on their way are left out."""
+    if not weight.started:
+        return True
+    master, plan = tensors["master"], weight.plan
+    if plan.columns:
+        settled = (~_on_the_way(weight, tensors["slots"])).nonzero().squeeze(1)
+        rows = slice(0, max(1, _SAMPLE // max(1, len(settled))))
+        master, parameter = (plan.view(stream)[rows].index_select(1, settled) for stream in (master, parameter))
+    equal = master.to(parameter.dtype) == parameter
+    return int((~equal).sum()) <= _MOST_DIFFERENT * equal.numel()
+
+
+def _on_the_way(weight: SavedWeight, slots: torch.Tensor) -> torch.Tensor:
+    """[columns] bool: whether the host has updated a column whose weights were not shown yet."""
+    found = torch.zeros(len(slots), dtype=torch.bool)
+    for bucket in (*dict(weight.flights), *weight.late):
+        low, high = weight.plan.bucket_slots[bucket]
+        found |= (slots >= low) & (slots < high)
+    return found
+
+
+def _fill(
+    training: TrainingState, saved: Saved, names: Sequence[Sequence[str]], parameters: Sequence[Sequence[nn.Parameter]]
+) -> None:
+    number, uneven = 0, 0
+    for place, (settings, of_names, of_parameters) in enumerate(zip(saved.groups, names, parameters, strict=True)):
+        weights = []
+        for name, parameter in zip(of_names, of_parameters, strict=True):
+            if saved.header.weights[number].started:
+                tensors = _flushed(saved, number, place, parameter)
+                moments, counts = tuple(tensors[moment] for moment in MOMENTS), tensors["count"]
+                weights.append(Weight(name, tensors["master"], moments, int(counts.max())))
+                uneven += bool((counts != counts[0]).any())
+            else:
+                weights.append(Weight(name, parameter.detach().float(), (), 0))
+            number += 1
+        training.groups.append(Group(_settings(settings), weights))
+    if uneven:
+        training.notes.append(
+            f"{uneven} weights have columns that were updated less often than others (deferred_update mean): "
+            "the greatest count stands for all"
+        )
+
+
+def _flushed(saved: Saved, number: int, group: int, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
+    """One parameter's tensors after a flush: an optimizer of it alone goes on from what was saved, and flushes.
+
+    What somebody else wrote to the weight since its last update is read into the master, as in training.
+    """
+    header, settings = saved.header, saved.groups[group]
+    config = replace(header.config, ledger=False, host_threads=None)
+    alone: Header = replace(
+        header,
+        made_with=config,
+        config=config,
+        change=None,
+        hypers=[header.hypers[group]] if header.hypers else [],
+        weights=[header.weights[number]],
+    )
+    packed = {**settings, "params": [0], HEADER: alone.to_json()}
+    weights = nn.Parameter(parameter.detach().clone())
+    optimizer = ZenFlowOptimizer(
+        [{**settings, "params": [weights]}], dict(settings), ZENFLOW_RULES[header.rule], config=config
+    )
+    try:
+        optimizer.load_state_dict({"state": {0: saved.tensors[number]}, "param_groups": [packed]})
+        optimizer.flush()
+        flushed: Mapping[str, torch.Tensor] = optimizer.state_dict()["state"][0]
+        return flushed
+    finally:
+        optimizer.abandon()
