@@ -1,6 +1,7 @@
-"""Train a small Llama on Python's own sources with the Trainer of Hugging Face transformers.
+"""Train a small Llama on Python's own sources with the Trainer of Hugging Face transformers, with DeepSpeed or without.
 
 python examples/hf_trainer.py --steps 80
+torchrun --standalone examples/hf_trainer.py --steps 80 --deepspeed examples/ds_hf.json
 """
 
 import argparse
@@ -51,6 +52,7 @@ def main():
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--deepspeed", help="a ds_config")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -77,6 +79,9 @@ def main():
                 learning_rate=3e-4,
                 logging_steps=10,
                 save_strategy="no",
+                deepspeed=args.deepspeed,
+                bf16=args.deepspeed is not None,
+                use_cpu=not torch.cuda.is_available(),
                 report_to=[],
                 disable_tqdm=True,
             ),

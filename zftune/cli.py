@@ -13,9 +13,13 @@ import typer
 from typer.core import TyperGroup
 
 from zftune import __version__
+from zftune.check.command import check
+from zftune.checkpoint.command import checkpoint
 from zftune.commands.profile import ProfileCommand, profile
+from zftune.commands.run import run
 from zftune.doctor.command import doctor
 from zftune.errors import BadInputError, ZftuneError
+from zftune.explain.command import explain
 from zftune.planner.command import plan
 from zftune.report.command import compare
 from zftune.store.command import presets
@@ -70,11 +74,15 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 # Options end where CMD begins, with or without the --: what follows is the command's.
 app.command(cls=ProfileCommand, context_settings={"allow_interspersed_args": False})(profile)
+app.command()(check)
 app.command()(compare)
 app.command()(doctor)
+app.command()(explain)
 app.command()(plan)
-app.command()(tune)
+app.command(cls=ProfileCommand, context_settings={"allow_interspersed_args": False})(tune)
+app.command(cls=ProfileCommand, context_settings={"allow_interspersed_args": False})(run)
 app.add_typer(presets)
+app.add_typer(checkpoint)
 
 
 def main() -> None:

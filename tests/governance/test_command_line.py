@@ -17,6 +17,7 @@ WITHOUT_A_FLAG = {
     "steps_per_epoch": "goes with select_strategy",
     "pt_reserved_cores_perc": "--host-threads says it directly",
     "gradient_accumulation_steps": "a profile takes one backward pass a step",
+    "reduce_gradients": "a profile of the built-in workload has one rank",
     "ledger": "checks the runtime, and costs time",
     "skip_nonfinite": "what a profile trains has finite gradients: there is nothing to skip",
 }

@@ -13,7 +13,13 @@ from tests import upstream_ops
 from tests.process.conftest import PYTHON, Run
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+EXAMPLES = ["deepspeed_zenflow.py", "deepspeed_zero_offload.py", "hf_trainer.py", "plain_pytorch.py"]
+RUN_ELSEWHERE = {
+    "accelerate_zenflow.py": "tests/zftune/integrations",
+    "deepspeed_minimal.py": "tests/process/test_run_examples.py",
+    "hf_trainer_zenflow.py": "tests/zftune/integrations",
+    "tune_plain_loop.py": "tests/zftune/tuner/test_attach.py",
+}
 STEPS, ALL_STEPS = 20, 32
 
 
@@ -23,8 +29,10 @@ def env() -> dict[str, str | None]:
     return {**upstream_ops.environment(), "DS_ACCELERATOR": None, "PYTHONPATH": None}
 
 
-def test_the_examples_are_there() -> None:
-    assert EXAMPLES == ["deepspeed_zenflow.py", "deepspeed_zero_offload.py", "hf_trainer.py", "plain_pytorch.py"]
+def test_every_example_is_run_somewhere() -> None:
+    assert sorted(path.name for path in (ROOT / "examples").glob("*.py")) == sorted([*EXAMPLES, *RUN_ELSEWHERE])
+    for place in RUN_ELSEWHERE.values():
+        assert (ROOT / place).exists()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

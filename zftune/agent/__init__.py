@@ -15,11 +15,13 @@ import zftune
 
 PROTOCOL = 1
 """Of the records."""
-DIR, VERSION, WARMUP, STEPS, DISABLE = (
+DIR, VERSION, WARMUP, STEPS, TRIAL, RUN, DISABLE = (
     "ZFTUNE_AGENT_DIR",
     "ZFTUNE_AGENT_VERSION",
     "ZFTUNE_AGENT_WARMUP",
     "ZFTUNE_AGENT_STEPS",
+    "ZFTUNE_AGENT_TRIAL",
+    "ZFTUNE_RUN",
     "ZFTUNE_DISABLE",
 )
 """Environment variables that the agent reads."""
@@ -27,7 +29,22 @@ BOOTSTRAP = Path(__file__).parent / "bootstrap"
 """Holds the `sitecustomize.py` that a child finds first."""
 
 
-def environment(folder: Path, *, warmup: int, steps: int, base: Mapping[str, str]) -> dict[str, str]:
+def armed(base: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which every Python finds the bootstrap's `sitecustomize` first.
+
+    Args:
+        base: the environment that the command would have had.
+    """
+    path = base.get("PYTHONPATH")
+    if path and path.split(os.pathsep)[0] == str(BOOTSTRAP):
+        return dict(base)
+    # An empty part is the cwd.
+    return {**base, "PYTHONPATH": f"{BOOTSTRAP}{os.pathsep}{path}" if path else str(BOOTSTRAP)}
+
+
+def environment(
+    folder: Path, *, warmup: int, steps: int, base: Mapping[str, str], trial: bool = False
+) -> dict[str, str]:
     """The environment under which a command is recorded.
 
     Args:
@@ -35,13 +52,13 @@ def environment(folder: Path, *, warmup: int, steps: int, base: Mapping[str, str
         warmup: steps to discard; the process's first one never counts, since its beginning is not known.
         steps: steps to measure, after which the agent detaches.
         base: the environment that the command would have had.
+        trial: whether it is a trial (see `zftune.agent.trial`).
     """
-    path = base.get("PYTHONPATH")
     return {
-        **base,
-        "PYTHONPATH": f"{BOOTSTRAP}{os.pathsep}{path}" if path else str(BOOTSTRAP),  # an empty part is the cwd
+        **armed(base),
         DIR: str(folder),
         VERSION: zftune.__version__,
         WARMUP: str(warmup),
         STEPS: str(steps),
+        **({TRIAL: "1"} if trial else {}),
     }

@@ -27,9 +27,14 @@ def arm(when_imported: WhenImported, stop: Callable[[], None]) -> None:
         when_imported: calls back once a module of some name is there.
         stop: ends that.
     """
-    session = make_session(Settings.of(os.environ))
+    settings = Settings.of(os.environ)
+    session = make_session(settings)
     session.undo.append(stop)
     hook(session, when_imported)
+    if settings.trial:
+        from zftune.agent.trial import Trial, install
+
+        install(Trial(settings.folder, session), when_imported)
     atexit.register(session.close)
     os.register_at_fork(after_in_child=session.forked)
 

@@ -127,6 +127,8 @@ class Facts:
             "optimizer": integrations.optimizer_name(of),
             "systems": systems,
             "knobs": integrations.knobs(of),
+            "deepspeed": integrations.deepspeed_settings(of),
+            "checkpointing": _checkpoints(module),
         }
 
     def model(self) -> dict[str, Any]:
@@ -171,6 +173,11 @@ class Facts:
             "model_bytes": sum(_elements(p) * p.element_size() for p in trainable),
         }
         return found
+
+
+def _checkpoints(module: nn.Module | None) -> bool:
+    """Whether activations are computed again in backward, where the model tells."""
+    return module is not None and bool(getattr(unwrapped(module), "is_gradient_checkpointing", False))
 
 
 def find_module(parameters: Sequence[torch.Tensor]) -> nn.Module | None:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from zftune.agent.events import EventBackend
 
@@ -75,6 +75,13 @@ class _Open:
     name: Any = None
     begin: _Point | None = None
     depth: int = 0
+
+
+class Runtime(Protocol):
+    """Adds what the training's optimizer counted to a row."""
+
+    def __call__(self, row: StepRow, *, last: bool) -> None:
+        """Fill the row in place."""
 
 
 class Recorder:

@@ -4,6 +4,7 @@
     model    what is trained, by which systems; once, before the first measured step
     restart  another training began: it and its device replace the model, the steps and what is missing so far
     step     a `StepRow`
+    trial    of a trial only: whether a loss is known; at its end the losses and the peak of GPU memory
     missing  a field of the profile document that this process cannot fill, and why
     end      "measured" (all steps were seen, the agent is gone), "exit", or "failed: <one line>"
 
@@ -35,6 +36,8 @@ class Settings:
     """Steps to discard."""
     steps: int
     """Steps to measure."""
+    trial: bool = False
+    """Whether it is a trial of a search."""
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Settings:
@@ -44,7 +47,12 @@ class Settings:
             KeyError: a variable is missing.
             ValueError: a number is none.
         """
-        return cls(Path(environ[agent.DIR]), int(environ[agent.WARMUP]), int(environ[agent.STEPS]))
+        return cls(
+            Path(environ[agent.DIR]),
+            int(environ[agent.WARMUP]),
+            int(environ[agent.STEPS]),
+            environ.get(agent.TRIAL) == "1",
+        )
 
 
 class RecordFile:

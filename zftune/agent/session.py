@@ -16,25 +16,18 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from zftune.agent.events import StreamBackend
 from zftune.agent.facts import Facts
 from zftune.agent.patches import Patches
-from zftune.agent.recorder import Cause, Phase, Recorder, StepRow
+from zftune.agent.recorder import Cause, Phase, Recorder, Runtime, StepRow
 from zftune.agent.records import RecordFile, Settings
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _OTHERS = 20  # steps of another optimizer, without one of the primary's, until it is taken for the primary
-
-
-class Runtime(Protocol):
-    """Adds what the training's optimizer counted to a row."""
-
-    def __call__(self, row: StepRow, *, last: bool) -> None:
-        """Fill the row in place."""
 
 
 def _guarded(
@@ -100,6 +93,8 @@ class Session:
         """Whose `step()` inside another one's is a wait for the host."""
         self.absent: dict[str, str] = {}
         """Fields that stay empty because an installed package lacks what a hook needs, and what that is."""
+        self.after_step: Callable[[int], None] | None = None
+        """Called with a step's number when it is over, but not the first one's."""
         self._settings = settings
         self._facts = facts
         self._backend_for = backend_for
@@ -278,6 +273,8 @@ class Session:
             self._others.clear()
             self._tokens[self._recorder.index] = self._facts.step_ended()
             self._recorder.end_step()
+            if self.after_step is not None:
+                self.after_step(self._recorder.index - 1)
             if self._emitted >= self._last_index():
                 self._end("measured")
         else:
@@ -359,6 +356,16 @@ class Session:
                 self._end("exit")
         except Exception as error:  # noqa: BLE001 - as in _guarded
             self.fail(error)
+
+    def finish(self) -> None:
+        """End the recording with the step that is over, whatever was asked for; waits for the device."""
+        if self._recorder is not None:
+            self._recorder.drain()
+        self._end("measured")
+
+    def tell(self, kind: str, **values: Any) -> None:
+        """Append a line of another kind."""
+        self._records.write(kind, **values)
 
     def fail(self, error: BaseException) -> None:
         """Record what went wrong in the agent, once, and record nothing else."""

@@ -7,7 +7,7 @@ import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from zftune.integrations import deepspeed
+from zftune.integrations.deepspeed import watching
 
 if TYPE_CHECKING:
     from zenflow.device import Device
@@ -21,7 +21,7 @@ _OWN_CAUSES = ("comm", "data")  # the runtime does not see these waits
 def optimizer_of(of: Any) -> ZenFlowOptimizer | None:
     """The zenflow optimizer that makes the steps, if it is one."""
     module = sys.modules.get("zenflow.optimizer")
-    optimizer = deepspeed.optimizer_of(of)
+    optimizer = watching.optimizer_of(of)
     return optimizer if module is not None and isinstance(optimizer, module.ZenFlowOptimizer) else None
 
 

@@ -24,7 +24,7 @@ from zftune.agent.hooks import hook_torch
 from zftune.agent.patches import Patches
 from zftune.agent.records import Settings
 from zftune.agent.session import Session
-from zftune.integrations import deepspeed
+from zftune.integrations.deepspeed import watching
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -74,7 +74,7 @@ def test_what_an_installed_deepspeed_lacks_is_a_reason(tmp_path: Path) -> None:
         "deepspeed.utils.timer": types.SimpleNamespace(),
         "deepspeed.runtime.zero.stage_1_and_2": types.SimpleNamespace(),
     }
-    deepspeed.watch(session, lambda name, call: call(modules[name]) if name in modules else None)
+    watching.watch(session, lambda name, call: call(modules[name]) if name in modules else None)
     optimizer = optimizer_of(nn.Linear(1, 1))
     for _ in range(2):
         step(session, optimizer)

@@ -1,4 +1,7 @@
-"""Found by Python before any other `sitecustomize`: arms the agent once torch is imported, and runs the next one.
+"""Found by Python before any other `sitecustomize`: arms what is asked for, and runs the next one.
+
+`zftune profile` and its like ask for a recording, which begins once torch is imported; `zftune run` for the backends of
+DeepSpeed, once that is imported.
 
 Standard library only, syntax of Python 3.6: any interpreter may come across it. It never raises on its own account.
 """
@@ -11,6 +14,7 @@ from typing import Any, Callable  # noqa: UP035 - of Python 3.6
 HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - every start of an interpreter comes by here
 FOLDER = os.environ.get("ZFTUNE_AGENT_DIR", "")
 VERSION = os.environ.get("ZFTUNE_AGENT_VERSION", "")
+RUN = os.environ.get("ZFTUNE_RUN", "")
 
 
 class Watcher:
@@ -105,6 +109,33 @@ def arm(_torch: Any) -> None:
         refuse(f"{type(error).__name__}: {error}")
 
 
+def serve(deepspeed: Any) -> None:
+    """Let a training with DeepSpeed have what `zftune run` asks for, if this interpreter has the parent's zftune."""
+    import base64
+    import json
+
+    wanted = json.loads(base64.urlsafe_b64decode(RUN).decode())
+    try:
+        import zftune
+
+        if zftune.__version__ == wanted["version"]:
+            from zftune.integrations.deepspeed.running import begin
+
+            begin(deepspeed, wanted)
+            return
+        reason = "this Python has zftune " + zftune.__version__ + ", not " + wanted["version"]
+    except ImportError as error:
+        reason = "this Python has no zftune " + wanted["version"] + ": " + str(error)
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write("zftune: " + reason + "; the training runs as without zftune\n")
+
+
+def pass_on(runner: Any) -> None:
+    """Let DeepSpeed's launcher give other nodes what this one has."""
+    if isinstance(getattr(runner, "EXPORT_ENVS", None), list):
+        runner.EXPORT_ENVS.append("ZFTUNE")
+
+
 def run_next() -> None:
     """Run the `sitecustomize` that Python would have found without us; what it raises is Python's to report."""
     us = sys.modules.pop("sitecustomize", None)
@@ -119,6 +150,10 @@ def run_next() -> None:
 
 
 watcher = Watcher()
-if FOLDER and os.environ.get("ZFTUNE_DISABLE") != "1":
-    watcher.when_imported("torch", arm)
+if os.environ.get("ZFTUNE_DISABLE") != "1":
+    if FOLDER:
+        watcher.when_imported("torch", arm)
+    if RUN:
+        watcher.when_imported("deepspeed", serve)
+        watcher.when_imported("deepspeed.launcher.runner", pass_on)
 run_next()

@@ -34,20 +34,37 @@ def held_signals() -> Iterator[list[int]]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def held_signal() -> int | None:
+    """A signal that came meanwhile, once; None: there is none."""
+    found = signal.sigtimedwait(FORWARDED, 0)
+    return None if found is None else found.si_signo
+
+
 class Child:
     """A running command: its ends, and the ways to end it. Inside `held_signals` only.
 
     Args:
-        command: what to run, found as `execvp` does it; standard streams are this process's own.
+        command: what to run, found as `execvp` does it.
         environment: for the command.
         mask: signals that are blocked in the command.
+        cwd: where it runs; None: here.
+        output: file that takes what it writes; it then reads nothing, and has no terminal. None: its streams are this
+            process's own.
 
     Raises:
         BadInputError: it cannot be run.
         ProfileError: no process can be started.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], mask: Iterable[int]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        mask: Iterable[int],
+        *,
+        cwd: Path | None = None,
+        output: int | None = None,
+    ) -> None:
         self._adopted_before = processes.adopts_orphans()
         self._foreign = set(processes.descendants(os.getpid()))
         processes.adopt_orphans()  # should the keeper be killed, what it kept comes to us
@@ -61,6 +78,11 @@ class Child:
                 [sys.executable, "-I", "-S", "-c", _KEEPER, str(Path(zftune.__file__).parents[1]), *arguments],
                 env=dict(environment),
                 close_fds=False,
+                cwd=cwd,
+                stdin=None if output is None else subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=output is not None,
             )
         except OSError as error:
             raise ProfileError(f"no process can be started ({error.strerror})") from error
@@ -98,8 +120,8 @@ class Child:
 
     def pass_on_signals(self) -> None:
         """Send on what came for this process alone."""
-        while (info := signal.sigtimedwait(FORWARDED, 0)) is not None:
-            self._say(f"signal {info.si_signo}")
+        while (signum := held_signal()) is not None:
+            self._say(f"signal {signum}")
 
     def stop(self) -> None:
         """Begin to end the command: SIGTERM to all of it, SIGKILL ten seconds later."""

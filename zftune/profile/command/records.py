@@ -41,6 +41,8 @@ class Rank:
     missing: dict[str, str] = field(default_factory=dict)
     end: str | None = None
     """"measured", "exit" or "failed: ..."; None where the process was killed."""
+    trial: Row = field(default_factory=dict)
+    """What a trial of a search tells beside its steps."""
     unreadable: int = 0
     """Lines that are no records."""
 
@@ -141,6 +143,8 @@ def _take(rank: Rank, row: Row) -> bool:
                 rank.seen += 1
         case "missing" if _DOTTED.fullmatch(str(row.get("field"))) and _is_text(row.get("reason")):
             rank.missing[row["field"]] = row["reason"]
+        case "trial":
+            rank.trial |= row
         case "end" if _is_text(row.get("reason")):
             rank.end = row["reason"]
         case "restart" if _is_device(row):  # another training took over: nothing of the one before is of this profile
@@ -162,6 +166,9 @@ def _model(row: Row) -> Row:
         model["model_id"] = row["model_id"]
     systems = row.get("systems")
     model["systems"] = [system for system in systems if _is_text(system)] if isinstance(systems, list) else []
+    for name, kind in (("deepspeed", dict), ("checkpointing", bool)):
+        if isinstance(row.get(name), kind):
+            model[name] = row[name]
     return {**model, "knobs": row.get("knobs")}
 
 

@@ -22,7 +22,7 @@ PHASES = ("data", "forward", "backward", "optimizer", "other")
 
 # Null has a meaning of its own there: no rig, an uncharged device, no command, a knob that is off.
 _NULL_IS_A_VALUE = ("rig", "rig.device_gbps", "command", "command.script", "command.exit_code")
-_FIGURES = (
+SOURCED = (
     "step_ms",
     "throughput",
     "phases_ms",
@@ -44,6 +44,7 @@ _FIGURES = (
     "roofs",
     "overhead_fraction",
 )
+"""The fields that hold figures, each of which says where it comes from."""
 # Sums and quotients may be rounded in the document.
 _RELATIVE = 0.02
 _ABSOLUTE_MS = 0.05
@@ -117,7 +118,7 @@ def _names(parts: list[str]) -> Iterator[str]:
 
 def _unnamed_sources(document: Mapping[str, Any]) -> Iterator[str]:
     sources = document["sources"]
-    for figure in _FIGURES:
+    for figure in SOURCED:
         named = any(name.partition(".")[0] == figure for name in sources)
         if not named and any(value is not None for _, value in _leaves(document[figure])):
             yield f'{figure}: "sources" does not say where it comes from'

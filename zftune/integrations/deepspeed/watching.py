@@ -32,6 +32,7 @@ _WAITS: dict[str, tuple[tuple[str | None, str, Cause], ...]] = {
     "deepspeed.ops.adam.zenflow_cpu_adam": (("ZenFlowCPUAdam", "_sequential_step", "host"),),
 }
 """Module: class or None, function, and what it waits for."""
+_ZENFLOW = ("topk_ratio", "update_interval", "select_interval", "overlap_step", "full_warm_up_rounds")
 _TRANSMIT, _STEP = "optimizer_transmit_time", "optimizer_step"  # names of upstream's timers
 
 
@@ -68,6 +69,29 @@ def describe(of: Any) -> list[str]:
         except (AttributeError, TypeError):  # another version
             parts.append(f"{ask.__name__.lstrip('_')} unknown")
     return [", ".join(parts)]
+
+
+def settings(of: Any) -> dict[str, Any] | None:
+    """What an engine really runs with, as it took it from its configuration; None: it is no engine that tells.
+
+    {"version", "stage", "micro_batch", "offload_ratio", "sub_groups", "has_scheduler", "zenflow": {..} | null}
+    """
+    engine = engine_of(of)
+    if engine is None:
+        return None
+    try:
+        offload, zenflow = engine.zero_offload_optimizer(), engine.zenflow_config()
+        return {
+            "version": str(getattr(sys.modules["deepspeed"], "__version__", "")),
+            "stage": int(engine.zero_optimization_stage()),
+            "micro_batch": int(engine.train_micro_batch_size_per_gpu()),
+            "offload_ratio": None if offload is None else float(getattr(offload, "ratio", 1.0)),
+            "sub_groups": len(getattr(engine.optimizer, "fp16_groups", ())),
+            "has_scheduler": engine.lr_scheduler is not None,
+            "zenflow": None if zenflow is None else {name: getattr(zenflow, name) for name in _ZENFLOW},
+        }
+    except (AttributeError, TypeError):  # another version
+        return None
 
 
 def _stage(engine: Any) -> list[str]:

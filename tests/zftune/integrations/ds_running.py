@@ -1,0 +1,50 @@
+"""Running `ds_worker`, and the ds_configs of its cases."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import upstream_ops
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
+ZENFLOW = {"topk_ratio": 0.2, "update_interval": 4, "select_interval": 8, "overlap_step": True}
+
+
+def ds_config(precision: str = "fp32", *, stage: int = 2, zenflow: Mapping[str, Any] | None = None, **more: Any) -> Any:
+    """One that offloads (stage above 0) or not."""
+    zero: dict[str, Any] = {"stage": stage}
+    if stage:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if zenflow is not None:
+        zero["zenflow"] = dict(zenflow)
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "zero_optimization": zero, **more}
+    if precision != "fp32":
+        config[precision] = {"enabled": True, **({"initial_scale_power": 8} if precision == "fp16" else {})}
+    return config
+
+
+def run_cases(folder: Path, cases: Mapping[str, Any], *, ranks: int = 1, status: int = 0) -> list[dict[str, Any]]:
+    """What each rank saw, by the name of the case."""
+    folder.mkdir(exist_ok=True)
+    given, out = folder / "cases.json", folder / "out.pt"
+    given.write_text(json.dumps(cases))
+    module = ["-m", "tests.zftune.integrations.ds_worker", str(given), str(out)]
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"] if ranks > 1 else []
+    database = str(folder / "zftune.db")
+    environment = {**os.environ, **upstream_ops.environment(), "ZFTUNE_DB": database, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launch, *module], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status, done.stdout[-3000:] + done.stderr[-6000:]
+    if status:
+        return []
+    files = [out, *(out.with_suffix(f".{rank}.pt") for rank in range(1, ranks))]
+    return [torch.load(file, weights_only=True) for file in files]

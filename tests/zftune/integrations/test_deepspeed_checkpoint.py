@@ -1,0 +1,108 @@
+"""Checkpoints of the backend zenflow, by DeepSpeed's engine: a resumed run is the uninterrupted one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.zftune.integrations.ds_running import ADAMW, ZENFLOW, ds_config, run_cases
+from tests.zftune.integrations.ds_worker import batch, make_model
+
+STEPS, SAVED_AFTER = 13, 6  # in the middle of a window
+SCALED = {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 4, "hysteresis": 1}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "exact fp32": {"config": ds_config("fp32"), "optimizer": "instance", "scheduler": "instance"},
+    "late bf16": {"config": ds_config("bf16", zenflow=ZENFLOW), "model": "late", "optimizer": "instance"},
+    "scaled fp16": {"config": {**ds_config("fp16", zenflow=ZENFLOW, optimizer=ADAMW), "fp16": SCALED}},
+    "twin": {
+        "config": ds_config("bf16", optimizer=ADAMW, zero_optimization={
+            "stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}, "zenflow": ZENFLOW,
+        }),
+        "model": "odd",
+    },
+    "zenflow bf16": {"config": ds_config("bf16", zenflow=ZENFLOW, optimizer=ADAMW), "scheduler": "callable"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of everything here."""
+    return tmp_path_factory.mktemp("resumed")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict[str, Any]:
+    """Each run without an interruption."""
+    return run_cases(folder / "whole", {n: {**c, "ours": True, "steps": STEPS} for n, c in CONFIGS.items()})[0]
+
+
+@pytest.fixture(scope="module")
+def resumed(folder: Path) -> dict[str, Any]:
+    """Each run, saved, its process killed, and gone on with in another one."""
+    last = list(CONFIGS)[-1]
+    saving = {
+        name: {
+            **case,
+            "ours": True,
+            "steps": STEPS,
+            "save": str(folder / name),
+            "save_after": SAVED_AFTER,
+            "die": name == last,
+        }
+        for name, case in CONFIGS.items()
+    }
+    run_cases(folder / "first", saving, status=-9)
+    going_on = {
+        name: {**case, "ours": True, "steps": STEPS - SAVED_AFTER, "load": str(folder / name)}
+        for name, case in CONFIGS.items()
+    }
+    return run_cases(folder / "second", going_on)[0]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_killed_run_goes_on_bitwise(whole: dict[str, Any], resumed: dict[str, Any], name: str) -> None:
+    uninterrupted, second = whole[name], resumed[name]
+    assert "error" not in uninterrupted, uninterrupted["error"]
+    assert "error" not in second, second["error"]
+    assert second["losses"] == uninterrupted["losses"][SAVED_AFTER:]
+    assert second["lrs"] == uninterrupted["lrs"][SAVED_AFTER:]
+    assert second["scales"] == uninterrupted["scales"][SAVED_AFTER:]
+    for weights in ("weights", "flushed"):
+        for key, value in uninterrupted[weights].items():
+            assert torch.equal(second[weights][key], value), (weights, key)
+    assert second["client_state"]["mine"] == 7
+
+
+def test_the_scaled_run_had_overflows_before_and_after(whole: dict[str, Any]) -> None:
+    scales = whole["scaled fp16"]["scales"]
+    assert len(set(scales[:SAVED_AFTER])) > 1
+    assert len(set(scales[SAVED_AFTER:])) > 1
+
+
+def test_the_saved_weights_load_into_a_plain_model(folder: Path, resumed: dict[str, Any]) -> None:
+    assert resumed  # the files are there
+    tag = (folder / "zenflow bf16" / "latest").read_text()
+    file = folder / "zenflow bf16" / tag / "mp_rank_00_model_states.pt"
+    saved = torch.load(file, weights_only=False)  # DeepSpeed's files hold more than tensors
+    model = make_model("plain").to(torch.bfloat16)
+    model.load_state_dict(saved["module"])
+    with torch.no_grad():
+        logits = model(batch(SAVED_AFTER).bfloat16())
+        loss = (logits.float() - batch(SAVED_AFTER)).square().mean().item()
+    assert loss == resumed["zenflow bf16"]["losses"][0]
+
+
+def test_a_checkpoint_of_zero_is_refused_with_what_to_do(folder: Path) -> None:
+    zero = ds_config("bf16", optimizer=ADAMW)
+    zero["zero_optimization"] = {"stage": 2}
+    saving = {"config": zero, "save": str(folder / "zero"), "save_after": 2, "steps": 2}
+    loading = {"config": ds_config("bf16", optimizer=ADAMW), "ours": True, "load": str(folder / "zero")}
+    seen = run_cases(folder / "of zero", {"saved": saving, "loaded": loading})[0]
+    assert "error" not in seen["saved"], seen["saved"]
+    assert seen["loaded"]["error"] == (
+        "BadInputError: the checkpoint is of ZeRO, allowed is one of the backend zenflow: `zftune checkpoint import` "
+        "makes it"
+    )

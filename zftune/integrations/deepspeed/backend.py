@@ -1,0 +1,210 @@
+"""The backend zenflow: what `deepspeed.initialize` is given in place of what the script gave it, and what follows."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zenflow import ConfigError, ZenFlowConfig, ZenFlowError
+from zftune.errors import BadInputError
+from zftune.integrations.deepspeed import optimizers
+from zftune.integrations.deepspeed.choosing import Training, choose, with_knobs
+from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer, LossScaling
+from zftune.integrations.deepspeed.precision import Precision, cast_inputs, loss_scaler
+from zftune.integrations.deepspeed.reading import micro_batch_of, stage_of
+from zftune.integrations.deepspeed.section import Section
+from zftune.integrations.deepspeed.support import INSTEAD, require_supported
+from zftune.store.types import Quality
+
+_logger = logging.getLogger("zftune")
+_OURS = ("bf16", "bfloat16", "fp16", "data_types", "optimizer", "zero_optimization", "zftune")
+_PROMISES = {
+    "exact": "exact: the weights are those of the plain optimizer",
+    "published": "published: updates of unimportant columns come late, within what the ZenFlow section allows",
+    "loose": "loose: updates of unimportant columns come late, twice as much as published",
+}
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a call of `deepspeed.initialize` becomes."""
+
+    config: dict[str, Any]
+    """For the engine: without what is done by the runtime."""
+    own: ZenFlowConfig
+    """The ds_config's knobs."""
+    precision: Precision
+    section: Section
+    quality: Quality
+    stage: int
+    scaler: Any
+    waits: bool
+    """Whether the ds_config's ZenFlow section asks for late updates, which the quality does not allow."""
+
+
+def plan(config: Mapping[str, Any], section: Section) -> Plan:
+    """Read a ds_config that offloads; changes nothing yet.
+
+    Args:
+        config: as the script has it.
+        section: what is asked for.
+
+    Raises:
+        BadInputError: something is not allowed, or not done by this backend; one sentence.
+    """
+    require_supported(config)
+    precision = Precision.of(config)
+    zero = config.get("zero_optimization")
+    has_zenflow = isinstance(zero, Mapping) and zero.get("zenflow") is not None
+    quality: Quality = section.quality or ("published" if has_zenflow else "exact")
+    try:
+        own = ZenFlowConfig.from_ds_config(config)
+    except ConfigError as error:
+        raise BadInputError(str(error)) from error
+    if quality == "exact":
+        own = replace(own, update_interval=1, overlap_step=False, apply_lag=None)
+    if precision.dtype is not None:
+        own = replace(own, skip_nonfinite=True)  # as DeepSpeed does for 16 bits
+    for_engine = {name: copy.deepcopy(value) for name, value in config.items() if name not in _OURS}
+    for_engine["gradient_clipping"] = 0.0
+    scaler = None if precision.loss_scaling is None else loss_scaler(precision.loss_scaling)
+    waits = quality == "exact" and has_zenflow
+    return Plan(for_engine, own, precision, section, quality, int(stage_of(config)), scaler, waits)
+
+
+def recipe_of(config: Mapping[str, Any], optimizer: Any) -> optimizers.Recipe | None:
+    """What makes the optimizer, but for a callable, which has to be called first; None: there is none to make.
+
+    Args:
+        config: as the script has it.
+        optimizer: as the script passes it.
+
+    Raises:
+        BadInputError: it is not one of those that fit.
+    """
+    if optimizer is None:
+        return optimizers.from_config(config)
+    return optimizers.from_client(optimizer) if isinstance(optimizer, Optimizer) else None
+
+
+def require_plain(module: nn.Module) -> None:
+    """Refuse models that DeepSpeed has cut up.
+
+    Raises:
+        BadInputError: it is a pipeline, or was made under `deepspeed.zero.Init`.
+    """
+    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        raise BadInputError(
+            "the model was made under deepspeed.zero.Init, allowed with the backend zenflow is a model made without, "
+            f"{INSTEAD}"
+        )
+    for part in module.modules():
+        found = {base.__name__ for base in type(part).__mro__} & {"PipelineModule", "MoE", "AutoEPMoELayer"}
+        for name in found if any(base.__module__.startswith("deepspeed") for base in type(part).__mro__) else ():
+            raise BadInputError(f"the model holds a {name}, allowed is none with the backend zenflow, {INSTEAD}")
+
+
+class Making:
+    """Makes the optimizer where DeepSpeed asks for it: once the model is on its device.
+
+    Args:
+        plan: of the call.
+        recipe: None: `callable_` gives the optimizer to copy.
+        callable_: as the script passes it.
+        module: the model.
+    """
+
+    def __init__(self, plan: Plan, recipe: optimizers.Recipe | None, callable_: Any, module: nn.Module) -> None:
+        self._plan = plan
+        self._recipe = recipe
+        self._callable = callable_
+        self._module = module
+        self._masters = plan.precision.cast(module)
+        self.optimizer: EngineOptimizer | None = None
+
+    def __call__(self, parameters: Any) -> EngineOptimizer:
+        """An optimizer of these parameters."""
+        recipe = self._recipe or optimizers.from_client(self._callable(parameters))
+        config = self._chosen()
+        try:
+            made = EngineOptimizer(list(_copied(parameters)), recipe, config, self._module, self._plan.scaler)
+            made.give_masters(self._masters)
+        except ZenFlowError as error:
+            raise BadInputError(str(error)) from error
+        self._masters = {}
+        self.optimizer = made
+        return made
+
+    def _chosen(self) -> ZenFlowConfig:
+        plan, distributed = self._plan, torch.distributed
+        ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+        training = Training(
+            module=self._module,
+            backend="zenflow",
+            stage=plan.stage,
+            dtype=plan.precision.word,
+            micro_batch=micro_batch_of(plan.config, ranks),
+            world_size=ranks,
+            quality=plan.quality,
+        )
+        chosen = choose(training, plan.section)
+        config = with_knobs(plan.own, chosen, plan.quality)
+        sentence = chosen.sentence
+        if plan.waits:
+            sentence += ", but for update_interval 1 and overlap_step false, which exact needs"
+        _logger.info("zftune: backend zenflow, quality %s; %s", _PROMISES[plan.quality], sentence)
+        return config
+
+
+def _copied(parameters: Any) -> Iterable[Any]:
+    """Groups are made anew: DeepSpeed keeps the script's."""
+    return [dict(one) if isinstance(one, Mapping) else one for one in parameters]
+
+
+def take_over(engine: Any, made: EngineOptimizer, plan: Plan) -> None:
+    """Let an engine leave to the runtime what the runtime does.
+
+    Args:
+        engine: just made.
+        made: its optimizer.
+        plan: of the call.
+    """
+    engine.enable_backward_allreduce = False  # the runtime reduces, before gradients are staged
+    # It was made without these sections, and scripts ask it for the dtype of its inputs.
+    if plan.precision.dtype == torch.bfloat16:
+        engine._config.bfloat16_config.enabled = True
+    if plan.precision.dtype == torch.float16:
+        engine._config.float16_config.enabled = True
+    if made.loss_scaler is not None:
+        engine.torch_autocast_z0_gradscaler = LossScaling(made)
+    _allow_direct_backward(engine, made)
+    if plan.precision.casts_inputs and plan.precision.dtype is not None:
+        cast_inputs(engine.module, plan.precision.dtype)
+
+
+def _allow_direct_backward(engine: Any, made: EngineOptimizer) -> None:
+    """Let `loss.backward()` and `engine.scale(loss).backward()` work, as they do at stages 1 and 2."""
+    engine._support_torch_style_backward = True
+    original = engine._backward_prologue
+
+    @functools.wraps(original)
+    def prologue() -> None:
+        if not engine._running_engine_backward:
+            if made.loss_scaler is not None and not engine._manual_backward_expected:
+                raise RuntimeError(
+                    "backward() was called on a loss that is not scaled, allowed with fp16 is engine.backward(loss) or "
+                    "engine.scale(loss).backward()"
+                )
+            engine._manual_backward_expected = False
+            torch.autograd.Variable._execution_engine.queue_callback(engine._backward_epilogue)
+        original()
+
+    engine._backward_prologue = prologue

@@ -1,0 +1,156 @@
+"""The knobs that a training begins with: those of its ds_config, or of a preset that was proven for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zenflow import ConfigError, ZenFlowConfig
+from zftune.errors import BadInputError
+from zftune.integrations.deepspeed.section import BEST, Section
+
+if TYPE_CHECKING:
+    from zftune.store.store import Store
+    from zftune.store.types import Backend, Key, Preset, Quality
+
+_logger = logging.getLogger("zftune")
+_TRAJECTORY = ("topk_ratio", "update_interval", "overlap_step", "apply_lag")
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What is known of a training before its first step."""
+
+    module: nn.Module
+    backend: Backend
+    stage: int
+    dtype: str
+    micro_batch: int
+    world_size: int
+    quality: Quality
+
+    def key(self) -> Key:
+        """Under which presets are looked up; the sequence is not known yet, so the shortest will do."""
+        from zftune.store.types import Key
+        from zftune.telemetry.fingerprint import fingerprint
+
+        return Key(
+            **fingerprint(self.module),
+            backend=self.backend,
+            stage=self.stage,
+            dtype=self.dtype,
+            world_size=self.world_size,
+            micro_batch=self.micro_batch,
+            sequence=1,
+            checkpointing=any(getattr(part, "gradient_checkpointing", False) for part in self.module.modules()),
+            quality=self.quality,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Knobs by name, and a sentence about where they come from."""
+
+    knobs: Mapping[str, Any]
+    sentence: str
+
+
+def choose(training: Training, section: Section) -> Chosen:
+    """The knobs of a preset that is asked for, or that is exactly for this training; on rank 0, for all.
+
+    Args:
+        training: what is to be trained.
+        section: what is asked for.
+
+    Raises:
+        BadInputError: the preset that is asked for by name is not there, cannot be read or is for something else.
+    """
+    distributed = torch.distributed
+    several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    if not several:
+        return _choose(training, section)
+    told: list[Any] = [None]
+    if distributed.get_rank() == 0:
+        try:
+            told = [_choose(training, section)]
+        except BadInputError as error:
+            told = [str(error)]
+    distributed.broadcast_object_list(told, src=0)
+    if isinstance(told[0], str):
+        raise BadInputError(told[0])
+    chosen: Chosen = told[0]
+    return chosen
+
+
+def _choose(training: Training, section: Section) -> Chosen:
+    from zftune.store import open_store
+
+    with open_store() as store:
+        for notice in store.notices:
+            _logger.warning("%s", notice)
+        if section.preset in (None, BEST):
+            return _best(store, training, asked=section.preset == BEST)
+        return _named(store, training, str(section.preset))
+
+
+def _best(store: Store, training: Training, *, asked: bool) -> Chosen:
+    from zftune.store.lookup import find
+    from zftune.store.types import Query
+    from zftune.telemetry.hardware import hardware
+
+    query = Query(key=training.key(), ratios=None, usable_cores=hardware()["usable_cores"])
+    match = find(query, store.presets())
+    if match is None:
+        none = "no preset is for this model on this hardware yet (zftune tune makes one)"
+        return Chosen({}, f"{none}, so the knobs are the ds_config's" if asked else "the knobs are the ds_config's")
+    return Chosen(match.knobs, match.reason)
+
+
+def _named(store: Store, training: Training, name: str) -> Chosen:
+    from zftune.store.applying import is_file, named
+    from zftune.store.document import read_preset
+    from zftune.store.lookup import differences, knobs_here
+    from zftune.telemetry.hardware import hardware
+
+    preset: Preset = read_preset(name) if is_file(name) else named(store, name)
+    key = training.key()
+    others = differences(replace(key, sequence=min(key.sequence, preset.key.sequence)), preset.key)
+    knobs, about_cores = knobs_here(preset, hardware()["usable_cores"])
+    sentence = f"the knobs are of preset {preset.name}"
+    if others:
+        sentence += f", provisional: it was proven for something else ({'; '.join(others)})"
+    elif preset.imported:
+        sentence += ", provisional: it was imported, not measured here"
+    return Chosen(knobs, sentence if about_cores is None else f"{sentence}; {about_cores}")
+
+
+def with_knobs(own: ZenFlowConfig, chosen: Chosen, quality: Quality) -> ZenFlowConfig:
+    """The ds_config's knobs with a preset's.
+
+    Args:
+        own: of the ds_config.
+        chosen: of the preset.
+        quality: what is promised: with "exact", nothing may change the trajectory.
+
+    Raises:
+        BadInputError: a knob has a value that is not allowed, or breaks the promise.
+    """
+    known = {field.name for field in fields(ZenFlowConfig)}
+    whole: dict[str, Any] = {"apply_lag": None} if "update_interval" in chosen.knobs else {}
+    whole |= {name: value for name, value in chosen.knobs.items() if name in known}
+    try:
+        config = replace(own, **whole)
+    except ConfigError as error:
+        raise BadInputError(f"zftune.preset: {error}") from error
+    if quality == "exact" and (config.update_interval != 1 or config.overlap_step):
+        late = {name: value for name, value in asdict(config).items() if name in _TRAJECTORY}
+        raise BadInputError(
+            f'zftune.preset has {late}, allowed with quality "exact" are knobs that wait for every update: '
+            'say "quality": "published" to allow late ones'
+        )
+    return config

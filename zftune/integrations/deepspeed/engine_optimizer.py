@@ -1,0 +1,160 @@
+"""A zenflow optimizer as DeepSpeed's engine drives one: it knows the loss scale, overflows and the gradient norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zenflow import ZenFlowConfig
+from zenflow.optimizer import ZenFlowOptimizer
+from zenflow.rules import RULES
+from zftune.errors import BadInputError
+from zftune.integrations.deepspeed.optimizers import Recipe
+
+_SCALER = "loss_scaler"
+_SAVED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class EngineOptimizer(ZenFlowOptimizer):
+    """What DeepSpeed's engine gets as its optimizer.
+
+    Args:
+        params: where the recipe has no groups of its own.
+        recipe: the rule and its hyperparameters.
+        config: the knobs.
+        module: the model.
+        scaler: DeepSpeed's loss scaler; None: the loss is not scaled.
+    """
+
+    def __init__(self, params: Any, recipe: Recipe, config: ZenFlowConfig, module: nn.Module, scaler: Any) -> None:
+        groups = _trained(recipe.groups or params)
+        super().__init__(groups, recipe.defaults, RULES[recipe.rule], config=config, module=module)
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for number, group in enumerate(self.param_groups):  # a checkpoint tells whose state is whose
+            group["param_names"] = [names.get(id(p), f"{number}.{i}") for i, p in enumerate(group["params"])]
+        self._client: Optimizer | None = recipe.client
+        if recipe.client is not None:
+            recipe.client.param_groups[:] = self.param_groups  # the same dictionaries: its scheduler drives both
+        self.loss_scaler = scaler
+        """DeepSpeed's; None where the loss is not scaled."""
+        self._overflow = False
+        self._norm: torch.Tensor | None = None
+
+    @property
+    def _global_grad_norm(self) -> torch.Tensor | None:
+        """What `engine.get_global_grad_norm()` takes over after a step."""
+        return self._norm
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped; only where the loss is scaled, since it takes a wait for the device."""
+        if self.loss_scaler is None:
+            raise AttributeError("overflow: the loss is not scaled")
+        return self._overflow
+
+    @property
+    def cur_scale(self) -> float:
+        """What the loss is multiplied with."""
+        return 1.0 if self.loss_scaler is None else float(self.loss_scaler.cur_scale)
+
+    loss_scale = cur_scale
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step; where the loss is scaled, look for an overflow and adapt the scale.
+
+        Raises:
+            HostEngineError: host work failed.
+            UnsupportedError: a sparse gradient, or a weight was written to while its update was in flight.
+        """
+        if self._client is not None:
+            self._client._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn
+        if self.loss_scaler is None:
+            loss = super().step(closure)
+            self._norm = self.grad_norm
+            return loss
+        self.grad_scale = torch.tensor(self.cur_scale)
+        try:
+            loss = super().step(closure)
+        finally:
+            del self.grad_scale
+        self._norm = self.grad_norm
+        self._overflow = self._norm is not None and not bool(torch.isfinite(self._norm))
+        self.loss_scaler.update_scale(self._overflow)
+        return loss
+
+    def destroy(self) -> None:
+        """Apply what is pending and end the host engine, as `engine.destroy()` asks."""
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As zenflow's, and the state of the loss scaler."""
+        state = super().state_dict()
+        if self.loss_scaler is not None:
+            state[_SCALER] = {
+                name: getattr(self.loss_scaler, name) for name in _SAVED if hasattr(self.loss_scaler, name)
+            }
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | None, **_: Any) -> None:
+        """Go on from a saved state.
+
+        Args:
+            state_dict: as `state_dict()` gave it.
+
+        Raises:
+            BadInputError: the checkpoint holds no optimizer, as ZeRO's have it elsewhere.
+            CheckpointError: it is truncated or not of this optimizer.
+        """
+        if state_dict is None:
+            raise BadInputError(
+                "the checkpoint is of ZeRO, allowed is one of the backend zenflow: `zftune checkpoint import` makes it"
+            )
+        scaler = state_dict.get(_SCALER, {})
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != _SCALER})
+        for name, value in scaler.items() if self.loss_scaler is not None else ():
+            setattr(self.loss_scaler, name, value)
+
+
+def _trained(params: Iterable[Any]) -> list[Any]:
+    """Parameters or groups without what is frozen and without empty groups, as DeepSpeed has them."""
+    found = []
+    for one in params:
+        if isinstance(one, dict):
+            given = [one["params"]] if isinstance(one["params"], torch.Tensor) else one["params"]
+            one["params"] = _trained(given)
+            found += [one] if one["params"] else []
+            continue
+        parameter = one[1] if isinstance(one, tuple) else one  # with its name
+        if parameter.requires_grad:
+            found.append(parameter)
+    return found
+
+
+class LossScaling:
+    """Stands where the engine keeps a GradScaler: scales the loss, and leaves the rest to the optimizer.
+
+    Args:
+        optimizer: whose loss is scaled.
+    """
+
+    def __init__(self, optimizer: EngineOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss that backward is to begin with, in fp32, in which the scale does not overflow."""
+        return loss.float() * self._optimizer.cur_scale
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Take the engine's step."""
+        optimizer.step()
+
+    def update(self) -> None:
+        """The optimizer's step has adapted the scale."""

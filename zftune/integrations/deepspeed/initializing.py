@@ -1,0 +1,169 @@
+"""`deepspeed.initialize`, wrapped: each call goes to the backend that its ds_config asks for."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zftune.errors import BadInputError
+from zftune.integrations.deepspeed import support
+from zftune.integrations.deepspeed.reading import offload_device, read_config
+from zftune.integrations.deepspeed.section import Section
+
+Wrapped = Callable[..., Any]
+_logger = logging.getLogger("zftune")
+_MARK = "__zftune_original__"
+_FIELDS = ("deepspeed_config", "deepscale_config")
+_made: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""The optimizer of each model that is trained."""
+
+
+def wrap(module: Any, asked: Section, *, ends_process: bool = False) -> None:
+    """Wrap `initialize` of DeepSpeed, once.
+
+    Args:
+        module: `deepspeed`.
+        asked: comes before what a ds_config says.
+        ends_process: whether what is not allowed ends the process with one sentence and exit code 2; else it raises.
+    """
+    original = getattr(module.initialize, _MARK, module.initialize)
+    wrapped = _wrapped(original, asked, ends_process=ends_process)
+    setattr(wrapped, _MARK, original)
+    module.initialize = wrapped
+
+
+def unwrap(module: Any) -> None:
+    """Undo it."""
+    module.initialize = getattr(module.initialize, _MARK, module.initialize)
+
+
+def _wrapped(original: Wrapped, asked: Section, *, ends_process: bool) -> Wrapped:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        try:
+            call = signature.bind(*args, **kwargs)
+        except TypeError:
+            return original(*args, **kwargs)  # which says what is wrong
+        call.apply_defaults()
+        try:
+            return _initialize(original, dict(call.arguments), asked)
+        except BadInputError as error:
+            if not ends_process:
+                raise
+            sys.stderr.write(f"zftune: {error}\n")
+            raise SystemExit(2) from error
+
+    return initialize
+
+
+def _initialize(original: Wrapped, given: dict[str, Any], asked: Section) -> Any:
+    config = _config_of(given)
+    if config is None or given.get("model") is None:
+        return original(**given)
+    section = asked.over(Section.of(config))
+    if offload_device(config) == "none" or not _has_optimizer(given, config):
+        return original(**given)  # there is no optimizer state on the host
+    _join_ranks(given)
+    if section.backend == "deepspeed":
+        from zftune.integrations.deepspeed import upstream
+
+        return _call(original, given, upstream.changed(config, section, given["model"]))
+    return _with_zenflow(original, given, config, section)
+
+
+def _with_zenflow(original: Wrapped, given: dict[str, Any], config: dict[str, Any], section: Section) -> Any:
+    from zftune.integrations.deepspeed import backend, online
+
+    if given.get("mpu") is not None or given.get("mesh_param") is not None:
+        raise BadInputError(
+            f"mpu or mesh_param is given, allowed with the backend zenflow is data parallelism only, {support.INSTEAD}"
+        )
+    _about_version()
+    plan = backend.plan(config, section)
+    if config.get("communication_data_type") is not None and torch.distributed.get_world_size() > 1:
+        _logger.warning("communication_data_type is ignored: gradients are averaged in their own dtype")
+    module, optimizer, scheduler = given["model"], given.get("optimizer"), given.get("lr_scheduler")
+    backend.require_plain(module)
+    _close_earlier(module)
+    recipe = backend.recipe_of(config, optimizer)
+    making = backend.Making(plan, recipe, optimizer, module)
+    changed = {**given, "optimizer": making}
+    if recipe is not None and recipe.client is not None and given.get("model_parameters") is None:
+        changed["model_parameters"] = list(module.parameters())
+    if scheduler is not None and not inspect.isfunction(scheduler) and hasattr(scheduler, "step"):
+        changed["lr_scheduler"] = lambda _: scheduler  # it drives the groups that were adopted
+    result = _call(original, changed, plan.config)
+    assert making.optimizer is not None
+    _made[module] = weakref.ref(making.optimizer)
+    backend.take_over(result[0], making.optimizer, plan)
+    if section.online:
+        online.attach(result[0], making.optimizer, plan)
+    return result
+
+
+def _config_of(given: dict[str, Any]) -> dict[str, Any] | None:
+    found = [given.get("config"), given.get("config_params")]
+    found += [getattr(given.get("args"), name, None) for name in _FIELDS]
+    asked = next((one for one in found if one is not None), None)
+    return None if asked is None else read_config(asked)
+
+
+def _has_optimizer(given: dict[str, Any], config: dict[str, Any]) -> bool:
+    section = config.get("optimizer")
+    return given.get("optimizer") is not None or (isinstance(section, dict) and section.get("type") is not None)
+
+
+def _call(original: Wrapped, given: dict[str, Any], config: dict[str, Any]) -> Any:
+    """Call DeepSpeed with another ds_config; the script's arguments are as they were afterwards."""
+    args = given.get("args")
+    said = {name: getattr(args, name) for name in _FIELDS if getattr(args, name, None) is not None}
+    try:
+        for name in said:
+            setattr(args, name, None)
+        return original(**{**given, "config": config, "config_params": None})
+    finally:
+        for name, value in said.items():
+            setattr(args, name, value)
+
+
+def _join_ranks(given: dict[str, Any]) -> None:
+    """Do what DeepSpeed begins with, so that all ranks choose the same knobs."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    deepspeed.comm.init_distributed(
+        dist_backend=accelerator.communication_backend_name(),
+        distributed_port=given["distributed_port"],
+        dist_init_required=given["dist_init_required"],
+    )
+    if accelerator.device_name() != "cpu" and "LOCAL_RANK" in os.environ:
+        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def _close_earlier(module: Any) -> None:
+    """Two optimizers cannot share a model's gradients: the earlier one applies what it has pending, and ends."""
+    earlier = _made.pop(module, None)
+    optimizer = None if earlier is None else earlier()
+    if optimizer is not None:
+        optimizer.close()
+
+
+def _about_version() -> None:
+    version = str(getattr(sys.modules.get("deepspeed"), "__version__", ""))
+    if version.partition("+")[0] not in support.TESTED:
+        _logger.warning(
+            "DeepSpeed %s: the backend zenflow was tested with %s",
+            version or "of unknown version",
+            ", ".join(support.TESTED),
+        )

@@ -1,0 +1,99 @@
+"""The backend deepspeed: upstream's own ZenFlow and Twin-Flow, with settings that are known to work there."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zftune.errors import BadInputError
+from zftune.integrations.deepspeed import support
+from zftune.integrations.deepspeed.choosing import Training, choose
+from zftune.integrations.deepspeed.precision import Precision
+from zftune.integrations.deepspeed.reading import micro_batch_of, offload_device, stage_of
+from zftune.integrations.deepspeed.section import NAME, Section
+from zftune.store.types import Quality
+
+_logger = logging.getLogger("zftune")
+_DESTROYS = ("update-interval-auto",)
+"""Rules of `zftune check` about weights that become NaN."""
+
+
+def changed(config: Mapping[str, Any], section: Section, module: nn.Module) -> dict[str, Any]:
+    """A ds_config for upstream: with a preset's knobs, if one is asked for or is for this training.
+
+    Args:
+        config: as the script has it.
+        section: what is asked for.
+        module: the model, in the dtype that the script made it in.
+
+    Raises:
+        BadInputError: the preset cannot be used, or this DeepSpeed destroys weights with it.
+    """
+    from zftune.store.apply import apply
+
+    version = str(getattr(sys.modules.get("deepspeed"), "__version__", "")).partition("+")[0]
+    zero = config.get("zero_optimization")
+    has_zenflow = isinstance(zero, Mapping) and zero.get("zenflow") is not None
+    quality: Quality = section.quality or ("published" if has_zenflow else "exact")
+    stage = stage_of(config)
+    if stage not in (1, 2, 3):
+        raise BadInputError(f"zero_optimization.stage is {stage!r}, allowed are 1, 2 and 3 where DeepSpeed offloads")
+    if section.online:
+        raise BadInputError('zftune.online is True, allowed is false with the backend deepspeed: use "zenflow" for it')
+    knobs: Mapping[str, Any] = {}
+    sentence = "the knobs are the ds_config's"
+    if offload_device(config) == "cpu":
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        chosen = choose(
+            Training(
+                module=module,
+                backend="deepspeed",
+                stage=stage,
+                dtype=Precision.of(config).word,
+                micro_batch=micro_batch_of(config, ranks),
+                world_size=ranks,
+                quality=quality,
+            ),
+            section,
+        )
+        knobs, sentence = chosen.knobs, chosen.sentence
+    result = {name: value for name, value in config.items() if name != NAME}
+    if knobs:
+        applied = apply(config, knobs, stage=stage, backend="deepspeed")
+        result = applied.config
+        for note in applied.notes:
+            _logger.info("zftune: %s", note)
+    support.refuse_scrambling(result, version)
+    _refuse_what_cannot_work(result, version)
+    if version not in support.TESTED_UPSTREAM:
+        _logger.warning(
+            "DeepSpeed %s: the backend deepspeed was tested with %s", version, ", ".join(support.TESTED_UPSTREAM)
+        )
+    _logger.info("zftune: backend deepspeed, quality %s; %s", quality, sentence)
+    return result
+
+
+def _refuse_what_cannot_work(config: Mapping[str, Any], version: str) -> None:
+    """Refuse what is known to end upstream's training or to destroy its weights; say how much else is wrong.
+
+    Raises:
+        BadInputError: something is.
+    """
+    from zftune.check.checking import check
+    from zftune.check.findings import shown, shown_path
+
+    faults = [one for one in check(config, backend="deepspeed", version=version or None).findings if one.is_fault]
+    for fault in faults:
+        if fault.severity == "crashes" or fault.rule in _DESTROYS:
+            raise BadInputError(
+                f"{shown_path(fault.path)} is {shown(fault.value)}, allowed with the backend deepspeed is "
+                f"{fault.safe or 'none'}: {fault.reason}"
+            )
+    if faults:
+        settings = ", ".join(shown_path(fault.path) for fault in faults)
+        _logger.warning("DeepSpeed trains otherwise than the ds_config says (zftune check tells how): %s", settings)

@@ -1,0 +1,250 @@
+"""The Trainer of Hugging Face transformers without DeepSpeed: an optimizer from its arguments, a callback that tunes.
+
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=data,
+        optimizers=(zenflow_optimizer(model, args), None),
+        callbacks=[ZFTuneCallback()],
+    )
+
+Needs transformers, which nothing else of this package imports. With Accelerate alone, make the optimizer yourself and
+give it to `accelerator.prepare(model, optimizer, device_placement=[True, False])`, the model on its device before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+import zftune
+from zenflow import ZenFlowAdamW, ZenFlowConfig
+from zenflow.optimizer import ZenFlowOptimizer
+from zftune.errors import BadInputError
+from zftune.store.types import Quality
+from zftune.tuner.following import Tuner
+
+__all__ = ["TrainerAdamW", "ZFTuneCallback", "zenflow_optimizer"]
+
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+_KNOBS = ("topk_ratio", "update_interval", "select_interval", "offload_ratio")
+
+
+class TrainerAdamW(ZenFlowAdamW):
+    """`ZenFlowAdamW` for the Trainer.
+
+    Before training the Trainer's Accelerate saves the optimizer's state, moves it to the device and loads it again. So
+    before the first step there is none: state of the host's size would not fit there.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()
+        return saved if self.steps else {**saved, "state": {}}
+
+
+def zenflow_optimizer(model: nn.Module, args: Any, config: ZenFlowConfig | None = None) -> TrainerAdamW:
+    """The optimizer that a Trainer would make for these arguments, as `ZenFlowAdamW`; the model goes to its device.
+
+    Learning rate, betas, eps and weight decay are the arguments', and biases and norms do not decay, as in the Trainer.
+    The Trainer itself clips (`max_grad_norm`), accumulates and makes the scheduler: give it `optimizers=(this, None)`.
+
+    Args:
+        model: that the Trainer gets too.
+        args: its `TrainingArguments`.
+        config: the knobs; None takes the defaults.
+
+    Raises:
+        BadInputError: the arguments ask for another optimizer, or for several GPUs in one process.
+    """
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim not in _ADAMW:
+        raise BadInputError(f"optim is {optim!r}, allowed are {' and '.join(_ADAMW)}: the optimizer is an AdamW")
+    _refuse_data_parallel(args)
+    config = config or ZenFlowConfig()
+    if config.gradient_accumulation_steps == 1:
+        config = dataclasses.replace(config, gradient_accumulation_steps=args.gradient_accumulation_steps)
+    model.to(args.device)  # the Trainer would do that later, when the optimizer has seen where the weights are
+    return TrainerAdamW(
+        _groups(model, args.weight_decay),
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        config=config,
+        module=model,
+    )
+
+
+class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
+    """Tunes a Trainer's `zenflow` optimizer while it trains, and lets no update be missing from the final model.
+
+    - The tuner is attached when training begins and ends with it; it sees the loss of every step.
+    - After the last step, before evaluation and saving, every pending host update is applied. A checkpoint in mid-run
+      holds the weights that training sees; what is pending lies in its `optimizer.pt`, so it is resumed exactly.
+    - The Trainer's log history gets the knobs in force and, where it is known, the stall of a step.
+
+    Args:
+        tune: False: nothing but the last two.
+        quality: as of `zftune.attach`.
+        sequence: tokens of a sequence, where all are padded to the same length: the planner then knows more.
+        attach: other arguments of `zftune.attach`.
+    """
+
+    def __init__(
+        self, tune: bool = True, quality: Quality | None = None, sequence: int | None = None, **attach: Any
+    ) -> None:
+        self.tuner: Tuner | None = None
+        """What follows the training that goes on, or followed the last one."""
+        self._tune, self._attach = tune, {"quality": quality, "sequence": sequence, **attach}
+        self._optimizer: ZenFlowOptimizer | None = None
+        self._losses: _Losses | None = None
+        self._logged = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        """Begin.
+
+        Raises:
+            BadInputError: the Trainer's optimizer is not of zenflow, or an argument of `attach` is not allowed.
+        """
+        self._end()  # of a training that an error ended
+        _refuse_data_parallel(args)
+        self._optimizer = _zenflow(of.get("optimizer"))
+        self._logged = self._optimizer.steps
+        self._losses = _Losses(None if getattr(args, "torch_compile", False) else of.get("model"))
+        if self._tune:
+            self.tuner = zftune.attach(self._optimizer, **self._sizes(args))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        loss = None if self._losses is None else self._losses.take()
+        if loss is not None:
+            zftune.log_loss(loss)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        if control.should_training_stop or state.global_step >= state.max_steps:
+            self._end()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        if control.should_training_stop:  # after an evaluation, by another callback
+            self._end()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **of: Any) -> None:
+        if logs and "loss" in logs and state.log_history:
+            if self._losses is not None and not self._losses.seen:  # such as with a loss that the model does not give
+                zftune.log_loss(logs["loss"])
+            state.log_history[-1].update(self._figures())
+        if control.should_training_stop:  # before the best model is loaded
+            self._end()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        self._end()
+        self._optimizer = None
+
+    def _sizes(self, args: Any) -> dict[str, Any]:
+        """What the tuner is told of a step, where the user has not."""
+        sequence, batch = self._attach["sequence"], args.train_batch_size
+        tokens = None if sequence is None else batch * args.gradient_accumulation_steps * sequence
+        return {"micro_batch": batch, "tokens": tokens, **self._attach}
+
+    def _end(self) -> None:
+        """Once: end the tuner under its best knobs, and apply what is pending."""
+        if self._losses is None:
+            return
+        self._losses.close()
+        self._losses = None
+        if self.tuner is not None:
+            self.tuner.close()
+        if self._optimizer is not None:
+            self._optimizer.flush()
+
+    def _figures(self) -> dict[str, float]:
+        """Knobs that are numbers, and the mean stall of the steps since the last time."""
+        if self._optimizer is None:
+            return {}
+        knobs = {f"zenflow_{name}": getattr(self._optimizer.config, name) for name in _KNOBS}
+        figures = {name: value for name, value in knobs.items() if not isinstance(value, str)}
+        history = [stats for stats in self._optimizer.history() if stats.step > self._logged]
+        stalls = [sum(stats.stall_ms.values()) for stats in history if stats.stall_ms is not None]
+        if history:
+            self._logged = history[-1].step
+        return {**figures, **({"zenflow_stall_ms": sum(stalls) / len(stalls)} if stalls else {})}
+
+
+class _Losses:
+    """The loss of each step, from what the model returns in training.
+
+    It is summed over the passes of a step: as the Trainer reports it, or a constant multiple of that.
+
+    Args:
+        model: that returns it; None: nobody can be asked.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.seen = False
+        """Whether there was one so far."""
+        self._sum: torch.Tensor | None = None
+        self._hook = None if model is None else model.register_forward_hook(self._see)
+
+    def take(self) -> torch.Tensor | None:
+        """The loss since the last call; None where there was none."""
+        taken, self._sum = self._sum, None
+        return taken
+
+    def close(self) -> None:
+        """Look no longer."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _see(self, module: nn.Module, _: Any, output: Any) -> None:
+        loss = _loss_of(output) if module.training and torch.is_grad_enabled() else None
+        if loss is not None:
+            self.seen = True
+            self._sum = loss.detach() if self._sum is None else self._sum + loss.detach()
+
+
+def _loss_of(output: Any) -> torch.Tensor | None:
+    """Where the Trainer looks for it; None where something else is there."""
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    else:
+        found = output[0] if isinstance(output, tuple) and output else None
+    return found if isinstance(found, torch.Tensor) and found.numel() == 1 else None
+
+
+def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The Trainer's own two groups: those that decay, by its rule, and the others."""
+    decaying = set(Trainer.get_decay_parameter_names(None, model))  # asks nothing of the Trainer itself
+
+    def trained(*, decays: bool) -> Iterator[nn.Parameter]:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and (name in decaying) == decays:
+                yield parameter
+
+    return [
+        {"params": list(trained(decays=True)), "weight_decay": weight_decay},
+        {"params": list(trained(decays=False)), "weight_decay": 0.0},
+    ]
+
+
+def _zenflow(optimizer: Any) -> ZenFlowOptimizer:
+    """What Accelerate has wrapped."""
+    inner = optimizer
+    while not isinstance(inner, ZenFlowOptimizer) and hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    if not isinstance(inner, ZenFlowOptimizer):
+        raise BadInputError(
+            f"the Trainer's optimizer is a {type(inner).__qualname__}, allowed is one of zenflow: "
+            "Trainer(optimizers=(zenflow_optimizer(model, args), None))"
+        )
+    return inner
+
+
+def _refuse_data_parallel(args: Any) -> None:
+    """DataParallel copies the weights without asking their layers, updates in flight or not."""
+    if args.n_gpu > 1:
+        raise BadInputError(
+            f"args.n_gpu is {args.n_gpu}, allowed is 1: show the process one GPU (CUDA_VISIBLE_DEVICES=0)"
+        )
