@@ -1,0 +1,1 @@
+"""Study 005: DeepSpeed's ZeRO-Offload and ZenFlow beside this runtime."""

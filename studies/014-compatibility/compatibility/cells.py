@@ -1,0 +1,177 @@
+"""The cells: each a ds_config, what the script does with it, and on which side it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+SIDES = ("zenflow", "deepspeed", "plain")
+"""zftune's backends, and DeepSpeed without zftune."""
+DTYPES = ("fp32", "bf16", "fp16")
+STAGES = (0, 1, 2, 3)
+LR, DECAY, CLIP = 1e-3, 0.1, 0.1
+STEPS, WINDOWED_STEPS = 12, 24
+
+EVERY_STEP = {"topk_ratio": 0.2, "select_strategy": "step", "select_interval": 64, "update_interval": 1}
+"""ZenFlow that must train as AdamW does: it defers nothing, and selects once."""
+WINDOWS = {"topk_ratio": 0.2, "select_strategy": "step", "select_interval": 16, "update_interval": 4}
+AUTO = {"topk_ratio": 0.1, "select_strategy": "auto", "select_interval": "auto", "update_interval": "auto"}
+SECTIONS: dict[str, dict[str, Any] | None] = {"ZeRO-Offload": None, "ZenFlow": EVERY_STEP}
+OPTIMIZER = {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}}
+WARMUP = {
+    "warmup_min_lr": 1e-4,
+    "warmup_max_lr": LR,
+    "warmup_num_steps": 6,
+    "warmup_type": "linear",
+}
+UNTESTED = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+"""What DeepSpeed asks for where a script passes an optimizer of torch's."""
+OVERFLOWS = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 4, "hysteresis": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A combination to try."""
+
+    table: str
+    row: str
+    side: str
+    dtype: str
+    config: dict[str, Any]
+    model: str = "plain"
+    optimizer: str = "json"
+    """json, instance or callable."""
+    scheduler: str = "none"
+    """none, json, callable or instance."""
+    groups: bool = False
+    """Whether the script makes two parameter groups."""
+    passes: int = 1
+    ranks: int = 1
+    spikes: bool = False
+    """Whether some batches have gradients many times as large."""
+    resume: bool = False
+    steps: int = STEPS
+    windowed: bool = False
+    """Whether updates are deferred, so that the weights need not be AdamW's."""
+    limit_s: float = 60.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.table}: {self.row}, {self.side} {self.dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """What a row of the features' table changes."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    case: dict[str, Any] = field(default_factory=dict)
+    json_optimizer: bool = True
+
+
+FEATURES = {
+    "optimizer in the ds_config": Feature(),
+    "optimizer that the script passes": Feature(UNTESTED, {"optimizer": "instance"}, json_optimizer=False),
+    "callable that makes the optimizer": Feature(UNTESTED, {"optimizer": "callable"}, json_optimizer=False),
+    "parameter groups": Feature({}, {"groups": True}),
+    "scheduler in the ds_config": Feature(
+        {"scheduler": {"type": "WarmupLR", "params": WARMUP}}, {"scheduler": "json"}
+    ),
+    "scheduler of the script, callable": Feature({}, {"scheduler": "callable"}),
+    "optimizer and scheduler of the script": Feature(
+        UNTESTED, {"optimizer": "instance", "scheduler": "instance"}, json_optimizer=False
+    ),
+    "gradient clipping": Feature({"gradient_clipping": CLIP}, {"spikes": True}),
+    "gradient accumulation": Feature({"gradient_accumulation_steps": 3}, {"passes": 3}),
+    "save and resume": Feature({}, {"resume": True}),
+    "two ranks": Feature({}, {"ranks": 2}),
+    "tied weights": Feature({}, {"model": "tied"}),
+    "frozen parameters": Feature({}, {"model": "frozen"}),
+    "Conv2d": Feature({}, {"model": "convolution"}),
+    "unused parameter": Feature({}, {"model": "unused"}),
+}  # fmt: skip
+
+
+def ds_config(dtype: str, stage: int, zenflow: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """One that offloads."""
+    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    if zenflow is not None:
+        zero["zenflow"] = dict(zenflow)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,  # left out, DeepSpeed clips the norm to 1
+        "zero_optimization": zero,
+        **more,
+    }
+    if dtype != "fp32" and dtype not in config:
+        config[dtype] = {"enabled": True, **({"initial_scale_power": 8} if dtype == "fp16" else {})}
+    return config
+
+
+def grid() -> Iterator[Cell]:
+    """Every stage, dtype and side, with the optimizer in the ds_config."""
+    for section, zenflow in SECTIONS.items():
+        for stage in STAGES:
+            for side in SIDES:
+                for dtype in DTYPES:
+                    config = ds_config(dtype, stage, zenflow, optimizer=OPTIMIZER)
+                    yield Cell(table="stages", row=f"{section}, stage {stage}", side=side, dtype=dtype, config=config)
+
+
+def features(section: str) -> Iterator[Cell]:
+    """What scripts do, at stage 2."""
+    for row, feature in FEATURES.items():
+        for side in SIDES:
+            for dtype in DTYPES[:2]:
+                more = {**({"optimizer": OPTIMIZER} if feature.json_optimizer else {}), **feature.config}
+                config = ds_config(dtype, 2, SECTIONS[section], **more)
+                if feature.case.get("ranks"):
+                    config["train_micro_batch_size_per_gpu"] = 2
+                yield Cell(table=section, row=row, side=side, dtype=dtype, config=config, **feature.case)
+
+
+def settings() -> Iterator[Cell]:
+    """ZenFlow's and Twin-Flow's own settings, and a loss scale that overflows."""
+    windows = {"windowed": True, "steps": WINDOWED_STEPS}
+    rows: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "ZenFlow, windows of 4 steps": ({"stage": 2, "zenflow": WINDOWS}, windows),
+        "ZenFlow, overlapped": (
+            {"stage": 2, "zenflow": {**WINDOWS, "overlap_step": True, "full_warm_up_rounds": 1}},
+            {**windows, "limit_s": 180.0},
+        ),
+        'ZenFlow, "auto" for all': ({"stage": 2, "zenflow": AUTO}, windows),
+        "Twin-Flow, ratio 0.5, stage 2": ({"stage": 2, "ratio": 0.5}, {}),
+        "Twin-Flow, ratio 0.5, stage 3": ({"stage": 3, "ratio": 0.5}, {}),
+        "ZenFlow with ratio 0.5": ({"stage": 2, "zenflow": EVERY_STEP, "ratio": 0.5}, {}),
+    }
+    for row, (zero, case) in rows.items():
+        for side in SIDES:
+            for dtype in DTYPES[:2]:
+                if "overlapped" in row and side != "zenflow" and (side, dtype) != ("deepspeed", "fp32"):
+                    continue  # upstream's process takes half a minute to begin
+                config = ds_config(dtype, zero["stage"], zero.get("zenflow"), optimizer=OPTIMIZER)
+                if "ratio" in zero:
+                    config["zero_optimization"]["offload_optimizer"]["ratio"] = zero["ratio"]
+                    config["zero_optimization"]["sub_group_size"] = 256
+                yield Cell(table="settings", row=row, side=side, dtype=dtype, config=config, **case)
+    for side in SIDES:
+        config = ds_config("fp16", 2, optimizer=OPTIMIZER, fp16=OVERFLOWS)
+        yield Cell(table="settings", row="loss scale that overflows", side=side, dtype="fp16", config=config, steps=20)
+
+
+def tables() -> dict[str, list[Cell]]:
+    """All cells, by their table."""
+    return {
+        "stages": list(grid()),
+        **{section: list(features(section)) for section in SECTIONS},
+        "settings": list(settings()),
+    }
+
+
+def quick() -> dict[str, list[Cell]]:
+    """A dozen of them."""
+    rows = ("ZeRO-Offload, stage 2", "ZenFlow, stage 3")
+    some = [cell for cell in grid() if cell.row in rows and cell.dtype == "bf16"]
+    clipped = [cell for cell in features("ZenFlow") if cell.row in ("gradient clipping", "unused parameter")]
+    return {"stages": some, "ZenFlow": [cell for cell in clipped if cell.dtype == "fp32"]}

@@ -1,0 +1,214 @@
+"""Study 014: what figures say, the AdamW behind them, and cells that train, are refused, fail or hang."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests import upstream_ops
+
+STUDY = Path(__file__).parents[2] / "studies" / "014-compatibility"
+GOOD = {
+    "not_finite_from": None,
+    "off": 1e-7,
+    "first_off": 0.0,
+    "apart": 1e-6,
+    "fall": 1.0,
+    "skipped": 0,
+    "expected_skipped": 0,
+    "bitwise": None,
+    "unused_moved": False,
+}
+
+
+@pytest.fixture(scope="module")
+def study() -> Iterator[Any]:
+    """The study's modules."""
+    before = list(sys.path)
+    sys.path[:0] = [str(STUDY), str(STUDY.parent)]
+    try:
+        spec = importlib.util.spec_from_file_location("study_compatibility", STUDY / "run.py")
+        assert spec is not None
+        assert spec.loader is not None
+        run = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(run)
+        parts = ("cells", "judging", "oracle", "report", "scripts", "training")
+        yield SimpleNamespace(run=run, **{part: importlib.import_module(f"compatibility.{part}") for part in parts})
+    finally:
+        sys.path[:] = before
+
+
+def cell(study: Any, table: str, row: str, side: str = "zenflow", dtype: str = "fp32") -> Any:
+    (found,) = [
+        one for one in study.cells.tables()[table] if (one.row, one.side, one.dtype) == (row, side, dtype)
+    ]  # fmt: skip
+    return found
+
+
+def test_every_combination_is_there_once(study: Any) -> None:
+    tables = study.cells.tables()
+    names = [one.name for table in tables.values() for one in table]
+    assert len(names) == len(set(names))
+    assert len(tables["stages"]) == 2 * 4 * 3 * 3
+    for section in ("ZeRO-Offload", "ZenFlow"):
+        assert len(tables[section]) == len(study.cells.FEATURES) * 3 * 2
+        assert all(one.config["zero_optimization"]["stage"] == 2 for one in tables[section])
+    quick = [one.name for table in study.cells.quick().values() for one in table]
+    assert len(quick) == 12
+    assert set(quick) <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("figures", "word", "note"),
+    [
+        ({}, "trains", ""),
+        ({"off": 2e-4}, "wrong", "the loss is up to 0.02% off AdamW's"),
+        ({"apart": 0.2}, "wrong", "a weight is off by 20% of the way that AdamW moves it"),
+        ({"apart": 1.0}, "wrong", "a weight that AdamW moves stays where it was"),
+        ({"apart": None}, "wrong", "weights are not finite"),
+        ({"not_finite_from": 2, "off": None}, "wrong", "the loss is not finite from step 2 on"),
+        ({"skipped": 1}, "wrong", "1 steps are skipped, not 0"),
+        ({"bitwise": True}, "trains", "resumed bitwise"),
+        ({"bitwise": False}, "trains", "resumed within rounding, not bitwise"),
+        ({"unused_moved": True}, "trains", "weight decay reaches the unused parameter; torch's AdamW leaves it alone"),
+        ({"error": "BadInputError: stage is 3: use 2"}, "refused", "stage is 3: use 2"),
+        ({"error": "IndexError: list"}, "fails", "IndexError: list"),
+        ({"ended": "no answer within 60 s"}, "fails", "no answer within 60 s"),
+    ],
+)
+def test_verdicts(study: Any, figures: dict[str, Any], word: str, note: str) -> None:
+    of = cell(study, "ZeRO-Offload", "optimizer in the ds_config")
+    assert study.judging.verdict(of, {**GOOD, **figures}) == study.judging.Verdict(word, note)
+
+
+def test_16_bits_have_more_room(study: Any) -> None:
+    of = cell(study, "ZeRO-Offload", "optimizer in the ds_config", dtype="bf16")
+    assert study.judging.verdict(of, {**GOOD, "off": 9e-3, "apart": 0.04}).word == "trains"
+    assert study.judging.verdict(of, {**GOOD, "off": 2e-2}).word == "wrong"
+
+
+@pytest.mark.parametrize(("fall", "word"), [(0.31, "trains"), (0.05, "wrong"), (-2.0, "wrong")])
+def test_deferred_updates_have_to_lower_the_loss(study: Any, fall: float, word: str) -> None:
+    of = cell(study, "settings", "ZenFlow, windows of 4 steps")
+    assert study.judging.verdict(of, {**GOOD, "off": 0.3, "apart": 0.5, "fall": fall}).word == word
+    scrambled = study.judging.verdict(of, {**GOOD, "first_off": 0.5, "fall": fall})
+    assert scrambled == study.judging.Verdict("wrong", "the first loss is 50% off the model's")
+
+
+@pytest.mark.parametrize(
+    ("figures", "word"),
+    [
+        ({}, "trains"),
+        ({"losses": [4.0, 3.0, 2.2]}, "wrong"),
+        ({"losses": [4.0, 3.0, 4.0]}, "wrong"),
+        ({"losses": []}, "wrong"),
+        ({"status": 2, "said": ["zftune: stage is 3, allowed is 2"]}, "refused"),
+        ({"status": 1, "said": ["ValueError: no"]}, "fails"),
+        ({"status": None}, "fails"),
+    ],
+)
+def test_verdicts_on_scripts(study: Any, figures: dict[str, Any], word: str) -> None:
+    plain = {"status": 0, "losses": [4.0, 3.0, 2.0], "said": []}
+    assert study.judging.script_verdict("hf_trainer.py", {**plain, **figures}, plain).word == word
+
+
+def test_losses_are_found_in_what_scripts_print(study: Any) -> None:
+    printed = "step 0: loss 1.2500\n{'loss': '5.2', 'grad_norm': '3'}\n{'loss': 4.5, 'epoch': 1}\nstep 10: loss nan\n"
+    assert study.scripts._LOSS.findall(printed) == ["1.2500", "5.2", "4.5", "nan"]
+
+
+@pytest.mark.parametrize("row", ["gradient clipping", "gradient accumulation", "tied weights", "unused parameter"])
+def test_the_oracle_is_torchs_own_training(study: Any, row: str) -> None:
+    of, training = cell(study, "ZeRO-Offload", row), study.training
+    model = training.make_model(of.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=study.cells.LR, weight_decay=study.cells.DECAY)
+    losses = []
+    for step in range(of.steps):
+        mean = sum(
+            training.loss_of(model, of.passes * step + number, slice(0, 4), torch.float32)
+            for number in range(of.passes)
+        ) / of.passes  # fmt: skip
+        (mean * training.spike(of, step)).backward()
+        if of.config["gradient_clipping"]:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), of.config["gradient_clipping"])
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean.item())
+    expected = study.oracle.expected(of)
+    assert expected["losses"] == pytest.approx(losses, rel=1e-5)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(expected["weights"][name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_without_clipping_the_clipped_cell_would_be_wrong(study: Any) -> None:
+    of = cell(study, "ZeRO-Offload", "gradient clipping")
+    seen = study.oracle.expected(replace(of, config={**of.config, "gradient_clipping": 0.0}))
+    figures = study.oracle.compared(of, {**seen, "bitwise": None})
+    assert study.judging.verdict(of, figures).word == "wrong"
+    right = study.oracle.compared(of, {**study.oracle.expected(of), "bitwise": None})
+    assert study.judging.verdict(of, right) == study.judging.Verdict("trains")
+
+
+def test_cells_that_train_are_refused_fail_and_hang(study: Any, tmp_path: Path) -> None:
+    upstream_ops.need()
+    table = [
+        cell(study, "ZenFlow", "gradient clipping"),
+        cell(study, "settings", "Twin-Flow, ratio 0.5, stage 3"),
+        cell(study, "ZenFlow", "Conv2d", "plain"),
+        replace(cell(study, "ZeRO-Offload", "two ranks"), limit_s=0.01),
+        cell(study, "ZeRO-Offload", "save and resume", dtype="bf16"),
+        cell(study, "settings", "loss scale that overflows", dtype="fp16"),
+    ]
+    said: list[str] = []
+    figures = study.run.tried(table, said.append, tmp_path)
+    found = [study.judging.verdict(one, figures[one.name]) for one in table]
+    assert [one.word for one in found] == ["trains", "refused", "fails", "fails", "trains", "trains"]
+    assert found[1].note.startswith("zero_optimization.stage is 3, allowed are 0, 1 and 2")
+    assert found[3].note == "no answer within 0 s"
+    assert found[4].note == "resumed bitwise"
+    assert figures[table[5].name]["skipped"] == 8
+    assert len(said) == len(table)
+
+
+@dataclass
+class Unknown:
+    """What no worker can read."""
+
+    nonsense: int = 1
+
+
+def test_a_worker_that_ends_early_is_told(study: Any, tmp_path: Path) -> None:
+    with pytest.raises(study.run.WorkerError, match=r"TypeError: .*nonsense"):
+        study.run.tried([Unknown()], lambda text: None, tmp_path)
+
+
+def test_the_readme_has_the_tables_of_the_results(study: Any) -> None:
+    records = {
+        name: json.loads((STUDY / "results" / f"{name.lower()}.json").read_text(encoding="utf-8"))
+        for name in (*study.cells.tables(), "scripts")
+    }
+    for name, table in study.cells.tables().items():
+        assert set(records[name]["figures"]) == {one.name for one in table}
+    text = study.report.markdown(study.cells.tables(), records)
+    readme = (STUDY / "README.md").read_text(encoding="utf-8")
+    assert f"{study.report.BEGIN}\n\n{text}\n{study.report.END}" in readme
+    counts = study.report.counts(study.report.found_of(study.cells.tables(), records), "zenflow")
+    assert counts["wrong"] + counts["fails"] == 0
+
+
+def test_tables_replace_tables(study: Any, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{study.report.BEGIN}\nold\n{study.report.END}\nafter\n")
+    for text in ("new\n", "newer\n"):
+        study.report.into(readme, text)
+    assert readme.read_text() == f"before\n{study.report.BEGIN}\n\nnewer\n\n{study.report.END}\nafter\n"
