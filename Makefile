@@ -58,7 +58,8 @@ soak: setup  ## OPERATIONS (10000) random operations, property tests with EXAMPL
 	$(BIN)/python -m tests.zenflow.soak --operations $(OPERATIONS)
 	ZENFLOW_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(BIN)/pytest $(PROPERTIES) -m hypothesis --timeout 0 \
 		--hypothesis-show-statistics
-	ZFTUNE_KILLS=$(KILLS) $(BIN)/pytest tests/zftune/store/test_processes.py -k killed --timeout 0
+	ZFTUNE_KILLS=$(KILLS) $(BIN)/pytest tests/zftune/store/test_processes.py tests/zftune/tuner/test_killed.py \
+		-k killed --timeout 0
 
 sanitize: sanitize-address sanitize-thread  ## the native module's tests under ASan with UBSan, then under TSan
 
@@ -93,7 +94,7 @@ lint: setup  ## formatting, lint, types, import directions
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	for study in $(STUDIES); do $(BIN)/mypy "$$study"; done  # one by one: all of them are called run
+	for study in $(STUDIES); do $(BIN)/mypy "$$study" || exit 1; done  # one by one: all of them are called run
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
