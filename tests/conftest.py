@@ -1,9 +1,34 @@
-"""What every test gets: a skip with its reason for `gpu` tests where there is no CUDA device."""
+"""What every test gets: a skip where its machine is missing, and no thread of a test before it."""
 
 from __future__ import annotations
 
+import gc
+import threading
+from collections.abc import Iterator
+
 import pytest
 import torch
+
+_THREADS = "zenflow-"
+_JOIN_S = 5.0
+
+
+def _runtime_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith(_THREADS)}
+
+
+@pytest.fixture(autouse=True)
+def _every_thread_of_the_runtime_ends_with_its_test() -> Iterator[None]:
+    before = _runtime_threads()
+    yield
+    if not _runtime_threads() - before:
+        return
+    gc.collect()  # an optimizer that a test dropped without close() ends with its last reference
+    left = _runtime_threads() - before
+    for thread in left:
+        thread.join(_JOIN_S)
+    names = sorted(thread.name for thread in left if thread.is_alive())
+    assert not names, f"the test left {names}: close the optimizer or the device"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -122,8 +122,9 @@ def _wait(children: list[int], until: float) -> list[int | None]:
             time.sleep(0.01)
     finally:
         for child in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)  # also what it left behind
+            for kill in (os.killpg, os.kill):  # what it left behind too; itself, where it has no group of its own yet
+                with contextlib.suppress(ProcessLookupError):
+                    kill(child, signal.SIGKILL)
             if statuses[child] is None:
                 os.waitpid(child, 0)
     return list(statuses.values())

@@ -103,12 +103,14 @@ def test_the_log_history_has_the_knobs(tmp_path: Path) -> None:
     assert state["log_history"] == done.state.log_history
 
 
-def test_the_log_history_has_the_stall_where_it_is_known(tmp_path: Path) -> None:
+def test_the_log_history_has_the_stall_where_it_is_known(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """A host that is slower than everything else stalls the emulated device by more than its own time a step."""
     rig = Rig("slow host", "", 1, 1, link_d2h_gbps=1, link_h2d_gbps=1, host_gbps=0.1, device_gbps=100, scale=1)
 
+    device = EmulatedAccelerator(rig)
+    request.addfinalizer(device.close)
+
     def make(model: nn.Module, args: Any) -> torch.optim.Optimizer:
-        device = EmulatedAccelerator(rig)
         device.attach(model)
         return ZenFlowAdamW(model.parameters(), config=EXACT, module=model, device=device)
 
