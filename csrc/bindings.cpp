@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "bandwidth.hpp"
+#include "energies.hpp"
 #include "engine.hpp"
 #include "matrix.hpp"
 #include "team.hpp"
@@ -196,6 +197,13 @@ void update_columns(const std::vector<zenflow::ColumnUpdate>& updates, std::size
     zenflow::update_columns(updates, threads);
 }
 
+void column_energies(const MatrixArgument& matrix, std::size_t rows, std::size_t columns, Address energies,
+                     std::size_t threads) {
+    const zenflow::Matrix of = matrix_of(matrix);
+    const nb::gil_scoped_release unlocked;
+    zenflow::column_energies(of, rows, columns, at<float>(energies), threads);
+}
+
 void pack_columns(const MatrixArgument& matrix, Address columns, std::size_t n, std::size_t rows, std::size_t limit,
                   Address packed, std::size_t threads) {
     const zenflow::Matrix from = matrix_of(matrix);
@@ -252,6 +260,8 @@ NB_MODULE(_native, m) {
             "columns"_a.none(), "limit"_a, "factor"_a, "hyper"_a, "skip"_a);
     m.def("update_columns", &update_columns, "updates"_a, "threads"_a,
           "Updates that touch different memory, on at most so many threads.");
+    m.def("column_energies", &column_energies, "matrix"_a, "rows"_a, "columns"_a, "energies"_a, "threads"_a,
+          "Squared norms of a matrix' columns into fp32 [columns].");
     m.def("pack_columns", &pack_columns, "matrix"_a, "columns"_a, "n"_a, "rows"_a, "limit"_a, "packed"_a, "threads"_a,
           "Copy columns out of a matrix into [n, rows].");
     m.def("scatter_columns", &scatter_columns, "matrix"_a, "columns"_a, "n"_a, "rows"_a, "limit"_a, "source"_a,

@@ -1,21 +1,26 @@
 // Packed memory has a column in one piece, a matrix most often a row. Work is cut into tiles of a few columns and many
 // rows, so that a line of the matrix that was fetched for one column serves its neighbours too; a tile is transposed in
-// memory that stays in a core's cache, and its columns are then updated as one run each.
+// memory that stays in a core's cache, and its columns are then updated as one run each. Columns that lie close
+// together are transposed with all that is between them, a vector at a time.
 
 #include "matrix.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "team.hpp"
+#include "transpose.hpp"
 
 namespace zenflow {
 namespace {
 
 constexpr std::size_t kTileColumns = 32;        // a cache line of the narrower elements
+constexpr std::size_t kSpan = 48;               // columns from a tile's first to its last that are close together
 constexpr std::size_t kTileRows = 256;          // elements
 constexpr std::size_t kPitch = kTileRows + 16;  // from column to column: not all of them in the same sets of a cache
 constexpr std::size_t kGrain = 1 << 14;         // elements that are worth waking a thread for
@@ -59,11 +64,23 @@ private:
     std::size_t n_, rows_, columns_, tile_rows_, across_;
 };
 
-// A tile, transposed: its columns one after the other, elements of at most 4 bytes.
+// A tile, transposed: a column in each place, elements of at most 4 bytes.
 struct Scratch {
-    alignas(64) std::byte data[kTileColumns * kPitch * 4];
-    std::byte* column(std::size_t c, std::size_t width) { return data + c * kPitch * width; }
+    alignas(64) std::byte data[kSpan * kPitch * 4];
+    std::byte* column(std::size_t place, std::size_t width) { return data + place * kPitch * width; }
 };
+
+// Where a scratch has each of a tile's columns.
+using Places = std::array<std::size_t, kTileColumns>;
+
+// Columns of the matrix from a tile's first to its last, if they ascend; 0 if not.
+std::size_t span_of(Index columns, const Tile& tile) {
+    if (columns == nullptr) return tile.columns;
+    for (std::size_t c = 1; c < tile.columns; ++c) {
+        if (columns[tile.first + c] <= columns[tile.first + c - 1]) return 0;
+    }
+    return static_cast<std::size_t>(columns[tile.first + tile.columns - 1] - columns[tile.first]) + 1;
+}
 
 std::byte* element(const Matrix& matrix, std::size_t width, std::size_t row, std::size_t column) {
     const std::int64_t at =
@@ -85,22 +102,41 @@ void each_element(const Matrix& matrix, Index columns, const Tile& tile, Scratch
     }
 }
 
-template <class Move>
-void each_element(const Matrix& matrix, std::size_t width, Index columns, const Tile& tile, Scratch& scratch,
-                  Move move) {
-    if (width == 4) {
-        each_element<std::uint32_t>(matrix, columns, tile, scratch, move);
-    } else {
-        each_element<std::uint16_t>(matrix, columns, tile, scratch, move);
+template <class Word>
+Places gather(const Matrix& matrix, Index columns, const Tile& tile, Scratch& scratch) {
+    Places places;
+    const std::size_t span = matrix.column_stride == 1 ? span_of(columns, tile) : 0;
+    if (span == 0 || span > kSpan) {
+        each_element<Word>(matrix, columns, tile, scratch, [](const auto& from, auto& to) { to = from; });
+        std::iota(places.begin(), places.end(), std::size_t{0});
+        return places;
     }
+    const std::size_t first = column_of(columns, tile.first);
+    for (std::size_t c = 0; c < tile.columns; ++c) places[c] = column_of(columns, tile.first + c) - first;
+    const auto* from = reinterpret_cast<const Word*>(element(matrix, sizeof(Word), tile.begin, first));
+    transpose(from, matrix.row_stride, reinterpret_cast<Word*>(scratch.data), std::int64_t{kPitch}, tile.rows, span);
+    return places;
 }
 
-void gather(const Matrix& matrix, std::size_t width, Index columns, const Tile& tile, Scratch& scratch) {
-    each_element(matrix, width, columns, tile, scratch, [](const auto& from, auto& to) { to = from; });
+template <class Word>
+void scatter(const Matrix& matrix, Index columns, const Tile& tile, Scratch& scratch) {
+    if (matrix.column_stride != 1 || span_of(columns, tile) != tile.columns) {  // what lies between is not ours
+        each_element<Word>(matrix, columns, tile, scratch, [](auto& to, const auto& from) { to = from; });
+        return;
+    }
+    auto* to = reinterpret_cast<Word*>(element(matrix, sizeof(Word), tile.begin, column_of(columns, tile.first)));
+    transpose(reinterpret_cast<const Word*>(scratch.data), std::int64_t{kPitch}, to, matrix.row_stride, tile.columns,
+              tile.rows);
+}
+
+Places gather(const Matrix& matrix, std::size_t width, Index columns, const Tile& tile, Scratch& scratch) {
+    return width == 4 ? gather<std::uint32_t>(matrix, columns, tile, scratch)
+                      : gather<std::uint16_t>(matrix, columns, tile, scratch);
 }
 
 void scatter(const Matrix& matrix, std::size_t width, Index columns, const Tile& tile, Scratch& scratch) {
-    each_element(matrix, width, columns, tile, scratch, [](auto& to, const auto& from) { to = from; });
+    width == 4 ? scatter<std::uint32_t>(matrix, columns, tile, scratch)
+               : scatter<std::uint16_t>(matrix, columns, tile, scratch);
 }
 
 // One update, and how it is cut.
@@ -163,7 +199,8 @@ void Plan::run(std::size_t number) const {
     const std::size_t entries = skip ? 0 : 1;
     const std::size_t width = element_bytes(gradient.dtype), weight_width = element_bytes(weights.dtype);
     Scratch gradients, results;
-    if (!direct_ && !skip) gather(gradient, width, columns, tile, gradients);
+    Places places{};
+    if (!direct_ && !skip) places = gather(gradient, width, columns, tile, gradients);
 
     std::int64_t known_count = -1;
     Constants constants{};
@@ -177,8 +214,9 @@ void Plan::run(std::size_t number) const {
             known_count = state.count[i];
             constants = this->constants(state.count[i]);
         }
-        const Gradient entry{direct_ ? element(gradient, width, tile.begin, column) : gradients.column(c, width),
-                             gradient.dtype, factor};
+        const Gradient entry{
+            direct_ ? element(gradient, width, tile.begin, column) : gradients.column(places[c], width), gradient.dtype,
+            factor};
         replay(state.rule, run, {&entry, entries}, {&constants, entries});
     }
     if (!direct_ && weights.data != nullptr) scatter(weights, weight_width, columns, tile, results);
@@ -216,11 +254,12 @@ void pack_columns(const Matrix& matrix, std::size_t width, Index columns, std::s
     Team::of_process().run(useful_threads(threads, n * rows), tiles.count(), [&](std::size_t number) {
         const Tile tile = tiles[number];
         Scratch scratch;
-        if (!along) gather(matrix, width, columns, tile, scratch);
+        Places places{};
+        if (!along) places = gather(matrix, width, columns, tile, scratch);
         for (std::size_t c = 0; c < tile.columns; ++c) {
             const std::size_t i = tile.first + c;
             const std::byte* column =
-                along ? element(matrix, width, tile.begin, column_of(columns, i)) : scratch.column(c, width);
+                along ? element(matrix, width, tile.begin, column_of(columns, i)) : scratch.column(places[c], width);
             std::memcpy(packed + (i * rows + tile.begin) * width, column, tile.rows * width);
         }
     });

@@ -66,6 +66,9 @@ class ColumnUpdate:
 def update_columns(updates: Sequence[ColumnUpdate], threads: int) -> None:
     """Updates that touch different memory, on at most so many threads."""
 
+def column_energies(matrix: _Matrix, rows: int, columns: int, energies: int, threads: int) -> None:
+    """Squared norms of a matrix' columns into fp32 [columns]."""
+
 def pack_columns(matrix: _Matrix, columns: int, n: int, rows: int, limit: int, packed: int, threads: int) -> None:
     """Copy columns out of a matrix into [n, rows]."""
 

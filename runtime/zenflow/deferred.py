@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -152,12 +154,17 @@ class DeferredTier:
             MemoryError: the host has less memory.
             HostEngineError: the host engine has failed.
         """
-        packed = self._runtime.kernels.pack(matrix, bucket.columns)
-        self._runtime.device.charge(2 * packed.nbytes)
-        self._plan_entry(bucket, packed)
-        sent = SentBucket(*self._runtime.log.send(packed))
+        kernels, device, log = self._runtime.kernels, self._runtime.device, self._runtime.log
+        shape = len(bucket.slots), self._rows
+        nbytes = math.prod(shape) * matrix.element_size()
+        self._plan_entry(bucket, nbytes)
+        device.charge(2 * nbytes)
+        if device.in_host_memory:
+            sent = SentBucket(*log.write(shape, matrix.dtype, functools.partial(kernels.pack, matrix, bucket.columns)))
+        else:
+            sent = SentBucket(*log.send(kernels.pack(matrix, bucket.columns)))
         self._runtime.last_d2h = sent.transfer
-        self._runtime.traffic.d2h_bytes += packed.nbytes
+        self._runtime.traffic.d2h_bytes += nbytes
         return sent
 
     def log(self, sent: Iterable[SentBucket], step: int, hyper: Hyper, control: StepControl | None) -> None:
@@ -174,10 +181,10 @@ class DeferredTier:
             bucket.places.append(one.place)
             bucket.log.append(LogEntry(step, one.pieces, one.transfer, hyper, host))
 
-    def _plan_entry(self, bucket: Bucket, packed: torch.Tensor) -> None:
-        if packed.nbytes > bucket.entry_bytes:  # gradients of another dtype than the weights
-            self._runtime.log.plan(packed.nbytes, instead_of=bucket.entry_bytes)
-            bucket.entry_bytes = packed.nbytes
+    def _plan_entry(self, bucket: Bucket, nbytes: int) -> None:
+        if nbytes > bucket.entry_bytes:  # gradients of another dtype than the weights
+            self._runtime.log.plan(nbytes, instead_of=bucket.entry_bytes)
+            bucket.entry_bytes = nbytes
 
     # --- saved and restored ----------------------------------------------------------------------------------------
 
@@ -201,9 +208,10 @@ class DeferredTier:
             control: factor and skip flag, on the host.
         """
         for bucket in self.buckets:
-            packed = rows[bucket.slots.start : bucket.slots.stop].contiguous()
-            self._plan_entry(bucket, packed)
-            place, pieces, transfer = self._runtime.log.put(packed)
+            part = rows[bucket.slots.start : bucket.slots.stop]
+            self._plan_entry(bucket, part.nbytes)
+            write = functools.partial(torch.Tensor.copy_, other=part)
+            place, pieces, transfer = self._runtime.log.write(part.shape, part.dtype, write)
             bucket.places.append(place)
             bucket.log.append(LogEntry(step, pieces, transfer, hyper, control))
 

@@ -75,6 +75,8 @@ class Device(ABC):
     torch_device: torch.device
     has_streams: bool
     """Whether `mark` times a device stream, so that a wait on it is a stall."""
+    in_host_memory: bool = False
+    """Whether its memory is the host's, so that what goes to the host can be written there at once."""
     observer: Observer | None = None
     """Told of copies and host work while a timeline is recorded."""
 
@@ -207,6 +209,7 @@ class CpuDevice(Device):
     """No accelerator: copies are made on the spot and marks are wall time."""
 
     has_streams = False
+    in_host_memory = True
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")

@@ -160,6 +160,9 @@ class KernelCases:
                 assert packed.is_contiguous()
                 assert packed.dtype == dtype
                 assert torch.equal(packed.view(BITS[dtype]), raw.t()[columns]), layout
+                place = torch.empty_like(packed)
+                assert kernels.pack(matrix, index, place) is place
+                assert torch.equal(place.view(BITS[dtype]), raw.t()[columns]), layout
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("shape", SHAPES)

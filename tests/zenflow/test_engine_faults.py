@@ -83,6 +83,8 @@ def test_a_fault_is_raised_in_step_and_names_the_parameter(kind: str, place: int
 class Slow(CpuDevice):
     """A link and a host that take their time, so that the engine is far behind its threads."""
 
+    in_host_memory = False
+
     class Copy(Transfer):
         def __init__(self, copied: Transfer, wait: Callable[[], object]) -> None:
             self.begin, self.end, self.nbytes = copied.begin, copied.end, copied.nbytes

@@ -21,6 +21,8 @@ WINDOWS = 4
 class CountingDevice(CpuDevice):
     """Counts every byte that it is asked to copy."""
 
+    in_host_memory = False  # else nothing is copied down
+
     def __init__(self) -> None:
         super().__init__()
         self.down_bytes = 0

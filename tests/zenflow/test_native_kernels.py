@@ -25,6 +25,7 @@ from tests.zenflow.rule_cases import NAMES, random_group
 from zenflow.host.native import load_native
 from zenflow.kernels.base import ColumnUpdate
 from zenflow.kernels.native import NativeKernels
+from zenflow.reference_weight import energies as reference_energies
 from zenflow.rules import RULES, Hyper, Rule
 from zenflow.state import ColumnState
 
@@ -90,6 +91,39 @@ class TestOnSeveralThreads:
                     kernels.scatter(matrix, columns, source)
                     EAGER.scatter(expected, columns, source)
                     assert same(memory(matrix), memory(expected)), layout
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_energies_are_the_eager_ones_and_the_references_to_a_bit(
+        self, kernels: NativeKernels, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        draw = Draw(6, device)
+        for rows, of in ((1, 9), (63, 70), (64, 1025), (65, 64), (200, 2100), (4097, 33), (3, 70_000)):
+            matrix = draw.values(rows, of).to(dtype)
+            expected = reference_energies(matrix)
+            for layout in (*LAYOUTS, "every other column"):
+                laid = matrix.repeat_interleave(2, 1)[:, ::2] if layout not in LAYOUTS else laid_out(matrix, layout)
+                assert torch.equal(kernels.energies(laid), expected), (rows, of, layout)
+                assert torch.equal(EAGER.energies(laid), expected), (rows, of, layout)
+
+    @pytest.mark.parametrize("density", [1.0, 0.9, 0.7, 0.4])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_columns_that_lie_close_together(
+        self, kernels: NativeKernels, device: torch.device, dtype: torch.dtype, density: float
+    ) -> None:
+        """Ascending, as tiers have them: such tiles are transposed in vectors, with what lies between."""
+        draw = Draw(7, device)
+        for rows, of in ((1, 40), (7, 33), (8, 90), (255, 8), (257, 100), (531, 3), (300, 1000)):
+            for layout in LAYOUTS:
+                matrix = laid_out(draw.values(rows, of, odd=True).to(dtype), layout)
+                expected = laid_out(matrix, layout)
+                columns = draw.columns(max(1, int(density * of)), of).sort().values
+                place = torch.empty(len(columns), rows, dtype=dtype)
+                assert kernels.pack(matrix, columns, place) is place
+                assert same(place, EAGER.pack(matrix, columns)), (rows, of, layout)
+                source = draw.values(len(columns), rows, odd=True).to(dtype)
+                kernels.scatter(matrix, columns, source)
+                EAGER.scatter(expected, columns, source)
+                assert same(memory(matrix), memory(expected)), (rows, of, layout)
 
 
 def updates(draw: Draw, rule: Rule, dtype: torch.dtype) -> list[ColumnUpdate]:

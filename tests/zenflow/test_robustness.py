@@ -46,6 +46,8 @@ def give_gradients(weights: list[nn.Parameter], step: int) -> None:
 class StepsInterrupted(CpuDevice):
     """Raises what Ctrl-C raises, in the copy that it is told to."""
 
+    in_host_memory = False  # else nothing is copied
+
     def __init__(self) -> None:
         super().__init__()
         self.interrupts = False

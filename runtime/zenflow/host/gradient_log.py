@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -121,21 +122,31 @@ class GradientLog:
             raise
         return place, pieces, transfers[-1]
 
-    def put(self, packed: torch.Tensor) -> tuple[Extents, list[torch.Tensor], Transfer]:
-        """As `send`, of a gradient that is on the host already.
+    def write(
+        self, shape: Sequence[int], dtype: torch.dtype, write: Callable[[torch.Tensor], object]
+    ) -> tuple[Extents, list[torch.Tensor], Transfer]:
+        """As `send`, where the gradient can be written to the host's memory at once.
 
         Args:
-            packed: [n, rows] on the CPU, contiguous.
+            shape: (n, rows).
+            dtype: of the gradient.
+            write: called once with [n, rows] on the CPU, contiguous, to fill.
 
         Raises:
             MemoryError: the host has less memory.
             HostEngineError: the host engine has failed.
         """
-        place = self._take(packed.nbytes)
-        pieces = [view.view(packed.dtype) for view in place.views]
-        for part, piece in zip(packed.view(-1).split([piece.numel() for piece in pieces]), pieces, strict=True):
-            piece.copy_(part)
-        return place, pieces, Arrived(self._device.mark(), packed.nbytes)
+        place = self._take(math.prod(shape) * dtype.itemsize)
+        try:
+            pieces = [view.view(dtype) for view in place.views]
+            if len(pieces) == 1:
+                write(pieces[0].view(shape))
+            else:
+                _write_in_pieces(pieces, torch.empty(shape, dtype=dtype), write)
+        except BaseException:
+            self._pool.give(place)
+            raise
+        return place, pieces, Arrived(self._device.mark(), place.nbytes)
 
     def promise(self, places: Sequence[Extents]) -> None:
         """Say that places will be given back without the training thread's doing."""
@@ -161,3 +172,11 @@ class GradientLog:
                 else:
                     self._device.caught_up(self._engine.last_span)
                     return place
+
+
+def _write_in_pieces(
+    pieces: Sequence[torch.Tensor], rows: torch.Tensor, write: Callable[[torch.Tensor], object]
+) -> None:
+    write(rows)
+    for part, piece in zip(rows.view(-1).split([piece.numel() for piece in pieces]), pieces, strict=True):
+        piece.copy_(part)

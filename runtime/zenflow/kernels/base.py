@@ -12,6 +12,9 @@ import torch
 from zenflow.rules import Hyper, Rule
 from zenflow.state import ColumnState
 
+ENERGY_ROWS = 64
+"""Rows whose squares are summed before they join those of others (csrc/energies.hpp has it too)."""
+
 
 def finite_or_zero(energies: torch.Tensor) -> torch.Tensor:
     """Importance for energies, in any shape: 0 where they are not finite."""
@@ -46,6 +49,9 @@ class Kernels(ABC):
     def energies(self, matrix: torch.Tensor) -> torch.Tensor:
         """Per-column squared L2 norm, summed in fp32.
 
+        On the CPU the order of the sums is defined, so that every implementation gives the same bits, in any strides:
+        blocks of `ENERGY_ROWS` rows, each from its first row to its last, then the blocks' sums from first to last.
+
         Args:
             matrix: [rows, columns], a gradient.
 
@@ -65,12 +71,13 @@ class Kernels(ABC):
         return finite_or_zero(self.energies(matrix))
 
     @abstractmethod
-    def pack(self, matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    def pack(self, matrix: torch.Tensor, columns: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """Copy columns out of a matrix, bit for bit.
 
         Args:
             matrix: [rows, columns].
             columns: [n].
+            into: where to, as it is returned; None: new memory.
 
         Returns:
             [n, rows] in the matrix' dtype, contiguous: each column in one piece.

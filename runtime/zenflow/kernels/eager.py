@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from zenflow.kernels.base import Kernels
+from zenflow.kernels.base import ENERGY_ROWS, Kernels
 from zenflow.rules import Hyper, Rule
 from zenflow.state import ColumnState
+
+
+def _down(rows: torch.Tensor) -> torch.Tensor:
+    """The sum over the first dimension, from first to last; `torch.sum` has an order of its own."""
+    total = torch.zeros_like(rows[0]) if len(rows) else rows.sum(dim=0)
+    for row in rows:
+        total += row
+    return total
 
 
 class EagerKernels(Kernels):
@@ -15,10 +23,14 @@ class EagerKernels(Kernels):
     name = "eager"
 
     def energies(self, matrix: torch.Tensor) -> torch.Tensor:
-        return matrix.float().square().sum(dim=0)
+        squares = matrix.float().square()
+        whole = matrix.shape[0] // ENERGY_ROWS * ENERGY_ROWS
+        blocks = _down(squares[:whole].unflatten(0, (-1, ENERGY_ROWS)).transpose(0, 1))
+        return _down(torch.cat([blocks, _down(squares[whole:])[None]]))
 
-    def pack(self, matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        return matrix.t().index_select(0, columns)
+    def pack(self, matrix: torch.Tensor, columns: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        packed = matrix.t().index_select(0, columns)
+        return packed if into is None else into.copy_(packed)
 
     def scatter(self, matrix: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
         matrix.index_copy_(1, columns.long(), rows.t().to(matrix.dtype))

@@ -46,14 +46,19 @@ class NativeKernels(Kernels):
         return device.type == "cpu"
 
     def energies(self, matrix: torch.Tensor) -> torch.Tensor:
-        return _EAGER.energies(matrix)
-
-    def pack(self, matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         if matrix.dtype not in _DTYPES:
-            return _EAGER.pack(matrix, columns)
+            return _EAGER.energies(matrix)
+        rows, columns = matrix.shape
+        energies = torch.empty(columns, dtype=torch.float32, device=matrix.device)
+        self._native.column_energies(_matrix(matrix), rows, columns, energies.data_ptr(), torch.get_num_threads())
+        return energies
+
+    def pack(self, matrix: torch.Tensor, columns: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        if matrix.dtype not in _DTYPES:
+            return _EAGER.pack(matrix, columns, into=into)
         n, (rows, limit) = len(columns), matrix.shape
         index = _index(columns)
-        packed = torch.empty((n, rows), dtype=matrix.dtype, device=matrix.device)
+        packed = matrix.new_empty((n, rows)) if into is None else into
         self._native.pack_columns(
             _matrix(matrix), index.data_ptr(), n, rows, limit, packed.data_ptr(), torch.get_num_threads()
         )

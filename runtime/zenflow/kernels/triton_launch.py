@@ -72,11 +72,11 @@ class TritonKernels(Kernels):
         _sum_columns(sums, scores, squared=False, finite=finite)
         return scores[0]
 
-    def pack(self, matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    def pack(self, matrix: torch.Tensor, columns: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         n, rows = len(columns), matrix.shape[0]
         if n * rows == 0 or matrix.dtype not in _DTYPES:
-            return self._eager.pack(matrix, columns)
-        packed = torch.empty((n, rows), dtype=matrix.dtype, device=matrix.device)
+            return self._eager.pack(matrix, columns, into=into)
+        packed = matrix.new_empty((n, rows)) if into is None else into
         bits = _BITS[matrix.element_size()]
         block_n, block_r = _tile(_COPY_TILE, n, rows, _rows_first(matrix))
         with torch.cuda.device_of(matrix):
