@@ -117,8 +117,14 @@ void test_a_failure_ends_everything_behind_it() {
     Pool pool(anywhere(3));
     std::atomic<int> ran{0};
     const auto good = pool.submit(calls(100, 10, [&](auto, auto) { ++ran; }));
-    const auto bad = pool.submit(calls(100, 10, [](auto, auto) { throw std::runtime_error("a bad day"); }));
+    std::atomic<bool> queued{false};  // a pool that has failed takes nothing more
+    const auto bad = pool.submit(calls(100, 10, [&](auto, auto) {
+        queued.wait(false);
+        throw std::runtime_error("a bad day");
+    }));
     const auto behind = pool.submit(calls(100, 10, [&](auto, auto) { ran += 1000; }));
+    queued = true;
+    queued.notify_all();
     CHECK(error_of(pool, good).empty());
     CHECK(error_of(pool, bad) == "a bad day");
     CHECK(error_of(pool, behind) == "a bad day");
