@@ -15,13 +15,14 @@ import zftune
 
 PROTOCOL = 1
 """Of the records."""
-DIR, VERSION, WARMUP, STEPS, TRIAL, RUN, DISABLE = (
+DIR, VERSION, WARMUP, STEPS, TRIAL, RUN, RUN_TOP, DISABLE = (
     "ZFTUNE_AGENT_DIR",
     "ZFTUNE_AGENT_VERSION",
     "ZFTUNE_AGENT_WARMUP",
     "ZFTUNE_AGENT_STEPS",
     "ZFTUNE_AGENT_TRIAL",
     "ZFTUNE_RUN",
+    "ZFTUNE_RUN_TOP",
     "ZFTUNE_DISABLE",
 )
 """Environment variables that the agent reads."""

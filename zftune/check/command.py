@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import typer
 
-from zftune.errors import BadInputError
+from zftune.errors import BadInputError, ZftuneError
 from zftune.json_output import STANDARD_OUTPUT, check_output_path, write_json, write_text
 from zftune.store.types import Backend
 
@@ -15,15 +17,29 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from zftune.check.config import Source
+    from zftune.check.subject import FaultOfPreset
 
 _Config = Annotated[str, typer.Argument(metavar="DS_CONFIG", help="A ds_config.json.")]
-_Fix = Annotated[bool, typer.Option("--fix", help="Write it with safe values; needs -o.")]
-_Output = Annotated[str | None, typer.Option("-o", "--output", metavar="PATH", help="Where --fix writes to.")]
+_Fix = Annotated[bool, typer.Option("--fix", help="Write it with safe values in place; needs -o.")]
+_Output = Annotated[
+    str | None,
+    typer.Option(
+        "-o", "--output", metavar="PATH", help="Where --fix writes to: the same text where nothing is to be mended."
+    ),
+]
 _Backend = Annotated[
     str | None,
     typer.Option(help="Judge for zenflow (zftune run's runtime) or deepspeed. Default: as the file says, else both."),
 ]
 _Json = Annotated[str | None, typer.Option("--json", metavar="PATH", help="Write the findings as JSON; '-': stdout.")]
+
+
+class _Judge(NamedTuple):
+    """For whom it is judged, and by what."""
+
+    backend: Backend | None
+    version: str | None
+    fault_of_preset: FaultOfPreset
 
 
 def check(
@@ -40,12 +56,13 @@ def check(
     from zftune.doctor.versions import installed
 
     source, version = read(ds_config), installed("deepspeed")
-    report = checking.check(source, backend=chosen, version=version)
+    judge = _Judge(chosen, version, functools.cache(_fault_of_preset))
+    report = checking.check(source, backend=judge.backend, version=judge.version, fault_of_preset=judge.fault_of_preset)
     console = Console(stderr=json_path == STANDARD_OUTPUT)
     console.print(screen.render(report))
     ok, fixed = report.ok, None
     if output is not None:
-        ok, fixed = _fix_it(console, source, chosen, version, output)
+        ok, fixed = _fix_it(console, source, judge, ds_config, output)
     if json_path is not None:
         write_json(report.document(zftune.__version__, fixed), json_path)
     if not ok:
@@ -75,14 +92,40 @@ def _check_paths(fix: bool, output: str | None, json_path: str | None) -> None:
             raise BadInputError(f"-o '{output}': is the file of --json too, allowed is another one")
 
 
+def _fault_of_preset(name: str) -> str | None:
+    """Why `zftune run` would refuse a preset; None: it would not."""
+    from zftune.integrations.deepspeed.section import Section, require_preset
+
+    try:
+        require_preset(Section(preset=name))
+    except ZftuneError as error:
+        return str(error)
+    return None
+
+
 def _fix_it(
-    console: Console, source: Source, backend: Backend | None, version: str | None, output: str
+    console: Console, source: Source, judge: _Judge, ds_config: str, output: str
 ) -> tuple[bool, dict[str, Any]]:
     """Write the mended file and show what was changed; whether it has no fault, and the same as JSON."""
     from zftune.check import fixing, screen
     from zftune.check.findings import shown_path
 
-    config, done, left = fixing.fix(source, backend=backend, version=version)
-    write_text(json.dumps(config, indent=2) + "\n", output, option="-o")
-    console.print(screen.render_changes(shown_path((output,)), [change for change, _ in done], left))
+    config, done, left = fixing.fix(
+        source, backend=judge.backend, version=judge.version, fault_of_preset=judge.fault_of_preset
+    )
+    path = shown_path((output,))
+    if not done and source.is_json and not source.duplicates:
+        heading = f"nothing to change, {_copy(source.text, ds_config, output)}: {path}"
+    else:
+        heading = f"changed in {path}" if done else f"written as plain JSON: {path}"
+        write_text(json.dumps(config, indent=2) + "\n", output, option="-o")
+    console.print(screen.render_changes(heading, [change for change, _ in done], left))
     return left.ok, fixing.document(done, left)
+
+
+def _copy(text: str, source: str, target: str) -> str:
+    """Write the same text to another file; says in words what was done."""
+    if Path(target).exists() and Path(target).samefile(source):
+        return "the file stays as it is"
+    write_text(text, target, option="-o")
+    return "the same text is written"

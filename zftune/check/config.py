@@ -54,6 +54,8 @@ class Source:
     """Names that stand twice in one object."""
     is_json: bool = True
     """Whether it is plain JSON, which is all that Hugging Face reads."""
+    text: str = ""
+    """As it stands in the file."""
 
 
 def read(path: str) -> Source:
@@ -65,7 +67,7 @@ def read(path: str) -> Source:
         BadInputError: it cannot be read, or holds no JSON object.
     """
     try:
-        text = FilePath(path).read_text(encoding="utf-8")
+        text = FilePath(path).read_bytes().decode("utf-8")  # its line ends as they are
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BadInputError(f"'{path}': cannot be read ({reason}), {_ALLOWED}") from error
@@ -85,7 +87,7 @@ def read(path: str) -> Source:
         config = _hjson(path, text, collect, error)
     if not isinstance(config, dict) or not text.strip():  # to Hjson an empty file is an object
         raise BadInputError(f"'{path}': holds no JSON object, {_ALLOWED}")
-    return Source(config, tuple(duplicates), is_json)
+    return Source(config, tuple(duplicates), is_json, text)
 
 
 def _refuse_constant(name: str) -> NoReturn:

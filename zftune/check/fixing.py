@@ -9,13 +9,14 @@ from typing import Any
 from zftune.check.checking import check
 from zftune.check.config import Source, at, put
 from zftune.check.findings import Change, Finding, Report
+from zftune.check.subject import FaultOfPreset
 from zftune.store.types import Backend
 
 _MOST = 200  # far more than there are settings: a circle of changes must not go on for ever
 
 
 def fix(
-    source: Source, *, backend: Backend | None, version: str | None
+    source: Source, *, backend: Backend | None, version: str | None, fault_of_preset: FaultOfPreset | None = None
 ) -> tuple[dict[str, Any], list[tuple[Change, Finding]], Report]:
     """Apply changes one finding after another, since one safe value may need another one.
 
@@ -23,6 +24,7 @@ def fix(
         source: the ds_config; not changed.
         backend: for which to judge.
         version: of DeepSpeed.
+        fault_of_preset: as `check` takes it.
 
     Returns:
         The changed ds_config; every change with the finding that it mends; what is left to be found.
@@ -30,7 +32,7 @@ def fix(
     config = copy.deepcopy(source.config)
     done: list[tuple[Change, Finding]] = []
     for _ in range(_MOST):
-        report = check(config, backend=backend, version=version)
+        report = check(config, backend=backend, version=version, fault_of_preset=fault_of_preset)
         helping = [finding for finding in report.findings if _helps(config, finding)]
         finding = min(helping, key=_moves, default=None)
         if finding is None:

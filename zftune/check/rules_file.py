@@ -99,14 +99,20 @@ def zftune_section(subject: Subject) -> Iterator[Finding]:
 
 
 def _bad_section(subject: Subject) -> Iterator[Finding]:
-    from zftune.integrations.deepspeed.section import Section
+    from zftune.integrations.deepspeed.section import BEST, Section
 
     try:
-        Section.of(subject.config)
+        section = Section.of(subject.config)
     except BadInputError as error:
         name = str(error).partition(" is ")[0]
         reason = f"zftune run refuses it: {str(error).removeprefix(name).strip()}."
         yield subject.finding("zftune-section", name, "crashes", reason, left_out(name), backends=BOTH)
+        return
+    fault = subject.fault_of_preset(section.preset) if subject.fault_of_preset and section.preset else None
+    if fault is not None:
+        reason = f"zftune run refuses it: {fault}."
+        advice = f'"{BEST}", a name that `zftune presets list` shows, or a preset\'s file'
+        yield subject.finding("zftune-preset", "zftune.preset", "crashes", reason, backends=BOTH, advice=advice)
 
 
 def auto(subject: Subject) -> Iterator[Finding]:

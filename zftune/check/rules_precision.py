@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zftune.check.findings import MISSING, Finding
-from zftune.check.subject import BOTH, Rule, Subject, change, left_out
+from zftune.check.subject import BOTH, UPSTREAM, ZERO, Rule, Subject, change, is_number, left_out
 
 _WORDS = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16", "half"), "fp32": ("fp32", "float32", "float")}
+_LEAVES_LOSS = (0, 19)
+_WINDOW = "fp16.loss_scale_window"
+_DEFAULT_WINDOW = 1000
 _NO_MASTER = 'zftune run\'s runtime has masters for them; or no "zenflow" section'
 
 
@@ -49,6 +52,36 @@ def fp16(subject: Subject) -> Iterator[Finding]:
         yield subject.finding("zenflow-fp16", "fp16.enabled", "wrong", reason, *subject.elsewhere(), advice=advice)
 
 
+def without_zero(subject: Subject) -> Iterator[Finding]:
+    """`engine.backward()` scales the loss for ZeRO's optimizers alone; those of stage 0 unscale all the same."""
+    if not subject.enabled("fp16") or subject.stage or subject.at("fp16.loss_scale") == 1:
+        return
+    if subject.release < _LEAVES_LOSS or subject.zenflow is not None:
+        return
+    reason = (
+        "Without a ZeRO stage the loss is not scaled, but gradients are divided by the loss scale: clipping and the "
+        "optimizer see a fraction of them, and small ones are lost."
+    )
+    mends = subject.elsewhere() if subject.device != "none" else ()
+    backends = BOTH if subject.device == "none" else UPSTREAM  # zftune run leaves to DeepSpeed what does not offload
+    mend = change(f"{ZERO}.stage", 1)
+    yield subject.finding("fp16-stage-0", "fp16.enabled", "wrong", reason, *(mends or (mend,)), backends=backends)
+
+
+def doubling(subject: Subject) -> Iterator[Finding]:
+    """`step()` moves the scale before it unscales, at every stage of ZeRO."""
+    dynamic = subject.at("fp16.loss_scale") in (MISSING, 0)
+    if not (subject.enabled("fp16") and dynamic and subject.stage):
+        return
+    window = subject.at(_WINDOW)
+    steps = f"{window:g}" if is_number(window) else str(_DEFAULT_WINDOW)
+    reason = (
+        f"Where the loss scale doubles, after {steps} steps without an overflow, that step's gradients are divided by "
+        "the new scale: they are half of what they should be."
+    )
+    yield subject.finding("loss-scale-doubles", _WINDOW, "note", reason)
+
+
 def masters(subject: Subject) -> Iterator[Finding]:
     """16-bit masters are refused: its optimizer's class is another one."""
     for name in ("bf16", "fp16") if subject.zenflow is not None else ():
@@ -72,4 +105,4 @@ def accumulation_dtype(subject: Subject) -> Iterator[Finding]:
         yield subject.finding("zenflow-accumulation-dtype", dotted, "crashes", reason, left_out(dotted))
 
 
-RULES: tuple[Rule, ...] = (both, bf16, fp16, masters, accumulation_dtype)
+RULES: tuple[Rule, ...] = (both, bf16, fp16, without_zero, doubling, masters, accumulation_dtype)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from zftune.check.findings import Finding
 from zftune.check.subject import OURS, ZENFLOW, Rule, Subject
 
+_COUNTS_IN_FLOATS = (0, 19, 6)  # the last one
+
 
 def checkpoints(subject: Subject) -> Iterator[Finding]:
     """Study 002 `resume`, `resume_reverts`, `export_transposed`; stage 3 from reading upstream's code."""
@@ -26,6 +28,26 @@ def model(subject: Subject) -> Iterator[Finding]:
             "parameter groups, but for the learning rate, do not reach selected columns."
         )
         yield subject.finding("zenflow-model", ZENFLOW, "note", reason)
+
+
+def selection(subject: Subject) -> Iterator[Finding]:
+    """Its walk through a bucket leaves out weights of one dimension, their gradients do not."""
+    if subject.flattens:
+        reason = (
+            "Weights of one dimension, biases and norms, shift the sums that columns are selected by: behind them in a "
+            "bucket other columns are selected than those with the largest gradients."
+        )
+        yield subject.finding("zenflow-selection", ZENFLOW, "note", reason)
+
+
+def ranks(subject: Subject) -> Iterator[Finding]:
+    """The border is `len(flat) / ranks`, a float, and so is the part of a weight before it."""
+    if subject.flattens and subject.release <= _COUNTS_IN_FLOATS:
+        reason = (
+            "On two ranks or more the run may end with a TypeError in the first step: it does where the border between "
+            "two ranks' shares lies within a weight of one dimension."
+        )
+        yield subject.finding("zenflow-ranks", ZENFLOW, "note", reason)
 
 
 def mean(subject: Subject) -> Iterator[Finding]:
@@ -55,4 +77,4 @@ def offload(subject: Subject) -> Iterator[Finding]:
         yield subject.finding("own-offload", f"{ZENFLOW}.offload", "note", reason, backends=OURS)
 
 
-RULES: tuple[Rule, ...] = (checkpoints, model, mean, overlap, offload)
+RULES: tuple[Rule, ...] = (checkpoints, model, selection, ranks, mean, overlap, offload)

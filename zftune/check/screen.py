@@ -36,17 +36,16 @@ def render(report: Report) -> RenderableType:
     return _Screen(list(_findings(report)))
 
 
-def render_changes(path: str, changes: Sequence[Change], left: Report) -> RenderableType:
+def render_changes(heading: str, changes: Sequence[Change], left: Report) -> RenderableType:
     """What `--fix` changed.
 
     Args:
-        path: where it was written.
+        heading: what was done, and with which file.
         changes: in the order in which they were made.
         left: what is found in the written file.
     """
-    parts: list[RenderableType] = [Rule(Text(f"changed in {path}", style="bold"), align="left", style="dim")]
-    lines = list(dict.fromkeys(change.sentence() for change in changes))
-    parts += [Text(line) for line in lines] or [Text("nothing")]
+    parts: list[RenderableType] = [Rule(Text(heading, style="bold"), align="left", style="dim")]
+    parts += [Text(line) for line in dict.fromkeys(change.sentence() for change in changes)]
     faults = [finding for finding in left.findings if finding.is_fault]
     if faults:
         parts += [Text(), Text("No safe value is known for what is left:", style="bold")]

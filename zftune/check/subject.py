@@ -22,6 +22,9 @@ ZERO = "zero_optimization"
 ZENFLOW = f"{ZERO}.zenflow"
 OFFLOAD = f"{ZERO}.offload_optimizer"
 
+FaultOfPreset: TypeAlias = Callable[[str], str | None]
+"""What is wrong with a preset of this name, in words; None: nothing is."""
+
 DEFAULTS: dict[str, Any] = {
     "topk_ratio": 0.1,
     "select_strategy": "auto",
@@ -37,7 +40,8 @@ DEFAULTS: dict[str, Any] = {
 class Subject:
     """What is judged, and for whom.
 
-    `backend` None judges for both; `forced` says that it comes from the command line.
+    `backend` None judges for both; `forced` says that it comes from the command line. Without `fault_of_preset` presets
+    are not looked up.
     """
 
     config: Mapping[str, Any]
@@ -46,6 +50,7 @@ class Subject:
     version: str = GOOD
     duplicates: tuple[str, ...] = ()
     is_json: bool = True
+    fault_of_preset: FaultOfPreset | None = None
 
     def at(self, dotted: str) -> Any:
         """A setting's value; MISSING where it is not there."""

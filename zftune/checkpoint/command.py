@@ -26,6 +26,7 @@ _From = Annotated[str, typer.Argument(metavar="FROM", help="A checkpoint: a file
 _Output = Annotated[str, typer.Option("--output", "-o", metavar="TO", help="Where nothing is yet.")]
 _Trust = Annotated[bool, typer.Option("--trust", help="Let code in the files run: for objects of other packages.")]
 _Json = Annotated[str | None, typer.Option("--json", metavar="PATH", help="Write JSON; '-' is standard output.")]
+_FORMS = {"ours": "a checkpoint of zftune", "zero": "a checkpoint of ZeRO", "plain": "a plain checkpoint"}
 
 
 @checkpoint.command("import")
@@ -95,7 +96,7 @@ def _report(convert: Callable[[], Converted], json_path: str | None) -> None:
         raise ZftuneError("the checkpoint does not fit into memory, which has to hold it about twice") from error
     plural = "" if done.groups == 1 else "s"
     typer.echo(
-        f"{done.target}: {done.target_form}, from {done.source_form}. "
+        f"{done.target}: {_FORMS[done.target_form]}, made from {_FORMS[done.source_form]}. "
         f"{done.weights} weights of {done.elements:,} elements in {done.groups} group{plural}, rule {done.rule}, "
         f"after {done.steps} steps.",
         err=to_stderr,

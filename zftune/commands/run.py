@@ -51,6 +51,7 @@ def run(
         environment = agent.armed(environment)
         wanted = json.dumps({"version": __version__, **asked})
         environment[agent.RUN] = base64.urlsafe_b64encode(wanted.encode()).decode()  # some launchers quote nothing
+        environment[agent.RUN_TOP] = str(os.getpid())  # CMD's process, which this one becomes
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these; a program that it becomes would, too
         signal.signal(number, signal.SIG_DFL)
     sys.stdout.flush()
@@ -69,24 +70,14 @@ def _check(asked: dict[str, Any], command: Sequence[str]) -> None:
         BadInputError: one is not allowed.
     """
     from zftune.integrations.deepspeed.reading import read_config
-    from zftune.integrations.deepspeed.section import BEST, NAME, Section
+    from zftune.integrations.deepspeed.section import NAME, Section, require_preset
 
     section = Section.of({NAME: asked})
     for path in _ds_configs(command):
         config = read_config(path)
         if config is not None:
             section = section.over(Section.of(config))
-    if section.preset in (None, BEST):
-        return
-    from zftune.store import open_store
-    from zftune.store.applying import is_file, named
-    from zftune.store.document import read_preset
-
-    if is_file(str(section.preset)):
-        read_preset(str(section.preset))
-        return
-    with open_store() as store:
-        named(store, str(section.preset))
+    require_preset(section)
 
 
 def _ds_configs(command: Sequence[str]) -> list[str]:

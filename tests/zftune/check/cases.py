@@ -17,7 +17,7 @@ ZENFLOW = f"{ZERO}.zenflow"
 OFFLOAD = f"{ZERO}.offload_optimizer"
 PARAMS = "optimizer.params"
 
-Proof = Literal["parse", "train", "accelerate", "figure", "elsewhere"]
+Proof = Literal["parse", "train", "accelerate", "figure", "moves", "elsewhere"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Bad:
     changes: dict[str, Any]
     proof: Proof
     """ "parse": DeepSpeedConfig raises. "train": initialize() or the first steps do. "accelerate": Accelerate's plugin
-    does. "figure": a test of its own looks at it. "elsewhere": study 002; or it takes a GPU, ranks, another version."""
+    does. "figure": a test of its own looks at it, and "moves": at how far each step goes. "elsewhere": study 002; or it
+    takes a GPU, ranks, another version."""
     error: str = ""
     path: str = ""
     """Where the finding is; empty: at the only change."""
@@ -149,6 +150,12 @@ OFFLOADING = (
     Bad("offload-stage-0", "zero2-offload", {f"{ZERO}.stage": 0}, "elsewhere"),
 )  # fmt: skip
 
+SCALING = (
+    Bad("fp16-stage-0", "fp16-offload", {f"{ZERO}.stage": 0, OFFLOAD: MISSING, "fp16.loss_scale": 8}, "moves",
+        path="fp16.enabled"),
+    Bad("fp16-stage-0", "fp16-offload", {ZERO: MISSING}, "moves", path="fp16.enabled"),
+)  # fmt: skip
+
 THE_FILE = (
     Bad("unknown-setting", "zero2-offload", {f"{ZERO}.stages": 2}, "parse", INVALID),
     Bad("unknown-setting", "zero2-offload", {f"{OFFLOAD}.ration": 0.5}, "parse", INVALID),
@@ -173,4 +180,4 @@ THE_FILE = (
     Bad("two-dtypes", "fp16-offload", {"bf16": {"enabled": True}}, "parse", "AssertionError", path="fp16.enabled"),
 )
 
-CASES = (*INTERVALS, *AROUND_ZENFLOW, *OFFLOADING, *THE_FILE)
+CASES = (*INTERVALS, *AROUND_ZENFLOW, *OFFLOADING, *SCALING, *THE_FILE)

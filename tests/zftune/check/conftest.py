@@ -32,6 +32,11 @@ def _small(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def _at_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
+    config["zero_optimization"]["stage"] = stage
+    return config
+
+
 class Outcomes:
     """What was raised, and figures, by the case and by the name of a safe ds_config."""
 
@@ -42,13 +47,19 @@ class Outcomes:
             if case.proof == "elsewhere":
                 continue
             self._add(jobs, f"bad {case}", _small(case.config), case.proof)
-            if case.mended and case.proof in ("parse", "train", "accelerate", "figure"):
+            if case.mended:
                 mended, _, _ = fix(Source(case.config), backend="deepspeed", version=case.version)
                 self._add(jobs, f"mended {case}", _small(mended), case.proof)
         for path in SAFE.glob("*.json"):
             self._add(jobs, f"parsed {path.stem}", filled(safe(path.stem)), "parse")
             if path.stem in TRAINED:
                 self._add(jobs, f"safe {path.stem}", _small(filled(safe(path.stem))), "train")
+        doubles = {"enabled": True, "loss_scale": 0, "initial_scale_power": 4, "loss_scale_window": 3}
+        for stage in (1, 2):
+            self._add(
+                jobs, f"doubling {stage}", _at_stage(_small({**safe("fp16-offload"), "fp16": doubles}), stage), "moves"
+            )
+            self._add(jobs, f"selection {stage}", _at_stage(_small(safe("zenflow-sequential")), stage), "selection")
         (folder / "jobs.json").write_text(json.dumps(jobs))
         module = "tests.zftune.check.upstream_worker"
         done = subprocess.run(

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import pytest
 from rich.console import Console
 
 from tests.zftune.check.cases import CASES, safe
+from tests.zftune.store.examples import PRESET
 from zftune import cli
 from zftune.check.checking import check
 from zftune.check.findings import SCHEMA_NAME
 from zftune.check.screen import render
+from zftune.store import open_store
 
 Run = Callable[..., tuple[object, str, str]]
 
@@ -109,6 +112,79 @@ def test_fix_says_what_it_cannot_mend(zftune: Run, tmp_path: Path) -> None:
     assert code == 1
     assert "No safe value is known for what is left" in out
     assert "bf16.enabled = true" in out.partition("No safe value")[2]
+
+
+SLOW = (
+    '{"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},\r\n'
+    ' "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": false}}}\r\n'
+)
+
+
+def test_fix_with_nothing_to_mend_writes_the_same_text(zftune: Run, tmp_path: Path) -> None:
+    slow, other = tmp_path / "slow.json", tmp_path / "other.json"
+    slow.write_bytes(SLOW.encode())
+    code, out, _ = zftune(slow, "--fix", "-o", other)
+    assert code == 0
+    assert "not pinned stop the GPU" in out  # it was found
+    assert "nothing to change, the same text is written" in out
+    assert "changed in" not in out
+    assert other.read_bytes() == SLOW.encode()
+
+
+def test_fix_with_nothing_to_mend_leaves_its_own_file_alone(zftune: Run, tmp_path: Path) -> None:
+    slow = tmp_path / "slow.json"
+    slow.write_bytes(SLOW.encode())
+    before = slow.stat()
+    code, out, _ = zftune(slow, "--fix", "-o", slow)
+    assert code == 0
+    assert "nothing to change, the file stays as it is" in out
+    assert (slow.read_bytes(), slow.stat().st_ino) == (SLOW.encode(), before.st_ino)
+
+
+def test_fix_writes_plain_json_where_that_is_all(zftune: Run, tmp_path: Path) -> None:
+    pytest.importorskip("hjson")
+    file = tmp_path / "commented.json"
+    file.write_text("// a comment\n" + json.dumps(safe("zero2-offload")))
+    code, out, _ = zftune(file, "--fix", "-o", file)
+    assert code == 0
+    assert "written as plain JSON" in out
+    assert json.loads(file.read_text()) == safe("zero2-offload")
+
+
+@pytest.mark.parametrize(
+    ("preset", "sentence"),
+    [
+        ("bset", "preset 'bset': is not in the store"),
+        ("./nowhere.json", "nowhere.json"),
+    ],
+)
+def test_a_preset_that_is_not_there_is_named(
+    zftune: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, sentence: str
+) -> None:
+    monkeypatch.setenv("ZFTUNE_DB", str(tmp_path / "z.db"))
+    file = written(tmp_path, {**safe("zero2-offload"), "zftune": {"preset": preset}})
+    code, out, _ = zftune(file, "--json", tmp_path / "found.json")
+    assert code == 1
+    (finding,) = json.loads((tmp_path / "found.json").read_text())["findings"]
+    assert (finding["rule"], finding["path"], finding["value"]) == ("zftune-preset", "zftune.preset", preset)
+    assert sentence in finding["reason"]
+    assert '"best"' in finding["safe"]
+    assert finding["backends"] == ["deepspeed", "zenflow"]
+    code, out, _ = zftune(file, "--fix", "-o", tmp_path / "fixed.json")
+    assert code == 1
+    assert "No safe value is known for what is left" in out
+
+
+def test_a_preset_that_is_there_is_no_fault(zftune: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZFTUNE_DB", str(tmp_path / "z.db"))
+    assert zftune(written(tmp_path, {**safe("zero2-offload"), "zftune": {"preset": "best"}}))[0] == 0
+    assert not (tmp_path / "z.db").exists()  # nothing to look up
+    with open_store() as store:
+        store.save_preset(replace(PRESET, name="mine"))
+    assert zftune(written(tmp_path, {**safe("zero2-offload"), "zftune": {"preset": "mine"}}))[0] == 0
+    code, out, _ = zftune(written(tmp_path, {**safe("zero2-offload"), "zftune": {"preset": "mnie"}}))
+    assert code == 1
+    assert "allowed is mine" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

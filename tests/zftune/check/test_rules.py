@@ -41,7 +41,7 @@ def test_it_is_found(case: Bad) -> None:
         if (finding.rule, ".".join(finding.path)) == (case.rule, case.where)
     )
     assert finding.is_fault
-    assert finding.severity == "crashes" or case.proof in ("figure", "elsewhere")
+    assert finding.severity == "crashes" or case.proof in ("figure", "moves", "elsewhere")
     assert finding.reason.endswith(".")
     assert finding.safe
     assert bool(finding.changes) == case.mended or case.rule == "auto-not-filled"

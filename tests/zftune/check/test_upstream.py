@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ NOT_TRIED = {
     "duplicate-name": "about the text, test_reading.py",
     "select-interval-zero": "about the backend zenflow, test_rules.py",
     "warm-up-negative": "about the backend zenflow, test_rules.py",
+    "zftune-preset": "about the store, test_command.py",
     "backend-zenflow": "about the backend zenflow, test_rules.py",
     "own-offload": "a note",
     "never-selects-again": "a note",
@@ -31,6 +33,9 @@ NOT_TRIED = {
     "zenflow-model": "a note, study 002",
     "zenflow-mean": "a note, study 002",
     "zenflow-overlap": "a note, study 002",
+    "zenflow-selection": "a note, test_zenflow_selects_other_columns_behind_a_bias",
+    "zenflow-ranks": "a note, test_upstream_ranks.py",
+    "loss-scale-doubles": "a note, test_gradients_are_halved_where_the_loss_scale_doubles",
 }
 
 RAISING = [case for case in CASES if case.proof in ("parse", "train", "accelerate")]
@@ -149,3 +154,31 @@ def test_no_scheduler_reaches_the_share_on_the_gpu(upstream: Outcomes) -> None:
 
 def test_nvme_below_stage_3_is_memory(upstream: Outcomes) -> None:
     assert upstream.bad(case_of("nvme-stage"))["masters_on"] == ["cpu"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.proof == "moves"], ids=str)
+def test_without_zero_gradients_are_unscaled_and_the_loss_is_not_scaled(upstream: Outcomes, case: Bad) -> None:
+    bad, mended = upstream.bad(case), upstream.mended(case)
+    assert bad["raised"] is None, bad["message"]
+    assert bad["scales"][0] > 1
+    assert bad["moves"][0] == pytest.approx(0.25 / bad["scales"][0], rel=0.01)
+    assert mended["raised"] is None, mended["message"]
+    assert mended["moves"][0] == pytest.approx(0.25, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_are_halved_where_the_loss_scale_doubles(upstream: Outcomes, stage: int) -> None:
+    result = upstream.of(f"doubling {stage}")
+    assert result["raised"] is None, result["message"]
+    doubled = [before != after for before, after in pairwise(result["scales"])]
+    assert any(doubled)
+    for moved, at_doubling in zip(result["moves"], doubled, strict=False):
+        assert moved == pytest.approx(0.125 if at_doubling else 0.25, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zenflow_selects_other_columns_behind_a_bias(upstream: Outcomes, stage: int) -> None:
+    result = upstream.of(f"selection {stage}")
+    assert result["raised"] is None, result["message"]
+    assert result["matrices"]["selected"] == result["matrices"]["largest"]
+    assert result["biases"]["selected"] != result["biases"]["largest"]

@@ -15,6 +15,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ.update(alone if "RANK" not in os.environ else {})
     cpuinfo: Any = importlib.import_module("cpuinfo")  # before DeepSpeed takes the function
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # 1.4 s, at every engine
     import deepspeed
@@ -36,9 +38,10 @@ def main() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    runs = {"parse": parse, "accelerate": accelerate}
+    runs = {"parse": parse, "accelerate": accelerate, "moves": moves, "selection": selection, "border": border}
     results = [attempt(runs.get(job["proof"], train), job["config"]) for job in jobs]
-    Path(sys.argv[2]).write_text(json.dumps(results))
+    if os.environ["RANK"] == "0":
+        Path(sys.argv[2]).write_text(json.dumps(results))
 
 
 def attempt(run: Callable[[Any], Any], config: Any) -> dict[str, Any]:
@@ -79,6 +82,67 @@ def train(config: Any) -> dict[str, Any]:
         engine.backward(engine(batch).float().square().mean())
         engine.step()
     return figures(engine, optimizer)
+
+
+def moves(config: Any) -> dict[str, Any]:
+    """How far plain SGD moves a weight whose gradient is always 1/4, and the loss scale, step by step."""
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True  # torch computes in it; the answer is about speed
+    config |= {
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "gradient_clipping": 0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    model = torch.nn.Linear(4, 4, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, model_parameters=[model.weight], config=config)
+    far, scales = [0.0], []
+    for _ in range(STEPS):
+        scales.append(float(optimizer.cur_scale if hasattr(optimizer, "cur_scale") else optimizer.loss_scale))
+        engine.backward(engine(torch.ones(1, 4).half()).float().mean())
+        engine.step()
+        far.append(-float(model.weight[0, 0]))
+    return {"moves": [round(after - before, 6) for before, after in pairwise(far)], "scales": scales}
+
+
+def selection(config: Any) -> dict[str, Any]:
+    """The columns that are selected, and those with the largest gradients, of a model without biases and one with."""
+    import deepspeed
+    import torch
+
+    found = {}
+    config["zero_optimization"]["zenflow"]["topk_ratio"] = 0.25
+    for name, bias in (("matrices", False), ("biases", True)):
+        torch.manual_seed(0)
+        layers = (torch.nn.Linear(8, 16, bias=bias), torch.nn.ReLU(), torch.nn.Linear(16, 4, bias=bias))
+        model, x = torch.nn.Sequential(*layers), torch.randn(2, 8)
+        first: Any = model[0].weight
+        model(x).square().mean().backward()
+        largest = first.grad.abs().sum(0).topk(2).indices.sort()[0].tolist()
+        first.grad = None
+        parameters = list(model.parameters())
+        engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=parameters, config=copy.deepcopy(config))
+        engine.backward(engine(x).square().mean())
+        found[name] = {"largest": largest, "selected": first.selected_indices.tolist()}
+    return found
+
+
+def border(config: Any) -> dict[str, Any]:
+    """A step on two ranks, whose border lies in the middle of the norm's weight, or between its weight and its bias."""
+    import deepspeed
+    import torch
+
+    has_bias = config.pop("has_bias")
+    norm = torch.nn.LayerNorm(8, bias=has_bias)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), norm, torch.nn.Linear(8, 8, bias=False))
+    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine.backward(engine(torch.randn(2, 8)).square().mean())
+    engine.step()
+    return {}
 
 
 def figures(engine: Any, optimizer: Any) -> dict[str, Any]:

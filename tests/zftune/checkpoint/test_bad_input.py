@@ -52,6 +52,11 @@ def ours(tmp_path: Path) -> Path:
     return tmp_path / "ours.pt"
 
 
+def test_a_conversion_says_what_it_made(plain: Path, tmp_path: Path) -> None:
+    result = run("import", plain, "-o", tmp_path / "ours.pt")
+    assert "ours.pt: a checkpoint of zftune, made from a plain checkpoint. " in result.stdout, result.output
+
+
 def test_a_conversion_says_what_it_did(plain: Path, tmp_path: Path) -> None:
     result = run("import", plain, "-o", tmp_path / "new.pt", "--json", "-")
     assert result.exit_code == 0, result.output

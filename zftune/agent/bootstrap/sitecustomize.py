@@ -6,6 +6,8 @@ DeepSpeed, once that is imported.
 Standard library only, syntax of Python 3.6: any interpreter may come across it. It never raises on its own account.
 """
 
+import atexit
+import contextlib
 import importlib
 import os
 import sys
@@ -15,6 +17,11 @@ HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - ever
 FOLDER = os.environ.get("ZFTUNE_AGENT_DIR", "")
 VERSION = os.environ.get("ZFTUNE_AGENT_VERSION", "")
 RUN = os.environ.get("ZFTUNE_RUN", "")
+TOP = os.environ.get("ZFTUNE_RUN_TOP", "")
+NOTHING = (
+    "zftune: no call of deepspeed.initialize came, so nothing was changed: zftune run is for scripts that make one, "
+    "for a plain loop use one line: optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=1e-3, module=model)\n"
+)
 
 
 class Watcher:
@@ -74,6 +81,46 @@ class Watcher:
             refuse(f"the import of {name} cannot be watched: {error}")
 
 
+class Notes:
+    """What the processes of a run leave for its first one, in a file without a name that ends with that one.
+
+    The first is the script, or the launcher whose children are: it alone lives as long as CMD does, and says at its end
+    that DeepSpeed was not initialised. Where there is no such file nothing is said.
+    """
+
+    NAME = "ZFTUNE_RUN_NOTES"
+    KIND = "zftune-run"
+    CALLED = b"c"  # deepspeed.initialize was called, or it has been said why that does nothing
+    RANK = b"r"  # a rank has begun
+    launches = False
+
+    def keep(self) -> None:
+        """Be the first process."""
+        create = getattr(os, "memfd_create", None)  # of Linux and Python 3.8
+        if create is not None:
+            descriptor = create(self.KIND)
+            os.environ[self.NAME] = "/proc/%d/fd/%d" % (os.getpid(), descriptor)  # noqa: UP031 - as others read it
+            atexit.register(self.tell, os.getpid(), descriptor)
+
+    def add(self, note: bytes) -> None:
+        """Leave a note for the first process; on another machine there is none."""
+        path = os.environ.get(self.NAME, "")
+        with contextlib.suppress(OSError):
+            if os.readlink(path).startswith("/memfd:" + self.KIND):  # noqa: PTH115
+                with open(path, "ab") as file:  # noqa: PTH123
+                    file.write(note)
+
+    def tell(self, pid: int, descriptor: int) -> None:
+        """Say that nothing came, at the end of the first process; not after an error of its own."""
+        if os.getpid() != pid or getattr(sys, "last_value", None) is not None:
+            return
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed by the script: the notes, or stderr
+            notes = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+            elsewhere = self.launches and self.RANK not in notes  # its ranks are on other machines
+            if self.CALLED not in notes and not elsewhere:
+                sys.stderr.write(NOTHING)
+
+
 def refuse(reason: str) -> None:
     """Leave a record that says why this process is not measured."""
     import json
@@ -121,17 +168,19 @@ def serve(deepspeed: Any) -> None:
         if zftune.__version__ == wanted["version"]:
             from zftune.integrations.deepspeed.running import begin
 
-            begin(deepspeed, wanted)
+            begin(deepspeed, wanted, lambda: notes.add(notes.CALLED))
             return
         reason = "this Python has zftune " + zftune.__version__ + ", not " + wanted["version"]
     except ImportError as error:
         reason = "this Python has no zftune " + wanted["version"] + ": " + str(error)
+    notes.add(notes.CALLED)
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write("zftune: " + reason + "; the training runs as without zftune\n")
 
 
 def pass_on(runner: Any) -> None:
     """Let DeepSpeed's launcher give other nodes what this one has."""
+    notes.launches = True
     if isinstance(getattr(runner, "EXPORT_ENVS", None), list):
         runner.EXPORT_ENVS.append("ZFTUNE")
 
@@ -150,10 +199,15 @@ def run_next() -> None:
 
 
 watcher = Watcher()
+notes = Notes()
 if os.environ.get("ZFTUNE_DISABLE") != "1":
     if FOLDER:
         watcher.when_imported("torch", arm)
     if RUN:
         watcher.when_imported("deepspeed", serve)
         watcher.when_imported("deepspeed.launcher.runner", pass_on)
+        if str(os.getpid()) == TOP and os.environ.get("RANK", "0") == "0":
+            notes.keep()
+        elif "RANK" in os.environ:
+            notes.add(notes.RANK)
 run_next()

@@ -24,6 +24,7 @@ _MARK = "__zftune_original__"
 _FIELDS = ("deepspeed_config", "deepscale_config")
 _made: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 """The optimizer of each model that is trained."""
+_listeners: list[Callable[[], None]] = []
 
 
 def wrap(module: Any, asked: Section, *, ends_process: bool = False) -> None:
@@ -40,8 +41,23 @@ def wrap(module: Any, asked: Section, *, ends_process: bool = False) -> None:
     module.initialize = wrapped
 
 
+def when_called(listener: Callable[[], None]) -> None:
+    """Be told of each call of what was wrapped, before anything else; of `unwrap` too, since none follows.
+
+    Args:
+        listener: is called without arguments.
+    """
+    _listeners.append(listener)
+
+
+def _tell() -> None:
+    for listener in _listeners:
+        listener()
+
+
 def unwrap(module: Any) -> None:
     """Undo it."""
+    _tell()
     module.initialize = getattr(module.initialize, _MARK, module.initialize)
 
 
@@ -50,6 +66,7 @@ def _wrapped(original: Wrapped, asked: Section, *, ends_process: bool) -> Wrappe
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
+        _tell()
         try:
             call = signature.bind(*args, **kwargs)
         except TypeError:

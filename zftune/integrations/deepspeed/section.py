@@ -51,6 +51,29 @@ class Section:
         return replace(other, **said)
 
 
+def require_preset(section: Section) -> None:
+    """Refuse a preset that is not there.
+
+    Args:
+        section: that may ask for one.
+
+    Raises:
+        BadInputError: it asks for a name that is not in the store, or for a file that is no preset.
+        StoreError: the store could not be read.
+    """
+    if section.preset in (None, BEST):
+        return
+    from zftune.store import open_store
+    from zftune.store.applying import is_file, named
+    from zftune.store.document import read_preset
+
+    if is_file(str(section.preset)):
+        read_preset(str(section.preset))
+        return
+    with open_store() as store:
+        named(store, str(section.preset))
+
+
 def _check(name: str, value: object) -> None:
     shown = f"{NAME}.{name} is {value!r}"
     if name not in _FIELDS:
