@@ -8,7 +8,8 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <numeric>
+#include <functional>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -73,13 +74,24 @@ struct Scratch {
 // Where a scratch has each of a tile's columns.
 using Places = std::array<std::size_t, kTileColumns>;
 
-// Columns of the matrix from a tile's first to its last, if they ascend; 0 if not.
-std::size_t span_of(Index columns, const Tile& tile) {
-    if (columns == nullptr) return tile.columns;
-    for (std::size_t c = 1; c < tile.columns; ++c) {
-        if (columns[tile.first + c] <= columns[tile.first + c - 1]) return 0;
+bool ascend(Index columns, std::size_t begin, std::size_t end) {
+    return columns == nullptr ||
+           std::adjacent_find(columns + begin, columns + end, std::greater_equal<>()) == columns + end;
+}
+
+// Columns of the matrix from a tile's first to its last; beyond all bounds where it cannot be read in vectors.
+std::size_t span_of(const Matrix& matrix, Index columns, const Tile& tile) {
+    const std::size_t end = tile.first + tile.columns;
+    if (matrix.column_stride != 1 || !ascend(columns, tile.first, end)) return std::numeric_limits<std::size_t>::max();
+    return column_of(columns, end - 1) - column_of(columns, tile.first) + 1;
+}
+
+Places places_of(Index columns, const Tile& tile, bool between) {
+    Places places{};
+    for (std::size_t c = 0; c < tile.columns; ++c) {
+        places[c] = between ? column_of(columns, tile.first + c) - column_of(columns, tile.first) : c;
     }
-    return static_cast<std::size_t>(columns[tile.first + tile.columns - 1] - columns[tile.first]) + 1;
+    return places;
 }
 
 std::byte* element(const Matrix& matrix, std::size_t width, std::size_t row, std::size_t column) {
@@ -102,30 +114,30 @@ void each_element(const Matrix& matrix, Index columns, const Tile& tile, Scratch
     }
 }
 
+// Reads a tile; where its columns lie close together, in vectors, and then with those between them.
 template <class Word>
 Places gather(const Matrix& matrix, Index columns, const Tile& tile, Scratch& scratch) {
-    Places places;
-    const std::size_t span = matrix.column_stride == 1 ? span_of(columns, tile) : 0;
-    if (span == 0 || span > kSpan) {
+    const std::size_t span = span_of(matrix, columns, tile);
+    if (span > kSpan) {
         each_element<Word>(matrix, columns, tile, scratch, [](const auto& from, auto& to) { to = from; });
-        std::iota(places.begin(), places.end(), std::size_t{0});
-        return places;
+        return places_of(columns, tile, false);
     }
-    const std::size_t first = column_of(columns, tile.first);
-    for (std::size_t c = 0; c < tile.columns; ++c) places[c] = column_of(columns, tile.first + c) - first;
-    const auto* from = reinterpret_cast<const Word*>(element(matrix, sizeof(Word), tile.begin, first));
+    const auto* from =
+        reinterpret_cast<const Word*>(element(matrix, sizeof(Word), tile.begin, column_of(columns, tile.first)));
     transpose(from, matrix.row_stride, reinterpret_cast<Word*>(scratch.data), std::int64_t{kPitch}, tile.rows, span);
-    return places;
+    return places_of(columns, tile, true);
 }
 
+// Writes a tile, and, if the scratch has them, the columns between its own.
 template <class Word>
-void scatter(const Matrix& matrix, Index columns, const Tile& tile, Scratch& scratch) {
-    if (matrix.column_stride != 1 || span_of(columns, tile) != tile.columns) {  // what lies between is not ours
+void scatter(const Matrix& matrix, Index columns, const Tile& tile, Scratch& scratch, bool between) {
+    const std::size_t span = span_of(matrix, columns, tile);
+    if (!between && span != tile.columns) {
         each_element<Word>(matrix, columns, tile, scratch, [](auto& to, const auto& from) { to = from; });
         return;
     }
     auto* to = reinterpret_cast<Word*>(element(matrix, sizeof(Word), tile.begin, column_of(columns, tile.first)));
-    transpose(reinterpret_cast<const Word*>(scratch.data), std::int64_t{kPitch}, to, matrix.row_stride, tile.columns,
+    transpose(reinterpret_cast<const Word*>(scratch.data), std::int64_t{kPitch}, to, matrix.row_stride, span,
               tile.rows);
 }
 
@@ -134,9 +146,10 @@ Places gather(const Matrix& matrix, std::size_t width, Index columns, const Tile
                       : gather<std::uint16_t>(matrix, columns, tile, scratch);
 }
 
-void scatter(const Matrix& matrix, std::size_t width, Index columns, const Tile& tile, Scratch& scratch) {
-    width == 4 ? scatter<std::uint32_t>(matrix, columns, tile, scratch)
-               : scatter<std::uint16_t>(matrix, columns, tile, scratch);
+void scatter(const Matrix& matrix, std::size_t width, Index columns, const Tile& tile, Scratch& scratch,
+             bool between = false) {
+    width == 4 ? scatter<std::uint32_t>(matrix, columns, tile, scratch, between)
+               : scatter<std::uint16_t>(matrix, columns, tile, scratch, between);
 }
 
 // One update, and how it is cut.
@@ -270,21 +283,26 @@ void scatter_columns(const Matrix& matrix, Index columns, std::size_t n, std::si
     const bool along = matrix.row_stride == 1;
     const std::size_t width = element_bytes(matrix.dtype), source_width = element_bytes(source_dtype);
     const Tiles tiles(n, rows, along);
+    // Then no two tiles' spans overlap, and what lies between the columns can be written back as it was.
+    const bool disjoint = ascend(columns, 0, n);
     Team::of_process().run(useful_threads(threads, n * rows), tiles.count(), [&](std::size_t number) {
         const Tile tile = tiles[number];
+        const std::size_t span = along ? 0 : span_of(matrix, columns, tile);
+        const bool between = disjoint && span > tile.columns && span <= kSpan;
         Scratch scratch;
+        const Places places = between ? gather(matrix, width, columns, tile, scratch) : places_of(columns, tile, false);
         for (std::size_t c = 0; c < tile.columns; ++c) {
             const std::size_t i = tile.first + c;
             const std::byte* from = source + (i * rows + tile.begin) * source_width;
             std::byte* to =
-                along ? element(matrix, width, tile.begin, column_of(columns, i)) : scratch.column(c, width);
+                along ? element(matrix, width, tile.begin, column_of(columns, i)) : scratch.column(places[c], width);
             if (source_dtype == matrix.dtype) {
                 std::memcpy(to, from, tile.rows * width);
             } else {
                 narrow(reinterpret_cast<const float*>(from), to, matrix.dtype, tile.rows);
             }
         }
-        if (!along) scatter(matrix, width, columns, tile, scratch);
+        if (!along) scatter(matrix, width, columns, tile, scratch, between);
     });
 }
 
