@@ -65,7 +65,7 @@ void lay_out(const Matrix& matrix, const Block& tile, Word* rows) {
                        static_cast<std::int64_t>(tile.row) * matrix.row_stride +
                        static_cast<std::int64_t>(tile.column) * matrix.column_stride;
     if (matrix.row_stride == 1) {
-        transpose(from, matrix.column_stride, rows, std::int64_t{kTileColumns}, tile.columns, tile.rows);
+        transpose<Along::from>(from, matrix.column_stride, rows, std::int64_t{kTileColumns}, tile.columns, tile.rows);
         return;
     }
     for (std::size_t r = 0; r < tile.rows; ++r) {

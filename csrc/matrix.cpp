@@ -124,7 +124,8 @@ Places gather(const Matrix& matrix, Index columns, const Tile& tile, Scratch& sc
     }
     const auto* from =
         reinterpret_cast<const Word*>(element(matrix, sizeof(Word), tile.begin, column_of(columns, tile.first)));
-    transpose(from, matrix.row_stride, reinterpret_cast<Word*>(scratch.data), std::int64_t{kPitch}, tile.rows, span);
+    transpose<Along::from>(from, matrix.row_stride, reinterpret_cast<Word*>(scratch.data), std::int64_t{kPitch},
+                           tile.rows, span);
     return places_of(columns, tile, true);
 }
 
@@ -137,8 +138,8 @@ void scatter(const Matrix& matrix, Index columns, const Tile& tile, Scratch& scr
         return;
     }
     auto* to = reinterpret_cast<Word*>(element(matrix, sizeof(Word), tile.begin, column_of(columns, tile.first)));
-    transpose(reinterpret_cast<const Word*>(scratch.data), std::int64_t{kPitch}, to, matrix.row_stride, span,
-              tile.rows);
+    transpose<Along::to>(reinterpret_cast<const Word*>(scratch.data), std::int64_t{kPitch}, to, matrix.row_stride, span,
+                         tile.rows);
 }
 
 Places gather(const Matrix& matrix, std::size_t width, Index columns, const Tile& tile, Scratch& scratch) {

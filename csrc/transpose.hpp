@@ -1,6 +1,7 @@
 // A block of a matrix, transposed: in squares of one vector's width, with scalar code for what is narrower than that.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -58,12 +59,16 @@ struct Square<std::uint32_t> {
 
 }  // namespace transposing
 
+// Which of the two is gone through row by row, so that a cache line of it is done with before the next one. What lies
+// behind its rows is fetched meanwhile: rows are too far from each other for the hardware to guess.
+enum class Along { from, to };
+
 // to[c * to_stride + r] = from[r * from_stride + c] for r < rows, c < columns; strides count words.
-template <class Word>
+template <Along along, class Word>
 void transpose(const Word* from, std::int64_t from_stride, Word* to, std::int64_t to_stride, std::size_t rows,
                std::size_t columns) {
     using Square = transposing::Square<Word>;
-    constexpr std::size_t kSide = Square::kSide;
+    constexpr std::size_t kSide = Square::kSide, kAhead = 64 / sizeof(Word);
     const auto start = [from, from_stride](std::size_t r, std::size_t c) {
         return from + static_cast<std::int64_t>(r) * from_stride + static_cast<std::int64_t>(c);
     };
@@ -76,15 +81,25 @@ void transpose(const Word* from, std::int64_t from_stride, Word* to, std::int64_
         }
         return;
     }
-    // The last square of a row or column reaches back over the one before: the same words once more.
-    for (std::size_t r = 0; r < rows; r += kSide) {
-        const std::size_t row = r + kSide <= rows ? r : rows - kSide;
+    const auto turn = [&](std::size_t r, std::size_t c) {
+        // The last square of a row or column reaches back over the one before: the same words once more.
+        const std::size_t row = std::min(r, rows - kSide), column = std::min(c, columns - kSide);
+        typename Square::Vector square[kSide];
+        for (std::size_t i = 0; i < kSide; ++i) std::memcpy(&square[i], start(row + i, column), sizeof square[i]);
+        Square::turn(square);
+        for (std::size_t i = 0; i < kSide; ++i) std::memcpy(target(row, column + i), &square[i], sizeof square[i]);
+    };
+    if constexpr (along == Along::from) {
+        for (std::size_t r = 0; r < rows; r += kSide) {
+            for (std::size_t i = r; i < std::min(r + kSide, rows); ++i) __builtin_prefetch(start(i, columns + kAhead));
+            for (std::size_t c = 0; c < columns; c += kSide) turn(r, c);
+        }
+    } else {
         for (std::size_t c = 0; c < columns; c += kSide) {
-            const std::size_t column = c + kSide <= columns ? c : columns - kSide;
-            typename Square::Vector square[kSide];
-            for (std::size_t i = 0; i < kSide; ++i) std::memcpy(&square[i], start(row + i, column), sizeof square[i]);
-            Square::turn(square);
-            for (std::size_t i = 0; i < kSide; ++i) std::memcpy(target(row, column + i), &square[i], sizeof square[i]);
+            for (std::size_t i = c; i < std::min(c + kSide, columns); ++i) {
+                __builtin_prefetch(target(rows + kAhead, i), 1);
+            }
+            for (std::size_t r = 0; r < rows; r += kSide) turn(r, c);
         }
     }
 }
