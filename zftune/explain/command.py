@@ -12,7 +12,12 @@ from zftune.json_output import STANDARD_OUTPUT, write_json, write_text
 
 def explain(
     run: Annotated[
-        str, typer.Argument(metavar="[RUN]", help="A run's id, or its beginning; last.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="[RUN]",
+            help="A run's id, or its beginning. Default: the newest with a measurement.",
+            show_default=False,
+        ),
     ] = "last",
     json_path: Annotated[
         str | None, typer.Option("--json", metavar="PATH", help="Write it as JSON; '-' is standard output.")
@@ -33,7 +38,9 @@ def explain(
     with open_store() as store:
         for notice in store.notices:
             typer.echo(f"zftune: {notice}", err=True)
-        document = explain_document(store, chosen_run(store, run))
+        chosen, which = chosen_run(store, run)
+        document = explain_document(store, chosen)
+    document["notices"] += [] if which is None else [which]
     Console(stderr=json_path == STANDARD_OUTPUT, highlight=False).print(render(document))
     if json_path is not None:
         write_json(document, json_path)

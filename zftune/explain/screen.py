@@ -20,7 +20,7 @@ _STYLES = {"adopt": "bold green", "guard": "bold red", "crash": "red", "abort": 
 def render(document: Mapping[str, Any]) -> RenderableType:
     """The document of a run as a screen."""
     parts: list[RenderableType] = [*_head(document), Text("")]
-    parts += [_decisions(document), Text("")] if document["decisions"] else []
+    parts += [_decisions(document), Text("")] if document["decisions"] or document["history"] else []
     unseen = list(_unseen(document))
     parts += [*unseen, Text("")] if unseen else []
     parts.append(Panel(_text("\n".join(document["verdict"])), title="cost and gain", title_align="left"))
@@ -37,6 +37,8 @@ def _head(document: Mapping[str, Any]) -> Iterator[Text]:
     again = run["resumed"]
     resumed = "" if not again else ", resumed once" if again == 1 else f", resumed {again} times"
     yield _text(f"  {run['backend']}, quality {document['quality']}, began {began}{resumed}, {run['state']}")
+    for notice in document["notices"]:
+        yield _text(f"  {notice}", "yellow")
 
 
 def _decisions(document: Mapping[str, Any]) -> Table:
@@ -44,13 +46,20 @@ def _decisions(document: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
     table.add_column(justify="right", no_wrap=True, style="dim")
     table.add_column(overflow="fold", ratio=1)
-    history = {one["number"]: one for one in document["history"]}
     for note in document["decisions"]:
         cell = _text(subject(document, note), "bold").append(_text(note["reason"], _STYLES.get(note["kind"], "")))
-        for number in note["measured"]:
-            cell.append(f"\n  {escaped(words.measurement(history[number]))}", "dim")
-        table.add_row(_text(words.seconds(note["at_s"])), cell)
+        table.add_row(_text(words.seconds(note["at_s"])), _with_measured(cell, words.measured(document, note)))
+    open_ones = words.measured(document, None)
+    if open_ones:
+        at_s = max(one["ended_s"] for one in document["history"])
+        table.add_row(_text(words.seconds(at_s)), _with_measured(_text("Nothing was decided since."), open_ones))
     return table
+
+
+def _with_measured(cell: Text, measured: Sequence[str]) -> Text:
+    for one in measured:
+        cell.append(f"\n  {escaped(one)}", "dim")
+    return cell
 
 
 def subject(document: Mapping[str, Any], note: Mapping[str, Any]) -> str:

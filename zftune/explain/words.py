@@ -9,7 +9,9 @@ from typing import Any
 
 from zftune.errors import BadInputError
 from zftune.profile.units import number, percent
+from zftune.tuner import sentences as of_search
 from zftune.tuner.settings import Setting
+from zftune.tuner.states import OF_INCUMBENT
 
 Document = Mapping[str, Any]
 
@@ -21,6 +23,9 @@ _ROLES = {
     "a2": "the incumbent after it",
     "hold": "the incumbent, while waiting",
 }
+_UNCOMPARED = "not compared"
+_TRIED = ("measured", "aborted", "crashed")
+_STATES = {"in_flight": "in flight", "planned": "not measured", "void": "did not count", "rejected": "rejected unseen"}
 _FIGURE = re.compile(r"\d+(?:\.\d+)?")
 
 
@@ -70,13 +75,51 @@ def verdict(document: Document) -> list[str]:
     """What came of it."""
     if document["best"] is None:
         return ["The search had not begun."]
-    sentences = [cost_and_gain(document)]
+    sentences = [cost_and_gain(document)] if is_measured(document) else []
     changed = differences(document["best"]["knobs"], document["start"]["knobs"])
     if changed:
         sentences.append(f"Keep {changed}; all else as it was at the start.")
     else:
-        sentences.append(f"Keep what it began with: {setting(document['best']['knobs'])}.")
+        sentences.append(nothing_adopted(document))
     return [*sentences, *ending(document)]
+
+
+def is_measured(document: Document) -> bool:
+    """Whether anything was."""
+    return any(trial["step_ms"] is not None or trial["state"] in _TRIED for trial in document["trials"])
+
+
+def nothing_adopted(document: Document) -> str:
+    """What may be said where the best setting is the first one."""
+    tried = sum(trial["number"] != 0 and trial["state"] in _TRIED for trial in document["trials"])
+    known = is_measured(document)
+    said, kept = of_search.nothing_adopted(measured=known, tried=tried), setting(document["best"]["knobs"])
+    uncompared = sum(fate == _UNCOMPARED for fate in fates(document).values())
+    said += f", but {uncompared} of them {'was' if uncompared == 1 else 'were'} only looked at" if uncompared else ""
+    return f"{said}. {'It began with' if uncompared or not tried else 'Keep what it began with'}: {kept}."
+
+
+def fates(document: Document) -> dict[int, str]:
+    """What became of each setting, by number, in a word or two; nothing is claimed of one that was not compared."""
+    decided: dict[int, set[str]] = defaultdict(set)
+    for note in document["decisions"]:
+        if note["kind"] == "reopen":
+            decided.clear()
+        elif note["trial"] is not None:
+            decided[note["trial"]].add(note["kind"])
+    return {trial["number"]: _fate(document, trial, decided[trial["number"]]) for trial in document["trials"]}
+
+
+def _fate(document: Document, trial: Mapping[str, Any], decided: set[str]) -> str:
+    if trial["state"] != "measured":
+        return _STATES.get(trial["state"], str(trial["state"]))
+    if trial["number"] == document["best"]["number"]:
+        return "kept"
+    if trial["number"] == 0:
+        return "start"
+    if trial["step_ms"] is None:
+        return "outdated"
+    return "adopted before" if "adopt" in decided else "not adopted" if "keep" in decided else _UNCOMPARED
 
 
 def ending(document: Document) -> list[str]:
@@ -153,6 +196,29 @@ def measurement(one: Mapping[str, Any]) -> str:
     return (
         f"{what}, {'did not count' if one['status'] == 'void' else one['status']}: {one['reason'] or 'no reason given'}"
     )
+
+
+def measured(document: Document, note: Mapping[str, Any] | None) -> list[str]:
+    """The measurements behind a decision; those of another setting than the decision's say which.
+
+    Args:
+        document: with its history.
+        note: one of its decisions; None: those that nothing was decided by.
+    """
+    history = {one["number"]: one for one in document.get("history") or ()}
+    if note is None:
+        used = {number for decision in document["decisions"] for number in decision.get("measured", ())}
+        numbers = [number for number in history if number not in used]
+    else:
+        numbers = [number for number in note.get("measured", ()) if number in history]
+    about = None if note is None else note["trial"]
+    return [_of_trial(document, about, history[number]) for number in numbers]
+
+
+def _of_trial(document: Document, about: int | None, one: Mapping[str, Any]) -> str:
+    if one["role"] in OF_INCUMBENT or one["trial"] == about:
+        return measurement(one)
+    return f"{measurement(one)} (trial {one['trial']}: {setting(document['trials'][one['trial']]['knobs'])})"
 
 
 def candidate(trial: Mapping[str, Any], incumbent: Mapping[str, Any]) -> str:

@@ -16,8 +16,6 @@ from zftune.report.tune_knobs import importance_chart, knobs_chart, plane_chart
 
 Document = Mapping[str, Any]
 
-_STATES = {"in_flight": "in flight", "void": "did not count", "rejected": "rejected unseen"}
-
 
 def tune_page(document: Document) -> str:
     """The page of a search.
@@ -168,18 +166,17 @@ def _details(title: str, content: str, *, is_open: bool) -> str:
 
 
 def _decisions(document: Document) -> str:
-    history = {one["number"]: one for one in document.get("history") or ()}
     rows = []
     for note in document["decisions"]:
         at_s = note.get("at_s", note["details"].get("elapsed_s"))
-        figures = "; ".join(words.measurement(history[n]) for n in note.get("measured", ()) if n in history)
+        figures = "; ".join(words.measured(document, note))
         setting = "" if note["trial"] is None else str(note["trial"])
         rows.append(("" if at_s is None else words.seconds(at_s), note["kind"], setting, note["reason"], figures))
     return table(("at", "decision", "setting", "reason", "measured"), rows, ("value", "", "value", "", "source"))
 
 
 def _trials(document: Document, trials: Sequence[Mapping[str, Any]]) -> str:
-    best = document["best"]
+    fates = words.fates(document)
     heads = ("", "setting", "by", "measured", "planner", "staleness", "state", "why")
     rows = [
         (
@@ -189,9 +186,7 @@ def _trials(document: Document, trials: Sequence[Mapping[str, Any]]) -> str:
             _ms(trial["step_ms"]),
             _ms(trial["predicted_step_ms"]),
             "" if trial["staleness_steps"] is None else number(trial["staleness_steps"]),
-            "kept"
-            if best is not None and trial["number"] == best["number"]
-            else _STATES.get(trial["state"], trial["state"]),
+            fates[trial["number"]],
             trial["reason"] or "",
         )
         for trial in trials

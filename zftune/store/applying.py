@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zftune.store.store import Store
 
 BEST = "best"
+_MAKES_ONE = "`zftune tune` makes one where it finds faster knobs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +76,12 @@ def named(store: Store, name: str) -> Preset:
     found = {preset.name: preset for preset in store.presets()}
     if name in found:
         return found[name]
+    what = f"preset '{escaped(name)[:80]}': is not in the store"
+    if not found:
+        raise BadInputError(f"{what}, which has no presets yet: {_MAKES_ONE}")
     near = near_names(name, list(found))
-    allowed = ", ".join(near) if near else "one that `zftune presets list` shows" if found else "none, there are none"
-    raise BadInputError(f"preset '{escaped(name)[:80]}': is not in the store, allowed is {allowed}")
+    allowed = ", ".join(near) if near else "one that `zftune presets list` shows"
+    raise BadInputError(f"{what}, allowed is {allowed}")
 
 
 def apply_preset(store: Store, ds_config: str, wish: Wish) -> AppliedPreset:
@@ -122,12 +126,16 @@ def _chosen(store: Store, wish: Wish, hw_id: str) -> Preset:
         return read_preset(wish.preset)
     if wish.preset != BEST:
         return named(store, wish.preset)
-    here = [one for one in store.presets() if one.key.hw_id == hw_id and one.state is PresetState.ACTIVE]
+    presets = store.presets()
+    if not presets:
+        raise BadInputError(f"--preset 'best': the store has no presets yet: {_MAKES_ONE}, or give a preset's file")
+    here = [one for one in presets if one.key.hw_id == hw_id and one.state is PresetState.ACTIVE]
     if wish.model is not None:
         here = [one for one in here if _is_of(one, wish.model)]
     if not here:
         of = "" if wish.model is None else f" and model '{escaped(wish.model)[:80]}'"
-        raise BadInputError(f"--preset 'best': there is none for this hardware{of}, allowed is a name or a file")
+        what = f"--preset 'best': there is none for this hardware{of}"
+        raise BadInputError(f"{what}, allowed is a name or a file; {_MAKES_ONE}")
     models = {one.key.model_id: one.model.name or one.key.model_id for one in here}
     if len(models) > 1:
         raise BadInputError(f"--preset 'best': needs --model, allowed are {', '.join(sorted(models.values()))}")

@@ -37,7 +37,7 @@ LEASE_S = 120.0
 
 _OPEN = (TrialState.PLANNED, TrialState.IN_FLIGHT)
 _CRASH = "the run ended without goodbye while this setting was in flight"
-_VOID = "the run ended before this setting was tried"
+_VOID = "the run ended before this setting was measured"
 _RUNNING = "run '{}' is still running, allowed is one that has ended"
 
 

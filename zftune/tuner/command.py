@@ -110,6 +110,9 @@ def tune(
         write_text(tune_page(document), html_path, option="--html")
     if document["interrupted"]:
         raise SystemExit(_INTERRUPTED)
+    too_short = (document.get("command") or {}).get("too_short")
+    if too_short is not None:  # after what was measured before it
+        raise BadInputError(too_short)
 
 
 def _check(given: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ import torch
 from zenflow import ZenFlowError
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.tuner.background import Background
+from zftune.tuner.conclusion import Followed, conclusion
 from zftune.tuner.disturbances import disturbance_of
 from zftune.tuner.guard import Losses, LossGuard
 from zftune.tuner.live import Change, LiveSearch
@@ -78,6 +79,7 @@ class Tuner:
         self._losses: Losses | None = Losses(optimizer.device, self._guard)
         self._has_loss = False
         self._warm_up = _warm_up_steps(optimizer)
+        self._attached_at = optimizer.steps
         self._begin_at = max(optimizer.steps, optimizer.config.full_warm_up_rounds) + self._warm_up
         self._preparing: Background[Prepared] | None = None
         self._prepared: Prepared | None = None
@@ -85,7 +87,7 @@ class Tuner:
         self._live: LiveSearch | None = None
         self._disturbance = disturbance_of(optimizer.device)
         self._probed: Setting | None = None
-        self._over = self._closed = False
+        self._over = self._closed = self._given_up = False
         self._hook = optimizer.register_step_post_hook(self._after_step)
         if not _open:
             atexit.register(_close_all)
@@ -147,7 +149,7 @@ class Tuner:
         self._closed = True
         try:
             if self._live is not None and not self._live.over:
-                self._live.stop("The tuner was closed.")
+                self._live.stop(f"Tuning ended after {self._steps} steps, before the search was over.")
             if self._finishing is None:
                 self._end_search()  # here: a thread could not be started any more where the interpreter ends
         finally:
@@ -277,15 +279,30 @@ class Tuner:
         self._prepared = self._preparing.result
         self._prepared.search.stop("The tuning ended before its search began.")
 
+    @property
+    def _steps(self) -> int:
+        """That were taken since it follows."""
+        return self._optimizer.steps - self._attached_at
+
     def _conclude(self) -> None:
-        if self._prepared is None:
+        """Say what came of it; nothing where there was no training, or where the reason was given already."""
+        prepared, search = self._prepared, self.search
+        if search is None and (self._given_up or self._steps == 0):
             return
-        search, book = self._prepared.search, self._prepared.search.book
-        gain = "nothing better was found" if book.gain is None else f"they save {book.gain} of the step time"
-        reason = search.notes[-1].reason if search.notes else ""
-        _logger.info("zftune keeps %s: %s. %s", book.incumbent.setting, gain, reason)
-        for notice in self.notices:
-            search.remark(notice)
+        notices = list(self.notices)
+        followed = Followed(
+            self._steps,
+            self._begin_at - self._attached_at,
+            over=self._over or self._given_up,
+            remembered=prepared is not None and prepared.recorder is not None,
+        )
+        level, sentence = conclusion(search, followed)
+        _logger.log(level, "%s", sentence)
+        if level >= logging.WARNING:
+            self.notices.append(sentence)
+        for notice in notices:
+            if search is not None:
+                search.remark(notice)
 
     def _write_down(self) -> None:
         prepared = self._prepared
@@ -295,6 +312,7 @@ class Tuner:
                 self._say(notice)
 
     def _give_up(self, reason: str) -> None:
+        self._given_up = True
         self._say(reason)
         if self._live is not None and not self._live.over:
             self._live.stop(reason)

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEAST_STEPS = 20
+MOST_STEPS = 3 * LEAST_STEPS
+"""Of a comparison's measurement, but for filling up windows."""
 ABORT_FACTOR = 1.5
 LEAST_GAIN = 0.02
 _RESAMPLES = 400
@@ -106,7 +108,7 @@ def gain(before: Sequence[Sample], after: Sequence[Sample], *, seed: int) -> Gai
     return Gain(1.0 - _score(new) / _score(old), float(np.std(shares, ddof=1)))
 
 
-def steps_for(noise: float, interval: int, *, error: float = 0.01, most: int = 3 * LEAST_STEPS) -> int:
+def steps_for(noise: float, interval: int, *, error: float = 0.01, most: int = MOST_STEPS) -> int:
     """Steps of a comparison's measurement, so that the gain's standard error is about `error`.
 
     Args:

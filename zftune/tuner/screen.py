@@ -11,10 +11,8 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from zftune.explain.words import cost_and_gain
+from zftune.explain import words
 from zftune.tuner.settings import Setting
-
-_STATES = {"measured": "", "aborted": "aborted", "crashed": "crashed", "void": "did not count"}
 
 
 def render(document: Mapping[str, Any]) -> RenderableType:
@@ -57,26 +55,35 @@ def _head(document: Mapping[str, Any]) -> str:
 def _history(document: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2))
     table.add_column("")
-    table.add_column("setting")
-    for name in ("planner ms", "measured ms", "staleness"):
+    table.add_column("setting", overflow="fold")
+    planned = any(trial["predicted_step_ms"] is not None for trial in document["trials"])  # there is a planner for it
+    for name in (*(["planner ms"] if planned else []), "measured ms", "staleness"):
         table.add_column(name, justify="right")
     table.add_column("")
-    best = document["best"]["number"]
+    best, fates = document["best"]["number"], words.fates(document)
     for trial in document["trials"]:
         if trial["state"] in ("rejected", "planned"):
             continue
         measured = "" if trial["step_ms"] is None else f"{trial['step_ms']:.1f}"
-        mark = "kept" if trial["number"] == best else "start" if trial["number"] == 0 else _STATES[trial["state"]]
+        predicted = [] if trial["predicted_step_ms"] is None else [f"{trial['predicted_step_ms']:.1f}"]
         table.add_row(
             str(trial["number"]),
             escape(str(Setting.from_knobs(trial["knobs"]))),
-            "" if trial["predicted_step_ms"] is None else f"{trial['predicted_step_ms']:.1f}",
+            *(predicted or [""] if planned else []),
             measured,
             f"{trial['staleness_steps']:.1f}",
-            mark,
+            fates[trial["number"]],
             style="bold" if trial["number"] == best else None,
         )
     return table
+
+
+def _counts(document: Mapping[str, Any]) -> str:
+    made, rejected = document["measurements"], sum(trial["state"] == "rejected" for trial in document["trials"])
+    return (
+        f"{made} measurement{'' if made == 1 else 's'} in {document['steps']} steps; "
+        f"{rejected} setting{' was' if rejected == 1 else 's were'} rejected unseen."
+    )
 
 
 def _result(document: Mapping[str, Any]) -> Panel:
@@ -87,19 +94,15 @@ def _result(document: Mapping[str, Any]) -> Panel:
     if best is None:
         lines.append("The search had not begun.")
     elif gain is None:
-        lines.append(f"No setting is better than the one that it began with: {Setting.from_knobs(best['knobs'])}")
+        lines.append(words.nothing_adopted(document))
     else:
         lines.append(f"Keep {Setting.from_knobs(best['knobs'])}")
         verb = "saves" if gain["share"] >= 0 else "costs"
         lines.append(f"It {verb} {100 * abs(gain['share']):.1f} +/- {100 * gain['error']:.1f}% of the step time.")
     if cost is not None:
-        rejected = sum(trial["state"] == "rejected" for trial in document["trials"])
-        lines.append(
-            f"{document['measurements']} measurements in {document['steps']} steps; "
-            f"{rejected} settings were rejected unseen."
-        )
-        lines.append(cost_and_gain(document))
-    if document["stopped"]:
+        lines.append(_counts(document))
+        lines += [words.cost_and_gain(document)] if words.is_measured(document) else []
+    if document["stopped"] and not (document.get("command") or {}).get("too_short"):  # the command's last words
         lines.append(document["stopped"])
     if document.get("run_id"):
         lines.append(f"zftune explain {document['run_id'][:8]} tells why.")

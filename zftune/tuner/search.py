@@ -310,13 +310,13 @@ class Search:
         if state.voids + 1 < MOST_VOIDS:
             self.state = replace(state, voids=state.voids + 1)
             return
-        reason = sentences.void(trial, MOST_VOIDS, outcome.reason)
-        self._note("void", reason, trial.number)
+        challenger = trial if isinstance(state, Opening) else self.book.trials[state.trial]
+        reason = sentences.void(trial, challenger, MOST_VOIDS, outcome.reason)
+        self._note("void", reason, challenger.number)
         if isinstance(state, Opening):
             self._note("stop", reason, trial.number)
             self.state = Stopped(reason)
             return
-        challenger = self.book.trials[state.trial]
         if not challenger.samples:
             challenger.state, challenger.reason = TrialState.VOID, outcome.reason
         self._misses += 1

@@ -61,9 +61,28 @@ def incumbent_failed(trial: Trial, reason: str) -> str:
     return f"The search ends: the incumbent, {trial.setting}, could not go on: {reason}."
 
 
-def void(trial: Trial, times: int, reason: str) -> str:
-    """Measurements did not count, one after the other."""
-    return f"Given up: {times} measurements of {trial.setting} did not count, the last because {reason}."
+def void(trial: Trial, challenger: Trial, times: int, reason: str) -> str:
+    """Measurements did not count, one after the other; also those that a challenger was to be compared with."""
+    why = f"{times} measurements of {trial.setting} did not count, the last because {reason}"
+    if trial is challenger:
+        return f"Given up: {why}."
+    return f"Given up: {challenger.setting} could not be compared, since {why}."
+
+
+def nothing_adopted(*, measured: bool, tried: int) -> str:
+    """What may be said of the settings where none was adopted; without a full stop.
+
+    Args:
+        measured: whether anything was.
+        tried: how many settings were measured, aborted or crashed, beside the one that the search began with.
+    """
+    if not measured:
+        return "Nothing was measured, so that nothing is known of any setting"
+    if tried == 0:
+        return "No other setting was measured, so that nothing is known of them"
+    if tried == 1:
+        return "The one other setting that was tried was not adopted"
+    return f"None of the {tried} other settings that were tried was adopted"
 
 
 def patience(misses: int) -> str:

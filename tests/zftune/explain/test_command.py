@@ -88,6 +88,50 @@ def test_by_id_by_its_beginning_and_the_last() -> None:
     assert f"  {first[:8]}  " in call(first[:12]).stdout
 
 
+def test_a_run_that_measured_nothing_is_passed_over() -> None:
+    first = saved(1)
+    with open_store() as store:
+        empty = [begin(store) for _ in range(2)]
+        ByHand(store, Clock(), empty[0]).trial("start")
+    shown = call().stdout
+    assert f"  {first[:8]}  " in shown
+    assert "This is the newest run with a measurement; 2 runs after it measured nothing." in flat(shown)
+    assert f"  {empty[0].run_id[:8]}  " in call(empty[0].run_id).stdout
+    second = saved(4)
+    assert f"  {second[:8]}  " in call().stdout
+    assert "newest run with" not in call().stdout
+    with open_store() as store:
+        empty.append(begin(store))
+    assert f"; run {empty[2].run_id[:8]} after it measured nothing." in flat(call().stdout)
+
+
+def test_of_runs_that_measured_nothing_it_is_the_newest() -> None:
+    with open_store() as store:
+        runs = [begin(store) for _ in range(2)]
+        ByHand(store, Clock(), runs[1]).trial("start")
+    shown = flat(call().stdout)
+    assert runs[1].run_id[:8] in shown
+    assert "newest run with" not in shown
+    assert "Nothing was measured, so that nothing is known of any setting." in shown
+
+
+def test_each_measurement_is_of_the_setting_that_is_named() -> None:
+    """Where a decision is about another setting than what was measured before it, and where there is none yet."""
+    clock = Clock()
+    with open_store(clock=clock) as store:
+        rows = ByHand(store, clock, begin(store))
+        start = rows.trial("start")
+        rows.measure(start, "start", 100)
+        rows.decide("start", start)
+        first, second = rows.trial(topk_ratio=0.2), rows.trial(topk_ratio=0.3)
+        rows.measure(first, "explore", 90)
+        rows.decide("stop", start, "Somebody ended it.")
+        rows.measure(second, "explore", 80)
+    shown = flat(call().stdout)
+    assert "Somebody ended it. a look at it, 20 steps, 90 ms a step, noise 0% (trial 1: topk_ratio 0.2," in shown
+    assert "Nothing was decided since. a look at it, 20 steps, 80 ms a step, noise 0% (trial 2: topk_ratio 0.3" in shown
+
+
 def test_runs_that_are_not_there() -> None:
     assert fails() == "RUN 'last': the store has no runs yet, `zftune tune` makes one"
     run_id = saved()

@@ -182,7 +182,18 @@ def test_a_run_without_a_gain(store: Store) -> None:
     worse.measure(start, "start", 100)
     found = explained(store, worse.run)
     assert found["verdict"][0] == "Spent nothing in 2 s, gained nothing." or found["cost"]["elapsed_s"] > 2
-    assert found["verdict"][1] == f"Keep what it began with: {START}."
+    assert found["verdict"][1] == (
+        f"No other setting was measured, so that nothing is known of them. It began with: {START}."
+    )
+
+
+def test_a_run_that_measured_nothing(store: Store) -> None:
+    rows = ByHand(store, Clock(), begin(store))
+    rows.trial("start")
+    found = explained(store, rows.run)
+    assert found["verdict"][0] == (
+        f"Nothing was measured, so that nothing is known of any setting. It began with: {START}."
+    )
 
 
 def test_an_interrupted_run(store: Store) -> None:

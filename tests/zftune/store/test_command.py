@@ -74,7 +74,10 @@ def ds_config(folder: Path, **more: Any) -> Path:
 
 def test_an_empty_store() -> None:
     assert "There are no presets yet." in call("list").output
-    assert fails("show", "mine") == "preset 'mine': is not in the store, allowed is none, there are none"
+    assert fails("show", "mine") == (
+        "preset 'mine': is not in the store, which has no presets yet: `zftune tune` makes one where it finds faster "
+        "knobs"
+    )
 
 
 def test_list_and_show(tmp_path: Path) -> None:
@@ -259,8 +262,12 @@ def test_best_is_of_this_hardware_and_model(tmp_path: Path) -> None:
     def best(*options: object) -> tuple[object, ...]:
         return ("apply", ds_config(tmp_path), "-o", tmp_path / "tuned.json", "--preset", "best", *options)
 
+    assert fails(*best()) == (
+        "--preset 'best': the store has no presets yet: `zftune tune` makes one where it finds faster knobs, "
+        "or give a preset's file"
+    )
     saved(PRESET)
-    assert "there is none for this hardware, allowed is a name or a file" in fails(*best())
+    assert "there is none for this hardware, allowed is a name or a file; `zftune tune` makes one" in fails(*best())
     elsewhere = local(name="opt", model=replace(MODEL, model_id="2" * 16, name="opt"))
     saved(local(name="mine"), replace(elsewhere, key=replace(elsewhere.key, model_id="2" * 16)))
     assert "needs --model, allowed are Llama-2-7b-hf, opt" in fails(*best())

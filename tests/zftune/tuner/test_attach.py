@@ -75,14 +75,18 @@ Attach = Callable[..., "zftune.Tuner"]
 @pytest.fixture
 def attach(store: Store) -> Iterator[Attach]:
     tuners: list[zftune.Tuner] = []
+    optimizers: list[ZenFlowAdamW] = []
 
     def attach(loop: Loop, **more: Any) -> zftune.Tuner:
         tuners.append(zftune.attach(loop.optimizer, **{"store": store, "most_measurements": 5, **more}))
+        optimizers.append(loop.optimizer)
         return tuners[-1]
 
     yield attach
     for tuner in tuners:
         tuner.close()
+    for optimizer in optimizers:  # a logged error holds it longer than the test does
+        optimizer.close()
 
 
 def test_a_loop_is_tuned_and_remembered(attach: Attach, store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -155,6 +159,40 @@ def test_a_loss_that_is_not_finite_ends_it(attach: Attach, *, late: bool) -> Non
         assert "guard" in [note.kind for note in tuner.search.notes]
     else:
         assert tuner.notices[0].startswith("Nothing was tuned. Stopped at step 1: the loss is nan")
+
+
+def test_a_training_that_ends_before_the_search_says_so(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop()
+    tuner = attach(loop)
+    for _ in range(3):
+        loop.step()
+    tuner.close()
+    said = "zftune tuned nothing: the training took 3 steps, the search begins after 8 and a moment to prepare it."
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [said]
+    assert tuner.notices == [said]
+
+
+def test_a_training_that_ends_before_a_measurement_says_so(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop()
+    tuner = attach(loop)
+    loop.run(tuner, until=lambda: tuner.live is not None and tuner.live.request is not None)
+    loop.step()
+    steps = loop.optimizer.steps
+    tuner.close()
+    said = (
+        f"zftune tuned nothing: the training took {steps} steps and ended before the first measurement did (24 steps, "
+        "after some seconds of preparation)."
+    )
+    assert said in tuner.notices
+    assert caplog.messages.count(said) == 1
+    assert tuner.search is not None
+    reasons = [note.reason for note in tuner.search.notes]
+    assert f"Tuning ended after {steps} steps, before the search was over." in reasons
+
+
+def test_an_optimizer_that_never_stepped_says_nothing(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
+    attach(Loop()).close()
+    assert caplog.messages == []
 
 
 def test_zen_auto_becomes_a_window_that_can_be_measured(attach: Attach) -> None:

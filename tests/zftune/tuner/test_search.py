@@ -165,6 +165,18 @@ def test_a_void_measurement_is_made_again_and_given_up_after_three() -> None:
     assert search.book.incumbent.setting == START
 
 
+def test_a_comparison_that_is_given_up_is_told_of_the_challenger() -> None:
+    """Also where it is the incumbent whose measurements do not count."""
+    search, driver = make(1, 0.03)
+    driver.fault = faulty("void", lambda request, count: request.role == "a2")
+    driver.run(search, most=5)
+    challenger = driver.requests[1]
+    note = next(note for note in search.notes if note.kind == "void")
+    assert note.trial == challenger.trial != 0
+    assert note.reason.startswith(f"Given up: {challenger.setting} could not be compared, since 3 measurements of ")
+    assert str(START) in note.reason
+
+
 def test_when_nothing_can_be_measured_it_ends() -> None:
     search, driver = make(1, 0.03)
     driver.fault = faulty("void", lambda request, count: True)

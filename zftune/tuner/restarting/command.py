@@ -67,8 +67,8 @@ class RestartOptions:
 def announcement(options: RestartOptions) -> str:
     """What will happen, before it does."""
     return (
-        f"Runs the command up to {options.most_measurements} times, about {options.steps + options.warm_up} steps "
-        "each, in scratch copies of the working directory; checkpoints are not saved, trackers and hubs are offline."
+        f"Runs the command up to {options.most_measurements} times, {options.steps + options.warm_up} steps each or "
+        "more, in scratch copies of the working directory; checkpoints are not saved, trackers and hubs are offline."
     )
 
 
@@ -87,7 +87,8 @@ def run_restarting(
         store: where it is written down; None: nowhere.
 
     Raises:
-        BadInputError: an option or the command is not allowed, or nothing is tunable.
+        BadInputError: an option or the command is not allowed, nothing is tunable, or the command's training is too
+            short to be measured. Where it was long enough for a part of the search, the document says so instead.
         ProfileError: the command cannot be tuned; says why.
     """
     from zftune.tuner.restarting.interrupts import Interrupts
@@ -141,6 +142,7 @@ def build_document(restarts: Restarts) -> dict[str, Any]:
             "ranks": ranks[0].header["world_size"] if ranks else None,
             "stage": None if upstream is None else upstream.stage,
             "runs": restarts.runs,
+            "too_short": restarts.too_short,
         },
         **found,
         "ds_config": None if search is None else _ds_config(restarts, search.book.incumbent.setting),

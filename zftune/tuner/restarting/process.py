@@ -72,6 +72,8 @@ class Ended:
     losses: tuple[float, ...] = ()
     """NaN where it was no number."""
     device_bytes: int | None = None
+    taken: int = 0
+    """Steps that it made, where it ended by itself."""
     wrote: tuple[str, ...] = ()
     """Files in the working directory that are otherwise than before."""
 
@@ -169,6 +171,8 @@ class ProcessTrial:
             with Child(command, environment, self.interrupts.mask, cwd=place.scratch.target, output=log) as child:
                 ended = self._watch(child, place)
                 child.close()
+            if ended is None and child.exit_status == 0:
+                ended = self._look(place.folder)  # what it wrote since the last look may be enough
         finally:
             os.close(log)
             release_locks(str(place.folder))
@@ -281,11 +285,10 @@ class ProcessTrial:
         if status == 0:
             if not ranks:
                 return Ended("short", nothing_recorded(self.command, read_records(place.folder), status, 0))
-            if self._plan is not None and len(steps) >= self._plan.steps:
-                return replace(ended, status="measured")
             taken = max(rank.steps[-1]["index"] for rank in ranks) + 1
             needed = "" if self._plan is None else f", {self._plan.first + self._plan.steps} are needed"
-            return replace(ended, status="short", reason=f"the command ended by itself after {taken} steps{needed}")
+            reason = f"the command ended by itself after {taken} steps{needed}"
+            return replace(ended, status="short", reason=reason, taken=taken)
         if _MEMORY.search(text):
             return replace(ended, reason=f"it ran out of memory{_said(place.log)}")
         if _BUSY.search(text):

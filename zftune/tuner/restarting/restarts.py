@@ -8,15 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zftune.doctor.deepspeed import defects
-from zftune.errors import ProfileError, ZftuneError
+from zftune.errors import BadInputError, ProfileError, ZftuneError
 from zftune.profile.command.records import Rank
 from zftune.store.types import Model
 from zftune.tuner.guard import LossGuard
 from zftune.tuner.recording import Recording, RunFacts, search_settings
 from zftune.tuner.restarting.interrupts import Interrupts
+from zftune.tuner.restarting.length import Length, too_short
 from zftune.tuner.restarting.process import Asked, Ended, Plan, ProcessTrial
 from zftune.tuner.restarting.upstream import Upstream, seeds, space_for
-from zftune.tuner.scores import ABORT_FACTOR, steps_of
+from zftune.tuner.scores import ABORT_FACTOR
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import Forecast, Space
 from zftune.tuner.states import Outcome, Request, Stopped
@@ -63,29 +64,35 @@ class Restarts:
     steps: int = 0
     """Of all of them."""
     interrupted: bool = False
+    too_short: str | None = None
+    """Why the command's runs are too short to be measured, a sentence without a full stop; None: they are not."""
     origin: str = ""
     """Where it goes on from, a sentence; "": it began anew."""
     _recording: Recording | None = None
     _recorder: StoreRecorder | None = None
     _asked: Request | None = None
     """What the first run is for, once it is known."""
+    _longest: int = 0
+    """Steps that a run made before it was ended from here."""
 
     def run(self) -> None:
         """Search until it is over, or until the user has had enough.
 
         Raises:
-            BadInputError: something is not allowed, or nothing is tunable.
+            BadInputError: something is not allowed, nothing is tunable, or no run was long enough to be measured.
             ProfileError: the command cannot be tuned; says why.
         """
         try:
             self._first()
-            while self.search is not None and not self.interrupted:
+            while self.search is not None and not self.interrupted and self.too_short is None:
                 request = self._next()
                 if request is None:
                     break
                 self._carry_out(request)
         finally:
             self._finish()
+        if self.too_short is not None and not any(trial.samples for trial in self._searched().book.trials):
+            raise BadInputError(self.too_short)
 
     # --- the first run: what is there to be tuned --------------------------------------------------------------------
 
@@ -100,6 +107,9 @@ class Restarts:
             self.interrupted = True
         elif ended.status != "looked":
             outcome = self._outcome(ended)
+            if self._asked is not None and ended.taken:
+                self._end_short(self._asked, ended)
+                return
             if outcome.status != "measured" or self._asked is None:
                 raise ProfileError(f"the command cannot be tuned as it is: {outcome.reason}")
             self._tell(self._asked, outcome)
@@ -232,6 +242,9 @@ class Restarts:
             self.interrupted = True
             return
         outcome = self._outcome(ended)
+        if ended.status == "short" and ended.taken >= self._longest:  # else it is the setting that ends it
+            self._end_short(request, ended)
+            return
         if not applied:  # it never came to these knobs
             try:
                 self._before(request)
@@ -241,19 +254,30 @@ class Restarts:
             outcome = Outcome("void", reason=outcome.reason)
         self._tell(request, outcome)
 
+    def _end_short(self, request: Request, ended: Ended) -> None:
+        """End the search for now: later runs would be as short. The run stays there to be gone on with."""
+        search = self._searched()
+        most = self._length.most(search.book.space, search.book.trials[0].setting)
+        what = f"run {self.runs} {too_short(self._length, request, ended.taken, most)}"
+        if self._recorder is not None and search.measurements:
+            what += " (given again, the search goes on from here)"
+        self.too_short = f"command: {what}"
+        search.stop(f"The search is not over: {what}.")
+
+    @property
+    def _length(self) -> Length:
+        assert self.upstream is not None
+        return Length(self.upstream, self.options.warm_up, self.options.steps)
+
     def _before(self, request: Request) -> None:
         refused = None if self._recorder is None else self._recorder.before(self._searched(), request)
         if refused is not None:
             raise _RefusedError(refused)
 
     def _plan(self, request: Request, ranks: Sequence[Rank]) -> Plan:
-        """Whole windows from a boundary on; the first one, and what is slow in the beginning, does not count."""
-        assert self.upstream is not None
         self._check_engine(request.setting, ranks)
-        window, begin = request.setting.update_interval, self.upstream.warm_up(request.setting)
-        least = max(self.options.warm_up, begin + window, 1)
-        first = begin + window * -(-(least - begin) // window)
-        return Plan(first, steps_of(window, max(request.steps, self.options.steps)), partial(_too_slow, request))
+        length, setting = self._length, request.setting
+        return Plan(length.first(setting), length.counted(setting, request.steps), partial(_too_slow, request))
 
     def _check_engine(self, setting: Setting, ranks: Sequence[Rank]) -> None:
         """Whether the engine runs with what was asked for: somebody may have changed it on the way."""
@@ -289,7 +313,9 @@ class Restarts:
             left_out=() if path is None else (path,),
         )
         ended = trial.run()
-        self.steps += len(ended.discarded_ms) + len(ended.steps_ms)
+        made = len(ended.discarded_ms) + len(ended.steps_ms)
+        self.steps += made
+        self._longest = max(self._longest, made + 1 if ended.status in ("measured", "aborted") else 0)
         if ended.wrote and not any("in the working directory changed" in notice for notice in self.notices):
             self.notices.append(
                 f"'{ended.wrote[0]}' in the working directory changed while a trial ran: where the command did that, "
@@ -328,7 +354,8 @@ class Restarts:
             self.search.stop("Interrupted.")
         if self._recording is not None and self.search is not None:
             try:
-                self._recording.finish(self.search, unfinished=self.interrupted or not _is_over(self.search))
+                unfinished = self.interrupted or self.too_short is not None or not _is_over(self.search)
+                self._recording.finish(self.search, unfinished=unfinished)
             except ZftuneError as error:
                 self.notices.append(f"{error}.")
             self.notices += self._recording.notices

@@ -76,7 +76,7 @@ def train(folder: Path, behaviour: dict[str, Any], zenflow: dict[str, Any], inte
              deepspeed={"version": "0.19.6", "stage": 2, "micro_batch": 2, "offload_ratio": 1.0, "sub_groups": 0,
                         "has_scheduler": False, "zenflow": told if zenflow else None})  # fmt: skip
         step_ms, losses = behaviour.get("ms", {}).get(str(interval), 10.0), []
-        for index in range(1, behaviour.get("steps", 100_000)):
+        for index in range(1, behaviour.get("ends", {}).get(str(interval), behaviour.get("steps", 100_000))):
             time.sleep(behaviour.get("sleep_s", SLEEP_S))
             if interval in behaviour.get("crashes", ()) and index == 5:
                 raise RuntimeError("these knobs do not work")

@@ -23,6 +23,10 @@ from zftune.tuner.restarting.command import RestartOptions, run_restarting
 STAND_IN = Path(__file__).with_name("stand_in.py")
 OPTIONS = ("--restartable", "--trial-steps", "8", "--measurements", "5", "--sampler", "random", "--json", "-")
 FASTER = {"4": 20.0, "2": 10.0, "1": 30.0}
+TOO_SHORT = (
+    r"^command: run 1 ended by itself after {} steps, {} are needed to measure topk_ratio 0\.1, update_interval 4, .*; "
+    r"allowed is a training of \d+ steps or more, which is always enough"
+)
 Document = dict[str, Any]
 Tune = Callable[..., Document]
 
@@ -65,7 +69,7 @@ def test_the_fastest_knobs_are_found_and_kept(tune: Tune) -> None:
     assert document["gain"]["share"] == pytest.approx(0.5)
     assert document["best"]["knobs"]["update_interval"] == 2
     assert document["start"]["step_ms"] == 20.0
-    assert document["command"] == {"script": "stand_in.py", "ranks": 1, "stage": 2, "runs": 3}
+    assert document["command"] == {"script": "stand_in.py", "ranks": 1, "stage": 2, "runs": 3, "too_short": None}
     assert document["ds_config"]["zero_optimization"]["zenflow"]["update_interval"] == 2
     assert [trial["predicted_step_ms"] for trial in document["trials"]] == [None] * len(document["trials"])
     assert document["trials"][1]["staleness_steps"] == 2.5
@@ -87,7 +91,7 @@ def test_progress_begins_with_what_will_happen(tune: Tune, tmp_path: Path) -> No
     told: list[str] = []
     (Path.cwd() / "b.json").write_text(json.dumps({"ms": FASTER}))
     run_restarting([sys.executable, str(STAND_IN), "b.json"], few(), lambda text, _: told.append(text))
-    assert told[0].startswith("Runs the command up to 6 times, about 13 steps each")
+    assert told[0].startswith("Runs the command up to 6 times, 13 steps each or more")
     assert "checkpoints are not saved" in told[0]
     assert "update_interval 2" in told[3]
 
@@ -143,7 +147,9 @@ def test_a_run_that_does_not_come_to_its_knobs_says_nothing_about_them(tune: Tun
         ({"version": "0.19.8"}, {}, ProfileError, r"0\.19\.8 scrambles every 2-D weight.*pip install"),
         ({"loss": False}, {}, BadInputError, "passes no loss to engine.backward"),
         ({"plain": True}, {}, BadInputError, "trains without an optimizer that DeepSpeed offloads"),
-        ({"steps": 9, "sleep_s": 0.1}, {}, ProfileError, "ended by itself after 9 steps, 28 are needed"),
+        ({"steps": 9, "sleep_s": 0.1}, {}, BadInputError, TOO_SHORT.format(9, 28) + "$"),
+        ({"steps": 9, "sleep_s": 0}, {}, BadInputError, TOO_SHORT.format(9, 28) + "$"),
+        ({"steps": 30}, {"steps": 40}, BadInputError, TOO_SHORT.format(30, 48) + ", or --trial-steps 20$"),
         ({"nan": [4]}, {}, ProfileError, "cannot be tuned as it is: the training goes wrong: the loss is nan"),
         ({"crashes": [4]}, {}, ProfileError, "cannot be tuned as it is: .*these knobs do not work"),
         ({"sleep_s": 60}, {"timeout_s": 2}, ProfileError, "it was not done after 2 s"),
@@ -158,6 +164,43 @@ def test_what_cannot_be_tuned_is_said_in_a_sentence(
         tune(few(**options), **behaviour)
     assert not str(error.value).endswith(".")
     assert "\n" not in str(error.value)
+
+
+def test_a_run_that_is_over_at_once_counts_if_it_was_long_enough(tune: Tune) -> None:
+    """Nobody looked at it before its end."""
+    document = tune(few(4), steps=400, sleep_s=0)
+    assert document["command"]["too_short"] is None
+    assert document["measurements"] >= 1
+
+
+def test_the_first_run_that_is_too_short_ends_the_search_which_is_taken_up(tune: Tune) -> None:
+    """The start's 25 steps are there, those of a long window are not."""
+    document = tune(few(quality="loose"), steps=30, sleep_s=0.005, sectioned=False)
+    why = document["command"]["too_short"]
+    assert re.search(r"^command: run 2 ended by itself after 30 steps, \d+ are needed to measure topk_ratio", why)
+    assert why.endswith("(given again, the search goes on from here)")
+    assert document["command"]["runs"] == 2
+    assert document["stopped"] == f"The search is not over: {why.removeprefix('command: ')}."
+    assert document["gain"] is None
+    with open_store() as store:
+        (run,) = store.runs()
+        assert run.state is RunState.LOST
+        assert [row.state for row in store.trials(run.run_id)] == [TrialState.MEASURED, TrialState.VOID]
+        assert "measured" in str(store.trials(run.run_id)[1].reason)
+    needed = int(re.findall(r"a training of (\d+) steps", why)[0])
+    again = tune(few(quality="loose"), steps=needed, sleep_s=0.005, sectioned=False)
+    assert again["origin"] == "It goes on with a run that was not finished, after 1 measurements."
+    assert again["command"]["too_short"] is None
+    assert again["gain"] is not None
+
+
+def test_a_setting_under_which_the_command_ends_early_is_given_up(tune: Tune) -> None:
+    """Other runs were longer: it is not the command that is too short."""
+    document = tune(ends={"2": 7})
+    assert document["trials"][1]["state"] == "void"
+    assert document["trials"][1]["reason"].startswith("the command ended by itself after 7 steps")
+    assert document["command"]["too_short"] is None
+    assert "Given up" in " ".join(note["reason"] for note in document["decisions"])
 
 
 def test_an_engine_with_other_knobs_ends_it(tune: Tune) -> None:
@@ -180,12 +223,12 @@ def tuner(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     (tmp_path / "project").mkdir(exist_ok=True)
     (tmp_path / "scratch").mkdir(exist_ok=True)
 
-    def begin(**behaviour: Any) -> subprocess.Popen[str]:
+    def begin(*options: str, **behaviour: Any) -> subprocess.Popen[str]:
         text = json.dumps({"ms": FASTER, **behaviour})
         (tmp_path / "project" / "b.json").write_text(text)
         environment = {**os.environ, "ZFTUNE_DB": str(tmp_path / "zftune.db"), "TMPDIR": str(tmp_path / "scratch")}
         return subprocess.Popen(
-            [ZFTUNE, "tune", *OPTIONS, "--", sys.executable, STAND_IN, "b.json"],
+            [ZFTUNE, "tune", *OPTIONS, *options, "--", sys.executable, STAND_IN, "b.json"],
             cwd=tmp_path / "project", env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -232,6 +275,25 @@ def test_ctrl_c_ends_the_command_and_the_search_is_taken_up(
     with open_store(str(tmp_path / "zftune.db")) as store:
         (run,) = store.runs()
         assert run.state is RunState.FINISHED
+
+
+def test_a_search_that_was_too_short_in_part_ends_with_code_2(
+    tmp_path: Path, tuner: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """What was measured before is written, and the last line says what to do."""
+    process = tuner("--quality", "loose", steps=30, sleep_s=0.005, sectioned=False)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2, err
+    document = json.loads(out)
+    assert err.splitlines()[-1] == f"zftune: {document['command']['too_short']}"
+    shown = " ".join(err.replace("│", " ").split())
+    assert "No other setting was measured, so that nothing is known of them. It began with: topk_ratio 0," in shown
+    assert shown.count("ended by itself") == 1
+    explained = subprocess.run(
+        [ZFTUNE, "explain"], env={**os.environ, "ZFTUNE_DB": str(tmp_path / "zftune.db")}, capture_output=True,
+        text=True, check=True,
+    ).stdout  # fmt: skip
+    assert document["stopped"] in " ".join(explained.split())
 
 
 def is_in_flight(tmp_path: Path) -> bool:
