@@ -228,37 +228,25 @@ class DeferredTier:
 
     # --- a close ---------------------------------------------------------------------------------------------------
 
-    def submit_window(self, closing: Hyper, move: Move | None, *, after_all_d2h: bool) -> list[BucketJob]:
-        """Submit the logged window of every bucket and begin an empty log.
+    def submit_window(
+        self, bucket: Bucket, closing: Hyper, move: Move | None, *, after_all_d2h: bool, not_before: int
+    ) -> BucketJob | None:
+        """Submit a bucket's logged window and begin an empty log; None where there is nothing to apply.
 
         Args:
+            bucket: one of the tier's.
             closing: hyperparameters of the closing step.
             move: columns that change tier at this close; their slots are passed over.
             after_all_d2h: start only when every gradient has arrived, as DeepSpeed does.
+            not_before: the step that must be over, unless somebody waits for the result.
         """
-        barrier = [self._runtime.last_d2h] if after_all_d2h and self._runtime.last_d2h is not None else []
-        jobs = []
-        for bucket in self.buckets:
-            entries, bucket.log = bucket.log, []
-            places, bucket.places = bucket.places, []
-            staying = None if move is None else _others(bucket, move.slots)
-            if entries and (staying is None or len(staying)):
-                jobs.append(self._submit_bucket(bucket, entries, places, closing, staying, barrier))
-            else:
-                # Whoever leaves has read the entries before the next step, and so before they are overwritten.
-                self._runtime.log.give_back(places)
-        return jobs
-
-    def _submit_bucket(
-        self,
-        bucket: Bucket,
-        entries: list[LogEntry],
-        places: list[Extents],
-        closing: Hyper,
-        staying: torch.Tensor | None,
-        barrier: list[Transfer],
-    ) -> BucketJob:
         runtime = self._runtime
+        entries, bucket.log = bucket.log, []
+        places, bucket.places = bucket.places, []
+        staying = None if move is None else _others(bucket, move.slots)
+        if not entries or (staying is not None and len(staying) == 0):
+            runtime.log.give_back(places)  # whoever leaves has read them before the next step overwrites them
+            return None
         if staying is None:
             part = Targets(bucket.slots, [(entry, None) for entry in entries])
             result, columns = bucket.result, bucket.columns
@@ -266,14 +254,15 @@ class DeferredTier:
             index = staying - bucket.slots.start
             part = Targets(staying, [(entry, index) for entry in entries])
             result, columns = bucket.result[: len(staying)], runtime.send_index(self.slot_columns[staying])
-        inputs = _transfers(entries) + ([bucket.sent] if bucket.sent is not None else []) + barrier
+        barrier = [runtime.last_d2h] if after_all_d2h and runtime.last_d2h is not None else []
         job = self._submit(
             f"updating {self._name}",
             Update(self._host, [part], self._closing(closing), weights=result),
             self._update_bytes(result.numel(), entries),
-            inputs,
+            _transfers(entries) + ([bucket.sent] if bucket.sent is not None else []) + barrier,
             result,
             places,
+            not_before,
         )
         return BucketJob(bucket, columns, job, entries, barrier[-1] if barrier else entries[-1].transfer)
 
@@ -350,6 +339,7 @@ class DeferredTier:
         inputs: list[Transfer],
         result: torch.Tensor | None = None,
         places: Sequence[Extents] = (),
+        not_before: int = 0,
     ) -> Job:
         runtime = self._runtime
         runtime.log.promise(places)
@@ -367,6 +357,7 @@ class DeferredTier:
             inputs=inputs,
             result=result,
             after=done,
+            not_before=not_before,
         )
         return runtime.engine.submit(job)
 

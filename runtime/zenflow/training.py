@@ -148,6 +148,7 @@ class Training:
         if change is not None:
             self._change = None
             self._take_change(change, groups)
+        self.engine.reach(plan.step)
         self.model.windows.ask(plan.step + 1)
 
     def _split(self, plan: StepPlan, live: Live) -> None:

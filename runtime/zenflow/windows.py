@@ -88,10 +88,14 @@ class Windows:
             if weight.deferred is None:
                 continue
             closing, leaves = hypers[weight.group], moves.get(weight)
-            for window in weight.deferred.submit_window(closing, leaves, after_all_d2h=in_turn):
-                due = plan.step if plan.synchronous else self._due(plan, window.bucket.index)
-                self._in_flight.append(Flight(weight, window, due))
-                weight.in_flight.add(window.bucket.index)
+            for bucket in weight.deferred.buckets:
+                due = plan.step if plan.synchronous else self._due(plan, bucket.index)
+                # Where host work slows the steps down, each step has its share of it; else the sooner the better.
+                start = due - 1 if self._device.in_host_memory else 0
+                window = weight.deferred.submit_window(bucket, closing, leaves, after_all_d2h=in_turn, not_before=start)
+                if window is not None:
+                    self._in_flight.append(Flight(weight, window, due))
+                    weight.in_flight.add(bucket.index)
         for weight, job in leaving.items():
             with record.timed(self._device, "select"):
                 state = job.receive(self._runtime.engine)

@@ -103,6 +103,22 @@ def within(seconds: float, work: Callable[[], object]) -> None:
         raise errors[0]
 
 
+def test_a_job_that_is_held_fails_with_the_engines_end_and_not_before(engine: HostEngine) -> None:
+    held = engine.submit(Job("held", CpuDevice(), None, nbytes=0, inputs=[], not_before=7))
+    finished = [held.finished]
+    engine.close()
+    assert [*finished, held.finished] == [False, True]
+    with pytest.raises(HostEngineError, match="the host engine was closed"):
+        held.wait(engine)
+
+
+def test_an_engine_that_nobody_ended_ends_with_a_held_job() -> None:
+    engine = HostEngine(CpuDevice(), Calls())
+    engine.submit(Job("held", CpuDevice(), None, nbytes=0, inputs=[], not_before=7))
+    engine._at_exit()
+    assert not engine.alive
+
+
 def test_jobs_run_in_the_order_in_which_they_were_submitted(engine: HostEngine) -> None:
     done: list[int] = []
     jobs = [engine.submit(job(str(i), lambda i=i: done.append(i))) for i in range(50)]  # type: ignore[misc]

@@ -19,6 +19,7 @@ from zenflow.device import Device, HostSpan, Mark, Transfer
 from zenflow.errors import HostEngineError
 from zenflow.host.backend import Backend
 from zenflow.host.tasks import Task
+from zenflow.host.turnstile import Turnstile
 
 _POLL_S = 0.2
 
@@ -36,6 +37,7 @@ class Job:
         inputs: Sequence[Transfer],
         result: torch.Tensor | None = None,
         after: Callable[[], None] | None = None,
+        not_before: int = 0,
     ) -> None:
         self.name = name
         self.nbytes = nbytes
@@ -47,6 +49,10 @@ class Job:
         """Host memory that the work writes and that `ask_result` sends to the device."""
         self.after = after
         """Called when the work is done, in a thread of the engine."""
+        self.not_before = not_before
+        """The step that must be over before it starts, unless somebody waits for it."""
+        self.number = 0
+        """Counted from 1 in the order of submission."""
         self.span = HostSpan()
         self.submitted: Mark = device.mark()
         self.delivered: torch.Tensor | None = None
@@ -93,6 +99,7 @@ class Job:
         Raises:
             HostEngineError: the work failed, or the engine is gone.
         """
+        engine.hurry(self)
         while not self._finished.wait(_POLL_S):
             if not engine.alive and not self.finished:
                 raise HostEngineError(f"the host engine's thread is gone; {self.name} was not finished")
@@ -127,6 +134,8 @@ class HostEngine:
     def __init__(self, device: Device, backend: Backend) -> None:
         self.backend = backend
         self._device = device
+        self._turnstile = Turnstile()
+        self._submitted = 0
         self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[tuple[Job, int | Exception | None] | None] = queue.SimpleQueue()
         self.last_span = HostSpan()
@@ -142,7 +151,7 @@ class HostEngine:
         for thread in self._threads:
             thread.start()
         # A thread that comes back from native code when the interpreter is gone would end the process badly.
-        self._at_exit = weakref.finalize(self, _end, self._waiting, backend, self._threads)
+        self._at_exit = weakref.finalize(self, _end, self._waiting, self._turnstile, backend, self._threads)
 
     @property
     def alive(self) -> bool:
@@ -162,8 +171,18 @@ class HostEngine:
         self.check()
         if not self.alive:
             raise HostEngineError(f"the host engine's thread is gone; {job.name} cannot be submitted")
+        self._submitted += 1
+        job.number = self._submitted
         self._waiting.put(job)
         return job
+
+    def reach(self, step: int) -> None:
+        """Say which step is over: jobs that were to wait for it may start."""
+        self._turnstile.reach(step)
+
+    def hurry(self, job: Job | None = None) -> None:
+        """Start a job and those before it as soon as possible; None: all that were submitted."""
+        self._turnstile.hurry(self._submitted if job is None else job.number)
 
     def check(self) -> None:
         """Raise the failure of an earlier job, even where nobody waits for it, and notice lost threads.
@@ -189,6 +208,7 @@ class HostEngine:
         """Ask the threads to end after the job that is being done; jobs behind it fail. Any thread may call it."""
         self._closing = True
         self._waiting.put(None)
+        self._turnstile.open()
         self.backend.stop()
 
     def close(self) -> None:
@@ -201,6 +221,7 @@ class HostEngine:
     def _feed(self) -> None:
         self._enter_thread()
         while (job := self._waiting.get()) is not None:
+            self._turnstile.wait(job.number, job.not_before)
             self._guarded(job, self._start)
             del job  # while idle, the last job's tensors must not be kept
         self._started.put(None)
@@ -267,8 +288,11 @@ class HostEngine:
         return self._failure
 
 
-def _end(waiting: queue.SimpleQueue[Job | None], backend: Backend, threads: list[threading.Thread]) -> None:
+def _end(
+    waiting: queue.SimpleQueue[Job | None], turnstile: Turnstile, backend: Backend, threads: list[threading.Thread]
+) -> None:
     waiting.put(None)
+    turnstile.open()
     backend.stop()
     for thread in threads:
         if thread is not threading.current_thread():  # which may be the last to know the engine

@@ -161,6 +161,7 @@ class GradientLog:
     def _take(self, nbytes: int) -> Extents:
         if self._pool.ready(nbytes):
             return self._pool.take(nbytes)
+        self._engine.hurry()
         with self._history.open.timed(self._device, "host"):
             while True:
                 try:
