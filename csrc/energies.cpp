@@ -4,7 +4,9 @@
 #include "energies.hpp"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 
 #include "clones.hpp"
@@ -21,9 +23,11 @@ constexpr std::size_t kGrain = 1 << 15;   // elements that are worth waking a th
 
 template <class Format>
 [[gnu::always_inline]] inline void add_row(const void* stored, float* sums, std::size_t n) {
-    const auto* row = static_cast<const typename Format::Stored*>(stored);
+    const auto* row = static_cast<const std::byte*>(stored);
     for (std::size_t i = 0; i < n; ++i) {
-        const float value = Format::widen(row[i]);
+        typename Format::Stored element;
+        std::memcpy(&element, row + i * sizeof element, sizeof element);  // fp32 may lie in words
+        const float value = Format::widen(element);
         sums[i] += value * value;
     }
 }

@@ -291,7 +291,10 @@ void scatter_columns(const Matrix& matrix, Index columns, std::size_t n, std::si
         const std::size_t span = along ? 0 : span_of(matrix, columns, tile);
         const bool between = disjoint && span > tile.columns && span <= kSpan;
         Scratch scratch;
-        const Places places = between ? gather(matrix, width, columns, tile, scratch) : places_of(columns, tile, false);
+        Places places{};
+        if (!along) {
+            places = between ? gather(matrix, width, columns, tile, scratch) : places_of(columns, tile, false);
+        }
         for (std::size_t c = 0; c < tile.columns; ++c) {
             const std::size_t i = tile.first + c;
             const std::byte* from = source + (i * rows + tile.begin) * source_width;

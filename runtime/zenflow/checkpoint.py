@@ -197,6 +197,7 @@ def _restore(training: Training, saved: Saved, groups: Groups) -> None:
     ordered = training.model.split(groups, header.config).parameters
     training.begin(groups, Split(ordered, ModelPlan(tuple(plans[id(p)] for p in ordered), header.buckets)))
     training.clock.restore(header.step, header.window_steps)
+    training.engine.reach(header.step)
     training.hypers[:] = [_hyper(training, group, values) for group, values in zip(groups, header.hypers, strict=True)]
     controls: _Controls = {}
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}

@@ -80,7 +80,7 @@ class TestOnSeveralThreads:
         self, kernels: NativeKernels, device: torch.device, dtype: torch.dtype
     ) -> None:
         draw = Draw(5, device)
-        for rows, of in ((1000, 77), (3, 20_000), (20_000, 3)):
+        for rows, of in ((1000, 77), (3, 20_000), (20_000, 3), (1, 70_000)):
             for layout in LAYOUTS:
                 matrix = laid_out(draw.values(rows, of).to(dtype), layout)
                 expected = laid_out(matrix, layout)

@@ -142,7 +142,7 @@ class GradientLog:
             if len(pieces) == 1:
                 write(pieces[0].view(shape))
             else:
-                _write_in_pieces(pieces, torch.empty(shape, dtype=dtype), write)
+                _write_in_pieces(pieces, torch.empty(shape, dtype=dtype, device="cpu"), write)
         except BaseException:
             self._pool.give(place)
             raise

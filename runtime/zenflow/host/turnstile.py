@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+_POLL_S = 0.2
+
 
 class Turnstile:
     """Holds jobs back in the order in which they come; any thread may call it.
@@ -48,4 +50,6 @@ class Turnstile:
             not_before: the step that must be over.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not_before <= self._step or number <= self._urgent or self._open)
+            while not (not_before <= self._step or number <= self._urgent or self._open):
+                # Not for ever: a finalizer that runs in this very thread may open it just before it sleeps.
+                self._changed.wait(_POLL_S)
