@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.upstream_ops import ROOT, environment
+from tests.upstream_ops import ROOT, allow_fp16, environment
 from tests.zftune.checkpoint.tiny import BETAS, EPS, LR, Tiny, groups_of, loss_of
 
 FIRST, MORE = range(3), range(3, 6)
@@ -207,6 +207,7 @@ def _rank(folder: Path, rank: int, ranks: int, port: int) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
+    allow_fp16()
     for name in CASES_OF[ranks]:
         _run(name, folder, rank, ranks)
 

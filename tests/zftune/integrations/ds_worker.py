@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests import upstream_ops
+
 LR = 1e-3
 WIDTH = 24
 
@@ -231,6 +233,7 @@ def main() -> None:
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    upstream_ops.allow_fp16()
     found: dict[str, Any] = {}
     for name, case in json.loads(cases.read_text()).items():
         try:
