@@ -281,7 +281,9 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def no_room() -> Any:
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "ZENFLOW_NATIVE": "require"}
+    # Each thread that glibc gives an arena of its own takes 64 MiB of the address space, now one and now another.
+    arenas = {"MALLOC_ARENA_MAX": "1"}
+    environment = {**os.environ, **arenas, "OPENBLAS_NUM_THREADS": "1", "ZENFLOW_NATIVE": "require"}
     done = subprocess.run(
         [sys.executable, "-c", NO_ROOM], capture_output=True, text=True, timeout=120, env=environment, check=False
     )
