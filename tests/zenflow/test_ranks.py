@@ -15,6 +15,7 @@ from torch.multiprocessing.spawn import spawn
 
 from zenflow import ConfigError, ZenFlowAdamW, ZenFlowConfig, knobs, runtime
 from zenflow.errors import HostMemoryError
+from zenflow.ranks import Ranks
 
 STEPS, RANKS, BATCH = 11, 2, 6
 
@@ -211,11 +212,30 @@ def test_given_masters_are_those_of_the_first_rank(ranks: Results) -> None:
     assert any(not torch.equal(one, one.bfloat16().float()) for one in first["masters"])
 
 
+def _large_gradients(rank: int) -> dict[str, Any]:
+    sizes = [(shape, dtype) for dtype in (torch.float16, torch.float32) for shape in ((3, 5), (7,))]
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 40_000.0 + 8_000.0 * rank)
+    found = Ranks.of(OVERLAPPED)
+    assert found is not None
+    found.reduce(parameters)
+    return {"gradients": [parameter.grad for parameter in parameters]}
+
+
+def test_gradients_become_their_mean_and_fp16_does_not_overflow_on_its_way(ranks: Results) -> None:
+    """AdamW would not tell a sum from a mean. The sum of the two is 88,000, and fp16 ends at 65,504."""
+    for results in ranks:
+        assert "error" not in results["large"], results["large"]
+        assert all(bool((gradient == 44_000.0).all()) for gradient in results["large"]["gradients"])
+
+
 WORK: dict[str, Callable[[int], Any]] = {
     **{name: _Half(config, torch.float32) for name, config in CONFIGS.items()},
     "bf16": _Half(OVERLAPPED, torch.bfloat16),
     "overflow": _overflow_on_one,
     "masters": _given_masters,
+    "large": _large_gradients,
     "no room": _no_room_on_one,  # last: it leaves the second rank without room
 }
 
