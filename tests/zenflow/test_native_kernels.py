@@ -105,18 +105,20 @@ class TestOnSeveralThreads:
                 assert torch.equal(kernels.energies(laid), expected), (rows, of, layout)
                 assert torch.equal(EAGER.energies(laid), expected), (rows, of, layout)
 
-    @pytest.mark.parametrize("density", [1.0, 0.9, 0.7, 0.4])
+    @pytest.mark.parametrize("ascending", [True, False], ids=["ascending", "in any order"])
+    @pytest.mark.parametrize("density", [1.0, 0.9, 0.7, 0.4, 0.1])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_columns_that_lie_close_together(
-        self, kernels: NativeKernels, device: torch.device, dtype: torch.dtype, density: float
+        self, kernels: NativeKernels, device: torch.device, dtype: torch.dtype, density: float, ascending: bool
     ) -> None:
-        """Ascending, as tiers have them: such tiles are transposed in vectors, with what lies between."""
+        """As tiers have them, before and after a move: tiles are transposed in vectors, with what lies between."""
         draw = Draw(7, device)
         for rows, of in ((1, 40), (7, 33), (8, 90), (255, 8), (257, 100), (531, 3), (300, 1000)):
             for layout in LAYOUTS:
                 matrix = laid_out(draw.values(rows, of, odd=True).to(dtype), layout)
                 expected = laid_out(matrix, layout)
-                columns = draw.columns(max(1, int(density * of)), of).sort().values
+                columns = draw.columns(max(1, int(density * of)), of)
+                columns = columns.sort().values if ascending else columns
                 place = torch.empty(len(columns), rows, dtype=dtype)
                 assert kernels.pack(matrix, columns, place) is place
                 assert same(place, EAGER.pack(matrix, columns)), (rows, of, layout)
@@ -124,6 +126,15 @@ class TestOnSeveralThreads:
                 kernels.scatter(matrix, columns, source)
                 EAGER.scatter(expected, columns, source)
                 assert same(memory(matrix), memory(expected)), (rows, of, layout)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_a_column_that_is_asked_for_twice_comes_twice(
+        self, kernels: NativeKernels, device: torch.device, layout: str
+    ) -> None:
+        draw = Draw(8, device)
+        matrix = laid_out(draw.values(300, 200), layout)
+        columns = torch.cat([draw.columns(150, 200), draw.columns(60, 200)])
+        assert torch.equal(kernels.pack(matrix, columns), EAGER.pack(matrix, columns))
 
 
 def updates(draw: Draw, rule: Rule, dtype: torch.dtype) -> list[ColumnUpdate]:
