@@ -95,6 +95,7 @@ def measure(size: Size, seed: int, folder: Path, scale: Scale, say: Say) -> dict
             say(f"{label}: first steps of {run.child.system.name}")
             run.evaluate(scale)
             run.train(scale.opening)
+            run.child.do("freeze")
             run.child.settle()
         share = _turns(runs, scale, lambda number: say(f"{label}: turn {number + 1} of {scale.turns}"))
         systems = {name: run.figures() for name, run in runs.items()}
