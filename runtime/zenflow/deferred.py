@@ -382,9 +382,10 @@ def _members(bucket: Bucket, slots: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 def _others(bucket: Bucket, moved: torch.Tensor) -> torch.Tensor | None:
     """The bucket's slots that are not among `moved`; None where that is all of them."""
-    slots = torch.arange(bucket.slots.start, bucket.slots.stop, device="cpu")
-    staying = slots[~torch.isin(slots, moved)]
-    return None if len(staying) == len(slots) else staying
+    stays = torch.ones(len(bucket.slots), dtype=torch.bool, device="cpu")
+    _, here = _members(bucket, moved)
+    stays[here - bucket.slots.start] = False
+    return None if not len(here) else stays.nonzero().squeeze(1) + bucket.slots.start
 
 
 def _transfers(entries: list[LogEntry]) -> list[Transfer]:

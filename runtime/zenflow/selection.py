@@ -59,11 +59,14 @@ def plan_move(selected: torch.Tensor, slot_columns: torch.Tensor, wanted: torch.
     Returns:
         The move, or None where nothing changes. All tensors on the CPU.
     """
-    leaving_selected = ~torch.isin(selected, wanted)
-    if not bool(leaving_selected.any()):
+    if not len(selected):
         return None
-    places = leaving_selected.nonzero().squeeze(1)
-    slots = torch.isin(slot_columns, wanted).nonzero().squeeze(1)
+    is_wanted = torch.zeros(int(torch.cat([selected, slot_columns]).max()) + 1, dtype=torch.bool, device="cpu")
+    is_wanted[wanted] = True  # a table: `torch.isin` sorts
+    places = (~is_wanted[selected]).nonzero().squeeze(1)
+    if not len(places):
+        return None
+    slots = is_wanted[slot_columns].nonzero().squeeze(1)
     places = places[torch.argsort(selected[places])]
     slots = slots[torch.argsort(slot_columns[slots])]
     return Move(slots, places, slot_columns[slots], selected[places])
