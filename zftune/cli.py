@@ -17,6 +17,8 @@ from zftune.check.command import check
 from zftune.checkpoint.command import checkpoint
 from zftune.commands.profile import ProfileCommand, profile
 from zftune.commands.run import run
+from zftune.daemon.command import daemon
+from zftune.daemon.top.command import top
 from zftune.doctor.command import doctor
 from zftune.errors import BadInputError, ZftuneError
 from zftune.explain.command import explain
@@ -83,6 +85,8 @@ app.command(cls=ProfileCommand, context_settings={"allow_interspersed_args": Fal
 app.command(cls=ProfileCommand, context_settings={"allow_interspersed_args": False})(run)
 app.add_typer(presets)
 app.add_typer(checkpoint)
+app.add_typer(daemon)
+app.command()(top)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from typing import Any
 
 import typer.main
 
@@ -48,3 +49,29 @@ def test_help_lists_every_option_with_a_sentence() -> None:
     for flag in profile_options().values():
         (line,) = (line for line in shown.splitlines() if f"{flag} " in line)
         assert line.rstrip("│ ").endswith((".", "]")), line
+
+
+def test_the_daemons_commands_and_options_are_these() -> None:
+    daemon = typer.main.get_command(app).commands["daemon"]  # type: ignore[attr-defined]
+    found = {name: options_of(command) for name, command in {"": daemon, **daemon.commands}.items()}
+    assert found == {
+        "": {"--private", "--idle-exit-s", "--port", "--metrics-textfile"},
+        "runs": {"--json"},
+        "pause": {"--json"},
+        "resume": {"--json"},
+        "rollback": {"--json"},
+        "logs": {"--follow", "--json"},
+        "status": {"--json"},
+        "stop": {"--json"},
+        "open": {"--browser"},
+    }
+
+
+def test_the_options_of_run_are_these() -> None:
+    command = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
+    assert options_of(command) == {"--backend", "--preset", "--quality", "--online", "--schedule", "--export-schedule"}
+    assert all(option.help.endswith(".") for option in command.params if option.param_type_name == "option")
+
+
+def options_of(command: Any) -> set[str]:
+    return {option.opts[0] for option in command.params if option.param_type_name == "option"}

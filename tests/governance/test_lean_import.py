@@ -14,9 +14,12 @@ import zftune
 
 ROOT = Path(__file__).parents[2]
 TUNING_STACK = {"alembic", "deepspeed", "optuna", "sqlalchemy", "pynvml", "transformers"}
-COMMAND_LINE_STACK = TUNING_STACK | {"torch", "numpy"}
+SERVING_STACK = {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"}
+COMMAND_LINE_STACK = TUNING_STACK | SERVING_STACK | {"torch", "numpy"}
 # torch.cuda imports pynvml where it is installed; that zenflow does not is for the linter to say.
-RUNTIME_UNWANTED = TUNING_STACK - {"pynvml"} | {"zftune"}
+RUNTIME_UNWANTED = (TUNING_STACK - {"pynvml"}) | SERVING_STACK | {"zftune"}
+# It runs inside training processes, beside whatever they have.
+CLIENT_UNWANTED = COMMAND_LINE_STACK | {"h11", "rich", "typer", "zenflow"}
 
 PROBE = """
 import json, sys
@@ -50,6 +53,7 @@ def probe(statement: str) -> tuple[set[str], bool]:
         ("import zenflow.bandwidth, zenflow.reference", RUNTIME_UNWANTED),
         ("import zftune", COMMAND_LINE_STACK),
         ("import zftune.cli", COMMAND_LINE_STACK),
+        ("import zftune.daemon.client, zftune.daemon.wire", CLIENT_UNWANTED),
     ],
 )
 def test_import_is_lean(statement: str, unwanted: set[str]) -> None:

@@ -1,0 +1,406 @@
+"""A run and its brain: the search over the wire, commands, and whatever may get lost on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.zftune.daemon.brain.agents import RUN, START_MS, Agent, facts, faster, same
+from tests.zftune.daemon.brain.loops import Direct
+from zftune.daemon.brain.registry import Registry, UnknownRunError
+from zftune.daemon.brain.states import NotAllowedError
+from zftune.daemon.errors import DaemonError
+from zftune.daemon.wire import Again, Done, WireError, encode
+from zftune.store import PresetState, RunState, TrialState, open_store
+from zftune.store.store import Store
+from zftune.tuner.recording import Recording
+from zftune.tuner.settings import Setting
+from zftune.tuner.states import OF_INCUMBENT, Outcome
+
+START = Setting.of(facts().config)
+
+
+class World:
+    """A store in a file, and a daemon's registry; both can be ended like a process that is killed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.now_s = 0.0
+        self.disturbed: str | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        self.store: Store = open_store(str(self._path))
+        self.registry = Registry(
+            self.store, lease_s=30.0, clock=lambda: self.now_s, disturbance=lambda _: lambda: self.disturbed
+        )
+        self.transport = Direct(self.registry)
+
+    def kill(self) -> None:
+        """No goodbye is written; the locks end as they do with a process."""
+        self.store.close()
+        self.registry._thinkers.close()
+
+    def agent(self, step_ms: Callable[[Setting], float] = faster, **more: Any) -> Agent:
+        return Agent(self.transport, step_ms, **more)
+
+    @property
+    def state(self) -> str:
+        return self.registry.brain(RUN).state.name
+
+    def trial_states(self, record: str | None) -> list[TrialState]:
+        assert record is not None
+        return [one.state for one in self.store.trials(record)]
+
+    def kinds(self, record: str | None) -> list[str]:
+        assert record is not None
+        return [one.kind for one in self.store.decisions(record)]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path / "zftune.db")
+    yield world
+    world.registry.close()
+    world.store.close()
+
+
+def test_a_search_goes_through_its_states_and_its_knobs_are_kept(world: World) -> None:
+    agent = world.agent()
+    agent.run_until("frozen")
+    assert agent.states[0] in ("warming", "baseline")
+    expected = ["baseline", "searching", "confirming", "searching", "frozen"]
+    assert [state for state in agent.states if state in expected and state != "warming"][: len(expected) - 1]
+    assert list(dict.fromkeys(agent.states))[-4:] == ["baseline", "searching", "confirming", "frozen"]
+    assert {"start", "explore", "a1", "b", "a2"} <= {request.role for request in agent.requests}
+    assert agent.last.incumbent is not None
+    assert Setting.from_knobs(agent.last.incumbent) != START
+    assert agent.last.start == START.knobs()
+    (preset,) = world.store.presets()  # before any goodbye
+    assert preset.knobs == agent.last.incumbent
+    assert agent.asked().role == "hold"  # it goes on looking
+    farewell = agent.goodbye(remarks=("The probe saw nothing.",))
+    assert "zftune keeps" in farewell["sentence"]
+    assert "of the step time" in farewell["sentence"]
+    assert not farewell["warning"]
+    (run,) = world.store.runs()
+    assert run.state is RunState.FINISHED
+    assert run.run_id == agent.last.record
+    assert world.kinds(run.run_id)[-1] == "remark"
+    assert agent.forgotten()
+    assert agent.goodbye()["sentence"] == farewell["sentence"]  # said twice
+
+
+def test_what_came_of_a_request_counts_once_however_often_it_is_said(world: World) -> None:
+    agent = world.agent(same)
+    agent.measure()
+    done = agent.done
+    for _ in range(5):
+        agent.report(done=done)
+    request = agent.asked()
+    assert request.role == "explore"
+    agent.report(done=done)
+    assert agent.last.kind == "apply"
+    assert world.store.measurements(world.store.trials(agent.last.record or "")[0].trial_id).__len__() == 1
+    assert agent.last.taken == 1
+    assert agent.last.decision == 2
+
+
+def test_times_that_change_reopen_the_search(world: World) -> None:
+    slow = [1.0]
+    agent = world.agent(lambda setting: slow[0] * START_MS)
+    agent.run_until("frozen")
+    agent.measure()
+    slow[0] = 2.0
+    agent.run_until("drifted")
+    agent.run_until("searching")
+    assert "reopen" in world.kinds(agent.last.record)
+
+
+def test_a_pause_puts_the_incumbent_back_and_holds_until_resume(world: World) -> None:
+    agent = world.agent()
+    agent.measure()
+    request = agent.asked()
+    assert request.role == "explore"
+    record = agent.last.record
+    assert TrialState.IN_FLIGHT in world.trial_states(record)
+    world.registry.command(RUN, "pause")
+    assert agent.report().kind == "pause"
+    assert agent.last.incumbent == START.knobs()
+    agent.done = Done(agent.last.decision, encode(Outcome("void", reason="paused")))
+    agent.until(lambda: agent.done is None)
+    assert agent.last.kind == "pause"
+    assert agent.last.state == "paused"
+    assert TrialState.IN_FLIGHT not in world.trial_states(record)  # a kill now is no crash
+    world.registry.command(RUN, "pause")  # twice is once
+    assert world.kinds(record).count("pause") == 1
+    world.registry.command(RUN, "resume")
+    again = agent.asked()
+    assert (again.role, again.trial) == (request.role, request.trial)
+    assert world.kinds(record)[-1] == "unpause"
+    with pytest.raises(NotAllowedError, match="the run is searching, allowed is resuming one that is paused"):
+        world.registry.command(RUN, "resume")
+
+
+def test_a_pause_before_the_search_begins(world: World) -> None:
+    agent = world.agent()
+    world.registry.command(RUN, "pause")
+    agent.until(lambda: agent.last.record is not None)
+    agent.until(lambda: agent.last.incumbent is not None)
+    for _ in range(5):
+        assert agent.report().kind == "pause"
+    world.registry.command(RUN, "resume")
+    assert agent.asked().role == "start"
+
+
+def test_a_rollback_pins_what_was_before_and_bars_what_was_adopted(world: World) -> None:
+    agent = world.agent()
+    with pytest.raises(NotAllowedError, match=r"allowed is rolling back"):
+        world.registry.command(RUN, "rollback")
+    agent.run_until("frozen")
+    adopted = Setting.from_knobs(agent.last.incumbent or {})
+    agent.asked()
+    asked_for = agent.last.decision
+    world.registry.command(RUN, "rollback")
+    directive = agent.report()
+    assert directive.decision > asked_for  # the agent lets go of what it was asked for
+    assert (directive.kind, directive.state) == ("hold", "frozen")
+    assert Setting.from_knobs(directive.incumbent or {}) != adopted
+    assert agent.report().kind == "hold"  # for good
+    thought = world.registry.brain(RUN).thought
+    assert thought is not None
+    assert thought.search.book.judge(adopted).reason == "it crashed before"
+    record = directive.record
+    (decision,) = [one for one in world.store.decisions(record or "") if one.kind == "rollback"]
+    assert str(adopted) in decision.reason
+    assert all(
+        preset.state is PresetState.WITHDRAWN for preset in world.store.presets() if preset.knobs == adopted.knobs()
+    )
+    crashed = Recording(world.store, facts().run, "published", facts().here).crashed()
+    assert adopted in crashed  # nor by later runs
+    agent.goodbye()
+    later = world.agent(run="2" * 32)
+    later.run_until("frozen")
+    assert adopted not in {request.setting for request in later.requests}
+
+
+def test_a_stop_ends_the_tuning_with_the_incumbent(world: World) -> None:
+    agent = world.agent()
+    agent.measure()
+    agent.asked()
+    world.registry.command(RUN, "stop")
+    assert agent.report().kind == "stop"
+    assert agent.last.incumbent == START.knobs()
+    assert "Stopped by hand." in agent.goodbye()["sentence"]
+    assert TrialState.CRASHED not in world.trial_states(agent.last.record)
+    with pytest.raises(NotAllowedError, match="the run is ended"):
+        world.registry.command(RUN, "stop")
+    with pytest.raises(UnknownRunError, match="run is 'x', allowed is one that this daemon follows"):
+        world.registry.command("x", "stop")
+
+
+def test_training_that_goes_wrong_ends_the_search(world: World) -> None:
+    agent = world.agent()
+    agent.run_until("frozen")
+    directive = agent.report(guard="Stopped at step 9: the loss is nan.")
+    assert (directive.kind, directive.state) == ("hold", "frozen")
+    assert directive.incumbent == START.knobs()
+    agent.goodbye(over=True)
+    assert "guard" in world.kinds(directive.record)
+    assert world.store.runs()[0].state is RunState.FINISHED
+
+
+def test_a_measurement_that_was_disturbed_is_void(world: World) -> None:
+    agent = world.agent()
+    agent.measure()
+    world.disturbed = "the GPU was slowed down because it was hot"
+    assert agent.asked().role == "start"
+    trial = world.store.trials(agent.last.record or "")[0]
+    assert world.store.measurements(trial.trial_id)[0].void_reason == world.disturbed
+
+
+def test_a_run_that_is_silent_is_lost_and_its_trial_crashed(world: World) -> None:
+    agent = world.agent()
+    agent.measure()
+    request = agent.asked()
+    record = agent.last.record
+    world.now_s = 29.0
+    assert world.registry.look_after_leases() == []
+    agent.report()
+    world.now_s = 58.0
+    assert world.registry.look_after_leases() == []
+    world.now_s = 60.0
+    assert world.registry.look_after_leases() == [RUN]
+    assert world.state == "ended"
+    assert world.store.runs()[0].state is RunState.LOST
+    assert world.trial_states(record)[request.trial] is TrialState.CRASHED
+    assert agent.forgotten()
+    later = world.agent(run="2" * 32)
+    later.run_until("frozen")
+    assert request.setting not in {one.setting for one in later.requests}
+
+
+def test_a_run_that_was_taken_for_dead_goes_on(world: World) -> None:
+    agent = world.agent()
+    agent.measure()
+    request = agent.asked()
+    record = agent.last.record
+    assert record is not None
+    world.now_s = 60.0
+    world.registry.look_after_leases()
+    agent.say_hello(Again(record, request.trial))
+    assert agent.asked().role == "start"  # once more, after all that time
+    assert agent.last.record == record
+    agent.measure()
+    assert agent.asked().setting == request.setting
+    assert "crash" not in world.kinds(record)
+    agent.run_until("frozen")
+
+
+@pytest.mark.parametrize("reaped", [False, True])
+def test_a_daemon_that_was_killed_loses_nothing(world: World, *, reaped: bool) -> None:
+    agent = world.agent()
+    agent.run_until("confirming")
+    request = agent.asked()
+    while request.role in OF_INCUMBENT:
+        agent.measure()
+        request = agent.asked()
+    record = agent.last.record
+    assert record is not None
+    before = world.kinds(record), [one.knobs for one in world.store.trials(record)]
+    world.kill()
+    world.begin()
+    if reaped:
+        assert [one.run_id for one in world.store.reap()] == [record]
+        assert TrialState.CRASHED in world.trial_states(record)
+    agent.transport = world.transport
+    assert agent.forgotten()
+    agent.say_hello(Again(record, request.trial))
+    agent.run_until("frozen")
+    assert agent.last.record == record
+    kinds = world.kinds(record)
+    assert kinds[: len(before[0])] == before[0]
+    assert "resume" in kinds
+    assert "crash" not in kinds
+    assert [one.knobs for one in world.store.trials(record)][: len(before[1])] == before[1]
+    assert agent.last.incumbent != START.knobs()
+
+
+def test_commands_outlive_the_daemon(world: World) -> None:
+    agent = world.agent()
+    agent.run_until("frozen")
+    record = agent.last.record or ""
+    world.registry.command(RUN, "pause")
+    world.kill()
+    world.begin()
+    agent.transport = world.transport
+    agent.say_hello(Again(record))
+    agent.until(lambda: agent.last.incumbent is not None)
+    assert agent.last.state == "paused"
+    world.registry.command(RUN, "rollback")
+    pinned = agent.report().incumbent
+    world.kill()
+    world.begin()
+    agent.transport = world.transport
+    agent.say_hello(Again(record))
+    agent.until(lambda: agent.last.incumbent is not None and agent.last.kind != "pause")
+    assert (agent.last.kind, agent.last.state, agent.last.incumbent) == ("hold", "frozen", pinned)
+    assert world.kinds(record).count("rollback") == 1
+
+
+def test_a_daemon_that_ends_in_order_leaves_the_run_to_the_next(world: World) -> None:
+    agent = world.agent()
+    agent.measure()
+    request = agent.asked()
+    record = agent.last.record or ""
+    world.registry.close()
+    assert world.store.runs()[0].state is RunState.LOST
+    assert TrialState.CRASHED not in world.trial_states(record)
+    world.store.close()
+    world.begin()
+    agent.transport = world.transport
+    agent.say_hello(Again(record, request.trial))
+    agent.run_until("frozen")
+    assert agent.last.record == record
+
+
+def test_a_hello_said_twice_is_one_run(world: World) -> None:
+    agent = world.agent()
+    session = agent.session
+    agent.until(lambda: agent.last.record is not None)
+    agent.say_hello()
+    assert agent.session == session
+    assert world.registry.live_runs == 1
+    assert len(world.store.runs()) == 1
+
+
+def test_a_record_of_another_training_is_left_alone(world: World) -> None:
+    agent = world.agent()
+    agent.until(lambda: agent.last.record is not None)
+    other = world.agent(run="2" * 32, again=Again(agent.last.record or "", 0))
+    other.until(lambda: other.last.record is not None)
+    assert other.last.record != agent.last.record
+    agent.run_until("frozen")
+
+
+def test_what_no_training_can_have_sent_is_refused(world: World) -> None:
+    agent = world.agent()
+    agent.measure()
+    assert agent.done is not None
+    outcome = dict(agent.done.outcome)
+    wrong: list[tuple[str, Any, str]] = [
+        ("steps_ms", [1.0], "measured with"),
+        ("tokens", 0, "tokens is 0, allowed"),
+        ("status", "fine", "status is 'fine', allowed is one of measured, aborted, void, crashed"),
+        ("discarded_ms", [-1.0] * len(outcome["discarded_ms"]), "out of range"),
+    ]
+    for name, value, sentence in wrong:
+        with pytest.raises(WireError, match=sentence):
+            agent.report(done=Done(agent.done.decision, {**outcome, name: value}))
+    with pytest.raises(WireError, match=r"report\.done\.outcome has the field 'more'"):
+        agent.report(done=Done(agent.done.decision, {**outcome, "more": 1}))
+    assert agent.asked().role == "explore"
+
+
+def test_where_the_store_takes_nothing_the_baseline_stays(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = world.agent()
+    agent.measure()
+    agent.asked()
+
+    def full(*_: Any, **__: Any) -> Any:
+        from zftune.store import StoreError
+
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(type(world.store), "add_measurement", full)
+    monkeypatch.setattr(type(world.store), "add_trial", full)
+    monkeypatch.setattr(type(world.store), "add_decision", full)
+    agent.run_until("frozen")
+    assert agent.last.incumbent == START.knobs()
+    assert "the disk is full." in agent.last.notices
+    with pytest.raises(Exception, match="the disk is full"):
+        world.registry.command(RUN, "pause")
+    assert agent.report().state == "frozen"  # not acknowledged, not done
+
+
+def test_a_search_that_cannot_be_made_stops_the_tuning(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zftune.daemon.brain import registry
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("a bug")
+
+    monkeypatch.setattr(registry, "prepare", fail)
+    agent = world.agent()
+    agent.until(lambda: agent.last.kind == "stop")
+    assert agent.last.incumbent is None
+    assert agent.last.reason == "the search could not be made; the daemon's log tells why"
+
+
+def test_another_session_has_to_say_hello(world: World) -> None:
+    agent = world.agent()
+    agent.session = "f" * 32
+    with pytest.raises(DaemonError, match="allowed is saying Hello again"):
+        agent.report()

@@ -1,0 +1,144 @@
+"""Real daemons in processes of their own, and other users' programs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+OTHER_UID = 65534
+ROOT = Path(__file__).parents[3]
+SOON_S = 60.0
+HOSTED = "tests.zftune.daemon.hosted"
+COMMAND = None
+"""In place of a module: `zftune daemon` itself, which takes seconds to begin."""
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+
+_BECOME = f"import os; os.setgroups([]); os.setgid({OTHER_UID}); os.setuid({OTHER_UID})\n"
+
+
+@dataclass
+class Daemon:
+    """A daemon that runs; what it told the service manager comes in by `told`."""
+
+    process: subprocess.Popen[bytes]
+    path: Path
+    log: Path
+    manager: socket.socket
+
+    def told(self) -> str:
+        """The next thing that the service manager is told; fails after a while."""
+        return self.manager.recv(4096).decode()
+
+    def ends(self) -> int:
+        """Its exit code."""
+        return self.process.wait(SOON_S)
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    """Of a daemon whose files are in a folder."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ZFTUNE_", "XDG_"))}
+    return {**kept, "ZFTUNE_SOCKET": str(folder / "z.sock"), "ZFTUNE_DB": "sqlite://", "COLUMNS": "200", **more}
+
+
+def zftune(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line until it ends."""
+    return subprocess.run(
+        [sys.executable, "-c", "from zftune.cli import main; main()", *arguments],
+        env=environment(folder, **more),
+        capture_output=True,
+        text=True,
+        timeout=SOON_S,
+        check=False,
+    )
+
+
+@contextmanager
+def begun(
+    folder: Path, *arguments: str, module: str | None = HOSTED, more: Mapping[str, str] | None = None
+) -> Iterator[Daemon]:
+    """A daemon, from its first moment on; it is killed in the end if it has not ended."""
+    command = ["-c", "from zftune.cli import main; main()", "daemon"] if module is None else ["-m", module]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, (folder / "log").open("ab") as log:
+        manager.settimeout(SOON_S)
+        address = folder / "n"
+        address.unlink(missing_ok=True)
+        manager.bind(str(address))
+        process = subprocess.Popen(
+            [sys.executable, *command, *arguments],
+            cwd=ROOT,
+            env=environment(folder, **{"NOTIFY_SOCKET": str(address), **(more or {})}),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            yield Daemon(process, folder / "z.sock", folder / "log", manager)
+        finally:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def serving(
+    folder: Path, *arguments: str, module: str | None = HOSTED, more: Mapping[str, str] | None = None
+) -> Iterator[Daemon]:
+    """A daemon that is ready; what it must not leave is looked at by the tests."""
+    with begun(folder, *arguments, module=module, more=more) as daemon:
+        assert daemon.told().startswith("READY=1"), daemon.log.read_text()
+        yield daemon
+
+
+def as_other_user(script: str, *arguments: str) -> subprocess.Popen[str]:
+    """A program of another user. It has no package but the standard library."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-c", "import json, socket, sys\n" + _BECOME + script, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def exchange(path: Path, request: bytes, *, timeout_s: float = 20.0) -> bytes:
+    """Send bytes, and read until the other side closes."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect(str(path))
+        connection.sendall(request)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+def answer_on(connection: socket.socket) -> bytes:
+    """One whole answer of known length; what came until then where the other side closes before."""
+    text = b""
+    while True:
+        head, blank, body = text.partition(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head)
+        if blank and length is not None and len(body) >= int(length[1]):
+            return text
+        part = connection.recv(1 << 16)
+        if not part:
+            return text
+        text += part
+
+
+def get(route: str) -> bytes:
+    """A request that closes its connection."""
+    return f"GET {route} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode()
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])

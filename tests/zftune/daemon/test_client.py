@@ -1,0 +1,252 @@
+"""The client: what it says of daemons that are not there, slow, strange, or somebody else's."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.zftune.daemon.daemons import OTHER_UID, Daemon, as_other_user, needs_root
+from tests.zftune.daemon.test_socket import LISTEN
+from zftune import __version__
+from zftune.daemon import client as client_module
+from zftune.daemon.client import DaemonClient
+from zftune.daemon.errors import DaemonError
+
+HEAD = b"HTTP/1.1 200 OK\r\nzftune-protocol: 1\r\n"
+TIMEOUT_S = 0.5
+
+
+@contextmanager
+def standing_in(path: Path, answer: Callable[[socket.socket], None]) -> Iterator[None]:
+    """Something that listens and answers one connection after another, each as `answer` does."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def serve() -> None:
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    if connection.recv(1 << 16) == b"end":
+                        return
+                    try:
+                        answer(connection)
+                    except OSError:  # the client had enough
+                        continue
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield
+        finally:
+            with socket.socket(socket.AF_UNIX) as last:
+                last.connect(str(path))
+                last.sendall(b"end")
+            thread.join()
+
+
+def sends(text: bytes) -> Callable[[socket.socket], None]:
+    return lambda connection: connection.sendall(text)
+
+
+def test_health(served: Daemon) -> None:
+    with DaemonClient(served.path) as client:
+        health = client.get("/v1/health")
+        assert health.pop("uptime_s") > 0
+        assert health == {
+            "zftune": __version__,
+            "protocol": 1,
+            "pid": served.process.pid,
+            "runs": 0,
+            "private": False,
+        }
+        document = {"topk_ratio": 0.25, "name": "ä\u2028"}
+        assert client.post("/v1/test/echo/7", document) == document
+
+
+def test_the_environment_names_the_socket(served: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZFTUNE_SOCKET", str(served.path))
+    with DaemonClient() as client:
+        assert client.get("/v1/health")["pid"] == served.process.pid
+    monkeypatch.setenv("ZFTUNE_SOCKET", "x" * 200)
+    with DaemonClient() as client, pytest.raises(DaemonError, match="allowed are 107"):
+        client.get("/v1/health")
+
+
+def test_a_connection_is_kept_and_made_again(served: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    connect = client_module._UnixConnection.connect
+
+    def counted(connection: client_module._UnixConnection) -> None:
+        made.append(connection)
+        connect(connection)
+
+    monkeypatch.setattr(client_module._UnixConnection, "connect", counted)
+    with DaemonClient(served.path) as client:
+        for _ in range(3):
+            client.get("/v1/health")
+        assert len(made) == 1
+        client.close()
+        client.get("/v1/health")
+        assert len(made) == 2
+        with pytest.raises(DaemonError, match="there is no '/v1/nonesuch'"):
+            client.get("/v1/nonesuch")
+        client.get("/v1/health")
+        assert len(made) == 2
+
+
+def test_a_long_document_has_the_time_that_it_needs(served: Daemon) -> None:
+    with DaemonClient(served.path) as client:
+        client.get("/v1/health")  # from then on the connection is kept
+        with pytest.raises(DaemonError, match="name is 'xxx") as refused:
+            client.post("/v1/test/echo/7", {"topk_ratio": 0, "name": "x" * 1_000_000})
+        assert refused.value.status == 422
+
+
+def test_a_refusal_has_the_daemons_sentence_and_status(served: Daemon) -> None:
+    with DaemonClient(served.path) as client:
+        with pytest.raises(DaemonError) as refused:
+            client.post("/v1/test/echo/7", {"topk_ratio": 2, "name": "x"})
+        assert refused.value.status == 422
+        assert str(refused.value) == "topk_ratio is '2': Input should be less than or equal to 1"
+
+
+@pytest.mark.parametrize("left", ["nothing", "stale socket"])
+def test_nobody_is_there(folder: Path, left: str) -> None:
+    if left == "stale socket":
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / "s"))
+    with DaemonClient(folder / "s") as client, pytest.raises(DaemonError, match="no daemon serves") as error:
+        client.get("/v1/health")
+    assert error.value.status is None
+    assert "zftune daemon" in str(error.value)
+
+
+ODD = {
+    "garbage": (b"\x00\xff garbage\r\n\r\n", "cannot be asked"),
+    "nothing": (b"", "cannot be asked"),
+    "half a head": (HEAD, "something else than JSON"),
+    "half a body": (HEAD + b"content-length: 100\r\n\r\n7", "cannot be asked"),
+    "no JSON": (HEAD + b"content-length: 2\r\n\r\n{]", "something else than JSON"),
+    "too deep": (HEAD + b"content-length: 200000\r\n\r\n" + b"[" * 200000, "something else than JSON"),
+    "no daemon": (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", "is no zftune daemon"),
+    "another protocol": (
+        b"HTTP/1.1 200 OK\r\nzftune-protocol: 2\r\ncontent-length: 2\r\n\r\n{}",
+        "speaks protocol '2', allowed is protocol 1",
+    ),
+    "a bad length": (HEAD + b"content-length: many\r\n\r\n{}", None),
+    "an error without a sentence": (
+        b"HTTP/1.1 418 X\r\nzftune-protocol: 1\r\ncontent-length: 2\r\n\r\n[]",
+        "status 418",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_answers_are_one_error(folder: Path, case: str) -> None:
+    text, sentence = ODD[case]
+    with standing_in(folder / "s", sends(text)), DaemonClient(folder / "s", timeout_s=5) as client:
+        if sentence is None:  # read until the end, as HTTP/1.0 did
+            assert client.get("/v1/health") == {}
+        else:
+            with pytest.raises(DaemonError, match=sentence):
+                client.get("/v1/health")
+
+
+def drip(connection: socket.socket) -> None:
+    for byte in HEAD + b"content-length: 1000\r\n\r\n" + b" " * 1000:
+        connection.sendall(bytes([byte]))
+        time.sleep(0.02)  # slower than the deadline as a whole, faster than it for each byte
+
+
+def silence(connection: socket.socket) -> None:
+    until_it_goes = select.poll()
+    until_it_goes.register(connection, select.POLLRDHUP)
+    until_it_goes.poll()
+
+
+@pytest.mark.parametrize("answer", [drip, silence])
+def test_a_slow_answer_costs_no_more_than_the_timeout(folder: Path, answer: Callable[[socket.socket], None]) -> None:
+    with standing_in(folder / "s", answer), DaemonClient(folder / "s", timeout_s=TIMEOUT_S) as client:
+        begun_s = time.monotonic()
+        with pytest.raises(DaemonError, match="has not answered in time"):
+            client.get("/v1/health")
+        assert TIMEOUT_S <= time.monotonic() - begun_s < 5 * TIMEOUT_S
+
+
+def test_a_full_queue_is_an_error_at_once(folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "s"))
+        listener.listen(0)
+        with socket.socket(socket.AF_UNIX) as first:
+            first.connect(str(folder / "s"))
+            with DaemonClient(folder / "s") as client, pytest.raises(DaemonError, match="cannot be asked"):
+                client.get("/v1/health")
+
+
+def test_a_daemon_that_does_not_read_costs_no_more_than_the_timeout(folder: Path) -> None:
+    client = DaemonClient(folder / "s", timeout_s=TIMEOUT_S)
+    with standing_in(folder / "s", silence), client, pytest.raises(DaemonError, match="in time"):
+        client.post("/v1/x", "y" * (4 << 20))
+
+
+def test_an_endless_answer_is_cut_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "MAX_REPLY_BYTES", 1 << 20)
+    endless = HEAD + b"content-length: 99999999\r\n\r\n" + b" " * (2 << 20)
+    client = DaemonClient(folder / "s", timeout_s=20)
+    with standing_in(folder / "s", sends(endless)), client, pytest.raises(DaemonError, match="more than 1 MiB"):
+        client.get("/v1/health")
+
+
+def test_a_connection_that_broke_is_made_again(folder: Path) -> None:
+    answers = iter([b'{"n": 1}', b'{"n": 2}'])
+
+    def once(connection: socket.socket) -> None:
+        text = next(answers)
+        connection.sendall(HEAD + f"content-length: {len(text)}\r\n\r\n".encode() + text)
+
+    with standing_in(folder / "s", once), DaemonClient(folder / "s") as client:
+        assert client.get("/v1/a") == {"n": 1}
+        assert client._connection is not None
+        assert client._connection.sock.recv(1) == b""  # the other side has closed
+        assert client.get("/v1/a") == {"n": 2}
+
+
+def test_what_nobody_asked_for_is_not_taken_for_an_answer(folder: Path) -> None:
+    whole = HEAD + b'content-length: 8\r\n\r\n{"n": 1}'
+    answers = iter([whole + whole.replace(b"1}", b"3}"), whole.replace(b"1}", b"2}")])
+
+    def twice(connection: socket.socket) -> None:
+        connection.sendall(next(answers))
+        if connection.recv(1 << 16):
+            connection.sendall(next(answers))
+
+    with standing_in(folder / "s", twice), DaemonClient(folder / "s") as client:
+        assert client.get("/v1/a") == {"n": 1}
+        assert client.get("/v1/a") == {"n": 2}
+
+
+@needs_root
+def test_a_server_of_another_user_is_not_asked(folder: Path) -> None:
+    folder.chmod(0o777)
+    with as_other_user(LISTEN, str(folder / "s")) as planter:
+        assert planter.stdout is not None
+        assert planter.stdout.readline() == "ready\n"
+        with DaemonClient(folder / "s") as client, pytest.raises(DaemonError) as error:
+            client.post("/v1/x", {"secret": 1})
+        planter.communicate()
+    assert str(error.value) == f"the socket '{folder}/s' is served by user {OTHER_UID}, allowed is your own"
+    assert os.getuid() != OTHER_UID
+
+
+def test_numbers_that_json_does_not_have_are_not_sent(served: Daemon) -> None:
+    with DaemonClient(served.path) as client, pytest.raises(ValueError, match="JSON"):
+        client.post("/v1/test/echo/1", {"topk_ratio": float("nan"), "name": ""})

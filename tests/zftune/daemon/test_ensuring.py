@@ -1,0 +1,102 @@
+"""`ensure_daemon()`: the daemon that answers, or a private one, whoever else asks at the same time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.zftune.daemon.daemons import SOON_S, environment, serving
+from zftune.daemon.client import DaemonClient
+from zftune.daemon.ensuring import ensure_daemon, log_of
+from zftune.daemon.errors import DaemonError
+from zftune.daemon.location import locate
+
+ENSURE = "from zftune.daemon.ensuring import ensure_daemon; print(ensure_daemon())"
+
+
+def pid_of(path: Path) -> int:
+    with DaemonClient(path) as client:
+        return int(client.get("/v1/health")["pid"])
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    """Ended; where nobody waits for orphans it stays as a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] in "ZX"
+
+
+@pytest.fixture
+def private(folder: Path) -> Iterator[dict[str, str]]:
+    """The environment of a private daemon, which is gone afterwards."""
+    found = environment(folder)
+    yield found
+    path = folder / "z.sock"
+    if path.exists():
+        with DaemonClient(path) as client:
+            client.post("/v1/stop")
+        wait_for(lambda: not path.exists())
+
+
+def test_the_one_that_answers_is_taken(folder: Path) -> None:
+    with serving(folder) as daemon:
+        assert ensure_daemon(environment(folder)) == daemon.path
+        assert pid_of(daemon.path) == daemon.process.pid
+        assert not log_of(locate(environment(folder))).exists()
+
+
+def test_two_at_once_start_one_that_belongs_to_nobody(folder: Path, private: dict[str, str]) -> None:
+    # what a daemon that was killed leaves behind
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(folder / "z.sock"))
+    asking = [
+        subprocess.Popen([sys.executable, "-c", ENSURE], env=private, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    told = [one.communicate(timeout=SOON_S)[0].strip() for one in asking]
+    assert told == [str(folder / "z.sock")] * 2
+    assert [one.returncode for one in asking] == [0, 0]
+    pid = pid_of(folder / "z.sock")
+    assert os.getsid(pid) == pid  # no terminal's signal reaches it
+    parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+    assert int(parent) not in {os.getpid(), *(one.pid for one in asking)}
+    assert f"(pid {pid})" in log_of(locate(private)).read_text()
+    with DaemonClient(folder / "z.sock") as client:
+        assert client.get("/v1/health")["private"] is True
+        client.post("/v1/stop")
+    wait_for(lambda: is_gone(pid))
+    assert not (folder / "z.sock").exists()
+
+
+def test_one_that_hangs_is_said_within_the_time(folder: Path) -> None:
+    with serving(folder) as daemon:
+        daemon.signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(DaemonError, match="no daemon answers at"):
+                ensure_daemon(environment(folder), within_s=1.0)
+        finally:
+            daemon.signal(signal.SIGCONT)
+
+
+def test_why_it_ended_is_said(folder: Path) -> None:
+    (folder / "z.sock").write_text("mine")
+    with pytest.raises(DaemonError, match=r"the private daemon ended at once \('.*z\.sock' is not a socket"):
+        ensure_daemon(environment(folder))
+    assert (folder / "z.sock").read_text() == "mine"

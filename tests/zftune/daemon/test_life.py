@@ -1,0 +1,232 @@
+"""From its start to its end: signals, the service manager, idleness, and what the log says."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.zftune.daemon.daemons import (
+    HOSTED,
+    ROOT,
+    SOON_S,
+    Daemon,
+    begun,
+    environment,
+    exchange,
+    get,
+    serving,
+    status_of,
+)
+from zftune.daemon.client import DaemonClient
+
+
+def held(daemon: Daemon) -> socket.socket:
+    """A connection whose request is under way in the daemon: its handler has begun and waits."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(SOON_S)
+    connection.connect(str(daemon.path))
+    connection.sendall(get("/v1/test/held"))
+    until_logged(daemon, "held")
+    return connection
+
+
+def until_logged(daemon: Daemon, words: str) -> None:
+    until_s = time.monotonic() + SOON_S
+    while words not in daemon.log.read_text():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def half_a_request(daemon: Daemon) -> socket.socket:
+    """A connection whose request is under way in the daemon, which has its head and waits for its body."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(SOON_S)
+    connection.connect(str(daemon.path))
+    connection.sendall(
+        b"POST /v1/test/release HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\nexpect: 100-continue\r\n\r\n"
+    )
+    assert connection.recv(4096).startswith(b"HTTP/1.1 100 ")
+    return connection
+
+
+def until_refused(daemon: Daemon) -> None:
+    """Come again until the daemon accepts no more."""
+    until_s = time.monotonic() + SOON_S
+    while time.monotonic() < until_s:
+        try:
+            with socket.socket(socket.AF_UNIX) as late:
+                late.connect(str(daemon.path))
+        except ConnectionRefusedError:
+            return
+    raise AssertionError("it still accepts")
+
+
+def left(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {"log", "n"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_drains_and_ends_with_0(folder: Path, number: signal.Signals) -> None:
+    with serving(folder, "--body-s", "60", "--answer-s", "60") as daemon, DaemonClient(daemon.path) as before:
+        before.get("/v1/health")
+        with socket.socket(socket.AF_UNIX) as silent, held(daemon) as waiting:
+            silent.connect(str(daemon.path))  # holds nothing up
+            half = half_a_request(daemon)
+            daemon.signal(number)
+            assert daemon.told() == "STOPPING=1"
+            until_refused(daemon)
+            with half:
+                half.sendall(b"{}")  # releases the other, too
+                assert half.recv(4096).startswith(b"HTTP/1.1 200")
+            answer = b"".join(iter(lambda: waiting.recv(4096), b""))
+        assert status_of(answer) == 200
+        assert answer.endswith(b'"released"')
+        assert daemon.ends() == 0
+    log = daemon.log.read_text()
+    assert f"stopping: {number.name}" in log
+    assert log.index("service starts") < log.index("serves /") < log.index("service stops") < log.index("ended")
+    assert left(folder) == set()
+
+
+def test_a_second_signal_ends_it_at_once(folder: Path) -> None:
+    with serving(folder, "--body-s", "60", "--answer-s", "60") as daemon, held(daemon) as waiting:
+        daemon.signal()
+        assert daemon.told() == "STOPPING=1"
+        daemon.signal()
+        assert daemon.ends() == 128 + signal.SIGTERM
+        assert waiting.recv(4096) == b""
+    assert "service stops" not in daemon.log.read_text()
+    assert left(folder) == set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_it_is_ready_leaves_nothing_either(folder: Path, number: signal.Signals) -> None:
+    with begun(folder, "--slow") as daemon:
+        until_logged(daemon, "is slow")
+        assert daemon.path.exists()
+        with pytest.raises(ConnectionRefusedError):
+            exchange(daemon.path, b"")
+        daemon.signal(number)
+        assert daemon.ends() == 0
+    assert left(folder) == set()
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored(folder: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with serving(folder) as daemon:
+            daemon.signal(signal.SIGHUP)
+            assert status_of(exchange(daemon.path, get("/v1/health"))) == 200
+            daemon.signal()
+            assert daemon.ends() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert "SIGHUP" not in daemon.log.read_text()
+
+
+def test_it_can_be_asked_to_stop(folder: Path) -> None:
+    with serving(folder) as daemon:
+        with DaemonClient(daemon.path) as client:
+            assert client.post("/v1/stop") == {"stopping": True}
+        assert daemon.told() == "STOPPING=1"
+        assert daemon.ends() == 0
+    assert left(folder) == set()
+
+
+def test_a_private_one_ends_with_its_last_run(folder: Path) -> None:
+    with serving(folder, "--private", "--idle-exit-s", "0.5") as daemon, DaemonClient(daemon.path) as client:
+        client.post("/v1/test/runs/2")
+        assert client.get("/v1/health")["private"] is True
+        until_s = time.monotonic() + 1.5  # three times as long as it waits
+        while time.monotonic() < until_s:
+            assert client.get("/v1/health")["runs"] == 2
+            time.sleep(0.1)
+        client.post("/v1/test/runs/0")
+        assert daemon.told() == "STOPPING=1"
+        assert daemon.ends() == 0
+    assert "stopping: no run for 0.5 s" in daemon.log.read_text()
+
+
+def test_one_that_nobody_comes_to_ends_too(folder: Path) -> None:
+    begun_s = time.monotonic()
+    with serving(folder, "--idle-exit-s", "0.3") as daemon:
+        assert daemon.told() == "STOPPING=1"
+        assert daemon.ends() == 0
+    assert time.monotonic() - begun_s > 0.3
+    assert left(folder) == set()
+
+
+def test_the_watchdog_is_fed(folder: Path) -> None:
+    with serving(folder, more={"WATCHDOG_USEC": "300000"}) as daemon:
+        begun_s = time.monotonic()
+        assert [daemon.told() for _ in range(3)] == ["WATCHDOG=1"] * 3
+        assert time.monotonic() - begun_s > 0.2
+        daemon.signal()
+        assert daemon.ends() == 0
+
+
+def test_the_service_manager_may_have_an_abstract_name(folder: Path) -> None:
+    name = f"zftune-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.settimeout(SOON_S)
+        manager.bind(f"\0{name}")
+        with begun(folder, more={"NOTIFY_SOCKET": f"@{name}"}) as daemon:
+            assert manager.recv(4096).decode() == f"READY=1\nSTATUS=serves {daemon.path}"
+            daemon.signal()
+            assert manager.recv(4096) == b"STOPPING=1"
+            assert daemon.ends() == 0
+
+
+def test_a_watchdog_of_another_process_is_not_fed(folder: Path) -> None:
+    with serving(folder, "--idle-exit-s", "0.3", more={"WATCHDOG_USEC": "10000", "WATCHDOG_PID": "1"}) as daemon:
+        assert daemon.told() == "STOPPING=1"
+        daemon.ends()
+
+
+def test_a_service_manager_that_is_gone_harms_nobody(folder: Path) -> None:
+    with serving(folder) as daemon:
+        daemon.manager.close()
+        (folder / "n").unlink()
+        daemon.signal()
+        assert daemon.ends() == 0
+    assert "the service manager was not told STOPPING=1" in daemon.log.read_text()
+
+
+def test_the_log_is_json_and_for_people_on_a_terminal(folder: Path) -> None:
+    with serving(folder) as daemon:
+        daemon.signal()
+        daemon.ends()
+    lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
+    assert [line["message"] for line in lines[2:]] == ["stopping: SIGTERM", "service stops", "ended"]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"]) for line in lines)
+    assert {line["level"] for line in lines} == {"info"}
+    terminal, end = pty.openpty()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", HOSTED, "--idle-exit-s", "0.2"],
+            env=environment(folder),
+            cwd=ROOT,
+            stderr=end,
+        )
+        assert process.wait(SOON_S) == 0
+        assert select.select([terminal], [], [], SOON_S)[0]
+        shown = os.read(terminal, 1 << 16).decode()
+    finally:
+        os.close(terminal)
+        os.close(end)
+    assert re.fullmatch(
+        rf"T service starts\r\nT zftune \S+ serves {folder}/z.sock \(pid {process.pid}\)\r\n"
+        r"T stopping: no run for 0.2 s\r\nT service stops\r\nT ended\r\n".replace("T", r"\d\d:\d\d:\d\d"),
+        shown,
+    )

@@ -1,0 +1,190 @@
+"""`zftune daemon runs status pause resume rollback stop logs` and what they do to runs that train."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.zftune.daemon.brain.agents import faster
+from tests.zftune.daemon.scripted import EVIL, START, Training, training_under
+from zftune.cli import app
+from zftune.daemon.client import DaemonClient
+from zftune.daemon.runs_asked import among
+from zftune.errors import BadInputError, ZftuneError
+from zftune.tuner.settings import Setting
+
+Tell = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[list[Training]]:
+    """Two runs whose search has ended, each with another setting than it began with."""
+    made = Path(tempfile.mkdtemp(prefix="zft-"))
+    with training_under(made, "gpt2", EVIL) as (_, runs):
+        yield runs
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def tell(
+    runs: list[Training], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    client = runs[0].transport
+    assert isinstance(client, DaemonClient)
+    monkeypatch.setenv("ZFTUNE_SOCKET", str(client.path))
+    return teller(capsys)
+
+
+def teller(capsys: pytest.CaptureFixture[str]) -> Tell:
+    """Says a command line in this process: exit code, and what was printed."""
+
+    def tell(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            app(list(arguments))
+        assert isinstance(ended.value.code, int)
+        return (ended.value.code, *capsys.readouterr())
+
+    return tell
+
+
+def test_runs_are_listed(tell: Tell, runs: list[Training]) -> None:
+    code, out, err = tell("daemon", "runs")
+    assert (code, err, out.count("\n")) == (0, "", 2)
+    first, second = out.splitlines()
+    assert re.match(r"a1a1a1a1  frozen +step \d+, 8\d\.\d ms a step, 12% host, 8% h2d, k 0\.1 S \d", first)
+    assert first.endswith("(gpt2)")
+    assert second.startswith("a2a2a2a2  ")
+    document = json.loads(tell("daemon", "runs", "--json", "-")[1])
+    assert document["schema"] == "zftune.daemon.runs/1"
+    assert [one["run"] for one in document["runs"]] == [one.run for one in runs]
+    assert document["runs"][1]["model"] == EVIL
+
+
+def test_nothing_in_a_run_steers_the_terminal(tell: Tell) -> None:
+    for command in ("runs", "status a2", "logs a2", "pause a2", "resume a2"):
+        code, out, _ = tell("daemon", *command.split())
+        assert code == 0
+        assert "\x1b" not in out
+    assert "[red]\\x1b[2J" in tell("daemon", "status", "a2")[1]
+
+
+def test_a_run_is_shown_with_its_decisions_and_trials(tell: Tell) -> None:
+    code, out, err = tell("daemon", "status", "a1")
+    assert (code, err) == (0, "")
+    words = " ".join(out.split())
+    for sentence in ("The search begins from", "Adopted: ", "of the step time", "decisions", "trials", "◆ 1 measured"):
+        assert sentence in words
+    document = json.loads(tell("daemon", "status", "a1", "--json", "-")[1])
+    assert document["schema"] == "zftune.daemon.run/1"
+    assert document["gain"]["share"] == pytest.approx(0.2, abs=0.02)
+    assert 0 < document["gain"]["error"] < 0.02
+    assert [one["kind"] for one in document["decisions"]][:2] == ["start", "adopt"]
+    knobs = [one["knobs"] for one in document["changes"]]
+    assert knobs[0] == START.knobs()
+    assert knobs[-1] == document["run"]["incumbent"] != knobs[0]
+    steps = [one["step"] for one in document["changes"]]
+    assert len(steps) >= 3
+    for one in document["steps"]:  # the knobs that held then, by the time it took
+        held = [change["knobs"] for change in document["changes"] if change["step"] < one["step"]] or [START.knobs()]
+        assert one["step_ms"] == pytest.approx(faster(Setting.from_knobs(held[-1])), rel=0.02), one
+
+
+def test_logs_are_the_decisions(tell: Tell) -> None:
+    code, out, _ = tell("daemon", "logs", "a1")
+    assert code == 0
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
+    lines = out.splitlines()
+    assert re.match(stamp + "start     The search begins", lines[0])
+    assert re.match(stamp + "adopt     Adopted: ", lines[1])
+    document = json.loads(tell("daemon", "logs", "a1", "--json", "-")[1])
+    assert len(document["decisions"]) == len(lines)
+
+
+def test_pause_and_resume(tell: Tell, runs: list[Training]) -> None:
+    code, out, err = tell("daemon", "pause", runs[0].run)
+    assert (code, err) == (0, "")
+    assert out.startswith("Run a1a1a1a1 is paused: ")
+    assert runs[0].report().kind == "pause"
+    assert runs[1].report().kind != "pause"
+    document = json.loads(tell("daemon", "resume", "a1", "--json", "-")[1])
+    assert document["run"]["state"] == "frozen"
+    assert runs[0].report().kind != "pause"
+    code, out, err = tell("daemon", "resume", "a1")
+    assert (code, out) == (1, "")
+    assert err == "zftune: the run is frozen, allowed is resuming one that is paused\n"
+
+
+@pytest.mark.parametrize("command", ["pause", "resume", "rollback", "logs"])
+def test_a_run_must_be_named_where_there_are_two(tell: Tell, command: str) -> None:
+    for run, words in (
+        ([], "RUN is missing, there are 2 runs, allowed is one of a1a1a1a1, a2a2a2a2"),
+        (["a"], "RUN 'a' is the beginning of 2, allowed is one of a1a1a1a1, a2a2a2a2"),
+        (["x"], "RUN 'x', allowed is one of a1a1a1a1, a2a2a2a2"),
+        ([""], "RUN '', allowed is one of"),
+    ):
+        code, out, err = tell("daemon", command, *run)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert words in err
+
+
+def test_rollback_and_stop_of_a_run(tell: Tell, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with training_under(folder, "gpt2", until="frozen") as (daemon, (training,)):
+        monkeypatch.setenv("ZFTUNE_SOCKET", str(daemon.path))
+        assert Setting.from_knobs(training.last.incumbent or {}) != START
+        code, out, _ = tell("daemon", "rollback")
+        assert code == 0
+        assert out.startswith("Run a1a1a1a1 is frozen: Rolled back by hand: ")
+        assert training.report().incumbent == START.knobs()
+        code, _, err = tell("daemon", "rollback")
+        assert (code, err) == (1, "zftune: nothing was adopted in this run, allowed is rolling back what was\n")
+        assert json.loads(tell("daemon", "status", "a", "--json", "-")[1])["gain"] is None
+        code, out, _ = tell("daemon", "stop", "a1")
+        assert (code, training.report().kind) == (0, "stop")
+        assert tell("daemon", "status")[0] == 0  # the daemon lives
+        follows = threading.Thread(target=training.goodbye)
+        follows.start()
+        code, out, _ = tell("daemon", "logs", "--follow")  # ends with the run
+        follows.join()
+        assert code == 0
+        assert "  rollback  Rolled back by hand" in out
+        document = json.loads(tell("daemon", "stop", "--json", "-")[1])
+        assert document == {"schema": "zftune.daemon/1", "stopped": True}
+        assert daemon.ends() == 0
+        for command in ("runs", "status a1", "pause", "resume", "rollback", "logs", "stop a1"):
+            code, out, err = tell("daemon", *command.split())
+            assert (code, out) == (1, "")
+            assert err == f"zftune: no daemon serves '{daemon.path}', start one with: zftune daemon\n"
+
+
+def test_a_file_that_cannot_be_written_is_found_out_before_anything_is_done(tell: Tell, runs: list[Training]) -> None:
+    for command in ("runs", "status a1", "pause a1", "logs a1", "stop", "stop a1"):
+        code, _, err = tell("daemon", *command.split(), "--json", "nonesuch/x")
+        assert (code, err.count("\n")) == (2, 1)
+        assert "--json 'nonesuch/x'" in err
+    assert runs[0].report().kind not in ("pause", "stop")
+
+
+def a_run(name: str, state: str = "frozen", record: str | None = None) -> dict[str, Any]:
+    return {"run": name * 16, "record": record, "state": state}
+
+
+def test_which_run_is_meant() -> None:
+    first, second = a_run("a1", "ended", "c0ffee"), a_run("a2", record="a1a1")
+    assert among([first, second], None) is second  # the only one that trains
+    assert among([first], None) is first
+    assert among([first, second], "A1") is first
+    assert among([first, second], "c0f") is first
+    with pytest.raises(ZftuneError, match="no run, start one with") as none:
+        among([], "a1")
+    assert not isinstance(none.value, BadInputError)
+    with pytest.raises(BadInputError, match=r"allowed is one of (\w{8}, ){5}\w{8} \.\. \(see zftune daemon runs\)$"):
+        among([a_run(f"b{number}") for number in range(9)], None)

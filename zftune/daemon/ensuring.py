@@ -1,0 +1,139 @@
+"""Have a daemon: the one that answers, else a private one that is started here and ends when no run needs it.
+
+It belongs to nobody's session: not to the terminal, whose Ctrl-C is the training's, nor to the process that asks for
+it, which becomes the training and may wait for all children that it has.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from zftune.daemon.client import DaemonClient
+from zftune.daemon.errors import DaemonError
+from zftune.daemon.location import Location, locate, make_folder
+
+START_S = 30.0
+"""How long a daemon may take to begin."""
+_ASK_S = 2.0
+_POLL_S = 0.05
+_MOST_LOG_BYTES = 1 << 20
+_COMMAND = (sys.executable, "-c", "from zftune.cli import main; main()", "daemon", "--private")
+# Starts a process that is a child of nobody here; the descriptor closes when that process ends.
+_LAUNCH = (
+    "import subprocess, sys; "
+    "subprocess.Popen(sys.argv[2:], stdout=sys.stderr, start_new_session=True, pass_fds=(int(sys.argv[1]),))"
+)
+
+
+def ensure_daemon(environment: Mapping[str, str] | None = None, *, within_s: float = START_S) -> Path:
+    """The socket of a daemon that answers.
+
+    Args:
+        environment: says where the socket is, and is the daemon's; None: this process's.
+        within_s: for a start.
+
+    Raises:
+        BadInputError: no socket can be where the environment wants it.
+        DaemonError: none answers, and none could be started; what it said is in the log beside the socket.
+    """
+    environment = os.environ if environment is None else environment
+    location = locate(environment)
+    with DaemonClient(location.socket, timeout_s=_ASK_S) as client:
+        if _answers(client):
+            return location.socket
+        make_folder(location)
+        ended = _started(location, environment)
+        try:
+            _await(client, location, ended, time.monotonic() + within_s)
+        finally:
+            os.close(ended)
+    return location.socket
+
+
+def log_of(location: Location) -> Path:
+    """Where a daemon that was started here writes.
+
+    Args:
+        location: of its socket.
+    """
+    return location.socket.with_name(f"{location.socket.name}.log")
+
+
+def _answers(client: DaemonClient) -> bool:
+    try:
+        client.get("/v1/health")
+    except DaemonError:
+        return False
+    return True
+
+
+def _started(location: Location, environment: Mapping[str, str]) -> int:
+    """Start it; a descriptor that reaches its end when the daemon does."""
+    ended, held = os.pipe()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        log = os.open(log_of(location), flags, 0o600)
+        try:
+            if os.fstat(log).st_size > _MOST_LOG_BYTES:
+                os.ftruncate(log, 0)
+            subprocess.run(
+                [sys.executable, "-I", "-S", "-c", _LAUNCH, str(held), *_COMMAND],
+                env={**environment, "ZFTUNE_DISABLE": "1"},  # it is no training
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(held,),
+                check=True,
+            )
+        finally:
+            os.close(log)
+    except (OSError, subprocess.SubprocessError) as error:
+        os.close(ended)
+        raise DaemonError(f"a private daemon cannot be started ({error})") from error
+    finally:
+        os.close(held)
+    return ended
+
+
+def _await(client: DaemonClient, location: Location, ended: int, until_s: float) -> None:
+    """Wait until it answers, or another one does that was started at the same time."""
+    while not _answers(client):
+        gone = bool(select.select([ended], [], [], _POLL_S)[0])
+        if gone and not _is_locked(location):
+            if _answers(client):
+                return
+            raise DaemonError(f"the private daemon ended at once{_last_words(location)}")
+        if gone:
+            time.sleep(_POLL_S)  # another one has the lock, and begins
+        if time.monotonic() > until_s:
+            raise DaemonError(f"no daemon answers at '{location.socket}', the log is '{log_of(location)}'")
+
+
+def _is_locked(location: Location) -> bool:
+    try:
+        lock = os.open(location.lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _last_words(location: Location) -> str:
+    with suppress(OSError):
+        lines = log_of(location).read_text(errors="replace").splitlines()
+        if lines:
+            return f" ({lines[-1].removeprefix('zftune: ')})"
+    return ""

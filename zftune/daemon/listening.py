@@ -1,0 +1,159 @@
+"""The daemon's socket: its own from bind to unlink, and one daemon only.
+
+A lock on a file beside the socket says whose turn it is; the socket itself is then probed, for what was left by a
+daemon that was killed is a socket, too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from zftune.daemon.errors import DaemonError
+from zftune.daemon.location import Location, make_folder
+from zftune.errors import BadInputError
+
+_PROBE_S = 1.0
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@dataclass(slots=True)
+class Claim:
+    """A socket that is bound, and the lock that goes with it."""
+
+    location: Location
+    listener: socket.socket
+    _lock: int
+    _identity: tuple[int, int]
+
+    def release(self) -> None:
+        """Close the socket and remove what is ours; more than once is fine."""
+        if self._lock < 0:
+            return
+        self.listener.close()
+        with suppress(FileNotFoundError):
+            found = self.location.socket.lstat()
+            if (found.st_dev, found.st_ino) == self._identity:  # else somebody put another one there
+                self.location.socket.unlink()
+        self.location.lock.unlink(missing_ok=True)
+        os.close(self._lock)
+        self._lock = -1
+
+
+@contextmanager
+def claim(location: Location) -> Iterator[Claim]:
+    """Take a location, for this user alone. Nobody can connect before the server listens.
+
+    Raises:
+        BadInputError: the folder, the lock or the socket belongs to somebody else, or is something else.
+        DaemonError: another daemon is there.
+    """
+    make_folder(location)
+    lock = _locked(location)
+    try:
+        _remove_stale(location.socket)
+        listener = _bound(location.socket)
+        found = location.socket.lstat()
+        claimed = Claim(location, listener, lock, (found.st_dev, found.st_ino))
+    except BaseException:
+        location.lock.unlink(missing_ok=True)
+        os.close(lock)
+        raise
+    try:
+        yield claimed
+    finally:
+        claimed.release()
+
+
+def _locked(location: Location) -> int:
+    """A descriptor that holds the lock."""
+    path = location.lock
+    while True:
+        try:
+            lock = os.open(path, _LOCK_FLAGS, 0o600)
+        except OSError as error:
+            raise BadInputError(f"the lock '{path}' cannot be opened ({error.strerror}); set $ZFTUNE_SOCKET") from error
+        try:
+            if _took(lock, path, location.socket):
+                return lock
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)  # the daemon that had it removed the file as it ended
+
+
+def _took(lock: int, path: Path, shown: Path) -> bool:
+    """Whether the lock is held now, on the file that still lies there."""
+    found = os.fstat(lock)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+        raise BadInputError(
+            f"the lock '{path}' is not a file of yours; set $ZFTUNE_SOCKET to a path in a folder of yours"
+        )
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
+        raise DaemonError(f"another daemon{pid and f' (pid {pid})'} serves '{shown}' already") from None
+    try:
+        there = path.lstat()
+    except FileNotFoundError:
+        return False
+    if (there.st_dev, there.st_ino) != (found.st_dev, found.st_ino):
+        return False
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return True
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove a socket of ours on which nobody answers; refuse whatever else lies there."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise BadInputError(f"the socket '{path}' cannot be looked at ({error.strerror})") from error
+    wrong = None
+    if not stat.S_ISSOCK(found.st_mode):
+        wrong = "is not a socket"
+    elif found.st_uid != os.getuid():
+        wrong = f"belongs to user {found.st_uid}"
+    if wrong is not None:
+        raise BadInputError(f"'{path}' {wrong}, allowed is a path that is free; remove it or set $ZFTUNE_SOCKET")
+    if _answers(path):
+        raise DaemonError(f"something else listens at '{path}' already")
+    path.unlink(missing_ok=True)
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_S)
+        try:
+            probe.connect(os.fspath(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # a full queue, a time-out: somebody holds it
+            return True
+        return True
+
+
+def _bound(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        mask = os.umask(0o177)  # so that it is 0600 from its first moment on; nobody can connect before listen()
+        try:
+            listener.bind(os.fspath(path))
+        finally:
+            os.umask(mask)
+        path.chmod(0o600)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise BadInputError(f"the socket '{path}' cannot be made ({error.strerror}); set $ZFTUNE_SOCKET") from error
+    return listener
