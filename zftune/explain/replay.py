@@ -175,6 +175,9 @@ class Replay:
         elif decision.kind == "guard":
             self._gains.clear()
             self.incumbent = 0
+        elif decision.kind == "rollback":
+            del self._gains[-1:]
+            self.incumbent = int(decision.details.get("pinned", 0))
         elif decision.kind == "reopen":
             self._samples.clear()
             self._samples[self.incumbent] = self._new("start")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import or_, select
 
 from zftune.store.engine import Database
 from zftune.store.rows import decision_of, measurement_of, run_of, trial_of
@@ -56,16 +56,19 @@ class PastRuns:
         return self._database.read(lambda session: [decision_of(row) for row in session.scalars(order)])
 
     def crashed_knobs(self, key: Key) -> list[dict[str, Any]]:
-        """Settings that were in flight when a run of this model on this hardware crashed: not to be tried again.
+        """Settings not to be tried again for a model on a machine.
+
+        Those that were in flight when a run crashed, and those that somebody has rolled back.
 
         Raises:
             StoreError: the store could not be read.
         """
+        barred = select(DecisionRow.trial_id).where(DecisionRow.kind == "rollback")
         wanted = (
             select(TrialRow.knobs)
             .join(RunRow, RunRow.run_id == TrialRow.run_id)
             .where(RunRow.model_id == key.model_id, RunRow.hw_id == key.hw_id, RunRow.backend == key.backend)
-            .where(TrialRow.state == TrialState.CRASHED)
+            .where(or_(TrialRow.state == TrialState.CRASHED, TrialRow.trial_id.in_(barred)))
             .order_by(TrialRow.trial_id)
         )
         return self._database.read(lambda session: list(session.scalars(wanted)))

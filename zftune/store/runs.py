@@ -19,6 +19,7 @@ from zftune.store.living import Living
 from zftune.store.past_runs import PastRuns
 from zftune.store.presets import save_facts
 from zftune.store.rows import measurement_row, trial_of
+from zftune.store.sparing import spare, was_measured
 from zftune.store.tables import REASON_LENGTH, DecisionRow, MeasurementRow, RunRow, TrialRow
 from zftune.store.types import (
     Decision,
@@ -120,14 +121,7 @@ class Runs(PastRuns):
         Raises:
             StoreError: it could not be written, or the run is another process's now.
         """
-
-        def work(session: Session) -> None:
-            row = _own(session, run)
-            row.state, row.ended_unix_s = RunState.FINISHED, self._clock()
-            self._close_trials(session, run.run_id, in_flight=TrialState.VOID)
-
-        self._database.write(work)
-        self._living.release(run.run_id)
+        self._end_run(run, RunState.FINISHED, TrialState.VOID)
 
     def interrupt_run(self, run: Run) -> None:
         """Say goodbye before the search is over: nothing crashed, and the run is there to be resumed.
@@ -135,14 +129,38 @@ class Runs(PastRuns):
         Raises:
             StoreError: it could not be written, or the run is another process's now.
         """
+        self._end_run(run, RunState.LOST, TrialState.VOID)
 
+    def lose_run(self, run: Run) -> None:
+        """Close a run whose training was not heard of any more, as `reap` does: what was in flight is marked crashed.
+
+        Raises:
+            StoreError: it could not be written, or the run is another process's now.
+        """
+        self._end_run(run, RunState.LOST, TrialState.CRASHED)
+
+    def _end_run(self, run: Run, state: RunState, in_flight: TrialState) -> None:
         def work(session: Session) -> None:
             row = _own(session, run)
-            row.state, row.ended_unix_s = RunState.LOST, self._clock()
-            self._close_trials(session, run.run_id, in_flight=TrialState.VOID)
+            row.state, row.ended_unix_s = state, self._clock()
+            self._close_trials(session, run.run_id, in_flight=in_flight)
 
         self._database.write(work)
         self._living.release(run.run_id)
+
+    def spare_trial(self, run_id: str, number: int) -> None:
+        """A trial in flight is no crash where the training lives and only who wrote for it has ended.
+
+        Args:
+            run_id: a run that nobody writes to any more.
+            number: of the trial; it may have been taken for dead already.
+
+        Raises:
+            StoreError: it could not be written, or the run is still running.
+        """
+        if self._living.lives(run_id):
+            raise StoreError(_RUNNING.format(run_id))
+        self._database.write(lambda session: spare(session, run_id, number, crash=_CRASH, void=_VOID))
 
     def resume_run(self, run_id: str, lease_s: float = LEASE_S) -> Run:
         """Take over a run that was lost or finished; who held it before can write no more.
@@ -232,6 +250,21 @@ class Runs(PastRuns):
             if row.state not in (*_OPEN, TrialState.MEASURED):
                 raise StoreError(f"trial {trial_id} is {row.state.value}, allowed is one that is planned or measured")
             row.state, row.ended_unix_s = TrialState.IN_FLIGHT, None
+
+        self._database.write(work)
+
+    def mark_planned(self, run: Run, trial_id: int) -> None:
+        """Write down that a setting which was about to be applied does not run: the next end of the run is no crash.
+
+        Raises:
+            StoreError: it could not be written, or the run is another process's now.
+        """
+
+        def work(session: Session) -> None:
+            _own(session, run)
+            row = _trial(session, run, trial_id)
+            if row.state is TrialState.IN_FLIGHT:
+                row.state = TrialState.MEASURED if was_measured(session, trial_id) else TrialState.PLANNED
 
         self._database.write(work)
 

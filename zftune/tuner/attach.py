@@ -14,6 +14,8 @@ A hook of the optimizer's `step()` does the rest. The training never fails, nor 
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,18 +24,26 @@ from torch.optim import Optimizer
 
 from zenflow import ZenFlowConfig
 from zenflow.optimizer import ZenFlowOptimizer
+from zftune.agent import ONLINE
 from zftune.errors import BadInputError
 from zftune.store.types import Quality
+from zftune.tuner.counsel import Counsel
+from zftune.tuner.disturbances import disturbance_of
+from zftune.tuner.executor import Change
+from zftune.tuner.facts import Wishes
 from zftune.tuner.following import Tuner, open_tuners
-from zftune.tuner.live import Change
-from zftune.tuner.preparing import Wishes
+from zftune.tuner.own_counsel import OwnCounsel
+from zftune.tuner.remote.counsel import DaemonCounsel
 from zftune.tuner.search import SearchOptions
-from zftune.tuner.space import QUALITIES
+from zftune.tuner.space import QUALITIES, QUALITY_WORDS
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
 
 __all__ = ["Tuner", "attach", "log_loss"]
+
+_SEARCHES = {"": False, "process": False, "daemon": True}
+_logger = logging.getLogger("zftune")
 
 
 def attach(
@@ -50,6 +60,7 @@ def attach(
     seed: int = 0,
     most_measurements: int = 24,
     on_change: Change | None = None,
+    daemon: bool | None = None,
 ) -> Tuner:
     """Tune an optimizer's knobs while it trains. Call it before the first step; on a GPU it takes some seconds.
 
@@ -67,6 +78,9 @@ def attach(
         seed: of the search.
         most_measurements: of the search.
         on_change: told of the step after which new knobs hold, and of the knobs.
+        daemon: whether the daemon searches, on $ZFTUNE_SOCKET or its usual socket, rather than this process. It need
+            not be there yet, nor stay: meanwhile the best knobs so far hold. It has its own store. None: as
+            $ZFTUNE_ONLINE says, "daemon" or "process"; where that is not set, this process.
 
     Raises:
         BadInputError: an argument is not allowed.
@@ -80,6 +94,9 @@ def attach(
         )
     if quality is not None and quality not in QUALITIES:
         raise BadInputError(f"quality is {quality!r}, allowed are {', '.join(QUALITIES)}, or None")
+    daemon = _online() if daemon is None else daemon
+    if daemon and store is not None:
+        raise BadInputError("store is given, allowed is None where the daemon searches: it has its own")
     _check_counts(tokens=tokens, micro_batch=micro_batch, sequence=sequence, most_measurements=most_measurements)
     wishes = Wishes(
         quality=quality or _default_quality(optimizer.config),
@@ -91,7 +108,10 @@ def attach(
     )
     if tokens is None:
         tokens = micro_batch * sequence if micro_batch and sequence else 1
-    return Tuner(optimizer, wishes, tokens=tokens, eval_fn=eval_fn, store=store, on_change=on_change)
+    _logger.info("zftune tunes with quality %s.", QUALITY_WORDS[wishes.quality])
+    counsel: Counsel = DaemonCounsel(optimizer, wishes, tokens) if daemon else OwnCounsel(optimizer, wishes, store)
+    disturbance = disturbance_of(optimizer.device, sampled=not daemon)
+    return Tuner(optimizer, counsel, tokens=tokens, disturbance=disturbance, eval_fn=eval_fn, on_change=on_change)
 
 
 def log_loss(loss: torch.Tensor | float) -> None:
@@ -105,6 +125,13 @@ def log_loss(loss: torch.Tensor | float) -> None:
     """
     for tuner in open_tuners():
         tuner.log_loss(loss)
+
+
+def _online() -> bool:
+    value = os.environ.get(ONLINE, "")
+    if value not in _SEARCHES:
+        raise BadInputError(f"{ONLINE} is {value!r}, allowed are daemon and process")
+    return _SEARCHES[value]
 
 
 def _check_counts(**counts: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from zenflow import ConfigError, ZenFlowConfig
 from zftune.errors import BadInputError
-from zftune.store import Match, Ratios
+from zftune.store import Match, Ratios, RunRecord
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.recording import Recording, search_settings
 from zftune.tuner.search import Search, SearchOptions
@@ -31,6 +31,15 @@ class Begun:
     """Where it begins from; "": the user's own knobs."""
 
 
+@dataclass(frozen=True, slots=True)
+class Again:
+    """The run of a training that lives."""
+
+    run_id: str
+    trial: int | None
+    """The one that it was asked to measure last."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """What a search is wanted for.
@@ -42,6 +51,7 @@ class Wanted:
         ratios: for presets of other machines; None: none of these.
         least_ratio: offload ratio at least: a lower one takes more GPU memory.
         fresh: neither preset nor earlier run.
+        again: the training lives, and its search was ended: it goes on, whatever else is wanted.
     """
 
     own: Setting
@@ -50,6 +60,7 @@ class Wanted:
     ratios: Ratios | None = None
     least_ratio: float = 0.0
     fresh: bool = False
+    again: Again | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +86,9 @@ def begin(recording: Recording | None, wanted: Wanted, make: Make) -> Begun:
     if recording is None:
         return Begun(make(own, wanted.options), None)
     recording.ratios = wanted.ratios
+    again = None if wanted.again is None else recording.known(wanted.again.run_id, wanted.again.trial)
     wanted = replace(wanted, options=replace(wanted.options, crashed=recording.crashed()))
-    resumed = None if wanted.fresh else _resumed(recording, wanted, make)
+    resumed = _resumed(again, recording, wanted, make)
     if resumed is not None:
         return resumed
     match = None if wanted.fresh else recording.preset()
@@ -90,9 +102,11 @@ def begin(recording: Recording | None, wanted: Wanted, make: Make) -> Begun:
     return Begun(search, recorder, choice.sentence)
 
 
-def _resumed(recording: Recording, wanted: Wanted, make: Make) -> Begun | None:
-    """The newest run of the same search, if it was not finished."""
-    run = recording.unfinished(wanted.own.knobs(), search_settings(wanted.options, wanted.space))
+def _resumed(again: RunRecord | None, recording: Recording, wanted: Wanted, make: Make) -> Begun | None:
+    """The run that lives, else the newest of the same search, if it was not finished."""
+    run = again
+    if run is None and not wanted.fresh:
+        run = recording.unfinished(wanted.own.knobs(), search_settings(wanted.options, wanted.space))
     start = None if run is None else recording.began_from(run)
     if run is None or start is None:
         return None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from zftune.store.types import TrialState
 from zftune.tuner.propose import Judgement, Told
-from zftune.tuner.scores import LEAST_GAIN, Gain, Sample, score
+from zftune.tuner.scores import LEAST_GAIN, Gain, Sample, in_a_row, score
 from zftune.tuner.settings import Setting
 from zftune.tuner.space import Forecast, Forecaster, Space
 from zftune.tuner.states import Adoption, Outcome, Trial
@@ -61,11 +61,7 @@ class Book:
     @property
     def gain(self) -> Gain | None:
         """Of the incumbent over the starting point, from all adoptions; None: there was none."""
-        if not self.adoptions:
-            return None
-        left = math.prod(1 - one.gain.share for one in self.adoptions)
-        relative = math.sqrt(sum((one.gain.error / (1 - one.gain.share)) ** 2 for one in self.adoptions))
-        return Gain(1 - left, left * relative)
+        return in_a_row([one.gain for one in self.adoptions])
 
     def adopt(self, trial: Trial, found: Gain, samples: Sequence[Sample]) -> None:
         """Make a trial the incumbent.
@@ -83,6 +79,18 @@ class Book:
         """Make the starting point the incumbent again."""
         self.adoptions.clear()
         self._incumbent = 0
+
+    def roll_back(self) -> Trial:
+        """Make the setting before the last adoption the incumbent again.
+
+        Returns:
+            The trial that it had replaced, never to be tried again.
+        """
+        barred = self.incumbent
+        self.adoptions.pop()
+        self._incumbent = self.adoptions[-1].trial if self.adoptions else 0
+        self._crashed.add(barred.setting)
+        return barred
 
     def forget(self) -> None:
         """Forget all measured times: they are no longer true."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zftune.store.types import TrialState
@@ -28,7 +29,9 @@ class Followed:
 
 
 def conclusion(search: Search | None, followed: Followed) -> tuple[int, str]:
-    """The last sentence, and the level that it is logged with: a warning where no setting could be tried.
+    """The last words, and the level that they are logged with: a warning where no setting could be tried.
+
+    Where some could be it is up to four lines: knobs kept, time spent, gain with its error, what the guard did.
 
     Args:
         search: that is over, or was ended; None: it had not begun.
@@ -47,7 +50,18 @@ def conclusion(search: Search | None, followed: Followed) -> tuple[int, str]:
     if not followed.over and not tried:
         later = "; the next run of this training goes on from here" if followed.remembered else ""
         return logging.WARNING, f"{took}, and nothing but the knobs that it began with was measured{later}."
+    return logging.INFO, "\n".join(_lines(search, tried=tried, measured=measured))
+
+
+def _lines(search: Search, *, tried: int, measured: bool) -> Iterator[str]:
+    book, cost = search.book, search.cost
+    guarded = [note.reason for note in search.notes if note.kind == "guard"]
+    yield f"zftune keeps {book.incumbent.setting}."
+    share = f", {100 * cost.spent_s / cost.elapsed_s:.1f}% of the {cost.elapsed_s:.1f} s" if cost.elapsed_s else ""
+    yield f"Time spent: exploring took {cost.spent_s:.1f} s more than the knobs that were best so far{share}."
+    reason = search.notes[-1].reason if search.notes and search.notes[-1].kind != "guard" else ""
     nothing = sentences.nothing_adopted(measured=measured, tried=tried)
-    found = nothing[0].lower() + nothing[1:] if book.gain is None else f"they save {book.gain} of the step time"
-    reason = search.notes[-1].reason if search.notes else ""
-    return logging.INFO, f"zftune keeps {book.incumbent.setting}: {found}. {reason}".rstrip()
+    found = f"none. {nothing}" if book.gain is None else f"{book.gain} of the step time"
+    yield f"Gain: {found}. {reason}".rstrip()
+    if guarded:
+        yield f"Guard: {' '.join(guarded)}"

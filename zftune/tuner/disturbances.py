@@ -35,11 +35,18 @@ class Watch(Protocol):
         """End the watch."""
 
 
-def disturbance_of(device: Device) -> Watch:
-    """Whoever watches over measurements on a device."""
+def disturbance_of(device: Device, *, sampled: bool = True) -> Watch:
+    """Whoever watches over measurements on a device.
+
+    Args:
+        device: that trains.
+        sampled: whether a GPU is sampled in this process; not where the daemon does that.
+    """
     if isinstance(device, EmulatedAccelerator):
         return LateDisturbance(device)
-    uuid = _uuid(device.torch_device)
+    if not sampled:
+        return NoDisturbance()
+    uuid = gpu_uuid(device.torch_device)
     if uuid is None:
         return NoDisturbance()
     sampler = NvmlSampler()
@@ -141,7 +148,7 @@ class LateDisturbance:
         return len(slack.margins_s), slack.host_s, slack.late_host_s
 
 
-def _uuid(device: torch.device) -> str | None:
+def gpu_uuid(device: torch.device) -> str | None:
     """Of a GPU; None for other devices, and where torch does not tell it."""
     if device.type == "cpu":
         return None

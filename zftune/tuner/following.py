@@ -9,26 +9,20 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 
 from zenflow import ZenFlowError
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.tuner.background import Background
-from zftune.tuner.conclusion import Followed, conclusion
-from zftune.tuner.disturbances import disturbance_of
+from zftune.tuner.counsel import Counsel, Ended, Scene
+from zftune.tuner.disturbances import Watch
+from zftune.tuner.executor import Change, Executor
+from zftune.tuner.facts import Seen
 from zftune.tuner.guard import Losses, LossGuard
-from zftune.tuner.live import Change, LiveSearch
-from zftune.tuner.preparing import Preparation, Prepared, Seen, Wishes
 from zftune.tuner.search import Search
 from zftune.tuner.settings import Setting
-from zftune.tuner.space import QUALITY_WORDS
-from zftune.tuner.thinker import Thinker, ThinkerError, gentle_share
-from zftune.tuner.thinking import Desk, Recorder, ThreadDesk
-
-if TYPE_CHECKING:
-    from zftune.store.store import Store
 
 _WINDOW = 4  # S where the configuration leaves it to the runtime
 _WARM_UP_STEPS = 8
@@ -48,44 +42,35 @@ class Tuner:
 
     Args:
         optimizer: that trains.
-        wishes: of the user.
+        counsel: makes the search and thinks about it; closed with the tuner.
         tokens: of a step.
+        disturbance: says that a measurement does not count; closed with the tuner.
         eval_fn: the staleness probe; None: there is none.
-        store: None: the user's; False: none.
         on_change: told of changes.
     """
 
     def __init__(
         self,
         optimizer: ZenFlowOptimizer,
-        wishes: Wishes,
+        counsel: Counsel,
         *,
         tokens: int,
-        eval_fn: Callable[[], float] | None,
-        store: Store | Literal[False] | None,
-        on_change: Change | None,
+        disturbance: Watch,
+        eval_fn: Callable[[], float] | None = None,
+        on_change: Change | None = None,
     ) -> None:
-        _logger.info("zftune tunes with quality %s.", QUALITY_WORDS[wishes.quality])
         self.notices: list[str] = []
         """Sentences: what is not as it should be, and what the staleness probe saw."""
         self._optimizer, self._tokens, self._eval_fn, self._on_change = optimizer, tokens, eval_fn, on_change
-        self._own_store = store is None
-        self._store = self._open_store() if store is None else store or None
-        self._thinker = Thinker(share=gentle_share())
-        with contextlib.suppress(ThinkerError):  # the planner thinks alone then, and the notes say so
-            self._thinker.start()  # it loads while the warm-up lasts
-        self._preparation = Preparation(optimizer, wishes, self._store, self._thinker)
+        self._counsel, self._disturbance = counsel, disturbance
         self._guard = LossGuard()
         self._losses: Losses | None = Losses(optimizer.device, self._guard)
         self._has_loss = False
         self._warm_up = _warm_up_steps(optimizer)
         self._attached_at = optimizer.steps
         self._begin_at = max(optimizer.steps, optimizer.config.full_warm_up_rounds) + self._warm_up
-        self._preparing: Background[Prepared] | None = None
-        self._prepared: Prepared | None = None
         self._finishing: Background[None] | None = None
-        self._live: LiveSearch | None = None
-        self._disturbance = disturbance_of(optimizer.device)
+        self._live: Executor | None = None
         self._probed: Setting | None = None
         self._over = self._closed = self._given_up = False
         self._hook = optimizer.register_step_post_hook(self._after_step)
@@ -112,14 +97,14 @@ class Tuner:
         return not self._closed and self._finishing is None
 
     @property
-    def live(self) -> LiveSearch | None:
+    def live(self) -> Executor | None:
         """The search at work; None: it has not begun."""
         return self._live
 
     @property
     def search(self) -> Search | None:
-        """What was found, with every decision; read it after `close()`."""
-        return None if self._prepared is None else self._prepared.search
+        """What was found, with every decision; read it after `close()`. None: the daemon has it, or nothing was."""
+        return self._counsel.search
 
     def follows(self, optimizer: ZenFlowOptimizer) -> bool:
         """Whether it is this optimizer that it tunes."""
@@ -160,12 +145,10 @@ class Tuner:
         if not _open:
             atexit.unregister(_close_all)
         self._hook.remove()
-        self._thinker.close()
         self._disturbance.close()
         if self._finishing is not None:
             self._finishing.join(_JOIN_S)
-        if self._own_store and self._store is not None:
-            self._store.close()
+        self._counsel.close()
 
     # --- step by step ------------------------------------------------------------------------------------------------
 
@@ -183,21 +166,21 @@ class Tuner:
 
     def _follow(self) -> None:
         if self._live is not None:
-            if not self._live.on_step():
+            going = self._live.on_step()
+            self._listen()
+            if not going:
                 self._over = True
                 self._finish()
-        elif self._preparing is None:
+        elif not self._counsel.begun:
             self._warm()
-        elif self._preparing.done:
-            self._begin(self._preparing.result)
-        else:
+        elif not self._begin():
             self._watch()
 
     def _warm(self) -> None:
         """First steps are slow, and coverage is not known before the first selection."""
         if not self._watch() and self._optimizer.steps >= self._begin_at:
             seen = Seen(self._optimizer.config, tuple(self._optimizer.history()[-self._warm_up :]), self._has_loss)
-            self._preparing = Background(lambda: self._preparation.prepare(seen), "zftune-prepare")
+            self._counsel.prepare(seen)
 
     def _watch(self) -> bool:
         """Whether training goes wrong before the search begins, so that there is none."""
@@ -206,34 +189,33 @@ class Tuner:
             self._give_up(f"Nothing was tuned. {wrong}")
         return wrong is not None
 
-    def _begin(self, prepared: Prepared) -> None:
-        self._prepared = prepared
-        for sentence in (*self._preparation.notices, prepared.sentence):
-            if sentence:
-                self._say(sentence, logging.INFO)
-        space = prepared.search.book.space
-        if space.fixed_because:
-            _logger.info("Knobs that change the trajectory stay: %s.", space.fixed_because)
-        self._live = LiveSearch(
-            self._optimizer,
-            prepared.search,
-            tokens=self._tokens,
-            recorder=prepared.recorder,
-            disturbance=self._disturbance,
-            guard=self._guard if self._has_loss else None,
-            desk=self._desk,
-            on_change=self._on_change,
+    def _begin(self) -> bool:
+        """Whether the search is there, so that it can begin."""
+        self._live = self._counsel.live(
+            Scene(
+                optimizer=self._optimizer,
+                tokens=self._tokens,
+                disturbance=self._disturbance,
+                guard=self._guard if self._has_loss else None,
+                on_change=self._on_change,
+            )
         )
+        self._listen()
+        space = None if self._counsel.search is None else self._counsel.search.book.space
+        if space is not None and space.fixed_because and self._live is not None:
+            _logger.info("Knobs that change the trajectory stay: %s.", space.fixed_because)
+        return self._live is not None
 
-    def _desk(self, search: Search, recorder: Recorder | None) -> Desk:
-        return ThreadDesk(search, recorder, self._thinker)
+    def _listen(self) -> None:
+        for sentence in self._counsel.said():
+            self._say(sentence, logging.INFO)
 
     # --- the staleness probe -----------------------------------------------------------------------------------------
 
     def _probe_is_due(self) -> bool:
         """Once before the search and for each incumbent, where nothing is measured and nothing older is pending."""
         if self._live is None:
-            return self._probed is None and self._preparing is not None
+            return self._probed is None and self._counsel.begun
         setting = self._live.incumbent
         settled = setting.update_interval + setting.apply_lag
         return self._probed != setting and self._live.request is None and self._live.steady_steps > settled
@@ -262,22 +244,9 @@ class Tuner:
         try:
             if self._live is not None:
                 self._live.close()
-            else:
-                self._take_prepared()
             self._conclude()
-            self._write_down()
         except Exception:
             _logger.exception("What was found could not be written down; the training is not concerned.")
-
-    def _take_prepared(self) -> None:
-        """A search that was prepared and never began has to say goodbye as well."""
-        if self._preparing is None or self._prepared is not None:
-            return
-        self._preparing.join(_JOIN_S)
-        if not self._preparing.done or self._preparing.failed:
-            return
-        self._prepared = self._preparing.result
-        self._prepared.search.stop("The tuning ended before its search began.")
 
     @property
     def _steps(self) -> int:
@@ -285,31 +254,17 @@ class Tuner:
         return self._optimizer.steps - self._attached_at
 
     def _conclude(self) -> None:
-        """Say what came of it; nothing where there was no training, or where the reason was given already."""
-        prepared, search = self._prepared, self.search
-        if search is None and (self._given_up or self._steps == 0):
-            return
-        notices = list(self.notices)
-        followed = Followed(
-            self._steps,
-            self._begin_at - self._attached_at,
-            over=self._over or self._given_up,
-            remembered=prepared is not None and prepared.recorder is not None,
+        ended = Ended(
+            steps=self._steps,
+            begins=self._begin_at - self._attached_at,
+            over=self._over,
+            given_up=self._given_up,
+            remarks=tuple(self.notices),
         )
-        level, sentence = conclusion(search, followed)
-        _logger.log(level, "%s", sentence)
-        if level >= logging.WARNING:
-            self.notices.append(sentence)
-        for notice in notices:
-            if search is not None:
-                search.remark(notice)
-
-    def _write_down(self) -> None:
-        prepared = self._prepared
-        if prepared is not None and prepared.recording is not None:
-            prepared.recording.finish(prepared.search, unfinished=not self._over)
-            for notice in prepared.recording.notices:
-                self._say(notice)
+        for level, sentence in self._counsel.end(ended):
+            _logger.log(level, "%s", sentence)
+            if level >= logging.WARNING:
+                self.notices.append(sentence)
 
     def _give_up(self, reason: str) -> None:
         self._given_up = True
@@ -321,11 +276,6 @@ class Tuner:
     def _say(self, sentence: str, level: int = logging.WARNING) -> None:
         self.notices.append(sentence)
         _logger.log(level, "%s", sentence)
-
-    def _open_store(self) -> Store:
-        from zftune.store import open_store
-
-        return open_store()
 
 
 def _close_all() -> None:

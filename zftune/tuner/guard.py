@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -59,10 +60,11 @@ class Losses:
     Args:
         device: that they are on.
         guard: looks at them.
+        heard: told of each one that has arrived, with its step.
     """
 
-    def __init__(self, device: Device, guard: LossGuard) -> None:
-        self._device, self._guard = device, guard
+    def __init__(self, device: Device, guard: LossGuard, heard: Callable[[int, float], None] | None = None) -> None:
+        self._device, self._guard, self._heard = device, guard, heard
         self._waiting: deque[tuple[int, torch.Tensor, Transfer | None]] = deque()
 
     def add(self, step: int, loss: torch.Tensor | float) -> None:
@@ -91,6 +93,8 @@ class Losses:
         """Look at the losses that are there; a sentence where training goes wrong, else None."""
         while self._waiting and (self._waiting[0][2] is None or self._waiting[0][2].done()):
             step, loss, _ = self._waiting.popleft()
+            if self._heard is not None:
+                self._heard(step, float(loss))
             reason = self._guard.add(float(loss))
             if reason is not None:
                 return (

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
-from zenflow import EmulatedAccelerator, StepStats, ZenFlowConfig
 from zenflow.optimizer import ZenFlowOptimizer
-from zftune.errors import ZftuneError
-from zftune.planner import Job, Machine, ModelFacts, Rates
-from zftune.store.types import Quality
-from zftune.tuner.beginning import Wanted, begin
-from zftune.tuner.forecast import PlannerForecast, measured_coverage, rig_machine
-from zftune.tuner.ratios import measured_ratios
-from zftune.tuner.recording import Recording, RunFacts
+from zftune.planner import Job, Rates, assumed_coverage
+from zftune.tuner.beginning import Again, Wanted, begin
+from zftune.tuner.facts import Reader, Seen, TrainingFacts, Wishes
+from zftune.tuner.forecast import PlannerForecast
+from zftune.tuner.ratios import ratios_of
+from zftune.tuner.recording import Recording
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.settings import Setting
 from zftune.tuner.space import Forecast, Forecaster, Space, space_for
@@ -27,43 +20,12 @@ from zftune.tuner.thinker import Thinker, ThinkerError
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
-    from zftune.tuner.thinking import Recorder
+    from zftune.tuner.recorder import StoreRecorder
+
+__all__ = ["NoForecast", "Preparation", "Prepared", "Seen", "Wishes", "prepare", "ratio_choices", "thread_choices"]
 
 _LOWER_RATIOS = (0.4, 0.6, 0.8, 0.9)
 _FEW_CORES = 4  # fewer usable cores leave no choice of threads
-_logger = logging.getLogger("zftune")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wishes:
-    """What the user asks for."""
-
-    quality: Quality
-    micro_batch: int = 1
-    sequence: int = 1
-    tune_memory: bool = False
-    fresh: bool = False
-    search: SearchOptions = field(default_factory=SearchOptions)
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What the warm-up showed."""
-
-    config: ZenFlowConfig
-    steps: tuple[StepStats, ...]
-    """The last ones."""
-    has_loss: bool
-
-    @property
-    def step_ms(self) -> float:
-        """Of a step."""
-        return _median(one.step_ms for one in self.steps if one.step_ms)
-
-    @property
-    def compute_ms(self) -> float:
-        """Of a step, without what it waited because of offloading."""
-        return _median(one.step_ms - sum((one.stall_ms or {}).values()) for one in self.steps if one.step_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +56,13 @@ class Prepared:
 
     search: Search
     recording: Recording | None
-    recorder: Recorder | None
+    recorder: StoreRecorder | None
     sentence: str
     """Where it begins from; "": the knobs that there are."""
 
 
 class Preparation:
-    """Knows the model and the machine; made before training begins, since on a GPU it measures the machine.
+    """Makes a search in the process that trains; made before training begins (see `zftune.tuner.facts.Reader`).
 
     Args:
         optimizer: that trains.
@@ -110,15 +72,13 @@ class Preparation:
     """
 
     def __init__(self, optimizer: ZenFlowOptimizer, wishes: Wishes, store: Store | None, thinker: Thinker) -> None:
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        self.module = optimizer.module or nn.ParameterList(parameters)
-        self.notices: list[str] = []
-        self._dtype = parameters[0].dtype
-        self._wishes, self._store, self._thinker = wishes, store, thinker
-        device = optimizer.device
-        self._rig = device.rig if isinstance(device, EmulatedAccelerator) else None
-        self._has_memory = device.total_bytes() is not None
-        self._machine = self._measured(device.torch_device) if self._has_memory else None
+        self.reader = Reader(optimizer, wishes)
+        self._store, self._thinker = store, thinker
+
+    @property
+    def notices(self) -> list[str]:
+        """Sentences: what could not be had."""
+        return self.reader.notices
 
     def prepare(self, seen: Seen) -> Prepared:
         """Make the search; may be called from any thread.
@@ -126,76 +86,79 @@ class Preparation:
         Args:
             seen: in the warm-up.
         """
-        wishes, base = self._wishes, Setting.of(seen.config)
-        curves = [one.coverage_curve for one in seen.steps if one.coverage_curve is not None]
-        coverage, _ = measured_coverage(curves, (base.topk_ratio,))
-        ratios = ratio_choices(base, tune_memory=wishes.tune_memory)
-        space = space_for(
-            base, wishes.quality, coverage=coverage, has_loss=seen.has_loss, threads=thread_choices(),
-            offload_ratios=ratios,
-        )  # fmt: skip
-        forecast = self._forecast(seen, base)
-        rates = forecast.rates if isinstance(forecast, PlannerForecast) else None
-
-        def make(start: Setting, options: SearchOptions) -> Search:
-            return Search(space, start, forecast, self._planned(forecast, space, start), options)
-
-        recording = None if self._store is None else Recording(self._store, self._facts(), wishes.quality)
-        wanted = Wanted(
-            own=base, space=space, options=wishes.search, fresh=wishes.fresh,
-            least_ratio=0.0 if wishes.tune_memory else base.offload_ratio,
-            ratios=None if rates is None else measured_ratios(seen.steps, self.module, rates),
-        )  # fmt: skip
-        begun = begin(recording, wanted, make)
-        return Prepared(begun.search, recording, begun.recorder, _in_python(begun.sentence))
-
-    def _planned(self, forecast: Forecaster, space: Space, start: Setting) -> Sequence[Setting]:
-        """The planner's own choice."""
-        if not isinstance(forecast, PlannerForecast):
-            return ()
-        least = 0.0 if self._wishes.tune_memory else start.offload_ratio
-        try:
-            found: list[Setting] = self._thinker.ask(forecast.planned, space, least_ratio=least)
-        except ThinkerError as error:
-            self.notices.append(f"The planner was not asked for its own choice: {error}.")
-            return ()
-        return found[:1]
-
-    def _forecast(self, seen: Seen, start: Setting) -> Forecaster:
-        model = ModelFacts.from_module(type(self.module).__name__, self.module)
-        wishes = self._wishes
-        if self._rig is not None:
-            job = Job(seq=wishes.sequence, micro_batch=wishes.micro_batch)
-            rates = Rates.of_rig(self._rig, model.element_bytes)
-            return PlannerForecast(model, rig_machine(self._rig), job, rates, seen.config)
-        if self._machine is not None:
-            job = Job(seq=wishes.sequence, micro_batch=wishes.micro_batch, compute_ms=seen.compute_ms or None)
-            return PlannerForecast(model, self._machine, job, Rates.of(model, self._machine, job), seen.config)
-        self.notices.append("Nothing is predicted here: settings are only measured.")
-        return NoForecast(seen.step_ms or 1.0, start, self._has_memory)
-
-    def _facts(self) -> RunFacts:
-        wishes, rig = self._wishes, self._rig
-        return RunFacts.of(
-            self.module, self._dtype, micro_batch=wishes.micro_batch, sequence=wishes.sequence,
-            name=type(self.module).__name__, rig=None if rig is None else rig.name,
-        )  # fmt: skip
-
-    def _measured(self, device: torch.device) -> Machine | None:
-        _logger.info("zftune measures this machine's links and memory; that takes some seconds.")
-        try:
-            with torch.cuda.device(device):
-                return Machine.here()
-        except (ZftuneError, RuntimeError, MemoryError) as error:
-            self.notices.append(f"This machine could not be measured: {error}.")
-            return None
+        return prepare(self.reader.facts(seen), self._store, self._thinker, self.notices)
 
 
-def thread_choices() -> tuple[int, ...]:
-    """Choices for the host engine's threads on this machine; none: they stay."""
-    from zftune.telemetry import hardware
+def prepare(
+    facts: TrainingFacts, store: Store | None, thinker: Thinker, notices: list[str], again: Again | None = None
+) -> Prepared:
+    """Make the search of a training, here or where its facts were sent.
 
-    cores = int(hardware()["usable_cores"] or 1)
+    Args:
+        facts: of the training.
+        store: open; None: nothing is remembered.
+        thinker: where the planner works.
+        notices: takes sentences: what could not be had.
+        again: the run of a training that lives.
+    """
+    wishes, base = facts.wishes, Setting.of(facts.config)
+    space = space_for(
+        base, wishes.quality, coverage=facts.coverage or assumed_coverage, has_loss=facts.has_loss,
+        threads=thread_choices(facts.here.usable_cores),
+        offload_ratios=ratio_choices(base, tune_memory=wishes.tune_memory),
+    )  # fmt: skip
+    forecast = _forecast(facts, base, notices)
+    rates = forecast.rates if isinstance(forecast, PlannerForecast) else None
+
+    def make(start: Setting, options: SearchOptions) -> Search:
+        least = 0.0 if wishes.tune_memory else start.offload_ratio
+        search = Search(space, start, forecast, _planned(forecast, space, least, thinker, notices), options)
+        search.book.device_limit_bytes = facts.device_limit_bytes
+        return search
+
+    recording = None if store is None else Recording(store, facts.run, wishes.quality, facts.here)
+    wanted = Wanted(
+        own=base, space=space, options=wishes.search, fresh=wishes.fresh,
+        least_ratio=0.0 if wishes.tune_memory else base.offload_ratio,
+        ratios=None if rates is None else ratios_of(facts.load, rates), again=again,
+    )  # fmt: skip
+    begun = begin(recording, wanted, make)
+    return Prepared(begun.search, recording, begun.recorder, _in_python(begun.sentence))
+
+
+def _planned(
+    forecast: Forecaster, space: Space, least_ratio: float, thinker: Thinker, notices: list[str]
+) -> Sequence[Setting]:
+    """The planner's own choice."""
+    if not isinstance(forecast, PlannerForecast):
+        return ()
+    try:
+        found: list[Setting] = thinker.ask(forecast.planned, space, least_ratio=least_ratio)
+    except ThinkerError as error:
+        notices.append(f"The planner was not asked for its own choice: {error}.")
+        return ()
+    return found[:1]
+
+
+def _forecast(facts: TrainingFacts, start: Setting, notices: list[str]) -> Forecaster:
+    model, machine, wishes = facts.model, facts.machine, facts.wishes
+    if machine is None:
+        notices.append("Nothing is predicted here: settings are only measured.")
+        return NoForecast(facts.step_ms or 1.0, start, facts.has_memory)
+    if facts.rig is not None:
+        job = Job(seq=wishes.sequence, micro_batch=wishes.micro_batch)
+        return PlannerForecast(model, machine, job, Rates.of_rig(facts.rig, model.element_bytes), facts.config)
+    job = Job(seq=wishes.sequence, micro_batch=wishes.micro_batch, compute_ms=facts.compute_ms or None)
+    return PlannerForecast(model, machine, job, Rates.of(model, machine, job), facts.config)
+
+
+def thread_choices(usable_cores: float | None) -> tuple[int, ...]:
+    """Choices for the host engine's threads; none: they stay.
+
+    Args:
+        usable_cores: of the process that trains; None: not known.
+    """
+    cores = int(usable_cores or 1)
     return tuple(sorted({cores // 4, cores // 2, 3 * cores // 4})) if cores >= _FEW_CORES else ()
 
 
@@ -208,12 +171,6 @@ def ratio_choices(base: Setting, *, tune_memory: bool) -> list[float]:
     """
     lower = _LOWER_RATIOS if tune_memory else ()
     return sorted({*(ratio for ratio in (*lower, 1.0) if ratio > base.offload_ratio or lower), base.offload_ratio})
-
-
-def _median(values: Iterable[float]) -> float:
-    """0 where there are none."""
-    found = list(values)
-    return statistics.median(found) if found else 0.0
 
 
 def _in_python(sentence: str) -> str:

@@ -5,13 +5,43 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from zenflow import StepStats
 from zftune.planner import Rates
 from zftune.store import Ratios
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What steps showed of the work that a training has for the device and the host."""
+
+    elements: int
+    """Of the weights that could be offloaded."""
+    busy_ms: float | None
+    """Of a step without its stall; None where there was none that tells."""
+    host_bytes: int
+    """Memory traffic of all host updates."""
+    host_ms: float
+    """Their time."""
+
+    @classmethod
+    def of(cls, steps: Sequence[StepStats], module: nn.Module) -> Load:
+        """From a warm-up.
+
+        Args:
+            steps: of it.
+            module: that trains.
+        """
+        busy = [one.step_ms - sum(one.stall_ms.values()) for one in steps if one.step_ms and one.stall_ms is not None]
+        return cls(
+            elements=sum(one.numel() for one in module.parameters() if one.requires_grad and one.dim() >= 2),
+            busy_ms=statistics.median(busy) if busy else None,
+            host_bytes=sum(one.host_bytes for one in steps),
+            host_ms=sum(one.host_ms for one in steps),
+        )
 
 
 def measured_ratios(steps: Sequence[StepStats], module: nn.Module, rates: Rates) -> Ratios | None:
@@ -24,17 +54,21 @@ def measured_ratios(steps: Sequence[StepStats], module: nn.Module, rates: Rates)
         module: that trains.
         rates: of the planner; the link's are measured before the training.
     """
-    elements = sum(one.numel() for one in module.parameters() if one.requires_grad and one.dim() >= 2)
-    busy = [one.step_ms - sum(one.stall_ms.values()) for one in steps if one.step_ms and one.stall_ms is not None]
-    compute_ms = statistics.median(busy) if busy else rates.compute_ms
-    host_ms = _measured_host(steps, rates).host_ms(elements, 1)
+    return ratios_of(Load.of(steps, module), rates)
+
+
+def ratios_of(load: Load, rates: Rates) -> Ratios | None:
+    """As `measured_ratios`, from what was read of the steps."""
+    compute_ms = rates.compute_ms if load.busy_ms is None else load.busy_ms
+    host_ms = _measured_host(load, rates).host_ms(load.elements, 1)
     if not compute_ms > 0:
         return None
-    found = (host_ms / compute_ms, rates.down_ms(elements) / compute_ms)
+    found = (host_ms / compute_ms, rates.down_ms(load.elements) / compute_ms)
     return Ratios(*found) if all(math.isfinite(one) and one > 0 for one in found) else None
 
 
-def _measured_host(steps: Sequence[StepStats], rates: Rates) -> Rates:
+def _measured_host(load: Load, rates: Rates) -> Rates:
     """With the bandwidth that the host's updates had: whatever limited them is in it."""
-    nbytes, ms = sum(one.host_bytes for one in steps), sum(one.host_ms for one in steps)
-    return replace(rates, host_gbps=nbytes / ms / 1e6, update_gelements_s=None) if nbytes and ms > 0 else rates
+    if not load.host_bytes or not load.host_ms > 0:
+        return rates
+    return replace(rates, host_gbps=load.host_bytes / load.host_ms / 1e6, update_gelements_s=None)

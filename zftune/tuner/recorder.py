@@ -62,6 +62,7 @@ class StoreRecorder:
             trial = search.book.trials[crash.trial]
             request = Request(trial.setting, "b" if crash.role == "b" else "explore", trial.number, 0, 0)
             self._measured(request, crash.outcome, None)
+        self._commands(search)
         self._notes = len(search.notes)
         self._life += 1
         search.begin_again()
@@ -97,6 +98,60 @@ class StoreRecorder:
         except ZftuneError as error:
             self.notices.append(f"{error}.")
 
+    def write(self, search: Search) -> None:
+        """Write down what was decided since, and nothing else.
+
+        Raises:
+            ZftuneError: it could not be written.
+        """
+        if self.notices:
+            raise ZftuneError(self.notices[-1].rstrip("."))
+        self._trials(search)
+        self._decisions(search)
+
+    def command(self, kind: str, reason: str) -> None:
+        """Write down what somebody asked for that the search has no part in. May be called from any thread.
+
+        Raises:
+            ZftuneError: it could not be written.
+        """
+        if self.notices:
+            raise ZftuneError(self.notices[-1].rstrip("."))
+        self._store.add_decision(self._run, Decision(kind=kind, reason=reason))
+
+    def put_away(self, trial: int) -> None:
+        """Write down that a trial which was in flight does not run any more.
+
+        Args:
+            trial: its number.
+        """
+        if self.notices or trial >= len(self._ids):
+            return
+        try:
+            self._store.mark_planned(self._run, self._ids[trial])
+        except ZftuneError as error:
+            self.notices.append(f"{error}.")
+
+    def renew(self, lease_s: float) -> None:
+        """Say that the run lives.
+
+        Args:
+            lease_s: for so long.
+
+        Raises:
+            ZftuneError: it could not be written.
+        """
+        self._store.renew_lease(self._run, lease_s)
+
+    def lose(self) -> None:
+        """The training was not heard of any more: what was in flight is marked crashed."""
+        if self.notices:
+            return
+        try:
+            self._store.lose_run(self._run)
+        except ZftuneError as error:
+            self.notices.append(f"{error}.")
+
     def finish(self, search: Search, *, unfinished: bool = False) -> None:
         """Say goodbye.
 
@@ -115,6 +170,14 @@ class StoreRecorder:
                 self._store.finish_run(self._run)
         except ZftuneError as error:
             self.notices.append(f"{error}.")
+
+    def _commands(self, search: Search) -> None:
+        """What somebody asked for in an earlier life holds on."""
+        for one in self._store.decisions(self._run.run_id):
+            if one.kind == "rollback" and search.book.adoptions:
+                search.roll_back(one.reason)
+            elif one.kind == "stop" and one.details.get("final"):
+                search.stop(one.reason, final=True)
 
     def _hold(self, search: Search, request: Request) -> None:
         """Keep the lease until well after what is asked for will be measured."""

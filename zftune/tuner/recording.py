@@ -83,6 +83,32 @@ class RunFacts:
         return cls(model=model, micro_batch=micro_batch, sequence=sequence, **more)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Here:
+    """The machine and the software that a process trains with."""
+
+    hardware: Hardware
+    usable_cores: float | None
+    """By affinity and control group."""
+    versions: Mapping[str, str]
+
+    @classmethod
+    def now(cls, rig: str | None = None) -> Here:
+        """Of this process.
+
+        Args:
+            rig: name of the emulated accelerator.
+        """
+        from zftune.telemetry import hardware, hw_id, software
+
+        machine, found = hardware(), software()
+        return cls(
+            hardware=Hardware.of(hw_id(machine, rig=rig), machine, rig=rig),
+            usable_cores=machine["usable_cores"],
+            versions={name: found[name] for name in ("zftune", "torch", "python") if found[name] is not None},
+        )
+
+
 class Recording:
     """One run. Nothing that the store cannot do is an error here: it is a sentence in `notices`.
 
@@ -90,11 +116,10 @@ class Recording:
         store: open.
         facts: of the run.
         quality: what the user asked for.
+        here: where it trains; None: in this process.
     """
 
-    def __init__(self, store: Store, facts: RunFacts, quality: Quality) -> None:
-        from zftune.telemetry import hardware, hw_id
-
+    def __init__(self, store: Store, facts: RunFacts, quality: Quality, here: Here | None = None) -> None:
         self.notices = list(store.notices)
         self.recorder: StoreRecorder | None = None
         self.ratios: Ratios | None = None
@@ -102,16 +127,14 @@ class Recording:
         self._stake: tuple[str, Setting] | None = None
         self._versions: Mapping[str, str] = {}
         self._store = store
-        machine = hardware()
-        hw = hw_id(machine, rig=facts.rig)
+        self._here = here or Here.now(facts.rig)
         self.key = Key(
-            model_id=facts.model.model_id, hw_id=hw, backend=facts.backend, stage=facts.stage,
+            model_id=facts.model.model_id, hw_id=self._here.hardware.hw_id, backend=facts.backend, stage=facts.stage,
             dtype=facts.model.dtype or "unknown", world_size=facts.world_size, micro_batch=facts.micro_batch,
             sequence=facts.sequence, checkpointing=facts.checkpointing, quality=quality,
         )  # fmt: skip
         self._model = facts.model
-        self._hardware = Hardware.of(hw, machine, rig=facts.rig)
-        self._usable_cores = machine["usable_cores"]
+        self._hardware, self._usable_cores = self._here.hardware, self._here.usable_cores
 
     def crashed(self) -> tuple[Setting, ...]:
         """Settings that earlier runs did not survive; runs that ended without goodbye are closed first."""
@@ -159,6 +182,21 @@ class Recording:
             self.notices.append(_anew(run, error))
             return None
 
+    def known(self, run_id: str, survived: int | None) -> RunRecord | None:
+        """A run whose training lives, and which is there to be gone on with; None: there is none such.
+
+        Args:
+            run_id: which.
+            survived: number of the trial that it was asked to measure last: it did not crash.
+        """
+        try:
+            if survived is not None:
+                self._store.spare_trial(run_id, survived)
+            return next((one for one in self._store.runs() if one.run_id == run_id and one.key == self.key), None)
+        except StoreError as error:
+            self.notices.append(f"{error}.")
+            return None
+
     def resume(self, run: RunRecord, search: Search) -> StoreRecorder | None:
         """Go on with a run.
 
@@ -200,8 +238,6 @@ class Recording:
             settings: of the search: what a run must share to go on with it; by default `search_settings`.
             stake: the name of the preset that is measured again, and its setting.
         """
-        from zftune.telemetry import software
-
         knobs = search.book.trials[0].setting.knobs() if knobs is None else knobs
         space = search.book.space
         settings = {
@@ -212,8 +248,7 @@ class Recording:
         }
         if stake is not None:
             settings["stake"] = {"preset": stake[0], "knobs": stake[1].knobs()}
-        found = software()
-        versions = {name: found[name] for name in ("zftune", "torch", "python") if found[name] is not None}
+        versions = self._here.versions
         try:
             run = self._store.begin_run(
                 self.key, self._model, self._hardware, knobs=knobs, settings=settings, versions=versions,
@@ -242,9 +277,34 @@ class Recording:
         try:
             if not unfinished:
                 self._judge_preset(search)
+        except StoreError as error:
+            self.notices.append(f"{error}.")
+        self.keep_preset(search)
+
+    def keep_preset(self, search: Search) -> None:
+        """Keep the incumbent as a preset, if it has proven itself.
+
+        Args:
+            search: at any time at which nobody thinks.
+        """
+        try:
             self._keep_preset(search)
         except (StoreError, ValueError) as error:
             self.notices.append(f"The knobs were not kept as a preset: {error}.")
+
+    def withdraw_preset(self, setting: Setting) -> None:
+        """Somebody does not want a setting any more: no preset of this key proposes it.
+
+        Args:
+            setting: which.
+
+        Raises:
+            StoreError: it could not be written.
+        """
+        for one in self._store.presets():
+            while one.key == self.key and one.knobs == setting.knobs() and not one.imported:
+                if self._store.record_comparison(one.name, won=False) is PresetState.WITHDRAWN:
+                    break
 
     def _judge_preset(self, search: Search) -> None:
         """Write down whether the preset that was measured again was the best, if it was compared with anything."""

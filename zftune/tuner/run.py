@@ -215,12 +215,14 @@ class TunedRun:
                 self.notices.append(f"{error}.")
 
     def _space(self, coverage: Coverage) -> Space:
+        from zftune.telemetry import hardware
+
         base = Setting.of(self.config)
         return space_for(
             base,
             self.quality,
             coverage=coverage,
-            threads=thread_choices(),
+            threads=thread_choices(hardware()["usable_cores"]),
             offload_ratios=ratio_choices(base, tune_memory=self.options.tune_memory),
             zenflow_section=self._sectioned,
         )

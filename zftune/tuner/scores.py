@@ -83,6 +83,15 @@ class Gain:
         return f"{100 * self.share:.1f} +/- {200 * self.error:.1f}%"
 
 
+def in_a_row(gains: Sequence[Gain]) -> Gain | None:
+    """The gain of the last over the first, where each is over the one before; None: there was none."""
+    if not gains:
+        return None
+    left = math.prod(1 - one.share for one in gains)
+    relative = math.sqrt(sum((one.error / (1 - one.share)) ** 2 for one in gains))
+    return Gain(1 - left, left * relative)
+
+
 def score(samples: Sequence[Sample]) -> float:
     """Microseconds per token of one setting's measurements together."""
     return _score(_joined(samples))

@@ -367,10 +367,25 @@ class Search:
         """Write down what was found out beside the search."""
         self._note("remark", reason, None)
 
-    def stop(self, reason: str) -> None:
-        """End the search; the incumbent stays."""
-        self._note("stop", reason, self.book.incumbent.number)
-        self.state = Stopped(reason)
+    def stop(self, reason: str, *, final: bool = False) -> None:
+        """End the search; the incumbent stays.
+
+        Args:
+            reason: a sentence.
+            final: it does not begin again where step times change.
+        """
+        self._note("stop", reason, self.book.incumbent.number, **({"final": 1.0} if final else {}))
+        self.state = Stopped(reason, final=final)
+
+    def roll_back(self, reason: str) -> None:
+        """End the search with the incumbent before the last one; that one is barred from now on.
+
+        Args:
+            reason: a sentence.
+        """
+        barred = self.book.roll_back()
+        self._note("rollback", reason, barred.number, pinned=float(self.book.incumbent.number))
+        self.state = Stopped(reason, final=True)
 
     def guard(self, reason: str) -> None:
         """End the search because training goes wrong: the starting point's knobs are the incumbent again."""

@@ -115,7 +115,19 @@ class Note:
     """A decision: what `zftune explain` prints."""
 
     kind: Literal[
-        "start", "adopt", "keep", "abort", "void", "crash", "stop", "hold", "reopen", "guard", "resume", "remark"
+        "start",
+        "adopt",
+        "keep",
+        "abort",
+        "void",
+        "crash",
+        "stop",
+        "hold",
+        "reopen",
+        "guard",
+        "resume",
+        "remark",
+        "rollback",
     ]
     reason: str
     """A sentence."""

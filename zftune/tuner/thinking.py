@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from zenflow import StepStats
 from zftune.tuner.propose import Judge, Proposal, Told, likely
 from zftune.tuner.search import Search
 from zftune.tuner.settings import Setting
 from zftune.tuner.space import Space
-from zftune.tuner.states import Outcome, Request, Sampler
+from zftune.tuner.states import Between, Outcome, Request, Sampler
 from zftune.tuner.thinker import Thinker, ThinkerError
 
 _JOIN_S = 5.0
@@ -42,10 +43,58 @@ class Answer:
     request: Request | None
     """Written down as in flight where it may crash; None: the search is over."""
     incumbent: Setting
+    start: Setting | None = None
+    """What the search began from; None: as was said before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """What is measured does not count any more."""
+
+    reason: str
+    incumbent: Setting | None = None
+    """To run from now on; None: as before."""
 
 
 class Desk(ABC):
-    """Thinks about one search.
+    """Where whoever carries out a search asks what to do. No call waits."""
+
+    @abstractmethod
+    def hand(self, outcome: Outcome | None) -> None:
+        """Take what came of the last request (None: there was none), and think of the next; returns at once."""
+
+    @abstractmethod
+    def poll(self) -> Answer | None:
+        """The answer, once it is there; each once."""
+
+    def recall(self) -> Recall | None:
+        """Why what is measured now is to be given up; each once. None: it goes on."""
+        return None
+
+    @abstractmethod
+    def guard(self, reason: str) -> None:
+        """End the search because training goes wrong; whatever is thought of now is not answered."""
+
+    @abstractmethod
+    def idle(self, between: Between) -> None:
+        """Count steps that belong to no measurement, once the search is over."""
+
+    @abstractmethod
+    def stop(self, reason: str) -> None:
+        """End the search early; after `close`."""
+
+    def applied(self, step: int, setting: Setting) -> None:  # noqa: B027 - a desk may have no use for it
+        """Hear of the step after which knobs hold."""
+
+    def observe(self, stats: StepStats) -> None:  # noqa: B027
+        """Hear of a step."""
+
+    def close(self) -> None:  # noqa: B027 - only a desk with a thread has something to end
+        """End the work, as soon as that can be; the search is the caller's again."""
+
+
+class LocalDesk(Desk):
+    """Thinks about a search of this process.
 
     Args:
         search: that is thought about.
@@ -58,27 +107,24 @@ class Desk(ABC):
         self._asked: Request | None = None
         self._answer: Answer | None = None
 
-    @abstractmethod
-    def hand(self, outcome: Outcome | None) -> None:
-        """Take what came of the last request (None: there was none), and think of the next; returns at once."""
+    def idle(self, between: Between) -> None:
+        self._search.idle(between)
 
-    @abstractmethod
-    def poll(self) -> Answer | None:
-        """The answer, once it is there; each once."""
+    def stop(self, reason: str) -> None:
+        self._search.stop(reason)
 
-    @abstractmethod
-    def guard(self, reason: str) -> None:
-        """End the search because training goes wrong; whatever is thought of now is not answered."""
+    def _take(self, outcome: Outcome) -> None:
+        self._search.tell(outcome)
+        if self._recorder is not None and self._asked is not None:
+            self._recorder.after(self._search, self._asked, outcome)
 
-    def close(self) -> None:  # noqa: B027 - only a desk with a thread has something to end
-        """End the work, as soon as that can be; the search is the caller's again."""
+    def _put_away(self, outcome: Outcome) -> None:
+        self._take(outcome)
 
     def _think(self, outcome: Outcome | None) -> Answer:
         search, recorder = self._search, self._recorder
         if outcome is not None:
-            search.tell(outcome)
-            if recorder is not None and self._asked is not None:
-                recorder.after(search, self._asked, outcome)
+            self._take(outcome)
         while True:
             request = search.next()
             refused = None if recorder is None or request is None else recorder.before(search, request)
@@ -92,7 +138,7 @@ DeskMaker = Callable[[Search, Recorder | None], Desk]
 """A desk's class, or what stands for one."""
 
 
-class InlineDesk(Desk):
+class InlineDesk(LocalDesk):
     """Thinks at once, in the thread that asks."""
 
     def hand(self, outcome: Outcome | None) -> None:
@@ -107,7 +153,7 @@ class InlineDesk(Desk):
         self._search.guard(reason)
 
 
-class ThreadDesk(Desk):
+class ThreadDesk(LocalDesk):
     """Thinks in a thread, and lets a process of low priority ask Optuna and the planner.
 
     Where that process fails, the planner alone goes on, in the thread; where the search fails, it ends with a sentence
@@ -131,9 +177,21 @@ class ThreadDesk(Desk):
         if not self._ready:
             search.agenda.propose = self._propose
 
+    @property
+    def busy(self) -> bool:
+        """Whether it thinks: the search is the desk's."""
+        return self._busy
+
     def hand(self, outcome: Outcome | None) -> None:
+        self._begin(outcome, ask=True)
+
+    def put_away(self, outcome: Outcome) -> None:
+        """Take what came of the last request, and think of nothing; returns at once."""
+        self._begin(outcome, ask=False)
+
+    def _begin(self, outcome: Outcome | None, *, ask: bool) -> None:
         self._busy = True
-        self._thread = threading.Thread(target=self._work, args=(outcome,), name="zftune-desk", daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(outcome, ask), name="zftune-desk", daemon=True)
         self._thread.start()
 
     def poll(self) -> Answer | None:
@@ -164,11 +222,14 @@ class ThreadDesk(Desk):
 
     # --- in the thread -----------------------------------------------------------------------------------------------
 
-    def _work(self, outcome: Outcome | None) -> None:
+    def _work(self, outcome: Outcome | None, ask: bool) -> None:
         answer = None
         try:
-            self._get_ready()
-            answer = self._think(outcome)
+            if ask:
+                self._get_ready()
+                answer = self._think(outcome)
+            elif outcome is not None:
+                self._put_away(outcome)
         except _InterruptedError:
             _logger.debug("The search was interrupted while it was thought about.")
         except Exception as error:

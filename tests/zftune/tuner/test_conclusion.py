@@ -32,7 +32,9 @@ def test_nothing_is_claimed_of_settings_that_were_not_tried() -> None:
     search.stop("That is enough.")
     level, sentence = said(search, over=True)
     assert level == logging.INFO
-    assert "no other setting was measured, so that nothing is known of them. That is enough." in sentence
+    assert sentence.endswith(
+        "\nGain: none. No other setting was measured, so that nothing is known of them. That is enough."
+    )
 
 
 def test_what_was_found_is_said() -> None:
@@ -41,7 +43,23 @@ def test_what_was_found_is_said() -> None:
     assert search.book.gain is not None
     level, sentence = said(search, over=True)
     assert level == logging.INFO
-    assert sentence == (
-        f"zftune keeps {search.book.incumbent.setting}: they save {search.book.gain} of the step time. "
-        f"{search.notes[-1].reason}"
-    )
+    spent, share = search.cost.spent_s, search.cost.spent_s / search.cost.elapsed_s
+    assert 0 < share < 1
+    assert sentence.splitlines() == [
+        f"zftune keeps {search.book.incumbent.setting}.",
+        f"Time spent: exploring took {spent:.1f} s more than the knobs that were best so far, {100 * share:.1f}% of the "
+        f"{search.cost.elapsed_s:.1f} s.",
+        f"Gain: {search.book.gain} of the step time. {search.notes[-1].reason}",
+    ]
+
+
+def test_what_the_guard_did_is_the_fourth_line() -> None:
+    search, driver = make(6, 0.05)
+    driver.run(search)
+    search.guard("Stopped at step 9: the loss is nan.")
+    _, sentence = said(search, over=True)
+    kept, _, gain, guard = sentence.splitlines()
+    assert kept == f"zftune keeps {search.book.trials[0].setting}."
+    assert gain.startswith("Gain: none. None of the ")
+    assert gain.endswith(" was adopted.")
+    assert guard == "Guard: Stopped at step 9: the loss is nan."

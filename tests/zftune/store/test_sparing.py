@@ -1,0 +1,95 @@
+"""Trials in flight that are no crash, and runs that are closed for others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zftune.store import Decision, Hardware, Key, Measurement, Model, Run, RunState, StoreError, TrialState, open_store
+from zftune.store.store import Store
+
+KEY = Key(
+    model_id="a" * 16, hw_id="b" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1, micro_batch=1,
+    sequence=64, checkpointing=False, quality="published",
+)  # fmt: skip
+MEASURED = Measurement(role="explore", steps=20, step_ms=1.0, token_us=1.0, began_unix_s=1.0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(str(tmp_path / "zftune.db")) as store:
+        yield store
+
+
+def begun(store: Store, *, measured: bool = False) -> tuple[Run, int]:
+    """A run with one trial in flight."""
+    run = store.begin_run(KEY, Model(model_id=KEY.model_id), Hardware(hw_id=KEY.hw_id), knobs={})
+    trial = store.add_trial(run, {"topk_ratio": 0.2}, source="search")
+    if measured:
+        store.add_measurement(run, trial.trial_id, MEASURED, state=TrialState.MEASURED)
+    store.mark_in_flight(run, trial.trial_id)
+    return run, trial.trial_id
+
+
+def state(store: Store, run: Run) -> TrialState:
+    return store.trials(run.run_id)[0].state
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_what_does_not_run_any_more_is_no_crash(store: Store, *, measured: bool) -> None:
+    run, trial = begun(store, measured=measured)
+    store.mark_planned(run, trial)
+    assert state(store, run) is (TrialState.MEASURED if measured else TrialState.PLANNED)
+    store.mark_planned(run, trial)
+    store.lose_run(run)
+    assert state(store, run) is (TrialState.MEASURED if measured else TrialState.VOID)
+
+
+def test_a_run_that_is_lost_leaves_a_crash_behind(store: Store) -> None:
+    run, _ = begun(store)
+    store.lose_run(run)
+    assert state(store, run) is TrialState.CRASHED
+    assert store.runs()[0].state is RunState.LOST
+    assert store.crashed_knobs(KEY) == [{"topk_ratio": 0.2}]
+    with pytest.raises(StoreError, match="takes no more"):
+        store.renew_lease(run)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("reaped", [False, True])
+def test_a_trial_of_a_training_that_lives_is_spared(
+    tmp_path: Path, store: Store, *, reaped: bool, measured: bool
+) -> None:
+    with open_store(str(tmp_path / "zftune.db")) as other:
+        run, _ = begun(other, measured=measured)
+        with pytest.raises(StoreError, match="is still running"):
+            store.spare_trial(run.run_id, 0)
+    if reaped:
+        store.reap()
+        assert state(store, run) is TrialState.CRASHED
+    store.spare_trial(run.run_id, 0)
+    store.spare_trial(run.run_id, 7)  # there is none such
+    assert state(store, run) is (TrialState.MEASURED if measured else TrialState.VOID)
+    assert store.crashed_knobs(KEY) == []
+    assert store.decisions(run.run_id) == []
+    store.resume_run(run.run_id)
+    assert state(store, run) is (TrialState.MEASURED if measured else TrialState.VOID)
+
+
+def test_a_crash_that_was_measured_stays_one(store: Store) -> None:
+    run, trial = begun(store)
+    store.end_trial(run, trial, TrialState.CRASHED, "out of memory")
+    store.interrupt_run(run)
+    store.spare_trial(run.run_id, 0)
+    assert state(store, run) is TrialState.CRASHED
+
+
+def test_what_was_rolled_back_is_not_tried_again(store: Store) -> None:
+    run, trial = begun(store, measured=True)
+    store.add_decision(run, Decision(kind="adopt", reason="fast", trial_id=trial))
+    store.mark_planned(run, trial)
+    assert store.crashed_knobs(KEY) == []
+    store.add_decision(run, Decision(kind="rollback", reason="not wanted", trial_id=trial))
+    assert store.crashed_knobs(KEY) == [{"topk_ratio": 0.2}]

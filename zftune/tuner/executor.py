@@ -1,0 +1,258 @@
+"""Carries out in a training loop what a desk asks for: knobs change through `set_knobs`, without a restart.
+
+Nothing here waits: step times come from the optimizer's own history, two steps late, and a desk (see
+`zftune.tuner.thinking`) answers when it can, while training goes on under the incumbent's knobs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from zenflow import ConfigError, HostMemoryError, StepStats
+from zenflow.errors import HostThreadsError
+from zenflow.optimizer import ZenFlowOptimizer
+from zftune.tuner.guard import Losses
+from zftune.tuner.outside import Outside
+from zftune.tuner.settings import Setting
+from zftune.tuner.states import Between, Outcome, Request
+from zftune.tuner.thinking import Answer, Desk
+
+Disturbance = Callable[[], str | None]
+"""Asked at the end of a measurement: why it does not count, or None. What came before is over then."""
+Change = Callable[[int, Mapping[str, Any]], None]
+"""Told of the step after which new knobs hold (before the first step: that with which they do), and of the knobs."""
+
+_REFUSALS = (ConfigError, HostMemoryError, HostThreadsError, MemoryError, torch.OutOfMemoryError)
+"""Of knobs: nothing has changed then, and the training goes on."""
+_logger = logging.getLogger("zftune")
+
+
+class Executor:
+    """Measures what a desk asks for.
+
+    Args:
+        optimizer: that trains.
+        desk: where it is thought about.
+        start: the setting that the search begins from: where training goes wrong, it is set again.
+        incumbent: the best setting so far.
+        tokens: of a step.
+        disturbance: says that a measurement does not count.
+        losses: are watched over; None: nobody does.
+        on_change: told of every change of knobs.
+    """
+
+    def __init__(
+        self,
+        optimizer: ZenFlowOptimizer,
+        desk: Desk,
+        *,
+        start: Setting,
+        incumbent: Setting,
+        tokens: int,
+        disturbance: Disturbance = lambda: None,
+        losses: Losses | None = None,
+        on_change: Change | None = None,
+    ) -> None:
+        self.request: Request | None = None
+        """What is measured now; None: nothing, somebody thinks."""
+        self.incumbent = incumbent
+        """The best setting so far, as of the last answer."""
+        self.over = False
+        """Whether the search has ended."""
+        self.overhead_s = 0.0
+        """Time spent in here by the training thread."""
+        self.outside = Outside()
+        """The steps that belong to no measurement."""
+        self._start = start
+        self._optimizer, self._tokens = optimizer, tokens
+        self._disturbance, self._on_change = disturbance, on_change
+        self._losses = losses
+        self._desk = desk
+        self._handed = False
+        self._applied = Setting.of(optimizer.config)
+        self._from = self._seen = optimizer.steps
+        self._discarded: list[float] = []
+        self._steps: list[float] = []
+        self._between = Between()
+
+    @property
+    def steady_steps(self) -> int:
+        """Steps since the last change of knobs took hold."""
+        return self._optimizer.steps - self._from
+
+    def on_step(self, loss: torch.Tensor | float | None = None) -> bool:
+        """Call it after each step.
+
+        Args:
+            loss: of the step, a scalar on any device.
+
+        Returns:
+            Whether the search goes on. When it ends, the incumbent's knobs are set.
+
+        Raises:
+            HostEngineError: host work failed.
+        """
+        began = time.perf_counter()
+        try:
+            return self._on_step(loss)
+        finally:
+            self.overhead_s += time.perf_counter() - began
+
+    def log_loss(self, loss: torch.Tensor | float) -> None:
+        """Give the guard a loss of the step that is under way or was just taken; does not wait for the device."""
+        if self._losses is not None and not self.over:
+            self._losses.add(self._optimizer.steps, loss)
+
+    def stop(self, reason: str) -> None:
+        """End the search early; the incumbent's knobs are set.
+
+        Args:
+            reason: a sentence.
+        """
+        self.close()
+        if not self.over:
+            self._desk.stop(reason)
+            self._end()
+
+    def close(self) -> None:
+        """End the thinking, within seconds; the search may be read and written down from here on."""
+        self._desk.close()
+
+    def _on_step(self, loss: torch.Tensor | float | None) -> bool:
+        if self.over:
+            return False
+        if loss is not None:
+            self.log_loss(loss)
+        if self._is_wrong():
+            return False
+        for stats in self._new():
+            self._seen = stats.step
+            self._desk.observe(stats)
+            self._take(stats)
+        self._give_up()
+        if self.request is None and not self._handed:
+            self._hand(None)
+        answer = self._desk.poll() if self._handed else None
+        while answer is not None and self._carry_out(answer):
+            answer = self._desk.poll()
+        return not self.over
+
+    def _new(self) -> list[StepStats]:
+        """The steps that were not seen yet, oldest first."""
+        history = self._optimizer.history()
+        seen = next((back for back, stats in enumerate(reversed(history)) if stats.step <= self._seen), len(history))
+        return history[len(history) - seen :]
+
+    # --- one request -------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, answer: Answer) -> bool:
+        """Apply what is asked for; whether there is another answer to be had at once."""
+        self._handed = False
+        self.incumbent, self.request = answer.incumbent, answer.request
+        self._start = answer.start or self._start
+        self._discarded, self._steps = [], []
+        if self.request is None:
+            self._desk.idle(self.outside.taken())
+            self._end()
+            return False
+        try:
+            self._apply(self.request.setting)
+        except _REFUSALS as error:
+            reason = str(error) or type(error).__name__
+            self._between = self.outside.taken()
+            self._hand(Outcome("crashed", tokens=self._tokens, reason=reason, between=self._between))
+            return True
+        self._disturbance()  # what was before does not count
+        return False
+
+    def _apply(self, setting: Setting) -> None:
+        """Change knobs; also where they stay the same, since this closes the window and the next one begins whole."""
+        begun = self._optimizer.steps > 0
+        step = self._optimizer.set_knobs(**setting.knobs())
+        self._from = step if begun else 0
+        self._applied = setting
+        self.outside.change(self._from, challenges=setting != self.incumbent)
+        self._desk.applied(self._from, setting)
+        if self._on_change is not None:
+            self._on_change(step, setting.knobs())
+
+    def _take(self, stats: StepStats) -> None:
+        """Count a step, and hand over what came of the request where it is over."""
+        request, step_ms = self.request, stats.step_ms or 0.0
+        if request is None or stats.step <= self._from:
+            self.outside.add(stats.step, step_ms)
+            return
+        if not self._discarded and not self._steps:
+            self._between = self.outside.taken()
+        (self._discarded if len(self._discarded) < request.discard else self._steps).append(step_ms)
+        reason = request.abort_reason(self._discarded, self._steps)
+        if reason is None and len(self._steps) < request.steps:
+            return
+        disturbed = self._disturbance()
+        if disturbed is not None:
+            self._hand(self._outcome("void", disturbed))
+        elif reason is not None:
+            self._hand(self._outcome("aborted", reason))
+        else:
+            self._hand(self._outcome("measured", ""))
+
+    def _outcome(self, status: str, reason: str) -> Outcome:
+        return Outcome(
+            status=status,  # type: ignore[arg-type]
+            steps_ms=tuple(self._steps),
+            discarded_ms=tuple(self._discarded),
+            tokens=self._tokens,
+            device_bytes=self._optimizer.device.peak_bytes(),
+            host_bytes=sum(v for use, v in self._optimizer.host_bytes().items() if use != "peak"),
+            reason=reason,
+            between=self._between,
+        )
+
+    def _hand(self, outcome: Outcome | None) -> None:
+        """Let the desk think; meanwhile nothing but the incumbent runs."""
+        self.request, self._handed = None, True
+        self._desk.hand(outcome)
+        self._restore()
+
+    def _give_up(self) -> None:
+        """Give up what is measured, where the desk asks for that."""
+        recall = self._desk.recall()
+        if recall is None:
+            return
+        self.incumbent = recall.incumbent or self.incumbent
+        if self.request is None:
+            self._restore()
+        else:
+            if not self._discarded and not self._steps:
+                self._between = self.outside.taken()
+            self._hand(self._outcome("void", recall.reason))
+
+    def _restore(self) -> None:
+        """Let the incumbent run, if something else does."""
+        if self._applied == self.incumbent:
+            return
+        try:
+            self._apply(self.incumbent)
+        except _REFUSALS as error:
+            _logger.warning("The knobs %s stay for now: they could not be changed (%s).", self._applied, error)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        self.request, self.over = None, True
+        self._restore()
+
+    def _is_wrong(self) -> bool:
+        """Look at the losses that are there; restore the starting point's knobs where training goes wrong."""
+        found = None if self._losses is None else self._losses.judge()
+        if found is None:
+            return False
+        self._desk.guard(found)
+        self.incumbent = self._start
+        self._end()
+        return True

@@ -1,0 +1,165 @@
+"""What is trained, where and how, by value: all that a search is made from, wherever that is done.
+
+What needs the module, the optimizer or this process is read by `Reader`, in the process that trains.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zenflow import EmulatedAccelerator, Rig, StepStats, ZenFlowConfig
+from zenflow.optimizer import ZenFlowOptimizer
+from zftune.errors import ZftuneError
+from zftune.planner import Machine, ModelFacts
+from zftune.planner.choosing import HEADROOM, LEAST_HEADROOM_BYTES
+from zftune.store.types import Quality
+from zftune.tuner.forecast import MeasuredCoverage, measured_coverage, rig_machine
+from zftune.tuner.ratios import Load
+from zftune.tuner.recording import Here, RunFacts
+from zftune.tuner.search import SearchOptions
+
+_logger = logging.getLogger("zftune")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wishes:
+    """What the user asks for."""
+
+    quality: Quality
+    micro_batch: int = 1
+    sequence: int = 1
+    tune_memory: bool = False
+    fresh: bool = False
+    search: SearchOptions = field(default_factory=SearchOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the warm-up showed."""
+
+    config: ZenFlowConfig
+    steps: tuple[StepStats, ...]
+    """The last ones."""
+    has_loss: bool
+
+    @property
+    def step_ms(self) -> float:
+        """Of a step."""
+        return _median(one.step_ms for one in self.steps if one.step_ms)
+
+    @property
+    def compute_ms(self) -> float:
+        """Of a step, without what it waited because of offloading."""
+        return _median(one.step_ms - sum((one.stall_ms or {}).values()) for one in self.steps if one.step_ms)
+
+    @property
+    def coverage(self) -> MeasuredCoverage | None:
+        """For every k; None: nothing was selected that could be measured."""
+        curves = [one.coverage_curve for one in self.steps if one.coverage_curve is not None]
+        found, _ = measured_coverage(curves, (self.config.topk_ratio,))
+        return found if isinstance(found, MeasuredCoverage) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingFacts:
+    """A training that warmed up."""
+
+    wishes: Wishes
+    run: RunFacts
+    here: Here
+    config: ZenFlowConfig
+    """The user's, as it is after the warm-up."""
+    has_loss: bool
+    step_ms: float
+    """0: not known."""
+    compute_ms: float
+    coverage: MeasuredCoverage | None
+    """None: to be assumed."""
+    load: Load
+    model: ModelFacts
+    rig: Rig | None = None
+    """None: no emulated accelerator."""
+    machine: Machine | None = None
+    """None: nothing can be predicted."""
+    has_memory: bool = False
+    """Whether there is device memory that others may need more of."""
+    device_limit_bytes: int | None = None
+    """Most that a live trial may take at the peak; None: there is no such limit."""
+
+
+class Reader:
+    """Knows the model and the machine; made before training begins, since on a GPU it measures the machine.
+
+    Args:
+        optimizer: that trains.
+        wishes: of the user.
+    """
+
+    def __init__(self, optimizer: ZenFlowOptimizer, wishes: Wishes) -> None:
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        self.module = optimizer.module or nn.ParameterList(parameters)
+        self.notices: list[str] = []
+        """Sentences: what could not be had."""
+        self._dtype = parameters[0].dtype
+        self._wishes = wishes
+        device = optimizer.device
+        self._rig = device.rig if isinstance(device, EmulatedAccelerator) else None
+        self._device_limit_bytes = device_limit(optimizer)
+        self._has_memory = device.total_bytes() is not None
+        self._machine = self._measured(device.torch_device) if self._has_memory else None
+
+    def facts(self, seen: Seen) -> TrainingFacts:
+        """Read them; may be called from any thread.
+
+        Args:
+            seen: in the warm-up.
+        """
+        name = type(self.module).__name__
+        rig, wishes = self._rig, self._wishes
+        run = RunFacts.of(
+            self.module, self._dtype, micro_batch=wishes.micro_batch, sequence=wishes.sequence, name=name,
+            rig=None if rig is None else rig.name,
+        )  # fmt: skip
+        return TrainingFacts(
+            wishes=wishes,
+            run=run,
+            here=Here.now(run.rig),
+            config=seen.config,
+            has_loss=seen.has_loss,
+            step_ms=seen.step_ms,
+            compute_ms=seen.compute_ms,
+            coverage=seen.coverage,
+            load=Load.of(seen.steps, self.module),
+            model=ModelFacts.from_module(name, self.module),
+            rig=rig,
+            machine=self._machine if rig is None else rig_machine(rig),
+            has_memory=self._has_memory,
+            device_limit_bytes=self._device_limit_bytes,
+        )
+
+    def _measured(self, device: torch.device) -> Machine | None:
+        _logger.info("zftune measures this machine's links and memory; that takes some seconds.")
+        try:
+            with torch.cuda.device(device):
+                return Machine.here()
+        except (ZftuneError, RuntimeError, MemoryError) as error:
+            self.notices.append(f"This machine could not be measured: {error}.")
+            return None
+
+
+def device_limit(optimizer: ZenFlowOptimizer) -> int | None:
+    """Bytes of device memory that a live trial may reach; None where there is no such memory."""
+    total = optimizer.device.total_bytes()
+    return None if total is None else round(total - max(HEADROOM * total, LEAST_HEADROOM_BYTES))
+
+
+def _median(values: Iterable[float]) -> float:
+    """0 where there are none."""
+    found = list(values)
+    return statistics.median(found) if found else 0.0

@@ -1,0 +1,115 @@
+"""A search that is thought about beside the training, in its own process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from zenflow.optimizer import ZenFlowOptimizer
+from zftune.tuner.background import Background
+from zftune.tuner.conclusion import Followed, conclusion
+from zftune.tuner.counsel import Counsel, Ended, Said, Scene
+from zftune.tuner.facts import Seen, Wishes
+from zftune.tuner.live import LiveSearch
+from zftune.tuner.preparing import Preparation, Prepared
+from zftune.tuner.search import Search
+from zftune.tuner.thinker import Thinker, ThinkerError, gentle_share
+from zftune.tuner.thinking import Desk, Recorder, ThreadDesk
+
+if TYPE_CHECKING:
+    from zftune.store.store import Store
+
+_JOIN_S = 5.0
+_WARNING = 30
+
+
+class OwnCounsel(Counsel):
+    """Thinks in this process, with Optuna in one of its own.
+
+    Args:
+        optimizer: that trains.
+        wishes: of the user.
+        store: where runs and presets are remembered; None: the user's own; False: nowhere.
+    """
+
+    def __init__(self, optimizer: ZenFlowOptimizer, wishes: Wishes, store: Store | Literal[False] | None) -> None:
+        self._own_store = store is None
+        self._store = _user_store() if store is None else store or None
+        self._thinker = Thinker(share=gentle_share())
+        with contextlib.suppress(ThinkerError):  # the planner thinks alone then, and the notes say so
+            self._thinker.start()  # it loads while the warm-up lasts
+        self._preparation = Preparation(optimizer, wishes, self._store, self._thinker)
+        self._preparing: Background[Prepared] | None = None
+        self._prepared: Prepared | None = None
+        self._told = 0
+
+    def prepare(self, seen: Seen) -> None:
+        self._preparing = Background(lambda: self._preparation.prepare(seen), "zftune-prepare")
+
+    @property
+    def begun(self) -> bool:
+        return self._preparing is not None
+
+    def live(self, scene: Scene) -> LiveSearch | None:
+        if self._preparing is None or not self._preparing.done:
+            return None
+        prepared = self._take(self._preparing.result)
+        return LiveSearch(
+            scene.optimizer,
+            prepared.search,
+            tokens=scene.tokens,
+            recorder=prepared.recorder,
+            disturbance=scene.disturbance,
+            guard=scene.guard,
+            desk=self._desk,
+            on_change=scene.on_change,
+        )
+
+    def said(self) -> list[str]:
+        found = list(self._preparation.notices)
+        if self._prepared is not None and self._prepared.sentence:
+            found.append(self._prepared.sentence)
+        new, self._told = found[self._told :], len(found)
+        return new
+
+    def end(self, ended: Ended) -> Iterator[Said]:
+        if self._prepared is None:
+            self._take_unused()
+        prepared, search = self._prepared, self.search
+        if search is not None or not (ended.given_up or ended.steps == 0):  # else its reason was said, or nothing was
+            over = ended.over or ended.given_up
+            remembered = prepared is not None and prepared.recorder is not None
+            yield conclusion(search, Followed(ended.steps, ended.begins, over=over, remembered=remembered))
+        for remark in ended.remarks:
+            if search is not None:
+                search.remark(remark)
+        if prepared is not None and prepared.recording is not None:
+            prepared.recording.finish(prepared.search, unfinished=not ended.over)
+            yield from ((_WARNING, notice) for notice in prepared.recording.notices)
+
+    def close(self) -> None:
+        self._thinker.close()
+        if self._own_store and self._store is not None:
+            self._store.close()
+
+    def _take(self, prepared: Prepared) -> Prepared:
+        self._prepared, self.search = prepared, prepared.search
+        return prepared
+
+    def _take_unused(self) -> None:
+        """A search that was prepared and never began has to say goodbye as well."""
+        if self._preparing is None:
+            return
+        self._preparing.join(_JOIN_S)
+        if self._preparing.done and not self._preparing.failed:
+            self._take(self._preparing.result).search.stop("The tuning ended before its search began.")
+
+    def _desk(self, search: Search, recorder: Recorder | None) -> Desk:
+        return ThreadDesk(search, recorder, self._thinker)
+
+
+def _user_store() -> Store:
+    from zftune.store import open_store
+
+    return open_store()

@@ -1,0 +1,189 @@
+"""The thread that talks to the daemon. Whatever happens to the daemon, it goes on trying, ever more slowly."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from zftune.daemon.errors import DaemonError
+from zftune.daemon.wire import (
+    PROTOCOL,
+    Again,
+    Directive,
+    Farewell,
+    Goodbye,
+    Hello,
+    Welcome,
+    WireError,
+    decode,
+    encode,
+    masked,
+)
+from zftune.errors import ZftuneError
+from zftune.tuner.facts import TrainingFacts
+from zftune.tuner.remote.desk import Orders, RemoteDesk
+
+QUICK_S = 0.1
+"""Between two reports while the training waits for an answer."""
+SLOW_S = 1.0
+"""Between two reports while it measures, at most; a lease has more of them."""
+_REPORTS_A_LEASE = 4
+_FIRST_BACKOFF_S = 0.2
+_LONGEST_BACKOFF_S = 20.0
+_REQUEST_S = 3.0
+_JOIN_S = 4.0
+_FORGOTTEN = (404, 410)
+_logger = logging.getLogger("zftune")
+
+
+class Transport(Protocol):
+    """What asks the daemon, such as `zftune.daemon.client.DaemonClient`. For one thread at a time."""
+
+    def post(self, route: str, document: Any = None, *, timeout_s: float | None = None) -> Any:
+        """What a route answers to a document of JSON; raises DaemonError."""
+
+    def close(self) -> None:
+        """Close the connection."""
+
+
+class Courier:
+    """Carries reports to the daemon and directives back.
+
+    Args:
+        transport: asks the daemon.
+        desk: of the training.
+        read: what the daemon has to know of the training; called once, in the thread.
+        tokens: of a step.
+        gpu_uuid: None: it trains on no GPU.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        desk: RemoteDesk,
+        read: Callable[[], TrainingFacts],
+        *,
+        tokens: int,
+        gpu_uuid: str | None = None,
+    ) -> None:
+        self.run = secrets.token_hex(16)
+        self.notices: list[str] = []
+        """Sentences of the daemon, each once, and why it cannot be asked."""
+        self._transport, self._desk, self._read = transport, desk, read
+        self._tokens, self._gpu_uuid = tokens, gpu_uuid
+        self._training: Any = None
+        self._session: str | None = None
+        self._last_session: str | None = None
+        self._record: str | None = None
+        self._lease_s = SLOW_S * _REPORTS_A_LEASE
+        self._failures = 0
+        self._began_unix_s = time.time()
+        self._thread = threading.Thread(target=self._run, name="zftune-agent", daemon=True)
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        self._thread.start()
+
+    def goodbye(self, message: Callable[[str], Goodbye]) -> Farewell | None:
+        """End it, within seconds; the daemon's last words, None where it does not answer.
+
+        Args:
+            message: given the session.
+        """
+        self._desk.close()
+        self._thread.join(_JOIN_S)
+        if self._thread.is_alive() or self._session is None:
+            return None
+        try:
+            self._report()  # what has not been said yet
+            answer = self._post(f"/v1/runs/{self.run}/goodbye", message(self._session))
+            return decode(Farewell, answer, "farewell")
+        except ZftuneError as error:
+            _logger.debug("The daemon was not told goodbye: %s.", error)
+            return None
+        finally:
+            self._transport.close()
+
+    # --- in the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._desk.closing.is_set():
+                self._desk.wake.clear()
+                pause_s = self._exchange()
+                if self._desk.closing.is_set():
+                    return
+                self._desk.wake.wait(pause_s)
+        except Exception as error:
+            _logger.exception("The daemon is not asked any more; the training goes on.")
+            self._desk.fail(error)
+
+    def _exchange(self) -> float:
+        """One message; how long to wait before the next."""
+        try:
+            if self._session is None:
+                self._hello()
+            self._report()
+        except (DaemonError, WireError) as error:
+            return self._failed(error)
+        self._failures = 0
+        return QUICK_S if self._desk.waits else min(SLOW_S, self._lease_s / _REPORTS_A_LEASE)
+
+    def _hello(self) -> None:
+        if self._training is None:
+            self._training = encode(self._read(), "training")
+        again = None if self._record is None else Again(record=self._record, trial=self._desk.trial)
+        hello = Hello(
+            protocol=PROTOCOL,
+            run=self.run,
+            training=self._training,
+            pid=os.getpid(),
+            began_unix_s=self._began_unix_s,
+            tokens=self._tokens,
+            argv=masked(sys.argv),
+            gpu_uuid=self._gpu_uuid,
+            again=again,
+        )
+        welcome = decode(Welcome, self._post("/v1/runs", hello), "welcome")
+        if welcome.session != self._last_session:
+            self._desk.begin_session("the daemon was started again")
+        self._session = self._last_session = welcome.session
+        self._lease_s = welcome.lease_s
+
+    def _report(self) -> None:
+        assert self._session is not None
+        report = self._desk.report(PROTOCOL, self._session)
+        directive = decode(Directive, self._post(f"/v1/runs/{self.run}/report", report), "directive")
+        if directive.session != self._session:
+            raise WireError(f"directive.session is {directive.session}, allowed is {self._session}")
+        orders = Orders.of(directive)
+        self._record = directive.record or self._record
+        for notice in directive.notices:
+            self._tell(notice)
+        self._desk.obey(orders)
+
+    def _post(self, route: str, message: Any) -> Any:
+        return self._transport.post(route, encode(message), timeout_s=_REQUEST_S)
+
+    def _failed(self, error: ZftuneError) -> float:
+        """Seconds to wait, ever more of them; somewhat at random, so that many runs do not come back at once."""
+        self._failures += 1
+        if isinstance(error, DaemonError) and error.status in _FORGOTTEN and self._session is not None:
+            self._session = None
+            if self._failures == 1:
+                return 0.0
+        elif self._failures == 1:
+            self._tell(f"The daemon cannot be asked ({error}): the best knobs so far stay until it can be.")
+        longest_s = min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(self._failures, 16))
+        return random.uniform(longest_s / 2, longest_s)
+
+    def _tell(self, sentence: str) -> None:
+        if sentence not in self.notices:
+            self.notices.append(sentence)
