@@ -15,7 +15,7 @@ import zftune
 
 PROTOCOL = 1
 """Of the records."""
-DIR, VERSION, WARMUP, STEPS, TRIAL, RUN, RUN_TOP, DISABLE = (
+DIR, VERSION, WARMUP, STEPS, TRIAL, RUN, RUN_TOP, ONLINE, DISABLE = (
     "ZFTUNE_AGENT_DIR",
     "ZFTUNE_AGENT_VERSION",
     "ZFTUNE_AGENT_WARMUP",
@@ -23,6 +23,7 @@ DIR, VERSION, WARMUP, STEPS, TRIAL, RUN, RUN_TOP, DISABLE = (
     "ZFTUNE_AGENT_TRIAL",
     "ZFTUNE_RUN",
     "ZFTUNE_RUN_TOP",
+    "ZFTUNE_ONLINE",
     "ZFTUNE_DISABLE",
 )
 """Environment variables that the agent reads."""

@@ -14,6 +14,7 @@ import typer
 
 from zftune.commands.profile import ProfileCommand
 from zftune.errors import BadInputError
+from zftune.json_output import check_output_path
 
 _CONFIG_OPTIONS = ("--deepspeed", "--deepspeed_config", "--deepspeed-config", "--ds_config", "--ds-config")
 
@@ -33,11 +34,22 @@ def run(
     quality: Annotated[
         str | None, typer.Option(help="exact, published or loose: which updates may come late.", show_default=False)
     ] = None,
-    online: Annotated[bool, typer.Option("--online", help="Tune while it trains.")] = False,
+    online: Annotated[
+        bool, typer.Option("--online", help="Tune while it trains, by the daemon; where there is none, one is started.")
+    ] = False,
+    schedule: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Replay the knobs of a run, step by step.", show_default=False)
+    ] = None,
+    export_schedule: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write the knobs of this run and their steps.", show_default=False),
+    ] = None,
 ) -> None:
     """Run a training with DeepSpeed on zftune's runtime, without a change of the script or its ds_config.
 
     zftune run -- deepspeed train.py --deepspeed ds_config.json
+
+    A training with an optimizer of zenflow can be tuned (--online), and its knobs be recorded and replayed.
     """
     from zftune import __version__, agent
 
@@ -46,10 +58,14 @@ def run(
     asked = {"backend": backend, "preset": preset, "quality": quality, "online": online or None}
     asked = {name: value for name, value in asked.items() if value is not None}
     _check(asked, command)
+    steering = _steering(asked, schedule, export_schedule)
     environment = dict(os.environ)
     if environment.get(agent.DISABLE) != "1":
+        if online:
+            _require_daemon()
+            environment[agent.ONLINE] = "daemon"
         environment = agent.armed(environment)
-        wanted = json.dumps({"version": __version__, **asked})
+        wanted = json.dumps({"version": __version__, **asked, **steering})
         environment[agent.RUN] = base64.urlsafe_b64encode(wanted.encode()).decode()  # some launchers quote nothing
         environment[agent.RUN_TOP] = str(os.getpid())  # CMD's process, which this one becomes
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these; a program that it becomes would, too
@@ -61,6 +77,43 @@ def run(
         raise BadInputError(
             f"CMD '{command[0]}': cannot be run ({error.strerror}), allowed is a program that can"
         ) from error
+
+
+def _require_daemon() -> None:
+    """See that a daemon is there; the training does not fail for want of one.
+
+    Raises:
+        BadInputError: no socket can be where the environment wants it.
+    """
+    from zftune.daemon.ensuring import ensure_daemon
+    from zftune.daemon.errors import DaemonError
+
+    try:
+        ensure_daemon()
+    except DaemonError as error:
+        typer.echo(f"zftune: nothing is tuned until there is a daemon: {error}", err=True)
+
+
+def _steering(asked: dict[str, Any], schedule: str | None, export_schedule: str | None) -> dict[str, str]:
+    """Files of knobs, as a process in another folder finds them.
+
+    Raises:
+        BadInputError: one is not allowed.
+    """
+    given = {"schedule": schedule, "export_schedule": export_schedule}
+    if schedule is not None:
+        if asked.get("online"):
+            raise BadInputError("--online with --schedule: allowed is one of them, knobs come from one place")
+        from zftune.schedule import read_schedule
+
+        read_schedule(schedule)
+    if export_schedule is not None:
+        check_output_path(export_schedule, "--export-schedule", standard_output=False)
+    for name, path in given.items():
+        if path is not None and asked.get("backend") == "deepspeed":
+            option = "--" + name.replace("_", "-")
+            raise BadInputError(f"{option} '{path}' with --backend deepspeed: allowed is zenflow, whose knobs they are")
+    return {name: os.path.abspath(path) for name, path in given.items() if path is not None}  # noqa: PTH100
 
 
 def _check(asked: dict[str, Any], command: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Found by Python before any other `sitecustomize`: arms what is asked for, and runs the next one.
 
 `zftune profile` and its like ask for a recording, which begins once torch is imported; `zftune run` for the backends of
-DeepSpeed, once that is imported.
+DeepSpeed, once that is imported, and for knobs of zenflow's optimizers, once zenflow is.
 
 Standard library only, syntax of Python 3.6: any interpreter may come across it. It never raises on its own account.
 """
@@ -21,6 +21,15 @@ TOP = os.environ.get("ZFTUNE_RUN_TOP", "")
 NOTHING = (
     "zftune: no call of deepspeed.initialize came, so nothing was changed: zftune run is for scripts that make one, "
     "for a plain loop use one line: optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=1e-3, module=model)\n"
+)
+NOT_STEERED = (
+    "zftune: %s: no zenflow optimizer took a step; in a plain loop make one: "
+    "optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=1e-3, module=model)\n"
+)
+STEERING = (
+    ("online", "nothing was tuned"),
+    ("schedule", "nothing was replayed"),
+    ("export_schedule", "no schedule was written"),
 )
 
 
@@ -92,7 +101,9 @@ class Notes:
     KIND = "zftune-run"
     CALLED = b"c"  # deepspeed.initialize was called, or it has been said why that does nothing
     RANK = b"r"  # a rank has begun
+    STEERED = b"s"  # a zenflow optimizer takes steps, or it has been said why it is let alone
     launches = False
+    told = False  # why the training runs as without zftune
 
     def keep(self) -> None:
         """Be the first process."""
@@ -117,7 +128,12 @@ class Notes:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed by the script: the notes, or stderr
             notes = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
             elsewhere = self.launches and self.RANK not in notes  # its ranks are on other machines
-            if self.CALLED not in notes and not elsewhere:
+            if elsewhere:
+                return
+            missed = [words for name, words in STEERING if wanted().get(name)]
+            if missed and self.STEERED not in notes:
+                sys.stderr.write(NOT_STEERED % missed[0])
+            elif not missed and self.CALLED not in notes:
                 sys.stderr.write(NOTHING)
 
 
@@ -157,24 +173,51 @@ def arm(_torch: Any) -> None:
 
 
 def serve(deepspeed: Any) -> None:
-    """Let a training with DeepSpeed have what `zftune run` asks for, if this interpreter has the parent's zftune."""
+    """Let a training with DeepSpeed have what `zftune run` asks for."""
+
+    def begin() -> None:
+        from zftune.integrations.deepspeed.running import begin
+
+        begin(deepspeed, wanted(), lambda: notes.add(notes.CALLED), lambda: notes.add(notes.STEERED))
+
+    hand_over(begin)
+
+
+def steer(_zenflow: Any) -> None:
+    """Let the optimizers of zenflow have the knobs that `zftune run` asks for, or be tuned."""
+
+    def begin() -> None:
+        from zftune.agent.steering import begin
+
+        begin(wanted(), watcher.when_imported, lambda: notes.add(notes.STEERED))
+
+    if any(wanted().get(name) for name, _ in STEERING):
+        hand_over(begin)
+
+
+def wanted() -> Any:
+    """What `zftune run` was asked for."""
     import base64
     import json
 
-    wanted = json.loads(base64.urlsafe_b64decode(RUN).decode())
+    return json.loads(base64.urlsafe_b64decode(RUN).decode())
+
+
+def hand_over(begin: "Callable[[], None]") -> None:
+    """Let a part of zftune begin, if this interpreter has the parent's; say so, once, where it has not."""
+    version = wanted()["version"]
     try:
         import zftune
 
-        if zftune.__version__ == wanted["version"]:
-            from zftune.integrations.deepspeed.running import begin
-
-            begin(deepspeed, wanted, lambda: notes.add(notes.CALLED))
+        if zftune.__version__ == version:
+            begin()
             return
-        reason = "this Python has zftune " + zftune.__version__ + ", not " + wanted["version"]
+        reason = "this Python has zftune " + zftune.__version__ + ", not " + version
     except ImportError as error:
-        reason = "this Python has no zftune " + wanted["version"] + ": " + str(error)
-    notes.add(notes.CALLED)
-    if os.environ.get("RANK", "0") == "0":
+        reason = "this Python has no zftune " + version + ": " + str(error)
+    notes.add(notes.CALLED + notes.STEERED)
+    if os.environ.get("RANK", "0") == "0" and not notes.told:
+        notes.told = True
         sys.stderr.write("zftune: " + reason + "; the training runs as without zftune\n")
 
 
@@ -205,6 +248,7 @@ if os.environ.get("ZFTUNE_DISABLE") != "1":
         watcher.when_imported("torch", arm)
     if RUN:
         watcher.when_imported("deepspeed", serve)
+        watcher.when_imported("zenflow", steer)
         watcher.when_imported("deepspeed.launcher.runner", pass_on)
         if str(os.getpid()) == TOP and os.environ.get("RANK", "0") == "0":
             notes.keep()

@@ -27,16 +27,19 @@ _made: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDiction
 _listeners: list[Callable[[], None]] = []
 
 
-def wrap(module: Any, asked: Section, *, ends_process: bool = False) -> None:
+def wrap(
+    module: Any, asked: Section, *, ends_process: bool = False, refused: Callable[[], None] = lambda: None
+) -> None:
     """Wrap `initialize` of DeepSpeed, once.
 
     Args:
         module: `deepspeed`.
         asked: comes before what a ds_config says.
         ends_process: whether what is not allowed ends the process with one sentence and exit code 2; else it raises.
+        refused: told before it does.
     """
     original = getattr(module.initialize, _MARK, module.initialize)
-    wrapped = _wrapped(original, asked, ends_process=ends_process)
+    wrapped = _wrapped(original, asked, refused if ends_process else None)
     setattr(wrapped, _MARK, original)
     module.initialize = wrapped
 
@@ -61,7 +64,7 @@ def unwrap(module: Any) -> None:
     module.initialize = getattr(module.initialize, _MARK, module.initialize)
 
 
-def _wrapped(original: Wrapped, asked: Section, *, ends_process: bool) -> Wrapped:
+def _wrapped(original: Wrapped, asked: Section, ends: Callable[[], None] | None) -> Wrapped:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -75,8 +78,9 @@ def _wrapped(original: Wrapped, asked: Section, *, ends_process: bool) -> Wrappe
         try:
             return _initialize(original, dict(call.arguments), asked)
         except BadInputError as error:
-            if not ends_process:
+            if ends is None:
                 raise
+            ends()
             sys.stderr.write(f"zftune: {error}\n")
             raise SystemExit(2) from error
 

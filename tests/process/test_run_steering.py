@@ -1,0 +1,211 @@
+"""`zftune run --online`, `--schedule` and `--export-schedule` on scripts that nobody changed: their real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zftune.daemon.client import DaemonClient
+
+ZFTUNE = str(Path(sys.executable).with_name("zftune"))
+MISSED = "no zenflow optimizer took a step; in a plain loop make one: "
+SCRIPT = """
+import hashlib, sys, time
+import torch, zenflow
+from torch import nn
+
+steps, changes = int(sys.argv[1]), int(sys.argv[2])
+torch.manual_seed(0)
+module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
+config = zenflow.ZenFlowConfig(topk_ratio=0.1, update_interval=4, host_threads=1)
+optimizer = zenflow.ZenFlowAdamW(module.parameters(), lr=1e-2, config=config, module=module)
+batches = torch.Generator().manual_seed(1)
+ends = time.monotonic() + 90
+
+def seen():
+    return open("schedule.json").read().count("after_step")
+
+while optimizer.steps < steps or (changes and (optimizer.steps % 20 or seen() < changes)):
+    assert time.monotonic() < ends
+    module(torch.randn(16, 32, generator=batches)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if changes:
+        time.sleep(0.002)
+optimizer.synchronize()
+digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in module.parameters())).hexdigest()
+print(optimizer.steps, digest)
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """With the script, a store and a socket of its own; a daemon there is ended."""
+    made = Path(tempfile.mkdtemp(prefix="zft-"))
+    (made / "train.py").write_text(SCRIPT)
+    yield made
+    if (made / "z.sock").exists():
+        with DaemonClient(made / "z.sock") as client:
+            client.post("/v1/stop")
+        ends = time.monotonic() + 60
+        while (made / "z.sock").exists():
+            assert time.monotonic() < ends
+            time.sleep(0.02)
+    shutil.rmtree(made)
+
+
+def run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """`zftune run` with options and Python."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ZFTUNE_", "XDG_"))}
+    own = {"ZFTUNE_SOCKET": str(folder / "z.sock"), "ZFTUNE_DB": str(folder / "z.db"), "OMP_NUM_THREADS": "1"}
+    options, _, command = " ".join(words).partition(" -- ")
+    return subprocess.run(
+        [ZFTUNE, "run", *options.split(), "--", sys.executable, *command.split()],
+        env={**kept, **own, **more},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+def test_a_run_tuned_by_a_daemon_is_replayed_bit_for_bit(folder: Path) -> None:
+    tuned = run(folder, "--online", "--export-schedule", "schedule.json", "--", "train.py", "40", "3")
+    assert tuned.returncode == 0, tuned.stderr
+    assert "zftune tunes with quality published" in tuned.stderr
+    assert "\nzftune keeps topk_ratio" in tuned.stderr or "zftune tuned nothing" in tuned.stderr
+    with DaemonClient(folder / "z.sock") as client:
+        assert client.get("/v1/health")["private"] is True
+    steps, digest = tuned.stdout.split()
+    entries = json.loads((folder / "schedule.json").read_text())["steps"]
+    assert len(entries) >= 3
+    assert entries[0]["after_step"] == 0
+
+    replayed = run(folder, "--schedule", "schedule.json", "--", "train.py", steps, "0")
+    assert replayed.returncode == 0, replayed.stderr
+    assert replayed.stdout.split() == [steps, digest]
+    assert replayed.stderr.startswith("zftune replays the knobs of ")
+    assert "tunes" not in replayed.stderr
+
+
+def test_a_schedule_changes_the_weights(folder: Path) -> None:
+    changes = {"zftune_schedule": 1, "steps": [{"after_step": 5, "knobs": {"update_interval": 2, "apply_lag": 1}}]}
+    (folder / "schedule.json").write_text(json.dumps(changes))
+    with_it = run(folder, "--schedule", "schedule.json", "--", "train.py", "12", "0")
+    without = run(folder, "--export-schedule", "own.json", "--", "train.py", "12", "0")
+    assert (with_it.returncode, without.returncode, without.stderr) == (0, 0, "")
+    assert with_it.stdout != without.stdout
+    (only,) = json.loads((folder / "own.json").read_text())["steps"]
+    assert (only["after_step"], only["knobs"]["topk_ratio"]) == (0, 0.1)
+
+
+def test_it_begins_where_deepspeed_is_imported_first(folder: Path) -> None:
+    """Our part for DeepSpeed imports zenflow, which is watched: one begins within the other."""
+    (folder / "deepspeed.py").write_text("__version__ = '0.19.6'\ndef initialize(model=None, config=None): pass\n")
+    (folder / "both.py").write_text("import deepspeed\n" + SCRIPT)
+    done = run(folder, "--export-schedule", "own.json", "--", "both.py", "3", "0", PYTHONPATH=str(folder))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (folder / "own.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--online", "nothing was tuned"),
+        ("--schedule schedule.json", "nothing was replayed"),
+        ("--export-schedule out.json", "no schedule was written"),
+    ],
+)
+def test_why_nothing_was_done_is_said_once_at_the_end(folder: Path, option: str, words: str) -> None:
+    (folder / "schedule.json").write_text('{"zftune_schedule": 1, "steps": []}')
+    (folder / "plain.py").write_text("print('trained')")
+    done = run(folder, option, "--", "plain.py")
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+    assert done.stderr.startswith(f"zftune: {words}: {MISSED}")
+    assert done.stderr.count("\n") == 1
+    assert not (folder / "out.json").exists()
+
+
+TRAINER = """
+import sys
+from pathlib import Path
+from tests.zftune.integrations.trainers import trainer
+from zftune.integrations.huggingface import ZFTuneCallback, zenflow_optimizer
+
+given = [ZFTuneCallback()] if sys.argv[1] == "given" else []
+made = trainer(Path(), zenflow_optimizer, callbacks=given)
+made.train()
+found = [one for one in made.callback_handler.callbacks if isinstance(one, ZFTuneCallback)]
+print(len(found), found[0].tuner is not None, "zenflow_topk_ratio" in str(made.state.log_history))
+"""
+
+
+@pytest.mark.parametrize("given", ["given", "none"])
+def test_a_trainer_gets_the_callback_once(folder: Path, given: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    (folder / "trainer.py").write_text(TRAINER)
+    done = run(folder, "--online", "--", "trainer.py", given, PYTHONPATH=str(Path(__file__).parents[2]))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "1 True True"
+    assert done.stderr.count("zftune tunes with quality") == 1
+
+
+REFUSED = {
+    "no file": ("--schedule none.json", "--schedule 'none.json': cannot be read (No such file or directory)"),
+    "no schedule": ("--schedule train.py", "--schedule 'train.py': is not JSON"),
+    "two sources": ("--schedule schedule.json --online", "--online with --schedule: allowed is one of them"),
+    "no folder": ("--export-schedule none/s.json", "--export-schedule 'none/s.json': allowed is a file in a folder"),
+    "upstream's": (
+        "--schedule schedule.json --backend deepspeed",
+        "--schedule 'schedule.json' with --backend deepspeed: allowed is zenflow",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_wrong_is_said_before_the_command_begins(folder: Path, name: str) -> None:
+    (folder / "schedule.json").write_text('{"zftune_schedule": 1, "steps": []}')
+    options, sentence = REFUSED[name]
+    done = run(folder, options, "--", "-c", "print(1)")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"zftune: {sentence}")
+    assert done.stderr.count("\n") == 1
+    assert not (folder / "z.sock").exists()
+
+
+def test_knobs_that_do_not_fit_end_it_with_a_sentence(folder: Path) -> None:
+    changes = {"zftune_schedule": 1, "steps": [{"after_step": 5, "knobs": {"apply_lag": 9}}]}
+    (folder / "schedule.json").write_text(json.dumps(changes))
+    done = run(folder, "--schedule", "schedule.json", "--", "train.py", "12", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].endswith(
+        "schedule.json', after step 5: apply_lag is 9, allowed is an integer from 1 to update_interval (4), or none"
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_switched_off_nothing_is_started(folder: Path) -> None:
+    done = run(folder, "--online", "--", "train.py", "3", "0", ZFTUNE_DISABLE="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not (folder / "z.sock.log").exists()
+
+
+def test_without_a_daemon_the_training_runs(folder: Path) -> None:
+    (folder / "z.sock").mkdir()  # no socket can be there, and nobody may remove it
+    done = run(folder, "--online", "--", "train.py", "30", "0")
+    (folder / "z.sock").rmdir()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("30 ")
+    assert done.stderr.startswith(
+        "zftune: nothing is tuned until there is a daemon: the private daemon ended at once ("
+    )

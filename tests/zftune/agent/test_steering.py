@@ -1,0 +1,234 @@
+"""A run whose knobs changed is recorded, and replayed: the same weights, to the last bit."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zftune
+from zenflow import EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig
+from zftune.agent.recording import BEGINNING, Recording
+from zftune.agent.replaying import Replay
+from zftune.agent.steering import Part, hook
+from zftune.errors import BadInputError
+from zftune.planner import assumed_coverage
+from zftune.schedule import Entry, encode, read_schedule
+from zftune.tuner import attach as attaching
+from zftune.tuner.live import LiveSearch
+from zftune.tuner.preparing import NoForecast
+from zftune.tuner.search import Search, SearchOptions
+from zftune.tuner.settings import Setting
+from zftune.tuner.space import space_for
+from zftune.tuner.thinking import InlineDesk
+
+OWN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, host_threads=1)
+RATES = dict.fromkeys(("link_d2h_gbps", "link_h2d_gbps", "host_gbps", "device_gbps"), 1.0)
+Steer = Callable[..., list[int]]
+
+
+class Loop:
+    """A small model on an emulated accelerator."""
+
+    def __init__(self, config: ZenFlowConfig = OWN) -> None:
+        torch.manual_seed(0)
+        self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
+        self.device = EmulatedAccelerator(Rig("fast", "", forward_ms=1.0, backward_ms=1.0, scale=1.0, **RATES))
+        self.optimizer = ZenFlowAdamW(
+            self.module.parameters(), lr=1e-2, config=config, module=self.module, device=self.device
+        )
+        self.device.attach(self.module)
+        self.batches = torch.Generator().manual_seed(1)
+
+    def train(self, steps: int, until: Callable[[], bool] = lambda: False) -> None:
+        while self.optimizer.steps < steps and not until():
+            batch = torch.randn(16, 32, generator=self.batches)
+            self.module(batch).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        self.optimizer.close()
+        self.device.close()
+
+    @property
+    def weights(self) -> torch.Tensor:
+        self.optimizer.synchronize()
+        return torch.cat([parameter.detach().flatten() for parameter in self.module.parameters()])
+
+
+def tuned(loop: Loop, most: int = 6) -> LiveSearch:
+    """Search in the optimizer's own hook, as a tuner does, and flush there now and then, as its probe does."""
+    optimizer = loop.optimizer
+    optimizer.set_knobs(update_interval=4, apply_lag=None)
+    start = Setting.of(optimizer.config)
+    search = Search(
+        space_for(start, "published", coverage=assumed_coverage),
+        start,
+        NoForecast(1.0, start, has_memory=False),
+        [Setting(topk_ratio=0.2, update_interval=2, apply_lag=1, host_threads=1)],
+        SearchOptions(sampler="random", most_measurements=most),
+    )
+    live = LiveSearch(optimizer, search, tokens=16, desk=InlineDesk)
+
+    def after(*_: Any) -> None:
+        live.on_step()
+        if optimizer.steps in (33, 70):
+            optimizer.flush()
+
+    optimizer.register_step_post_hook(after)
+    return live
+
+
+@pytest.fixture
+def steer() -> Iterator[Steer]:
+    """Hook parts as in a child; their hooks and patches are gone afterwards."""
+    undo: list[Callable[[], None]] = []
+    ends: list[Callable[[], None]] = []
+
+    def steer(*parts: Part) -> list[int]:
+        followed: list[int] = []
+        undo.append(hook(list(parts), lambda: followed.append(1)))
+        undo.extend(part.patches.undo for part in parts if isinstance(part, (Recording, Replay)))
+        ends.extend(part.end for part in parts if isinstance(part, Replay))
+        return followed
+
+    yield steer
+    for one in reversed(undo):
+        one()
+    for end in ends:
+        atexit.unregister(end)
+
+
+def now(name: str, callback: Callable[[Any], None]) -> None:
+    """What a child is told once the module is imported."""
+    assert name == "zftune.tuner.attach"
+    callback(attaching)
+
+
+def test_a_tuned_run_is_replayed_bit_for_bit(steer: Steer, tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    recording = Recording(str(path))
+    followed = steer(recording)
+    first = Loop(ZenFlowConfig(topk_ratio=0.1, update_interval="auto", host_threads=1))
+    live = tuned(first)
+    first.train(2000, until=lambda: live.over)
+    first.train(first.optimizer.steps + 7)  # a window is open at the end
+    steps = first.optimizer.steps
+    live.close()
+    recording.patches.undo()
+    assert followed == [1]
+
+    entries = read_schedule(path)
+    assert entries[0].after_step == 0
+    assert set(entries[0].knobs or ()) == set(BEGINNING)
+    assert entries[0].knobs["update_interval"] == 4  # type: ignore[index]
+    assert [one.after_step for one in entries if one.knobs is None] == [33, 70]
+    assert len({str(one.knobs) for one in entries}) > 3  # settings were tried
+
+    plain = Loop()
+    plain.train(steps)
+    assert not torch.equal(plain.weights, first.weights)
+
+    steer(Replay(str(path), now))
+    second = Loop(ZenFlowConfig(topk_ratio=0.5, update_interval=2, host_threads=1))  # such as a newer preset's
+    second.train(steps)
+    assert torch.equal(second.weights, first.weights)
+    assert second.optimizer.config == first.optimizer.config
+    for one in (first, second, plain):
+        one.close()
+
+
+def test_what_the_script_flushes_is_its_own(steer: Steer, tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    steer(Recording(str(path)))
+    loop = Loop()
+    loop.train(6)
+    loop.optimizer.flush()
+    assert loop.optimizer.set_knobs(topk_ratio=0.3) == 7
+    loop.train(8)
+    other = Loop()
+    other.optimizer.set_knobs(topk_ratio=0.4)
+    loop.close()
+    assert read_schedule(path)[1:] == [Entry(6, {"topk_ratio": 0.3})]
+    other.close()
+
+
+def test_a_run_that_goes_on_from_a_checkpoint(steer: Steer, tmp_path: Path) -> None:
+    """What comes before it has the checkpoint; the rest is done at its step."""
+    path = tmp_path / "schedule.json"
+    entries = [Entry(0, {"topk_ratio": 0.2}), Entry(5, {"topk_ratio": 0.6}), Entry(9, {"update_interval": 2})]
+    path.write_text(encode(entries))
+    saving = Loop()
+    saving.train(7)
+    state = saving.optimizer.state_dict()
+    exported = tmp_path / "exported.json"
+    steer(Recording(str(exported)), Replay(str(path), now))
+    loop = Loop()
+    loop.module.load_state_dict(saving.module.state_dict())
+    loop.optimizer.load_state_dict(state)
+    loop.train(10)
+    assert (loop.optimizer.config.topk_ratio, loop.optimizer.config.update_interval) == (0.1, 2)
+    assert read_schedule(exported) == entries[2:]
+    for one in (saving, loop):
+        one.close()
+
+
+def test_nobody_tunes_a_replayed_run(steer: Steer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="zftune")
+    path = tmp_path / "schedule.json"
+    path.write_text(encode([Entry(2, {"topk_ratio": 0.3}), Entry(50, None)]))
+    replay = Replay(str(path), now)
+    steer(replay)
+    loop = Loop()
+    with zftune.attach(loop.optimizer, quality="published", store=False) as tuner:
+        assert not tuner.searching
+        loop.train(12)
+        assert tuner.incumbent.topk_ratio == 0.3
+    assert zftune.tuner.following.open_tuners() == []
+    with pytest.raises(BadInputError, match=r"optimizer is a torch\.optim"):
+        zftune.attach(torch.optim.AdamW(loop.module.parameters()))
+    replay.end()
+    assert caplog.messages == [
+        f"zftune replays the knobs of '{path}' (2 changes).",
+        "zftune.attach does nothing: the knobs come from a schedule.",
+        f"The training ended after step 12: of the 2 changes in '{path}' 1 did not come.",
+    ]
+    other = Loop()
+    with pytest.raises(BadInputError, match="a second zenflow optimizer takes steps, allowed is one"):
+        other.train(1)
+    for one in (loop, other):
+        one.close()
+
+
+def test_knobs_that_do_not_go_with_the_training_are_refused(steer: Steer, tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    path.write_text(encode([Entry(3, {"apply_lag": 9})]))
+    steer(Replay(str(path), now))
+    loop = Loop()
+    with pytest.raises(BadInputError, match="after step 3: apply_lag is 9, allowed is an integer from 1 to"):
+        loop.train(5)
+    loop.close()
+
+
+def test_a_schedule_that_cannot_be_written_stops_nothing(
+    steer: Steer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    steer(Recording(str(folder / "schedule.json")))
+    loop = Loop()
+    loop.train(1)
+    (folder / "schedule.json").unlink()
+    folder.rmdir()
+    for step in (2, 3):
+        loop.optimizer.set_knobs(topk_ratio=0.1 * step)
+        loop.train(step)
+    assert [one.partition(":")[0] for one in caplog.messages] == ["The schedule is not written any more"]
+    loop.close()

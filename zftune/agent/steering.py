@@ -1,0 +1,166 @@
+"""What `zftune run` does with a zenflow optimizer in the process that trains: tune it, replay knobs, or record them.
+
+zenflow is imported -> hooks on every optimizer's step -> first step: who is asked for begins -> after each step
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.compiler import is_compiling
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from zenflow.optimizer import ZenFlowOptimizer
+from zftune.agent.lines import is_first_rank, show_lines, show_refusals
+from zftune.agent.patches import Patches
+from zftune.errors import BadInputError, ZftuneError
+
+if TYPE_CHECKING:
+    from zftune.agent.arming import WhenImported
+
+_logger = logging.getLogger("zftune")
+
+
+class Part(Protocol):
+    """Something that is asked for."""
+
+    def begin(self, optimizer: ZenFlowOptimizer) -> None:
+        """Called before the first step of an optimizer that this process sees."""
+
+    def before(self, optimizer: ZenFlowOptimizer) -> None:
+        """Called before each step."""
+
+    def after(self, optimizer: ZenFlowOptimizer) -> None:
+        """Called after each step."""
+
+
+def begin(wanted: Mapping[str, Any], when_imported: WhenImported, followed: Callable[[], None]) -> None:
+    """Do what is asked for with each zenflow optimizer, from its first step on.
+
+    Args:
+        wanted: what `zftune run` was asked for.
+        when_imported: calls back once a module of some name is there.
+        followed: told when an optimizer takes its first step.
+
+    Raises:
+        BadInputError: the schedule cannot be read any more.
+    """
+    show_lines()
+    show_refusals()
+    parts: list[Part] = []
+    if wanted.get("export_schedule") is not None and is_first_rank():
+        from zftune.agent.recording import Recording
+
+        parts.append(Recording(wanted["export_schedule"]))
+    if wanted.get("schedule") is not None:
+        from zftune.agent.replaying import Replay
+
+        parts.append(Replay(wanted["schedule"], when_imported))
+    if wanted.get("online"):
+        parts.append(Online(wanted.get("quality"), when_imported))
+    hook(parts, followed)
+
+
+def hook(parts: list[Part], followed: Callable[[], None]) -> Callable[[], None]:
+    """Let parts see the steps of zenflow's optimizers.
+
+    Args:
+        parts: in this order.
+        followed: told when an optimizer takes its first step.
+
+    Returns:
+        What removes the hooks.
+    """
+    seen: weakref.WeakSet[ZenFlowOptimizer] = weakref.WeakSet()
+
+    def before(optimizer: Any, *_: Any) -> None:
+        if is_compiling() or not isinstance(optimizer, ZenFlowOptimizer):
+            return
+        if optimizer not in seen:
+            seen.add(optimizer)
+            followed()
+            for part in parts:
+                part.begin(optimizer)
+        for part in parts:
+            part.before(optimizer)
+
+    def after(optimizer: Any, *_: Any) -> None:
+        if is_compiling() or not isinstance(optimizer, ZenFlowOptimizer):
+            return
+        for part in parts:
+            part.after(optimizer)
+
+    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+
+    def remove() -> None:
+        for one in hooks:
+            one.remove()
+
+    return remove
+
+
+class Online:
+    """Tunes each optimizer that nobody follows yet.
+
+    Args:
+        quality: as of `zftune.attach`.
+        when_imported: calls back once a module of some name is there.
+    """
+
+    def __init__(self, quality: Any, when_imported: WhenImported) -> None:
+        self._quality = quality
+        self.patches = Patches()
+        """Undo it to leave Trainers alone."""
+        when_imported("transformers.trainer", self._tune_trainers)
+
+    def begin(self, optimizer: ZenFlowOptimizer) -> None:
+        """Attach; after another optimizer, too: a script may train one after the other."""
+        from zftune.tuner.attach import attach
+        from zftune.tuner.following import open_tuners
+
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        if ranks > 1:
+            raise BadInputError(f"--online with {ranks} ranks: allowed is one rank")
+        if any(tuner.follows(optimizer) for tuner in open_tuners()):
+            return  # DeepSpeed's engine, a Trainer's callback, or the script itself
+        threading.Thread(target=_ensure, name="zftune-ensure", daemon=True).start()
+        attach(optimizer, quality=self._quality)
+
+    def before(self, optimizer: ZenFlowOptimizer) -> None:
+        """Nothing: the tuner has a hook of its own."""
+
+    def after(self, optimizer: ZenFlowOptimizer) -> None:
+        """Nothing."""
+
+    def _tune_trainers(self, module: Any) -> None:
+        self.patches.replace(module.Trainer, "train", self._train)
+
+    def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """With the callback, from which the tuner hears of the losses."""
+
+        @functools.wraps(original)
+        def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(trainer.optimizer, ZenFlowOptimizer):
+                from zftune.integrations.huggingface import ZFTuneCallback
+
+                if not any(isinstance(one, ZFTuneCallback) for one in trainer.callback_handler.callbacks):
+                    trainer.add_callback(ZFTuneCallback(quality=self._quality))
+            return original(trainer, *args, **kwargs)
+
+        return train
+
+
+def _ensure() -> None:
+    """A private daemon ends where no run comes for a while, and models take theirs to load: have one now."""
+    from zftune.daemon.ensuring import ensure_daemon
+
+    try:
+        ensure_daemon()
+    except ZftuneError as error:
+        _logger.warning("Nothing is tuned until there is a daemon: %s.", error)
