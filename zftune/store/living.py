@@ -8,12 +8,22 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import threading
 import time
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 
 _LOOKS = 5
 _LOOK_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The lock of a run is this process's from now on."""
+
+    died: bool
+    """Whether its last process ended without giving it back; False: it did, or there are no locks."""
 
 
 class Living:
@@ -26,6 +36,7 @@ class Living:
     def __init__(self, database: Path | None) -> None:
         self._folder = None if database is None else database.with_name(database.name + ".runs")
         self._held: dict[str, int] = {}
+        self._taking = threading.Lock()
         alive = weakref.ref(self)
 
         def forget() -> None:
@@ -55,6 +66,17 @@ class Living:
             return False
         self._held[run_id] = descriptor
         return True
+
+    def take(self, run_id: str) -> Taken | None:
+        """Take over the lock of a run that is over; None: it lives, in another process or in this one.
+
+        Of several threads that want it, one gets it.
+        """
+        with self._taking:
+            if run_id in self._held:
+                return None
+            died = self.lives(run_id) is False
+            return Taken(died) if self.hold(run_id) else None
 
     def release(self, run_id: str) -> None:
         """Give a run's lock back: its process has said goodbye."""
@@ -121,6 +143,7 @@ class Living:
         for descriptor in self._held.values():
             os.close(descriptor)
         self._held.clear()
+        self._taking = threading.Lock()  # whoever had it is not in this process
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

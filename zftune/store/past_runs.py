@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sqlalchemy import or_, select
 
 from zftune.store.engine import Database
+from zftune.store.living import Living
 from zftune.store.rows import decision_of, measurement_of, run_of, trial_of
 from zftune.store.tables import DecisionRow, MeasurementRow, RunRow, TrialRow
 from zftune.store.types import Decision, Key, Measurement, RunRecord, RunState, TrialRecord, TrialState
@@ -17,6 +18,8 @@ class PastRuns:
     """The part of a store that reads runs."""
 
     _database: Database
+    _clock: Callable[[], float]
+    _living: Living
 
     def runs(self) -> list[RunRecord]:
         """All, the newest first.
@@ -54,6 +57,18 @@ class PastRuns:
         """
         order = select(DecisionRow).where(DecisionRow.run_id == run_id).order_by(DecisionRow.decision_id)
         return self._database.read(lambda session: [decision_of(row) for row in session.scalars(order)])
+
+    def lease_left_s(self, run_id: str) -> float:
+        """For how many seconds a run still counts as one that runs, whoever wrote to it; 0: a lock tells, or it ended.
+
+        Raises:
+            StoreError: the store could not be read.
+        """
+        if self._living.lives(run_id) is not None:
+            return 0.0
+        running = (RunRow.run_id == run_id, RunRow.state == RunState.RUNNING)
+        until = self._database.read(lambda session: session.scalar(select(RunRow.lease_until_unix_s).where(*running)))
+        return 0.0 if until is None else max(0.0, until - self._clock())
 
     def crashed_knobs(self, key: Key) -> list[dict[str, Any]]:
         """Settings not to be tried again for a model on a machine.

@@ -148,29 +148,32 @@ class Runs(PastRuns):
         self._database.write(work)
         self._living.release(run.run_id)
 
-    def spare_trial(self, run_id: str, number: int) -> None:
-        """A trial in flight is no crash where the training lives and only who wrote for it has ended.
+    def spare_trials(self, run_id: str) -> None:
+        """What is in flight is no crash where the training lives and only who wrote for it has ended.
 
         Args:
-            run_id: a run that nobody writes to any more.
-            number: of the trial; it may have been taken for dead already.
+            run_id: a run that nobody writes to any more; its trials may have been taken for dead already.
 
         Raises:
             StoreError: it could not be written, or the run is still running.
         """
-        if self._living.lives(run_id):
-            raise StoreError(_RUNNING.format(run_id))
-        self._database.write(lambda session: spare(session, run_id, number, crash=_CRASH, void=_VOID))
+
+        def work(session: Session) -> None:
+            if self._living.lives(run_id):  # whoever takes it over later writes later
+                raise StoreError(_RUNNING.format(run_id))
+            spare(session, run_id, crash=_CRASH, void=_VOID)
+
+        self._database.write(work)
 
     def resume_run(self, run_id: str, lease_s: float = LEASE_S) -> Run:
         """Take over a run that was lost or finished; who held it before can write no more.
 
         Raises:
-            StoreError: it could not be written, there is no such run, or it is still running.
+            StoreError: it could not be written, there is no such run, or it is still running, here or elsewhere.
         """
         run = Run(run_id, secrets.token_hex(16))
-        died = self._living.lives(run_id) is False
-        if not self._living.hold(run_id):
+        taken = self._living.take(run_id)
+        if taken is None:
             raise StoreError(_RUNNING.format(run_id))
 
         def work(session: Session) -> Run:
@@ -178,7 +181,7 @@ class Runs(PastRuns):
             if row is None:
                 raise StoreError(f"run '{run_id}' is not in the store")
             if row.state is RunState.RUNNING:
-                if not died and row.lease_until_unix_s >= now:
+                if not taken.died and row.lease_until_unix_s >= now:
                     raise StoreError(_RUNNING.format(run_id))
                 self._close_trials(session, run_id, in_flight=TrialState.CRASHED)
             row.token, row.state, row.ended_unix_s = run.token, RunState.RUNNING, None

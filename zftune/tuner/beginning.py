@@ -36,8 +36,6 @@ class Again:
     """The run of a training that lives."""
 
     run_id: str
-    trial: int | None
-    """The one that it was asked to measure last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +84,7 @@ def begin(recording: Recording | None, wanted: Wanted, make: Make) -> Begun:
     if recording is None:
         return Begun(make(own, wanted.options), None)
     recording.ratios = wanted.ratios
-    again = None if wanted.again is None else recording.known(wanted.again.run_id, wanted.again.trial)
+    again = None if wanted.again is None else recording.known(wanted.again.run_id)
     wanted = replace(wanted, options=replace(wanted.options, crashed=recording.crashed()))
     resumed = _resumed(again, recording, wanted, make)
     if resumed is not None:

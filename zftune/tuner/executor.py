@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -230,7 +231,7 @@ class Executor:
         else:
             if not self._discarded and not self._steps:
                 self._between = self.outside.taken()
-            self._hand(self._outcome("void", recall.reason))
+            self._hand(replace(self._outcome("void", recall.reason), called_off=True))
 
     def _restore(self) -> None:
         """Let the incumbent run, if something else does."""

@@ -71,8 +71,9 @@ class TrainingFacts:
     """A training that warmed up."""
 
     wishes: Wishes
-    run: RunFacts
-    here: Here
+    run: RunFacts | None
+    """None, as `here`: nothing is remembered of it."""
+    here: Here | None
     config: ZenFlowConfig
     """The user's, as it is after the warm-up."""
     has_loss: bool
@@ -99,15 +100,16 @@ class Reader:
     Args:
         optimizer: that trains.
         wishes: of the user.
+        remembered: whether it is looked at what a store keeps runs and presets by.
     """
 
-    def __init__(self, optimizer: ZenFlowOptimizer, wishes: Wishes) -> None:
+    def __init__(self, optimizer: ZenFlowOptimizer, wishes: Wishes, *, remembered: bool = True) -> None:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         self.module = optimizer.module or nn.ParameterList(parameters)
         self.notices: list[str] = []
         """Sentences: what could not be had."""
         self._dtype = parameters[0].dtype
-        self._wishes = wishes
+        self._wishes, self._remembered = wishes, remembered
         device = optimizer.device
         self._rig = device.rig if isinstance(device, EmulatedAccelerator) else None
         self._device_limit_bytes = device_limit(optimizer)
@@ -120,28 +122,30 @@ class Reader:
         Args:
             seen: in the warm-up.
         """
-        name = type(self.module).__name__
-        rig, wishes = self._rig, self._wishes
-        run = RunFacts.of(
-            self.module, self._dtype, micro_batch=wishes.micro_batch, sequence=wishes.sequence, name=name,
-            rig=None if rig is None else rig.name,
-        )  # fmt: skip
+        rig = self._rig
         return TrainingFacts(
-            wishes=wishes,
-            run=run,
-            here=Here.now(run.rig),
+            wishes=self._wishes,
+            run=self._run_facts() if self._remembered else None,
+            here=Here.now(None if rig is None else rig.name) if self._remembered else None,
             config=seen.config,
             has_loss=seen.has_loss,
             step_ms=seen.step_ms,
             compute_ms=seen.compute_ms,
             coverage=seen.coverage,
             load=Load.of(seen.steps, self.module),
-            model=ModelFacts.from_module(name, self.module),
+            model=ModelFacts.from_module(type(self.module).__name__, self.module),
             rig=rig,
             machine=self._machine if rig is None else rig_machine(rig),
             has_memory=self._has_memory,
             device_limit_bytes=self._device_limit_bytes,
         )
+
+    def _run_facts(self) -> RunFacts:
+        wishes, rig = self._wishes, self._rig
+        return RunFacts.of(
+            self.module, self._dtype, micro_batch=wishes.micro_batch, sequence=wishes.sequence,
+            name=type(self.module).__name__, rig=None if rig is None else rig.name,
+        )  # fmt: skip
 
     def _measured(self, device: torch.device) -> Machine | None:
         _logger.info("zftune measures this machine's links and memory; that takes some seconds.")

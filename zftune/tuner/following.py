@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from zftune.tuner.settings import Setting
 _WINDOW = 4  # S where the configuration leaves it to the runtime
 _WARM_UP_STEPS = 8
 _LONGEST_WARM_UP = 32
-_JOIN_S = 5.0
+_JOIN_S = 20.0  # a daemon that is told goodbye may take most of it
 _logger = logging.getLogger("zftune")
 _open: weakref.WeakSet[Tuner] = weakref.WeakSet()
 
@@ -38,7 +39,7 @@ def open_tuners() -> list[Tuner]:
 
 
 class Tuner:
-    """Follows an optimizer: `attach` makes it.
+    """Follows an optimizer: `attach` makes it. In a fork's child it does nothing: the training is its parent's.
 
     Args:
         optimizer: that trains.
@@ -73,6 +74,7 @@ class Tuner:
         self._live: Executor | None = None
         self._probed: Setting | None = None
         self._over = self._closed = self._given_up = False
+        self._pid = os.getpid()
         self._hook = optimizer.register_step_post_hook(self._after_step)
         if not _open:
             atexit.register(_close_all)
@@ -94,7 +96,7 @@ class Tuner:
     @property
     def searching(self) -> bool:
         """Whether the search goes on, or has yet to begin."""
-        return not self._closed and self._finishing is None
+        return not self._closed and self._finishing is None and not self._is_elsewhere
 
     @property
     def live(self) -> Executor | None:
@@ -127,9 +129,13 @@ class Tuner:
         elif self._losses is not None:
             self._losses.add(self._optimizer.steps, loss)
 
+    @property
+    def _is_elsewhere(self) -> bool:
+        return os.getpid() != self._pid
+
     def close(self) -> None:
         """End the tuning; the incumbent's knobs stay, and what was found is written down."""
-        if self._closed:
+        if self._closed or self._is_elsewhere:
             return
         self._closed = True
         try:
@@ -153,6 +159,8 @@ class Tuner:
     # --- step by step ------------------------------------------------------------------------------------------------
 
     def _after_step(self, *_: Any) -> None:
+        if self._is_elsewhere:
+            return
         if self._finishing is None:
             try:
                 self._follow()

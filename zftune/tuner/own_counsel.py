@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
+from zenflow import ZenFlowError
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.tuner.background import Background
 from zftune.tuner.conclusion import Followed, conclusion
@@ -54,7 +55,10 @@ class OwnCounsel(Counsel):
     def live(self, scene: Scene) -> LiveSearch | None:
         if self._preparing is None or not self._preparing.done:
             return None
-        prepared = self._take(self._preparing.result)
+        try:
+            prepared = self._take(self._preparing.result)
+        except ZenFlowError as error:  # of the search: as it is it would end the training
+            raise RuntimeError(f"the search cannot be made: {error}") from error
         return LiveSearch(
             scene.optimizer,
             prepared.search,
@@ -74,6 +78,7 @@ class OwnCounsel(Counsel):
         return new
 
     def end(self, ended: Ended) -> Iterator[Said]:
+        self._thinker.close()  # who waits for its answer would keep this waiting
         if self._prepared is None:
             self._take_unused()
         prepared, search = self._prepared, self.search

@@ -72,7 +72,7 @@ class Preparation:
     """
 
     def __init__(self, optimizer: ZenFlowOptimizer, wishes: Wishes, store: Store | None, thinker: Thinker) -> None:
-        self.reader = Reader(optimizer, wishes)
+        self.reader = Reader(optimizer, wishes, remembered=store is not None)
         self._store, self._thinker = store, thinker
 
     @property
@@ -104,7 +104,7 @@ def prepare(
     wishes, base = facts.wishes, Setting.of(facts.config)
     space = space_for(
         base, wishes.quality, coverage=facts.coverage or assumed_coverage, has_loss=facts.has_loss,
-        threads=thread_choices(facts.here.usable_cores),
+        threads=thread_choices(_usable_cores() if facts.here is None else facts.here.usable_cores),
         offload_ratios=ratio_choices(base, tune_memory=wishes.tune_memory),
     )  # fmt: skip
     forecast = _forecast(facts, base, notices)
@@ -116,7 +116,9 @@ def prepare(
         search.book.device_limit_bytes = facts.device_limit_bytes
         return search
 
-    recording = None if store is None else Recording(store, facts.run, wishes.quality, facts.here)
+    recording = None
+    if store is not None and facts.run is not None:
+        recording = Recording(store, facts.run, wishes.quality, facts.here)
     wanted = Wanted(
         own=base, space=space, options=wishes.search, fresh=wishes.fresh,
         least_ratio=0.0 if wishes.tune_memory else base.offload_ratio,
@@ -150,6 +152,14 @@ def _forecast(facts: TrainingFacts, start: Setting, notices: list[str]) -> Forec
         return PlannerForecast(model, machine, job, Rates.of_rig(facts.rig, model.element_bytes), facts.config)
     job = Job(seq=wishes.sequence, micro_batch=wishes.micro_batch, compute_ms=facts.compute_ms or None)
     return PlannerForecast(model, machine, job, Rates.of(model, machine, job), facts.config)
+
+
+def _usable_cores() -> float | None:
+    """Of this process."""
+    from zftune.telemetry import hardware
+
+    cores: float | None = hardware()["usable_cores"]
+    return cores
 
 
 def thread_choices(usable_cores: float | None) -> tuple[int, ...]:

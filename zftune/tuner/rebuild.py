@@ -57,6 +57,7 @@ def measurement_row(
             "host_bytes": outcome.host_bytes,
             "between": astuple(outcome.between),
             "life": life,
+            **({"called_off": True} if outcome.called_off else {}),
         },
     )
 
@@ -98,7 +99,7 @@ def rebuild(
         if row.state is TrialState.CRASHED and trial.state is not TrialState.CRASHED:
             crashes.append(Told(row.number, _role(search, row.number), Outcome("crashed", reason=row.reason or "")))
             _tell(search, crashes[-1])
-        elif row.state is TrialState.VOID and trial.state is TrialState.PLANNED:
+        elif row.number and row.state is TrialState.VOID and trial.state is TrialState.PLANNED:
             if book.find(trial.setting) is trial:
                 search.agenda.repeat(trial)
             else:
@@ -149,6 +150,7 @@ def _outcome(row: Measurement) -> Outcome:
         host_bytes=about["host_bytes"],
         reason=row.void_reason or "",
         between=Between(*about.get("between", ())),
+        called_off=about.get("called_off", False),
     )
 
 

@@ -178,6 +178,8 @@ class StoreRecorder:
                 search.roll_back(one.reason)
             elif one.kind == "stop" and one.details.get("final"):
                 search.stop(one.reason, final=True)
+            elif one.kind == "guard":
+                search.guard(one.reason)
 
     def _hold(self, search: Search, request: Request) -> None:
         """Keep the lease until well after what is asked for will be measured."""

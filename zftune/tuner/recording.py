@@ -182,17 +182,19 @@ class Recording:
             self.notices.append(_anew(run, error))
             return None
 
-    def known(self, run_id: str, survived: int | None) -> RunRecord | None:
+    def known(self, run_id: str) -> RunRecord | None:
         """A run whose training lives, and which is there to be gone on with; None: there is none such.
+
+        Nothing that was in flight crashed: the training was not asked for it yet, or survived it.
 
         Args:
             run_id: which.
-            survived: number of the trial that it was asked to measure last: it did not crash.
         """
         try:
-            if survived is not None:
-                self._store.spare_trial(run_id, survived)
-            return next((one for one in self._store.runs() if one.run_id == run_id and one.key == self.key), None)
+            found = next((one for one in self._store.runs() if one.run_id == run_id and one.key == self.key), None)
+            if found is not None:
+                self._store.spare_trials(run_id)
+            return found
         except StoreError as error:
             self.notices.append(f"{error}.")
             return None
@@ -302,7 +304,8 @@ class Recording:
             StoreError: it could not be written.
         """
         for one in self._store.presets():
-            while one.key == self.key and one.knobs == setting.knobs() and not one.imported:
+            mine = one.key == self.key and one.knobs == setting.knobs() and not one.imported
+            while mine and one.state is PresetState.ACTIVE:
                 if self._store.record_comparison(one.name, won=False) is PresetState.WITHDRAWN:
                     break
 

@@ -303,9 +303,9 @@ class Search:
         self.state = Choosing()
 
     def _void(self, trial: Trial, outcome: Outcome) -> None:
-        """Measure again; give up where that does not help."""
+        """Measure again; give up where that does not help. What was called off says nothing of that."""
         state = self.state
-        if not isinstance(state, (Opening, Exploring, Comparing)):
+        if outcome.called_off or not isinstance(state, (Opening, Exploring, Comparing)):
             return
         if state.voids + 1 < MOST_VOIDS:
             self.state = replace(state, voids=state.voids + 1)

@@ -79,6 +79,8 @@ class Outcome:
     """Why it was not measured to its end."""
     between: Between = Between()
     """What came before its first step, since the outcome before."""
+    called_off: bool = False
+    """Void because nobody wanted it any more, such as in a pause: that does not speak against measuring it again."""
 
     @property
     def seconds(self) -> float:

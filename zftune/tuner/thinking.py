@@ -121,12 +121,16 @@ class LocalDesk(Desk):
     def _put_away(self, outcome: Outcome) -> None:
         self._take(outcome)
 
+    def _go_on(self) -> None:
+        """Raises where nobody waits for an answer any more: nothing is written down as in flight then."""
+
     def _think(self, outcome: Outcome | None) -> Answer:
         search, recorder = self._search, self._recorder
         if outcome is not None:
             self._take(outcome)
         while True:
             request = search.next()
+            self._go_on()
             refused = None if recorder is None or request is None else recorder.before(search, request)
             if refused is None:
                 self._asked = request
@@ -241,6 +245,10 @@ class ThreadDesk(LocalDesk):
                 self._search.guard(self._wrong)
                 answer = None
             self._answer, self._busy = answer, False
+
+    def _go_on(self) -> None:
+        if self._closing:
+            raise _InterruptedError
 
     def _get_ready(self) -> None:
         """Wait for the process to have loaded all that it needs: nothing is measured beside that."""

@@ -58,7 +58,7 @@ def attempt(cell: Cell, rank: int, folder: Path) -> dict[str, Any]:
     from compatibility.oracle import compared
     from compatibility.training import trained
 
-    # DeepSpeed asks for a CPU that is fast at fp16; torch computes in it on every one, and the matrix is the same on all.
+    # DeepSpeed asks for a CPU that is fast at fp16; torch computes in it on every one: the matrix is the same on all.
     get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     if cell.side in ("zenflow", "deepspeed"):

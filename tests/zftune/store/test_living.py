@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -63,8 +64,55 @@ def test_a_killed_run_is_over_at_once(path: Path, store: Store, how: str) -> Non
     assert list((path.parent / f"{path.name}.runs").iterdir()) == []
 
 
+def test_a_run_that_this_store_holds_is_not_taken_over(path: Path, store: Store) -> None:
+    run = store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
+    with pytest.raises(StoreError, match="is still running"):
+        store.resume_run(run.run_id)
+    with open_store(str(path)) as other:
+        assert other.reap() == []  # it did not lose its lock
+        with pytest.raises(StoreError, match="is still running"):
+            other.resume_run(run.run_id)
+    store.add_trial(run, KNOBS, source="search")
+
+
+def test_of_many_threads_that_want_a_dead_run_one_gets_it(path: Path, store: Store) -> None:
+    dead = store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
+    store._living.close()  # as with a process that is killed
+    at_once, taken, refused = threading.Barrier(8, timeout=60), [], []
+
+    def take() -> None:
+        at_once.wait()
+        try:
+            taken.append(store.resume_run(dead.run_id))
+        except StoreError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    (run,) = taken
+    assert refused == [f"run '{dead.run_id}' is still running, allowed is one that has ended"] * 7
+    with open_store(str(path)) as other:
+        assert other.reap() == []
+    store.add_trial(run, KNOBS, source="search")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # that threads may hold locks is what it is about
+def test_a_forked_child_can_hold_runs_of_its_own(path: Path, store: Store) -> None:
+    with store._living._taking:  # by another thread of the parent
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            taken = store._living.take("0" * 32)
+            os._exit(0 if taken is not None and not taken.died else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_a_live_run_outlives_its_lease(path: Path, store: Store, clock: Clock) -> None:
     run = store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
+    assert store.lease_left_s(run.run_id) == 0  # the lock tells
     clock.now += LEASE_S + 1
     with open_store(str(path), clock=clock) as other:
         assert other.reap() == store.reap() == []

@@ -120,6 +120,18 @@ def test_resuming(store: Store, clock: Clock) -> None:
     assert store.add_trial(store.resume_run(before.run_id), KNOBS, source="search").number == 2
 
 
+def test_how_long_a_run_counts_as_one_that_runs(store: Store, clock: Clock) -> None:
+    run = begun(store)
+    assert store.lease_left_s(run.run_id) == LEASE_S
+    clock.now += LEASE_S - 1
+    assert store.lease_left_s(run.run_id) == 1
+    clock.now += 2
+    assert store.lease_left_s(run.run_id) == 0
+    store.renew_lease(run)
+    store.finish_run(run)
+    assert store.lease_left_s(run.run_id) == store.lease_left_s("0" * 32) == 0
+
+
 def test_goodbye_leaves_nothing_open(store: Store) -> None:
     run = begun(store)
     for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,12 +66,12 @@ def test_a_trial_of_a_training_that_lives_is_spared(
     with open_store(str(tmp_path / "zftune.db")) as other:
         run, _ = begun(other, measured=measured)
         with pytest.raises(StoreError, match="is still running"):
-            store.spare_trial(run.run_id, 0)
+            store.spare_trials(run.run_id)
     if reaped:
         store.reap()
         assert state(store, run) is TrialState.CRASHED
-    store.spare_trial(run.run_id, 0)
-    store.spare_trial(run.run_id, 7)  # there is none such
+    store.spare_trials("0" * 32)  # there is none such
+    store.spare_trials(run.run_id)
     assert state(store, run) is (TrialState.MEASURED if measured else TrialState.VOID)
     assert store.crashed_knobs(KEY) == []
     assert store.decisions(run.run_id) == []
@@ -82,8 +83,25 @@ def test_a_crash_that_was_measured_stays_one(store: Store) -> None:
     run, trial = begun(store)
     store.end_trial(run, trial, TrialState.CRASHED, "out of memory")
     store.interrupt_run(run)
-    store.spare_trial(run.run_id, 0)
+    store.spare_trials(run.run_id)
     assert state(store, run) is TrialState.CRASHED
+
+
+def test_a_crash_that_a_later_life_of_the_run_has_taken_in_stays_one(store: Store) -> None:
+    run, dead = begun(store)
+    store.lose_run(run)  # its training died
+    run = store.resume_run(run.run_id)
+    (crash,) = store.decisions(run.run_id)
+    store.add_measurement(run, dead, replace(MEASURED, steps=0, void_reason=crash.reason))  # so is the search told
+    flying = [store.add_trial(run, {"topk_ratio": ratio}, source="search").trial_id for ratio in (0.3, 0.4)]
+    for trial in flying:
+        store.mark_in_flight(run, trial)
+    store.lose_run(run)  # only its daemon died
+    store.spare_trials(run.run_id)
+    states = [one.state for one in store.trials(run.run_id)]
+    assert states == [TrialState.CRASHED, TrialState.VOID, TrialState.VOID]
+    assert store.decisions(run.run_id) == [crash]
+    assert store.crashed_knobs(KEY) == [{"topk_ratio": 0.2}]
 
 
 def test_what_was_rolled_back_is_not_tried_again(store: Store) -> None:

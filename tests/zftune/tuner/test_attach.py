@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 
 import zftune
 from zenflow import ZenFlowAdamW, ZenFlowConfig
+from zenflow.errors import HostEngineError
 from zftune.errors import BadInputError
 from zftune.store import RunState, open_store
 from zftune.store.store import Store
@@ -246,20 +248,78 @@ def test_a_bug_of_ours_ends_the_tuning_not_the_training(
     loop.step()
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ArithmeticError("a bug"), "Tuning ended: ArithmeticError: a bug."),
+        # one that the training itself ends with, where it is its own
+        (HostEngineError("a bug"), "Tuning ended: RuntimeError: the search cannot be made: a bug."),
+    ],
+)
 def test_a_search_that_cannot_be_prepared_is_none_and_closing_says_nothing_more(
-    attach: Attach, monkeypatch: pytest.MonkeyPatch
+    attach: Attach, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
 ) -> None:
     def fail(*_: object) -> None:
-        raise ArithmeticError("a bug")
+        raise error
 
     monkeypatch.setattr(Preparation, "prepare", fail)
     loop = Loop()
     tuner = attach(loop)
     loop.run(tuner)
-    assert tuner.notices[-1] == "Tuning ended: ArithmeticError: a bug."
+    assert tuner.notices[-1] == said
     loop.step()
     tuner.close()
     loop.step()
+
+
+def test_closing_does_not_wait_for_an_answer_that_nobody_needs(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+    asks = threading.Event()
+
+    def think(self: Preparation, *_: object) -> None:
+        asks.set()
+        self._thinker.ask(time.sleep, 3600.0)
+
+    monkeypatch.setattr(Preparation, "prepare", think)
+    loop = Loop()
+    tuner = attach(loop)
+    loop.run(tuner, until=asks.is_set)
+    began_s = time.monotonic()
+    tuner.close()
+    assert time.monotonic() - began_s < 4
+
+
+def test_where_nothing_is_remembered_nothing_is_looked_up(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ArithmeticError("a bug")
+
+    for name in ("RunFacts.of", "Here.now"):
+        monkeypatch.setattr(f"zftune.tuner.facts.{name}", fail)
+    loop = Loop()
+    tuner = attach(loop, store=False)
+    loop.run(tuner, until=lambda: tuner.live is not None)
+    assert tuner.live is not None
+    assert not [one for one in tuner.notices if one.startswith("Tuning ended")]
+
+
+FORKS = """
+import os, sys, torch, zenflow, zftune, zftune.tuner.following
+
+optimizer = zenflow.ZenFlowAdamW([torch.nn.Parameter(torch.ones(8, 8))], lr=1e-3)
+tuner = zftune.attach(optimizer, store=False)
+child = os.fork()
+if child == 0:
+    tuner.log_loss(1.0)
+    tuner.close()
+    assert not tuner.searching and tuner in zftune.tuner.following.open_tuners()  # it was not closed
+    sys.exit(0)  # by way of atexit, as a forked worker may
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status), tuner.searching, tuner._counsel._thinker.ask(os.getppid) == os.getpid())
+"""
+
+
+def test_a_forks_child_that_ends_leaves_the_tuning_to_its_parent() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "0 True True\n", done.stderr
 
 
 def test_importing_zftune_loads_no_torch() -> None:

@@ -47,8 +47,10 @@ def test_what_was_found_is_said() -> None:
     assert 0 < share < 1
     assert sentence.splitlines() == [
         f"zftune keeps {search.book.incumbent.setting}.",
-        f"Time spent: exploring took {spent:.1f} s more than the knobs that were best so far, {100 * share:.1f}% of the "
-        f"{search.cost.elapsed_s:.1f} s.",
+        (
+            f"Time spent: exploring took {spent:.1f} s more than the knobs that were best so far, "
+            f"{100 * share:.1f}% of the {search.cost.elapsed_s:.1f} s."
+        ),
         f"Gain: {search.book.gain} of the step time. {search.notes[-1].reason}",
     ]
 

@@ -1,4 +1,4 @@
-"""What is said, and written down, when a run has said goodbye."""
+"""What is said and written down at a search's end, while nobody thinks about it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,29 @@ from zftune.daemon.wire import PROTOCOL, Farewell, Goodbye
 from zftune.tuner.conclusion import Followed, conclusion
 from zftune.tuner.preparing import Prepared
 from zftune.tuner.states import Between, Stopped
+
+
+def went_wrong(prepared: Prepared, reason: str) -> None:
+    """End a search because training goes wrong; said twice, it is once.
+
+    What it adopted was kept as a preset at once, and is proposed to nobody any more.
+
+    Args:
+        prepared: the search.
+        reason: a sentence.
+
+    Raises:
+        ZftuneError: it could not be written down.
+    """
+    search, recording = prepared.search, prepared.recording
+    if not any(note.kind == "guard" for note in search.notes):
+        search.guard(reason)
+    if prepared.recorder is not None:
+        prepared.recorder.write(search)
+    adopted = {note.trial for note in search.notes if note.kind == "adopt"}
+    for trial in search.book.trials[1:]:  # the first is what training goes back to
+        if trial.number in adopted and recording is not None:
+            recording.withdraw_preset(trial.setting)
 
 
 def farewell(prepared: Prepared | None, message: Goodbye, between: Between | None) -> Farewell:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from zftune.daemon.brain.brain import Brain, Disturbance
+from zftune.daemon.brain.brain import Brain
+from zftune.daemon.brain.listener import Disturbance
 from zftune.daemon.brain.states import NotAllowedError
 from zftune.daemon.brain.thinkers import Thinkers
 from zftune.daemon.brain.thought import Begun
@@ -33,6 +34,8 @@ Command = Literal["pause", "resume", "rollback", "stop"]
 _LOOKS_A_LEASE = 8
 _LONGEST_LOOK_S = 5.0
 _JOIN_S = 5.0
+_LEASES = 2
+"""To wait for at most: a run that is renewed again and again is another daemon's."""
 _logger = logging.getLogger("zftune.daemon")
 
 
@@ -177,11 +180,9 @@ class Registry:
         """End the runs that were not heard of for too long; which."""
         ended = []
         for brain in self.brains():
-            silent_s = self.silent_s(brain)
-            if brain.over or silent_s <= self.lease_s:
-                continue
             try:
-                brain.lose(f"its agent was not heard of for {silent_s:.0f} s, allowed are {self.lease_s:.0f} s")
+                if not brain.lose(self.lease_s):
+                    continue
             except NotAllowedError:
                 _logger.debug("Run %s is still being written down.", brain.hello.run)  # at the next look
                 continue
@@ -239,9 +240,22 @@ class Registry:
         """Make a search that goes on watching when it has stopped."""
         options = replace(facts.wishes.search, hold=True, watch=True)
         facts = replace(facts, wishes=replace(facts.wishes, search=options))
-        again = None if hello.again is None else Again(hello.again.record, hello.again.trial)
+        again = None if hello.again is None else Again(hello.again.record)
+        if again is not None:
+            self._outwait(again.run_id)
         prepared = prepare(facts, self.store, thinker, notices, again)
         return Begun(prepared, paused=self._was_paused(prepared))
+
+    def _outwait(self, record: str) -> None:
+        """Wait for the end of a lease that the daemon before this one left, where no lock tells that it has ended."""
+        ends_s = time.monotonic() + _LEASES * STORE_LEASE_S
+        try:
+            while self.store is not None and time.monotonic() < ends_s:
+                left_s = self.store.lease_left_s(record)
+                if not left_s or self._closing.wait(min(left_s, _LONGEST_LOOK_S)):
+                    return
+        except ZftuneError as error:
+            _logger.warning("It is not known whether run %s can be gone on with: %s.", record, error)
 
     def _was_paused(self, prepared: Prepared) -> bool:
         if self.store is None or prepared.recorder is None:

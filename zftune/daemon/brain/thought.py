@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zftune.daemon.brain import states
 from zftune.daemon.brain.desk import BrainDesk
@@ -45,6 +45,10 @@ class Thought:
         """As of the last answer."""
         self.halted = False
         """Whether nobody thinks any more."""
+        self.over = False
+        """Whether there will be nothing more to do: the agent may end the tuning. A rollback stays to be looked at."""
+        self._called_off = False
+        """Whether the agent was told to let go of the request."""
         self._handed = 0
         self._tokens = tokens
         self._desk = BrainDesk(prepared, thinker)
@@ -76,17 +80,23 @@ class Thought:
         self.incumbent = answer.incumbent
         if answer.request is None:
             self.halted = True
+            self.over = not any(note.kind == "rollback" for note in self.search.notes)
         elif paused:
-            desk.put_away(Outcome("void", tokens=self._tokens, reason="the run was paused before it began"))
+            reason = "the run was paused before it began"
+            desk.put_away(Outcome("void", tokens=self._tokens, reason=reason, called_off=True))
         else:
             self.decision += 1
-            self.request = answer.request
+            self.request, self._called_off = answer.request, False
         return state
 
     def state(self) -> Going:
         """Of the search, while nobody thinks."""
         notes = self.search.notes
         return states.of_search(self.search.state, notes[-1] if notes else None)
+
+    def call_off(self) -> None:
+        """The agent lets go of the request: where nothing comes of it, that is no fault of its setting."""
+        self._called_off = self.request is not None
 
     def awaits(self, decision: int) -> bool:
         """Whether it waits for what comes of a decision."""
@@ -95,6 +105,8 @@ class Thought:
     def take(self, outcome: Outcome, *, paused: bool) -> None:
         """What came of the request; ask `awaits` before."""
         self.request, self._handed = None, self.decision
+        if outcome.status == "void" and (paused or self._called_off):
+            outcome = replace(outcome, called_off=True)
         if paused:
             self._desk.put_away(outcome)
         else:
@@ -146,16 +158,6 @@ class Thought:
             challenges = request is not None and request.role not in OF_INCUMBENT
             if spare and challenges and request is not None and self.prepared.recorder is not None:
                 self.prepared.recorder.put_away(request.trial)
-
-    def guard(self, reason: str) -> None:
-        """Training goes wrong: the search ends with the knobs that it began from.
-
-        Raises:
-            ZftuneError: that could not be written down.
-        """
-        self._desk.guard(reason)
-        self._desk.close()
-        self.write_down()
 
     def write_down(self) -> None:
         """What was decided, where somebody keeps it; while nobody thinks.

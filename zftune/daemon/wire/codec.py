@@ -10,6 +10,7 @@ import enum
 import functools
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -35,15 +36,17 @@ class WireError(BadInputError):
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Least and most of a number, or of the length of a text, a tuple or a mapping."""
+    """Least and most of a number, or of the length of a text, a tuple or a mapping; and what a text looks like."""
 
     least: float = 0
     most: float = math.inf
+    pattern: str = ""
+    """A regular expression for the whole of a text; "": any."""
 
     def allowed(self, noun: str) -> str:
         """In words."""
         most = f" to {self.most:.15g}" if math.isfinite(self.most) else " or more"
-        return f"{noun} {self.least:.15g}{most}"
+        return f"{noun} {self.least:.15g}{most}" + (f" of the form {self.pattern}" if self.pattern else "")
 
 
 def parse(body: bytes | str, *, most_bytes: int) -> Any:
@@ -69,7 +72,7 @@ def parse(body: bytes | str, *, most_bytes: int) -> Any:
 
 
 def encode(value: Any, name: str = "message") -> Any:
-    """A message as what `json.dumps` takes.
+    """A message as what `json.dumps` takes; a text that is no Unicode gets a "?" for each such character.
 
     Raises:
         WireError: a part of it cannot be sent.
@@ -77,14 +80,16 @@ def encode(value: Any, name: str = "message") -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {one.name: encode(getattr(value, one.name), f"{name}.{one.name}") for one in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): encode(one, f"{name}.{key}") for key, one in value.items()}
+        return {unicode(str(key)): encode(one, f"{name}.{key}") for key, one in value.items()}
     if isinstance(value, (set, frozenset)):
         return sorted(encode(one, name) for one in value)
     if isinstance(value, (tuple, list)):
         return [encode(one, f"{name}[{index}]") for index, one in enumerate(value)]
     if isinstance(value, enum.Enum):
         return value.value
-    if value is None or isinstance(value, (str, int)):
+    if isinstance(value, str):
+        return unicode(value)
+    if value is None or isinstance(value, int):
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -106,6 +111,15 @@ def decode(kind: type[T], value: Any, name: str = "message") -> T:
     """
     found: T = _dataclass(kind, value, name)
     return found
+
+
+def unicode(text: str) -> str:
+    """A text that can be sent and kept: arguments and paths of other encodings have lone surrogates.
+
+    Args:
+        text: any.
+    """
+    return text.encode("utf-8", "replace").decode()
 
 
 # --- by kind ----------------------------------------------------------------------------------------------------------
@@ -143,10 +157,7 @@ def _plain(kind: Any, value: Any, name: str, limit: Limit | None) -> Any:
             raise _refused(name, value, "true or false")
         return value
     if kind is str:
-        limit = limit or Limit(0, MOST_TEXT)
-        if not isinstance(value, str) or not limit.least <= len(value) <= limit.most:
-            raise _refused(name, value, limit.allowed("a text with a length of"))
-        return value
+        return _text(value, name, limit or Limit(0, MOST_TEXT))
     if kind is int:
         limit = limit or Limit(-_MOST_INTEGER, _MOST_INTEGER)
         if isinstance(value, bool) or not isinstance(value, int) or not limit.least <= value <= limit.most:
@@ -159,6 +170,15 @@ def _plain(kind: Any, value: Any, name: str, limit: Limit | None) -> Any:
             raise _refused(name, value, limit.allowed("a number of"))
         return float(value)
     raise TypeError(f"{name} is annotated {kind!r}, which no message may have")
+
+
+def _text(value: Any, name: str, limit: Limit) -> str:
+    fits = isinstance(value, str) and limit.least <= len(value) <= limit.most
+    if not fits or (limit.pattern and re.fullmatch(limit.pattern, value) is None):
+        raise _refused(name, value, limit.allowed("a text with a length of"))
+    if not _is_unicode(value):
+        raise _refused(name, value, "a text without surrogates")
+    return str(value)
 
 
 def _union(kinds: tuple[Any, ...], value: Any, name: str, limit: Limit | None) -> Any:
@@ -200,7 +220,7 @@ def _mapping(kind: Any, value: Any, name: str, limit: Limit | None) -> dict[str,
     if not isinstance(value, dict):
         raise _refused(name, value, "an object")
     _check_length(value, name, limit)
-    return {_key(key, name): _decode(kind, one, f"{name}.{key}") for key, one in value.items()}
+    return {_key(key, name): _decode(kind, one, _under(name, key)) for key, one in value.items()}
 
 
 def _any(value: Any, name: str, depth: int) -> Any:
@@ -208,7 +228,7 @@ def _any(value: Any, name: str, depth: int) -> Any:
         raise WireError(f"{name[:MOST_TEXT]} is nested too deep, allowed is a depth of {MOST_DEPTH}")
     if isinstance(value, dict):
         _check_length(value, name, None)
-        return {_key(key, name): _any(one, f"{name}.{key}", depth - 1) for key, one in value.items()}
+        return {_key(key, name): _any(one, _under(name, key), depth - 1) for key, one in value.items()}
     if isinstance(value, list):
         _check_length(value, name, None)
         return [_any(one, f"{name}[{index}]", depth - 1) for index, one in enumerate(value)]
@@ -272,7 +292,23 @@ def _check_length(value: Any, name: str, limit: Limit | None) -> None:
 def _key(key: str, name: str) -> str:
     if len(key) > MOST_TEXT:
         raise WireError(f"{name} has a name of {len(key)} characters, allowed are at most {MOST_TEXT}")
+    if not _is_unicode(key):
+        raise WireError(f"{name} has the name {_shown(key)}, allowed are names without surrogates")
     return key
+
+
+def _under(name: str, key: str) -> str:
+    """What to call a field in a sentence, whatever its name is."""
+    return f"{name}.{key if key.isprintable() else ascii(key)[1:-1]}"
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON may have halves of characters; no store takes them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _no_constant(text: str) -> Any:

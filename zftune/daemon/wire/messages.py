@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from zftune.daemon import PROTOCOL
-from zftune.daemon.wire.codec import Limit, WireError
+from zftune.daemon.wire.codec import Limit, WireError, unicode
 
 MOST_BYTES = 1 << 20
 """Of a message."""
 MOST_STEPS = 1024
 """Statistics in one report."""
 Document = Mapping[str, Any]
-Identity = Annotated[str, Limit(32, 32)]
-"""Random, as `secrets.token_hex(16)` gives it."""
+Identity = Annotated[str, Limit(32, 32, "[0-9a-f]*")]
+"""Random, as `secrets.token_hex(16)` gives it; it may become the name of a file."""
 Milliseconds = Annotated[float, Limit(0, 1e9)]
 Count = Annotated[int, Limit(0, 2**53)]
 Sentence = Annotated[str, Limit(0, 2000)]
@@ -219,7 +219,7 @@ def masked(argv: Sequence[str]) -> tuple[str, ...]:
     """
     found: list[str] = []
     hide = False
-    for argument in argv[:_MOST_ARGUMENTS]:
+    for argument in map(unicode, argv[:_MOST_ARGUMENTS]):
         name, equals, _ = argument.partition("=")
         if hide and not argument.startswith("-"):
             found.append(_MASK)

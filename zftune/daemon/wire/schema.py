@@ -42,7 +42,8 @@ def schema(kind: Any, limit: Limit | None = None) -> dict[str, Any]:
     if kind in _NUMBERS:
         return {"type": _NUMBERS[kind], **_range(limit)}
     if kind is str:
-        return {"type": "string", **_length("Length", limit, MOST_TEXT)}
+        form = {"pattern": f"^{limit.pattern}$"} if limit is not None and limit.pattern else {}
+        return {"type": "string", **_length("Length", limit, MOST_TEXT), **form}
     return {"type": "boolean" if kind is bool else "null"}
 
 

@@ -71,12 +71,15 @@ class DaemonCounsel(Counsel):
         return new
 
     def end(self, ended: Ended) -> Iterator[Said]:
+        wrong = self._desk.wrong
+        if wrong is not None:
+            yield logging.WARNING, wrong  # whatever the daemon says of it
         farewell = (
             None if self._courier is None else self._courier.goodbye(lambda session: self._goodbye(session, ended))
         )
         if farewell is not None:
             yield logging.WARNING if farewell.warning else logging.INFO, farewell.sentence
-        elif ended.steps and not ended.given_up:
+        elif ended.steps and not ended.given_up and wrong is None:
             why = "the search had not begun" if self._courier is None else "the daemon does not answer any more"
             yield logging.WARNING, f"The training ends with the best knobs so far: {why}."
 
@@ -92,7 +95,7 @@ class DaemonCounsel(Counsel):
             steps=ended.steps,
             begins=ended.begins,
             over=ended.over or ended.given_up,
-            reason=self._desk.reason[:_MOST_SENTENCE],
+            reason=(self._desk.wrong or self._desk.reason)[:_MOST_SENTENCE],
             remarks=tuple(one[:_MOST_SENTENCE] for one in ended.remarks[-_MOST_REMARKS:]),
             idle=None if between is None else encode(between),
         )

@@ -39,7 +39,11 @@ _FIRST_BACKOFF_S = 0.2
 _LONGEST_BACKOFF_S = 20.0
 _REQUEST_S = 3.0
 _JOIN_S = 4.0
+_GOODBYE_S = 12.0
+"""For the daemon to end what it thinks about, and to write down what was found."""
+_AGAIN_S = 0.1
 _FORGOTTEN = (404, 410)
+_BUSY = 409
 _logger = logging.getLogger("zftune")
 
 
@@ -54,7 +58,7 @@ class Transport(Protocol):
 
 
 class Courier:
-    """Carries reports to the daemon and directives back.
+    """Carries reports to the daemon and directives back, in the process that made it: a fork's child says nothing.
 
     Args:
         transport: asks the daemon.
@@ -85,6 +89,7 @@ class Courier:
         self._lease_s = SLOW_S * _REPORTS_A_LEASE
         self._failures = 0
         self._began_unix_s = time.time()
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="zftune-agent", daemon=True)
 
     def start(self) -> None:
@@ -97,19 +102,45 @@ class Courier:
         Args:
             message: given the session.
         """
+        if os.getpid() != self._pid:
+            return None
         self._desk.close()
         self._thread.join(_JOIN_S)
-        if self._thread.is_alive() or self._session is None:
+        if self._thread.is_alive():
             return None
+        ends_s = time.monotonic() + _GOODBYE_S
         try:
-            self._report()  # what has not been said yet
-            answer = self._post(f"/v1/runs/{self.run}/goodbye", message(self._session))
-            return decode(Farewell, answer, "farewell")
+            self._report_at_last()
+            return None if self._session is None else self._part(message(self._session), ends_s)
         except ZftuneError as error:
             _logger.debug("The daemon was not told goodbye: %s.", error)
             return None
         finally:
             self._transport.close()
+
+    def _report_at_last(self) -> None:
+        """Say what has not been said yet; where that cannot be, goodbye is said all the same."""
+        try:
+            if self._session is not None:
+                self._report()
+        except (DaemonError, WireError) as error:
+            self._forget(error)
+            _logger.debug("The daemon was not told the last steps: %s.", error)
+        if self._session is None and self._record is not None:
+            self._hello()  # to a daemon that was started again: else the run would count as crashed
+            self._report()
+
+    def _part(self, message: Goodbye, ends_s: float) -> Farewell:
+        route = f"/v1/runs/{self.run}/goodbye"
+        while True:
+            try:
+                answer = self._post(route, message, timeout_s=max(_AGAIN_S, ends_s - time.monotonic()))
+            except DaemonError as error:
+                if error.status != _BUSY or time.monotonic() + _AGAIN_S > ends_s:
+                    raise
+                time.sleep(_AGAIN_S)
+            else:
+                return decode(Farewell, answer, "farewell")
 
     # --- in the thread -----------------------------------------------------------------------------------------------
 
@@ -130,7 +161,8 @@ class Courier:
         try:
             if self._session is None:
                 self._hello()
-            self._report()
+            if not self._desk.closing.is_set():
+                self._report()
         except (DaemonError, WireError) as error:
             return self._failed(error)
         self._failures = 0
@@ -169,20 +201,26 @@ class Courier:
             self._tell(notice)
         self._desk.obey(orders)
 
-    def _post(self, route: str, message: Any) -> Any:
-        return self._transport.post(route, encode(message), timeout_s=_REQUEST_S)
+    def _post(self, route: str, message: Any, *, timeout_s: float = _REQUEST_S) -> Any:
+        return self._transport.post(route, encode(message), timeout_s=timeout_s)
 
     def _failed(self, error: ZftuneError) -> float:
         """Seconds to wait, ever more of them; somewhat at random, so that many runs do not come back at once."""
         self._failures += 1
-        if isinstance(error, DaemonError) and error.status in _FORGOTTEN and self._session is not None:
-            self._session = None
+        if self._forget(error):
             if self._failures == 1:
                 return 0.0
         elif self._failures == 1:
             self._tell(f"The daemon cannot be asked ({error}): the best knobs so far stay until it can be.")
         longest_s = min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(self._failures, 16))
         return random.uniform(longest_s / 2, longest_s)
+
+    def _forget(self, error: ZftuneError) -> bool:
+        """Whether the daemon says that it does not know the run any more: Hello has to be said again."""
+        if not (isinstance(error, DaemonError) and error.status in _FORGOTTEN and self._session is not None):
+            return False
+        self._session = None
+        return True
 
     def _tell(self, sentence: str) -> None:
         if sentence not in self.notices:

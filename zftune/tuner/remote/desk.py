@@ -20,6 +20,8 @@ from zftune.tuner.thinking import Answer, Desk, Recall
 
 _MOST_ASKED_STEPS = 100_000
 _MOST_SENTENCE = 2000
+_FROZEN = "frozen"
+"""The state of a run whose search has stopped: the incumbent is measured now and then, if anything is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class RemoteDesk(Desk):
         self._applied: Applied | None = None
         self._done: tuple[int, Outcome] | None = None
         self._guard: str | None = None
+        self._idle = False
+        """Whether the last directive said that nobody thinks of anything to be measured soon."""
         self._knobs: Mapping[str, Any] | None = None
         self._answer: Answer | None = None
         self._recall: Recall | None = None
@@ -101,10 +105,14 @@ class RemoteDesk(Desk):
     def poll(self) -> Answer | None:
         with self._lock:
             if self._broken is not None:
-                raise self._broken
+                # Not as it is: an error of the host engine's kind would end the training.
+                why = f"{type(self._broken).__name__}: {self._broken}"
+                raise RuntimeError(f"the daemon is not asked any more ({why})") from self._broken
             answer, self._answer = self._answer, None
-            if answer is not None and answer.request is not None:
-                self._current = self._offered
+            if answer is not None:
+                self._recall = None  # it was for what came before
+                if answer.request is not None:
+                    self._current = self._offered
             return answer
 
     def recall(self) -> Recall | None:
@@ -126,8 +134,11 @@ class RemoteDesk(Desk):
     def applied(self, step: int, setting: Setting) -> None:
         with self._lock:
             self._knobs = setting.knobs()
+            decided = self._current is not None
             if self._current is not None:
                 self._applied = Applied(self._current, step)
+        if decided:
+            self.wake.set()  # the daemon watches over the machine from now on, not only once it is measured
 
     def observe(self, stats: StepStats) -> None:
         stall_ms = None if stats.stall_ms is None else {str(cause): ms for cause, ms in stats.stall_ms.items()}
@@ -150,9 +161,15 @@ class RemoteDesk(Desk):
 
     @property
     def waits(self) -> bool:
-        """Whether the training waits for an answer."""
+        """Whether the training waits for an answer that somebody thinks about."""
         with self._lock:
-            return self._current is None and self._answer is None and not self._over
+            return self._current is None and self._answer is None and not self._over and not self._idle
+
+    @property
+    def wrong(self) -> str | None:
+        """Why training goes wrong, a sentence; None: it does not."""
+        with self._lock:
+            return self._guard
 
     @property
     def trial(self) -> int | None:
@@ -193,6 +210,7 @@ class RemoteDesk(Desk):
         """Take what the daemon says."""
         directive = orders.directive
         with self._lock:
+            self._idle = directive.kind == "pause" or directive.state == _FROZEN
             if self._over:
                 return
             if self._done is not None and max(directive.taken, directive.decision - 1) >= self._done[0]:
@@ -223,8 +241,9 @@ class RemoteDesk(Desk):
 
     def _withdraw(self, reason: str, *, changed: bool) -> None:
         if self._answer is not None:
-            void = Outcome("void", tokens=self._tokens, reason=reason or "withdrawn before it began")
-            self._answer, self._done = None, (self._offered, void)
+            reason = reason or "withdrawn before it began"
+            self._answer = None
+            self._done = (self._offered, Outcome("void", tokens=self._tokens, reason=reason, called_off=True))
         if self._current is not None or changed:
             self._recall = Recall(reason, self._incumbent)
 

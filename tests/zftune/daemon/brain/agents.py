@@ -100,7 +100,7 @@ class Agent:
     def say_hello(self, again: Again | None = None) -> None:
         message = self._hello if again is None else replace(self._hello, again=again)
         welcome = self.transport.post("/v1/runs", encode(message))
-        self.session, self._sequence, self.done = welcome["session"], 0, None
+        self.session, self.done = welcome["session"], None
 
     def report(self, **more: Any) -> Directive:
         """Say what happened; what to do."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.zftune.daemon.brain.agents import RUN, Agent, facts, faster
+from tests.zftune.daemon.brain.agents import RUN, SOON_S, Agent, facts, faster
 from tests.zftune.daemon.brain.loops import Direct
 from zftune.daemon.brain.registry import Registry
-from zftune.store import TrialState, open_store
+from zftune.store import StoreError, TrialState, open_store
 from zftune.store.store import Store
 from zftune.tuner.settings import Setting
 
@@ -20,15 +21,17 @@ class World:
     """A store in a file, and a daemon's registry; both can be ended like a process that is killed."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self.now_s = 0.0
-        self.disturbed: str | None = None
+        self.disturbed: Callable[[], str | None] = lambda: None
+        self._killed: list[Registry] = []
+        self._over = threading.Event()
         self.begin()
 
     def begin(self) -> None:
-        self.store: Store = open_store(str(self._path))
+        self.store: Store = open_store(str(self.path))
         self.registry = Registry(
-            self.store, lease_s=30.0, clock=lambda: self.now_s, disturbance=lambda _: lambda: self.disturbed
+            self.store, lease_s=30.0, clock=lambda: self.now_s, disturbance=lambda _: lambda: self.disturbed()
         )
         self.transport = Direct(self.registry)
 
@@ -36,6 +39,28 @@ class World:
         """No goodbye is written; the locks end as they do with a process."""
         self.store.close()
         self.registry._thinkers.close()
+        self._killed.append(self.registry)
+
+    def end(self) -> None:
+        """Whoever waits in `stop_at` goes on, and finds that there is nothing to write to."""
+        self._over.set()
+        for registry in (*self._killed, self.registry):
+            registry.close()
+        self.store.close()
+
+    def stop_at(self, name: str, *, after: bool = False) -> threading.Event:
+        """Let a method of the store wait until it all ends, before or after its work; set as soon as one waits."""
+        work, reached = getattr(self.store, name), threading.Event()
+
+        def wait(*given: Any, **more: Any) -> Any:
+            if after:
+                work(*given, **more)
+            reached.set()
+            self._over.wait(SOON_S)
+            raise StoreError("it was killed here")
+
+        setattr(self.store, name, wait)
+        return reached
 
     def agent(self, step_ms: Callable[[Setting], float] = faster, **more: Any) -> Agent:
         return Agent(self.transport, step_ms, **more)

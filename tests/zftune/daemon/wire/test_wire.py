@@ -79,9 +79,10 @@ def test_the_facts_of_a_training_come_out_as_the_types_they_were() -> None:
     assert isinstance(found.model.weights[0], tuple)
 
 
+TEXT = st.text(st.characters(exclude_categories=()), max_size=40)  # halves of characters too
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats() | st.text(max_size=40),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=8,
 )
 
@@ -134,6 +135,13 @@ def test_what_is_no_json_is_refused(body: bytes, sentence: str) -> None:
         ({"protocol": 2}, "protocol is 2, allowed is 1"),
         ({"protocol": True}, "report.protocol is True, allowed is an integer"),
         ({"session": "short"}, "report.session is 'short', allowed is a text with a length of 32 to 32"),
+        ({"session": "../" * 10 + "ab"}, r"is '\.\./.*, allowed is a text with .* of the form \[0-9a-f\]\*$"),
+        ({"session": "A" * 32}, r"is 'A+', allowed is a text with a length of 32 to 32 of the form"),
+        ({"session": "a" * 31 + "\n"}, "allowed is a text with a length of 32 to 32 of the form"),
+        ({"guard": "half \udcff"}, r"report.guard is 'half \\udcff', allowed is a text without surrogates"),
+        ({"knobs": {"a": ["\ud800"]}}, r"report.knobs.a\[0\] is '\\ud800', allowed is a text without surrogates"),
+        ({"knobs": {"a\nb": "\ud800"}}, r"^report.knobs.a\\nb is '\\ud800', allowed"),
+        ({"knobs": {"\ud800": 1}}, r"report.knobs has the name '\\ud800', allowed are names without surrogates"),
         ({"sequence": -1}, "report.sequence is -1, allowed is an integer of 0 to"),
         ({"sequence": 1.0}, "report.sequence is 1.0, allowed is an integer"),
         ({"sequence": 10**30}, "report.sequence is an integer beyond 64 bits, allowed"),
@@ -158,6 +166,15 @@ def test_what_cannot_be_sent_is_not_sent() -> None:
         encode(Report(protocol=PROTOCOL, session=SESSION, sequence=1, losses=((1, math.nan),)))
     with pytest.raises(WireError, match="allowed is data that JSON has"):
         encode(object())
+
+
+def test_what_is_no_unicode_is_sent_as_question_marks() -> None:
+    goodbye = Goodbye(
+        protocol=PROTOCOL, session=SESSION, steps=1, begins=1, reason="a \udcff", remarks=("\ud800", "é"),
+        idle={"\udcff": "\udcff"},
+    )  # fmt: skip
+    found = there_and_back(goodbye)
+    assert (found.reason, found.remarks, found.idle) == ("a ?", ("?", "é"), {"?": "?"})
 
 
 def test_a_directive_applies_a_request_or_none() -> None:
@@ -188,6 +205,9 @@ def test_the_schema_says_the_same(message: Any) -> None:
     for wrong in ({**document, "more": 1}, {**document, "protocol": "1"}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, described)
+    if "session" in document:
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**document, "session": "g" * 32}, described)
 
 
 def test_a_request_is_the_tuners_own() -> None:
@@ -210,6 +230,7 @@ def test_a_request_is_the_tuners_own() -> None:
         (["postgres://me:abc@host/db"], ("postgres://me:***@host/db",)),
         (["x" * 300], ("x" * 200,)),
         (["x"] * 100, ("x",) * 64),
+        (["data/\udcff", "--key\udcff=\udcff"], ("data/?", "--key?=?")),
     ],
 )
 def test_secrets_are_masked(argv: list[str], shown: tuple[str, ...]) -> None:

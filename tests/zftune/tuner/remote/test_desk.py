@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from zenflow import ZenFlowError
 from zftune.daemon.wire import Directive, WireError, encode
 from zftune.tuner.remote.desk import Orders, RemoteDesk
 from zftune.tuner.settings import Setting
@@ -20,12 +21,12 @@ REQUEST = Request(OTHER, "explore", 3, 4, 20, 10.0, 1.0)
 MEASURED = Outcome("measured", (1.0,) * 20, (1.0,) * 4)
 
 
-def orders(kind: str = "hold", decision: int = 1, taken: int = 0, **more: Any) -> Orders:
+def orders(kind: str = "hold", decision: int = 1, taken: int = 0, state: str = "searching", **more: Any) -> Orders:
     request = encode(REQUEST) if kind == "apply" else None
     known: dict[str, Any] = {"incumbent": OWN.knobs(), "start": OWN.knobs(), "reason": "because", **more}
     return Orders.of(
         Directive(
-            protocol=1, session=SESSION, decision=decision, kind=kind, state="searching",  # type: ignore[arg-type]
+            protocol=1, session=SESSION, decision=decision, kind=kind, state=state,  # type: ignore[arg-type]
             request=request, taken=taken, **known,
         )
     )  # fmt: skip
@@ -83,6 +84,9 @@ def test_what_was_not_fetched_yet_is_void(desk: RemoteDesk) -> None:
     desk.obey(orders("pause"))
     assert desk.poll() is None
     assert said(desk) == (1, "void")
+    done = desk.report(1, SESSION).done
+    assert done is not None
+    assert done.outcome["called_off"]  # it speaks not against measuring it again
 
 
 def test_another_incumbent_runs_at_once(desk: RemoteDesk) -> None:
@@ -94,6 +98,39 @@ def test_another_incumbent_runs_at_once(desk: RemoteDesk) -> None:
     recall = desk.recall()
     assert recall is not None
     assert recall.incumbent == OTHER
+
+
+def test_a_recall_of_what_came_before_does_not_hit_the_next_request(desk: RemoteDesk) -> None:
+    desk.hand(None)
+    desk.obey(orders())
+    desk.recall()
+    desk.obey(orders(incumbent=OTHER.knobs()))
+    desk.obey(orders("apply", incumbent=OTHER.knobs()))
+    assert desk.poll() == Answer(REQUEST, OTHER, OWN)
+    assert desk.recall() is None
+    desk.hand(MEASURED)
+    desk.obey(orders("apply", decision=2, taken=1))
+    desk.begin_session("the daemon was started again")  # while nobody has fetched that
+    desk.obey(orders("apply", decision=1))
+    assert desk.poll() is not None
+    assert desk.recall() is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "waits"),
+    [
+        ("hold", "warming", True), ("hold", "searching", True), ("hold", "drifted", True),
+        ("pause", "paused", False), ("hold", "frozen", False), ("stop", "ended", False),
+    ],
+)  # fmt: skip
+def test_an_answer_is_waited_for_where_somebody_thinks(desk: RemoteDesk, kind: str, state: str, *, waits: bool) -> None:
+    desk.own = OWN
+    desk.hand(None)
+    desk.obey(orders(kind, decision=0, state=state))
+    assert desk.waits is waits
+    if kind != "stop":
+        desk.obey(orders(decision=0))
+        assert desk.waits
 
 
 def test_another_session_begins_from_nothing(measuring: RemoteDesk) -> None:
@@ -111,7 +148,7 @@ def test_where_training_goes_wrong_nothing_more_is_obeyed(measuring: RemoteDesk)
     measuring.guard("the loss is nan")
     measuring.obey(orders("apply", decision=2))
     assert measuring.poll() is None
-    assert measuring.report(1, SESSION).guard == "the loss is nan"
+    assert measuring.report(1, SESSION).guard == measuring.wrong == "the loss is nan"
     assert not measuring.waits
 
 
@@ -123,8 +160,10 @@ def test_where_nothing_is_known_a_stop_keeps_the_users_knobs(desk: RemoteDesk) -
     assert desk.poll() == Answer(None, OWN, None)
 
 
-def test_what_is_applied_is_said_with_its_step(measuring: RemoteDesk) -> None:
+def test_what_is_applied_is_said_at_once_and_with_its_step(measuring: RemoteDesk) -> None:
+    measuring.wake.clear()
     measuring.applied(7, OTHER)
+    assert measuring.wake.is_set()  # not only with what comes of it
     report = measuring.report(1, SESSION)
     assert report.applied is not None
     assert (report.applied.decision, report.applied.step) == (1, 7)
@@ -144,8 +183,8 @@ def test_a_loss_that_is_not_finite_is_not_sent(desk: RemoteDesk) -> None:
 
 
 def test_what_failed_is_heard_by_the_training(desk: RemoteDesk) -> None:
-    desk.fail(ArithmeticError("a bug"))
-    with pytest.raises(ArithmeticError, match="a bug"):
+    desk.fail(ZenFlowError("a bug"))
+    with pytest.raises(RuntimeError, match=r"the daemon is not asked any more \(ZenFlowError: a bug\)"):
         desk.poll()
 
 

@@ -1,0 +1,156 @@
+"""What a tuner holds where the search is in the daemon: the guard's sentence, and who says goodbye."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.zftune.daemon.brain.agents import facts
+from tests.zftune.daemon.brain.loops import Loop
+from tests.zftune.tuner.remote.test_courier import HOLD, Scripted
+from zftune.daemon.errors import DaemonError
+from zftune.tuner.following import Tuner
+from zftune.tuner.settings import Setting
+
+OWN = Setting.of(facts().config).knobs()
+OTHER = {**OWN, "topk_ratio": 0.2}
+GUARD = "Stopped at step "
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture
+def daemon() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def training(daemon: Scripted) -> Iterator[Loop]:
+    loop = Loop(daemon)
+    yield loop
+    loop.close()
+
+
+def tuner_of(training: Loop) -> Tuner:
+    assert training.tuner is not None
+    return training.tuner
+
+
+def go_wrong(training: Loop) -> None:
+    """Train until the search is being made, and then so that the loss is no number."""
+    tuner = tuner_of(training)
+    training.run(lambda: tuner.live is not None)
+    training.step(scale=float("nan"))
+    training.run(lambda: not tuner.searching)
+    training.close()
+
+
+def guarded(training: Loop) -> list[str]:
+    return [one for one in tuner_of(training).notices if one.startswith(GUARD)]
+
+
+def test_without_a_daemon_the_guard_tells_what_it_did(training: Loop, daemon: Scripted) -> None:
+    daemon.answers["runs"] = [DaemonError("no daemon serves 'x'")]
+    go_wrong(training)
+    (sentence,) = guarded(training)
+    assert "the loss is nan; the starting point's knobs are back" in sentence
+    assert tuner_of(training).notices[-1] == sentence  # nothing is said of best knobs
+    assert training.knobs == Setting.of(facts().config)
+
+
+def test_a_daemon_hears_of_the_guard_while_it_makes_the_search(training: Loop, daemon: Scripted) -> None:
+    daemon.answers["report"] = [{**HOLD, "state": "warming", "record": None}]
+    go_wrong(training)
+    (sentence,) = guarded(training)
+    reports = [one for name, one in zip(daemon.asked, daemon.documents, strict=True) if name == "report"]
+    assert reports[-1]["guard"] == sentence
+    assert daemon.documents[-1]["reason"] == sentence  # of goodbye
+    assert daemon.asked[-1] == "goodbye"
+
+
+def test_the_guard_is_told_before_the_last_words(
+    training: Loop, daemon: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="zftune")
+    go_wrong(training)
+    first, second = caplog.messages[-2:]
+    assert first.startswith(GUARD)
+    assert second == "it was nice"
+    assert guarded(training) == [first]
+
+
+def test_a_training_that_ends_without_a_daemon_keeps_its_best_knobs(training: Loop, daemon: Scripted) -> None:
+    daemon.answers["runs"] = [DaemonError("no daemon serves 'x'")]
+    training.run(lambda: tuner_of(training).live is not None)
+    training.close()
+    last = tuner_of(training).notices[-1]
+    assert last == "The training ends with the best knobs so far: the daemon does not answer any more."
+
+
+def asking(steps: int) -> dict[str, Any]:
+    request = {"setting": OTHER, "role": "explore", "trial": 1, "discard": 4, "steps": steps}
+    return {**HOLD, "kind": "apply", "decision": 1, "request": request, "incumbent": OWN}
+
+
+def reports_with(daemon: Scripted, what: str) -> list[Any]:
+    return [one for one in daemon.documents if one.get(what) is not None]
+
+
+def test_the_daemon_hears_that_a_setting_is_applied_before_it_hears_what_came_of_it(
+    training: Loop, daemon: Scripted
+) -> None:
+    daemon.answers["report"] = [asking(steps=20)]
+    training.run(lambda: bool(reports_with(daemon, "done")))
+    first = reports_with(daemon, "applied")[0]
+    assert first["applied"]["decision"] == 1
+    assert first["done"] is None
+    assert first["knobs"] == OTHER
+    done = reports_with(daemon, "done")[0]["done"]
+    assert (done["outcome"]["status"], done["outcome"]["called_off"]) == ("measured", False)
+
+
+def test_what_a_pause_ends_is_called_off(training: Loop, daemon: Scripted) -> None:
+    daemon.answers["report"] = [asking(steps=100_000)]
+    training.run(lambda: training.requested)
+    daemon.answers["report"] = [{**HOLD, "decision": 1, "kind": "pause", "state": "paused", "incumbent": OWN}]
+    training.run(lambda: bool(reports_with(daemon, "done")))
+    outcome = reports_with(daemon, "done")[0]["done"]["outcome"]
+    assert (outcome["status"], outcome["called_off"]) == ("void", True)
+    training.step()
+    assert training.knobs.knobs() == OWN
+
+
+FORKS = """
+import os, sys
+from tests.zftune.daemon.brain.loops import Loop
+from tests.zftune.tuner.remote.test_courier import Scripted
+
+parent = os.getpid()
+
+class Telling(Scripted):
+    def post(self, route, document=None, **more):
+        if route.endswith("goodbye"):
+            print("parent" if os.getpid() == parent else "child", flush=True)
+        return super().post(route, document, **more)
+
+daemon = Telling()
+training = Loop(daemon)
+training.run(daemon.heard.is_set)
+child = os.fork()
+if child == 0:
+    training.tuner._counsel._courier.goodbye(lambda session: None)
+    sys.exit(0)  # by way of atexit, as a forked worker may
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+def test_a_forks_child_says_no_goodbye_for_its_parent() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout == "0\nparent\n", done.stderr
