@@ -64,7 +64,7 @@ def read_schedule(path: str | os.PathLike[str]) -> list[Entry]:
         raise BadInputError(f"--schedule '{path}': cannot be read ({error.strerror})") from error
     except BadInputError as error:
         raise BadInputError(f"--schedule '{path}': {error}") from error
-    except ValueError as error:  # it is no text
+    except UnicodeDecodeError as error:
         raise BadInputError(f"--schedule '{path}': is no text in UTF-8, allowed is JSON") from error
 
 
@@ -76,7 +76,7 @@ def decode(text: str) -> list[Entry]:
     """
     try:
         document = json.loads(text, parse_constant=_no_number, object_pairs_hook=_object)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError, too
         raise BadInputError(f"is not JSON ({error})") from error
     if not isinstance(document, dict) or set(document) != set(_FIELDS):
         found = ", ".join(map(str, document)) if isinstance(document, dict) else _shown(document)
@@ -93,8 +93,8 @@ def decode(text: str) -> list[Entry]:
 
 
 def _entry(step: object, where: str, before: int) -> Entry:
-    names = ("after_step, knobs", "after_step, flush")
-    if not isinstance(step, dict) or ", ".join(sorted(step)) not in names:
+    names = ({"after_step", "knobs"}, {"after_step", "flush"})
+    if not isinstance(step, dict) or set(step) not in names:
         found = ", ".join(step) if isinstance(step, dict) else _shown(step)
         raise BadInputError(f"{where} holds {found or 'nothing'}, allowed are after_step and knobs, or flush")
     after = step["after_step"]

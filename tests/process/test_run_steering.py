@@ -165,6 +165,7 @@ REFUSED = {
     "no schedule": ("--schedule train.py", "--schedule 'train.py': is not JSON"),
     "two sources": ("--schedule schedule.json --online", "--online with --schedule: allowed is one of them"),
     "no folder": ("--export-schedule none/s.json", "--export-schedule 'none/s.json': allowed is a file in a folder"),
+    "no regular file": ("--export-schedule /dev/null", "--export-schedule '/dev/null': allowed is a regular file"),
     "upstream's": (
         "--schedule schedule.json --backend deepspeed",
         "--schedule 'schedule.json' with --backend deepspeed: allowed is zenflow",
@@ -209,3 +210,11 @@ def test_without_a_daemon_the_training_runs(folder: Path) -> None:
     assert done.stderr.startswith(
         "zftune: nothing is tuned until there is a daemon: the private daemon ended at once ("
     )
+
+
+def test_where_no_socket_can_be_the_training_runs(folder: Path) -> None:
+    done = run(folder, "--online", "--", "train.py", "30", "0", ZFTUNE_SOCKET=str(folder / (120 * "x")))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("30 ")
+    assert "zftune: nothing is tuned until there is a daemon: " in done.stderr
+    assert "Traceback" not in done.stderr

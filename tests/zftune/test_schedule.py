@@ -61,6 +61,8 @@ def knobs(**of: Any) -> dict[str, Any]:
         (document(knobs(bucket_bytes=2)), "steps[0].knobs.bucket_bytes is 2, allowed are changes of topk_ratio"),
         (document(knobs(update_interval=2, apply_lag=3)), "steps[0].knobs.apply_lag is 3, allowed is an integer"),
         ('{"zftune_schedule": 1, "steps": [{"after_step": 1, "knobs": {"topk_ratio": NaN}}]}', "holds NaN, allowed"),
+        ('{"zftune_schedule": 1, "steps": [' + 5000 * "9" + "]}", "is not JSON (Exceeds the limit"),
+        (document({"after_step, knobs": 1}), "steps[0] holds after_step, knobs, allowed are after_step and knobs"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_in_a_sentence(text: str, sentence: str) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from zenflow.errors import ZenFlowError
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.agent.lines import is_first_rank, show_lines, show_refusals
 from zftune.agent.patches import Patches
@@ -120,13 +121,27 @@ class Online:
         when_imported("transformers.trainer", self._tune_trainers)
 
     def begin(self, optimizer: ZenFlowOptimizer) -> None:
-        """Attach; after another optimizer, too: a script may train one after the other."""
-        from zftune.tuner.attach import attach
-        from zftune.tuner.following import open_tuners
+        """Attach; after another optimizer, too: a script may train one after the other.
 
+        Raises:
+            BadInputError: there are several ranks.
+        """
         ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         if ranks > 1:
             raise BadInputError(f"--online with {ranks} ranks: allowed is one rank")
+        try:
+            self._attach(optimizer)
+        except ZenFlowError:
+            raise
+        except ZftuneError as error:  # such as of a socket that cannot be
+            _logger.warning("Nothing is tuned: %s.", error)
+        except Exception:
+            _logger.exception("Nothing is tuned; the training goes on.")
+
+    def _attach(self, optimizer: ZenFlowOptimizer) -> None:
+        from zftune.tuner.attach import attach
+        from zftune.tuner.following import open_tuners
+
         if any(tuner.follows(optimizer) for tuner in open_tuners()):
             return  # DeepSpeed's engine, a Trainer's callback, or the script itself
         threading.Thread(target=_ensure, name="zftune-ensure", daemon=True).start()
@@ -162,5 +177,5 @@ def _ensure() -> None:
 
     try:
         ensure_daemon()
-    except ZftuneError as error:
+    except (ZftuneError, OSError) as error:
         _logger.warning("Nothing is tuned until there is a daemon: %s.", error)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from zftune.commands.profile import ProfileCommand
-from zftune.errors import BadInputError
+from zftune.errors import BadInputError, ZftuneError
 from zftune.json_output import check_output_path
 
 _CONFIG_OPTIONS = ("--deepspeed", "--deepspeed_config", "--deepspeed-config", "--ds_config", "--ds-config")
@@ -80,17 +80,12 @@ def run(
 
 
 def _require_daemon() -> None:
-    """See that a daemon is there; the training does not fail for want of one.
-
-    Raises:
-        BadInputError: no socket can be where the environment wants it.
-    """
+    """See that a daemon is there; the training does not fail for want of one, nor of a place where it could be."""
     from zftune.daemon.ensuring import ensure_daemon
-    from zftune.daemon.errors import DaemonError
 
     try:
         ensure_daemon()
-    except DaemonError as error:
+    except (ZftuneError, OSError) as error:
         typer.echo(f"zftune: nothing is tuned until there is a daemon: {error}", err=True)
 
 
@@ -109,6 +104,9 @@ def _steering(asked: dict[str, Any], schedule: str | None, export_schedule: str 
         read_schedule(schedule)
     if export_schedule is not None:
         check_output_path(export_schedule, "--export-schedule", standard_output=False)
+        if os.path.lexists(export_schedule) and not os.path.isfile(export_schedule):  # noqa: PTH113
+            # A pipe that nobody reads would stop the training.
+            raise BadInputError(f"--export-schedule '{export_schedule}': allowed is a regular file")
     for name, path in given.items():
         if path is not None and asked.get("backend") == "deepspeed":
             option = "--" + name.replace("_", "-")

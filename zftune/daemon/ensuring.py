@@ -25,7 +25,8 @@ START_S = 30.0
 _ASK_S = 2.0
 _POLL_S = 0.05
 _MOST_LOG_BYTES = 1 << 20
-_COMMAND = (sys.executable, "-c", "from zftune.cli import main; main()", "daemon", "--private")
+# Not from the folder it is started in, which may be anybody's.
+_COMMAND = (sys.executable, "-P", "-c", "from zftune.cli import main; main()", "daemon", "--private")
 # Starts a process that is a child of nobody here; the descriptor closes when that process ends.
 _LAUNCH = (
     "import subprocess, sys; "

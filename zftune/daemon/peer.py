@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_ESTABLISHED = "01"
 
 
 class _Socket(Protocol):
@@ -34,7 +35,7 @@ def loopback_uid(local: tuple[str, int], remote: tuple[str, int], table: Path = 
         table: the kernel's list of connections.
 
     Returns:
-        The uid; None where the kernel does not list the other end.
+        The uid; None where the kernel does not list the other end as open.
 
     Raises:
         OSError: there is no such list.
@@ -42,7 +43,8 @@ def loopback_uid(local: tuple[str, int], remote: tuple[str, int], table: Path = 
     wanted = f"{_hexadecimal(remote)} {_hexadecimal(local)}"  # the other end's local address is our remote one
     for line in table.read_text(encoding="ascii").splitlines()[1:]:
         fields = line.split()
-        if f"{fields[1]} {fields[2]}" == wanted:
+        # One that was closed is nobody's any more, and is listed as user 0's.
+        if f"{fields[1]} {fields[2]}" == wanted and fields[3] == _ESTABLISHED and fields[9] != "0":
             return int(fields[7])
     return None
 

@@ -101,7 +101,11 @@ class LoopbackProtocol(_Protocol):
     def _stranger(self, transport: asyncio.Transport) -> str | None:
         connection = transport.get_extra_info("socket")
         try:
-            uid = loopback_uid(connection.getsockname(), connection.getpeername())
+            ends = connection.getsockname(), connection.getpeername()
+        except OSError:  # it has gone
+            return "the user cannot be told"
+        try:
+            uid = loopback_uid(*ends)
         except OSError:  # a kernel that does not tell: the cookie decides
             return None
         if uid is None:

@@ -80,7 +80,7 @@ def attach(
         on_change: told of the step after which new knobs hold, and of the knobs.
         daemon: whether the daemon searches, on $ZFTUNE_SOCKET or its usual socket, rather than this process. It need
             not be there yet, nor stay: meanwhile the best knobs so far hold. It has its own store. None: as
-            $ZFTUNE_ONLINE says, "daemon" or "process"; where that is not set, this process.
+            $ZFTUNE_ONLINE says, "daemon" or "process"; where that is not set, or a store is given, this process.
 
     Raises:
         BadInputError: an argument is not allowed.
@@ -94,9 +94,10 @@ def attach(
         )
     if quality is not None and quality not in QUALITIES:
         raise BadInputError(f"quality is {quality!r}, allowed are {', '.join(QUALITIES)}, or None")
-    daemon = _online() if daemon is None else daemon
     if daemon and store is not None:
         raise BadInputError("store is given, allowed is None where the daemon searches: it has its own")
+    if daemon is None:
+        daemon = _online() and store is None  # a script with a store of its own is right without a daemon, too
     _check_counts(tokens=tokens, micro_batch=micro_batch, sequence=sequence, most_measurements=most_measurements)
     wishes = Wishes(
         quality=quality or _default_quality(optimizer.config),

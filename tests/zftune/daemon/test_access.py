@@ -105,5 +105,9 @@ def test_the_kernels_list_tells_whose_a_connection_is(tmp_path: Path) -> None:
     assert loopback_uid(ours, theirs, table) == 1000
     assert loopback_uid(theirs, ours, table) == 7
     assert loopback_uid(ours, ("127.0.0.1", 1), table) is None
+    closed = table.read_text().replace("D431 0100007F:1F90 01", "D431 0100007F:1F90 06")
+    for gone in (closed, table.read_text().replace("1000        0 2 1", "   0        0 0 1")):
+        table.write_text(gone)
+        assert loopback_uid(ours, theirs, table) is None  # the kernel says user 0
     with pytest.raises(OSError, match="No such file"):
         loopback_uid(ours, theirs, tmp_path / "nonesuch")

@@ -66,13 +66,16 @@ def test_two_at_once_start_one_that_belongs_to_nobody(folder: Path, private: dic
     # what a daemon that was killed leaves behind
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(folder / "z.sock"))
+    # somebody's file in the folder that it is started in is none of its modules
+    (folder / "typer.py").write_text("open('taken', 'w')")
     asking = [
-        subprocess.Popen([sys.executable, "-c", ENSURE], env=private, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, "-c", ENSURE], env=private, cwd=folder, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
     told = [one.communicate(timeout=SOON_S)[0].strip() for one in asking]
     assert told == [str(folder / "z.sock")] * 2
     assert [one.returncode for one in asking] == [0, 0]
+    assert not (folder / "taken").exists()
     pid = pid_of(folder / "z.sock")
     assert os.getsid(pid) == pid  # no terminal's signal reaches it
     parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]

@@ -53,7 +53,7 @@ def test_the_batch_script_has_a_daemon_while_it_trains_and_not_after(folder: Pat
         check=False,
     )
     assert ended.returncode == 3, ended.stderr  # the training's own
-    assert (folder / "asked").read_text().startswith("--ntasks=1 zftune run -- ")
+    assert (folder / "asked").read_text().startswith("--ntasks=1 zftune run --online -- ")
     assert " serves no run on /tmp/zftune-" in (folder / "status").read_text()
     assert '"message": "ended"' in (folder / f"zftune-{job}.log").read_text()
     assert not Path((folder / "where").read_text().strip()).exists()
@@ -72,6 +72,7 @@ def test_the_pod_has_one_user_and_one_socket(folder: Path) -> None:
         training["command"],
         *(daemon[probe]["exec"]["command"] for probe in daemon if "Probe" in probe),
     ]
+    assert "--online" in training["command"]  # else it would not ask its daemon
     for command in commands:
         assert command[0] == "zftune"
         own = command[: command.index("--")] if "--" in command else command

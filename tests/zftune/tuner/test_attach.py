@@ -363,3 +363,14 @@ def test_ctrl_c_in_the_example_ends_it_soon(tmp_path: Path) -> None:
     assert err.count("Traceback") == 1  # its own
     with open_store(str(tmp_path / "zftune.db")) as store:
         assert all(run.state is not RunState.RUNNING for run in store.runs())
+
+
+def test_a_loop_with_a_store_of_its_own_searches_here_under_run_online(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZFTUNE_ONLINE", "daemon")
+    loop = Loop()
+    tuner = attach(loop)
+    loop.run(tuner, lambda: tuner.live is not None)
+    tuner.close()
+    assert tuner.search is not None

@@ -80,7 +80,8 @@ class Courier:
         self.run = secrets.token_hex(16)
         self.notices: list[str] = []
         """Sentences of the daemon, each once, and why it cannot be asked."""
-        self._transport, self._desk, self._read = transport, desk, read
+        self._transport, self._desk = transport, desk
+        self._read: Callable[[], TrainingFacts] | None = read
         self._tokens, self._gpu_uuid = tokens, gpu_uuid
         self._training: Any = None
         self._session: str | None = None
@@ -170,7 +171,9 @@ class Courier:
 
     def _hello(self) -> None:
         if self._training is None:
+            assert self._read is not None
             self._training = encode(self._read(), "training")
+            self._read = None  # it holds the model, which may be thrown away before this thread ends
         again = None if self._record is None else Again(record=self._record, trial=self._desk.trial)
         hello = Hello(
             protocol=PROTOCOL,
