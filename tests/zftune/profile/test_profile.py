@@ -206,7 +206,7 @@ def test_the_host_was_sampled(document: Document) -> None:
     assert document["system"]["cpu_percent"] > 0
     assert document["system"]["samples"] >= 1
     span_ms = document["per_step"][-1]["begin_ms"] + document["per_step"][-1]["step_ms"]
-    assert all(0 <= row["at_ms"] <= span_ms + 1000 for row in document["series"]["system"])
+    assert all(0 <= row["at_ms"] <= span_ms + 5000 for row in document["series"]["system"])
 
 
 def render_text(document: Document) -> str:
