@@ -106,7 +106,8 @@ class Loop:
             )
 
     def step(self, scale: float = 1.0) -> None:
-        loss = self.module(self.batch).square().mean() * scale
+        # Never near zero, where any noise is a spike to the guard: a loaded machine may take thousands of steps.
+        loss = (self.module(self.batch).square().mean() + 1) * scale
         loss.backward()
         if self.tuner is not None:
             self.tuner.log_loss(loss)

@@ -22,6 +22,7 @@ from zftune.daemon.errors import DaemonError
 from zftune.errors import BadInputError
 from zftune.store import RunState, TrialState, open_store
 from zftune.store.store import Store
+from zftune.tuner.own_counsel import OwnCounsel
 from zftune.tuner.remote import courier
 from zftune.tuner.settings import Setting
 
@@ -349,7 +350,9 @@ def test_which_searches_is_said_by_the_environment(monkeypatch: pytest.MonkeyPat
             zftune.attach(training.optimizer)
         monkeypatch.setenv("ZFTUNE_ONLINE", "daemon")
         with pytest.raises(BadInputError, match="store is given, allowed is None where the daemon searches"):
-            zftune.attach(training.optimizer, store=False)
+            zftune.attach(training.optimizer, store=False, daemon=True)
+        with zftune.attach(training.optimizer, store=False) as tuner:  # it has no daemon in mind
+            assert isinstance(tuner._counsel, OwnCounsel)
         with zftune.attach(training.optimizer) as tuner:
             training.run(lambda: any("no daemon serves" in notice for notice in tuner.notices))
             assert tuner.live is not None
