@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.seeds import VARIABLE, begin_run
 
 _THREADS = "zenflow-"
 _JOIN_S = 5.0
@@ -29,6 +32,14 @@ def _every_thread_of_the_runtime_ends_with_its_test() -> Iterator[None]:
         thread.join(_JOIN_S)
     names = sorted(thread.name for thread in left if thread.is_alive())
     assert not names, f"the test left {names}: close the optimizer or the device"
+
+
+def pytest_configure() -> None:
+    begin_run()
+
+
+def pytest_report_header() -> str:
+    return f"{VARIABLE}={os.environ[VARIABLE]}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

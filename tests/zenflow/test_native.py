@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import sys
 import time
 import weakref
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zenflow
+from tests.seeds import fresh_seeds
 from tests.zenflow.native_cases import (
     DTYPES,
     Draw,
@@ -129,7 +129,7 @@ def test_one_pass_of_a_window_is_one_pass_an_entry(rule: Rule, backends: dict[in
 
 
 @every_rule
-@pytest.mark.parametrize("seed", [random.randrange(2**48) for _ in range(4)])
+@pytest.mark.parametrize("seed", fresh_seeds("flush to zero", 4))
 def test_flush_to_zero_in_the_calling_thread_changes_nothing(rule: Rule, seed: int) -> None:
     scene = draw_scene(rule, seed, specials=0.5)
     expected = update(scene, EagerBackend())
@@ -217,7 +217,7 @@ def test_what_is_packed_can_be_unpacked_elsewhere(rule: Rule, backends: dict[int
 
 
 @every_rule
-@pytest.mark.parametrize("seed", [random.randrange(2**48) for _ in range(3)])
+@pytest.mark.parametrize("seed", fresh_seeds("queued", 3))
 def test_tasks_that_are_queued_run_in_order(rule: Rule, backend: NativeBackend, seed: int) -> None:
     draw = Draw(seed)
     ours, theirs = drawn_memories(draw, rule, backend, EagerBackend())
