@@ -98,6 +98,24 @@ def test_a_run_tuned_by_a_daemon_is_replayed_bit_for_bit(folder: Path) -> None:
     assert "tunes" not in replayed.stderr
 
 
+def test_a_script_that_tunes_itself_is_replayed_all_the_same(folder: Path) -> None:
+    attaches = SCRIPT.replace(
+        "import torch, zenflow\n", "import zftune\nattach = zftune.attach\nimport torch, zenflow\n"
+    )
+    attaches = attaches.replace(
+        "module=module)\n", "module=module)\ntuner = attach(optimizer)\nassert not tuner.searching\n"
+    )
+    assert attaches.count("attach") == 3
+    (folder / "tuned.py").write_text(attaches)
+    changes = {"zftune_schedule": 1, "steps": [{"after_step": 5, "knobs": {"update_interval": 2, "apply_lag": 1}}]}
+    (folder / "schedule.json").write_text(json.dumps(changes))
+    plain, tuned = (
+        run(folder, "--schedule", "schedule.json", "--", one, "60", "0") for one in ("train.py", "tuned.py")
+    )
+    assert (tuned.returncode, tuned.stdout) == (0, plain.stdout), tuned.stderr
+    assert "zftune.attach does nothing: the knobs come from a schedule" in tuned.stderr
+
+
 def test_a_schedule_changes_the_weights(folder: Path) -> None:
     changes = {"zftune_schedule": 1, "steps": [{"after_step": 5, "knobs": {"update_interval": 2, "apply_lag": 1}}]}
     (folder / "schedule.json").write_text(json.dumps(changes))

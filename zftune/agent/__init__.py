@@ -27,6 +27,8 @@ DIR, VERSION, WARMUP, STEPS, TRIAL, RUN, RUN_TOP, ONLINE, DISABLE = (
     "ZFTUNE_DISABLE",
 )
 """Environment variables that the agent reads."""
+NOBODY = "nobody"
+"""In ONLINE: knobs come from a schedule, and no tuner may change them."""
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
 """Holds the `sitecustomize.py` that a child finds first."""
 

@@ -62,7 +62,7 @@ def begin(wanted: Mapping[str, Any], when_imported: WhenImported, followed: Call
     if wanted.get("schedule") is not None:
         from zftune.agent.replaying import Replay
 
-        parts.append(Replay(wanted["schedule"], when_imported))
+        parts.append(Replay(wanted["schedule"]))
     if wanted.get("online"):
         parts.append(Online(wanted.get("quality"), when_imported))
     hook(parts, followed)

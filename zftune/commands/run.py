@@ -64,6 +64,8 @@ def run(
         if online:
             _require_daemon()
             environment[agent.ONLINE] = "daemon"
+        if schedule is not None:
+            environment[agent.ONLINE] = agent.NOBODY
         environment = agent.armed(environment)
         wanted = json.dumps({"version": __version__, **asked, **steering})
         environment[agent.RUN] = base64.urlsafe_b64encode(wanted.encode()).decode()  # some launchers quote nothing

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from zenflow import ZenFlowConfig
 from zenflow.optimizer import ZenFlowOptimizer
-from zftune.agent import ONLINE
+from zftune.agent import NOBODY, ONLINE
 from zftune.errors import BadInputError
 from zftune.store.types import Quality
 from zftune.tuner.counsel import Counsel
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Tuner", "attach", "log_loss"]
 
-_SEARCHES = {"": False, "process": False, "daemon": True}
+_SEARCHES = ("", "process", "daemon", NOBODY)
 _logger = logging.getLogger("zftune")
 
 
@@ -80,7 +80,8 @@ def attach(
         on_change: told of the step after which new knobs hold, and of the knobs.
         daemon: whether the daemon searches, on $ZFTUNE_SOCKET or its usual socket, rather than this process. It need
             not be there yet, nor stay: meanwhile the best knobs so far hold. It has its own store. None: as
-            $ZFTUNE_ONLINE says, "daemon" or "process"; where that is not set, or a store is given, this process.
+            $ZFTUNE_ONLINE says, "daemon" or "process"; where that is not set, or a store is given, this process. Under
+            `zftune run --schedule` nobody searches, whatever is given: the tuner is closed from the beginning.
 
     Raises:
         BadInputError: an argument is not allowed.
@@ -96,8 +97,11 @@ def attach(
         raise BadInputError(f"quality is {quality!r}, allowed are {', '.join(QUALITIES)}, or None")
     if daemon and store is not None:
         raise BadInputError("store is given, allowed is None where the daemon searches: it has its own")
+    searches = _searches()
+    if searches == NOBODY:
+        return _closed_tuner(optimizer)
     if daemon is None:
-        daemon = _online() and store is None  # a script with a store of its own is right without a daemon, too
+        daemon = searches == "daemon" and store is None  # who brings a store has no daemon in mind
     _check_counts(tokens=tokens, micro_batch=micro_batch, sequence=sequence, most_measurements=most_measurements)
     wishes = Wishes(
         quality=quality or _default_quality(optimizer.config),
@@ -128,11 +132,18 @@ def log_loss(loss: torch.Tensor | float) -> None:
         tuner.log_loss(loss)
 
 
-def _online() -> bool:
+def _searches() -> str:
     value = os.environ.get(ONLINE, "")
     if value not in _SEARCHES:
         raise BadInputError(f"{ONLINE} is {value!r}, allowed are daemon and process")
-    return _SEARCHES[value]
+    return value
+
+
+def _closed_tuner(optimizer: ZenFlowOptimizer) -> Tuner:
+    from zftune.tuner.nobody import closed_tuner
+
+    _logger.info("zftune.attach does nothing: the knobs come from a schedule.")
+    return closed_tuner(optimizer)
 
 
 def _check_counts(**counts: Any) -> None:

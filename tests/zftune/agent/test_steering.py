@@ -20,7 +20,6 @@ from zftune.agent.steering import Part, hook
 from zftune.errors import BadInputError
 from zftune.planner import assumed_coverage
 from zftune.schedule import Entry, encode, read_schedule
-from zftune.tuner import attach as attaching
 from zftune.tuner.live import LiveSearch
 from zftune.tuner.preparing import NoForecast
 from zftune.tuner.search import Search, SearchOptions
@@ -99,7 +98,7 @@ def steer() -> Iterator[Steer]:
     def steer(*parts: Part) -> list[int]:
         followed: list[int] = []
         undo.append(hook(list(parts), lambda: followed.append(1)))
-        undo.extend(part.patches.undo for part in parts if isinstance(part, (Recording, Replay)))
+        undo.extend(part.patches.undo for part in parts if isinstance(part, Recording))
         ends.extend(part.end for part in parts if isinstance(part, Replay))
         return followed
 
@@ -108,12 +107,6 @@ def steer() -> Iterator[Steer]:
         one()
     for end in ends:
         atexit.unregister(end)
-
-
-def now(name: str, callback: Callable[[Any], None]) -> None:
-    """What a child is told once the module is imported."""
-    assert name == "zftune.tuner.attach"
-    callback(attaching)
 
 
 def test_a_tuned_run_is_replayed_bit_for_bit(steer: Steer, tmp_path: Path) -> None:
@@ -140,7 +133,7 @@ def test_a_tuned_run_is_replayed_bit_for_bit(steer: Steer, tmp_path: Path) -> No
     plain.train(steps)
     assert not torch.equal(plain.weights, first.weights)
 
-    steer(Replay(str(path), now))
+    steer(Replay(str(path)))
     second = Loop(ZenFlowConfig(topk_ratio=0.5, update_interval=2, host_threads=1))  # such as a newer preset's
     second.train(steps)
     assert torch.equal(second.weights, first.weights)
@@ -173,7 +166,7 @@ def test_a_run_that_goes_on_from_a_checkpoint(steer: Steer, tmp_path: Path) -> N
     saving.train(7)
     state = saving.optimizer.state_dict()
     exported = tmp_path / "exported.json"
-    steer(Recording(str(exported)), Replay(str(path), now))
+    steer(Recording(str(exported)), Replay(str(path)))
     loop = Loop()
     loop.module.load_state_dict(saving.module.state_dict())
     loop.optimizer.load_state_dict(state)
@@ -184,11 +177,14 @@ def test_a_run_that_goes_on_from_a_checkpoint(steer: Steer, tmp_path: Path) -> N
         one.close()
 
 
-def test_nobody_tunes_a_replayed_run(steer: Steer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nobody_tunes_a_replayed_run(
+    steer: Steer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZFTUNE_ONLINE", "nobody")
     caplog.set_level(logging.INFO, logger="zftune")
     path = tmp_path / "schedule.json"
     path.write_text(encode([Entry(2, {"topk_ratio": 0.3}), Entry(50, None)]))
-    replay = Replay(str(path), now)
+    replay = Replay(str(path))
     steer(replay)
     loop = Loop()
     with zftune.attach(loop.optimizer, quality="published", store=False) as tuner:
@@ -200,8 +196,8 @@ def test_nobody_tunes_a_replayed_run(steer: Steer, tmp_path: Path, caplog: pytes
         zftune.attach(torch.optim.AdamW(loop.module.parameters()))
     replay.end()
     assert caplog.messages == [
-        f"zftune replays the knobs of '{path}' (2 changes).",
         "zftune.attach does nothing: the knobs come from a schedule.",
+        f"zftune replays the knobs of '{path}' (2 changes).",
         f"The training ended after step 12: of the 2 changes in '{path}' 1 did not come.",
     ]
     other = Loop()
@@ -214,7 +210,7 @@ def test_nobody_tunes_a_replayed_run(steer: Steer, tmp_path: Path, caplog: pytes
 def test_knobs_that_do_not_go_with_the_training_are_refused(steer: Steer, tmp_path: Path) -> None:
     path = tmp_path / "schedule.json"
     path.write_text(encode([Entry(3, {"apply_lag": 9})]))
-    steer(Replay(str(path), now))
+    steer(Replay(str(path)))
     loop = Loop()
     with pytest.raises(BadInputError, match="after step 3: apply_lag is 9, allowed is an integer from 1 to"):
         loop.train(5)
