@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,7 +25,10 @@ from zftune.errors import BadInputError, ZftuneError
 
 if TYPE_CHECKING:
     from zftune.agent.arming import WhenImported
+    from zftune.tuner.following import Tuner
 
+_LOOK_S = 5.0
+_LONGEST_LOOK_S = 300.0
 _logger = logging.getLogger("zftune")
 
 
@@ -144,8 +148,9 @@ class Online:
 
         if any(tuner.follows(optimizer) for tuner in open_tuners()):
             return  # DeepSpeed's engine, a Trainer's callback, or the script itself
-        threading.Thread(target=_ensure, name="zftune-ensure", daemon=True).start()
-        attach(optimizer, quality=self._quality)
+        tuner = weakref.ref(attach(optimizer, quality=self._quality))
+        if is_first_rank():
+            threading.Thread(target=_keep_daemon, args=(tuner,), name="zftune-ensure", daemon=True).start()
 
     def before(self, optimizer: ZenFlowOptimizer) -> None:
         """Nothing: the tuner has a hook of its own."""
@@ -171,11 +176,27 @@ class Online:
         return train
 
 
-def _ensure() -> None:
-    """A private daemon ends where no run comes for a while, and models take theirs to load: have one now."""
-    from zftune.daemon.ensuring import ensure_daemon
+def _keep_daemon(tuner: weakref.ref[Tuner]) -> None:
+    """See that there is a daemon while a tuner needs one, and have another one where it has died.
 
-    try:
-        ensure_daemon()
-    except (ZftuneError, OSError) as error:
-        _logger.warning("Nothing is tuned until there is a daemon: %s.", error)
+    It may be gone before the first step: a private one ends where no run comes for a while, and models take theirs to
+    load.
+    """
+    from zftune.daemon.ensuring import ensure_daemon, revive_daemon
+
+    look_s = _LOOK_S
+    have: Callable[[], Any] = ensure_daemon
+    while _searches(tuner):
+        try:
+            if have() is True:
+                look_s = min(2 * look_s, _LONGEST_LOOK_S)  # it may be what the training asks that kills it
+        except (ZftuneError, OSError) as error:
+            _logger.warning("Nothing is tuned until there is a daemon: %s.", error)
+            return
+        have = revive_daemon
+        time.sleep(look_s)
+
+
+def _searches(tuner: weakref.ref[Tuner]) -> bool:
+    found = tuner()
+    return found is not None and found.searching

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zftune.daemon import PROTOCOL, PROTOCOL_HEADER
-from zftune.daemon.errors import DaemonError
+from zftune.daemon.errors import DaemonError, StrangerError
 from zftune.daemon.location import locate
 from zftune.daemon.peer import peer_uid
 from zftune.errors import BadInputError
@@ -119,7 +119,7 @@ class DaemonClient:
         if version != str(PROTOCOL):
             self.close()
             found = f"speaks protocol {version[:20]!r}" if version else "is no zftune daemon"
-            raise DaemonError(f"what answers at '{self.path}' {found}, allowed is protocol {PROTOCOL}")
+            raise StrangerError(f"what answers at '{self.path}' {found}, allowed is protocol {PROTOCOL}")
         try:
             answer = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -147,7 +147,7 @@ class _UnixConnection(http.client.HTTPConnection):
             connection.connect(os.fspath(self._path))
             uid = peer_uid(connection)
             if uid != os.getuid():
-                raise DaemonError(f"the socket '{self._path}' is served by user {uid}, allowed is your own")
+                raise StrangerError(f"the socket '{self._path}' is served by user {uid}, allowed is your own")
         except BaseException:
             connection.close()
             raise

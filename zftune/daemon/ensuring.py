@@ -17,13 +17,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from zftune.daemon.client import DaemonClient
-from zftune.daemon.errors import DaemonError
+from zftune.daemon.errors import DaemonError, StrangerError
 from zftune.daemon.location import Location, locate, make_folder
 
 START_S = 30.0
 """How long a daemon may take to begin."""
 _ASK_S = 2.0
 _POLL_S = 0.05
+_STARTS = 2
+"""The first may find that another one is just ending."""
 _MOST_LOG_BYTES = 1 << 20
 # Not from the folder it is started in, which may be anybody's.
 _COMMAND = (sys.executable, "-P", "-c", "from zftune.cli import main; main()", "daemon", "--private")
@@ -51,12 +53,36 @@ def ensure_daemon(environment: Mapping[str, str] | None = None, *, within_s: flo
         if _answers(client):
             return location.socket
         make_folder(location)
-        ended = _started(location, environment)
-        try:
-            _await(client, location, ended, time.monotonic() + within_s)
-        finally:
-            os.close(ended)
-    return location.socket
+        until_s = time.monotonic() + within_s
+        for _ in range(_STARTS):
+            ended = _started(location, environment)
+            try:
+                if _comes(client, location, ended, until_s):
+                    return location.socket
+            finally:
+                os.close(ended)
+    raise DaemonError(f"the private daemon ended at once{_last_words(location)}")
+
+
+def revive_daemon(environment: Mapping[str, str] | None = None) -> bool:
+    """Have a daemon again where one has died; one that was ended took its socket with it, and stays ended.
+
+    Args:
+        environment: as of `ensure_daemon`.
+
+    Returns:
+        Whether one was started.
+
+    Raises:
+        BadInputError: as `ensure_daemon`.
+        DaemonError: as `ensure_daemon`.
+    """
+    environment = os.environ if environment is None else environment
+    location = locate(environment)
+    if not location.socket.is_socket() or _is_locked(location):
+        return False
+    ensure_daemon(environment)
+    return True
 
 
 def log_of(location: Location) -> Path:
@@ -69,8 +95,15 @@ def log_of(location: Location) -> Path:
 
 
 def _answers(client: DaemonClient) -> bool:
+    """Whether it does.
+
+    Raises:
+        StrangerError: what answers will never be a daemon of ours.
+    """
     try:
         client.get("/v1/health")
+    except StrangerError:
+        raise
     except DaemonError:
         return False
     return True
@@ -104,18 +137,21 @@ def _started(location: Location, environment: Mapping[str, str]) -> int:
     return ended
 
 
-def _await(client: DaemonClient, location: Location, ended: int, until_s: float) -> None:
-    """Wait until it answers, or another one does that was started at the same time."""
+def _comes(client: DaemonClient, location: Location, ended: int, until_s: float) -> bool:
+    """Wait until it answers, or another one that was started at the same time; whether one does.
+
+    Raises:
+        DaemonError: the time is over.
+    """
     while not _answers(client):
         gone = bool(select.select([ended], [], [], _POLL_S)[0])
         if gone and not _is_locked(location):
-            if _answers(client):
-                return
-            raise DaemonError(f"the private daemon ended at once{_last_words(location)}")
+            return _answers(client)
         if gone:
-            time.sleep(_POLL_S)  # another one has the lock, and begins
+            time.sleep(_POLL_S)  # another one has the lock, and begins or ends
         if time.monotonic() > until_s:
             raise DaemonError(f"no daemon answers at '{location.socket}', the log is '{log_of(location)}'")
+    return True
 
 
 def _is_locked(location: Location) -> bool:

@@ -16,3 +16,7 @@ class DaemonError(ZftuneError):
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+class StrangerError(DaemonError):
+    """What answers is another user's, no daemon, or one of another protocol: asking again is of no use."""

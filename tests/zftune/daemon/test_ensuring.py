@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +17,8 @@ import pytest
 
 from tests.zftune.daemon.daemons import SOON_S, environment, serving
 from zftune.daemon.client import DaemonClient
-from zftune.daemon.ensuring import ensure_daemon, log_of
-from zftune.daemon.errors import DaemonError
+from zftune.daemon.ensuring import ensure_daemon, log_of, revive_daemon
+from zftune.daemon.errors import DaemonError, StrangerError
 from zftune.daemon.location import locate
 
 ENSURE = "from zftune.daemon.ensuring import ensure_daemon; print(ensure_daemon())"
@@ -103,3 +105,56 @@ def test_why_it_ended_is_said(folder: Path) -> None:
     with pytest.raises(DaemonError, match=r"the private daemon ended at once \('.*z\.sock' is not a socket"):
         ensure_daemon(environment(folder))
     assert (folder / "z.sock").read_text() == "mine"
+
+
+def test_one_that_is_just_ending_is_followed_by_another(folder: Path, private: dict[str, str]) -> None:
+    """It has the lock and answers nobody: the first that is started ends at once."""
+    location = locate(private)
+    with location.lock.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        asking = subprocess.Popen([sys.executable, "-c", ENSURE], env=private, stdout=subprocess.PIPE, text=True)
+        try:
+            wait_for(lambda: "another" in (log_of(location).read_text() if log_of(location).exists() else ""))
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+    assert asking.communicate(timeout=SOON_S)[0].strip() == str(folder / "z.sock")
+    assert asking.returncode == 0
+    assert pid_of(folder / "z.sock") > 0
+
+
+def test_what_will_never_be_one_is_not_waited_for(folder: Path) -> None:
+    """A server of something else has the socket."""
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(folder / "z.sock"))
+        other.listen()
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nzftune-protocol: 99\r\ncontent-length: 2\r\n\r\n{}")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(StrangerError, match="speaks protocol '99', allowed is protocol 1"):
+            ensure_daemon(environment(folder))
+        thread.join()
+    assert not log_of(locate(environment(folder))).exists()
+
+
+def test_one_that_died_is_started_again_and_one_that_was_ended_is_not(folder: Path, private: dict[str, str]) -> None:
+    assert not revive_daemon(private)  # there was none
+    ensure_daemon(private)
+    first = pid_of(folder / "z.sock")
+    assert not revive_daemon(private)
+    os.kill(first, signal.SIGSTOP)
+    assert not revive_daemon(private)
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: is_gone(first))
+    wait_for(lambda: revive_daemon(private))  # the lock goes with its last thread
+    second = pid_of(folder / "z.sock")
+    assert second != first
+    with DaemonClient(folder / "z.sock") as client:
+        client.post("/v1/stop")
+    wait_for(lambda: is_gone(second))
+    assert not revive_daemon(private)
