@@ -1,0 +1,78 @@
+"""The page beside a training that really trains: what the browser shows is what the optimizer does."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.zftune.daemon.brain.loops import Loop
+from tests.zftune.daemon.chromium import chromium, needs_chromium
+from tests.zftune.daemon.daemons import COMMAND, serving
+from tests.zftune.daemon.test_page_in_a_browser import STATE, STEP, button, opened
+from zftune.daemon.client import DaemonClient
+
+pytestmark = needs_chromium
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="zft-"))
+    yield made
+    shutil.rmtree(made, ignore_errors=True)  # the browser's last processes still write
+
+
+@contextmanager
+def trains(training: Loop) -> Iterator[None]:
+    """Let it train beside the test."""
+    ends = threading.Event()
+    thread = threading.Thread(target=lambda: training.run(ends.is_set))
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+        training.close()
+
+
+def test_it_is_seen_paused_and_gone_on_with(folder: Path) -> None:
+    more = {"ZFTUNE_DB": str(folder / "zftune.db"), "HOME": str(folder)}
+    with serving(folder, module=COMMAND, more=more) as daemon, chromium(folder) as browser:
+        training = Loop(DaemonClient(daemon.path), most=500)
+        with trains(training), DaemonClient(daemon.path) as client:
+            browser.size(1400, 1000)
+            while not client.get("/v1/runs"):
+                assert daemon.process.poll() is None
+            opened(browser, daemon)
+            browser.until(f"['searching', 'confirming'].includes({STATE})")
+            first = browser.run(STEP)
+            browser.until(f"{STEP} > {first}")  # it lives
+            browser.run(f"{button('pause')}.click()")
+            browser.until(f"{STATE} === 'paused'")
+            paused_at = browser.run(STEP)
+            browser.until(f"{STEP} > {paused_at} + 20")  # the training goes on
+            assert not training.requested
+            assert training.tuner is not None
+            assert training.knobs == training.tuner.incumbent
+            changes = len(training.changes)
+            later = browser.run(STEP)
+            browser.until(f"{STEP} > {later} + 20")
+            assert len(training.changes) == changes
+            browser.run(f"{button('resume')}.click()")
+            browser.until(f"{STATE} !== 'paused'")
+            shown = browser.run("document.querySelectorAll('#trials tr').length")
+            browser.until(f"document.querySelectorAll('#trials tr').length > {shown}")
+            decisions = browser.text("#decisions")
+            assert (
+                decisions.index("Resumed by hand.")
+                < decisions.index("Paused by hand")
+                < decisions.index("The search begins from")
+            )
+            assert len(training.changes) > changes
+        assert browser.complaints == []
