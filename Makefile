@@ -16,6 +16,7 @@ RIGS := $(wildcard studies/rigs)
 STUDIES := $(wildcard studies/[0-9]*/run.py)
 EXAMPLES_FACTOR ?= 30
 OPERATIONS ?= 10000
+WORKERS ?= 2
 
 .PHONY: help setup demo test host-tests soak sanitize sanitize-address sanitize-thread bench studies-quick lint format clean
 
@@ -37,9 +38,10 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt zftune/__init__.py $(NAT
 demo: setup  ## profile a real offloaded training run: ZeRO-Offload, ZenFlow and no offloading side by side
 	$(BIN)/zftune profile
 
-test: setup host-tests  ## the whole test suite
+# Many tests wait for real processes, so that a second worker halves the time; a file's tests stay in one process.
+test: setup host-tests  ## the whole test suite, by WORKERS (2) processes
 	$(BIN)/python -m tests.upstream_ops
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 CONFIGURE = PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -G Ninja --log-level=WARNING \
 	-DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)" \

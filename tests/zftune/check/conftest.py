@@ -68,7 +68,7 @@ class Outcomes:
             env={**os.environ, **upstream_ops.environment(), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=800,
             check=False,
         )
         assert done.returncode == 0, done.stderr[-2000:]

@@ -33,7 +33,7 @@ def test_zenflow_ends_where_the_border_lies_within_a_weight_of_one_dimension(tmp
         env={**os.environ, **upstream_ops.environment(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -88,7 +88,7 @@ def launch(folder: Path, cases: Mapping[str, Any], ranks: int = 1) -> list[dict[
             argv = [*command, str(folder / "found")]
             children.append(subprocess.Popen(argv, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
     for rank, child in enumerate(children):
-        assert child.wait(timeout=280) == 0, (folder / f"log.{rank}").read_text()[-3000:]
+        assert child.wait(timeout=800) == 0, (folder / f"log.{rank}").read_text()[-3000:]
     return [json.loads((folder / f"found.{rank}").read_text()) for rank in range(ranks)]
 
 
