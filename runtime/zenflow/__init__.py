@@ -4,7 +4,7 @@ from zenflow.bandwidth import HostBandwidth, host_bandwidth
 from zenflow.config import ZenFlowConfig
 from zenflow.coverage import CoverageCurve
 from zenflow.device import CpuDevice, CudaDevice, Device
-from zenflow.emulator import EmulatedAccelerator
+from zenflow.emulator import EmulatedAccelerator, EmulatedMemory
 from zenflow.errors import (
     CheckpointError,
     ConfigError,
@@ -37,6 +37,7 @@ __all__ = [
     "CudaDevice",
     "Device",
     "EmulatedAccelerator",
+    "EmulatedMemory",
     "HostBandwidth",
     "HostEngineError",
     "HostMemoryError",

@@ -179,6 +179,9 @@ class Device(ABC):
         """The device's memory, or None where there is no such memory."""
         return None
 
+    def reset_peak_bytes(self) -> None:  # noqa: B027 - only where there is such memory
+        """Forget the peak of the memory."""
+
     def reset_peaks(self) -> None:  # noqa: B027
         """Forget what was counted so far: the peak of the memory, on a rig the slack."""
 
@@ -340,8 +343,11 @@ class CudaDevice(Device):
     def total_bytes(self) -> int | None:
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
-    def reset_peaks(self) -> None:
+    def reset_peak_bytes(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def reset_peaks(self) -> None:
+        self.reset_peak_bytes()
 
 
 def default_torch_device() -> torch.device:

@@ -88,6 +88,11 @@ class _Link:
         self._thread = threading.Thread(target=self._run, name=f"zenflow-link-{name}", daemon=True)
         self._thread.start()
 
+    def set_rate(self, gbps: float, noise: float) -> None:
+        """For the copies that are asked for from now on."""
+        with self._lock:
+            self._bytes_per_s, self._noise = gbps * 1e9, noise
+
     def copy(self, source: torch.Tensor, target: torch.Tensor, ready_at: float) -> _LinkTransfer:
         with self._lock:
             if self._closed:
@@ -123,16 +128,46 @@ class _Link:
         self._thread.join()
 
 
+@dataclass(slots=True)
+class EmulatedMemory:
+    """The memory of an emulated accelerator: counted, not allocated."""
+
+    total_bytes: int
+    activation_bytes: int
+    """That forward keeps for backward; may be changed between two steps, as where sequences get longer."""
+    held: Callable[[], int]
+    """Bytes of all that stays: weights, gradients, and the states that the runtime keeps on the device."""
+    peak_bytes: int = 0
+
+    def take(self) -> None:
+        """Count what there is at the end of forward.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit.
+        """
+        needed = self.held() + self.activation_bytes
+        if needed > self.total_bytes:
+            raise torch.OutOfMemoryError(
+                f"the emulated accelerator has {self.total_bytes} bytes of memory, a step needs {needed}"
+            )
+        self.peak_bytes = max(self.peak_bytes, needed)
+
+
 class EmulatedAccelerator(Device):
     """A rig's accelerator on the CPU.
 
     Attach the model before training so that its layers are padded; every mark is a time in seconds of `time.monotonic`.
+
+    Args:
+        rig: how fast it is.
+        memory: what it can hold; None: no limit.
     """
 
     has_streams = True
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: Rig, memory: EmulatedMemory | None = None) -> None:
         self.rig = rig
+        self.memory = memory
         self.slack = Slack()
         self.torch_device = torch.device("cpu")
         self._compute_t = time.monotonic()
@@ -145,6 +180,25 @@ class EmulatedAccelerator(Device):
     def attach(self, module: nn.Module) -> None:
         """Pad this module's forward and backward passes to the rig's times, spread over its layers."""
         self._pads = _Pads(module, self.rig, self._segment)
+        module.register_forward_hook(self._count_memory)
+
+    def set_rig(self, rig: Rig) -> None:
+        """Go on as another rig, from the next step on; call it between `step()` and the next forward pass.
+
+        Copies that are on their way keep their times, and so does host work that is being paced.
+
+        Args:
+            rig: how fast it is from now on, such as with a slower link.
+        """
+        self.rig = rig
+        self._d2h.set_rate(rig.link_d2h_gbps, rig.link_noise)
+        self._h2d.set_rate(rig.link_h2d_gbps, rig.link_noise)
+        if self._pads is not None:
+            self._pads.set_times(rig)
+
+    def _count_memory(self, *_: Any) -> None:
+        if self.memory is not None and not in_backward():
+            self.memory.take()
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
@@ -215,8 +269,19 @@ class EmulatedAccelerator(Device):
         if self.rig.device_gbps is not None:
             self._compute_t += nbytes / (self.rig.device_gbps * 1e9)
 
+    def peak_bytes(self) -> int | None:
+        return None if self.memory is None else self.memory.peak_bytes
+
+    def total_bytes(self) -> int | None:
+        return None if self.memory is None else self.memory.total_bytes
+
+    def reset_peak_bytes(self) -> None:
+        if self.memory is not None:
+            self.memory.peak_bytes = 0
+
     def reset_peaks(self) -> None:
         self.slack = Slack()
+        self.reset_peak_bytes()
 
     def close(self) -> None:
         self._d2h.close()
@@ -238,8 +303,7 @@ class _Pads:
         self._segment = segment
         layers = _layers(module)
         self._layered = layers != [module]
-        self._forward_s = rig.forward_ms / 1e3
-        self._backward_s = rig.backward_ms / 1e3
+        self.set_times(rig)
         self._share = 1 / len(layers)
         self._forward_left = 0.0
         self._backward_left = 0.0
@@ -250,6 +314,11 @@ class _Pads:
             if self._layered:  # a whole model's inputs need no gradient, so its hook would not fire in time
                 layer.register_full_backward_hook(self._end_layer_backward)
         module.register_forward_hook(self._end_forward)
+
+    def set_times(self, rig: Rig) -> None:
+        """Pad the next step to a rig's times."""
+        self._forward_s = rig.forward_ms / 1e3
+        self._backward_s = rig.backward_ms / 1e3
 
     def _begin_forward(self, *_: Any) -> None:
         if in_backward():  # recomputation under gradient checkpointing is part of backward's pad

@@ -5,7 +5,8 @@ ZenFlowError
 ├── UnsupportedError               something this runtime does not do, and what to use instead
 ├── CheckpointError (ValueError)   a state_dict is truncated or not of this optimizer
 ├── HostMemoryError (MemoryError)  the host has less memory than is needed; what to lower
-└── HostEngineError (RuntimeError) the host engine failed; raised in the training thread
+├── HostEngineError (RuntimeError) the host engine failed; raised in the training thread
+└── RankError                      another rank failed at what all do together, and says why
 """
 
 
@@ -35,3 +36,7 @@ class HostEngineError(ZenFlowError, RuntimeError):
 
 class HostThreadsError(HostEngineError):
     """Threads of the host engine could not be started; what is there goes on."""
+
+
+class RankError(ZenFlowError):
+    """Another rank could not do what all do together, and says why there; nothing has changed here."""

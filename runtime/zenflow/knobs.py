@@ -48,14 +48,14 @@ def prepare(runtime: Runtime, model: ModelState, new: ZenFlowConfig, groups: Gro
         HostMemoryError: the host has less memory than they need.
         MemoryError: the same, found out too late to say it well.
         HostEngineError: threads could not be started.
-        ZenFlowError: another rank could not get it.
+        RankError: another rank could not get it.
     """
     if runtime.ranks is None:
         return _prepare(runtime, model, new, groups, old)
     change, error = None, None
     try:
         change = _prepare(runtime, model, new, groups, old)
-    except (ZenFlowError, MemoryError) as raised:
+    except (ZenFlowError, MemoryError, torch.OutOfMemoryError) as raised:
         error = raised
     runtime.ranks.together(error, runtime.device.torch_device)
     assert change is not None

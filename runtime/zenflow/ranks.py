@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zenflow.config import ZenFlowConfig
-from zenflow.errors import UnsupportedError, ZenFlowError
+from zenflow.errors import RankError, UnsupportedError
 from zenflow.host.cores import allowed_cpus, one_a_core
 
 
@@ -107,13 +107,13 @@ class Ranks:
             device: that the ranks communicate from.
 
         Raises:
-            ZenFlowError: another rank has failed; where this one has, its own error.
+            RankError: another rank has failed; where this one has, its own error.
         """
         all_well = self.least(0 if error else 1, device)
         if error is not None:
             raise error
         if not all_well:
-            raise ZenFlowError("another rank failed at this, and says why; nothing has changed here")
+            raise RankError("another rank failed at this, and says why; nothing has changed here")
 
     def any(self, flag: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
         """Whether a flag is set on any rank; stays on the device.

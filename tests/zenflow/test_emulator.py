@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.zenflow.small import Flat, Stack, assert_same_run, seeded, tokens_of, train
-from zenflow import EmulatedAccelerator, HostEngineError, Rig, ZenFlowConfig
+from zenflow import EmulatedAccelerator, EmulatedMemory, HostEngineError, Rig, ZenFlowConfig
 from zenflow.device import HostSpan, Transfer
 
 FAST_GBPS = 1e6
@@ -97,6 +97,48 @@ def test_pads_are_spread_over_the_layers(reentrant: bool | None) -> None:
         loss = model(tokens_of(0))
         assert pads(device, loss.backward) == pytest.approx(PAD["backward_ms"])  # all of it before step()
         assert pads(device, device.begin_step) == 0
+
+
+def test_another_rig_holds_from_the_next_step_on() -> None:
+    model = seeded(Stack, depth=3)
+    with accelerator(model, link_d2h_gbps=1e-3, link_h2d_gbps=1e-3) as device:
+        passes(model, device)
+        source, target = torch.ones(2500), torch.empty(2500)  # 10 ms
+        before = device.d2h(source, target)
+        device.set_rig(rig(forward_ms=6.0, backward_ms=10.0, link_d2h_gbps=5e-4, link_h2d_gbps=2e-3))
+        assert pads(device, lambda: passes(model, device)) == pytest.approx(16.0)
+        after, back = device.d2h(source, target), device.h2d(source, HostSpan(), device.mark())[0]
+        for transfer, ms in ((before, 10.0), (after, 20.0), (back, 5.0)):
+            transfer.wait()
+            assert 1e3 * (transfer.end - transfer.begin) == pytest.approx(ms, rel=1e-3)
+        assert device.rig.host_gbps == FAST_GBPS
+
+
+def test_memory_is_counted_at_the_end_of_forward() -> None:
+    model, held = seeded(Stack), [300]
+    memory = EmulatedMemory(1000, 600, lambda: held[0])
+    device = EmulatedAccelerator(rig(), memory)
+    try:
+        device.attach(model)
+        assert (device.total_bytes(), device.peak_bytes()) == (1000, 0)
+        passes(model, device)
+        assert device.peak_bytes() == 900
+        held[0] = 100
+        passes(model, device)
+        assert device.peak_bytes() == 900  # it was needed once
+        device.reset_peak_bytes()
+        passes(model, device)
+        assert device.peak_bytes() == 700
+        memory.activation_bytes = 901
+        with pytest.raises(torch.OutOfMemoryError, match="1000 bytes of memory, a step needs 1001"):
+            passes(model, device)
+    finally:
+        device.close()
+
+
+def test_without_memory_there_is_no_limit() -> None:
+    with accelerator() as device:
+        assert (device.total_bytes(), device.peak_bytes()) == (None, None)
 
 
 @pytest.mark.parametrize("build", [Stack, Flat])
