@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from zftune.tuner.attach import Tuner as Tuner
     from zftune.tuner.attach import attach as attach
     from zftune.tuner.attach import log_loss as log_loss
+    from zftune.tuner.attach import log_tokens as log_tokens
 
-__all__ = ["Tuner", "__version__", "attach", "log_loss"]
+__all__ = ["Tuner", "__version__", "attach", "log_loss", "log_tokens"]
 __version__ = "0.1.0"
 
 

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -21,7 +20,7 @@ from zenflow.errors import ZenFlowError
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.agent.lines import is_first_rank, show_lines, show_refusals
 from zftune.agent.patches import Patches
-from zftune.errors import BadInputError, ZftuneError
+from zftune.errors import ZftuneError
 
 if TYPE_CHECKING:
     from zftune.agent.arming import WhenImported
@@ -125,14 +124,7 @@ class Online:
         when_imported("transformers.trainer", self._tune_trainers)
 
     def begin(self, optimizer: ZenFlowOptimizer) -> None:
-        """Attach; after another optimizer, too: a script may train one after the other.
-
-        Raises:
-            BadInputError: there are several ranks.
-        """
-        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        if ranks > 1:
-            raise BadInputError(f"--online with {ranks} ranks: allowed is one rank")
+        """Attach, on all ranks at once; after another optimizer, too: a script may train one after the other."""
         try:
             self._attach(optimizer)
         except ZenFlowError:

@@ -172,6 +172,8 @@ class Replay:
             self._gains.append(Gain(decision.details.get("gain", 0.0), decision.details.get("error", 0.0)))
             self._samples[trial] = self._new("b") or self._new("explore")
             self.incumbent = trial
+        elif decision.kind == "memory" and trial is not None:
+            self.incumbent = trial
         elif decision.kind == "guard":
             self._gains.clear()
             self.incumbent = 0

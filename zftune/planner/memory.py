@@ -102,6 +102,19 @@ def device_bytes(
     }
 
 
+def state_bytes(model: ModelFacts, config: ZenFlowConfig, *, ranks: int = 1) -> int:
+    """What the runtime keeps on a device for good, without what an allocator adds.
+
+    Args:
+        model: its weights.
+        config: the knobs.
+        ranks: among which residents are divided.
+    """
+    elements = (math.prod(shape) for shape in model.weights)
+    weights = model_plan(model, config).weights
+    return sum(sum(_state_tensors(count, weight, ranks)) for count, weight in zip(elements, weights, strict=True))
+
+
 def segments(sizes: Iterable[int]) -> int:
     """Bytes that the caching allocator reserves for tensors that stay, each of a size in bytes."""
     small = medium = large = 0

@@ -255,7 +255,7 @@ class Decision:
     """What was decided, and why in a sentence."""
 
     kind: str
-    """"adopt", "keep", "reject", "abort", "guard", "stop", "reopen", "crash", "resume"."""
+    """"adopt", "keep", "reject", "abort", "guard", "stop", "reopen", "crash", "resume", "memory"."""
     reason: str
     step: int | None = None
     trial_id: int | None = None

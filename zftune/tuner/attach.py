@@ -9,7 +9,8 @@
         optimizer.step()
         optimizer.zero_grad()
 
-A hook of the optimizer's `step()` does the rest. The training never fails, nor waits, because of it.
+A hook of the optimizer's `step()` does the rest. The training never fails, nor waits, because of it. With several ranks
+of torch.distributed all of them call it: rank 0 thinks, and knobs change on all ranks after the same step or on none.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from zenflow.optimizer import ZenFlowOptimizer
 from zftune.agent import NOBODY, ONLINE
 from zftune.errors import BadInputError
 from zftune.store.types import Quality
+from zftune.tuner.changing import Change
 from zftune.tuner.counsel import Counsel
 from zftune.tuner.disturbances import disturbance_of
-from zftune.tuner.executor import Change
-from zftune.tuner.facts import Wishes
+from zftune.tuner.facts import ALONE, Company, Wishes
 from zftune.tuner.following import Tuner, open_tuners
 from zftune.tuner.own_counsel import OwnCounsel
+from zftune.tuner.ranks.accord import Accord
+from zftune.tuner.ranks.attaching import attach_ranks
+from zftune.tuner.ranks.exchange import several_ranks
 from zftune.tuner.remote.counsel import DaemonCounsel
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.space import QUALITIES, QUALITY_WORDS
@@ -40,7 +44,7 @@ from zftune.tuner.space import QUALITIES, QUALITY_WORDS
 if TYPE_CHECKING:
     from zftune.store.store import Store
 
-__all__ = ["Tuner", "attach", "log_loss"]
+__all__ = ["Tuner", "attach", "log_loss", "log_tokens"]
 
 _SEARCHES = ("", "process", "daemon", NOBODY)
 _logger = logging.getLogger("zftune")
@@ -72,6 +76,7 @@ def attach(
         sequence: tokens of each. With `micro_batch` the planner knows the activations, and the store what was trained.
         eval_fn: gives the loss on a batch that stays the same: the staleness probe, before and after a flush. It is
             called at the end of the warm-up and after other knobs were adopted; its flushes are part of the schedule.
+            For one rank.
         store: where runs and presets are remembered; None: the user's own; False: nowhere.
         tune_memory: whether `offload_ratio` may be lowered, which takes GPU memory.
         fresh: begin neither from a preset nor where an earlier run was ended.
@@ -84,7 +89,7 @@ def attach(
             `zftune run --schedule` nobody searches, whatever is given: the tuner is closed from the beginning.
 
     Raises:
-        BadInputError: an argument is not allowed.
+        BadInputError: an argument is not allowed, or not all ranks have come.
     """
     if not isinstance(optimizer, ZenFlowOptimizer):
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -113,10 +118,23 @@ def attach(
     )
     if tokens is None:
         tokens = micro_batch * sequence if micro_batch and sequence else 1
-    _logger.info("zftune tunes with quality %s.", QUALITY_WORDS[wishes.quality])
-    counsel: Counsel = DaemonCounsel(optimizer, wishes, tokens) if daemon else OwnCounsel(optimizer, wishes, store)
-    disturbance = disturbance_of(optimizer.device, sampled=not daemon)
-    return Tuner(optimizer, counsel, tokens=tokens, disturbance=disturbance, eval_fn=eval_fn, on_change=on_change)
+    several = several_ranks()
+    if several and eval_fn is not None:
+        raise BadInputError("eval_fn is given on several ranks, allowed is None there: its flushes are one rank's")
+
+    def begin(company: Company, accord: Accord | None) -> Tuner:
+        _logger.info("zftune tunes with quality %s.", QUALITY_WORDS[wishes.quality])
+        return Tuner(
+            optimizer,
+            _counsel(optimizer, wishes, tokens, store, company, daemon=daemon),
+            tokens=tokens,
+            disturbance=disturbance_of(optimizer.device, sampled=not daemon),
+            eval_fn=eval_fn,
+            on_change=on_change,
+            accord=accord,
+        )
+
+    return attach_ranks(optimizer, begin, on_change) if several else begin(ALONE, None)
 
 
 def log_loss(loss: torch.Tensor | float) -> None:
@@ -130,6 +148,36 @@ def log_loss(loss: torch.Tensor | float) -> None:
     """
     for tuner in open_tuners():
         tuner.log_loss(loss)
+
+
+def log_tokens(tokens: int) -> None:
+    """Say that steps have another number of tokens from now on, such as where sequences get longer.
+
+    Scores are in time per token, and what was measured with other steps does not count any more. It is not for batches
+    that differ from step to step: say their mean, once. Without a tuner this does nothing.
+
+    Args:
+        tokens: of a step.
+
+    Raises:
+        BadInputError: it is no number of tokens.
+    """
+    for tuner in open_tuners():
+        tuner.log_tokens(tokens)
+
+
+def _counsel(
+    optimizer: ZenFlowOptimizer,
+    wishes: Wishes,
+    tokens: int,
+    store: Store | Literal[False] | None,
+    company: Company,
+    *,
+    daemon: bool,
+) -> Counsel:
+    if daemon:
+        return DaemonCounsel(optimizer, wishes, tokens, company=company)
+    return OwnCounsel(optimizer, wishes, store, company)
 
 
 def _searches() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zftune.store.types import TrialState
 from zftune.tuner.propose import Judgement, Told
@@ -75,6 +76,37 @@ class Book:
         self.adoptions.append(Adoption(trial.number, found))
         self._incumbent = trial.number
 
+    def roomier(self, peak_bytes: int | None) -> Setting | None:
+        """What to run where the incumbent leaves too little device memory free; None: it may go on.
+
+        The incumbent with the least offload ratio that is enough; where none is, the fastest by prediction of all that
+        are allowed with everything offloaded, such as with fewer columns selected.
+
+        Args:
+            peak_bytes: of device memory under the incumbent's knobs; None: not measured.
+        """
+        limit, tight = self.device_limit_bytes, self.incumbent.setting
+        if limit is None or peak_bytes is None or peak_bytes <= limit:
+            return None
+        room = limit - peak_bytes + self.forecast(tight).device_bytes
+        higher = sorted({1.0, *self.space.offload_ratios})
+        raised = [replace(tight, offload_ratio=ratio) for ratio in higher if ratio > tight.offload_ratio]
+        for one in raised:
+            if self.forecast(one).device_bytes <= room:
+                return one
+        whole = [one for one in self.space.settings() if one.offload_ratio == higher[-1] and one not in self._crashed]
+        fitting = [one for one in whole if self.forecast(one).device_bytes <= room]
+        found = min(fitting, key=lambda one: self.forecast(one).step_ms, default=raised[-1] if raised else tight)
+        return None if found == tight else found
+
+    def move_to(self, setting: Setting) -> Trial:
+        """Make a setting the incumbent that nobody has compared with it."""
+        trial = self.find(setting)
+        if trial is None or trial.state in (TrialState.REJECTED, TrialState.VOID):
+            trial = self.append(Trial(len(self.trials), setting, "planner", forecast=self.forecast(setting)))
+        self._incumbent = trial.number
+        return trial
+
     def restore_start(self) -> None:
         """Make the starting point the incumbent again."""
         self.adoptions.clear()
@@ -93,11 +125,20 @@ class Book:
         return barred
 
     def forget(self) -> None:
-        """Forget all measured times: they are no longer true."""
+        """Forget all measured times, and what was rejected by them: they are no longer true."""
         for trial in self.trials:
             trial.samples.clear()
-            if trial.state not in (TrialState.CRASHED, TrialState.REJECTED) and trial is not self.incumbent:
+            if trial.state is not TrialState.CRASHED and trial is not self.incumbent:
                 self._newest.pop(trial.setting, None)
+
+    def predict_with(self, forecast: Forecaster) -> None:
+        """Judge by another prediction from now on: the machine has changed.
+
+        Args:
+            forecast: the planner's.
+        """
+        self._forecast = forecast
+        self._forecasts.clear()
 
     # --- trials ------------------------------------------------------------------------------------------------------
 
@@ -145,6 +186,7 @@ class Book:
         trial.samples = [*trial.samples[1 - _NEWEST :], sample]
         trial.state = TrialState.MEASURED
         trial.device_bytes = outcome.device_bytes if outcome.device_bytes is not None else trial.device_bytes
+        trial.pace = outcome.pace or trial.pace
         trial.host_bytes = outcome.host_bytes if outcome.host_bytes is not None else trial.host_bytes
         return sample
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zenflow.optimizer import ZenFlowOptimizer
-from zftune.tuner.executor import Change, Disturbance, Executor
+from zftune.tuner.changing import Change, Changes
+from zftune.tuner.executor import Disturbance, Executor
 from zftune.tuner.facts import Seen
 from zftune.tuner.guard import LossGuard
 from zftune.tuner.search import Search
@@ -24,6 +25,8 @@ class Scene:
     guard: LossGuard | None
     """None: no loss is known."""
     on_change: Change | None
+    changes: Changes | None = None
+    """How knobs change; None: at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ the beginning is the machine's nature and no disturbance, such as a GPU at its p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +54,18 @@ def disturbance_of(device: Device, *, sampled: bool = True) -> Watch:
     return GpuDisturbance(sampler, uuid)
 
 
+class Sampler(Protocol):
+    """What a `NvmlSampler` is asked here."""
+
+    def summary(
+        self, begin_ns: int, end_ns: int, uuids: Collection[str] | None = None
+    ) -> tuple[dict[str, Any] | None, dict[str, str]]:
+        """The figures over a window."""
+
+    def stop(self) -> None:
+        """End."""
+
+
 class NoDisturbance:
     """Nobody watches."""
 
@@ -73,9 +85,7 @@ class GpuDisturbance:
         clock_ns: the sampler's clock.
     """
 
-    def __init__(
-        self, sampler: NvmlSampler, uuid: str | None, *, clock_ns: Callable[[], int] = time.monotonic_ns
-    ) -> None:
+    def __init__(self, sampler: Sampler, uuid: str | None, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._sampler, self._clock_ns = sampler, clock_ns
         self._uuids = None if uuid is None else [uuid]
         self._begin_ns = clock_ns()

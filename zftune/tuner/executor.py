@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Literal
 
 import torch
 
-from zenflow import ConfigError, HostMemoryError, StepStats
-from zenflow.errors import HostThreadsError
+from zenflow import StepStats
 from zenflow.optimizer import ZenFlowOptimizer
+from zftune.tuner.changing import AtOnce, Change, Changes, Verdict
+from zftune.tuner.drift import Pace
 from zftune.tuner.guard import Losses
 from zftune.tuner.outside import Outside
 from zftune.tuner.settings import Setting
@@ -25,11 +26,6 @@ from zftune.tuner.thinking import Answer, Desk
 
 Disturbance = Callable[[], str | None]
 """Asked at the end of a measurement: why it does not count, or None. What came before is over then."""
-Change = Callable[[int, Mapping[str, Any]], None]
-"""Told of the step after which new knobs hold (before the first step: that with which they do), and of the knobs."""
-
-_REFUSALS = (ConfigError, HostMemoryError, HostThreadsError, MemoryError, torch.OutOfMemoryError)
-"""Of knobs: nothing has changed then, and the training goes on."""
 _logger = logging.getLogger("zftune")
 
 
@@ -45,6 +41,7 @@ class Executor:
         disturbance: says that a measurement does not count.
         losses: are watched over; None: nobody does.
         on_change: told of every change of knobs.
+        changes: how knobs change; None: at once.
     """
 
     def __init__(
@@ -58,6 +55,7 @@ class Executor:
         disturbance: Disturbance = lambda: None,
         losses: Losses | None = None,
         on_change: Change | None = None,
+        changes: Changes | None = None,
     ) -> None:
         self.request: Request | None = None
         """What is measured now; None: nothing, somebody thinks."""
@@ -74,11 +72,19 @@ class Executor:
         self._disturbance, self._on_change = disturbance, on_change
         self._losses = losses
         self._desk = desk
+        self._changes = changes or AtOnce(optimizer)
+        self._asked: Setting | None = None
+        """What knobs are about to change to; None: nothing is under way."""
+        self._asked_for: Request | None = None
         self._handed = False
         self._applied = Setting.of(optimizer.config)
         self._from = self._seen = optimizer.steps
         self._discarded: list[float] = []
         self._steps: list[float] = []
+        self._stats: list[StepStats] = []
+        """Of the steps that count."""
+        self._recounted = False
+        """Whether steps have another number of tokens than what is measured began with."""
         self._between = Between()
 
     @property
@@ -109,6 +115,15 @@ class Executor:
         if self._losses is not None and not self.over:
             self._losses.add(self._optimizer.steps, loss)
 
+    def log_tokens(self, tokens: int) -> None:
+        """Say that steps have another number of tokens from now on: what was measured before does not count.
+
+        Args:
+            tokens: of a step.
+        """
+        self._recounted = self._recounted or tokens != self._tokens
+        self._tokens = tokens
+
     def stop(self, reason: str) -> None:
         """End the search early; the incumbent's knobs are set.
 
@@ -131,16 +146,20 @@ class Executor:
             self.log_loss(loss)
         if self._is_wrong():
             return False
+        self._settle()
         for stats in self._new():
             self._seen = stats.step
             self._desk.observe(stats)
             self._take(stats)
+        self._count_anew()
         self._give_up()
         if self.request is None and not self._handed:
             self._hand(None)
-        answer = self._desk.poll() if self._handed else None
-        while answer is not None and self._carry_out(answer):
+        while self._handed and self._asked is None:
             answer = self._desk.poll()
+            if answer is None:
+                break
+            self._carry_out(answer)
         return not self.over
 
     def _new(self) -> list[StepStats]:
@@ -151,46 +170,73 @@ class Executor:
 
     # --- one request -------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, answer: Answer) -> bool:
-        """Apply what is asked for; whether there is another answer to be had at once."""
+    def _carry_out(self, answer: Answer) -> None:
+        """Apply what is asked for; where that is refused there may be another answer at once."""
         self._handed = False
         self.incumbent, self.request = answer.incumbent, answer.request
         self._start = answer.start or self._start
-        self._discarded, self._steps = [], []
+        self._discarded, self._steps, self._stats = [], [], []
         if self.request is None:
             self._desk.idle(self.outside.taken())
             self._end()
-            return False
-        try:
-            self._apply(self.request.setting)
-        except _REFUSALS as error:
-            reason = str(error) or type(error).__name__
-            self._between = self.outside.taken()
-            self._hand(Outcome("crashed", tokens=self._tokens, reason=reason, between=self._between))
-            return True
-        self._disturbance()  # what was before does not count
-        return False
+        else:
+            self._ask(self.request.setting)
 
-    def _apply(self, setting: Setting) -> None:
+    def _ask(self, setting: Setting) -> None:
         """Change knobs; also where they stay the same, since this closes the window and the next one begins whole."""
-        begun = self._optimizer.steps > 0
-        step = self._optimizer.set_knobs(**setting.knobs())
-        self._from = step if begun else 0
-        self._applied = setting
-        self.outside.change(self._from, challenges=setting != self.incumbent)
-        self._desk.applied(self._from, setting)
+        self._asked, self._asked_for = setting, self.request
+        self._changes.ask(setting.knobs())
+        self._settle()
+
+    def _settle(self) -> None:
+        """Take note of what became of a change, once that is known."""
+        verdict = None if self._asked is None else self._changes.verdict()
+        if verdict is None or self._asked is None:
+            return
+        setting, self._asked = self._asked, None
+        wanted = self.request is not None and self._asked_for is self.request
+        if verdict.step is not None:
+            self._applied_after(verdict.step, setting)
+        if verdict.step is None and wanted:
+            self._fail(verdict)
+        elif verdict.refused:
+            _logger.warning(
+                "The knobs %s stay for now: they could not be changed (%s).", self._applied, verdict.refused
+            )
+        elif wanted:
+            self._disturbance()  # what was before does not count
+        elif verdict.void or self._applied != self.incumbent:
+            self._restore()  # it was given up meanwhile
+
+    def _applied_after(self, step: int, setting: Setting) -> None:
+        self._from, self._applied = step, setting
+        self.outside.change(step, challenges=setting != self.incumbent)
+        self._desk.applied(step, setting)
         if self._on_change is not None:
-            self._on_change(step, setting.knobs())
+            self._on_change(step or 1, setting.knobs())
+
+    def _fail(self, verdict: Verdict) -> None:
+        """What was asked for cannot be measured."""
+        between = self._between = self.outside.taken()
+        reason = verdict.refused or verdict.void
+        status: Literal["crashed", "void"] = "crashed" if verdict.refused else "void"
+        self._hand(Outcome(status, tokens=self._tokens, reason=reason, between=between))
 
     def _take(self, stats: StepStats) -> None:
         """Count a step, and hand over what came of the request where it is over."""
         request, step_ms = self.request, stats.step_ms or 0.0
-        if request is None or stats.step <= self._from:
+        if request is None or self._asked is not None or stats.step <= self._from:
             self.outside.add(stats.step, step_ms)
             return
         if not self._discarded and not self._steps:
             self._between = self.outside.taken()
-        (self._discarded if len(self._discarded) < request.discard else self._steps).append(step_ms)
+        if len(self._discarded) < request.discard:
+            self._discarded.append(step_ms)
+        else:
+            self._steps.append(step_ms)
+            self._stats.append(stats)
+            if len(self._steps) == 1:
+                self._optimizer.device.reset_peak_bytes()  # the setting before had a peak of its own
         reason = request.abort_reason(self._discarded, self._steps)
         if reason is None and len(self._steps) < request.steps:
             return
@@ -212,6 +258,7 @@ class Executor:
             host_bytes=sum(v for use, v in self._optimizer.host_bytes().items() if use != "peak"),
             reason=reason,
             between=self._between,
+            pace=Pace.of(self._stats),
         )
 
     def _hand(self, outcome: Outcome | None) -> None:
@@ -219,6 +266,14 @@ class Executor:
         self.request, self._handed = None, True
         self._desk.hand(outcome)
         self._restore()
+
+    def _count_anew(self) -> None:
+        """Give up what is measured, where its steps are not all of one size."""
+        recounted, self._recounted = self._recounted, False
+        if recounted and self.request is not None:
+            if not self._discarded and not self._steps:
+                self._between = self.outside.taken()
+            self._hand(self._outcome("void", "the tokens of a step have changed"))
 
     def _give_up(self) -> None:
         """Give up what is measured, where the desk asks for that."""
@@ -234,13 +289,11 @@ class Executor:
             self._hand(replace(self._outcome("void", recall.reason), called_off=True))
 
     def _restore(self) -> None:
-        """Let the incumbent run, if something else does."""
-        if self._applied == self.incumbent:
-            return
-        try:
-            self._apply(self.incumbent)
-        except _REFUSALS as error:
-            _logger.warning("The knobs %s stay for now: they could not be changed (%s).", self._applied, error)
+        """Let the incumbent run, if something else does, or is about to."""
+        if self._asked is not None and self._asked != self.incumbent:
+            self._changes.withdraw()  # its verdict comes first
+        elif self._asked is None and self._applied != self.incumbent:
+            self._ask(self.incumbent)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -251,9 +304,16 @@ class Executor:
     def _is_wrong(self) -> bool:
         """Look at the losses that are there; restore the starting point's knobs where training goes wrong."""
         found = None if self._losses is None else self._losses.judge()
-        if found is None:
-            return False
-        self._desk.guard(found)
+        if found is not None:
+            self.go_back(found)
+        return found is not None
+
+    def go_back(self, reason: str) -> None:
+        """End the search because training goes wrong; the starting point's knobs are set.
+
+        Args:
+            reason: a sentence.
+        """
+        self._desk.guard(reason)
         self.incumbent = self._start
         self._end()
-        return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -25,6 +25,18 @@ from zftune.tuner.recording import Here, RunFacts
 from zftune.tuner.search import SearchOptions
 
 _logger = logging.getLogger("zftune")
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """The ranks that train one model."""
+
+    ranks: int = 1
+    here: int = 1
+    """On this machine: they share its cores."""
+
+
+ALONE = Company()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,20 +113,28 @@ class Reader:
         optimizer: that trains.
         wishes: of the user.
         remembered: whether it is looked at what a store keeps runs and presets by.
+        company: ranks that it trains with.
     """
 
-    def __init__(self, optimizer: ZenFlowOptimizer, wishes: Wishes, *, remembered: bool = True) -> None:
+    def __init__(
+        self,
+        optimizer: ZenFlowOptimizer,
+        wishes: Wishes,
+        *,
+        remembered: bool = True,
+        company: Company = ALONE,
+    ) -> None:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         self.module = optimizer.module or nn.ParameterList(parameters)
         self.notices: list[str] = []
         """Sentences: what could not be had."""
         self._dtype = parameters[0].dtype
-        self._wishes, self._remembered = wishes, remembered
+        self._wishes, self._remembered, self._company = wishes, remembered, company
         device = optimizer.device
         self._rig = device.rig if isinstance(device, EmulatedAccelerator) else None
         self._device_limit_bytes = device_limit(optimizer)
         self._has_memory = device.total_bytes() is not None
-        self._machine = self._measured(device.torch_device) if self._has_memory else None
+        self._machine = self._measured(device.torch_device) if self._has_memory and self._rig is None else None
 
     def facts(self, seen: Seen) -> TrainingFacts:
         """Read them; may be called from any thread.
@@ -126,7 +146,7 @@ class Reader:
         return TrainingFacts(
             wishes=self._wishes,
             run=self._run_facts() if self._remembered else None,
-            here=Here.now(None if rig is None else rig.name) if self._remembered else None,
+            here=self._here() if self._remembered else None,
             config=seen.config,
             has_loss=seen.has_loss,
             step_ms=seen.step_ms,
@@ -144,8 +164,15 @@ class Reader:
         wishes, rig = self._wishes, self._rig
         return RunFacts.of(
             self.module, self._dtype, micro_batch=wishes.micro_batch, sequence=wishes.sequence,
-            name=type(self.module).__name__, rig=None if rig is None else rig.name,
+            name=type(self.module).__name__, rig=None if rig is None else rig.name, world_size=self._company.ranks,
         )  # fmt: skip
+
+    def _here(self) -> Here:
+        """With the cores that are this rank's."""
+        found = Here.now(None if self._rig is None else self._rig.name)
+        if self._company.here == 1 or found.usable_cores is None:
+            return found
+        return replace(found, usable_cores=max(1.0, found.usable_cores // self._company.here))
 
     def _measured(self, device: torch.device) -> Machine | None:
         _logger.info("zftune measures this machine's links and memory; that takes some seconds.")

@@ -16,12 +16,15 @@ import torch
 
 from zenflow import ZenFlowError
 from zenflow.optimizer import ZenFlowOptimizer
+from zftune.errors import BadInputError
 from zftune.tuner.background import Background
+from zftune.tuner.changing import Change
 from zftune.tuner.counsel import Counsel, Ended, Scene
 from zftune.tuner.disturbances import Watch
-from zftune.tuner.executor import Change, Executor
+from zftune.tuner.executor import Executor
 from zftune.tuner.facts import Seen
 from zftune.tuner.guard import Losses, LossGuard
+from zftune.tuner.ranks.accord import Accord
 from zftune.tuner.search import Search
 from zftune.tuner.settings import Setting
 
@@ -29,6 +32,7 @@ _WINDOW = 4  # S where the configuration leaves it to the runtime
 _WARM_UP_STEPS = 8
 _LONGEST_WARM_UP = 32
 _JOIN_S = 20.0  # a daemon that is told goodbye may take most of it
+_DEPART_S = 1.0
 _logger = logging.getLogger("zftune")
 _open: weakref.WeakSet[Tuner] = weakref.WeakSet()
 
@@ -48,6 +52,7 @@ class Tuner:
         disturbance: says that a measurement does not count; closed with the tuner.
         eval_fn: the staleness probe; None: there is none.
         on_change: told of changes.
+        accord: how several ranks change knobs, and on this one tells of it; None: there is one rank.
     """
 
     def __init__(
@@ -59,11 +64,12 @@ class Tuner:
         disturbance: Watch,
         eval_fn: Callable[[], float] | None = None,
         on_change: Change | None = None,
+        accord: Accord | None = None,
     ) -> None:
         self.notices: list[str] = []
         """Sentences: what is not as it should be, and what the staleness probe saw."""
         self._optimizer, self._tokens, self._eval_fn, self._on_change = optimizer, tokens, eval_fn, on_change
-        self._counsel, self._disturbance = counsel, disturbance
+        self._counsel, self._disturbance, self._accord = counsel, disturbance, accord
         self._guard = LossGuard()
         self._losses: Losses | None = Losses(optimizer.device, self._guard)
         self._has_loss = False
@@ -129,12 +135,30 @@ class Tuner:
         elif self._losses is not None:
             self._losses.add(self._optimizer.steps, loss)
 
+    def log_tokens(self, tokens: int) -> None:
+        """Say that steps have another number of tokens from now on; scores are in time per token.
+
+        Args:
+            tokens: of a step.
+
+        Raises:
+            BadInputError: it is no number of tokens.
+        """
+        if tokens < 1:
+            raise BadInputError(f"tokens is {tokens!r}, allowed is an integer >= 1")
+        self._tokens = tokens
+        if self._live is not None and not self._is_elsewhere:
+            self._live.log_tokens(tokens)
+
     @property
     def _is_elsewhere(self) -> bool:
         return os.getpid() != self._pid
 
     def close(self) -> None:
-        """End the tuning; the incumbent's knobs stay, and what was found is written down."""
+        """End the tuning; the incumbent's knobs stay, and what was found is written down.
+
+        With several ranks it ends on all of them; they get the incumbent's knobs after their next steps.
+        """
         if self._closed or self._is_elsewhere:
             return
         self._closed = True
@@ -146,11 +170,20 @@ class Tuner:
         finally:
             self._let_go()
 
+    def depart(self) -> None:
+        """Close it at the end of the process, where no step comes any more."""
+        self.close()
+        if self._accord is not None and not self._is_elsewhere:
+            self._accord.close(_DEPART_S)
+
     def _let_go(self) -> None:
         _open.discard(self)
         if not _open:
             atexit.unregister(_close_all)
-        self._hook.remove()
+        if self._accord is None or self._accord.over:
+            self._hook.remove()
+        else:
+            self._accord.leave()  # with the next steps
         self._disturbance.close()
         if self._finishing is not None:
             self._finishing.join(_JOIN_S)
@@ -161,6 +194,33 @@ class Tuner:
     def _after_step(self, *_: Any) -> None:
         if self._is_elsewhere:
             return
+        if self._accord is not None:
+            self._hear(self._accord)
+        if not self._closed:
+            self._go_on()
+        if self._accord is not None:
+            self._talk(self._accord)
+
+    def _hear(self, accord: Accord) -> None:
+        try:
+            accord.hear()
+        except ZenFlowError:
+            raise
+        except Exception as error:
+            _logger.exception("Tuning ended; the training goes on.")
+            self._fail(error)
+
+    def _talk(self, accord: Accord) -> None:
+        """All ranks do, after every step, whatever has come of the tuning here: they wait for each other."""
+        if self._finishing is not None:
+            accord.leave()
+        if self._live is not None:
+            accord.keeps = self._live.incumbent.knobs()
+        accord.say()
+        if accord.over and self._closed:
+            self._hook.remove()
+
+    def _go_on(self) -> None:
         if self._finishing is None:
             try:
                 self._follow()
@@ -168,11 +228,17 @@ class Tuner:
                 raise
             except Exception as error:
                 _logger.exception("Tuning ended; the training goes on.")
-                self._give_up(f"Tuning ended: {type(error).__name__}: {error}.")
+                self._fail(error)
         if self._eval_fn is not None and self._probe_is_due():
             self._probe(self._eval_fn)
 
+    def _fail(self, error: Exception) -> None:
+        if self._finishing is None and not self._closed:
+            self._give_up(f"Tuning ended: {type(error).__name__}: {error}.")
+
     def _follow(self) -> None:
+        if self._accord is not None and self._heed(self._accord):
+            return
         if self._live is not None:
             going = self._live.on_step()
             self._listen()
@@ -183,6 +249,22 @@ class Tuner:
             self._warm()
         elif not self._begin():
             self._watch()
+
+    def _heed(self, accord: Accord) -> bool:
+        """Whether the other ranks have ended it."""
+        if accord.wrong:
+            self._end_wrong(accord.wrong)
+        elif accord.over:
+            self._give_up(accord.reason)
+        return bool(accord.wrong) or accord.over
+
+    def _end_wrong(self, why: str) -> None:
+        if self._live is None:
+            self._give_up(f"Nothing was tuned. {why}")
+            return
+        self._live.go_back(why)
+        self._over = True
+        self._finish()
 
     def _warm(self) -> None:
         """First steps are slow, and coverage is not known before the first selection."""
@@ -205,7 +287,8 @@ class Tuner:
                 tokens=self._tokens,
                 disturbance=self._disturbance,
                 guard=self._guard if self._has_loss else None,
-                on_change=self._on_change,
+                on_change=None if self._accord is not None else self._on_change,  # which tells itself
+                changes=self._accord,
             )
         )
         self._listen()
@@ -289,7 +372,7 @@ class Tuner:
 def _close_all() -> None:
     for tuner in open_tuners():
         try:
-            tuner.close()
+            tuner.depart()
         except Exception:
             _logger.exception("A tuner could not be closed.")
     if getattr(sys, "last_type", None) is KeyboardInterrupt:

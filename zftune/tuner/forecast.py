@@ -12,6 +12,7 @@ from zenflow import Rig, ZenFlowConfig
 from zenflow.host.limits import available_host_bytes
 from zftune.planner import Job, Machine, ModelFacts, Rates, assumed_coverage, choose, predict
 from zftune.planner.choosing import HEADROOM, limits
+from zftune.planner.memory import state_bytes
 from zftune.tuner.settings import Setting
 from zftune.tuner.space import TOPK_RATIOS, Coverage, Forecast, Space
 
@@ -33,6 +34,7 @@ class PlannerForecast:
         rates: how fast it is.
         base: the configuration; a setting changes its live knobs.
         headroom: share of device and host memory that stays free.
+        counted: whether device memory is only counted, as on an emulated accelerator: no allocator rounds it then.
     """
 
     model: ModelFacts
@@ -41,14 +43,17 @@ class PlannerForecast:
     rates: Rates
     base: ZenFlowConfig
     headroom: float = HEADROOM
+    counted: bool = False
 
     def __call__(self, setting: Setting) -> Forecast:
         """The prediction for a setting."""
-        found = predict(self.model, self.machine, self.job, setting.config(self.base), rates=self.rates)
+        config = setting.config(self.base)
+        found = predict(self.model, self.machine, self.job, config, rates=self.rates)
         device, host = limits(self.machine, self.headroom)
         needs = found.memory.device_bytes / device, (found.memory.host_bytes + found.memory.migration_bytes) / host
         excess, place = max(zip(needs, ("GPU", "host"), strict=True))
-        bytes_of = (found.memory.device_bytes, found.memory.host_bytes)
+        on_device = state_bytes(self.model, config) if self.counted else found.memory.device_bytes
+        bytes_of = (on_device, found.memory.host_bytes)
         if excess <= 1:
             return Forecast(found.step_ms, *bytes_of)
         return Forecast(found.step_ms, *bytes_of, excess - 1, f"it needs {excess:.2f} times the usable {place} memory")

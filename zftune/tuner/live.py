@@ -16,7 +16,8 @@ Nothing here waits: step times come from the optimizer's own history, two steps 
 from __future__ import annotations
 
 from zenflow.optimizer import ZenFlowOptimizer
-from zftune.tuner.executor import Change, Disturbance, Executor
+from zftune.tuner.changing import Change, Changes
+from zftune.tuner.executor import Disturbance, Executor
 from zftune.tuner.facts import device_limit
 from zftune.tuner.guard import Losses, LossGuard
 from zftune.tuner.search import Search
@@ -37,6 +38,7 @@ class LiveSearch(Executor):
         guard: watches over the loss; None: nobody does.
         desk: where it is thought about.
         on_change: told of every change of knobs.
+        changes: how knobs change; None: at once.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class LiveSearch(Executor):
         guard: LossGuard | None = None,
         desk: DeskMaker = ThreadDesk,
         on_change: Change | None = None,
+        changes: Changes | None = None,
     ) -> None:
         self.search = search
         search.book.device_limit_bytes = device_limit(optimizer)
@@ -62,4 +65,5 @@ class LiveSearch(Executor):
             disturbance=disturbance,
             losses=None if guard is None else Losses(optimizer.device, guard),
             on_change=on_change,
+            changes=changes,
         )

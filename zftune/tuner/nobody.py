@@ -1,4 +1,4 @@
-"""A tuner that does nothing, for scripts that ask for one where knobs come from a schedule."""
+"""A tuner that does nothing, for scripts that ask for one where knobs come from a schedule, and what it consists of."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ def closed_tuner(optimizer: ZenFlowOptimizer) -> Tuner:
     Args:
         optimizer: that trains.
     """
-    tuner = Tuner(optimizer, _Nobody(), tokens=1, disturbance=_Nothing())
+    tuner = Tuner(optimizer, Nobody(), tokens=1, disturbance=Nothing())
     tuner.close()
     return tuner
 
 
-class _Nobody(Counsel):
+class Nobody(Counsel):
+    """Never begins a search."""
+
     def prepare(self, seen: Seen) -> None:
         pass
 
@@ -42,7 +44,9 @@ class _Nobody(Counsel):
         pass
 
 
-class _Nothing:
+class Nothing:
+    """Disturbs nothing."""
+
     def __call__(self) -> None:
         return None
 

@@ -11,7 +11,7 @@ from zenflow.optimizer import ZenFlowOptimizer
 from zftune.tuner.background import Background
 from zftune.tuner.conclusion import Followed, conclusion
 from zftune.tuner.counsel import Counsel, Ended, Said, Scene
-from zftune.tuner.facts import Seen, Wishes
+from zftune.tuner.facts import ALONE, Company, Seen, Wishes
 from zftune.tuner.live import LiveSearch
 from zftune.tuner.preparing import Preparation, Prepared
 from zftune.tuner.search import Search
@@ -32,15 +32,22 @@ class OwnCounsel(Counsel):
         optimizer: that trains.
         wishes: of the user.
         store: where runs and presets are remembered; None: the user's own; False: nowhere.
+        company: ranks that it trains with.
     """
 
-    def __init__(self, optimizer: ZenFlowOptimizer, wishes: Wishes, store: Store | Literal[False] | None) -> None:
+    def __init__(
+        self,
+        optimizer: ZenFlowOptimizer,
+        wishes: Wishes,
+        store: Store | Literal[False] | None,
+        company: Company = ALONE,
+    ) -> None:
         self._own_store = store is None
         self._store = _user_store() if store is None else store or None
         self._thinker = Thinker(share=gentle_share())
         with contextlib.suppress(ThinkerError):  # the planner thinks alone then, and the notes say so
             self._thinker.start()  # it loads while the warm-up lasts
-        self._preparation = Preparation(optimizer, wishes, self._store, self._thinker)
+        self._preparation = Preparation(optimizer, wishes, self._store, self._thinker, company)
         self._preparing: Background[Prepared] | None = None
         self._prepared: Prepared | None = None
         self._told = 0
@@ -68,6 +75,7 @@ class OwnCounsel(Counsel):
             guard=scene.guard,
             desk=self._desk,
             on_change=scene.on_change,
+            changes=scene.changes,
         )
 
     def said(self) -> list[str]:

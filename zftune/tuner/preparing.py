@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.planner import Job, Rates, assumed_coverage
 from zftune.tuner.beginning import Again, Wanted, begin
-from zftune.tuner.facts import Reader, Seen, TrainingFacts, Wishes
+from zftune.tuner.drift import Pace, changed
+from zftune.tuner.facts import ALONE, Company, Reader, Seen, TrainingFacts, Wishes
 from zftune.tuner.forecast import PlannerForecast
 from zftune.tuner.ratios import ratios_of
 from zftune.tuner.recording import Recording
@@ -69,10 +70,18 @@ class Preparation:
         wishes: of the user.
         store: open; None: nothing is remembered.
         thinker: where the planner works.
+        company: ranks that it trains with.
     """
 
-    def __init__(self, optimizer: ZenFlowOptimizer, wishes: Wishes, store: Store | None, thinker: Thinker) -> None:
-        self.reader = Reader(optimizer, wishes, remembered=store is not None)
+    def __init__(
+        self,
+        optimizer: ZenFlowOptimizer,
+        wishes: Wishes,
+        store: Store | None,
+        thinker: Thinker,
+        company: Company = ALONE,
+    ) -> None:
+        self.reader = Reader(optimizer, wishes, remembered=store is not None, company=company)
         self._store, self._thinker = store, thinker
 
     @property
@@ -112,7 +121,11 @@ def prepare(
 
     def make(start: Setting, options: SearchOptions) -> Search:
         least = 0.0 if wishes.tune_memory else start.offload_ratio
-        search = Search(space, start, forecast, _planned(forecast, space, least, thinker, notices), options)
+        planning = None
+        if isinstance(forecast, PlannerForecast):
+            planning = _Planning(forecast, space, least, thinker, notices)
+        planned = () if planning is None else planning.planned()[:1]
+        search = Search(space, start, forecast, planned, options, planning)
         search.book.device_limit_bytes = facts.device_limit_bytes
         return search
 
@@ -128,18 +141,36 @@ def prepare(
     return Prepared(begun.search, recording, begun.recorder, _in_python(begun.sentence))
 
 
-def _planned(
-    forecast: Forecaster, space: Space, least_ratio: float, thinker: Thinker, notices: list[str]
-) -> Sequence[Setting]:
-    """The planner's own choice."""
-    if not isinstance(forecast, PlannerForecast):
-        return ()
-    try:
-        found: list[Setting] = thinker.ask(forecast.planned, space, least_ratio=least_ratio)
-    except ThinkerError as error:
-        notices.append(f"The planner was not asked for its own choice: {error}.")
-        return ()
-    return found[:1]
+@dataclass(slots=True)
+class _Planning:
+    """The planner, asked in a process of its own.
+
+    Args:
+        forecast: of the machine as it was at the beginning.
+        space: of the search.
+        least_ratio: offload ratio at least.
+        thinker: the process.
+        notices: takes sentences.
+    """
+
+    forecast: PlannerForecast
+    space: Space
+    least_ratio: float
+    thinker: Thinker
+    notices: list[str]
+
+    def learn(self, before: Pace | None, now: Pace) -> None:
+        """Take in by how much the machine's rates have changed."""
+        self.forecast = replace(self.forecast, rates=changed(self.forecast.rates, before, now))
+
+    def planned(self) -> Sequence[Setting]:
+        """The planner's own choices, best first."""
+        try:
+            found: list[Setting] = self.thinker.ask(self.forecast.planned, self.space, least_ratio=self.least_ratio)
+        except ThinkerError as error:
+            self.notices.append(f"The planner was not asked for its own choice: {error}.")
+            return ()
+        return found
 
 
 def _forecast(facts: TrainingFacts, start: Setting, notices: list[str]) -> Forecaster:
@@ -149,7 +180,8 @@ def _forecast(facts: TrainingFacts, start: Setting, notices: list[str]) -> Forec
         return NoForecast(facts.step_ms or 1.0, start, facts.has_memory)
     if facts.rig is not None:
         job = Job(seq=wishes.sequence, micro_batch=wishes.micro_batch)
-        return PlannerForecast(model, machine, job, Rates.of_rig(facts.rig, model.element_bytes), facts.config)
+        rates = Rates.of_rig(facts.rig, model.element_bytes)
+        return PlannerForecast(model, machine, job, rates, facts.config, counted=True)
     job = Job(seq=wishes.sequence, micro_batch=wishes.micro_batch, compute_ms=facts.compute_ms or None)
     return PlannerForecast(model, machine, job, Rates.of(model, machine, job), facts.config)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from zftune.errors import ZftuneError
 from zftune.store.types import Measurement, TrialRecord, TrialState
+from zftune.tuner.drift import Pace
 from zftune.tuner.scores import Sample, describe
 from zftune.tuner.search import Search
 from zftune.tuner.settings import Setting
@@ -58,6 +59,7 @@ def measurement_row(
             "between": astuple(outcome.between),
             "life": life,
             **({"called_off": True} if outcome.called_off else {}),
+            **({} if outcome.pace is None else {"pace": asdict(outcome.pace)}),
         },
     )
 
@@ -151,6 +153,7 @@ def _outcome(row: Measurement) -> Outcome:
         reason=row.void_reason or "",
         between=Between(*about.get("between", ())),
         called_off=about.get("called_off", False),
+        pace=Pace(**about["pace"]) if "pace" in about else None,
     )
 
 

@@ -20,6 +20,10 @@ MOST_STEPS = 3 * LEAST_STEPS
 ABORT_FACTOR = 1.5
 LEAST_GAIN = 0.02
 _RESAMPLES = 400
+_DEPARTURE = 0.15
+"""Of the usual step time: steps that are all farther off than that are no noise."""
+_DEPARTED_STEPS = 8
+_LEAST_WINDOWS = 2
 
 Array = NDArray[np.float64]
 
@@ -138,6 +142,23 @@ def too_slow(steps_ms: Sequence[float], interval: int, incumbent_step_ms: float)
         if factor > ABORT_FACTOR:
             return factor
     return None
+
+
+def departure(steps_ms: Sequence[float], interval: int, usual_ms: float) -> float | None:
+    """Whether the last windows are all slower, or all faster, than is usual; their mean's factor, or None.
+
+    Args:
+        steps_ms: from the first step of a window on.
+        interval: S.
+        usual_ms: a step's time.
+    """
+    count = max(_LEAST_WINDOWS, -(-_DEPARTED_STEPS // interval))
+    whole = len(steps_ms) // interval * interval
+    if whole < count * interval:
+        return None
+    factors = np.asarray(steps_ms[whole - count * interval : whole]).reshape(count, interval).mean(axis=1) / usual_ms
+    all_beyond = bool((factors > 1 + _DEPARTURE).all() or (factors < 1 - _DEPARTURE).all())
+    return float(factors.mean()) if all_beyond else None
 
 
 def _joined(samples: Sequence[Sample]) -> Array:

@@ -7,18 +7,18 @@ from what it was told, so that it is rebuilt from the store's rows (see `zftune.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 from zftune.store.types import TrialState
 from zftune.tuner import sentences
 from zftune.tuner.agenda import Agenda
 from zftune.tuner.book import Book
+from zftune.tuner.course import Course
+from zftune.tuner.drift import Pace, Planning, differs
 from zftune.tuner.scores import (
     LEAST_GAIN,
     LEAST_STEPS,
     ChangePoint,
-    ExplorationCost,
     Sample,
     gain,
     spread,
@@ -29,22 +29,22 @@ from zftune.tuner.settings import Setting
 from zftune.tuner.space import Forecaster, Space
 from zftune.tuner.states import (
     OF_INCUMBENT,
-    Between,
     Choosing,
     Comparing,
     Exploring,
     Holding,
-    Note,
     Opening,
     Outcome,
     Purpose,
     Request,
     Role,
-    Sampler,
+    SearchOptions,
     State,
     Stopped,
     Trial,
 )
+
+__all__ = ["MOST_VOIDS", "Search", "SearchOptions"]
 
 MOST_VOIDS = 3
 _COMPARISON = 3  # measurements
@@ -54,29 +54,7 @@ _OTHER_TIMES = 0.05
 """Of the step time: where it differs by so much after a resumption, what was measured before is no longer true."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchOptions:
-    """How a search goes on."""
-
-    seed: int = 0
-    sampler: Sampler = "gp"
-    """"none": only what the planner proposes."""
-    most_measurements: int = 24
-    """Of an incumbent's times: A-B-A included."""
-    patience: int = 8
-    """Settings in a row that are measured and not adopted, before it stops."""
-    cost_share: float = 0.03
-    grant_s: float = 60.0
-    grant_steps: int = 40
-    hold: bool = False
-    """Where exploring has cost what it may: wait for more time to pass, rather than stop."""
-    watch: bool = False
-    """When it has stopped: go on looking at step times, and search again where they change."""
-    crashed: tuple[Setting, ...] = field(default=())
-    """By earlier runs: never tried."""
-
-
-class Search:
+class Search(Course):
     """A search over a space.
 
     Args:
@@ -85,6 +63,7 @@ class Search:
         forecast: the planner's prediction for a setting.
         planned: the planner's own choice, and what it would try beside it; best first.
         options: how it goes on.
+        planning: the planner, to be asked again where times have changed; None: it is not asked again.
     """
 
     def __init__(
@@ -94,12 +73,10 @@ class Search:
         forecast: Forecaster,
         planned: Sequence[Setting] = (),
         options: SearchOptions | None = None,
+        planning: Planning | None = None,
     ) -> None:
         self.options = options or SearchOptions()
-        self.book = Book(space, forecast, start, self.options.crashed)
-        self.state: State = Opening()
-        self.notes: list[Note] = []
-        self.cost = ExplorationCost(self.options.cost_share, self.options.grant_s, self.options.grant_steps)
+        super().__init__(Book(space, forecast, start, self.options.crashed), self.options)
         self.measurements = 0
         """Since times changed last."""
         self.agenda = Agenda(self.book, planned, self.options.sampler, self.options.seed)
@@ -108,6 +85,9 @@ class Search:
         self._tied = False
         self._last_role: Role | None = None
         self._change = ChangePoint()
+        self._planning = planning
+        self._changed = False
+        """Whether the planner is to be asked again once the incumbent was measured."""
 
     # --- what next ---------------------------------------------------------------------------------------------------
 
@@ -133,9 +113,10 @@ class Search:
 
     def _request(self, trial: Trial, role: Role, steps: int) -> Request:
         window = trial.setting.update_interval
-        if role in OF_INCUMBENT:
-            return Request(trial.setting, role, trial.number, window, steps)
         step_ms = self.book.incumbent_step_ms
+        if role in OF_INCUMBENT:
+            usual_ms = step_ms if role == "hold" and step_ms else None
+            return Request(trial.setting, role, trial.number, window, steps, usual_ms)
         return Request(
             trial.setting,
             role,
@@ -222,7 +203,10 @@ class Search:
         self.idle(outcome.between)
         self.cost.add(outcome.seconds, outcome.step_count, step_s)
         trial = self.book.trials[request.trial]
-        if request.role == "hold":
+        if self._counts_anew(outcome):
+            self._changed_times(sentences.other_tokens(outcome.tokens, self.book.tokens))
+            self.book.tokens = outcome.tokens
+        elif request.role == "hold":
             self._held(request, outcome)
         elif outcome.status == "void":
             self._void(trial, outcome)
@@ -234,11 +218,34 @@ class Search:
             self._failed(trial, request, outcome)
         if outcome.status != "void":
             self._last_role = request.role
+        if request.role in OF_INCUMBENT and outcome.status != "crashed" and not outcome.called_off:
+            self._make_room(request, outcome)  # also where times do not count: the peak does
+
+    def _counts_anew(self, outcome: Outcome) -> bool:
+        """Whether steps have another number of tokens than before; what was called off or crashed does not know."""
+        knows = outcome.status != "crashed" and not outcome.called_off
+        return knows and bool(self.book.incumbent.samples) and outcome.tokens != self.book.tokens
+
+    def _make_room(self, request: Request, outcome: Outcome) -> None:
+        """Raise the offload ratio at once where less memory is left free than must stay free."""
+        room = None if isinstance(self.state, Stopped) and self.state.final else self.book.roomier(outcome.device_bytes)
+        if room is None:
+            return
+        tight, trial = self.book.incumbent, self.book.move_to(room)
+        # What the machine does now was learnt just before, or is still to be learnt, by the pace before.
+        trial.pace = None if request.role == "start" and outcome.status == "measured" else tight.pace
+        self._note("memory", sentences.made_room(trial, tight, outcome, self.book.device_limit_bytes), trial.number)
+        self._changed_times("With another share of the state offloaded the search begins again.")
 
     def _measured(self, trial: Trial, request: Request, outcome: Outcome) -> None:
+        earlier, pace = list(trial.samples), trial.pace
         sample = self.book.keep(trial, outcome)
-        if isinstance(self.state, Opening):
+        if request.role in ("a1", "a2") and differs(earlier, sample, seed=self.options.seed):
+            trial.pace = pace  # of the times before
+            self._changed_times("The incumbent takes another time than before: the search begins again.")
+        elif isinstance(self.state, Opening):
             self._opened(trial, sample, self.state)
+            self._ask_planner(pace, outcome.pace)
         elif isinstance(self.state, Exploring):
             self._explored(trial, sample)
         elif isinstance(self.state, Comparing):
@@ -258,10 +265,23 @@ class Search:
         found = gain(before, [sample], seed=self.options.seed)
         if abs(found.share) > max(_OTHER_TIMES, 2 * found.error):
             self._reopen(sentences.other_times(found), trial)
+            self._changed = True
             trial.samples = [sample]
             self.state = Choosing()
         else:
             self.state = Choosing() if state.then is None else replace(state.then, before=(sample,))
+
+    def _ask_planner(self, before: Pace | None, now: Pace | None) -> None:
+        """Once the incumbent was measured in other times: what they say of the machine, and what is best on it."""
+        if not self._changed:
+            return
+        self._changed = False
+        if self._planning is None:
+            return
+        if now is not None:
+            self._planning.learn(before, now)
+            self.book.predict_with(self._planning.forecast)
+        self.agenda.plan_again(self._planning.planned)
 
     def _explored(self, trial: Trial, sample: Sample) -> None:
         incumbent = self.book.incumbent
@@ -314,13 +334,20 @@ class Search:
         reason = sentences.void(trial, challenger, MOST_VOIDS, outcome.reason)
         self._note("void", reason, challenger.number)
         if isinstance(state, Opening):
-            self._note("stop", reason, trial.number)
-            self.state = Stopped(reason)
+            self._give_up_opening(reason, trial)
             return
         if not challenger.samples:
             challenger.state, challenger.reason = TrialState.VOID, outcome.reason
         self._misses += 1
         self.state = Choosing()
+
+    def _give_up_opening(self, reason: str, trial: Trial) -> None:
+        """The incumbent cannot be measured: later, where the search may wait."""
+        if self.options.hold:
+            self.state = Holding(_HOLD_STEPS)
+        else:
+            self._note("stop", reason, trial.number)
+            self.state = Stopped(reason)
 
     def _failed(self, trial: Trial, request: Request, outcome: Outcome) -> None:
         """Aborted or crashed."""
@@ -336,64 +363,36 @@ class Search:
             self.book.abort(trial, outcome)
         self._note("crash" if crashed else "abort", sentences.failed(trial, outcome), trial.number)
         self._misses += 1
-        self.state = Choosing()
+        # That may be the times' fault, unless the incumbent was measured just before: it is looked at again.
+        again = outcome.status == "aborted" and self._last_role == request.role == "explore"
+        self.state = Opening(again=True) if again else Choosing()
 
     def _held(self, request: Request, outcome: Outcome) -> None:
+        known = bool(self.book.incumbent.samples)
+        if isinstance(self.state, Holding) and not known:
+            self.state = Opening()
+        if outcome.status == "void" or not known:
+            return
         window = request.setting.update_interval
-        changed = False
+        changed = outcome.status == "aborted"  # by what is usual: see `Request.abort_reason`
         for begin in range(0, len(outcome.steps_ms) - window + 1, window):
             changed = self._change.add(sum(outcome.steps_ms[begin : begin + window]) / window) or changed
         if changed:
-            self._reopen("Step times have changed: the search begins again.", self.book.incumbent)
-            self.state = Opening()
+            self._changed_times("Step times have changed: the search begins again.")
         elif isinstance(self.state, Holding):
             self.state = Choosing()
+
+    def _changed_times(self, reason: str) -> None:
+        """Begin again, with the incumbent's measurement."""
+        self._changed = True
+        self._reopen(reason, self.book.incumbent)
+        self.state = Opening()
 
     def _reopen(self, reason: str, incumbent: Trial) -> None:
         """Forget what was measured under other circumstances."""
         self.book.forget()
+        self._change.reset()
         self.measurements = self._misses = 0
         self._ties.clear()
         self._tied = False
         self._note("reopen", reason, incumbent.number)
-
-    def idle(self, between: Between) -> None:
-        """Count steps that belong to no measurement; `tell` does so with those before an outcome."""
-        step_s = self.book.incumbent_step_ms / 1e3
-        self.cost.add(between.seconds, 0, None)
-        self.cost.add(between.late_s, between.late_steps, step_s or None)
-
-    def remark(self, reason: str) -> None:
-        """Write down what was found out beside the search."""
-        self._note("remark", reason, None)
-
-    def stop(self, reason: str, *, final: bool = False) -> None:
-        """End the search; the incumbent stays.
-
-        Args:
-            reason: a sentence.
-            final: it does not begin again where step times change.
-        """
-        self._note("stop", reason, self.book.incumbent.number, **({"final": 1.0} if final else {}))
-        self.state = Stopped(reason, final=final)
-
-    def roll_back(self, reason: str) -> None:
-        """End the search with the incumbent before the last one; that one is barred from now on.
-
-        Args:
-            reason: a sentence.
-        """
-        barred = self.book.roll_back()
-        self._note("rollback", reason, barred.number, pinned=float(self.book.incumbent.number))
-        self.state = Stopped(reason, final=True)
-
-    def guard(self, reason: str) -> None:
-        """End the search because training goes wrong: the starting point's knobs are the incumbent again."""
-        self.book.restore_start()
-        self._note("guard", reason, self.book.incumbent.number)
-        self.state = Stopped(reason, final=True)
-
-    def _note(self, kind: Any, reason: str, trial: int | None, **details: float) -> None:
-        figures = {name: float(f"{value:.6g}") for name, value in details.items()}
-        figures["spent_s"], figures["elapsed_s"] = round(self.cost.spent_s, 3), round(self.cost.elapsed_s, 3)
-        self.notes.append(Note(kind, reason, trial, figures))

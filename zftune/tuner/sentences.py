@@ -22,6 +22,19 @@ def other_times(found: Gain) -> str:
     return f"Steps are {100 * abs(found.share):.1f}% {how} than before the resumption: the search begins again."
 
 
+def other_tokens(tokens: int, before: int) -> str:
+    """The user says that steps are of another size."""
+    return f"A step has {tokens} tokens now instead of {before}: the search begins again."
+
+
+def made_room(trial: Trial, tight: Trial, outcome: Outcome, limit_bytes: int | None) -> str:
+    """The peak has come too near to the end of the memory."""
+    return (
+        f"Adopted for GPU memory: {_what(trial, tight)}: the peak was {_mib(outcome.device_bytes)}, allowed are "
+        f"{_mib(limit_bytes)}."
+    )
+
+
 def slower(trial: Trial, incumbent: Trial, seen: Gain) -> str:
     """A look was not promising."""
     how = f"is {-100 * seen.share:.1f}% slower" if seen.share < 0 else f"saves {100 * seen.share:.1f}%"
@@ -101,6 +114,10 @@ def spent(cost: ExplorationCost, step_s: float) -> str:
         f"Exploring has cost {cost.spent_s:.1f} s more than the incumbent would have taken, allowed are "
         f"{cost.allowed_s(step_s):.1f} s ({100 * cost.share:g}% of the time so far and a grant)."
     )
+
+
+def _mib(size: int | None) -> str:
+    return f"{(size or 0) / 2**20:.1f} MiB"
 
 
 def _what(trial: Trial, incumbent: Trial) -> str:

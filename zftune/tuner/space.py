@@ -103,6 +103,12 @@ class Space:
         values = {**setting.knobs(), "lag_share": _share(setting)}
         return {one.name: _nearest(one.choices, values[one.name]) for one in self.dimensions}
 
+    @property
+    def offload_ratios(self) -> tuple[float, ...]:
+        """That may be proposed: the base's own where there is no choice."""
+        found = next((one.choices for one in self.dimensions if one.name == "offload_ratio"), ())
+        return tuple(found) or (self.base.offload_ratio,)
+
     def settings(self) -> Iterator[Setting]:
         """Every allowed one, the base's own choices as they come; each once."""
         seen: set[Setting] = set()

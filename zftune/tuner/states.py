@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from zftune.store.types import TrialState
-from zftune.tuner.scores import Gain, Sample, too_slow
+from zftune.tuner.drift import Pace
+from zftune.tuner.scores import Gain, Sample, departure, too_slow
 from zftune.tuner.settings import Setting
 from zftune.tuner.space import Forecast
 
@@ -16,6 +17,28 @@ Role = Literal["start", "explore", "a1", "b", "a2", "hold"]
 OF_INCUMBENT: tuple[Role, ...] = ("start", "a1", "a2", "hold")
 Purpose = Literal["gain", "tie"]
 Sampler = Literal["gp", "tpe", "random", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """How a search goes on."""
+
+    seed: int = 0
+    sampler: Sampler = "gp"
+    """"none": only what the planner proposes."""
+    most_measurements: int = 24
+    """Of an incumbent's times: A-B-A included."""
+    patience: int = 8
+    """Settings in a row that are measured and not adopted, before it stops."""
+    cost_share: float = 0.03
+    grant_s: float = 60.0
+    grant_steps: int = 40
+    hold: bool = False
+    """Where exploring has cost what it may: wait for more time to pass, rather than stop."""
+    watch: bool = False
+    """When it has stopped: go on looking at step times, and search again where they change."""
+    crashed: tuple[Setting, ...] = field(default=())
+    """By earlier runs: never tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +54,8 @@ class Request:
     steps: int
     """Steps that count: whole windows."""
     incumbent_step_ms: float | None = None
-    """For the abort rule; None: nothing is aborted."""
+    """For the abort rule, and while nothing but the incumbent runs for its end where times change; None: it is not
+    ended early."""
     allowance_s: float | None = None
     """Most time beyond the incumbent's, discarded steps included; None: no limit."""
 
@@ -39,6 +63,9 @@ class Request:
         """Why it must end before its end, after the steps so far."""
         if self.incumbent_step_ms is None:
             return None
+        if self.role == "hold":
+            factor = departure(steps_ms, self.setting.update_interval, self.incumbent_step_ms)
+            return None if factor is None else f"steps take {factor:.2f} times what they took"
         factor = too_slow(steps_ms, self.setting.update_interval, self.incumbent_step_ms)
         if factor is not None:
             return f"a whole window took {factor:.2f} times the incumbent's {self.incumbent_step_ms:.0f} ms a step"
@@ -81,6 +108,8 @@ class Outcome:
     """What came before its first step, since the outcome before."""
     called_off: bool = False
     """Void because nobody wanted it any more, such as in a pause: that does not speak against measuring it again."""
+    pace: Pace | None = None
+    """What the steps that count showed of the machine; None: nothing."""
 
     @property
     def seconds(self) -> float:
@@ -110,6 +139,8 @@ class Trial:
     """Valid ones since times changed last."""
     device_bytes: int | None = None
     host_bytes: int | None = None
+    pace: Pace | None = None
+    """Of its last measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +161,7 @@ class Note:
         "resume",
         "remark",
         "rollback",
+        "memory",
     ]
     reason: str
     """A sentence."""

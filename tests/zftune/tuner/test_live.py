@@ -288,3 +288,20 @@ def test_the_guard_knows_spikes_from_odd_batches() -> None:
     assert found[0] is None
     reason = next(one for one in found if one is not None)
     assert reason.startswith("the loss of the last 4 steps is at least 6")
+
+
+def test_longer_steps_void_what_is_measured_and_begin_the_search_again(make: Make) -> None:
+    scene = make(most=20)
+    scene.run(lambda: scene.search.measurements >= 2 and scene.live.request is not None)
+    scene.live.log_tokens(32)
+    scene.run(lambda: any(note.kind == "reopen" for note in scene.search.notes))
+    void = next(outcome for _, outcome in scene.recorder.told if outcome.status == "void")
+    assert (void.reason, void.tokens) == ("the tokens of a step have changed", 32)
+    scene.run(lambda: bool(scene.search.book.incumbent.samples))
+    assert scene.search.book.tokens == 32
+    counts = [len(outcome.steps_ms) for _, outcome in scene.recorder.told]
+    assert len(scene.live._stats) <= max(counts)  # of one measurement, not of all
+    before = len(scene.search.notes)
+    scene.live.log_tokens(32)  # the same: nothing happens
+    scene.step()
+    assert not any(note.kind == "reopen" for note in scene.search.notes[before:])

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zftune.errors import BadInputError
-
 if TYPE_CHECKING:
     from zftune.integrations.deepspeed.backend import Plan
     from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer
@@ -21,16 +19,10 @@ def attach(engine: Any, optimizer: EngineOptimizer, plan: Plan) -> None:
         engine: of DeepSpeed.
         optimizer: the engine's.
         plan: of the call.
-
-    Raises:
-        BadInputError: there are several ranks.
     """
     from zftune.tuner.attach import attach as follow
     from zftune.tuner.attach import log_loss
 
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    if ranks > 1:
-        raise BadInputError(f"zftune.online is True on {ranks} ranks, allowed is one rank")
     follow(optimizer, quality=plan.quality, micro_batch=engine.train_micro_batch_size_per_gpu())
     original = engine.backward
 

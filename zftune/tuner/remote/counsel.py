@@ -10,7 +10,7 @@ from zftune.daemon.wire import PROTOCOL, Goodbye, encode
 from zftune.tuner.counsel import Counsel, Ended, Said, Scene
 from zftune.tuner.disturbances import gpu_uuid
 from zftune.tuner.executor import Executor
-from zftune.tuner.facts import Reader, Seen, Wishes
+from zftune.tuner.facts import ALONE, Company, Reader, Seen, Wishes
 from zftune.tuner.guard import Losses
 from zftune.tuner.remote.courier import Courier, Transport
 from zftune.tuner.remote.desk import RemoteDesk
@@ -28,12 +28,18 @@ class DaemonCounsel(Counsel):
         wishes: of the user.
         tokens: of a step.
         transport: asks the daemon; None: over its socket.
+        company: ranks that it trains with.
     """
 
     def __init__(
-        self, optimizer: ZenFlowOptimizer, wishes: Wishes, tokens: int, transport: Transport | None = None
+        self,
+        optimizer: ZenFlowOptimizer,
+        wishes: Wishes,
+        tokens: int,
+        transport: Transport | None = None,
+        company: Company = ALONE,
     ) -> None:
-        self._reader = Reader(optimizer, wishes)
+        self._reader = Reader(optimizer, wishes, company=company)
         self._transport = transport or _client()
         self._tokens = tokens
         self._uuid = gpu_uuid(optimizer.device.torch_device)
@@ -63,6 +69,7 @@ class DaemonCounsel(Counsel):
             disturbance=scene.disturbance,
             losses=heard,
             on_change=scene.on_change,
+            changes=scene.changes,
         )
 
     def said(self) -> list[str]:

@@ -31,14 +31,17 @@ from zftune.tuner.facts import TrainingFacts
 from zftune.tuner.remote.desk import Orders, RemoteDesk
 
 QUICK_S = 0.1
-"""Between two reports while the training waits for an answer."""
+"""Between two reports while the training waits for an answer, at least: see `waiting_s`."""
 SLOW_S = 1.0
 """Between two reports while it measures, at most; a lease has more of them."""
+_WAITED_SHARE = 0.1
 _REPORTS_A_LEASE = 4
 _FIRST_BACKOFF_S = 0.2
 _LONGEST_BACKOFF_S = 20.0
 _REQUEST_S = 3.0
 _JOIN_S = 4.0
+_SHORT_S = 1.0
+"""For a daemon that does not answer, as it seems."""
 _GOODBYE_S = 12.0
 """For the daemon to end what it thinks about, and to write down what was found."""
 _AGAIN_S = 0.1
@@ -55,6 +58,15 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Close the connection."""
+
+
+def waiting_s(waited_s: float) -> float:
+    """Between two reports while the training waits: an answer that takes long may come a tenth of that later.
+
+    Args:
+        waited_s: for so long.
+    """
+    return min(SLOW_S, max(QUICK_S, _WAITED_SHARE * waited_s))
 
 
 class Courier:
@@ -89,6 +101,8 @@ class Courier:
         self._record: str | None = None
         self._lease_s = SLOW_S * _REPORTS_A_LEASE
         self._failures = 0
+        self._waits_since_s: float | None = None
+        """Since when the training waits for an answer, on the monotonic clock; None: it does not."""
         self._began_unix_s = time.time()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="zftune-agent", daemon=True)
@@ -105,31 +119,36 @@ class Courier:
         """
         if os.getpid() != self._pid:
             return None
+        began_s = time.monotonic()
         self._desk.close()
         self._thread.join(_JOIN_S)
         if self._thread.is_alive():
             return None
-        ends_s = time.monotonic() + _GOODBYE_S
         try:
-            self._report_at_last()
-            return None if self._session is None else self._part(message(self._session), ends_s)
+            answers = self._report_at_last(max(_SHORT_S, _JOIN_S - _SHORT_S - (time.monotonic() - began_s)))
+            if self._session is None:
+                return None
+            # Who answers is given time to end what it thinks about; who does not, such as one that is stopped, is not.
+            return self._part(message(self._session), time.monotonic() + (_GOODBYE_S if answers else _SHORT_S))
         except ZftuneError as error:
             _logger.debug("The daemon was not told goodbye: %s.", error)
             return None
         finally:
             self._transport.close()
 
-    def _report_at_last(self) -> None:
-        """Say what has not been said yet; where that cannot be, goodbye is said all the same."""
+    def _report_at_last(self, within_s: float) -> bool:
+        """Say what has not been said yet; where that cannot be, goodbye is said all the same. Whether it was heard."""
+        answers = True
         try:
             if self._session is not None:
-                self._report()
+                self._report(timeout_s=within_s)
         except (DaemonError, WireError) as error:
-            self._forget(error)
+            answers = self._forget(error)
             _logger.debug("The daemon was not told the last steps: %s.", error)
         if self._session is None and self._record is not None:
-            self._hello()  # to a daemon that was started again: else the run would count as crashed
-            self._report()
+            self._hello(timeout_s=within_s)  # to a daemon that was started again: else the run would count as crashed
+            self._report(timeout_s=within_s)
+        return answers
 
     def _part(self, message: Goodbye, ends_s: float) -> Farewell:
         route = f"/v1/runs/{self.run}/goodbye"
@@ -167,9 +186,18 @@ class Courier:
         except (DaemonError, WireError) as error:
             return self._failed(error)
         self._failures = 0
-        return QUICK_S if self._desk.waits else min(SLOW_S, self._lease_s / _REPORTS_A_LEASE)
+        return min(self._pause_s(), self._lease_s / _REPORTS_A_LEASE)
 
-    def _hello(self) -> None:
+    def _pause_s(self) -> float:
+        if not self._desk.waits:
+            self._waits_since_s = None
+            return SLOW_S
+        now_s = time.monotonic()
+        if self._waits_since_s is None:
+            self._waits_since_s = now_s
+        return waiting_s(now_s - self._waits_since_s)
+
+    def _hello(self, *, timeout_s: float = _REQUEST_S) -> None:
         if self._training is None:
             assert self._read is not None
             self._training = encode(self._read(), "training")
@@ -186,16 +214,18 @@ class Courier:
             gpu_uuid=self._gpu_uuid,
             again=again,
         )
-        welcome = decode(Welcome, self._post("/v1/runs", hello), "welcome")
+        welcome = decode(Welcome, self._post("/v1/runs", hello, timeout_s=timeout_s), "welcome")
         if welcome.session != self._last_session:
             self._desk.begin_session("the daemon was started again")
         self._session = self._last_session = welcome.session
         self._lease_s = welcome.lease_s
 
-    def _report(self) -> None:
+    def _report(self, *, timeout_s: float = _REQUEST_S) -> None:
         assert self._session is not None
         report = self._desk.report(PROTOCOL, self._session)
-        directive = decode(Directive, self._post(f"/v1/runs/{self.run}/report", report), "directive")
+        directive = decode(
+            Directive, self._post(f"/v1/runs/{self.run}/report", report, timeout_s=timeout_s), "directive"
+        )
         if directive.session != self._session:
             raise WireError(f"directive.session is {directive.session}, allowed is {self._session}")
         orders = Orders.of(directive)

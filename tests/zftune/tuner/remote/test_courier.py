@@ -182,3 +182,40 @@ def test_arguments_of_another_encoding_are_sent_all_the_same(
     monkeypatch.setattr("sys.argv", ["train.py", "data/\udcff"])
     courier._exchange()
     assert daemon.documents[0]["argv"] == ["train.py", "data/?"]
+
+
+class Stopped(Scripted):
+    """Takes what is sent, and answers nothing any more once it is stopped, as a process under SIGSTOP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopped = threading.Event()
+        self.held = threading.Event()
+        """Whether somebody waits for it."""
+
+    def post(self, route: str, document: Any = None, *, timeout_s: float | None = None) -> Any:
+        if not self.stopped.is_set():
+            return super().post(route, document, timeout_s=timeout_s)
+        self.held.set()
+        assert timeout_s is not None
+        threading.Event().wait(timeout_s)
+        raise DaemonError("has not answered in time")
+
+
+@pytest.mark.parametrize("while_it_reports", [False, True])
+def test_a_daemon_that_is_stopped_keeps_the_end_of_a_training_for_some_seconds_only(
+    desk: RemoteDesk, *, while_it_reports: bool
+) -> None:
+    daemon = Stopped()
+    if not while_it_reports:
+        daemon.answers["report"] = [{**HOLD, "kind": "pause", "state": "paused"}]
+    courier = Courier(daemon, desk, facts, tokens=16)
+    courier.start()
+    assert daemon.heard.wait(SOON_S)
+    daemon.stopped.set()
+    if while_it_reports:
+        desk.wake.set()
+        assert daemon.held.wait(SOON_S)
+    began_s = time.monotonic()
+    assert last_words(courier) is None
+    assert time.monotonic() - began_s < 6

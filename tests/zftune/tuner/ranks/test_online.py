@@ -1,0 +1,136 @@
+"""`zftune run --online -- torchrun`: two real ranks, a private daemon, and a replay."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zftune.daemon.client import DaemonClient
+
+ZFTUNE = str(Path(sys.executable).with_name("zftune"))
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+SCRIPT = """
+import hashlib, json, os, sys, time
+import torch, zenflow, zftune
+from torch import nn
+
+distributed = torch.distributed
+distributed.init_process_group("gloo")
+rank = distributed.get_rank()
+open(f"pid{rank}", "w").write(str(os.getpid()))
+steps, changes = int(sys.argv[1]), int(sys.argv[2])
+torch.manual_seed(rank)  # rank 0's weights count
+module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
+config = zenflow.ZenFlowConfig(topk_ratio=0.1, update_interval=4, host_threads=1)
+optimizer = zenflow.ZenFlowAdamW(module.parameters(), lr=1e-3, config=config, module=module)
+batches = torch.Generator().manual_seed(7 + rank)
+ends = time.monotonic() + 120
+knobs = []
+
+def settings():
+    found = json.load(open("schedule.json"))["steps"][1:]
+    return len({json.dumps(one["knobs"], sort_keys=True) for one in found})
+
+while True:
+    goes_on = optimizer.steps < steps or bool(changes and (optimizer.steps % 20 or settings() < changes))
+    going = torch.tensor([int(goes_on)])
+    distributed.broadcast(going, 0)
+    if not going:
+        break
+    assert time.monotonic() < ends
+    loss = module(torch.randn(16, 32, generator=batches)).square().mean() + 1
+    zftune.log_loss(loss)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if not knobs or knobs[-1][1] != repr(optimizer.config):
+        knobs.append([optimizer.steps, repr(optimizer.config)])
+    if changes:
+        time.sleep(0.002)
+optimizer.synchronize()
+digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in module.parameters())).hexdigest()
+json.dump([optimizer.steps, digest, knobs], open(f"rank{rank}.json", "w"))
+distributed.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """With the script, a store and a socket of its own; a daemon there is ended."""
+    made = Path(tempfile.mkdtemp(prefix="zft-"))
+    (made / "train.py").write_text(SCRIPT)
+    yield made
+    if (made / "z.sock").exists():
+        with DaemonClient(made / "z.sock") as client:
+            client.post("/v1/stop")
+        ends = time.monotonic() + 60
+        while (made / "z.sock").exists():
+            assert time.monotonic() < ends
+            time.sleep(0.02)
+    shutil.rmtree(made)
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    """`zftune run` with options and two ranks."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ZFTUNE_", "XDG_"))}
+    own = {"ZFTUNE_SOCKET": str(folder / "z.sock"), "ZFTUNE_DB": str(folder / "z.db"), "OMP_NUM_THREADS": "1"}
+    options, _, command = " ".join(words).partition(" -- ")
+    return subprocess.Popen(
+        [ZFTUNE, "run", *options.split(), "--", *TORCHRUN, *command.split()],
+        env={"GLOO_SOCKET_IFNAME": "lo", **kept, **own},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def told(folder: Path, process: subprocess.Popen[str]) -> tuple[list[Any], str]:
+    """What both ranks have seen, and what was printed."""
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)], errors
+
+
+def test_two_ranks_are_tuned_alike_and_replayed_bit_for_bit(folder: Path) -> None:
+    tuned, errors = told(folder, start(folder, "--online", "--export-schedule", "schedule.json", "--", "train.py 40 3"))
+    steps, digest, knobs = tuned[0]
+    assert tuned[1] == tuned[0]  # weights, and knobs at every step
+    assert len({repr(one) for _, one in knobs}) > 2
+    assert errors.count("zftune tunes with quality published") == 1
+    assert errors.count("\nzftune keeps ") + errors.count("\nzftune tuned nothing") == 1
+    with DaemonClient(folder / "z.sock") as client:
+        (run,) = client.get("/v1/runs")
+        assert client.get("/v1/health")["private"] is True
+    assert run["pid"] == int((folder / "pid0").read_text())
+
+    replayed, errors = told(folder, start(folder, "--schedule", "schedule.json", "--", f"train.py {steps} 0"))
+    assert replayed == [[steps, digest, knobs]] * 2
+    assert "tunes" not in errors
+
+
+def test_where_a_rank_is_killed_the_others_do_not_hang(folder: Path) -> None:
+    process = start(folder, "--online", "--export-schedule", "schedule.json", "--", "train.py 1000000 1")
+    ends = time.monotonic() + 120
+    while (
+        not (folder / "schedule.json").exists() or len(json.loads((folder / "schedule.json").read_text())["steps"]) < 2
+    ):
+        assert time.monotonic() < ends
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+    os.kill(int((folder / "pid1").read_text()), signal.SIGKILL)
+    killed_s = time.monotonic()
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0, errors
+    assert time.monotonic() - killed_s < 60

@@ -1,0 +1,240 @@
+"""Trainings of two gloo ranks that are tuned, each in processes of its own; what they saw is told in JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import zftune
+from zenflow import HostMemoryError, ZenFlowAdamW, ZenFlowConfig, knobs
+from zftune.errors import ZftuneError
+from zftune.tuner.disturbances import NoDisturbance
+from zftune.tuner.facts import Company, Wishes
+from zftune.tuner.following import Tuner
+from zftune.tuner.own_counsel import OwnCounsel
+from zftune.tuner.ranks import exchange
+from zftune.tuner.ranks.accord import Accord
+from zftune.tuner.ranks.attaching import attach_ranks
+from zftune.tuner.search import SearchOptions
+from zftune.tuner.settings import Setting
+
+ENDS_S = 100.0
+OWN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, host_threads=1)
+
+
+class Training:
+    """One rank of it.
+
+    Args:
+        rank: this one.
+        most: measurements.
+    """
+
+    def __init__(self, rank: int, most: int = 5) -> None:
+        torch.manual_seed(0)
+        self.rank = rank
+        self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
+        self.optimizer = ZenFlowAdamW(self.module.parameters(), lr=1e-3, config=OWN, module=self.module)
+        self.changes: list[tuple[int, Mapping[str, Any]]] = []
+        self.accord: Accord | None = None
+        search = SearchOptions(sampler="random", most_measurements=most, hold=True)
+        wishes = Wishes(quality="loose", sequence=16, fresh=True, search=search)
+
+        def begin(company: Company, accord: Accord) -> Tuner:
+            assert company == Company(2, 2)
+            counsel = OwnCounsel(self.optimizer, wishes, False, company)
+            return Tuner(self.optimizer, counsel, tokens=16, disturbance=NoDisturbance(), accord=accord)
+
+        self.tuner = attach_ranks(self.optimizer, begin, lambda step, made: self.changes.append((step, made)))
+        self.seen: list[tuple[int, Any]] = []
+        self._batches = torch.Generator().manual_seed(rank + random.randrange(1000) * 2)
+
+    def step(self, scale: float = 1.0) -> None:
+        # Never near zero, where any noise is a spike to the guard.
+        loss = (self.module(torch.randn(16, 32, generator=self._batches)).square().mean() + 1) * scale
+        zftune.log_loss(loss)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        config = self.optimizer.config
+        if not self.seen or self.seen[-1][1] != config:
+            self.seen.append((self.optimizer.steps, config))
+        time.sleep(0.001)
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Train until something holds on rank 0; that is asked outside of what is tested."""
+        ends = time.monotonic() + ENDS_S
+        while True:
+            asked = torch.tensor([int(self.rank == 0 and until())])
+            torch.distributed.broadcast(asked, 0)
+            if asked:
+                return
+            self.step()
+            assert time.monotonic() < ends, "it takes too long"
+
+    @property
+    def tries(self) -> bool:
+        """Whether a setting runs that is not the incumbent."""
+        return bool(self.changes) and Setting.of(self.optimizer.config) != self.tuner.incumbent
+
+    def digest(self) -> str:
+        """Of all weights, as the next forward would see them."""
+        self.optimizer.synchronize()
+        return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in self.module.parameters())).hexdigest()
+
+    def told(self) -> dict[str, Any]:
+        """What is compared."""
+        self.tuner.close()  # on all ranks
+        for _ in range(3):  # the last words
+            self.step()
+        assert isinstance(self.tuner, Tuner)
+        search = self.tuner.search
+        told = {
+            "changes": self.changes,
+            "seen": [[step, config.topk_ratio, config.longest_window, config.lag] for step, config in self.seen],
+            "digest": self.digest(),
+            "notices": self.tuner.notices,
+            "incumbent": self.tuner.incumbent.knobs(),
+            "knobs": {name: getattr(self.optimizer.config, name) for name in self.tuner.incumbent.knobs()},
+            "trials": None if search is None else [[str(t.state), t.reason] for t in search.book.trials],
+            "notes": None if search is None else [[note.kind, note.reason] for note in search.notes],
+        }
+        self.optimizer.close()
+        return told
+
+
+def tuned(rank: int) -> dict[str, Any]:
+    """A whole search."""
+    training = Training(rank)
+    training.run(lambda: not training.tuner.searching)
+    return training.told()
+
+
+def silent(rank: int) -> dict[str, Any]:
+    """Rank 1 never acknowledges."""
+    training = Training(rank)
+    ready = Accord._is_ready
+    if rank == 1:
+        Accord._is_ready = lambda *_: False  # type: ignore[method-assign]
+    try:
+        training.run(lambda: not training.tuner.searching or training.optimizer.steps >= 150)
+        return training.told()
+    finally:
+        Accord._is_ready = ready  # type: ignore[method-assign]
+
+
+def short_of_memory(rank: int) -> dict[str, Any]:
+    """Rank 1 cannot have another split or a longer window."""
+    training = Training(rank)
+    original = knobs._prepare
+
+    def refuse(runtime: Any, model: Any, new: ZenFlowConfig, groups: Any, old: ZenFlowConfig) -> Any:
+        if (new.topk_ratio, new.update_interval) != (OWN.topk_ratio, OWN.update_interval):
+            raise HostMemoryError("the host has 3 bytes")
+        return original(runtime, model, new, groups, old)
+
+    if rank == 1:
+        knobs._prepare = refuse
+    try:
+        training.run(lambda: not training.tuner.searching)
+        return training.told()
+    finally:
+        knobs._prepare = original
+
+
+def wrong_elsewhere(rank: int) -> dict[str, Any]:
+    """Rank 1 has an odd loss; its gradient stays a number."""
+    training = Training(rank, most=50)
+    training.run(lambda: training.tries)
+    if rank == 1:
+        training.tuner.log_loss(float("nan"))
+    training.run(lambda: not training.tuner.searching)
+    return training.told()
+
+
+def closed_elsewhere(rank: int) -> dict[str, Any]:
+    """Rank 1 closes its tuner while a setting that is not the incumbent's runs."""
+    training = Training(rank, most=50)
+    training.run(lambda: training.tries)
+    if rank == 1:
+        training.tuner.close()
+    training.run(lambda: not training.tuner.searching)
+    return training.told()
+
+
+def alone(rank: int) -> dict[str, Any]:
+    """Only rank 0 attaches."""
+    optimizer = ZenFlowAdamW(nn.Linear(5, 4).parameters(), lr=1e-3, config=OWN)
+    told = {"error": ""}
+    if rank == 0:
+        _expect(told, lambda: exchange.GlooExchange(patience_s=1.0))
+    optimizer.close()
+    return told
+
+
+def unfit(rank: int) -> dict[str, Any]:
+    """Rank 0 cannot begin."""
+    optimizer = ZenFlowAdamW(nn.Linear(5, 4).parameters(), lr=1e-3, config=OWN)
+    told = {"error": ""}
+
+    def fail(company: Company, accord: Accord) -> Tuner:
+        raise OSError("no disk")
+
+    _expect(told, lambda: attach_ranks(optimizer, fail, None))
+    optimizer.close()
+    return told
+
+
+def probed(rank: int) -> dict[str, Any]:
+    """A staleness probe is asked for."""
+    optimizer = ZenFlowAdamW(nn.Linear(5, 4).parameters(), lr=1e-3, config=OWN)
+    told = {"error": ""}
+    _expect(told, lambda: zftune.attach(optimizer, store=False, eval_fn=lambda: 1.0))
+    optimizer.close()
+    return told
+
+
+def _expect(told: dict[str, Any], call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except (OSError, ZftuneError) as error:
+        told["error"] = f"{type(error).__name__}: {error}"
+
+
+WORKS = {
+    one.__name__: one
+    for one in (tuned, silent, short_of_memory, wrong_elsewhere, closed_elsewhere, unfit, probed, alone)
+}
+
+
+def main(rank: int, folder: str) -> None:
+    """Do them all."""
+    torch.set_num_threads(1)
+    here = Path(folder)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{here / 'meet'}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
+    )
+    told: dict[str, Any] = {}
+    for name, work in WORKS.items():
+        try:
+            told[name] = work(rank)
+        except Exception as error:  # noqa: BLE001 - told to the test
+            told[name] = {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        print(rank, name, flush=True)
+    (here / f"rank{rank}.json").write_text(json.dumps(told))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

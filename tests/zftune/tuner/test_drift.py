@@ -1,0 +1,381 @@
+"""Times change while a search goes on, or after it: what is noticed, what is forgotten, and who is asked again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.zftune.tuner.surfaces import START, TOKENS, Driver, Surface, coverage
+from zenflow import StepStats
+from zftune.planner import Rates
+from zftune.store import Hardware, Key, Model, open_store
+from zftune.store.types import TrialState
+from zftune.tuner.drift import Pace, changed, differs
+from zftune.tuner.rebuild import rebuild
+from zftune.tuner.recorder import StoreRecorder
+from zftune.tuner.scores import Sample, departure
+from zftune.tuner.search import Search, SearchOptions
+from zftune.tuner.settings import Setting
+from zftune.tuner.space import Forecast, Forecaster, space_for
+from zftune.tuner.states import Choosing, Opening, Outcome, Request, Stopped
+
+FAST = Setting(topk_ratio=0.2, update_interval=4, apply_lag=4)
+RATES = Rates(forward_ms=10.0, backward_ms=20.0, d2h_gbps=12.0, h2d_gbps=11.0, host_gbps=90.0, update_gelements_s=3.0)
+
+
+def stats(step_ms: float, *, stall: dict[str, float] | None = None, **more: Any) -> StepStats:
+    """A step with what a pace looks at."""
+    known = dict.fromkeys(StepStats.__dataclass_fields__, 0)
+    return StepStats(**{**known, "step_ms": step_ms, "stall_ms": stall or {}, **more})
+
+
+# --- what steps show -------------------------------------------------------------------------------------------------
+
+
+def test_a_pace_tells_each_resource() -> None:
+    sent, host = random.randrange(10**6, 10**7), random.randrange(10**6, 10**7)
+    steps = [stats(50.0, stall={"d2h": 12.0, "host": 3.0}, d2h_bytes=sent, host_bytes=host, host_ms=4.0)] * 5
+    found = Pace.of(steps)
+    assert found is not None
+    assert found.busy_ms == pytest.approx(35.0)
+    assert found.host_gbps == pytest.approx(host / 4e-3 / 1e9)
+    assert found.link_gbps == pytest.approx(sent / 50e-3 / 1e9)  # it was busy all the time
+
+
+def test_a_link_that_nobody_waited_for_tells_nothing() -> None:
+    found = Pace.of([stats(50.0, stall={"d2h": 1.0}, d2h_bytes=10**6)])
+    assert found is not None
+    assert (found.link_gbps, found.host_gbps) == (None, None)
+    assert Pace.of([replace(stats(50.0), stall_ms=None)]) is None  # no stream: nobody knows who waited
+    assert Pace.of([]) is None
+
+
+def test_rates_change_by_what_the_same_setting_shows() -> None:
+    before = Pace(busy_ms=40.0, host_gbps=50.0, link_gbps=None)
+    now = Pace(busy_ms=80.0, host_gbps=25.0, link_gbps=6.0)
+    found = changed(RATES, before, now)
+    assert (found.forward_ms, found.backward_ms) == (20.0, 40.0)
+    assert (found.host_gbps, found.update_gelements_s) == (45.0, 1.5)
+    assert (found.d2h_gbps, found.h2d_gbps) == (6.0, 5.5)
+    assert changed(RATES, None, now) == RATES
+    assert changed(RATES, before, replace(before)) == RATES
+    assert changed(RATES, replace(before, link_gbps=8.0), replace(before, link_gbps=4.0)).d2h_gbps == 6.0
+
+
+@pytest.mark.parametrize("interval", [1, 3, 16])
+def test_a_departure_is_no_single_slow_step(interval: int) -> None:
+    usual = [random.uniform(90, 110) for _ in range(48)]
+    assert departure(usual, interval, 100.0) is None
+    spike = [*usual[:-1], 400.0]
+    assert departure(spike, interval, 100.0) is None
+    for factor in (0.7, 1.4):
+        moved = [*usual, *(factor * one for one in usual)]
+        found = departure(moved, interval, 100.0)
+        assert found == pytest.approx(factor, rel=0.1)
+    assert departure([150.0] * (2 * interval - 1), interval, 100.0) is None  # not two whole windows
+
+
+def test_an_incumbent_differs_beyond_its_noise_only() -> None:
+    random_ = np.random.default_rng(3)
+
+    def sample(ms: float, noise: float = 0.02) -> Sample:
+        return Sample.of([ms * float(np.exp(noise * random_.standard_normal())) for _ in range(20)], 4, TOKENS)
+
+    assert differs([sample(100)], sample(120), seed=0)
+    assert differs([sample(100)], sample(80), seed=0)
+    assert not differs([sample(100)], sample(106), seed=0)
+    assert not differs([sample(100, 0.4)], sample(115, 0.4), seed=0)
+    assert not differs([], sample(100), seed=0)
+
+
+# --- a search --------------------------------------------------------------------------------------------------------
+
+
+class World:
+    """Three settings whose times and memory one may change, and a planner that learns of it."""
+
+    def __init__(self, *, limit_bytes: int | None = None, **options: Any) -> None:
+        self.factor = 1.0
+        self.fast = 0.8
+        self.tokens = TOKENS
+        self.more_bytes = 0
+        self.learnt: list[tuple[Pace | None, Pace]] = []
+        self.plan: list[Setting] = []
+        world = self
+
+        class Known(Surface):
+            def ms(self, setting: Setting) -> float:
+                return 100.0 * world.factor * (world.fast if setting.topk_ratio == FAST.topk_ratio else 1.0)
+
+        self.known = Known(**vars(Surface.random(0)))
+        space = space_for(START, "published", coverage=coverage, offload_ratios=(0.6, 0.8, 1.0))
+        start = replace(START, offload_ratio=0.6) if limit_bytes is not None else START
+        settings: dict[str, Any] = {"sampler": "none", "hold": True, "watch": True, **options}
+        planned = [FAST] if limit_bytes is None else []
+        self.search = Search(space, start, self.forecast, planned, SearchOptions(**settings), self)
+        self.search.book.device_limit_bytes = limit_bytes
+        self.driver = Driver(self.known, 0.01, np.random.default_rng(1))
+        self.driver.fault = self.measure
+
+    def measure(self, request: Request) -> Outcome:
+        found = self.driver.measure(request)
+        pace = Pace(busy_ms=100.0 * self.factor)
+        peak = self.bytes_of(request.setting) + self.more_bytes
+        return replace(found, tokens=self.tokens, device_bytes=peak, pace=pace)
+
+    @staticmethod
+    def bytes_of(setting: Setting) -> int:
+        return round(1000 * (1 - setting.offload_ratio * (1 - setting.topk_ratio)))
+
+    def _predicted(self, setting: Setting) -> Forecast:
+        return Forecast(100.0, self.bytes_of(setting))
+
+    # What a planner is asked.
+
+    @property
+    def forecast(self) -> Forecaster:
+        return self._predicted
+
+    def learn(self, before: Pace | None, now: Pace) -> None:
+        self.learnt.append((before, now))
+
+    def planned(self) -> Sequence[Setting]:
+        return self.plan
+
+    def run(self, most: int) -> None:
+        self.driver.run(self.search, most)
+
+    def settle(self) -> None:
+        """Until it has stopped."""
+        for _ in range(40):
+            if isinstance(self.search.state, Stopped):
+                return
+            self.run(1)
+        raise AssertionError(self.search.state)
+
+    @property
+    def kinds(self) -> list[str]:
+        return [note.kind for note in self.search.notes]
+
+
+def test_a_hold_ends_as_soon_as_steps_take_another_time() -> None:
+    world = World()
+    world.settle()
+    assert world.search.book.incumbent.setting == FAST
+    world.run(1)
+    held = world.driver.outcomes[-1]
+    world.factor = 1.5
+    world.run(1)
+    ended = world.driver.outcomes[-1]
+    assert (held.status, ended.status) == ("measured", "aborted")
+    assert len(ended.steps_ms) < len(held.steps_ms) / 4
+    assert world.kinds[-1] == "reopen"
+    assert isinstance(world.search.state, Opening)
+
+
+def test_a_hold_that_did_not_count_says_nothing() -> None:
+    world = World()
+    world.settle()
+    request = world.search.next()
+    assert request is not None
+    slow = tuple([200.0] * 40)
+    world.search.tell(Outcome("void", slow, (), TOKENS, reason="the GPU was hot"))
+    assert world.kinds[-1] == "stop"
+    assert world.search.next() == request
+
+
+def test_an_incumbent_that_could_not_be_measured_is_measured_later() -> None:
+    world = World()
+    hot = Outcome("void", (100.0,) * 20, (100.0,) * 4, TOKENS, reason="the GPU was hot")
+    world.driver.fault = lambda request: hot if len(world.driver.requests) < 4 else world.measure(request)
+    world.run(5)
+    assert [request.role for request in world.driver.requests] == ["start", "start", "start", "hold", "start"]
+    assert world.driver.requests[3].incumbent_step_ms is None  # nothing is usual yet
+    assert world.search.book.incumbent.samples
+    world.settle()
+    assert world.search.book.incumbent.setting == FAST
+
+
+def test_the_planner_is_asked_again_with_what_it_learnt() -> None:
+    world = World()
+    world.settle()
+    fresh = Setting(topk_ratio=0.15, update_interval=2, apply_lag=2)
+    world.plan = [FAST, fresh]
+    world.factor = 2.0
+    world.run(3)
+    assert world.learnt == [(Pace(busy_ms=100.0), Pace(busy_ms=200.0))]
+    assert world.search.next() is not None
+    world.plan = [fresh, FAST]
+    world.factor = 1.0
+    world.run(3)
+    asked = world.driver.requests[-1]
+    assert (asked.role, asked.setting) == ("explore", fresh)
+    assert world.learnt[-1] == (Pace(busy_ms=200.0), Pace(busy_ms=100.0))
+
+
+def test_what_was_rejected_in_other_times_may_be_tried() -> None:
+    world = World()
+    world.settle()
+    book = world.search.book
+    slow = Setting(topk_ratio=0.3, update_interval=2, apply_lag=2)
+    judged = book.judge(slow)
+    rejected = book.add(replace(judged, told=replace(judged.told, constraint=0.5), reason="too slow then"), "search")
+    assert rejected.state is TrialState.REJECTED
+    assert book.judge(slow).taken
+    world.factor = 2.0
+    world.run(2)
+    assert not book.judge(slow).taken
+
+
+def test_times_that_change_in_a_comparison_are_noticed() -> None:
+    world = World()
+    world.run(2)
+    request = world.search.next()
+    assert request is not None
+    assert request.role == "a2"
+    world.factor = 1.4
+    world.run(1)
+    assert world.kinds[-1] == "reopen"
+    assert isinstance(world.search.state, Opening)
+    assert world.search.book.incumbent.setting == START
+    world.settle()
+    assert world.search.book.incumbent.setting == START  # its rival, measured in other times, has to be compared anew
+
+
+def test_an_abort_casts_doubt_on_an_incumbent_that_was_not_measured_just_before() -> None:
+    world = World(sampler="random", patience=20, grant_s=1e9)
+    world.fast = 1.0  # nothing is adopted
+    world.run(3)
+    assert isinstance(world.search.state, Choosing)
+    world.factor = 2.0
+    world.run(2)
+    roles = [request.role for request in world.driver.requests]
+    assert roles == ["start", "explore", "explore", "explore", "start"]
+    assert [one.status for one in world.driver.outcomes[-2:]] == ["aborted", "measured"]
+    assert world.kinds[-1] == "reopen"
+    assert world.search.book.incumbent_step_ms == pytest.approx(200, rel=0.05)
+
+
+def test_longer_steps_begin_the_search_again() -> None:
+    world = World()
+    world.run(2)
+    world.tokens, world.factor = 2 * TOKENS, 2.0
+    world.run(1)
+    note = world.search.notes[-1]
+    assert note.kind == "reopen"
+    assert f"{2 * TOKENS} tokens now instead of {TOKENS}" in note.reason
+    world.run(1)
+    assert world.search.book.incumbent_step_ms == pytest.approx(200, rel=0.05)
+    assert world.kinds.count("reopen") == 1
+
+
+def test_what_was_called_off_says_nothing_of_tokens() -> None:
+    world = World()
+    world.run(1)
+    world.search.tell(Outcome("void", (), (), 1, reason="paused", called_off=True))
+    assert "reopen" not in world.kinds
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_offload_ratio_is_raised_at_once_where_memory_is_short() -> None:
+    world = World(limit_bytes=800)
+    world.run(1)
+    assert world.search.book.incumbent.setting.offload_ratio == 0.6
+    world.settle()
+    offloaded = 1 - world.bytes_of(world.search.book.incumbent.setting) / 1000
+    world.more_bytes = 600
+    world.run(1)  # nothing but the incumbent runs
+    found = world.search.book.incumbent.setting
+    assert "memory" in world.kinds
+    assert world.bytes_of(found) + 600 <= 800 or found.offload_ratio == 1
+    assert 1 - world.bytes_of(found) / 1000 > offloaded
+    request = world.search.next()
+    assert request is not None
+    assert (request.role, request.setting) == ("start", found)
+    world.settle()
+    assert world.bytes_of(world.search.book.incumbent.setting) + 600 <= 800
+
+
+def test_a_peak_counts_where_times_do_not() -> None:
+    world = World(limit_bytes=800)
+    world.settle()
+    before = world.search.book.incumbent
+    world.factor, world.tokens, world.more_bytes = 2.0, 2 * TOKENS, 500
+    steps = (100.0,) * 3
+    peak = world.bytes_of(before.setting) + 500
+    world.search.tell(Outcome("void", steps, (), 2 * TOKENS, peak, reason="the tokens of a step have changed"))
+    assert world.kinds[-3:] == ["reopen", "memory", "reopen"]
+    assert world.search.book.incumbent.setting.offload_ratio > before.setting.offload_ratio
+    world.run(1)
+    assert world.learnt == [(Pace(busy_ms=100.0), Pace(busy_ms=200.0))]
+
+
+def test_the_least_ratio_that_is_enough() -> None:
+    world = World(limit_bytes=800)
+    world.run(1)  # 0.6 of nine tenths: 460 bytes
+    book = world.search.book
+    assert book.roomier(800) is None
+    assert book.roomier(None) is None
+    for peak, ratio in ((801, 0.8), (979, 0.8), (981, 1.0)):
+        found = book.roomier(peak)
+        assert found == replace(book.incumbent.setting, offload_ratio=ratio)
+
+
+def test_fewer_columns_are_selected_where_the_ratio_is_not_enough() -> None:
+    world = World(limit_bytes=800)
+    world.run(1)
+    book = world.search.book
+    found = book.roomier(800 + 460 - 60)  # 60 bytes may be left, and 100 are taken with everything offloaded
+    assert found is not None
+    assert found.offload_ratio == 1
+    assert world.bytes_of(found) <= 60
+    assert book.space.violation(found) is None
+
+
+def test_where_nothing_is_enough_everything_is_offloaded_and_it_goes_on() -> None:
+    world = World(limit_bytes=800)
+    world.run(1)
+    world.more_bytes = 10_000
+    world.settle()
+    assert world.search.book.incumbent.setting.offload_ratio == 1
+    assert world.kinds.count("memory") == 1
+
+
+def test_a_search_that_began_again_is_rebuilt_from_its_rows() -> None:
+    key = Key(
+        model_id="m" * 16, hw_id="h" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1, micro_batch=1,
+        sequence=64, checkpointing=False, quality="published",
+    )  # fmt: skip
+    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
+        world = World(limit_bytes=800)
+        start = world.search.book.incumbent.setting
+        run = store.begin_run(key, Model(model_id=key.model_id), Hardware(hw_id=key.hw_id), knobs=start.knobs())
+        recorder = StoreRecorder(store, run)
+        for turn in range(14):
+            if turn == 4:
+                world.factor, world.tokens, world.more_bytes = 2.0, 2 * TOKENS, 500
+            if turn == 9:
+                world.factor = 3.0
+            request = world.search.next()
+            assert request is not None
+            assert recorder.before(world.search, request) is None
+            world.run(1)
+            recorder.after(world.search, request, world.driver.outcomes[-1])
+            other = World(limit_bytes=800)
+            rows = store.trials(run.run_id)
+            rebuild(other.search, rows, {row.trial_id: store.measurements(row.trial_id) for row in rows})
+            mine, theirs = world.search.book, other.search.book
+            assert theirs.incumbent.setting == mine.incumbent.setting
+            assert [one.setting for one in theirs.trials] == [one.setting for one in mine.trials]
+            assert theirs.tokens == mine.tokens
+            assert other.learnt == world.learnt
+            assert other.search.cost == world.search.cost
+        assert recorder.notices == []
+    assert {"memory", "reopen"} <= set(world.kinds)

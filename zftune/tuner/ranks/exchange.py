@@ -1,0 +1,147 @@
+"""How words get from rank to rank: an all-reduce on the host a step, in a group of its own, that nobody waits for.
+
+It is begun after a step and looked at after the next one, in which the ranks have averaged their gradients: by then all
+have begun it. Under DistributedDataParallel on GPUs the host of a rank may be a step ahead of another's: then it waits
+here for the other's host, as its GPU would have done a little later.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from contextlib import suppress
+from datetime import timedelta
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+
+from zftune.errors import BadInputError
+from zftune.tuner.facts import Company
+from zftune.tuner.ranks.words import Round, Talk, Word, fill, read, room
+
+PATIENCE_S = 60.0
+"""How long ranks wait for one that is not there; then they tune no more."""
+_POLL_S = 0.01
+_numbers = count()
+_logger = logging.getLogger("zftune")
+
+
+class UnheardError(Exception):
+    """Not all ranks could be heard."""
+
+
+class Exchange(Protocol):
+    """Carries words."""
+
+    rank: int
+    size: int
+
+    def say(self, word: Word, talk: Talk | None) -> None:
+        """Send this rank's; returns at once. Raises UnheardError."""
+
+    def hear(self) -> Round:
+        """What all have said the last time. Raises UnheardError, which others may not have got."""
+
+    def settle(self, number: int, wish: str) -> str:
+        """What holds for a number: the first wish of any rank for it. Raises UnheardError."""
+
+    def close(self, most_s: float) -> None:
+        """Let what was said last get to the others, within some seconds."""
+
+
+class GlooExchange:
+    """Over torch.distributed's default group; all ranks make it at the same time.
+
+    Args:
+        patience_s: how long to wait for a rank that is not there.
+
+    Raises:
+        BadInputError: not all ranks have come, or there is no way to talk to them.
+    """
+
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        distributed = torch.distributed
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        if not distributed.is_gloo_available():
+            raise BadInputError(f"{self.size} ranks are tuned by way of gloo, which this torch was built without")
+        self._patience = timedelta(seconds=patience_s)
+        # What is settled has to be the same for all, whoever of them is slow: only one place can decide that.
+        self._store = distributed.distributed_c10d._get_default_store()
+        self._prefix = f"zftune/{next(_numbers)}"
+        self._await_all(patience_s)
+        self._group = distributed.new_group(backend="gloo", timeout=self._patience)
+        self.company = Company(self.size, self._neighbours())
+        self._work: Any = None
+        self._said: torch.Tensor | None = None
+
+    def say(self, word: Word, talk: Talk | None) -> None:
+        self._said = room(self.size)
+        fill(self._said, self.rank, word, talk)
+        try:
+            self._work = torch.distributed.all_reduce(
+                self._said, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True
+            )
+        except (RuntimeError, ValueError) as error:
+            raise UnheardError(_line(error)) from error
+
+    def hear(self) -> Round:
+        assert self._said is not None
+        try:
+            self._work.wait(self._patience)
+            return read(self._said)
+        except (RuntimeError, ValueError) as error:
+            raise UnheardError(_line(error)) from error
+
+    def settle(self, number: int, wish: str) -> str:
+        try:
+            return bytes(self._store.compare_set(f"{self._prefix}/{number}", "", wish)).decode()
+        except (RuntimeError, ValueError) as error:
+            raise UnheardError(_line(error)) from error
+
+    def agree(self, *, well: bool) -> bool:
+        """Whether all ranks are well; waits for them.
+
+        Args:
+            well: whether this one is.
+        """
+        asked = torch.tensor([int(well)])
+        try:
+            torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MIN, group=self._group)
+        except RuntimeError as error:
+            _logger.debug("The ranks could not be asked: %s.", error)
+            return False
+        return bool(asked)
+
+    def close(self, most_s: float) -> None:
+        if self._work is not None:
+            with suppress(RuntimeError, ValueError):
+                self._work.wait(timedelta(seconds=most_s))
+
+    def _await_all(self, most_s: float) -> None:
+        """A group is made by all of them; nobody could be told any more who is missing then."""
+        key = f"{self._prefix}/here"
+        ends_s = time.monotonic() + most_s
+        self._store.add(key, 1)
+        while (here := self._store.add(key, 0)) < self.size:
+            if time.monotonic() > ends_s:
+                raise BadInputError(
+                    f"zftune.attach was called on {here} of {self.size} ranks, allowed is a call on all of them"
+                )
+            time.sleep(_POLL_S)
+
+    def _neighbours(self) -> int:
+        names: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(names, socket.gethostname(), group=self._group)
+        return names.count(names[self.rank])
+
+
+def several_ranks() -> bool:
+    """Whether this process trains with others."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
