@@ -55,13 +55,18 @@ host-tests: setup  ## the tests of csrc alone
 PROPERTIES := $(addprefix tests/zenflow/test_,$(addsuffix .py,invariants knobs added_groups between_passes auto checkpoint ledger))
 
 KILLS ?= 200
+FAULTS ?= 50
+FUZZ_S ?= 600
 
-soak: setup  ## OPERATIONS (10000) random operations, property tests with EXAMPLES_FACTOR (30) times as many cases, KILLS (200)
+soak: setup  ## OPERATIONS (10000), EXAMPLES_FACTOR (30) as many cases, KILLS (200), FAULTS (50) of each kind, FUZZ_S (600)
 	$(BIN)/python -m tests.zenflow.soak --operations $(OPERATIONS)
 	ZENFLOW_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(BIN)/pytest $(PROPERTIES) -m hypothesis --timeout 0 \
 		--hypothesis-show-statistics
 	ZFTUNE_KILLS=$(KILLS) $(BIN)/pytest tests/zftune/store/test_processes.py tests/zftune/tuner/test_killed.py \
 		-k killed --timeout 0
+	ZFTUNE_FAULTS=$(FAULTS) $(BIN)/pytest tests/zftune/daemon/faults --timeout 0
+	ZFTUNE_FUZZ_S=$(FUZZ_S) $(BIN)/pytest tests/zftune/daemon/test_api.py tests/zftune/daemon/brain/test_schemathesis.py \
+		-k "garbage or schemathesis" --timeout 0
 
 sanitize: sanitize-address sanitize-thread  ## the native module's tests under ASan with UBSan, then under TSan
 

@@ -58,6 +58,11 @@ def raw_refusal(status: int, sentence: str) -> bytes:
     return "\r\n".join(lines).encode("ascii") + body
 
 
+def failure(error: Exception) -> str:
+    """What is said of something that nobody foresaw."""
+    return f"the daemon failed ({type(error).__name__}); its log tells why"
+
+
 async def refuse(send: Send, status: int, sentence: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
     """Answer with a refusal."""
     body = error_body(sentence)
@@ -105,7 +110,7 @@ async def _bad_input(_: Request, error: Exception) -> Response:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    return _answer(500, f"the daemon failed ({type(error).__name__}); its log tells why")
+    return _answer(500, failure(error))
 
 
 def _shown(value: object) -> str:

@@ -76,7 +76,10 @@ def create_app(state: DaemonState, metrics: Metrics, limits: Limits | None = Non
     for service in state.services:
         for router in service.routers():
             app.include_router(router)
-    return Limited(app, limits or Limits())
+    shortened: App = app
+    for service in state.services:
+        shortened = service.shortcut(shortened)
+    return Limited(shortened, limits or Limits())
 
 
 def _own_router(state: DaemonState) -> APIRouter:

@@ -6,6 +6,8 @@ else's was made to point here), the Origin too (else another page asks), and a c
 
 from __future__ import annotations
 
+import logging
+import time
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
 
@@ -29,6 +31,9 @@ _SECURITY = [
     (b"cross-origin-opener-policy", b"same-origin"),
 ]
 """On every answer: the page loads and asks nothing but what is served here, and nobody keeps it or frames it."""
+_SILENT_S = 60.0
+
+_log = logging.getLogger(__name__)
 
 # Not a redirect: where another page's link led here, the browser would hold the new cookie back from it.
 _GO_ON = b'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0;url=/"><title>zftune</title>'
@@ -50,6 +55,7 @@ class Guarded:
         self._metrics_token = metrics_token
         self._tokens = Secrets(TOKEN_S)
         self._sessions = Secrets(SESSION_S)
+        self._told: dict[str, float] = {}
 
     @property
     def cookie(self) -> str:
@@ -67,6 +73,7 @@ class Guarded:
         headers = _Headers(scope)
         refusal = self._refusal(scope, headers)
         if refusal is not None:
+            self._log(*refusal)
             await refuse(send, *refusal)
         elif scope["path"] == OPEN_ROUTE:
             await self._open(scope, send)
@@ -94,6 +101,13 @@ class Guarded:
             return 403, "this can be asked only over the daemon's own socket"
         return None
 
+    def _log(self, status: int, sentence: str) -> None:
+        """Each reason once a while: whoever can ask could fill the log."""
+        now_s = time.monotonic()
+        if now_s - self._told.get(sentence, -_SILENT_S) >= _SILENT_S:
+            self._told[sentence] = now_s
+            _log.warning("refused a request on port %d with %d: %s", self._port, status, sentence)
+
     def _session(self, headers: _Headers) -> str:
         try:
             cookies = SimpleCookie(headers.one("cookie"))
@@ -104,7 +118,9 @@ class Guarded:
     async def _open(self, scope: Scope, send: Send) -> None:
         token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         if scope["method"] != "GET" or not self._tokens.spend(token):
-            await refuse(send, 403, "this link was used or has expired; get another one with: zftune daemon open")
+            refusal = 403, "this link was used or has expired; get another one with: zftune daemon open"
+            self._log(*refusal)
+            await refuse(send, *refusal)
             return
         cookie = f"{self.cookie}={self._sessions.issue()}; HttpOnly; SameSite=Strict; Path=/; Max-Age={SESSION_S:.0f}"
         headers = [

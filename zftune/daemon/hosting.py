@@ -16,9 +16,12 @@ def hosted() -> Iterator[Sequence[Service]]:
     """The services, with the store open for them; what is wrong with it is logged, and nothing fails for it."""
     from zftune.daemon.brain.registry import Registry
     from zftune.daemon.brain.service import Runs
+    from zftune.daemon.sampling import Node
     from zftune.store import open_store
 
     with open_store() as store:
         for notice in store.notices:
             _log.warning("%s", notice)
-        yield (Runs(Registry(store)),)
+        node = Node(lambda: [brain.hello.run for brain in registry.brains() if not brain.over])
+        registry = Registry(store, disturbance=node.watch)
+        yield (Runs(registry, node),)

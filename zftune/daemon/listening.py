@@ -11,7 +11,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,18 +32,50 @@ class Claim:
     _lock: int
     _identity: tuple[int, int]
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the socket lies where it was bound; a clean-up of temporary files may have removed it."""
+        try:
+            return _identity(self.location.socket.lstat()) == self._identity
+        except OSError:
+            return False
+
+    def rebind(self) -> None:
+        """Bind a socket in place of one that was removed; whoever is connected by the old one stays so.
+
+        Raises:
+            BadInputError: something that is not ours lies there.
+            DaemonError: another daemon is there.
+        """
+        self._keep_lock()
+        _remove_stale(self.location.socket)
+        self.listener = _bound(self.location.socket)
+        self._identity = _identity(self.location.socket.lstat())
+
     def release(self) -> None:
         """Close the socket and remove what is ours; more than once is fine."""
         if self._lock < 0:
             return
         self.listener.close()
-        with suppress(FileNotFoundError):
-            found = self.location.socket.lstat()
-            if (found.st_dev, found.st_ino) == self._identity:  # else somebody put another one there
-                self.location.socket.unlink()
-        self.location.lock.unlink(missing_ok=True)
+        if self.is_there:  # else somebody put another one there
+            self.location.socket.unlink(missing_ok=True)
+        if self._has_lock():
+            self.location.lock.unlink(missing_ok=True)
         os.close(self._lock)
         self._lock = -1
+
+    def _keep_lock(self) -> None:
+        """Take the lock again where its file was removed, too."""
+        if not self._has_lock():
+            lock = _locked(self.location)
+            os.close(self._lock)
+            self._lock = lock
+
+    def _has_lock(self) -> bool:
+        try:
+            return os.path.samestat(self.location.lock.lstat(), os.fstat(self._lock))
+        except OSError:
+            return False
 
 
 @contextmanager
@@ -59,8 +91,7 @@ def claim(location: Location) -> Iterator[Claim]:
     try:
         _remove_stale(location.socket)
         listener = _bound(location.socket)
-        found = location.socket.lstat()
-        claimed = Claim(location, listener, lock, (found.st_dev, found.st_ino))
+        claimed = Claim(location, listener, lock, _identity(location.socket.lstat()))
     except BaseException:
         location.lock.unlink(missing_ok=True)
         os.close(lock)
@@ -129,6 +160,11 @@ def _remove_stale(path: Path) -> None:
     if _answers(path):
         raise DaemonError(f"something else listens at '{path}' already")
     path.unlink(missing_ok=True)
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    """Of a file; the kernel gives its number to no other one while the socket is open."""
+    return found.st_dev, found.st_ino
 
 
 def _answers(path: Path) -> bool:

@@ -30,7 +30,8 @@ def log_to(stream: TextIO, environment: Mapping[str, str]) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its greetings
+    for name in ("uvicorn", "alembic", "optuna"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # their greetings
 
 
 class HumanFormatter(logging.Formatter):

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-_ESTABLISHED = "01"
+_OPEN = ("01", "04", "05")
+"""Of the kernel's states: established, and established where the other end has sent all that it will."""
 
 
 class _Socket(Protocol):
@@ -44,7 +45,7 @@ def loopback_uid(local: tuple[str, int], remote: tuple[str, int], table: Path = 
     for line in table.read_text(encoding="ascii").splitlines()[1:]:
         fields = line.split()
         # One that was closed is nobody's any more, and is listed as user 0's.
-        if f"{fields[1]} {fields[2]}" == wanted and fields[3] == _ESTABLISHED and fields[9] != "0":
+        if f"{fields[1]} {fields[2]}" == wanted and fields[3] in _OPEN and fields[9] != "0":
             return int(fields[7])
     return None
 

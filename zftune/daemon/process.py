@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -20,6 +21,7 @@ from types import FrameType
 
 import zftune
 from zftune.daemon.app import create_app
+from zftune.daemon.errors import DaemonError
 from zftune.daemon.limits import Limits
 from zftune.daemon.listening import Claim, claim
 from zftune.daemon.location import TEMPORARY, locate
@@ -27,15 +29,18 @@ from zftune.daemon.logs import log_to
 from zftune.daemon.metrics import Metrics
 from zftune.daemon.notify import Notifier
 from zftune.daemon.page_server import PageServer
+from zftune.daemon.pauses import COLLECT_S, few_pauses
 from zftune.daemon.protocols import SocketProtocol
 from zftune.daemon.service import DaemonState, Service
 from zftune.daemon.serving import Listener
+from zftune.errors import BadInputError
 
 PRIVATE_IDLE_S = 60.0
 """How long a private daemon waits for a run, where nothing else was said."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _IDLE_CHECKS = 10
+_SOCKET_CHECK_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +81,7 @@ def serve(options: Options, host: Callable[[], AbstractContextManager[Sequence[S
         log_to(sys.stderr, os.environ)
         if location.source == TEMPORARY:
             _log.warning("$XDG_RUNTIME_DIR is no folder of this user: the socket is in %s", TEMPORARY)
-        with _ending_on_signals(), host() as services:
+        with _ending_on_signals(), host() as services, few_pauses():
             asyncio.run(_Daemon(options, services, claimed).run())
 
 
@@ -109,6 +114,7 @@ class _Daemon:
         self._claim = claimed
         self._notifier = Notifier(os.environ)
         self._page: PageServer | None = None
+        self._listener: Listener | None = None
         self._state = DaemonState(
             services=tuple(services), private=options.private, stop=self._stop, open_page=self._open_page
         )
@@ -124,9 +130,8 @@ class _Daemon:
                 stack.push_async_callback(service.stop)
             if self._options.port is not None:
                 await self._serve_page(self._options.port)
-            listener = Listener(self._app, SocketProtocol, self._claim.listener)
-            await listener.start()
-            stack.push_async_callback(self._drain, listener)
+            stack.push_async_callback(self._drain)
+            await self._listen()
             self._notifier.send("READY=1", f"STATUS=serves {self._claim.location.socket}")
             _log.info("zftune %s serves %s (pid %d)", zftune.__version__, self._claim.location.socket, os.getpid())
             async with asyncio.TaskGroup() as chores:
@@ -134,9 +139,33 @@ class _Daemon:
                     chores.create_task(chore)
         _log.info("ended")
 
-    async def _drain(self, listener: Listener) -> None:
-        stops = [listener.stop()] if self._page is None else [listener.stop(), self._page.stop()]
-        await asyncio.gather(*stops)
+    async def _listen(self) -> None:
+        self._listener = Listener(self._app, SocketProtocol, self._claim.listener)
+        await self._listener.start()
+
+    async def _drain(self) -> None:
+        await asyncio.gather(*(one.stop() for one in (self._listener, self._page) if one is not None))
+
+    async def _keep_socket(self) -> None:
+        """Serve on a socket of that path again where a clean-up, or somebody, removed it."""
+        last_words = ""
+        while not await self._state.stops_within(_SOCKET_CHECK_S):
+            if self._claim.is_there:
+                continue
+            try:
+                self._claim.rebind()
+            except DaemonError as error:
+                self._stop(f"the socket was removed, and {error}")
+            except BadInputError as error:
+                if str(error) != last_words:
+                    _log.error("the socket was removed, nobody can connect any more: %s", error)
+                last_words = str(error)
+            else:
+                _log.warning("the socket %s was removed, and is there again", self._claim.location.socket)
+                before, last_words = self._listener, ""
+                await self._listen()
+                if before is not None:
+                    await before.stop()  # who was connected comes again
 
     def _stop(self, reason: str) -> None:
         if not self._state.stopping.is_set():
@@ -156,10 +185,12 @@ class _Daemon:
     def _chores(self) -> Iterator[Coroutine[None, None, object]]:
         """What goes on until it stops."""
         yield self._state.stopping.wait()
+        yield self._keep_socket()
         if self._options.idle_s is not None:
             yield self._end_idle(self._options.idle_s)
         if self._notifier.watchdog_s is not None:
             yield self._feed_watchdog(self._notifier.watchdog_s)
+        yield self._collect_garbage()
         if self._options.metrics_textfile is not None:
             yield self._metrics.keep_textfile(self._options.metrics_textfile)
 
@@ -171,6 +202,10 @@ class _Daemon:
                 last_s = now_s
             elif now_s - last_s >= idle_s:
                 self._stop(f"no run for {idle_s:g} s")
+
+    async def _collect_garbage(self) -> None:
+        while not await self._state.stops_within(COLLECT_S):
+            gc.collect()
 
     async def _feed_watchdog(self, watchdog_s: float) -> None:
         while not await self._state.stops_within(watchdog_s / 3):

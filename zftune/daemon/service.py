@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
     from prometheus_client import CollectorRegistry
 
+    from zftune.daemon.answers import App
+
 
 class Service:
     """A part of the daemon: its routes, its figures, its life. Everything has a default.
@@ -22,6 +24,14 @@ class Service:
     def routers(self) -> Sequence[APIRouter]:
         """Its routes; their paths begin with /v1."""
         return ()
+
+    def shortcut(self, app: App) -> App:
+        """Put around the daemon's application what is asked too often for it.
+
+        Args:
+            app: answers everything, the documentation included.
+        """
+        return app
 
     def live_runs(self) -> int:
         """Runs that hold a lease: a private daemon ends when nobody has one any more."""

@@ -145,15 +145,20 @@ class Chromium:
 
 
 @contextmanager
-def chromium(folder: Path) -> Iterator[Chromium]:
+def chromium(folder: Path, *names: str) -> Iterator[Chromium]:
     """A browser that nobody has used; it reaches this machine alone.
 
     Args:
         folder: of its files.
+        names: of hosts that it takes for this machine, as it does where somebody's name server says so.
     """
     assert CHROMIUM is not None
     (read_to, write_to), (read_from, write_from) = os.pipe(), os.pipe()
-    where = ("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={folder / 'browser'}")
+    here = "".join(f"MAP {name} 127.0.0.1, " for name in names)
+    where = (
+        f"--host-resolver-rules={here}MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+        f"--user-data-dir={folder / 'browser'}",
+    )
     command = [CHROMIUM, *_FLAGS, *where, "--remote-debugging-pipe", "about:blank"]
     process = subprocess.Popen(
         [sys.executable, "-S", "-c", _BECOME, str(read_to), str(write_from), *command],

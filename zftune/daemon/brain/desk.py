@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from zftune.daemon.brain.thinkers import Borrowed
+from zftune.daemon.brain.turns import Turns
 from zftune.tuner.preparing import Prepared
 from zftune.tuner.states import OF_INCUMBENT, Outcome
 from zftune.tuner.thinker import Thinker
@@ -19,6 +21,11 @@ class BrainDesk(ThreadDesk):
     def __init__(self, prepared: Prepared, thinker: Thinker) -> None:
         super().__init__(prepared.search, prepared.recorder, thinker)
         self._prepared = prepared
+        self._turns = thinker.turns if isinstance(thinker, Borrowed) else Turns()
+
+    def _work(self, outcome: Outcome | None, ask: bool) -> None:
+        with self._turns.working():
+            super()._work(outcome, ask)
 
     def _take(self, outcome: Outcome) -> None:
         adopted = len(self._search.book.adoptions)

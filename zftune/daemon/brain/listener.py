@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import operator
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from zftune.daemon.brain import states
 from zftune.daemon.brain.ending import went_wrong
@@ -20,6 +22,7 @@ from zftune.daemon.wire import PROTOCOL, Directive, Hello, Report, StepFigures, 
 from zftune.errors import ZftuneError
 from zftune.tuner.background import Background
 from zftune.tuner.preparing import Prepared
+from zftune.tuner.settings import Setting
 from zftune.tuner.states import Outcome
 from zftune.tuner.thinker import Thinker
 
@@ -30,6 +33,26 @@ _MOST_SENTENCE = 2000
 _logger = logging.getLogger("zftune.daemon")
 
 Disturbance = Callable[[], str | None]
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+class _Lately(Generic[A, B]):
+    """A function that is mostly asked what it was asked last: reports come many times a second, and little changes."""
+
+    def __init__(self, function: Callable[[A], B], same: Callable[[Any, Any], bool] = operator.is_) -> None:
+        self._function, self._same = function, same
+        self._last: tuple[A, B] | None = None
+
+    def __call__(self, value: A) -> B:
+        last = self._last
+        if last is None or not self._same(last[0], value):
+            last = self._last = (value, self._function(value))
+        return last[1]
+
+
+def _text(directive: Directive) -> bytes:
+    return json.dumps(encode(directive), allow_nan=False).encode()
 
 
 class Listener:
@@ -81,6 +104,9 @@ class Listener:
         self._leaving = False
         """Whether it is about to end: nothing is begun any more."""
         self._ending: Background[None] | None = None
+        self._request = _Lately(encode)
+        self._incumbent, self._start = _Lately(Setting.knobs), _Lately(Setting.knobs)
+        self._text = _Lately(_text, operator.eq)
         self._preparing = Background(lambda: self._prepare(begin), "zftune-brain")
 
     @property
@@ -134,6 +160,14 @@ class Listener:
                 self._thought.take(self._undisturbed(outcome), paused=self._paused)
             self._advance()
             return self._directive()
+
+    def answer(self, report: Report) -> bytes:
+        """What `report` says, as JSON.
+
+        Raises:
+            WireError: what came of a request is none such; nothing of the report is taken.
+        """
+        return self._text(self.report(report))
 
     def touch(self) -> None:
         """The agent lives."""
@@ -250,9 +284,9 @@ class Listener:
             kind=kind,
             state=self.state.name,
             reason=self.state.reason[:_MOST_SENTENCE],
-            request=encode(request) if kind == "apply" else None,
-            incumbent=None if thought is None else thought.incumbent.knobs(),
-            start=None if thought is None else thought.start.knobs(),
+            request=self._request(request) if kind == "apply" else None,
+            incumbent=None if thought is None else self._incumbent(thought.incumbent),
+            start=None if thought is None else self._start(thought.start),
             taken=0 if thought is None else thought.taken,
             record=self.record,
             notices=self.notices,

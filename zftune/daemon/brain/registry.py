@@ -119,6 +119,15 @@ class Registry:
         """
         return self._followed(run, report.session).report(report)
 
+    def answer(self, run: str, report: Report) -> bytes:
+        """What `report` says, as JSON.
+
+        Raises:
+            UnknownRunError: its agent has to say Hello first.
+            WireError: what came of a request is none such.
+        """
+        return self._followed(run, report.session).answer(report)
+
     def brains(self) -> list[Brain]:
         """Those that live and the last that have ended, oldest first."""
         with self._lock:
@@ -243,7 +252,8 @@ class Registry:
         again = None if hello.again is None else Again(hello.again.record)
         if again is not None:
             self._outwait(again.run_id)
-        prepared = prepare(facts, self.store, thinker, notices, again)
+        with self._thinkers.turns.working():
+            prepared = prepare(facts, self.store, thinker, notices, again)
         return Begun(prepared, paused=self._was_paused(prepared))
 
     def _outwait(self, record: str) -> None:

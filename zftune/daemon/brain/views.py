@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zftune.daemon.brain.brain import Brain
+from zftune.daemon.sampling import WINDOW_S, Node, Seen
 from zftune.daemon.wire import StepFigures
 from zftune.tuner.scores import Gain, in_a_row
 
@@ -15,6 +16,27 @@ if TYPE_CHECKING:
     from zftune.store.store import Store
 
 _RECENT = 20
+_MOST_APART = 10.0
+"""Percentage points between waiting by events and idleness by NVML: more than that is pointed out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuView:
+    """A run's GPU over the last seconds, beside what the run's own events say. Percentages; null: not known."""
+
+    uuid: str
+    utilisation: float | None
+    """By NVML."""
+    idle: float | None
+    """The rest."""
+    stall: float | None
+    """Of the step time, by the run's events."""
+    throttled_by: list[str]
+    power_w: float | None
+    sentence: str
+    """Both in words, or why NVML tells nothing."""
+    apart: bool
+    """Whether the two differ by more than 10 points."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +69,8 @@ class RunView:
     incumbent: dict[str, Any] | None
     """The best so far."""
     notices: list[str]
+    gpu: GpuView | None
+    """Null: it trains on none, or is sampled no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +132,14 @@ class RunDetails:
     decisions: list[DecisionView]
 
 
-def run_view(brain: Brain, silent_s: float) -> RunView:
-    """A run at a glance."""
+def run_view(brain: Brain, silent_s: float, node: Node | None = None) -> RunView:
+    """A run at a glance.
+
+    Args:
+        brain: of the run.
+        silent_s: since its agent was heard of.
+        node: samples its GPU.
+    """
     steps = list(brain.steps)[-_RECENT:]
     times = [one.step_ms for one in steps if one.step_ms is not None]
     hello, thought = brain.hello, brain.thought
@@ -132,16 +162,55 @@ def run_view(brain: Brain, silent_s: float) -> RunView:
         knobs=brain.knobs,
         incumbent=None if thought is None else thought.incumbent.knobs(),
         notices=list(brain.notices),
+        gpu=_gpu_view(brain, None if node is None else node.gpu(hello.run)),
     )
 
 
-def run_details(brain: Brain, silent_s: float, store: Store | None) -> RunDetails:
+def _gpu_view(brain: Brain, found: tuple[str, Seen] | None) -> GpuView | None:
+    if found is None:
+        return None
+    uuid, seen = found
+    figures = seen.figures or {}
+    utilisation, stall = figures.get("utilisation_percent"), _stall_percent(list(brain.steps))
+    idle = None if utilisation is None else 100 - utilisation
+    apart = idle is not None and stall is not None and abs(idle - stall) > _MOST_APART
+    by_events = "stall by events " + ("not known" if stall is None else f"{stall:.0f}%")
+    if idle is None:
+        sentence = f"{by_events}, NVML tells nothing: {seen.missing or 'no utilisation was read'}"
+    else:
+        sentence = f"{by_events}, NVML idle {idle:.0f}%"
+    return GpuView(
+        uuid=uuid,
+        utilisation=utilisation,
+        idle=idle,
+        stall=stall,
+        throttled_by=list(figures.get("throttle_reasons") or ()),
+        power_w=figures.get("power_w"),
+        sentence=sentence + (": more than 10 points apart" if apart else ""),
+        apart=apart,
+    )
+
+
+def _stall_percent(steps: Sequence[StepFigures]) -> float | None:
+    """Over the steps of the time that the samplers show."""
+    total_ms = stall_ms = 0.0
+    for one in reversed(steps):
+        if one.step_ms is None or one.stall_ms is None:
+            continue
+        total_ms += one.step_ms
+        stall_ms += sum(one.stall_ms.values())
+        if total_ms >= 1e3 * WINDOW_S:
+            break
+    return 100 * stall_ms / total_ms if total_ms else None
+
+
+def run_details(brain: Brain, silent_s: float, store: Store | None, node: Node | None = None) -> RunDetails:
     """A run with its trials and decisions.
 
     Raises:
         StoreError: the store could not be read.
     """
-    view, record = run_view(brain, silent_s), brain.record
+    view, record = run_view(brain, silent_s, node), brain.record
     if store is None or record is None:
         return RunDetails(
             run=view, gain=None, steps=list(brain.steps), changes=_changes(brain), trials=[], decisions=[]

@@ -162,7 +162,7 @@ function showFigures({ run, gain, steps, trials }) {
   const figures = [
     ["step", String(run.step), run.silent_s > 5 ? `not heard of for ${run.silent_s.toFixed(0)} s` : `pid ${run.pid}`],
     ["step time", msText(run.step_ms ?? stepMean(steps), " ms"), "median of the last steps"],
-    ["waiting", known ? shareText(waiting) : "–", known ? "of the step" : "not known without a GPU stream"],
+    ["waiting", known ? shareText(waiting) : "–", run.gpu ? run.gpu.sentence : known ? "of the step" : "not known without a GPU stream"],
     ["gain", gainText(gain), gain ? "against the knobs at the start" : "nothing was adopted"],
     ["loss", run.loss === null ? "–" : run.loss.toPrecision(4), run.loss === null ? "none is reported" : "the last reported"],
     ["settings tried", String(measured), `${trials.length} thought of`],

@@ -13,7 +13,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -77,8 +77,17 @@ def encode(value: Any, name: str = "message") -> Any:
     Raises:
         WireError: a part of it cannot be sent.
     """
-    if is_dataclass(value) and not isinstance(value, type):
-        return {one.name: encode(getattr(value, one.name), f"{name}.{one.name}") for one in fields(value)}
+    kind = type(value)
+    if kind is str:
+        return unicode(value)
+    if kind is float:
+        if not math.isfinite(value):
+            raise _refused(name, value, "a finite number")
+        return value
+    if value is None or kind is int or kind is bool:
+        return value
+    if is_dataclass(kind):
+        return {one: encode(getattr(value, one), f"{name}.{one}") for one in _fields(kind)}
     if isinstance(value, Mapping):
         return {unicode(str(key)): encode(one, f"{name}.{key}") for key, one in value.items()}
     if isinstance(value, (set, frozenset)):
@@ -89,12 +98,10 @@ def encode(value: Any, name: str = "message") -> Any:
         return value.value
     if isinstance(value, str):
         return unicode(value)
-    if value is None or isinstance(value, int):
+    if isinstance(value, int):
         return value
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise _refused(name, value, "a finite number")
-        return value
+    if isinstance(value, float):  # a class of its own, such as numpy's
+        return encode(float(value), name)
     raise _refused(name, value, "data that JSON has")
 
 
@@ -109,7 +116,7 @@ def decode(kind: type[T], value: Any, name: str = "message") -> T:
     Raises:
         WireError: it is not such a message.
     """
-    found: T = _dataclass(kind, value, name)
+    found: T = _dataclass(kind)(value, name)
     return found
 
 
@@ -119,60 +126,73 @@ def unicode(text: str) -> str:
     Args:
         text: any.
     """
-    return text.encode("utf-8", "replace").decode()
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-# --- by kind ----------------------------------------------------------------------------------------------------------
+# --- by kind: an annotation is looked at once, and becomes a function of a value and its name ------------------------
+
+_Decoder = Callable[[Any, str], Any]
 
 
-def _decode(kind: Any, value: Any, name: str, limit: Limit | None = None) -> Any:
+def _decoder(kind: Any, limit: Limit | None = None) -> _Decoder:
     origin = typing.get_origin(kind)
     if origin is Annotated:
         inner, *marks = typing.get_args(kind)
-        return _decode(inner, value, name, next((one for one in marks if isinstance(one, Limit)), limit))
+        return _decoder(inner, next((one for one in marks if isinstance(one, Limit)), limit))
     if origin in (typing.Union, types.UnionType):
-        return _union(typing.get_args(kind), value, name, limit)
+        return _union(typing.get_args(kind), limit)
     if origin is Literal:
-        return _literal(typing.get_args(kind), value, name)
+        return functools.partial(_literal, typing.get_args(kind))
     if origin in (tuple, frozenset):
-        return _sequence(kind, value, name, limit)
+        return _sequence(kind, limit)
     if origin is not None and issubclass(origin, Mapping):
-        return _mapping(typing.get_args(kind)[1], value, name, limit)
+        return functools.partial(_mapping, _decoder(typing.get_args(kind)[1]), limit)
     if kind is Any:
-        return _any(value, name, MOST_DEPTH)
+        return functools.partial(_any, MOST_DEPTH)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return kind(_literal(tuple(one.value for one in kind), value, name))
-    if is_dataclass(kind):
-        return _dataclass(kind, value, name)
-    return _plain(kind, value, name, limit)
+        return _enum(kind)
+    return _dataclass(kind) if is_dataclass(kind) else _plain(kind, limit)
 
 
-def _plain(kind: Any, value: Any, name: str, limit: Limit | None) -> Any:
-    if kind is type(None):
-        if value is not None:
-            raise _refused(name, value, "null")
-        return None
-    if kind is bool:
-        if not isinstance(value, bool):
-            raise _refused(name, value, "true or false")
-        return value
+def _plain(kind: Any, limit: Limit | None) -> _Decoder:
     if kind is str:
-        return _text(value, name, limit or Limit(0, MOST_TEXT))
+        return functools.partial(_text, limit or Limit(0, MOST_TEXT))
     if kind is int:
-        limit = limit or Limit(-_MOST_INTEGER, _MOST_INTEGER)
-        if isinstance(value, bool) or not isinstance(value, int) or not limit.least <= value <= limit.most:
-            raise _refused(name, value, limit.allowed("an integer of"))
-        return value
+        return functools.partial(_integer, limit or Limit(-_MOST_INTEGER, _MOST_INTEGER))
     if kind is float:
-        limit = limit or Limit(-1e300, 1e300)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not limit.least <= value <= limit.most or not math.isfinite(value):
-            raise _refused(name, value, limit.allowed("a number of"))
-        return float(value)
-    raise TypeError(f"{name} is annotated {kind!r}, which no message may have")
+        return functools.partial(_number, limit or Limit(-1e300, 1e300))
+    if kind is bool:
+        return _truth
+    if kind is type(None):
+        return _null
+    raise TypeError(f"a field is annotated {kind!r}, which no message may have")
 
 
-def _text(value: Any, name: str, limit: Limit) -> str:
+def _null(value: Any, name: str) -> None:
+    if value is not None:
+        raise _refused(name, value, "null")
+
+
+def _truth(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise _refused(name, value, "true or false")
+    return value
+
+
+def _integer(limit: Limit, value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not limit.least <= value <= limit.most:
+        raise _refused(name, value, limit.allowed("an integer of"))
+    return value
+
+
+def _number(limit: Limit, value: Any, name: str) -> float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not limit.least <= value <= limit.most or not math.isfinite(value):
+        raise _refused(name, value, limit.allowed("a number of"))
+    return float(value)
+
+
+def _text(limit: Limit, value: Any, name: str) -> str:
     fits = isinstance(value, str) and limit.least <= len(value) <= limit.most
     if not fits or (limit.pattern and re.fullmatch(limit.pattern, value) is None):
         raise _refused(name, value, limit.allowed("a text with a length of"))
@@ -181,19 +201,24 @@ def _text(value: Any, name: str, limit: Limit) -> str:
     return str(value)
 
 
-def _union(kinds: tuple[Any, ...], value: Any, name: str, limit: Limit | None) -> Any:
-    if value is None and type(None) in kinds:
-        return None
-    refusals = []
-    for kind in kinds:
-        if kind is not type(None):
+def _union(kinds: tuple[Any, ...], limit: Limit | None) -> _Decoder:
+    nullable = type(None) in kinds
+    decoders = [_decoder(kind, limit) for kind in kinds if kind is not type(None)]
+
+    def decoded(value: Any, name: str) -> Any:
+        if value is None and nullable:
+            return None
+        refusals = []
+        for one in decoders:
             try:
-                return _decode(kind, value, name, limit)
+                return one(value, name)
             except WireError as error:
                 refusals.append(error)
-    if len(refusals) == 1:
-        raise refusals[0]
-    raise _refused(name, value, " or ".join(str(one).rpartition("allowed is ")[2] for one in refusals))
+        if len(refusals) == 1:
+            raise refusals[0]
+        raise _refused(name, value, " or ".join(str(one).rpartition("allowed is ")[2] for one in refusals))
+
+    return decoded
 
 
 def _literal(allowed: tuple[Any, ...], value: Any, name: str) -> Any:
@@ -202,65 +227,91 @@ def _literal(allowed: tuple[Any, ...], value: Any, name: str) -> Any:
     return value
 
 
-def _sequence(kind: Any, value: Any, name: str, limit: Limit | None) -> Any:
+def _enum(kind: type[enum.Enum]) -> _Decoder:
+    allowed = tuple(one.value for one in kind)
+    return lambda value, name: kind(_literal(allowed, value, name))
+
+
+def _sequence(kind: Any, limit: Limit | None) -> _Decoder:
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple and inner[-1] is not Ellipsis:
+        return functools.partial(_of_each, [_decoder(one) for one in inner])
+    decoder = _decoder(inner[0])
+
+    def decoded(value: Any, name: str) -> Any:
+        if not isinstance(value, list):
+            raise _refused(name, value, "a list")
+        _check_length(value, name, limit)
+        return origin([decoder(each, f"{name}[{index}]") for index, each in enumerate(value)])
+
+    return decoded
+
+
+def _of_each(decoders: Sequence[_Decoder], value: Any, name: str) -> tuple[Any, ...]:
     if not isinstance(value, list):
         raise _refused(name, value, "a list")
-    if origin is tuple and inner[-1] is not Ellipsis:
-        if len(value) != len(inner):
-            raise _refused(name, value, f"a list of {len(inner)}")
-        pairs: Iterable[tuple[Any, Any]] = zip(inner, value, strict=True)
-    else:
-        _check_length(value, name, limit)
-        pairs = ((inner[0], one) for one in value)
-    return origin(_decode(one, each, f"{name}[{index}]") for index, (one, each) in enumerate(pairs))
+    if len(value) != len(decoders):
+        raise _refused(name, value, f"a list of {len(decoders)}")
+    pairs = enumerate(zip(decoders, value, strict=True))
+    return tuple(one(each, f"{name}[{index}]") for index, (one, each) in pairs)
 
 
-def _mapping(kind: Any, value: Any, name: str, limit: Limit | None) -> dict[str, Any]:
+def _mapping(decoder: _Decoder, limit: Limit | None, value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _refused(name, value, "an object")
     _check_length(value, name, limit)
-    return {_key(key, name): _decode(kind, one, _under(name, key)) for key, one in value.items()}
+    return {_key(key, name): decoder(one, _under(name, key)) for key, one in value.items()}
 
 
-def _any(value: Any, name: str, depth: int) -> Any:
+def _any(depth: int, value: Any, name: str) -> Any:
     if depth == 0:
         raise WireError(f"{name[:MOST_TEXT]} is nested too deep, allowed is a depth of {MOST_DEPTH}")
     if isinstance(value, dict):
         _check_length(value, name, None)
-        return {_key(key, name): _any(one, _under(name, key), depth - 1) for key, one in value.items()}
+        return {_key(key, name): _any(depth - 1, one, _under(name, key)) for key, one in value.items()}
     if isinstance(value, list):
         _check_length(value, name, None)
-        return [_any(one, f"{name}[{index}]", depth - 1) for index, one in enumerate(value)]
+        return [_any(depth - 1, one, f"{name}[{index}]") for index, one in enumerate(value)]
     if value is None or isinstance(value, bool):
         return value
-    return _plain(type(value), value, name, None)
+    return _OF_JSON[type(value)](value, name)
 
 
-def _dataclass(kind: Any, value: Any, name: str) -> Any:
-    if not isinstance(value, dict):
-        raise _refused(name, value, "an object")
-    hints, known = _hints(kind), _fields(kind)
-    unknown = next((key for key in value if key not in known), None)
-    if unknown is not None:
-        raise WireError(f"{name} has the field {_shown(unknown)}, allowed are {', '.join(known)}")
-    found = {}
-    for field in known.values():
-        if field.name in value:
-            found[field.name] = _decode(hints[field.name], value[field.name], f"{name}.{field.name}")
-        elif field.default is MISSING and field.default_factory is MISSING:
-            raise WireError(f"{name}.{field.name} is missing, allowed is an object with that field")
-    try:
-        return kind(**found)
-    except WireError:
-        raise
-    except (ZftuneError, ValueError) as error:  # what the class itself does not allow
-        raise WireError(f"{name}: {error}") from error
+_OF_JSON = {kind: _plain(kind, None) for kind in (str, int, float)}
+
+
+def _dataclass(kind: Any) -> _Decoder:
+    def decoded(value: Any, name: str) -> Any:
+        if not isinstance(value, dict):
+            raise _refused(name, value, "an object")
+        decoders = _decoders(kind)
+        for key in value:
+            if key not in decoders:
+                raise WireError(f"{name} has the field {_shown(key)}, allowed are {', '.join(decoders)}")
+        found = {}
+        for field, (decoder, needed) in decoders.items():
+            if field in value:
+                found[field] = decoder(value[field], f"{name}.{field}")
+            elif needed:
+                raise WireError(f"{name}.{field} is missing, allowed is an object with that field")
+        try:
+            return kind(**found)
+        except WireError:
+            raise
+        except (ZftuneError, ValueError) as error:  # what the class itself does not allow
+            raise WireError(f"{name}: {error}") from error
+
+    return decoded
 
 
 @functools.lru_cache(maxsize=128)
-def _hints(kind: Any) -> Mapping[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
+def _decoders(kind: Any) -> Mapping[str, tuple[_Decoder, bool]]:
+    """Of a dataclass's fields, each with whether a message must have it."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {
+        name: (_decoder(hints[name]), one.default is MISSING and one.default_factory is MISSING)
+        for name, one in _fields(kind).items()
+    }
 
 
 @functools.lru_cache(maxsize=128)
@@ -304,6 +355,8 @@ def _under(name: str, key: str) -> str:
 
 def _is_unicode(text: str) -> bool:
     """JSON may have halves of characters; no store takes them."""
+    if text.isascii():
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -154,14 +154,17 @@ def test_pauses_do_not_speak_against_what_they_interrupt(world: World) -> None:
     go_on_after_a_kill(world, agent, record, trial=1)  # the rows tell the same
 
 
-def test_measurements_that_did_not_count_still_end_it(world: World) -> None:
+def test_an_incumbent_that_cannot_be_measured_is_measured_later(world: World) -> None:
     agent = world.agent(same)
     for _ in range(MOST_VOIDS):
         agent.asked()
         agent.done = Done(agent.last.decision, encode(Outcome("void", reason="knobs were changed by hand")))
         agent.until(lambda: agent.done is None)
-    agent.until(lambda: agent.last.state == "frozen")
+    assert agent.asked().role == "hold"
     assert f"{MOST_VOIDS} measurements of" in agent.last.reason
+    assert agent.measure().role == "hold"
+    assert agent.measure().role == "start"
+    assert agent.asked().role != "start"  # it goes on from there
 
 
 def test_a_measurement_that_is_heard_of_as_a_whole_may_have_been_disturbed(world: World) -> None:
