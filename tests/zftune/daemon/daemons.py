@@ -66,6 +66,11 @@ def zftune(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedPr
     )
 
 
+def _hangs_up() -> None:
+    """Tests may run under nohup, whose children ignore the signal; so do daemons, then."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @contextmanager
 def begun(
     folder: Path, *arguments: str, module: str | None = HOSTED, more: Mapping[str, str] | None = None
@@ -84,6 +89,7 @@ def begun(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            preexec_fn=_hangs_up,
         )
         try:
             yield Daemon(process, folder / "z.sock", folder / "log", manager)

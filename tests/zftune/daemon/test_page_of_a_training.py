@@ -72,7 +72,7 @@ def test_it_is_seen_paused_and_gone_on_with(folder: Path) -> None:
             assert (
                 decisions.index("Resumed by hand.")
                 < decisions.index("Paused by hand")
-                < decisions.index("The search begins from")
+                < decisions.rindex("The search begins from")
             )
             assert len(training.changes) > changes
         assert browser.complaints == []

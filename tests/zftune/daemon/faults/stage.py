@@ -209,11 +209,15 @@ class Stage:
         assert found is not None
         return found
 
-    def freeze(self, training: Training) -> dict[str, Any]:
-        """Wait for the search, and stop it by hand; the run."""
-        run = self.until_state("baseline", "searching", "confirming", "frozen", training=training)
-        self.client.post(f"/v1/runs/{run['run']}/stop", timeout_s=SOON_S)
-        return self.until_state("frozen", training=training)
+    def freeze(self, training: Training) -> None:
+        """Wait for the search, and stop it by hand; its agent says goodbye soon after."""
+        run = self.until_state("baseline", "searching", "confirming", "frozen", training=training)["run"]
+        self.client.post(f"/v1/runs/{run}/stop", timeout_s=SOON_S)
+        until(lambda: self._state_of(run) in ("frozen", "ended"), self.log)
+
+    def _state_of(self, run: str) -> str | None:
+        states = {one["run"]: one["state"] for one in self.client.get("/v1/runs")}
+        return states.get(run)
 
     def acknowledge(self) -> dict[str, Any]:
         """Keep what the daemon says now of its run: from now on it must not be lost."""

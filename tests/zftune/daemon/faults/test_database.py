@@ -88,8 +88,8 @@ def test_its_disk_is_full(stage: Callable[..., Stage], disk: Path, chance: rando
     serves(world, training)
     filler.unlink()
     training.end()
-    later = world.train()
-    world.freeze(later)  # there is room again
+    later = world.train(most=2)
+    world.until_state("frozen", training=later)  # there is room again
     assert world.acknowledge()["run"]["notices"] in ([], ["Nothing is predicted here: settings are only measured."])
     later.end()
     daemon.end()
