@@ -232,6 +232,8 @@ class Executor:
             self._between = self.outside.taken()
         if len(self._discarded) < request.discard:
             self._discarded.append(step_ms)
+            if len(self._discarded) == request.discard:
+                self._disturbance()  # the change itself may look like one, and these do not count
         else:
             self._steps.append(step_ms)
             self._stats.append(stats)

@@ -40,6 +40,7 @@ class Scene:
         desk: DeskMaker = InlineDesk,
         sampler: Sampler = "random",
         micro_batches: int = 1,
+        disturbance: Callable[[], str | None] = lambda: None,
     ) -> None:
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
@@ -59,6 +60,7 @@ class Scene:
         self.recorder = Recorder()
         self.live = LiveSearch(
             self.optimizer, self.search, tokens=16, recorder=self.recorder, guard=guard, desk=desk,
+            disturbance=disturbance,
             on_change=lambda step, knobs: self.changes.append((step, Setting.from_knobs(knobs))),
         )  # fmt: skip
 
@@ -305,3 +307,35 @@ def test_longer_steps_void_what_is_measured_and_begin_the_search_again(make: Mak
     scene.live.log_tokens(32)  # the same: nothing happens
     scene.step()
     assert not any(note.kind == "reopen" for note in scene.search.notes[before:])
+
+
+class Late:
+    """A disturbance that is said once."""
+
+    def __init__(self) -> None:
+        self.happened: str | None = None
+
+    def __call__(self) -> str | None:
+        said, self.happened = self.happened, None
+        return said
+
+
+def test_a_change_of_knobs_does_not_disturb_what_is_measured_after_it(make: Make) -> None:
+    late = Late()
+    scene = make(disturbance=late)
+    changed = 0
+    while scene.step():
+        if len(scene.changes) > changed:
+            changed, late.happened = len(scene.changes), "this machine was late"  # moving the state takes its time
+    assert changed > 2
+    assert {outcome.status for _, outcome in scene.recorder.told} <= {"measured", "aborted"}
+
+
+def test_what_disturbs_the_steps_that_count_does(make: Make) -> None:
+    late = Late()
+    scene = make(disturbance=late)
+    scene.run(lambda: len(scene.live._steps) > 2)
+    late.happened = "this machine was late"
+    scene.run(lambda: bool(scene.recorder.told))
+    (_, outcome) = scene.recorder.told[0]
+    assert (outcome.status, outcome.reason) == ("void", "this machine was late")
