@@ -66,14 +66,15 @@ def test_what_a_run_recovers(longrun: Any, grid: Any) -> None:
         "step_ms": step_ms,
         "begins": [1, 101, 201, 301],
         "decisions": decisions,
+        "changes": [[100, {}], [130, {}]],
         "peaks": [(1, 900), (301, 1100), (313, 950)],
     }
     found = longrun.figures.recovery(run, of, 1000)
     assert found.recovered == pytest.approx((18 - 12.5) / 7)
     assert list(found.by_phase_s.values()) == pytest.approx([1.5, 2.5, 3.5, 5.0])
     assert (found.spent_s, found.reopened, found.steps_over) == (0.5, 1, 12)
-    # 3% of 10 s, and 40 steps of the mean time, which are longer than the grant
-    assert found.allowed_s == pytest.approx(0.3 + 40 * 12.5 / 350)
+    # 3% of 10 s, and 40 steps as they were before the first change, which are as long as the grant
+    assert found.allowed_s == pytest.approx(0.3 + 40 * 0.015)
     kept = dict(longrun.figures.verdicts(of, [found], grid))
     assert all(kept.values())
     slow = {**run, "step_ms": [1.2 * ms for ms in step_ms], "decisions": [{**decisions[0], "details": {}}]}

@@ -116,10 +116,12 @@ def _run(store: Store, run: RunRecord, told: Replay, now: float) -> dict[str, An
 def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict[str, Any]:
     budget = run.settings.get("budget_steps")
     rows = [_trial(run, row, told) for row in trials]
-    gain, step_ms = told.gain, told.step_ms(told.incumbent) or 0.0
+    gain = told.gain
     ends = [one.decision for one in told.decided if one.decision.kind in ("stop", "guard", "resume")]
     stopped = ends[-1].reason if ends and ends[-1].kind != "resume" else None
-    cost = ExplorationCost(spent_s=told.account.spent_s, elapsed_s=told.account.elapsed_s)
+    cost = ExplorationCost(
+        spent_s=told.account.spent_s, elapsed_s=told.account.elapsed_s, start_step_s=(told.start_step_ms or 0.0) / 1e3
+    )
     return {
         "budget": None if budget is None else {"steps": budget, "fixed_because": run.settings.get("fixed_because")},
         "interrupted": stopped is not None and stopped.startswith(_INTERRUPTED),
@@ -128,7 +130,7 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
         "gain": None if gain is None else {"share": gain.share, "error": 2 * gain.error},
         "cost": {
             "spent_s": cost.spent_s,
-            "allowed_s": cost.allowed_s(step_ms / 1e3),
+            "allowed_s": cost.allowed_s,
             "elapsed_s": cost.elapsed_s,
             **_break_even(told),
         },

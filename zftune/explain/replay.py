@@ -73,6 +73,8 @@ class Replay:
         self.account = Account()
         self.incumbent = 0
         """Trial."""
+        self.start_step_ms: float | None = None
+        """Of the incumbent when the search began."""
         self.measurements = 0
         """That the search counts: since times changed last."""
         self.reasons: dict[int, str] = {}
@@ -172,6 +174,8 @@ class Replay:
             self._gains.append(Gain(decision.details.get("gain", 0.0), decision.details.get("error", 0.0)))
             self._samples[trial] = self._new("b") or self._new("explore")
             self.incumbent = trial
+        elif decision.kind == "start" and self.start_step_ms is None:
+            self.start_step_ms = self.step_ms(self.incumbent)
         elif decision.kind == "memory" and trial is not None:
             self.incumbent = trial
         elif decision.kind == "guard":

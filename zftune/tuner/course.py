@@ -28,6 +28,8 @@ class Course:
         step_s = self.book.incumbent_step_ms / 1e3
         self.cost.add(between.seconds, 0, None)
         self.cost.add(between.late_s, between.late_steps, step_s or None)
+        if between.late_s and step_s:
+            self.cost.changed(between.late_s, between.late_steps, step_s)
 
     def remark(self, reason: str) -> None:
         """Write down what was found out beside the search."""

@@ -63,7 +63,6 @@ def search_document(search: Search) -> dict[str, Any]:
     """What a search found, and how."""
     book, space = search.book, search.book.space
     gain = book.gain
-    step_s = book.incumbent_step_ms / 1e3
     return {
         "quality": space.quality,
         "budget": {"steps": space.budget, "fixed_because": space.fixed_because or None},
@@ -72,7 +71,7 @@ def search_document(search: Search) -> dict[str, Any]:
         "gain": None if gain is None else gain_document(gain),
         "cost": {
             "spent_s": search.cost.spent_s,
-            "allowed_s": search.cost.allowed_s(step_s),
+            "allowed_s": search.cost.allowed_s,
             "elapsed_s": search.cost.elapsed_s,
         },
         "measurements": search.measurements,

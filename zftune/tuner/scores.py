@@ -8,6 +8,7 @@ step, that is the plain median.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ _DEPARTURE = 0.15
 """Of the usual step time: steps that are all farther off than that are no noise."""
 _DEPARTED_STEPS = 8
 _LEAST_WINDOWS = 2
+_NEWEST_CHANGES = 5
 
 Array = NDArray[np.float64]
 
@@ -189,7 +191,8 @@ def _resampled(windows: Array, random: np.random.Generator) -> Array:
 class ExplorationCost:
     """What exploring has cost, and what it may: 3% of the elapsed time plus a grant.
 
-    The cost of a trial is the positive part of its time less the incumbent's time for the same tokens.
+    The cost of a trial is the positive part of its time less the incumbent's time for the same tokens. The changes to
+    its knobs and back belong to it: they move state between device and host.
     """
 
     share: float = 0.03
@@ -198,6 +201,9 @@ class ExplorationCost:
     """The grant is whichever is the longer of the two, so that slow steps can be explored too."""
     spent_s: float = 0.0
     elapsed_s: float = 0.0
+    start_step_s: float = 0.0
+    """Of the grant's steps: as they were when the search began. What slows a run down later grants no more."""
+    _changes_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST_CHANGES))
 
     def add(self, seconds: float, steps: int, incumbent_step_s: float | None) -> None:
         """Count time that passed.
@@ -211,17 +217,28 @@ class ExplorationCost:
         if incumbent_step_s is not None:
             self.spent_s += max(0.0, seconds - steps * incumbent_step_s)
 
-    def allowed_s(self, step_s: float) -> float:
-        """What may be spent, all in all.
+    def begin(self, step_s: float) -> None:
+        """Take the incumbent's step time as the one that the search begins with, unless it has begun."""
+        self.start_step_s = self.start_step_s or step_s
 
-        Args:
-            step_s: the incumbent's step time.
-        """
-        return self.share * self.elapsed_s + max(self.grant_s, self.grant_steps * step_s)
+    def changed(self, seconds: float, steps: int, incumbent_step_s: float) -> None:
+        """Learn what changes of knobs cost; the arguments are those of `add`, which counts them."""
+        self._changes_s.append(max(0.0, seconds - steps * incumbent_step_s))
 
-    def allows(self, seconds: float, step_s: float) -> bool:
-        """Whether so much more may be spent."""
-        return self.spent_s + seconds <= self.allowed_s(step_s)
+    @property
+    def change_s(self) -> float:
+        """What the change to a trial's knobs or back may cost: the most of the last few."""
+        return max(self._changes_s, default=0.0)
+
+    @property
+    def allowed_s(self) -> float:
+        """What may be spent, all in all."""
+        return self.share * self.elapsed_s + max(self.grant_s, self.grant_steps * self.start_step_s)
+
+    @property
+    def left_s(self) -> float:
+        """What may still be spent."""
+        return self.allowed_s - self.spent_s
 
 
 @dataclass(slots=True)

@@ -15,16 +15,7 @@ from zftune.tuner.agenda import Agenda
 from zftune.tuner.book import Book
 from zftune.tuner.course import Course
 from zftune.tuner.drift import Pace, Planning, differs
-from zftune.tuner.scores import (
-    LEAST_GAIN,
-    LEAST_STEPS,
-    ChangePoint,
-    Sample,
-    gain,
-    spread,
-    steps_for,
-    steps_of,
-)
+from zftune.tuner.scores import LEAST_GAIN, LEAST_STEPS, ChangePoint, Sample, gain, spread, steps_for, steps_of
 from zftune.tuner.settings import Setting
 from zftune.tuner.space import Forecaster, Space
 from zftune.tuner.states import (
@@ -50,6 +41,9 @@ MOST_VOIDS = 3
 _COMPARISON = 3  # measurements
 _HOLD_STEPS = 200
 _MOST_TIES = 2
+_PLANNED = ("planner", "preset")
+_FOR_CHANGES = 0.25
+"""Of what exploring may cost, where it may wait: for the planner's choices once times change, which gain the most."""
 _OTHER_TIMES = 0.05
 """Of the step time: where it differs by so much after a resumption, what was measured before is no longer true."""
 
@@ -117,15 +111,8 @@ class Search(Course):
         if role in OF_INCUMBENT:
             usual_ms = step_ms if role == "hold" and step_ms else None
             return Request(trial.setting, role, trial.number, window, steps, usual_ms)
-        return Request(
-            trial.setting,
-            role,
-            trial.number,
-            window,
-            steps,
-            step_ms,
-            self.cost.allowed_s(step_ms / 1e3) - self.cost.spent_s,
-        )
+        left_s = self.cost.left_s - self.cost.change_s  # the way back costs, too
+        return Request(trial.setting, role, trial.number, window, steps, step_ms, left_s)
 
     def _choose(self) -> State:
         if self.measurements + 1 + _COMPARISON > self.options.most_measurements:
@@ -141,16 +128,23 @@ class Search(Course):
         """Exploring a trial, or what to do instead where that might cost too much."""
         step_s = self.book.incumbent_step_ms / 1e3
         steps = trial.setting.update_interval + steps_of(trial.setting.update_interval)
-        expected = step_s * max(1.0, steps * (self.book.relative(trial.setting) - 1.0))  # a step is lost in any case
-        if self.cost.allows(expected, step_s):
+        slower_s = step_s * steps * (self.book.relative(trial.setting) - 1.0)
+        missing_s = max(step_s, slower_s) + self._overhead_s(trial) - self.cost.left_s  # a step is lost in any case
+        if missing_s <= 0:
             return Exploring(trial.number)
-        reason = sentences.spent(self.cost, step_s)
+        reason = sentences.spent(self.cost)
         if not self.options.hold:
             return self._settle(reason)
-        missing_s = self.cost.spent_s + expected - self.cost.allowed_s(step_s)
         steps = min(_HOLD_STEPS, max(1, round(missing_s / self.cost.share / step_s)))
         self._note("hold", reason, None)
         return Holding(steps)
+
+    def _overhead_s(self, trial: Trial) -> float:
+        """What the changes of knobs for a trial cost, and what has to be left."""
+        planned = trial.source in _PLANNED
+        known = planned and self._last_role == "start"  # it may be adopted after one measurement, see `_explored`
+        kept_s = 0.0 if planned or not self.options.hold else _FOR_CHANGES * self.cost.allowed_s
+        return (2 if known else 4) * self.cost.change_s + kept_s
 
     def _settle(self, reason: str) -> State:
         """Stop, once no setting that is as fast as the incumbent and better otherwise is left to be compared."""
@@ -176,7 +170,7 @@ class Search(Course):
         if role == "explore":
             self.state = Exploring(trial)
         elif role == "hold":
-            self._note("hold", sentences.spent(self.cost, self.book.incumbent_step_ms / 1e3), None)
+            self._note("hold", sentences.spent(self.cost), None)
             self.state = Holding(1)
         else:
             self.state = self._settle("")
@@ -260,6 +254,7 @@ class Search(Course):
         before = trial.samples[:-1]
         if not state.again or not before:
             self._note("start", sentences.start(trial, self.book.incumbent_step_ms), trial.number)
+            self.cost.begin(self.book.incumbent_step_ms / 1e3)
             self.state = Choosing()
             return
         found = gain(before, [sample], seed=self.options.seed)
@@ -292,7 +287,7 @@ class Search(Course):
             self.state = Choosing()
             return
         comparing = self._comparing(trial, "gain")
-        if trial.source in ("planner", "preset") and self._last_role == "start":
+        if trial.source in _PLANNED and self._last_role == "start":
             # Nobody picked it for its time, and the incumbent was measured just before: the first two are there.
             comparing = replace(comparing, before=tuple(incumbent.samples[-1:]), after=(sample,))
         self.state = comparing
@@ -328,7 +323,8 @@ class Search(Course):
         if outcome.called_off or not isinstance(state, (Opening, Exploring, Comparing)):
             return
         if state.voids + 1 < MOST_VOIDS:
-            self.state = replace(state, voids=state.voids + 1)
+            again = self._affordable(trial) if isinstance(state, Exploring) else state
+            self.state = replace(again, voids=state.voids + 1) if isinstance(again, type(state)) else again
             return
         challenger = trial if isinstance(state, Opening) else self.book.trials[state.trial]
         reason = sentences.void(trial, challenger, MOST_VOIDS, outcome.reason)

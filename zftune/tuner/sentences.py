@@ -108,11 +108,11 @@ def enough(measurements: int) -> str:
     return f"{measurements} measurements were made, another setting and its comparison would be too many."
 
 
-def spent(cost: ExplorationCost, step_s: float) -> str:
+def spent(cost: ExplorationCost) -> str:
     """Exploring has cost what it may."""
     return (
         f"Exploring has cost {cost.spent_s:.1f} s more than the incumbent would have taken, allowed are "
-        f"{cost.allowed_s(step_s):.1f} s ({100 * cost.share:g}% of the time so far and a grant)."
+        f"{cost.allowed_s:.1f} s ({100 * cost.share:g}% of the time so far and a grant)."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +92,7 @@ def recovery(run: Mapping[str, Any], of: Fixed, limit_bytes: int) -> Recovery:
         phase.name: sum(step_ms[begin - 1 : end]) / 1e3 for phase, begin, end in zip(PHASES, begins, ends, strict=True)
     }
     spent_s, elapsed_s = spent(run["decisions"])
-    last_ms = seconds / len(step_ms) * 1e3
+    start_ms = step_ms[1 : run["changes"][0][0] - 1] if run["changes"] else step_ms[1:]  # the first has no pass before
     marks = [*run["peaks"], (len(step_ms) + 1, 0)]
     over = sum(end - begin for (begin, peak), (end, _) in itertools.pairwise(marks) if peak > limit_bytes)
     return Recovery(
@@ -99,7 +100,7 @@ def recovery(run: Mapping[str, Any], of: Fixed, limit_bytes: int) -> Recovery:
         recovered=(of.best_s - seconds) / (of.best_s - of.oracle_s),
         by_phase_s=by_phase,
         spent_s=spent_s,
-        allowed_s=COST_SHARE * elapsed_s + max(GRANT_S, GRANT_STEPS * last_ms / 1e3),
+        allowed_s=COST_SHARE * elapsed_s + max(GRANT_S, GRANT_STEPS * statistics.fmean(start_ms) / 1e3),
         reopened=sum(one["kind"] == "reopen" for one in run["decisions"]),
         steps_over=over,
     )

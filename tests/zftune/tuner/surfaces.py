@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.settings import Setting
 from zftune.tuner.space import Forecast, Space, space_for
-from zftune.tuner.states import Outcome, Request
+from zftune.tuner.states import Between, Outcome, Request
 
 TOKENS = 64
 
@@ -83,6 +83,10 @@ class Driver:
     requests: list[Request] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     fault: Callable[[Request], Outcome | None] = lambda request: None
+    change_s: float = 0.0
+    """What a change of knobs takes beyond a step."""
+    within: Callable[[Search], None] = lambda search: None
+    """Looks at the search after each outcome."""
 
     def run(self, search: Search, most: int = 1000) -> None:
         for _ in range(most):
@@ -90,9 +94,13 @@ class Driver:
             if request is None:
                 return
             outcome = self.fault(request) or self.measure(request)
+            if self.change_s and self.requests and self.requests[-1].setting != request.setting:
+                late_s = self.change_s + self.surface.ms(self.requests[-1].setting) / 1e3
+                outcome = replace(outcome, between=Between(late_s=late_s, late_steps=1))
             self.requests.append(request)
             self.outcomes.append(outcome)
             search.tell(outcome)
+            self.within(search)
 
     def measure(self, request: Request) -> Outcome:
         discarded: list[float] = []

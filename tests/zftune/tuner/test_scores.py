@@ -90,10 +90,23 @@ def test_exploring_costs_what_it_takes_beyond_the_incumbent() -> None:
     cost.add(1.0, 20, 0.1)  # faster: nothing is earned
     assert cost.spent_s == pytest.approx(1.0)
     assert cost.elapsed_s == pytest.approx(104.0)
-    assert cost.allowed_s(0.1) == pytest.approx(0.03 * 104 + 6)
-    assert cost.allowed_s(1.0) == pytest.approx(0.03 * 104 + 40)
-    assert cost.allows(8.0, 0.1)
-    assert not cost.allows(8.2, 0.1)
+    assert cost.allowed_s == pytest.approx(0.03 * 104 + 6)
+    assert cost.left_s == pytest.approx(cost.allowed_s - 1.0)
+
+
+def test_the_grant_is_of_steps_as_they_were_in_the_beginning() -> None:
+    cost = ExplorationCost(share=0.03, grant_s=6.0, grant_steps=40)
+    cost.begin(1.0)
+    cost.begin(2.0)
+    assert cost.allowed_s == pytest.approx(40)
+
+
+def test_what_a_change_may_cost_is_the_most_of_the_last_few() -> None:
+    cost = ExplorationCost()
+    assert cost.change_s == 0.0
+    for seconds in (9.0, 0.3, 0.5, 0.2, 0.1, 0.3):
+        cost.changed(seconds, 2, 0.1)
+    assert cost.change_s == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.015, 0.04])
