@@ -68,25 +68,27 @@ class _Gpu:
         return bool(family & set(self.pids.copy().values()))
 
 
-class _Shared:
-    """A sampler as one of several runs on a GPU sees it: the others are co-tenants."""
+class _Disturbance:
+    """A run's GPU as that run sees it: other runs on it are co-tenants, though the sampler takes them for ours."""
 
     def __init__(self, gpu: _Gpu, run: str) -> None:
         self._gpu, self._run = gpu, run
+        self._seen = GpuDisturbance(gpu.sampler, None)
+        self._fewest = self._others()
 
-    def summary(
-        self, begin_ns: int, end_ns: int, uuids: Collection[str] | None = None
-    ) -> tuple[dict[str, Any] | None, dict[str, str]]:
-        figures, missing = self._gpu.sampler.summary(begin_ns, end_ns, uuids)
+    def __call__(self) -> str | None:
+        found = self._seen()
+        others = self._others()
+        self._fewest = min(self._fewest, others)
+        more = others - self._fewest
+        if found is None and more:
+            return f"the GPU was shared with {more} more run{'' if more == 1 else 's'}"
+        return found
+
+    def _others(self) -> int:
         pids = self._gpu.pids.copy()
         own = pids.get(self._run)
-        others = sum(psutil.pid_exists(pid) for pid in {*pids.values()} - {own})
-        if figures is not None and others:
-            figures["other_processes"] = (figures["other_processes"] or 0) + others
-        return figures, missing
-
-    def stop(self) -> None:
-        """Nothing: it is not this run's alone."""
+        return sum(psutil.pid_exists(pid) for pid in {*pids.values()} - {own})
 
 
 class Node:
@@ -134,7 +136,7 @@ class Node:
             if gpu is None:
                 return lambda: None
             gpu.pids[hello.run] = hello.pid
-        return GpuDisturbance(_Shared(gpu, hello.run), None)
+        return _Disturbance(gpu, hello.run)
 
     def gpu(self, run: str) -> tuple[str, Seen] | None:
         """The UUID of a run's GPU, and what was seen of it; None: it trains on none, or has ended."""

@@ -99,8 +99,10 @@ def test_runs_on_one_gpu_are_co_tenants(here: Callable[..., None], node: Runs) -
     figures(node)
     assert disturbed() is None
     node.come(OTHER, pid=os.getppid())
-    figures(node)
-    assert until(disturbed) == "the GPU was shared with 1 more process"
+    assert disturbed() == "the GPU was shared with 1 more run"
+    node.live.discard(OTHER)
+    node.look()
+    assert disturbed() is None
 
 
 def test_without_a_driver_there_is_the_host(node: Runs) -> None:
