@@ -64,9 +64,9 @@ soak: setup  ## OPERATIONS (10000), EXAMPLES_FACTOR (30) as many cases, KILLS (2
 		--hypothesis-show-statistics
 	ZFTUNE_KILLS=$(KILLS) $(BIN)/pytest tests/zftune/store/test_processes.py tests/zftune/tuner/test_killed.py \
 		-k killed --timeout 0
-	ZFTUNE_FAULTS=$(FAULTS) $(BIN)/pytest tests/zftune/daemon/faults --timeout 0
-	ZFTUNE_FUZZ_S=$(FUZZ_S) $(BIN)/pytest tests/zftune/daemon/test_api.py tests/zftune/daemon/brain/test_schemathesis.py \
-		-k "garbage or schemathesis" --timeout 0
+	ZFTUNE_FAULTS=$(FAULTS) $(BIN)/pytest -n $(WORKERS) tests/zftune/daemon/faults --timeout 0
+	ZFTUNE_FUZZ_S=$(FUZZ_S) $(BIN)/pytest -n $(WORKERS) tests/zftune/daemon/test_api.py \
+		tests/zftune/daemon/brain/test_schemathesis.py -k "garbage or schemathesis" --timeout 0
 
 sanitize: sanitize-address sanitize-thread  ## the native module's tests under ASan with UBSan, then under TSan
 

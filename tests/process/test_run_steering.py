@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.zftune.daemon.daemons import end_private, short_folder
 from zftune.daemon.client import DaemonClient
 
 ZFTUNE = str(Path(sys.executable).with_name("zftune"))
@@ -50,17 +48,10 @@ print(optimizer.steps, digest)
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """With the script, a store and a socket of its own; a daemon there is ended."""
-    made = Path(tempfile.mkdtemp(prefix="zft-"))
-    (made / "train.py").write_text(SCRIPT)
-    yield made
-    if (made / "z.sock").exists():
-        with DaemonClient(made / "z.sock") as client:
-            client.post("/v1/stop")
-        ends = time.monotonic() + 60
-        while (made / "z.sock").exists():
-            assert time.monotonic() < ends
-            time.sleep(0.02)
-    shutil.rmtree(made)
+    with short_folder() as made:
+        (made / "train.py").write_text(SCRIPT)
+        yield made
+        end_private(made)
 
 
 def run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:

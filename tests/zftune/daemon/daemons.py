@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from zftune.daemon.client import DaemonClient
 
 OTHER_UID = 65534
 ROOT = Path(__file__).parents[3]
@@ -25,6 +32,30 @@ COMMAND = None
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
 _BECOME = f"import os; os.setgroups([]); os.setgid({OTHER_UID}); os.setuid({OTHER_UID})\n"
+
+
+@contextmanager
+def short_folder() -> Iterator[Path]:
+    """With a path that is short enough for a socket's 107 bytes; other users may enter it, as they may enter /tmp."""
+    made = Path(tempfile.mkdtemp(prefix="zft-"))
+    made.chmod(0o755)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)  # a browser's last processes may still write
+
+
+def end_private(folder: Path) -> None:
+    """End the private daemon of a folder, if there is one; wait until it has."""
+    path = folder / "z.sock"
+    if not path.exists():
+        return
+    with DaemonClient(path) as client:
+        client.post("/v1/stop")
+    ends_s = time.monotonic() + SOON_S
+    while path.exists():
+        assert time.monotonic() < ends_s
+        time.sleep(0.02)
 
 
 @dataclass
@@ -66,16 +97,19 @@ def zftune(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedPr
     )
 
 
-def _hangs_up() -> None:
-    """Tests may run under nohup, whose children ignore the signal; so do daemons, then."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
 @contextmanager
 def begun(
-    folder: Path, *arguments: str, module: str | None = HOSTED, more: Mapping[str, str] | None = None
+    folder: Path,
+    *arguments: str,
+    module: str | None = HOSTED,
+    more: Mapping[str, str] | None = None,
+    hangs_up: bool = True,
 ) -> Iterator[Daemon]:
-    """A daemon, from its first moment on; it is killed in the end if it has not ended."""
+    """A daemon, from its first moment on; it is killed in the end if it has not ended.
+
+    Without `hangs_up` it begins as under nohup; otherwise not, even if the tests do.
+    """
+    begin = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL if hangs_up else signal.SIG_IGN)
     command = ["-c", "from zftune.cli import main; main()", "daemon"] if module is None else ["-m", module]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, (folder / "log").open("ab") as log:
         manager.settimeout(SOON_S)
@@ -89,7 +123,7 @@ def begun(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            preexec_fn=_hangs_up,
+            preexec_fn=begin,
         )
         try:
             yield Daemon(process, folder / "z.sock", folder / "log", manager)
@@ -99,11 +133,9 @@ def begun(
 
 
 @contextmanager
-def serving(
-    folder: Path, *arguments: str, module: str | None = HOSTED, more: Mapping[str, str] | None = None
-) -> Iterator[Daemon]:
-    """A daemon that is ready; what it must not leave is looked at by the tests."""
-    with begun(folder, *arguments, module=module, more=more) as daemon:
+def serving(folder: Path, *arguments: str, **given: Any) -> Iterator[Daemon]:
+    """A daemon that is ready, `given` as for `begun`; what it must not leave is looked at by the tests."""
+    with begun(folder, *arguments, **given) as daemon:
         assert daemon.told().startswith("READY=1"), daemon.log.read_text()
         yield daemon
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from tests.zftune.daemon.chromium import Chromium, chromium, needs_chromium
-from tests.zftune.daemon.daemons import Daemon, serving
+from tests.zftune.daemon.daemons import Daemon, serving, short_folder
 from tests.zftune.daemon.scripted import Training
 from tests.zftune.daemon.test_page import NO_COOKIE, USED
 from zftune.daemon.client import DaemonClient
@@ -63,9 +61,8 @@ def hostile() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="zft-"))
-    yield made
-    shutil.rmtree(made, ignore_errors=True)  # the browser's last processes still write
+    with short_folder() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -123,15 +123,11 @@ def test_a_signal_before_it_is_ready_leaves_nothing_either(folder: Path, number:
 
 
 def test_a_signal_that_nohup_ignores_stays_ignored(folder: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with serving(folder) as daemon:
-            daemon.signal(signal.SIGHUP)
-            assert status_of(exchange(daemon.path, get("/v1/health"))) == 200
-            daemon.signal()
-            assert daemon.ends() == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with serving(folder, hangs_up=False) as daemon:
+        daemon.signal(signal.SIGHUP)
+        assert status_of(exchange(daemon.path, get("/v1/health"))) == 200
+        daemon.signal()
+        assert daemon.ends() == 0
     assert "SIGHUP" not in daemon.log.read_text()
 
 

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import re
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
-
-import pytest
 
 from tests.zftune.daemon.chromium import Chromium, chromium, needs_chromium
 from tests.zftune.daemon.daemons import Daemon
@@ -26,13 +21,6 @@ PAGE = Path(__file__).parents[3] / "zftune" / "daemon" / "page"
 
 def button(command: str) -> str:
     return f"document.querySelector('[data-command={command}]')"
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="zft-"))
-    yield made
-    shutil.rmtree(made, ignore_errors=True)  # the browser's last processes still write
 
 
 def opened(browser: Chromium, daemon: Daemon) -> str:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import pytest
 
 from tests.zftune.daemon.brain.loops import Loop
 from tests.zftune.daemon.chromium import chromium, needs_chromium
@@ -18,13 +14,6 @@ from tests.zftune.daemon.test_page_in_a_browser import STATE, STEP, button, open
 from zftune.daemon.client import DaemonClient
 
 pytestmark = needs_chromium
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="zft-"))
-    yield made
-    shutil.rmtree(made, ignore_errors=True)  # the browser's last processes still write
 
 
 @contextmanager

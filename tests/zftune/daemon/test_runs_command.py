@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.zftune.daemon.brain.agents import faster
+from tests.zftune.daemon.daemons import short_folder
 from tests.zftune.daemon.scripted import EVIL, START, Training, training_under
 from zftune.cli import app
 from zftune.daemon.client import DaemonClient
@@ -27,10 +26,8 @@ Tell = Callable[..., tuple[int, str, str]]
 @pytest.fixture(scope="module")
 def runs() -> Iterator[list[Training]]:
     """Two runs whose search has ended, each with another setting than it began with."""
-    made = Path(tempfile.mkdtemp(prefix="zft-"))
-    with training_under(made, "gpt2", EVIL) as (_, runs):
+    with short_folder() as made, training_under(made, "gpt2", EVIL) as (_, runs):
         yield runs
-    shutil.rmtree(made)
 
 
 @pytest.fixture

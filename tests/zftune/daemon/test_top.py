@@ -6,11 +6,9 @@ import json
 import os
 import pty
 import select
-import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 import termios
 import time
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.zftune.daemon.daemons import SOON_S, environment
+from tests.zftune.daemon.daemons import SOON_S, environment, short_folder
 from tests.zftune.daemon.scripted import EVIL, START, Training, training_under
 from tests.zftune.daemon.test_runs_command import teller
 from zftune.daemon.client import DaemonClient
@@ -36,11 +34,9 @@ LEAVES = b"\x1b[?1049l"
 @pytest.fixture(scope="module")
 def runs() -> Iterator[list[Training]]:
     """One run that trains, and one that has ended."""
-    made = Path(tempfile.mkdtemp(prefix="zft-"))
-    with training_under(made, "meta-llama/Llama-2-7b-hf", EVIL) as (_, runs):
+    with short_folder() as made, training_under(made, "meta-llama/Llama-2-7b-hf", EVIL) as (_, runs):
         runs[1].goodbye()
         yield runs
-    shutil.rmtree(made)
 
 
 @pytest.fixture(scope="module")

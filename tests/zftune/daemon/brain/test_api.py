@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
 from tests.zftune.daemon.brain.agents import RUN, Agent, hello
-from tests.zftune.daemon.daemons import exchange, serving, status_of
+from tests.zftune.daemon.daemons import exchange, serving, short_folder, status_of
 from zftune.daemon.client import DaemonClient
 from zftune.daemon.errors import DaemonError
 from zftune.daemon.wire import encode
@@ -22,15 +21,10 @@ HOSTED = "tests.zftune.daemon.brain.hosted"
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[DaemonClient]:
-    import shutil
-    import tempfile
-
-    folder = Path(tempfile.mkdtemp(prefix="zft-"))
-    folder.chmod(0o755)
-    more = {"ZFTUNE_DB": str(folder / "zftune.db"), "HOME": str(folder)}
-    with serving(folder, "2", module=HOSTED, more=more), closing(DaemonClient(folder / "z.sock")) as client:
-        yield client
-    shutil.rmtree(folder)
+    with short_folder() as folder:
+        more = {"ZFTUNE_DB": str(folder / "zftune.db"), "HOME": str(folder)}
+        with serving(folder, "2", module=HOSTED, more=more), closing(DaemonClient(folder / "z.sock")) as client:
+            yield client
 
 
 def refused(client: DaemonClient, route: str, document: Any = None) -> tuple[int | None, str]:

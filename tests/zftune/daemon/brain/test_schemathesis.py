@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import random
 import re
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -39,14 +37,6 @@ def daemon(folder: Path) -> Iterator[Daemon]:
     more = {"ZFTUNE_DB": str(folder / "zftune.db"), "HOME": str(folder)}
     with serving(folder, module=HOSTED, more=more) as daemon:
         yield daemon
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="zft-"))
-    made.chmod(0o755)
-    yield made
-    shutil.rmtree(made)
 
 
 def test_schemathesis_finds_nothing(daemon: Daemon) -> None:
