@@ -256,6 +256,7 @@ def train(runs: Sequence[Run], arrive_s: float, duration_s: float) -> None:
                     run.begin(now_s)
                     selector.register(run.connection, selectors.EVENT_READ, run)
                 run.tick(now_s)
-            soon_s = min(run.next_s for run in runs) - time.perf_counter()
+            # Never, where all wait for answers.
+            soon_s = min(begin_s + duration_s, *(run.next_s for run in runs)) - time.perf_counter()
             for key, _ in selector.select(max(0.0, soon_s)):
                 key.data.hear(time.perf_counter())

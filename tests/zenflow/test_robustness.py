@@ -199,8 +199,8 @@ def rig(link_d2h_gbps: float) -> Rig:
 def test_a_slow_link_does_not_pile_up_gradients_on_the_device() -> None:
     """At most one step's gradients wait for the link; the training thread waits for the rest, as a stall of D2H."""
     weights = weights_of(4)
-    step_bytes = 4 * 5 * 8 * 4
-    device = CountingLink(rig(link_d2h_gbps=step_bytes / 4e-3 / 1e9))
+    step_ms, step_bytes = 40.0, 4 * 5 * 8 * 4  # long beside what a loaded machine adds to a step
+    device = CountingLink(rig(link_d2h_gbps=step_bytes / (step_ms * 1e-3) / 1e9))
     config = ZenFlowConfig(topk_ratio=0.0, update_interval=4)
     optimizer = ZenFlowAdamW(weights, config=config, device=device)
     for step in range(1, 13):
@@ -213,13 +213,13 @@ def test_a_slow_link_does_not_pile_up_gradients_on_the_device() -> None:
     device.close()
     assert device.most_bytes <= 1.3 * step_bytes
     waited_ms = sum((one.stall_ms or {})["d2h"] for one in stats[1:])
-    assert waited_ms == pytest.approx(11 * 4.0, rel=0.3)
+    assert waited_ms == pytest.approx(11 * step_ms, rel=0.3)
 
 
 def test_columns_that_change_tier_do_not_wait_for_the_gradients_of_the_rest() -> None:
     """On a slow link the wait of a close is for the moved columns of all weights, not for the step's whole D2H."""
     weights = [nn.Parameter(torch.randn(64, 32)) for _ in range(8)]
-    step_ms, step_bytes = 40.0, 8 * 64 * 32 * 4
+    step_ms, step_bytes = 200.0, 8 * 64 * 32 * 4
     device = EmulatedAccelerator(rig(link_d2h_gbps=step_bytes / (step_ms * 1e-3) / 1e9))
     config = ZenFlowConfig(topk_ratio=1 / 32, update_interval=2, select_interval=2, apply_lag=1)
     optimizer = ZenFlowAdamW(weights, config=config, device=device)
