@@ -100,6 +100,14 @@ class Living:
         os.close(descriptor)
         return False
 
+    def files(self) -> set[str]:
+        """Runs that there is a lock's file of."""
+        if self._folder is None:
+            return set()
+        with contextlib.suppress(OSError):  # there is no folder yet
+            return {one.name for one in self._folder.iterdir()}
+        return set()
+
     def bury(self, run_id: str) -> None:
         """Remove what a dead run left, unless somebody has taken it up."""
         if self._folder is None or run_id in self._held:

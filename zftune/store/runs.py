@@ -324,26 +324,29 @@ class Runs(PastRuns):
     def reap(self) -> list[Reaped]:
         """Close the runs whose process has ended: what was in flight is marked crashed, what was planned is void.
 
-        A run that nobody has a lock on has ended; where there are no locks, one whose lease has ended.
+        A run that nobody has a lock on has ended; where there are no locks, one whose lease has ended. Locks' files of
+        processes that were killed before their run was written down, or after its end was, are removed.
 
         Raises:
             StoreError: it could not be written.
         """
+        files = self._living.files()  # before it is read who runs: a file is there before its run
 
-        def work(session: Session) -> list[Reaped]:
-            now, found = self._clock(), []
-            running = select(RunRow).where(RunRow.state == RunState.RUNNING)
-            for row in session.scalars(running.with_for_update()):
+        def work(session: Session) -> tuple[list[Reaped], set[str]]:
+            now, found, running = self._clock(), [], set()
+            rows = select(RunRow).where(RunRow.state == RunState.RUNNING)
+            for row in session.scalars(rows.with_for_update()):
+                running.add(row.run_id)
                 lives = self._living.lives(row.run_id)
                 if row.lease_until_unix_s >= now if lives is None else lives:
                     continue
                 row.state, row.ended_unix_s = RunState.LOST, min(now, row.lease_until_unix_s)
                 found.append(self._close_trials(session, row.run_id, in_flight=TrialState.CRASHED))
-            return found
+            return found, running
 
-        found = self._database.write(work)
-        for one in found:
-            self._living.bury(one.run_id)
+        found, running = self._database.write(work)
+        for run_id in {one.run_id for one in found} | (files - running):
+            self._living.bury(run_id)
         return found
 
     def _close_trials(self, session: Session, run_id: str, *, in_flight: TrialState) -> Reaped:

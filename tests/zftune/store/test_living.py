@@ -64,6 +64,35 @@ def test_a_killed_run_is_over_at_once(path: Path, store: Store, how: str) -> Non
     assert list((path.parent / f"{path.name}.runs").iterdir()) == []
 
 
+def hang(path: str, told: Connection) -> None:
+    """Begin a run, and wait to be killed where its lock is there and its row is not."""
+    with open_store(path) as store:
+
+        def write(work: object) -> None:
+            told.send(None)
+            signal.pause()
+
+        store._database.write = write  # type: ignore[assignment,method-assign]
+        store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
+
+
+def test_the_lock_of_a_process_that_was_killed_before_its_run_was_written_is_removed(path: Path, store: Store) -> None:
+    context = multiprocessing.get_context("forkserver")
+    mine, others = context.Pipe()
+    process = context.Process(target=hang, args=(str(path), others))
+    process.start()
+    assert mine.poll(60)
+    folder = path.parent / f"{path.name}.runs"
+    own = store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
+    assert store.reap() == []
+    assert len(list(folder.iterdir())) == 2  # it may still write it
+    process.kill()
+    process.join()
+    assert store.reap() == []
+    assert [one.name for one in folder.iterdir()] == [own.run_id]
+    store.finish_run(own)
+
+
 def test_a_run_that_this_store_holds_is_not_taken_over(path: Path, store: Store) -> None:
     run = store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
     with pytest.raises(StoreError, match="is still running"):
