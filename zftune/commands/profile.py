@@ -224,18 +224,21 @@ def _profile_workload(given: Mapping[str, Any], outputs: Outputs) -> None:
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Any]:
-    """A bar for each system that is measured."""
+    """A bar for each system that is measured; a log gets a line instead, on standard error."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
-    hidden = not console.is_terminal  # a log has no use for bars
+    hidden = not console.is_terminal
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden) as bars:
 
         def on_system(name: str) -> OnStep:
-            bar = bars.add_task(f"measuring {name.replace('_', ' ')}", total=None)
+            what = f"measuring {name.replace('_', ' ')}"
+            bar = bars.add_task(what, total=None)
 
             def on_step(done: int, total: int) -> None:
                 bars.update(bar, completed=done, total=total)
+                if hidden and done == 1:
+                    typer.echo(f"{what}: {total} steps", err=True)
 
             return on_step
 
