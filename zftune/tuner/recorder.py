@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from zftune.errors import ZftuneError
@@ -145,12 +145,7 @@ class StoreRecorder:
 
     def lose(self) -> None:
         """The training was not heard of any more: what was in flight is marked crashed."""
-        if self.notices:
-            return
-        try:
-            self._store.lose_run(self._run)
-        except ZftuneError as error:
-            self.notices.append(f"{error}.")
+        self._end(self._store.lose_run)
 
     def finish(self, search: Search, *, unfinished: bool = False) -> None:
         """Say goodbye.
@@ -159,17 +154,21 @@ class StoreRecorder:
             search: as it ended.
             unfinished: it was not over: the run is there to be resumed.
         """
-        if self.notices:
-            return
+        if not self.notices:
+            try:
+                self._trials(search)
+                self._decisions(search)
+            except ZftuneError as error:
+                self.notices.append(f"{error}.")
+        self._end(self._store.interrupt_run if unfinished or self.notices else self._store.finish_run)
+
+    def _end(self, end: Callable[[Run], None]) -> None:
+        """Also where the store took no more: it may again, and what is in flight would be taken for a crash."""
         try:
-            self._trials(search)
-            self._decisions(search)
-            if unfinished:
-                self._store.interrupt_run(self._run)
-            else:
-                self._store.finish_run(self._run)
+            end(self._run)
         except ZftuneError as error:
-            self.notices.append(f"{error}.")
+            if not self.notices:
+                self.notices.append(f"{error}.")
 
     def _commands(self, search: Search) -> None:
         """What somebody asked for in an earlier life holds on."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.zftune.tuner.surfaces import START, Driver, make
 from zftune.errors import ZftuneError
-from zftune.store import Hardware, Key, Model, Run, TrialState, open_store
+from zftune.store import Hardware, Key, Model, Run, RunState, TrialState, open_store
 from zftune.store.store import Store
 from zftune.tuner.rebuild import rebuild
 from zftune.tuner.recorder import StoreRecorder
@@ -165,3 +168,31 @@ def test_where_the_store_takes_no_more_the_search_ends_and_training_goes_on(stor
     recorder.finish(search)
     assert len(recorder.notices) == 1
     assert search.next() is None
+
+
+def test_a_store_that_takes_no_more_for_a_while_is_not_left_with_a_trial_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zftune.store.engine.BUSY_TIMEOUT_S", 0.1)
+    path = tmp_path / "zftune.db"
+    with open_store(str(path), environment={"HOME": str(tmp_path)}) as store:
+        run = begin(store)
+        search, driver = make(1, 0.05)
+        recorder = StoreRecorder(store, run)
+        while (request := search.next()) is not None and request.trial == 0:
+            assert recorder.before(search, request) is None
+            driver.run(search, most=1)
+            recorder.after(search, request, driver.outcomes[-1])
+        assert request is not None
+        assert recorder.before(search, request) is None
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            driver.run(search, most=1)
+            recorder.after(search, request, driver.outcomes[-1])
+            assert len(recorder.notices) == 1
+            assert store.trials(run.run_id)[request.trial].state is TrialState.IN_FLIGHT
+            other.execute("ROLLBACK")
+        recorder.finish(search)
+        assert len(recorder.notices) == 1
+        assert store.trials(run.run_id)[request.trial].state is TrialState.VOID
+        assert [one.state for one in store.runs()] == [RunState.LOST]  # not finished: it lacks what was not written

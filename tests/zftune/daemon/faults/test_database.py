@@ -17,7 +17,7 @@ import pytest
 
 from tests.zftune.daemon.faults.stage import Stage, Training, until
 from zftune.daemon.errors import DaemonError
-from zftune.store import open_store
+from zftune.store import TrialState, open_store
 
 BUSY_S = 1.0
 
@@ -64,6 +64,13 @@ def is_kept(world: Stage, kind: str) -> bool:
         return kind in [one.kind for run in store.runs() for one in store.decisions(run.run_id)]
 
 
+def in_flight(world: Stage) -> list[int]:
+    """Trials of the store that run now."""
+    with open_store(str(world.database), environment={"HOME": str(world.folder)}) as store:
+        trials = [one for run in store.runs() for one in store.trials(run.run_id)]
+    return [one.trial_id for one in trials if one.state is TrialState.IN_FLIGHT]
+
+
 def at_work(world: Stage, training: Training, chance: random.Random) -> None:
     world.until_state("baseline", "searching", "confirming", "frozen", training=training)
     time.sleep(chance.uniform(0, 0.6))
@@ -88,6 +95,7 @@ def test_its_disk_is_full(stage: Callable[..., Stage], disk: Path, chance: rando
     serves(world, training)
     filler.unlink()
     training.end()
+    assert not in_flight(world)  # it survived: nobody may take it for a crash later
     later = world.train(most=2)
     world.until_state("frozen", training=later)  # there is room again
     assert world.acknowledge()["run"]["notices"] in ([], ["Nothing is predicted here: settings are only measured."])
