@@ -64,6 +64,11 @@ class Counsel(ABC):
     def begun(self) -> bool:
         """Whether it is being made, or is there."""
 
+    @property
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether the search is there. Raises what making it raised."""
+
     @abstractmethod
     def live(self, scene: Scene) -> Executor | None:
         """The search in a training, once it is there; None: not yet. Raises what making it raised."""

@@ -27,10 +27,8 @@ from zftune.tuner.guard import Losses, LossGuard
 from zftune.tuner.ranks.accord import Accord
 from zftune.tuner.search import Search
 from zftune.tuner.settings import Setting
+from zftune.tuner.windows import KnownWindow, counted, warm_up_steps
 
-_WINDOW = 4  # S where the configuration leaves it to the runtime
-_WARM_UP_STEPS = 8
-_LONGEST_WARM_UP = 32
 _JOIN_S = 20.0  # a daemon that is told goodbye may take most of it
 _DEPART_S = 1.0
 _logger = logging.getLogger("zftune")
@@ -73,7 +71,9 @@ class Tuner:
         self._guard = LossGuard()
         self._losses: Losses | None = Losses(optimizer.device, self._guard)
         self._has_loss = False
-        self._warm_up = _warm_up_steps(optimizer)
+        self._warm_up = warm_up_steps(optimizer.config)
+        # With several ranks the accord tells of changes itself.
+        self._window = KnownWindow(optimizer, accord, None if accord is not None else on_change)
         self._attached_at = optimizer.steps
         self._begin_at = max(optimizer.steps, optimizer.config.full_warm_up_rounds) + self._warm_up
         self._finishing: Background[None] | None = None
@@ -97,7 +97,7 @@ class Tuner:
     @property
     def incumbent(self) -> Setting:
         """The best knobs so far."""
-        return Setting.of(self._optimizer.config) if self._live is None else self._live.incumbent
+        return Setting.of(counted(self._optimizer.config)) if self._live is None else self._live.incumbent
 
     @property
     def searching(self) -> bool:
@@ -267,10 +267,9 @@ class Tuner:
         self._finish()
 
     def _warm(self) -> None:
-        """First steps are slow, and coverage is not known before the first selection."""
         if not self._watch() and self._optimizer.steps >= self._begin_at:
-            seen = Seen(self._optimizer.config, tuple(self._optimizer.history()[-self._warm_up :]), self._has_loss)
-            self._counsel.prepare(seen)
+            steps = tuple(self._optimizer.history()[-self._warm_up :])
+            self._counsel.prepare(Seen(counted(self._optimizer.config), steps, self._has_loss))
 
     def _watch(self) -> bool:
         """Whether training goes wrong before the search begins, so that there is none."""
@@ -281,6 +280,11 @@ class Tuner:
 
     def _begin(self) -> bool:
         """Whether the search is there, so that it can begin."""
+        if not self._window.there:
+            self._listen()
+            if self._counsel.ready:
+                self._window.ask()
+            return False
         self._live = self._counsel.live(
             Scene(
                 optimizer=self._optimizer,
@@ -379,15 +383,3 @@ def _close_all() -> None:
         # Python then ends by SIGINT, as shells expect, unless code was compiled since: SQLAlchemy does that.
         with contextlib.suppress(KeyboardInterrupt):
             exec("raise KeyboardInterrupt")
-
-
-def _warm_up_steps(optimizer: ZenFlowOptimizer) -> int:
-    config = optimizer.config
-    window = config.longest_window
-    if config.update_interval == "auto":
-        window = _WINDOW
-        optimizer.set_knobs(update_interval=window, apply_lag=None)
-        _logger.info("update_interval is %d instead of auto: from here on the search sets it.", window)
-    every = config.select_interval
-    second = 0 if every == "auto" else min(every + 1, _LONGEST_WARM_UP)  # the first one sees untrained weights
-    return max(_WARM_UP_STEPS, 2 * window, second)

@@ -31,6 +31,10 @@ class Nobody(Counsel):
     def begun(self) -> bool:
         return False
 
+    @property
+    def ready(self) -> bool:
+        return False
+
     def live(self, scene: Scene) -> None:
         return None
 

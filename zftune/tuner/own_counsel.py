@@ -59,13 +59,15 @@ class OwnCounsel(Counsel):
     def begun(self) -> bool:
         return self._preparing is not None
 
+    @property
+    def ready(self) -> bool:
+        return self._made() is not None
+
     def live(self, scene: Scene) -> LiveSearch | None:
-        if self._preparing is None or not self._preparing.done:
+        prepared = self._made()
+        if prepared is None:
             return None
-        try:
-            prepared = self._take(self._preparing.result)
-        except ZenFlowError as error:  # of the search: as it is it would end the training
-            raise RuntimeError(f"the search cannot be made: {error}") from error
+        self._take(prepared)
         return LiveSearch(
             scene.optimizer,
             prepared.search,
@@ -106,9 +108,16 @@ class OwnCounsel(Counsel):
         if self._own_store and self._store is not None:
             self._store.close()
 
-    def _take(self, prepared: Prepared) -> Prepared:
+    def _made(self) -> Prepared | None:
+        if self._preparing is None or not self._preparing.done:
+            return None
+        try:
+            return self._preparing.result
+        except ZenFlowError as error:  # of the search: as it is it would end the training
+            raise RuntimeError(f"the search cannot be made: {error}") from error
+
+    def _take(self, prepared: Prepared) -> None:
         self._prepared, self.search = prepared, prepared.search
-        return prepared
 
     def _take_unused(self) -> None:
         """A search that was prepared and never began has to say goodbye as well."""
@@ -116,7 +125,8 @@ class OwnCounsel(Counsel):
             return
         self._preparing.join(_JOIN_S)
         if self._preparing.done and not self._preparing.failed:
-            self._take(self._preparing.result).search.stop("The tuning ended before its search began.")
+            self._take(self._preparing.result)
+            self._preparing.result.search.stop("The tuning ended before its search began.")
 
     def _desk(self, search: Search, recorder: Recorder | None) -> Desk:
         return ThreadDesk(search, recorder, self._thinker)

@@ -34,13 +34,10 @@ from zftune.tuner.settings import Setting
 from zftune.tuner.space import QUALITIES, QUALITY_WORDS, Coverage, Space, space_for
 from zftune.tuner.thinker import Thinker, ThinkerError
 from zftune.tuner.thinking import ThreadDesk
+from zftune.tuner.windows import counted, warm_up_steps
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
-
-_WINDOW = 4  # S where the configuration leaves it to the runtime
-_WARM_UP_STEPS = 8
-_LONGEST_WARM_UP = 32
 
 OnStep = Callable[[int, "Search | None"], None]
 """Told after each step: steps done, and the search once it has begun."""
@@ -171,10 +168,7 @@ class TunedRun:
         return not going
 
     def _warm_up(self, training: Training, on_step: OnStep) -> None:
-        """First steps are slow, and coverage is not known before the first selection."""
-        every = self.config.select_interval
-        second = 0 if every == "auto" else min(every + 1, _LONGEST_WARM_UP)  # the first one sees untrained weights
-        steps = min(max(_WARM_UP_STEPS, 2 * self.config.longest_window, second), self.options.steps)
+        steps = min(warm_up_steps(self.config), self.options.steps)
         while self.steps < steps:
             training.step()
             self.steps += 1
@@ -247,8 +241,7 @@ def _start(options: TuneOptions) -> tuple[Quality, ZenFlowConfig, bool]:
     if asked not in QUALITIES:
         raise BadInputError(f"--quality '{asked}': allowed are {', '.join(QUALITIES)}")
     quality: Quality = next(one for one in QUALITIES if one == asked)
-    if config.update_interval == "auto":
-        config = replace(config, update_interval=_WINDOW, apply_lag=None)
+    config = counted(config)
     if config.full_warm_up_rounds:
         config = replace(config, full_warm_up_rounds=0)  # a search begins with steps that are like all others
     return quality, config, sectioned

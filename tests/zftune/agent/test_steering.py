@@ -70,6 +70,7 @@ def tuned(loop: Loop, most: int = 6) -> LiveSearch:
     """Search in the optimizer's own hook, as a tuner does, and flush there now and then, as its probe does."""
     optimizer = loop.optimizer
     optimizer.set_knobs(update_interval=4, apply_lag=None)
+    loop.train(optimizer.steps + 1)
     start = Setting.of(optimizer.config)
     search = Search(
         space_for(start, "published", coverage=assumed_coverage),
@@ -114,6 +115,7 @@ def test_a_tuned_run_is_replayed_bit_for_bit(steer: Steer, tmp_path: Path) -> No
     recording = Recording(str(path))
     followed = steer(recording)
     first = Loop(ZenFlowConfig(topk_ratio=0.1, update_interval="auto", host_threads=1))
+    first.train(9)
     live = tuned(first)
     first.train(2000, until=lambda: live.over)
     first.train(max(first.optimizer.steps, PROBES[-1]) + 7)  # a window is open at the end
@@ -125,7 +127,8 @@ def test_a_tuned_run_is_replayed_bit_for_bit(steer: Steer, tmp_path: Path) -> No
     entries = read_schedule(path)
     assert entries[0].after_step == 0
     assert set(entries[0].knobs or ()) == set(BEGINNING)
-    assert entries[0].knobs["update_interval"] == 4  # type: ignore[index]
+    assert entries[0].knobs["update_interval"] == "auto"  # type: ignore[index]
+    assert (entries[1].after_step, entries[1].knobs["update_interval"]) == (9, 4)  # type: ignore[index]
     assert [one.after_step for one in entries if one.knobs is None] == list(PROBES)
     assert len({str(one.knobs) for one in entries}) > 3  # settings were tried
 

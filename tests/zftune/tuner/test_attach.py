@@ -19,10 +19,11 @@ from torch import nn
 
 import zftune
 from zenflow import ZenFlowAdamW, ZenFlowConfig
-from zenflow.errors import HostEngineError
+from zenflow.errors import HostEngineError, HostMemoryError
 from zftune.errors import BadInputError
 from zftune.store import RunState, open_store
 from zftune.store.store import Store
+from zftune.tuner.nobody import closed_tuner
 from zftune.tuner.preparing import Preparation
 from zftune.tuner.settings import Setting
 
@@ -197,13 +198,53 @@ def test_an_optimizer_that_never_stepped_says_nothing(attach: Attach, caplog: py
     assert caplog.messages == []
 
 
-def test_zen_auto_becomes_a_window_that_can_be_measured(attach: Attach) -> None:
-    loop = Loop(ZenFlowConfig(topk_ratio=0.1, update_interval="auto", host_threads=1))
+AUTO = ZenFlowConfig(topk_ratio=0.1, update_interval="auto", host_threads=1)
+
+
+def test_zen_auto_stays_until_there_is_a_search(attach: Attach) -> None:
+    loop, changes = Loop(AUTO), list[tuple[int, Mapping[str, Any]]]()
+    tuner = attach(loop, on_change=lambda step, knobs: changes.append((step, knobs)))
+    for _ in range(8):
+        loop.step()
+        assert loop.optimizer.config.update_interval == "auto"
+    assert changes == []
+    assert tuner.incumbent == Setting(topk_ratio=0.1, update_interval=4, apply_lag=4, host_threads=1)
+    loop.run(tuner, until=lambda: tuner.live is not None)
+    assert changes[0] == (loop.optimizer.steps, tuner.incumbent.knobs())
+    assert loop.knobs == tuner.incumbent
+    tuner.close()
+    assert tuner.search is not None
+    assert tuner.search.book.trials[0].setting == loop.knobs
+
+
+@pytest.mark.parametrize("failure", ["refused", "no search"])
+def test_zen_auto_stays_where_nothing_can_be_searched(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    loop = Loop(AUTO)
     tuner = attach(loop)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise HostMemoryError("the host has 3 bytes")
+
+    if failure == "refused":
+        monkeypatch.setattr(loop.optimizer, "set_knobs", refuse)
+    else:
+        monkeypatch.setattr(Preparation, "prepare", refuse)
+    loop.run(tuner)
+    assert tuner.notices[-1].startswith("Tuning ended: ")
+    assert "the host has 3 bytes" in tuner.notices[-1]
     loop.step()
+    assert loop.optimizer.config == AUTO.resolved()
+
+
+def test_zen_auto_stays_where_nobody_searches() -> None:
+    loop = Loop(AUTO)
+    tuner = closed_tuner(loop.optimizer)
     loop.step()
-    assert loop.optimizer.config.update_interval == 4
-    assert tuner.incumbent.apply_lag == 4
+    assert loop.optimizer.config.update_interval == "auto"
+    assert tuner.incumbent.update_interval == 4
+    loop.optimizer.close()
 
 
 def test_what_a_synchronous_optimizer_asks_for(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:

@@ -57,6 +57,10 @@ class DaemonCounsel(Counsel):
     def begun(self) -> bool:
         return self._courier is not None
 
+    @property
+    def ready(self) -> bool:
+        return self._desk.heard
+
     def live(self, scene: Scene) -> Executor:
         own = self._desk.own = Setting.of(scene.optimizer.config)
         heard = None if scene.guard is None else Losses(scene.optimizer.device, scene.guard, self._desk.hear_loss)

@@ -92,6 +92,7 @@ class RemoteDesk(Desk):
         self._incumbent: Setting | None = None
         self._over = False
         self._broken: Exception | None = None
+        self._answered = False
 
     # --- the training thread -----------------------------------------------------------------------------------------
 
@@ -104,10 +105,7 @@ class RemoteDesk(Desk):
 
     def poll(self) -> Answer | None:
         with self._lock:
-            if self._broken is not None:
-                # Not as it is: an error of the host engine's kind would end the training.
-                why = f"{type(self._broken).__name__}: {self._broken}"
-                raise RuntimeError(f"the daemon is not asked any more ({why})") from self._broken
+            self._check()
             answer, self._answer = self._answer, None
             if answer is not None:
                 self._recall = None  # it was for what came before
@@ -160,6 +158,13 @@ class RemoteDesk(Desk):
     # --- the courier's thread ----------------------------------------------------------------------------------------
 
     @property
+    def heard(self) -> bool:
+        """Whether the daemon has answered. Raises RuntimeError where it is not asked any more."""
+        with self._lock:
+            self._check()
+            return self._answered
+
+    @property
     def waits(self) -> bool:
         """Whether the training waits for an answer that somebody thinks about."""
         with self._lock:
@@ -210,6 +215,7 @@ class RemoteDesk(Desk):
         """Take what the daemon says."""
         directive = orders.directive
         with self._lock:
+            self._answered = True
             self._idle = directive.kind == "pause" or directive.state == _FROZEN
             if self._over:
                 return
@@ -229,6 +235,12 @@ class RemoteDesk(Desk):
         """There is nothing to be had any more; the training thread hears of it."""
         with self._lock:
             self._broken = error
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            # Not as it is: an error of the host engine's kind would end the training.
+            why = f"{type(self._broken).__name__}: {self._broken}"
+            raise RuntimeError(f"the daemon is not asked any more ({why})") from self._broken
 
     def _ask(self, directive: Directive, request: Request, incumbent: Setting, start: Setting | None) -> None:
         if directive.decision == self._offered:

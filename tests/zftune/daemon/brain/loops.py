@@ -71,6 +71,7 @@ class Loop:
         sampler: of the search.
         most: measurements.
         emulated: whether it trains on an emulated accelerator.
+        config: the user's.
     """
 
     def __init__(
@@ -81,12 +82,13 @@ class Loop:
         most: int = 6,
         emulated: bool = False,
         fresh: bool = True,
+        config: ZenFlowConfig = BEGIN,
     ) -> None:
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
         self.device = EmulatedAccelerator(fast_rig()) if emulated else None
         self.optimizer = ZenFlowAdamW(
-            self.module.parameters(), lr=1e-3, config=BEGIN, module=self.module, device=self.device
+            self.module.parameters(), lr=1e-3, config=config, module=self.module, device=self.device
         )
         if self.device is not None:
             self.device.attach(self.module)

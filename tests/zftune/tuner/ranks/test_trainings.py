@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[4]
-SEARCHES = ("tuned", "silent", "short_of_memory", "wrong_elsewhere", "closed_elsewhere")
+SEARCHES = ("tuned", "zen_auto", "silent", "short_of_memory", "wrong_elsewhere", "closed_elsewhere")
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,14 @@ def test_a_search_tries_other_settings_on_all_ranks(ranks: list[dict[str, Any]])
     assert len(tuned["seen"]) > 2
     assert ranks[1]["tuned"]["trials"] is None  # rank 0 alone thinks
     assert ranks[1]["tuned"]["notices"] == []
+
+
+def test_zen_auto_is_left_by_all_ranks_once_there_is_a_search(ranks: list[dict[str, Any]]) -> None:
+    begun, left = ranks[1]["zen_auto"]["seen"][:2]
+    assert (begun[2], left[2]) == ("auto", 4)
+    step, knobs = ranks[1]["zen_auto"]["changes"][0]
+    assert (step, knobs["update_interval"], knobs["apply_lag"]) == (left[0], 4, 4)
+    assert step > 8  # the warm-up
 
 
 def test_a_rank_that_does_not_acknowledge_voids_every_change(ranks: list[dict[str, Any]]) -> None:

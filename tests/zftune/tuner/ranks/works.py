@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,13 +40,14 @@ class Training:
     Args:
         rank: this one.
         most: measurements.
+        config: the user's.
     """
 
-    def __init__(self, rank: int, most: int = 5) -> None:
+    def __init__(self, rank: int, most: int = 5, config: ZenFlowConfig = OWN) -> None:
         torch.manual_seed(0)
         self.rank = rank
         self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
-        self.optimizer = ZenFlowAdamW(self.module.parameters(), lr=1e-3, config=OWN, module=self.module)
+        self.optimizer = ZenFlowAdamW(self.module.parameters(), lr=1e-3, config=config, module=self.module)
         self.changes: list[tuple[int, Mapping[str, Any]]] = []
         self.accord: Accord | None = None
         search = SearchOptions(sampler="random", most_measurements=most, hold=True)
@@ -102,7 +104,9 @@ class Training:
         search = self.tuner.search
         told = {
             "changes": self.changes,
-            "seen": [[step, config.topk_ratio, config.longest_window, config.lag] for step, config in self.seen],
+            "seen": [
+                [step, config.topk_ratio, config.update_interval, config.longest_window] for step, config in self.seen
+            ],
             "digest": self.digest(),
             "notices": self.tuner.notices,
             "incumbent": self.tuner.incumbent.knobs(),
@@ -117,6 +121,13 @@ class Training:
 def tuned(rank: int) -> dict[str, Any]:
     """A whole search."""
     training = Training(rank)
+    training.run(lambda: not training.tuner.searching)
+    return training.told()
+
+
+def zen_auto(rank: int) -> dict[str, Any]:
+    """Windows have no known length before there is a search."""
+    training = Training(rank, most=3, config=replace(OWN, update_interval="auto"))
     training.run(lambda: not training.tuner.searching)
     return training.told()
 
@@ -214,7 +225,7 @@ def _expect(told: dict[str, Any], call: Callable[[], Any]) -> None:
 
 WORKS = {
     one.__name__: one
-    for one in (tuned, silent, short_of_memory, wrong_elsewhere, closed_elsewhere, unfit, probed, alone)
+    for one in (tuned, zen_auto, silent, short_of_memory, wrong_elsewhere, closed_elsewhere, unfit, probed, alone)
 }
 
 

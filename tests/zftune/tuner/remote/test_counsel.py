@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from tests.zftune.daemon.brain.agents import facts
 from tests.zftune.daemon.brain.loops import Loop
-from tests.zftune.tuner.remote.test_courier import HOLD, Scripted
+from tests.zftune.tuner.remote.test_courier import HOLD, WELCOME, Scripted
 from zftune.daemon.errors import DaemonError
 from zftune.tuner.following import Tuner
 from zftune.tuner.settings import Setting
@@ -89,6 +90,22 @@ def test_a_training_that_ends_without_a_daemon_keeps_its_best_knobs(training: Lo
     training.close()
     last = tuner_of(training).notices[-1]
     assert last == "The training ends with the best knobs so far: the daemon does not answer any more."
+
+
+def test_zen_auto_stays_until_a_daemon_answers(daemon: Scripted) -> None:
+    daemon.answers["runs"] = [DaemonError("no daemon serves 'x'")]
+    training = Loop(daemon, config=replace(facts().config, update_interval="auto"))
+    tuner, begun = tuner_of(training), training.optimizer.config
+    training.run(lambda: bool(tuner.notices))
+    for _ in range(20):
+        training.step()
+    assert tuner.notices[-1].startswith("The daemon cannot be asked (no daemon serves 'x')")
+    assert tuner.live is None
+    assert training.optimizer.config == begun
+    daemon.answers["runs"] = [WELCOME]
+    training.run(lambda: tuner.live is not None)
+    assert [knobs["update_interval"] for _, knobs in training.changes] == [4]
+    training.close()
 
 
 def asking(steps: int) -> dict[str, Any]:
