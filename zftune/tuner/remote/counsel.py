@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator
 
 from zenflow.optimizer import ZenFlowOptimizer
@@ -48,10 +49,12 @@ class DaemonCounsel(Counsel):
         self._told = 0
 
     def prepare(self, seen: Seen) -> None:
+        reader = self._reader  # not this, or its thread would keep it
         self._courier = Courier(
-            self._transport, self._desk, lambda: self._reader.facts(seen), tokens=self._tokens, gpu_uuid=self._uuid
+            self._transport, self._desk, lambda: reader.facts(seen), tokens=self._tokens, gpu_uuid=self._uuid
         )
         self._courier.start()
+        weakref.finalize(self, self._courier.abandon).atexit = False
 
     @property
     def begun(self) -> bool:

@@ -47,6 +47,7 @@ _GOODBYE_S = 12.0
 _AGAIN_S = 0.1
 _FORGOTTEN = (404, 410)
 _BUSY = 409
+_THROWN_AWAY = "The training was thrown away before the search was over."
 _logger = logging.getLogger("zftune")
 
 
@@ -103,6 +104,7 @@ class Courier:
         self._failures = 0
         self._waits_since_s: float | None = None
         """Since when the training waits for an answer, on the monotonic clock; None: it does not."""
+        self._abandoned = False
         self._began_unix_s = time.time()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="zftune-agent", daemon=True)
@@ -110,6 +112,10 @@ class Courier:
     def start(self) -> None:
         """Begin; returns at once."""
         self._thread.start()
+
+    def abandon(self) -> None:
+        """The training was thrown away: the thread says goodbye by itself. Takes no lock: a finalizer calls it."""
+        self._abandoned = True
 
     def goodbye(self, message: Callable[[str], Goodbye]) -> Farewell | None:
         """End it, within seconds; the daemon's last words, None where it does not answer.
@@ -150,6 +156,20 @@ class Courier:
             self._report(timeout_s=within_s)
         return answers
 
+    def _part_alone(self) -> None:
+        """Nobody asks for the last words."""
+        try:
+            answers = self._report_at_last(_REQUEST_S)
+            if self._session is not None:
+                message = Goodbye(
+                    protocol=PROTOCOL, session=self._session, steps=self._desk.steps, begins=0, reason=_THROWN_AWAY
+                )
+                self._part(message, time.monotonic() + (_GOODBYE_S if answers else _SHORT_S))
+        except ZftuneError as error:
+            _logger.debug("The daemon was not told goodbye: %s.", error)
+        finally:
+            self._transport.close()
+
     def _part(self, message: Goodbye, ends_s: float) -> Farewell:
         route = f"/v1/runs/{self.run}/goodbye"
         while True:
@@ -167,11 +187,13 @@ class Courier:
     def _run(self) -> None:
         try:
             while not self._desk.closing.is_set():
+                if self._abandoned:
+                    self._part_alone()
+                    return
                 self._desk.wake.clear()
                 pause_s = self._exchange()
-                if self._desk.closing.is_set():
-                    return
-                self._desk.wake.wait(pause_s)
+                if not self._desk.closing.is_set():
+                    self._desk.wake.wait(pause_s)
         except Exception as error:
             _logger.exception("The daemon is not asked any more; the training goes on.")
             self._desk.fail(error)

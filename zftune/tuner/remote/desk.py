@@ -67,6 +67,8 @@ class RemoteDesk(Desk):
         """Why the tuning was ended; "": the training was."""
         self.between: Between | None = None
         """Steps that belong to no measurement, at the end."""
+        self.steps = 0
+        """That were observed."""
         self.own: Setting | None = None
         """The user's knobs: what stays where the daemon knows no better."""
         self._tokens = tokens
@@ -141,6 +143,7 @@ class RemoteDesk(Desk):
     def observe(self, stats: StepStats) -> None:
         stall_ms = None if stats.stall_ms is None else {str(cause): ms for cause, ms in stats.stall_ms.items()}
         with self._lock:
+            self.steps += 1
             self._dropped += len(self._steps) == MOST_STEPS
             self._steps.append(StepFigures(stats.step, stats.step_ms, stall_ms))
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +110,44 @@ def test_zen_auto_stays_until_a_daemon_answers(daemon: Scripted) -> None:
     training.run(lambda: tuner.live is not None)
     assert [knobs["update_interval"] for _, knobs in training.changes] == [4]
     training.close()
+
+
+def agents() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "zftune-agent"]
+
+
+def thrown_away(daemon: Scripted, until: Callable[[Tuner], bool]) -> Callable[[], Any]:
+    """Train for a while and let go of everything; the model, if it is still there."""
+
+    def train() -> Callable[[], Any]:
+        training = Loop(daemon)
+        tuner = tuner_of(training)
+        training.run(lambda: until(tuner))
+        return weakref.ref(training.module)
+
+    module = train()
+    gc.collect()
+    ends = time.monotonic() + 30
+    while agents() and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert agents() == []
+    gc.collect()
+    return module
+
+
+def test_a_training_that_is_thrown_away_says_goodbye(daemon: Scripted) -> None:
+    module = thrown_away(daemon, lambda tuner: tuner.live is not None and tuner.live.steady_steps > 9)
+    assert module() is None
+    assert daemon.asked[-2:] == ["report", "goodbye"]
+    assert daemon.documents[-1]["reason"] == "The training was thrown away before the search was over."
+    assert daemon.documents[-1]["steps"] > 0
+
+
+def test_a_training_that_is_thrown_away_without_a_daemon_leaves_nothing(daemon: Scripted) -> None:
+    daemon.answers["runs"] = [DaemonError("no daemon serves 'x'")]
+    module = thrown_away(daemon, lambda tuner: bool(tuner.notices))
+    assert module() is None
+    assert set(daemon.asked) == {"runs"}
 
 
 def asking(steps: int) -> dict[str, Any]:
