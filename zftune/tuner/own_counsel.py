@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import queue
+import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from zenflow import ZenFlowError
 from zenflow.optimizer import ZenFlowOptimizer
@@ -20,9 +23,22 @@ from zftune.tuner.thinking import Desk, Recorder, ThreadDesk
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
+    from zftune.tuner.recorder import StoreRecorder
 
 _JOIN_S = 5.0
 _WARNING = 30
+
+_thrown_away: queue.SimpleQueue[tuple[StoreRecorder, Store | None]] = queue.SimpleQueue()
+"""Runs of trainings that were thrown away, and stores to be closed: a finalizer may do no more than put them here."""
+
+
+def close_thrown_away() -> None:
+    """Close what trainings have left open that were thrown away; at the next one, or at the end of the process."""
+    while not _thrown_away.empty():
+        recorder, store = _thrown_away.get()
+        recorder.interrupt()
+        if store is not None:
+            store.close()
 
 
 class OwnCounsel(Counsel):
@@ -51,6 +67,8 @@ class OwnCounsel(Counsel):
         self._preparing: Background[Prepared] | None = None
         self._prepared: Prepared | None = None
         self._told = 0
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        close_thrown_away()
 
     def prepare(self, seen: Seen) -> None:
         self._preparing = Background(lambda: self._preparation.prepare(seen), "zftune-prepare")
@@ -88,6 +106,8 @@ class OwnCounsel(Counsel):
         return new
 
     def end(self, ended: Ended) -> Iterator[Said]:
+        if self._finalizer is not None:
+            self._finalizer.detach()
         self._thinker.close()  # who waits for its answer would keep this waiting
         if self._prepared is None:
             self._take_unused()
@@ -118,6 +138,12 @@ class OwnCounsel(Counsel):
 
     def _take(self, prepared: Prepared) -> None:
         self._prepared, self.search = prepared, prepared.search
+        if prepared.recorder is not None:
+            left = (prepared.recorder, self._store if self._own_store else None)
+            self._finalizer = weakref.finalize(self, _thrown_away.put, left)
+            self._finalizer.atexit = False
+            atexit.unregister(close_thrown_away)
+            atexit.register(close_thrown_away)
 
     def _take_unused(self) -> None:
         """A search that was prepared and never began has to say goodbye as well."""

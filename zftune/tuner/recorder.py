@@ -147,6 +147,10 @@ class StoreRecorder:
         """The training was not heard of any more: what was in flight is marked crashed."""
         self._end(self._store.lose_run)
 
+    def interrupt(self) -> None:
+        """End the run before its search was over, with what has been written down."""
+        self._end(self._store.interrupt_run)
+
     def finish(self, search: Search, *, unfinished: bool = False) -> None:
         """Say goodbye.
 

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
@@ -91,6 +92,7 @@ class Thinker:
                 if self._errors is not None:
                     self._errors.close()
                 raise ThinkerError(f"the process that thinks cannot be started: {error}") from error
+            weakref.finalize(self, _end_process, self._process, self._errors, os.getpid())
 
     def ready(self) -> None:
         """Wait until it has loaded what it thinks with.
@@ -152,13 +154,8 @@ class Thinker:
         with self._lock:
             self._closed = True
             process = self._process
-        if process is None:
-            return
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout, self._errors):
-            if pipe is not None:
-                _close(pipe)
+        if process is not None and self._errors is not None:
+            _end_process(process, self._errors, os.getpid())
 
     def _give_up(self) -> None:
         self._late = True
@@ -177,6 +174,17 @@ class Thinker:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return f"the process that thinks ended with exit code {code}" + (f" ({lines[-1]})" if lines else "")
+
+
+def _end_process(process: subprocess.Popen[bytes], errors: IO[bytes], pid: int) -> None:
+    """Also called where its owner was thrown away; in a fork's child it is not the child's to end."""
+    if os.getpid() != pid:
+        return
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout, errors):
+        if pipe is not None:
+            _close(pipe)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import zftune
 from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.errors import HostEngineError, HostMemoryError
 from zftune.errors import BadInputError
-from zftune.store import RunState, open_store
+from zftune.store import RunState, TrialRecord, TrialState, open_store
 from zftune.store.store import Store
 from zftune.tuner.nobody import closed_tuner
 from zftune.tuner.preparing import Preparation
@@ -196,6 +198,27 @@ def test_a_training_that_ends_before_a_measurement_says_so(attach: Attach, caplo
 def test_an_optimizer_that_never_stepped_says_nothing(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
     attach(Loop()).close()
     assert caplog.messages == []
+
+
+def test_what_a_training_leaves_that_is_thrown_away_is_closed_by_the_next(store: Store) -> None:
+    def train() -> weakref.ref[zftune.Tuner]:
+        loop = Loop()
+        tuner = zftune.attach(loop.optimizer, store=store)
+        loop.run(tuner, until=lambda: any(one.state is TrialState.IN_FLIGHT for one in trials()))
+        return weakref.ref(tuner)
+
+    def trials() -> list[TrialRecord]:
+        return [one for run in store.runs() for one in store.trials(run.run_id)]
+
+    tuner = train()
+    gc.collect()
+    assert tuner() is None
+    assert [run.state for run in store.runs()] == [RunState.RUNNING]
+    loop = Loop()
+    zftune.attach(loop.optimizer, store=store).close()
+    loop.optimizer.close()
+    assert [run.state for run in store.runs()] == [RunState.LOST]  # to be gone on with
+    assert {TrialState.IN_FLIGHT, TrialState.CRASHED}.isdisjoint(one.state for one in trials())
 
 
 AUTO = ZenFlowConfig(topk_ratio=0.1, update_interval="auto", host_threads=1)
