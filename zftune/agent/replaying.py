@@ -7,11 +7,10 @@ import logging
 import weakref
 from collections import deque
 
-from zenflow import ConfigError, HostMemoryError
-from zenflow.errors import HostThreadsError
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.errors import BadInputError
 from zftune.schedule import Entry, read_schedule
+from zftune.tuner.changing import change_knobs
 
 _logger = logging.getLogger("zftune")
 
@@ -78,7 +77,6 @@ class Replay:
         if entry.knobs is None:
             optimizer.flush()
             return
-        try:
-            optimizer.set_knobs(**entry.knobs)
-        except (ConfigError, HostMemoryError, HostThreadsError) as error:
-            raise BadInputError(f"--schedule '{self._path}', after step {entry.after_step}: {error}") from error
+        refused = change_knobs(optimizer, entry.knobs).refused
+        if refused:
+            raise BadInputError(f"--schedule '{self._path}', after step {entry.after_step}: {refused}")

@@ -14,6 +14,7 @@ from torch import nn
 
 import zftune
 from zenflow import EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig
+from zenflow.errors import RankError
 from zftune.agent.recording import BEGINNING, Recording
 from zftune.agent.replaying import Replay
 from zftune.agent.steering import Part, hook
@@ -216,6 +217,23 @@ def test_knobs_that_do_not_go_with_the_training_are_refused(steer: Steer, tmp_pa
     steer(Replay(str(path)))
     loop = Loop()
     with pytest.raises(BadInputError, match="after step 3: apply_lag is 9, allowed is an integer from 1 to"):
+        loop.train(5)
+    loop.close()
+
+
+def test_what_another_rank_refuses_is_a_sentence_here_too(
+    steer: Steer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "schedule.json"
+    path.write_text(encode([Entry(3, {"topk_ratio": 0.2})]))
+    steer(Replay(str(path)))
+    loop = Loop()
+
+    def refuse(**_: Any) -> int:
+        raise RankError("another rank failed at this, and says why")
+
+    monkeypatch.setattr(loop.optimizer, "set_knobs", refuse)
+    with pytest.raises(BadInputError, match="after step 3: another rank failed at this, and says why"):
         loop.train(5)
     loop.close()
 
