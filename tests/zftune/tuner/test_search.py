@@ -12,7 +12,7 @@ from zftune.store.types import TrialState
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.settings import Setting
 from zftune.tuner.space import Forecast
-from zftune.tuner.states import Outcome, Request, Stopped
+from zftune.tuner.states import OF_INCUMBENT, Outcome, Request, Stopped
 
 SEEDS = range(10)
 
@@ -89,6 +89,28 @@ def test_changes_of_knobs_are_paid_from_the_budget_too(seed: int) -> None:
     assert max(beyond[: first + 2]) <= 2 * driver.change_s
     slowest_s = max(max((*one.steps_ms, *one.discarded_ms)) for one in driver.outcomes) / 1e3
     assert max(beyond[first + 2 :]) <= slowest_s  # a step that has begun is finished
+
+
+@pytest.mark.parametrize("seed", [0, 3, 7])
+def test_a_trial_may_spend_what_is_left_but_the_way_back_and_a_quarter_that_is_kept(seed: int) -> None:
+    search, driver = make(seed, 0.03, grant_s=1.0, grant_steps=10, hold=True)
+    driver.change_s = 5 * driver.surface.ms(START) / 1e3
+    kept, ways_back, held = list[float](), list[float](), list[float]()
+    while len(kept) < 8:
+        request = search.next()
+        assert request is not None
+        cost = search.cost
+        if request.role == "hold":
+            held.append(cost.left_s / cost.allowed_s)
+        elif request.role not in OF_INCUMBENT:
+            assert request.allowance_s == pytest.approx(cost.left_s - cost.change_s)
+            ways_back.append(cost.change_s)
+            if request.role == "explore" and search.book.trials[request.trial].source not in ("planner", "preset"):
+                kept.append(cost.left_s / cost.allowed_s)
+        driver.run(search, most=1)
+    assert min(kept) >= 0.25
+    assert max(ways_back) == pytest.approx(driver.change_s, rel=0.2)
+    assert max(held) > 0  # there was something left, and it was kept
 
 
 def test_the_start_is_measured_first_and_the_planners_setting_next() -> None:

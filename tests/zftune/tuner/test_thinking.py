@@ -120,6 +120,28 @@ time.sleep(60)
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
+def test_thrown_away_it_ends_but_not_by_a_forks_child() -> None:
+    code = """
+import gc, os, signal, time
+from zftune.tuner.thinker import Thinker
+thinker = Thinker()
+thinker.start()
+process = thinker._process
+if os.fork() == 0:
+    del thinker
+    gc.collect()
+    os._exit(0)
+os.wait()
+time.sleep(0.2)
+print(process.poll(), thinker.ask(abs, -3))
+del thinker
+gc.collect()
+print(process.poll() == -signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "None 3\nTrue\n"
+
+
 def test_where_it_fails_the_planner_goes_on_alone(thinker: Thinker) -> None:
     there = search()
     desk = ThreadDesk(there, None, thinker)
