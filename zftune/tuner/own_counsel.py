@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import queue
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from zenflow import ZenFlowError
@@ -28,17 +30,31 @@ if TYPE_CHECKING:
 _JOIN_S = 5.0
 _WARNING = 30
 
-_thrown_away: queue.SimpleQueue[tuple[StoreRecorder, Store | None]] = queue.SimpleQueue()
-"""Runs of trainings that were thrown away, and stores to be closed: a finalizer may do no more than put them here."""
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What a training leaves open."""
+
+    recorder: StoreRecorder
+    store: Store | None
+    """To be closed, too."""
+    pid: int
+
+    def close(self) -> None:
+        if os.getpid() == self.pid:  # in a fork's child it is the parent's
+            self.recorder.interrupt()
+            if self.store is not None:
+                self.store.close()
+
+
+_thrown_away: queue.SimpleQueue[_Left] = queue.SimpleQueue()
+"""Of trainings that were thrown away: a finalizer may do no more than put it here."""
 
 
 def close_thrown_away() -> None:
     """Close what trainings have left open that were thrown away; at the next one, or at the end of the process."""
     while not _thrown_away.empty():
-        recorder, store = _thrown_away.get()
-        recorder.interrupt()
-        if store is not None:
-            store.close()
+        _thrown_away.get().close()
 
 
 class OwnCounsel(Counsel):
@@ -139,7 +155,7 @@ class OwnCounsel(Counsel):
     def _take(self, prepared: Prepared) -> None:
         self._prepared, self.search = prepared, prepared.search
         if prepared.recorder is not None:
-            left = (prepared.recorder, self._store if self._own_store else None)
+            left = _Left(prepared.recorder, self._store if self._own_store else None, os.getpid())
             self._finalizer = weakref.finalize(self, _thrown_away.put, left)
             self._finalizer.atexit = False
             atexit.unregister(close_thrown_away)
