@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -289,7 +289,9 @@ def test_a_rig_that_is_too_fast_is_named_with_its_cause(zftune: Run, folder: Pat
         *("profile", "--rig", "fast.toml", "--model", "mini", "--sequence", 8, "--text", "good.json"),
         *("--steps", 4, "--no-baselines", "--json", "profile.json"),
     )
-    ended.is_sentence(1)
+    *progress, sentence = ended.err.splitlines(keepends=True)
+    assert progress == ["measuring this run: 12 steps\n"] * 3
+    replace(ended, err=sentence).is_sentence(1)
     assert "rig 'warp'" in ended.err
     assert "segments were late in each of 3 runs" in ended.err
     assert "larger scale" in ended.err

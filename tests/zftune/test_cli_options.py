@@ -174,5 +174,6 @@ def test_a_file_that_cannot_be_written_is_left_as_it_was(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 1
-    assert capsys.readouterr().err == f"zftune: --json '{file}': cannot be written (No space left on device)\n"
+    sentence = f"zftune: --json '{file}': cannot be written (No space left on device)"
+    assert capsys.readouterr().err.splitlines() == ["measuring this run: 2 steps", sentence]
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"profile.json": "previous"}

@@ -7,10 +7,11 @@ import logging
 import weakref
 from collections import deque
 
+from zenflow import ConfigError, HostMemoryError
+from zenflow.errors import HostThreadsError, RankError
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.errors import BadInputError
 from zftune.schedule import Entry, read_schedule
-from zftune.tuner.changing import change_knobs
 
 _logger = logging.getLogger("zftune")
 
@@ -77,6 +78,7 @@ class Replay:
         if entry.knobs is None:
             optimizer.flush()
             return
-        refused = change_knobs(optimizer, entry.knobs).refused
-        if refused:
-            raise BadInputError(f"--schedule '{self._path}', after step {entry.after_step}: {refused}")
+        try:
+            optimizer.set_knobs(**entry.knobs)
+        except (ConfigError, HostMemoryError, HostThreadsError, RankError) as error:
+            raise BadInputError(f"--schedule '{self._path}', after step {entry.after_step}: {error}") from error

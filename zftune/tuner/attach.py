@@ -68,6 +68,8 @@ def attach(
 ) -> Tuner:
     """Tune an optimizer's knobs while it trains. Call it before the first step; on a GPU it takes some seconds.
 
+    `update_interval: "auto"` is left for windows of four steps once there is a search, which needs a known length.
+
     Args:
         optimizer: of zenflow; given its `module`, more is known of the model.
         quality: "exact", "published" or "loose"; None: "published", but "exact" where the knobs wait for every update.
@@ -84,9 +86,10 @@ def attach(
         most_measurements: of the search.
         on_change: told of the step after which new knobs hold, and of the knobs.
         daemon: whether the daemon searches, on $ZFTUNE_SOCKET or its usual socket, rather than this process. It need
-            not be there yet, nor stay: meanwhile the best knobs so far hold. It has its own store. None: as
-            $ZFTUNE_ONLINE says, "daemon" or "process"; where that is not set, or a store is given, this process. Under
-            `zftune run --schedule` nobody searches, whatever is given: the tuner is closed from the beginning.
+            not be there yet, nor stay: meanwhile the best knobs so far hold, at first the user's own. It has its own
+            store. None: as $ZFTUNE_ONLINE says, "daemon" or "process"; where that is not set, or a store is given, this
+            process. Under `zftune run --schedule` nobody searches, whatever is given: the tuner is closed from the
+            beginning.
 
     Raises:
         BadInputError: an argument is not allowed, or not all ranks have come.

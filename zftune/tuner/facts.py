@@ -87,7 +87,7 @@ class TrainingFacts:
     """None, as `here`: nothing is remembered of it."""
     here: Here | None
     config: ZenFlowConfig
-    """The user's, as it is after the warm-up."""
+    """The user's, as it is after the warm-up, with windows of a known length."""
     has_loss: bool
     step_ms: float
     """0: not known."""

@@ -96,7 +96,7 @@ class Tuner:
 
     @property
     def incumbent(self) -> Setting:
-        """The best knobs so far."""
+        """The best knobs so far; where `update_interval` is "auto", what a search begins with."""
         return Setting.of(counted(self._optimizer.config)) if self._live is None else self._live.incumbent
 
     @property
@@ -310,7 +310,7 @@ class Tuner:
     def _probe_is_due(self) -> bool:
         """Once before the search and for each incumbent, where nothing is measured and nothing older is pending."""
         if self._live is None:
-            return self._probed is None and self._counsel.begun
+            return self._probed is None and self._counsel.begun and self._window.there
         setting = self._live.incumbent
         settled = setting.update_interval + setting.apply_lag
         return self._probed != setting and self._live.request is None and self._live.steady_steps > settled

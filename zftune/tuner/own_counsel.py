@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import logging
 import os
 import queue
 import weakref
@@ -25,26 +27,31 @@ from zftune.tuner.thinking import Desk, Recorder, ThreadDesk
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
-    from zftune.tuner.recorder import StoreRecorder
 
 _JOIN_S = 5.0
 _WARNING = 30
+_logger = logging.getLogger("zftune")
 
 
 @dataclass(frozen=True, slots=True)
 class _Left:
     """What a training leaves open."""
 
-    recorder: StoreRecorder
+    preparing: Background[Prepared]
+    thinker: Thinker
     store: Store | None
     """To be closed, too."""
     pid: int
 
     def close(self) -> None:
-        if os.getpid() == self.pid:  # in a fork's child it is the parent's
-            self.recorder.interrupt()
-            if self.store is not None:
-                self.store.close()
+        if os.getpid() != self.pid:
+            return  # in a fork's child it is the parent's
+        self.thinker.close()
+        self.preparing.join(_JOIN_S)
+        if self.preparing.done and not self.preparing.failed and self.preparing.result.recorder is not None:
+            self.preparing.result.recorder.interrupt()
+        if self.store is not None:
+            self.store.close()
 
 
 _thrown_away: queue.SimpleQueue[_Left] = queue.SimpleQueue()
@@ -52,9 +59,22 @@ _thrown_away: queue.SimpleQueue[_Left] = queue.SimpleQueue()
 
 
 def close_thrown_away() -> None:
-    """Close what trainings have left open that were thrown away; at the next one, or at the end of the process."""
-    while not _thrown_away.empty():
-        _thrown_away.get().close()
+    """Close what trainings have left open that were thrown away; before the next search, or where the process ends."""
+    while True:
+        try:
+            left = _thrown_away.get_nowait()
+        except queue.Empty:
+            return
+        try:
+            left.close()
+        except Exception:
+            _logger.exception("What an earlier training has left could not be closed.")
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    """Once, before a tuner asks for the same: these are called in reverse."""
+    atexit.register(close_thrown_away)
 
 
 class OwnCounsel(Counsel):
@@ -84,10 +104,19 @@ class OwnCounsel(Counsel):
         self._prepared: Prepared | None = None
         self._told = 0
         self._finalizer: weakref.finalize[Any, Any] | None = None
-        close_thrown_away()
+        _close_at_exit()
 
     def prepare(self, seen: Seen) -> None:
-        self._preparing = Background(lambda: self._preparation.prepare(seen), "zftune-prepare")
+        preparation = self._preparation  # not this, or the thread would keep it
+
+        def work() -> Prepared:
+            close_thrown_away()  # its run may be the one to be gone on with
+            return preparation.prepare(seen)
+
+        self._preparing = Background(work, "zftune-prepare")
+        left = _Left(self._preparing, self._thinker, self._store if self._own_store else None, os.getpid())
+        self._finalizer = weakref.finalize(self, _thrown_away.put, left)
+        self._finalizer.atexit = False
 
     @property
     def begun(self) -> bool:
@@ -154,12 +183,6 @@ class OwnCounsel(Counsel):
 
     def _take(self, prepared: Prepared) -> None:
         self._prepared, self.search = prepared, prepared.search
-        if prepared.recorder is not None:
-            left = _Left(prepared.recorder, self._store if self._own_store else None, os.getpid())
-            self._finalizer = weakref.finalize(self, _thrown_away.put, left)
-            self._finalizer.atexit = False
-            atexit.unregister(close_thrown_away)
-            atexit.register(close_thrown_away)
 
     def _take_unused(self) -> None:
         """A search that was prepared and never began has to say goodbye as well."""

@@ -36,6 +36,8 @@ class StoreRecorder:
         self._notes = 0
         self._life = 0
         self._lease_until = time.monotonic() + LEASE_S
+        self._runs = False
+        """Whether a challenger was written down as in flight, and nothing was heard of it."""
 
     @property
     def run_id(self) -> str:
@@ -79,6 +81,7 @@ class StoreRecorder:
             self._hold(search, request)
             if request.role not in OF_INCUMBENT:
                 self._store.mark_in_flight(self._run, self._ids[request.trial])
+                self._runs = True
         except ZftuneError as error:
             self.notices.append(f"{error}.")
             return None if request.role in OF_INCUMBENT else f"No setting can be tried safely: {error}."
@@ -86,6 +89,7 @@ class StoreRecorder:
 
     def after(self, search: Search, request: Request, outcome: Outcome) -> None:
         """Write down what came of a request, and what was decided."""
+        self._runs = False
         if self.notices:
             return
         try:
@@ -144,8 +148,8 @@ class StoreRecorder:
         self._store.renew_lease(self._run, lease_s)
 
     def lose(self) -> None:
-        """The training was not heard of any more: what was in flight is marked crashed."""
-        self._end(self._store.lose_run)
+        """The training was not heard of any more: what was in flight is marked crashed, unless it was survived."""
+        self._end(self._store.lose_run if self._runs else self._store.interrupt_run)
 
     def interrupt(self) -> None:
         """End the run before its search was over, with what has been written down."""
@@ -164,6 +168,7 @@ class StoreRecorder:
                 self._decisions(search)
             except ZftuneError as error:
                 self.notices.append(f"{error}.")
+                return  # nor would it be closed now
         self._end(self._store.interrupt_run if unfinished or self.notices else self._store.finish_run)
 
     def _end(self, end: Callable[[Run], None]) -> None:

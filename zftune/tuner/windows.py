@@ -14,6 +14,7 @@ from zftune.tuner.settings import Setting
 _INTERVAL = 4  # S where the configuration leaves it to the runtime
 _WARM_UP_STEPS = 8
 _LONGEST_WARM_UP = 32
+_MOST_VOIDS = 8
 _logger = logging.getLogger("zftune")
 
 
@@ -42,6 +43,7 @@ class KnownWindow:
         self._optimizer, self._on_change = optimizer, on_change
         self._changes = changes or AtOnce(optimizer)
         self._asked = False
+        self._voids = 0
 
     @property
     def there(self) -> bool:
@@ -52,7 +54,7 @@ class KnownWindow:
         """Call it after each step until it is there.
 
         Raises:
-            ZftuneError: such windows cannot be had.
+            ZftuneError: such windows cannot be had, or not all ranks agree.
             HostEngineError: host work failed.
         """
         setting = Setting.of(counted(self._optimizer.config))
@@ -65,6 +67,9 @@ class KnownWindow:
         self._asked = False
         if verdict.refused:
             raise ZftuneError(f"update_interval {_INTERVAL} instead of auto is refused ({verdict.refused})")
+        self._voids += bool(verdict.void)
+        if self._voids == _MOST_VOIDS:
+            raise ZftuneError(f"update_interval {_INTERVAL} instead of auto is not agreed on ({verdict.void})")
         if verdict.step is not None:
             _logger.info("update_interval is %d instead of auto: from here on the search sets it.", _INTERVAL)
             if self._on_change is not None:

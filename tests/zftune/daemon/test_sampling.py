@@ -107,7 +107,7 @@ def test_runs_on_one_gpu_are_co_tenants(here: Callable[..., None], node: Runs) -
 
 def test_a_link_that_is_shifted_down_while_a_run_trains_voids(here: Callable[..., None], node: Runs) -> None:
     fast, slow = {"util": 60, "generation": 5, "width": 16}, {"util": 60, "generation": 3, "width": 16}
-    here(HOPPER, timeline=[{"t": 0, **fast}, {"t": 2, **fast}, {"t": 2.1, **slow}])
+    here(HOPPER, timeline=[{"t": 0, **fast}, {"t": 8, **fast}, {"t": 8.1, **slow}])
     disturbed = node.come()
     assert figures(node)["pcie_gen"] == 5
     assert disturbed() is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,10 @@ from torch import nn
 
 import zftune
 from zenflow import ZenFlowAdamW, ZenFlowConfig
-from zenflow.errors import HostEngineError, HostMemoryError
+from zenflow.errors import HostEngineError
 from zftune.errors import BadInputError
-from zftune.store import RunState, TrialRecord, TrialState, open_store
+from zftune.store import RunState, open_store
 from zftune.store.store import Store
-from zftune.tuner.nobody import closed_tuner
 from zftune.tuner.preparing import Preparation
 from zftune.tuner.settings import Setting
 
@@ -198,76 +195,6 @@ def test_a_training_that_ends_before_a_measurement_says_so(attach: Attach, caplo
 def test_an_optimizer_that_never_stepped_says_nothing(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
     attach(Loop()).close()
     assert caplog.messages == []
-
-
-def test_what_a_training_leaves_that_is_thrown_away_is_closed_by_the_next(store: Store) -> None:
-    def train() -> weakref.ref[zftune.Tuner]:
-        loop = Loop()
-        tuner = zftune.attach(loop.optimizer, store=store)
-        loop.run(tuner, until=lambda: any(one.state is TrialState.IN_FLIGHT for one in trials()))
-        return weakref.ref(tuner)
-
-    def trials() -> list[TrialRecord]:
-        return [one for run in store.runs() for one in store.trials(run.run_id)]
-
-    tuner = train()
-    gc.collect()
-    assert tuner() is None
-    assert [run.state for run in store.runs()] == [RunState.RUNNING]
-    loop = Loop()
-    zftune.attach(loop.optimizer, store=store).close()
-    loop.optimizer.close()
-    assert [run.state for run in store.runs()] == [RunState.LOST]  # to be gone on with
-    assert {TrialState.IN_FLIGHT, TrialState.CRASHED}.isdisjoint(one.state for one in trials())
-
-
-AUTO = ZenFlowConfig(topk_ratio=0.1, update_interval="auto", host_threads=1)
-
-
-def test_zen_auto_stays_until_there_is_a_search(attach: Attach) -> None:
-    loop, changes = Loop(AUTO), list[tuple[int, Mapping[str, Any]]]()
-    tuner = attach(loop, on_change=lambda step, knobs: changes.append((step, knobs)))
-    for _ in range(8):
-        loop.step()
-        assert loop.optimizer.config.update_interval == "auto"
-    assert changes == []
-    assert tuner.incumbent == Setting(topk_ratio=0.1, update_interval=4, apply_lag=4, host_threads=1)
-    loop.run(tuner, until=lambda: tuner.live is not None)
-    assert changes[0] == (loop.optimizer.steps, tuner.incumbent.knobs())
-    assert loop.knobs == tuner.incumbent
-    tuner.close()
-    assert tuner.search is not None
-    assert tuner.search.book.trials[0].setting == loop.knobs
-
-
-@pytest.mark.parametrize("failure", ["refused", "no search"])
-def test_zen_auto_stays_where_nothing_can_be_searched(
-    attach: Attach, monkeypatch: pytest.MonkeyPatch, failure: str
-) -> None:
-    loop = Loop(AUTO)
-    tuner = attach(loop)
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise HostMemoryError("the host has 3 bytes")
-
-    if failure == "refused":
-        monkeypatch.setattr(loop.optimizer, "set_knobs", refuse)
-    else:
-        monkeypatch.setattr(Preparation, "prepare", refuse)
-    loop.run(tuner)
-    assert tuner.notices[-1].startswith("Tuning ended: ")
-    assert "the host has 3 bytes" in tuner.notices[-1]
-    loop.step()
-    assert loop.optimizer.config == AUTO.resolved()
-
-
-def test_zen_auto_stays_where_nobody_searches() -> None:
-    loop = Loop(AUTO)
-    tuner = closed_tuner(loop.optimizer)
-    loop.step()
-    assert loop.optimizer.config.update_interval == "auto"
-    assert tuner.incumbent.update_interval == 4
-    loop.optimizer.close()
 
 
 def test_what_a_synchronous_optimizer_asks_for(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:

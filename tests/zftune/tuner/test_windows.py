@@ -60,6 +60,17 @@ def test_a_change_that_was_void_is_asked_for_again() -> None:
     optimizer.close()
 
 
+def test_ranks_that_never_agree_are_given_up() -> None:
+    optimizer = ZenFlowAdamW(nn.Linear(9, 5).parameters(), lr=1e-3, config=AUTO)
+    void = Verdict(void="rank 1 did not acknowledge the change")
+    window = KnownWindow(optimizer, Scripted(*[void] * 8), None)
+    for _ in range(7):
+        window.ask()
+    with pytest.raises(ZftuneError, match=r"4 instead of auto is not agreed on \(rank 1 did not acknowledge"):
+        window.ask()
+    optimizer.close()
+
+
 def test_a_change_that_is_refused_says_why() -> None:
     optimizer = ZenFlowAdamW(nn.Linear(9, 5).parameters(), lr=1e-3, config=AUTO)
     window = KnownWindow(optimizer, Scripted(Verdict(refused="the host has 3 bytes")), None)

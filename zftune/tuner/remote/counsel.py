@@ -62,7 +62,7 @@ class DaemonCounsel(Counsel):
 
     @property
     def ready(self) -> bool:
-        return self._desk.heard
+        return self._desk.given
 
     def live(self, scene: Scene) -> Executor:
         own = self._desk.own = Setting.of(scene.optimizer.config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import os
 import random
@@ -9,6 +11,7 @@ import secrets
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -70,6 +73,22 @@ def waiting_s(waited_s: float) -> float:
     return min(SLOW_S, max(QUICK_S, _WAITED_SHARE * waited_s))
 
 
+_couriers: weakref.WeakSet[Courier] = weakref.WeakSet()
+"""That were started."""
+
+
+def _leave_all() -> None:
+    """Before the process ends: who is not heard of any more has crashed, as it seems."""
+    ends_s = time.monotonic() + _JOIN_S
+    for courier in list(_couriers):
+        courier.leave(ends_s - time.monotonic())
+
+
+@functools.cache
+def _leave_at_exit() -> None:
+    atexit.register(_leave_all)
+
+
 class Courier:
     """Carries reports to the daemon and directives back, in the process that made it: a fork's child says nothing.
 
@@ -112,10 +131,22 @@ class Courier:
     def start(self) -> None:
         """Begin; returns at once."""
         self._thread.start()
+        _couriers.add(self)
+        _leave_at_exit()
 
     def abandon(self) -> None:
         """The training was thrown away: the thread says goodbye by itself. Takes no lock: a finalizer calls it."""
         self._abandoned = True
+
+    def leave(self, most_s: float) -> None:
+        """Let one that was abandoned say goodbye now.
+
+        Args:
+            most_s: waits so long at most.
+        """
+        if self._abandoned and os.getpid() == self._pid:
+            self._desk.wake.set()
+            self._thread.join(max(0.0, most_s))
 
     def goodbye(self, message: Callable[[str], Goodbye]) -> Farewell | None:
         """End it, within seconds; the daemon's last words, None where it does not answer.
@@ -157,18 +188,25 @@ class Courier:
         return answers
 
     def _part_alone(self) -> None:
-        """Nobody asks for the last words."""
+        """Nobody waits for the last words, so that there is time to say them."""
+        ends_s = time.monotonic() + max(self._lease_s, _GOODBYE_S)
+        while not self._parted() and time.monotonic() < ends_s:
+            time.sleep(_FIRST_BACKOFF_S)
+        self._transport.close()
+
+    def _parted(self) -> bool:
         try:
-            answers = self._report_at_last(_REQUEST_S)
-            if self._session is not None:
-                message = Goodbye(
-                    protocol=PROTOCOL, session=self._session, steps=self._desk.steps, begins=0, reason=_THROWN_AWAY
-                )
-                self._part(message, time.monotonic() + (_GOODBYE_S if answers else _SHORT_S))
+            self._report_at_last(_REQUEST_S)
+            if self._session is None:
+                return True  # nobody knows of it
+            message = Goodbye(
+                protocol=PROTOCOL, session=self._session, steps=self._desk.steps, begins=0, reason=_THROWN_AWAY
+            )
+            self._part(message, time.monotonic() + _GOODBYE_S)
         except ZftuneError as error:
             _logger.debug("The daemon was not told goodbye: %s.", error)
-        finally:
-            self._transport.close()
+            return False
+        return True
 
     def _part(self, message: Goodbye, ends_s: float) -> Farewell:
         route = f"/v1/runs/{self.run}/goodbye"

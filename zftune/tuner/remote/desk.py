@@ -14,6 +14,7 @@ from typing import Any
 
 from zenflow import StepStats
 from zftune.daemon.wire import MOST_STEPS, Applied, Directive, Done, Report, StepFigures, WireError, decode, encode
+from zftune.errors import ZftuneError
 from zftune.tuner.settings import Setting
 from zftune.tuner.states import Between, Outcome, Request
 from zftune.tuner.thinking import Answer, Desk, Recall
@@ -68,7 +69,7 @@ class RemoteDesk(Desk):
         self.between: Between | None = None
         """Steps that belong to no measurement, at the end."""
         self.steps = 0
-        """That were observed."""
+        """That were observed, since the search began."""
         self.own: Setting | None = None
         """The user's knobs: what stays where the daemon knows no better."""
         self._tokens = tokens
@@ -94,7 +95,10 @@ class RemoteDesk(Desk):
         self._incumbent: Setting | None = None
         self._over = False
         self._broken: Exception | None = None
-        self._answered = False
+        self._none: str | None = None
+        """Why there is no search and will be none."""
+        self._given = False
+        """Whether the daemon has a search, and does not pause."""
 
     # --- the training thread -----------------------------------------------------------------------------------------
 
@@ -161,11 +165,18 @@ class RemoteDesk(Desk):
     # --- the courier's thread ----------------------------------------------------------------------------------------
 
     @property
-    def heard(self) -> bool:
-        """Whether the daemon has answered. Raises RuntimeError where it is not asked any more."""
+    def given(self) -> bool:
+        """Whether the daemon has a search.
+
+        Raises:
+            ZftuneError: there will be none.
+            RuntimeError: the daemon is not asked any more.
+        """
         with self._lock:
             self._check()
-            return self._answered
+            if self._none is not None:
+                raise ZftuneError(self._none.rstrip("."))
+            return self._given
 
     @property
     def waits(self) -> bool:
@@ -218,7 +229,7 @@ class RemoteDesk(Desk):
         """Take what the daemon says."""
         directive = orders.directive
         with self._lock:
-            self._answered = True
+            self._given |= directive.kind != "pause" and orders.incumbent is not None
             self._idle = directive.kind == "pause" or directive.state == _FROZEN
             if self._over:
                 return
@@ -230,7 +241,9 @@ class RemoteDesk(Desk):
                 return
             self._withdraw(directive.reason, changed=before != self._incumbent)
             last = self._incumbent or self.own
-            if directive.kind == "stop" and last is not None:
+            if directive.kind == "stop" and last is None:
+                self._none = directive.reason or "the daemon has ended the search"
+            elif directive.kind == "stop" and last is not None:
                 self._over = True
                 self._answer = Answer(None, last, orders.start)
 

@@ -64,11 +64,11 @@ def is_kept(world: Stage, kind: str) -> bool:
         return kind in [one.kind for run in store.runs() for one in store.decisions(run.run_id)]
 
 
-def in_flight(world: Stage) -> list[int]:
-    """Trials of the store that run now."""
+def states(world: Stage) -> set[TrialState]:
+    """Of all trials in the store."""
     with open_store(str(world.database), environment={"HOME": str(world.folder)}) as store:
         trials = [one for run in store.runs() for one in store.trials(run.run_id)]
-    return [one.trial_id for one in trials if one.state is TrialState.IN_FLIGHT]
+    return {one.state for one in trials}
 
 
 def at_work(world: Stage, training: Training, chance: random.Random) -> None:
@@ -95,7 +95,8 @@ def test_its_disk_is_full(stage: Callable[..., Stage], disk: Path, chance: rando
     serves(world, training)
     filler.unlink()
     training.end()
-    assert not in_flight(world)  # it survived: nobody may take it for a crash later
+    until(lambda: TrialState.IN_FLIGHT not in states(world), world.log)
+    assert TrialState.CRASHED not in states(world)  # it was survived
     later = world.train(most=2)
     world.until_state("frozen", training=later)  # there is room again
     assert world.acknowledge()["run"]["notices"] in ([], ["Nothing is predicted here: settings are only measured."])

@@ -32,7 +32,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for rank in range(2)
     ]
     try:
-        said = [child.communicate(timeout=280)[0] for child in children]
+        said = [child.communicate(timeout=420)[0] for child in children]
     finally:
         for child in children:
             child.kill()

@@ -17,7 +17,7 @@ import pytest
 
 from tests.zftune.daemon.brain.agents import facts
 from tests.zftune.daemon.brain.loops import Loop
-from tests.zftune.tuner.remote.test_courier import HOLD, WELCOME, Scripted
+from tests.zftune.tuner.remote.test_courier import FAREWELL, HOLD, WELCOME, Scripted
 from zftune.daemon.errors import DaemonError
 from zftune.tuner.following import Tuner
 from zftune.tuner.settings import Setting
@@ -101,14 +101,30 @@ def test_zen_auto_stays_until_a_daemon_answers(daemon: Scripted) -> None:
     training = Loop(daemon, config=replace(facts().config, update_interval="auto"))
     tuner, begun = tuner_of(training), training.optimizer.config
     training.run(lambda: bool(tuner.notices))
-    for _ in range(20):
-        training.step()
     assert tuner.notices[-1].startswith("The daemon cannot be asked (no daemon serves 'x')")
-    assert tuner.live is None
-    assert training.optimizer.config == begun
-    daemon.answers["runs"] = [WELCOME]
+    daemon.answers["runs"], daemon.answers["report"] = [WELCOME], [{**HOLD, "state": "warming", "record": None}]
+    training.run(daemon.heard.is_set)
+    for answer in ({**HOLD, "kind": "pause", "state": "paused", "incumbent": OWN}, {**HOLD, "incumbent": OWN}):
+        for _ in range(20):
+            training.step()
+        assert tuner.live is None
+        assert training.optimizer.config == begun
+        before = daemon.asked.count("report")
+        daemon.answers["report"] = [answer]
+        training.run(lambda before=before: daemon.asked.count("report") > before + 1)  # type: ignore[misc]
     training.run(lambda: tuner.live is not None)
     assert [knobs["update_interval"] for _, knobs in training.changes] == [4]
+    training.close()
+
+
+def test_zen_auto_stays_where_the_daemon_has_no_search(daemon: Scripted) -> None:
+    daemon.answers["report"] = [{**HOLD, "kind": "stop", "state": "ended", "reason": "The search failed: no."}]
+    training = Loop(daemon, config=replace(facts().config, update_interval="auto"))
+    tuner, begun = tuner_of(training), training.optimizer.config
+    training.run(lambda: not tuner.searching)
+    assert tuner.notices[-1] == "Tuning ended: ZftuneError: The search failed: no."
+    training.step()
+    assert training.optimizer.config == begun
     training.close()
 
 
@@ -141,6 +157,32 @@ def test_a_training_that_is_thrown_away_says_goodbye(daemon: Scripted) -> None:
     assert daemon.asked[-2:] == ["report", "goodbye"]
     assert daemon.documents[-1]["reason"] == "The training was thrown away before the search was over."
     assert daemon.documents[-1]["steps"] > 0
+
+
+def test_a_training_that_is_thrown_away_says_goodbye_again_where_it_was_not_heard(daemon: Scripted) -> None:
+    busy = DaemonError("the daemon is starting")
+    daemon.answers["goodbye"] = [busy, busy, FAREWELL]
+    thrown_away(daemon, lambda tuner: tuner.live is not None)
+    assert daemon.asked.count("goodbye") == 3
+
+
+def test_a_process_that_ends_waits_for_the_goodbye_of_what_was_thrown_away() -> None:
+    code = """
+import gc
+from tests.zftune.daemon.brain.loops import Loop
+from tests.zftune.tuner.remote.test_courier import Scripted
+daemon = Scripted()
+daemon.close = lambda: print(daemon.asked[-1])
+def train():
+    training = Loop(daemon)
+    training.run(lambda: training.tuner.live is not None)
+train()
+gc.collect()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "goodbye\n"
 
 
 def test_a_training_that_is_thrown_away_without_a_daemon_leaves_nothing(daemon: Scripted) -> None:
