@@ -38,9 +38,8 @@ CODE = ("studies/016-daemon-cost/run.py", "zftune/daemon", "zftune/tuner", "zftu
 CONFIG = ZenFlowConfig(topk_ratio=0.1, update_interval=4, select_interval=32, host_threads=1)
 SIZE: dict[str, Any] = {"model": "tiny", "micro_batch": 4, "sequence": 128}  # 50 ms a step of real work on one thread
 BLOCK = 8  # steps: two windows
-PAIRS = {"none": 150, "frozen": 1000, "paused": 150, "searching": 150}  # a run is frozen nearly all of its time
-QUICK_PAIRS = 8
-STATES = tuple(PAIRS)
+PAIRS, QUICK_PAIRS = 150, 8
+STATES = ("none", "frozen", "paused", "searching")
 _STEADY = STATES[1:3]
 _SOON_S = 120.0
 
@@ -240,9 +239,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser(__doc__ or "").parse_args(argv)
     results = Results.of(HERE, arguments)
     torch.set_num_threads(1)
+    pairs = QUICK_PAIRS if arguments.quick else PAIRS
     records = {}
     for state in STATES:
-        pairs = QUICK_PAIRS if arguments.quick else PAIRS[state]
         inputs = {**SIZE, "state": state, "pairs": pairs, "block": BLOCK, "torch": torch.__version__}
         inputs["code"] = code_digest(*CODE)
         record = None if arguments.again else results.load(state, inputs)
