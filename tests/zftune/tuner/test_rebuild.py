@@ -170,8 +170,9 @@ def test_where_the_store_takes_no_more_the_search_ends_and_training_goes_on(stor
     assert search.next() is None
 
 
+@pytest.mark.parametrize("heard", [True, False])
 def test_a_store_that_takes_no_more_for_a_while_is_not_left_with_a_trial_in_flight(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: bool
 ) -> None:
     monkeypatch.setattr("zftune.store.engine.BUSY_TIMEOUT_S", 0.1)
     path = tmp_path / "zftune.db"
@@ -192,7 +193,10 @@ def test_a_store_that_takes_no_more_for_a_while_is_not_left_with_a_trial_in_flig
             assert len(recorder.notices) == 1
             assert store.trials(run.run_id)[request.trial].state is TrialState.IN_FLIGHT
             other.execute("ROLLBACK")
-        recorder.finish(search)
+        if heard:
+            recorder.finish(search)
+        else:
+            recorder.lose()  # much later: that trial was survived
         assert len(recorder.notices) == 1
         assert store.trials(run.run_id)[request.trial].state is TrialState.VOID
         assert [one.state for one in store.runs()] == [RunState.LOST]  # not finished: it lacks what was not written
