@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import takewhile
 
 from zenflow.device import Device, Mark
 from zenflow.stats import StepRecord, StepStats, Traffic
@@ -69,16 +70,19 @@ class History:
         if self._recording and self.recorder is not None and self.recorder.end_step(record):
             self.stop_recording()
 
-    def steps(self, *, wait: bool) -> list[StepStats]:
+    def steps(self, *, wait: bool, after: int = 0) -> list[StepStats]:
         """The last steps that are resolved, oldest first.
 
         Args:
             wait: wait for the device, so that the newest step is among them.
+            after: only the steps with a higher number than this; it costs what they are, not what is kept.
         """
         for record in self._closed if wait else ():
             record.wait(self._device)
         self._resolve(0 if wait else _RESOLVE_LAG)
-        return list(self._resolved)
+        found = list(takewhile(lambda stats: stats.step > after, reversed(self._resolved)))
+        found.reverse()
+        return found
 
     def _resolve(self, lag: int) -> None:
         while len(self._closed) > lag and self._closed[0].ready(self._device):

@@ -277,13 +277,14 @@ class ZenFlowOptimizer(Optimizer):
         """The newest step that could be resolved without waiting; None before the first."""
         return next(reversed(self._training.history.steps(wait=False)), None)
 
-    def history(self, *, wait: bool = False) -> list[StepStats]:
+    def history(self, *, wait: bool = False, after: int = 0) -> list[StepStats]:
         """The last steps that could be resolved, oldest first (4096 at most).
 
         Args:
             wait: wait for the device, so that the newest step is among them.
+            after: only the steps with a higher number than this.
         """
-        return self._training.history.steps(wait=wait)
+        return self._training.history.steps(wait=wait, after=after)
 
     def record_timeline(self, steps: int | None = None) -> TimelineRecorder:
         """Record what the compute stream's waits, the links and the host do, from the next close of a window on.

@@ -5,83 +5,38 @@ from __future__ import annotations
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import psutil  # noqa: E402
 import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
-from studykit import Results, code_digest, parser, spread, write_json  # noqa: E402
+from studykit import Results, code_digest, parser, percentile, spread, write_json  # noqa: E402
+from trainee import SIZE, Trainee  # noqa: E402
 
-import zftune  # noqa: E402
-from zenflow import ZenFlowAdamW, ZenFlowConfig  # noqa: E402
 from zftune.daemon.client import DaemonClient  # noqa: E402
 from zftune.daemon.errors import DaemonError  # noqa: E402
-from zftune.tuner.settings import Setting  # noqa: E402
-from zftune.workload import batches, build_model, load_text  # noqa: E402
 
 ALLOWED_RATIO, ALLOWED_CORE = 1.01, 0.02
-CODE = ("studies/016-daemon-cost/run.py", "zftune/daemon", "zftune/tuner", "zftune/workload", "runtime/zenflow")
-CONFIG = ZenFlowConfig(topk_ratio=0.1, update_interval=4, select_interval=32, host_threads=1)
-SIZE: dict[str, Any] = {"model": "tiny", "micro_batch": 4, "sequence": 128}  # 50 ms a step of real work on one thread
-BLOCK = 8  # steps: two windows
-PAIRS, QUICK_PAIRS = 150, 8
+CODE = (f"studies/{HERE.name}", "zftune/agent", "zftune/daemon", "zftune/tuner", "zftune/workload", "runtime/zenflow")
+BLOCK = 8  # pairs of steps: two windows
+ROUNDS, BLOCKS, QUICK_BLOCKS = 4, 120, 4
 STATES = ("none", "frozen", "paused", "searching")
+REACHED = {"frozen": ("frozen",), "paused": ("baseline", "searching"), "searching": ("searching", "confirming")}
 _STEADY = STATES[1:3]
 _SOON_S = 120.0
-
-
-class Training:
-    """A model that trains on one thread, under a tuner or not."""
-
-    def __init__(self) -> None:
-        workload = build_model(SIZE["model"], dtype=torch.float32, seed=0)
-        self.module = workload.module
-        self.optimizer = ZenFlowAdamW(self.module.parameters(), lr=1e-5, config=CONFIG, module=self.module)
-        tokens = workload.encode(load_text(None))
-        self._feed = batches(tokens, micro_batch=SIZE["micro_batch"], sequence=SIZE["sequence"], seed=0)
-        self.changes = 0
-        self.own = True
-        """Whether the knobs are those that it began with."""
-
-    def attach(self, most_measurements: int) -> zftune.Tuner:
-        """Let the daemon tune it."""
-        first = Setting.of(CONFIG).knobs()
-
-        def changed(_: int, knobs: Mapping[str, Any]) -> None:
-            self.changes += 1
-            self.own = all(first[name] == value for name, value in knobs.items() if name in first)
-
-        return zftune.attach(
-            self.optimizer, daemon=True, fresh=True, most_measurements=most_measurements, on_change=changed
-        )
-
-    def train(self, steps: int) -> list[float]:
-        """What each step took, ms."""
-        times = []
-        for _ in range(steps):
-            begin_s = time.perf_counter()
-            ids = next(self._feed).input_ids
-            loss = self.module(input_ids=ids, labels=ids).loss
-            loss.backward()
-            zftune.log_loss(loss)  # to whatever tuner is there
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            times.append(1e3 * (time.perf_counter() - begin_s))
-        return times
+_RESAMPLES = 2000
 
 
 class Daemon:
@@ -91,9 +46,11 @@ class Daemon:
         os.environ["ZFTUNE_SOCKET"] = str(folder / "z.sock")
         os.environ["ZFTUNE_DB"] = f"sqlite:///{folder / 'z.db'}"
         command = [sys.executable, "-c", "from zftune.cli import main; main()", "daemon"]
-        with (folder / "log").open("wb") as log:
-            self._popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        self.process = psutil.Process(self._popen.pid)
+        with (folder / "log").open("wb") as log:  # a session of its own, so that a signal finds all that it starts
+            self._popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        self._process = psutil.Process(self._popen.pid)
         self.client = DaemonClient(timeout_s=_SOON_S)
         ends_s = time.monotonic() + _SOON_S
         while True:
@@ -108,12 +65,11 @@ class Daemon:
 
     def hold(self, still: bool) -> None:
         """Hold it and what thinks for it still, or let them go on."""
-        for process in (self.process, *self.process.children()):
-            process.send_signal(signal.SIGSTOP if still else signal.SIGCONT)
+        os.killpg(self._popen.pid, signal.SIGSTOP if still else signal.SIGCONT)
 
     def processor_s(self) -> tuple[float, float]:
         """Of its own, and of what thinks for it."""
-        own, thinks = self.process.cpu_times(), [child.cpu_times() for child in self.process.children()]
+        own, thinks = self._process.cpu_times(), [child.cpu_times() for child in self._process.children()]
         return own.user + own.system, sum(one.user + one.system for one in thinks)
 
     def close(self) -> None:
@@ -130,105 +86,142 @@ class Daemon:
         return runs[-1] if runs else {}
 
 
-def agent_s() -> float:
-    """Processor time of the agent's thread so far."""
-    found = [thread for thread in threading.enumerate() if thread.name == "zftune-agent" and thread.ident]
-    return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0)) for thread in found)
-
-
-@contextmanager
-def attached(state: str, training: Training, daemon: Daemon) -> Iterator[None]:
-    """A training under the daemon, in a state."""
-    if state == "none":
-        yield
-        return
-    with closing(training.attach(1 if state == "frozen" else 1000)):
-        ends_s = time.monotonic() + _SOON_S
-        wanted = {"frozen": ("frozen",), "paused": ("baseline", "searching"), "searching": ("searching", "confirming")}
-        while daemon.run.get("state") not in wanted[state]:
-            if time.monotonic() > ends_s:
-                raise TimeoutError(f"the run is {daemon.run.get('state')}, not {state}")
-            training.train(4)
-        if state == "paused":
-            daemon.client.post(f"/v1/runs/{daemon.run['run']}/pause")
-        training.train(2 * BLOCK)
-        yield
-
-
 @dataclass(slots=True)
-class Pair:
-    """Steps under the daemon, and steps while it is held still, without a tuner."""
+class Block:
+    """Steps under the daemon and steps without one, one of each in turn."""
 
-    under_ms: list[float]
-    plain_ms: list[float]
+    under_ms: float
+    plain_ms: float
     counts: bool
     """Whether the knobs were those of the other training all the time."""
 
 
-def measure(state: str, pairs: int) -> dict[str, Any]:
-    """Pairs of blocks, in random order.
+@dataclass(slots=True)
+class Spent:
+    """Processor time, and the time in which it could be spent, s."""
 
-    Args:
-        state: of the run.
-        pairs: how many.
-    """
-    with tempfile.TemporaryDirectory(prefix="zft-") as folder, closing(Daemon(Path(folder))) as daemon:
-        under, plain = Training(), Training()
-        under.train(BLOCK)
-        plain.train(2 * BLOCK)
-        found, spent = [], [0.0, 0.0, 0.0, 0.0]
-        with attached(state, under, daemon):
-            for _ in range(pairs):
-                blocks = {}
-                changes, own = under.changes, under.own
-                for which in random.sample(("under", "plain"), 2):
-                    daemon.hold(still=which == "plain")
-                    if which == "plain":
-                        blocks[which] = plain.train(BLOCK)
-                        continue
-                    before = (*daemon.processor_s(), agent_s(), time.perf_counter())
-                    blocks[which] = under.train(BLOCK)
-                    after = (*daemon.processor_s(), agent_s(), time.perf_counter())
-                    spent = [one + max(0.0, now - then) for one, now, then in zip(spent, after, before, strict=True)]
-                daemon.hold(still=False)
-                found.append(Pair(blocks["under"], blocks["plain"], own and changes == under.changes))
-            ended = daemon.run.get("state", "none")
+    daemon_s: float = 0.0
+    thinkers_s: float = 0.0
+    agent_s: float = 0.0
+    wall_s: float = 0.0
+
+    def add(self, before: Sequence[float], after: Sequence[float], wall_s: float) -> None:
+        """What a block has spent; a process that thinks may have ended in it."""
+        daemon_s, thinkers_s, agent_s = (max(0.0, now - then) for then, now in zip(before, after, strict=True))
+        self.daemon_s += daemon_s
+        self.thinkers_s += thinkers_s
+        self.agent_s += agent_s
+        self.wall_s += wall_s
+
+
+@dataclass(slots=True)
+class Round:
+    """A daemon and two processes that train, one of them under it; each stands still while the other takes a step."""
+
+    daemon: Daemon
+    under: Trainee
+    plain: Trainee
+
+    def prepare(self, state: str) -> None:
+        """Come to a state, and let both trainings warm up."""
+        self.plain.ask("train", 2 * BLOCK)
+        if state != "none":
+            self.under.ask("attach", 1 if state == "frozen" else 1000)
+        ends_s = time.monotonic() + _SOON_S
+        while state != "none" and self.daemon.run.get("state") not in REACHED[state]:
+            if time.monotonic() > ends_s:
+                raise TimeoutError(f"the run is {self.daemon.run.get('state')}, not {state}")
+            self.under.ask("train", 4)
+        if state == "paused":
+            self.daemon.client.post(f"/v1/runs/{self.daemon.run['run']}/pause")
+        self.under.ask("train", 2 * BLOCK)
+
+    def block(self, spent: Spent) -> Block:
+        """Steps in pairs, in random order."""
+        took_ms = {"under": 0.0, "plain": 0.0}
+        changes, own = self.under.ask("knobs")
+        before = (*self.daemon.processor_s(), self.under.ask("agent_s"))
+        for _ in range(BLOCK):
+            for which in random.sample(("under", "plain"), 2):
+                took_ms[which] += self._step(which)
+        self._hold(under=False, plain=False)
+        spent.add(before, (*self.daemon.processor_s(), self.under.ask("agent_s")), took_ms["under"] / 1e3)
+        return Block(took_ms["under"], took_ms["plain"], own and self.under.ask("knobs")[0] == changes)
+
+    def _step(self, which: str) -> float:
+        self._hold(under=which == "plain", plain=which == "under")
+        trainee = self.under if which == "under" else self.plain
+        begin_s = time.perf_counter()
+        trainee.ask("train", 1)
+        return 1e3 * (time.perf_counter() - begin_s)
+
+    def _hold(self, *, under: bool, plain: bool) -> None:
+        self.plain.hold(plain)
+        self.daemon.hold(under)
+        self.under.hold(under)
+
+
+def measure(state: str, rounds: int, blocks: int) -> dict[str, Any]:
+    """Blocks of a state, in several rounds of fresh processes: where memory lies differs from one to the next."""
+    found: list[list[Block]] = []
+    spent, ended = Spent(), []
+    for _ in range(rounds):
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zft-")))
+            daemon = stack.enter_context(closing(Daemon(folder)))
+            trainees = [stack.enter_context(closing(Trainee())) for _ in range(2)]
+            this = Round(daemon, *random.sample(trainees, 2))
+            this.prepare(state)
+            found.append([this.block(spent) for _ in range(blocks)])
+            ended.append(daemon.run.get("state", "none"))
     return _figures(found, spent, ended)
 
 
-def _figures(found: Sequence[Pair], spent: Sequence[float], ended: str) -> dict[str, Any]:
-    counted = [pair for pair in found if pair.counts]
-    ratios = [statistics.fmean(pair.under_ms) / statistics.fmean(pair.plain_ms) for pair in counted]
-    own_s, thinkers_s, agent, wall_s = spent
-    deviation = statistics.median(abs(one - statistics.median(ratios)) for one in ratios)
-    core = (own_s + agent) / wall_s
+def ratio_of(blocks: Sequence[Block]) -> float:
+    """All time under the daemon to all time without."""
+    return sum(block.under_ms for block in blocks) / sum(block.plain_ms for block in blocks)
+
+
+def interval(blocks: Sequence[Block]) -> dict[str, float]:
+    """95% of the ratio, by drawing blocks anew."""
+    draws = sorted(ratio_of(random.choices(blocks, k=len(blocks))) for _ in range(_RESAMPLES))
+    return {"low": percentile(draws, 0.025), "high": percentile(draws, 0.975)}
+
+
+def _figures(found: Sequence[Sequence[Block]], spent: Spent, ended: Sequence[str]) -> dict[str, Any]:
+    kept = [[block for block in blocks if block.counts] for blocks in found]
+    counted = [block for blocks in kept for block in blocks]
+    within = interval(counted)
+    core = (spent.daemon_s + spent.agent_s) / spent.wall_s
     return {
-        "step_ms": spread(statistics.median(pair.plain_ms) for pair in counted),
-        "ratio": spread(ratios),
-        "ratio_error": 1.4826 * deviation * 1.2533 / len(ratios) ** 0.5,
-        "pairs_left_out": len(found) - len(counted),
-        "daemon_core": own_s / wall_s,
-        "agent_core": agent / wall_s,
-        "thinkers_core": thinkers_s / wall_s,
-        "state_at_end": ended,
-        "verdict": {"ratio": statistics.median(ratios) <= ALLOWED_RATIO, "core": core <= ALLOWED_CORE},
+        "step_ms": spread(block.plain_ms / BLOCK for block in counted),
+        "ratio": ratio_of(counted),
+        "ratio_95": within,
+        "ratio_of_rounds": [ratio_of(blocks) for blocks in kept if blocks],
+        "ratio_of_blocks": spread(block.under_ms / block.plain_ms for block in counted),
+        "blocks_left_out": sum(len(blocks) for blocks in found) - len(counted),
+        "daemon_core": spent.daemon_s / spent.wall_s,
+        "agent_core": spent.agent_s / spent.wall_s,
+        "thinkers_core": spent.thinkers_s / spent.wall_s,
+        "states_at_end": list(ended),
+        "verdict": {"ratio": within["high"] <= ALLOWED_RATIO, "core": core <= ALLOWED_CORE},
     }
 
 
 def table_of(records: dict[str, dict[str, Any]]) -> Table:
     """The figures of every state."""
     table = Table(title="steps under a daemon to steps without one, real work on one thread")
-    for name in ("run", "step", "ratio", "5 - 95%", "±", "daemon", "agent", "both", "thinking"):
+    for name in ("run", "step", "ratio", "95%", "rounds", "daemon", "agent", "both", "thinking"):
         table.add_column(name, justify="right" if name != "run" else "left")
     for state, record in records.items():
         one = record["figures"]
-        ratio, both = one["ratio"], one["daemon_core"] + one["agent_core"]
+        within, rounds, both = one["ratio_95"], one["ratio_of_rounds"], one["daemon_core"] + one["agent_core"]
         table.add_row(
             state,
             f"{one['step_ms']['median']:.1f} ms",
-            f"{ratio['median']:.4f}",
-            f"{ratio['p5']:.3f} - {ratio['p95']:.3f}",
-            f"{2 * one['ratio_error']:.4f}",
+            f"{one['ratio']:.4f}",
+            f"{within['low']:.4f} - {within['high']:.4f}",
+            f"{min(rounds):.3f} - {max(rounds):.3f}",
             *(f"{share:.2%}" for share in (one["daemon_core"], one["agent_core"], both, one["thinkers_core"])),
         )
     return table
@@ -238,16 +231,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is missing and print it; 1 if a steady run costs more than it may."""
     arguments = parser(__doc__ or "").parse_args(argv)
     results = Results.of(HERE, arguments)
-    torch.set_num_threads(1)
-    pairs = QUICK_PAIRS if arguments.quick else PAIRS
+    rounds, blocks = (1, QUICK_BLOCKS) if arguments.quick else (ROUNDS, BLOCKS)
     records = {}
     for state in STATES:
-        inputs = {**SIZE, "state": state, "pairs": pairs, "block": BLOCK, "torch": torch.__version__}
-        inputs["code"] = code_digest(*CODE)
+        inputs = {**SIZE, "state": state, "rounds": rounds, "blocks": blocks, "pairs": BLOCK}
+        inputs |= {"torch": torch.__version__, "code": code_digest(*CODE)}
         record = None if arguments.again else results.load(state, inputs)
         if record is None:
-            with Console(stderr=True).status(f"{state}: {pairs} pairs"):
-                record = results.save(state, inputs, measure(state, pairs))
+            with Console(stderr=True).status(f"{state}: {rounds} rounds of {blocks} blocks"):
+                record = results.save(state, inputs, measure(state, rounds, blocks))
         records[state] = record
     Console(width=None if sys.stdout.isatty() else 120).print(table_of(records))
     if arguments.json:

@@ -166,7 +166,7 @@ class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             return {}
         knobs = {f"zenflow_{name}": getattr(self._optimizer.config, name) for name in _KNOBS}
         figures = {name: value for name, value in knobs.items() if not isinstance(value, str)}
-        history = [stats for stats in self._optimizer.history() if stats.step > self._logged]
+        history = self._optimizer.history(after=self._logged)
         stalls = [sum(stats.stall_ms.values()) for stats in history if stats.stall_ms is not None]
         if history:
             self._logged = history[-1].step

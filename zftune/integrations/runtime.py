@@ -70,7 +70,7 @@ class Rows:
         if optimizer is None:
             return
         number = row.index + self._offset
-        stats = next((stats for stats in reversed(optimizer.history()) if stats.step <= number), None)
+        stats = next(iter(optimizer.history(after=number - 1)), None)
         if stats is None or stats.step != number:
             return
         row.runtime = _fields(stats)

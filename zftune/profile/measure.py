@@ -160,7 +160,7 @@ def _measure_once(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep
         loop = _Loop(workload, feed, device, optimizer)
         with _steady(rig is not None):
             begin_ns = _train(loop, device, discarded, measured, on_step)
-            stats = [step for step in optimizer.history(wait=True) if step.step > discarded]
+            stats = optimizer.history(wait=True, after=discarded)
             peak_bytes = device.peak_bytes()
             slack = device.slack if isinstance(device, EmulatedAccelerator) else None
             phases_ms = loop.phases_ms(discarded)

@@ -75,6 +75,8 @@ class Executor:
         self._changes = changes or AtOnce(optimizer)
         self._asked: Setting | None = None
         """What knobs are about to change to; None: nothing is under way."""
+        self._stays = False
+        """Whether that is what they are, so that nothing but the window's end is waited for."""
         self._asked_for: Request | None = None
         self._handed = False
         self._applied = Setting.of(optimizer.config)
@@ -151,6 +153,7 @@ class Executor:
             self._seen = stats.step
             self._desk.observe(stats)
             self._take(stats)
+            self._stay(stats)
         self._count_anew()
         self._give_up()
         if self.request is None and not self._handed:
@@ -164,9 +167,7 @@ class Executor:
 
     def _new(self) -> list[StepStats]:
         """The steps that were not seen yet, oldest first."""
-        history = self._optimizer.history()
-        seen = next((back for back, stats in enumerate(reversed(history)) if stats.step <= self._seen), len(history))
-        return history[len(history) - seen :]
+        return self._optimizer.history(after=self._seen)
 
     # --- one request -------------------------------------------------------------------------------------------------
 
@@ -183,14 +184,27 @@ class Executor:
             self._ask(self.request.setting)
 
     def _ask(self, setting: Setting) -> None:
-        """Change knobs; also where they stay the same, since this closes the window and the next one begins whole."""
+        """Change knobs; where they run already, wait for the window's end: to watch a training is not to alter it."""
         self._asked, self._asked_for = setting, self.request
-        self._changes.ask(setting.knobs())
-        self._settle()
+        config = self._optimizer.config
+        known = config.update_interval != "auto"
+        self._stays = setting == self._applied and known and setting == Setting.of(config)
+        if not self._stays:
+            self._changes.ask(setting.knobs())
+            self._settle()
+
+    def _stay(self, stats: StepStats) -> None:
+        """The knobs stay, and what is measured begins with the next window, once this step has closed one."""
+        setting = self._asked
+        if not self._stays or not stats.closed or setting is None:
+            return
+        self._asked, self._stays, self._from = None, False, stats.step
+        self._desk.applied(stats.step, setting)
+        self._disturbance()  # what was before does not count
 
     def _settle(self) -> None:
         """Take note of what became of a change, once that is known."""
-        verdict = None if self._asked is None else self._changes.verdict()
+        verdict = None if self._asked is None or self._stays else self._changes.verdict()
         if verdict is None or self._asked is None:
             return
         setting, self._asked = self._asked, None
@@ -292,6 +306,8 @@ class Executor:
 
     def _restore(self) -> None:
         """Let the incumbent run, if something else does, or is about to."""
+        if self._stays:
+            self._asked, self._stays = None, False
         if self._asked is not None and self._asked != self.incumbent:
             self._changes.withdraw()  # its verdict comes first
         elif self._asked is None and self._applied != self.incumbent:

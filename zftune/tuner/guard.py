@@ -7,6 +7,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import mul
 
 import torch
 
@@ -44,7 +45,7 @@ class LossGuard:
             return None
         losses = list(self._losses)
         before, recent = losses[:_TREND], min(losses[_TREND:])
-        expected = sum(weight * one for weight, one in zip(_AHEAD, before, strict=True))
+        expected = sum(map(mul, _AHEAD, before))
         if expected <= 0 or recent <= _FACTOR * expected:
             return None
         middle = statistics.median(before)
@@ -65,7 +66,7 @@ class Losses:
 
     def __init__(self, device: Device, guard: LossGuard, heard: Callable[[int, float], None] | None = None) -> None:
         self._device, self._guard, self._heard = device, guard, heard
-        self._waiting: deque[tuple[int, torch.Tensor, Transfer | None]] = deque()
+        self._waiting: deque[tuple[int, torch.Tensor | float, Transfer | None]] = deque()
 
     def add(self, step: int, loss: torch.Tensor | float) -> None:
         """Take a loss; does not wait for the device.
@@ -78,10 +79,13 @@ class Losses:
             BadInputError: it is more than one number.
         """
         if not isinstance(loss, torch.Tensor):
-            self._waiting.append((step, torch.tensor(float(loss)), None))
+            self._waiting.append((step, float(loss), None))
             return
         if loss.numel() != 1:
             raise BadInputError(f"loss has the shape {tuple(loss.shape)}, allowed is a scalar")
+        if loss.device.type == "cpu":
+            self._waiting.append((step, float(loss.item()), None))  # it is there already
+            return
         value = loss.detach().reshape(1).to(torch.float32)
         if value.device != self._device.torch_device:
             self._waiting.append((step, value.clone(), None))
@@ -92,10 +96,11 @@ class Losses:
     def judge(self) -> str | None:
         """Look at the losses that are there; a sentence where training goes wrong, else None."""
         while self._waiting and (self._waiting[0][2] is None or self._waiting[0][2].done()):
-            step, loss, _ = self._waiting.popleft()
+            step, arrived, _ = self._waiting.popleft()
+            loss = float(arrived)
             if self._heard is not None:
-                self._heard(step, float(loss))
-            reason = self._guard.add(float(loss))
+                self._heard(step, loss)
+            reason = self._guard.add(loss)
             if reason is not None:
                 return (
                     f"Stopped at step {step}: {reason}; the starting point's knobs are back, and the last good "

@@ -100,5 +100,5 @@ def _steps(training: Training, setting: Setting, least: int) -> tuple[list[float
     for _ in range(counted):
         training.step()
     reason = disturbance()
-    stats = [one for one in training.optimizer.history(wait=True) if one.step > first]
+    stats = training.optimizer.history(wait=True, after=first)
     return [one.step_ms for one in stats if one.step_ms is not None], reason

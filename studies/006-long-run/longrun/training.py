@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from types import TracebackType
 
 import torch
@@ -95,6 +94,6 @@ class Training:
         self.optimizer.zero_grad()
         return loss.detach()
 
-    def since(self, step: int, *, wait: bool = False) -> Iterator[StepStats]:
+    def since(self, step: int, *, wait: bool = False) -> list[StepStats]:
         """Statistics of the steps after one, as far as they are there."""
-        return (one for one in self.optimizer.history(wait=wait) if one.step > step)
+        return self.optimizer.history(wait=wait, after=step)

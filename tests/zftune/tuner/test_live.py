@@ -36,6 +36,7 @@ class Scene:
         self,
         *,
         most: int = 7,
+        watch: bool = False,
         guard: LossGuard | None = None,
         desk: DeskMaker = InlineDesk,
         sampler: Sampler = "random",
@@ -55,7 +56,7 @@ class Scene:
             start,
             NoForecast(1.0, start, has_memory=False),
             [Setting(topk_ratio=0.2, update_interval=2, apply_lag=1, host_threads=1)],
-            SearchOptions(sampler=sampler, most_measurements=most),
+            SearchOptions(sampler=sampler, most_measurements=most, watch=watch),
         )
         self.recorder = Recorder()
         self.live = LiveSearch(
@@ -64,14 +65,18 @@ class Scene:
             on_change=lambda step, knobs: self.changes.append((step, Setting.from_knobs(knobs))),
         )  # fmt: skip
 
-    def step(self, scale: float = 1.0) -> bool:
+    def train(self, scale: float = 1.0) -> torch.Tensor:
+        """One step, without the search."""
         for _ in range(self.micro_batches):
-            loss = self.module(torch.randn(16, 32)).square().mean() * scale
+            loss: torch.Tensor = self.module(torch.randn(16, 32)).square().mean() * scale
             loss.backward()
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        going = self.live.on_step(loss)
+        return loss
+
+    def step(self, scale: float = 1.0) -> bool:
+        going = self.live.on_step(self.train(scale))
         self.history |= {stats.step: stats for stats in self.optimizer.history()[-4:]}
         if going and self.live.request is None:
             time.sleep(0.01)  # these steps are so short that a thought would last for thousands of them
@@ -183,6 +188,23 @@ def assert_cost(scene: Scene) -> None:
     for (request, _), (_, after) in itertools.pairwise(told):
         if request.role not in OF_INCUMBENT:
             assert after.between.late_steps >= 2  # step times come two steps late
+
+
+def test_to_watch_a_training_is_not_to_alter_it(make: Make) -> None:
+    scene = make(most=1, watch=True)
+    begin = torch.get_rng_state()
+    scene.run(until=lambda: len(scene.recorder.told) == 3)
+    assert {request.role for request, _ in scene.recorder.told} <= {"start", "hold"}
+    assert scene.changes == []
+    for request, outcome in scene.recorder.told:
+        if outcome.status == "measured":  # a hold ends early where this machine's times change
+            assert_whole(scene, request, outcome)
+    alone = make(most=1)
+    torch.set_rng_state(begin)
+    for _ in range(scene.optimizer.steps):
+        alone.train()
+    for one, other in zip(scene.module.parameters(), alone.module.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_store_that_hangs_delays_no_step_and_the_incumbent_runs_meanwhile(make: Make) -> None:

@@ -110,7 +110,7 @@ class Training:
             "digest": self.digest(),
             "notices": self.tuner.notices,
             "incumbent": self.tuner.incumbent.knobs(),
-            "knobs": {name: getattr(self.optimizer.config, name) for name in self.tuner.incumbent.knobs()},
+            "knobs": Setting.of(self.optimizer.config).knobs(),
             "trials": None if search is None else [[str(t.state), t.reason] for t in search.book.trials],
             "notes": None if search is None else [[note.kind, note.reason] for note in search.notes],
         }
