@@ -33,6 +33,7 @@ class Training:
         self._optimizer = ZenFlowAdamW(self._module.parameters(), lr=1e-5, config=CONFIG, module=self._module)
         tokens = workload.encode(load_text(None))
         self._feed = batches(tokens, micro_batch=SIZE["micro_batch"], sequence=SIZE["sequence"], seed=0)
+        self._cores = os.sched_getaffinity(0)
         self._tuner: zftune.Tuner | None = None
         self._changes = 0
         self._own = True
@@ -53,6 +54,7 @@ class Training:
         """Take leave of the daemon, if it is tuned."""
         if self._tuner is not None:
             self._tuner.close()
+            self._tuner = None
 
     def train(self, steps: int) -> None:
         """So many steps."""
@@ -68,9 +70,9 @@ class Training:
         """How often they have changed, and whether they are those that it began with."""
         return self._changes, self._own
 
-    def pin(self) -> None:
-        """Keep the thread that trains on the first core: another one has other neighbours."""
-        os.sched_setaffinity(threading.main_thread().native_id or 0, {min(os.sched_getaffinity(0))})
+    def pin(self, first: bool) -> None:
+        """Keep the thread that trains on the first core, or let it go: another core has other neighbours."""
+        os.sched_setaffinity(threading.main_thread().native_id or 0, {min(self._cores)} if first else self._cores)
 
     def agent_s(self) -> float:
         """Processor time of the agent's thread so far."""

@@ -71,7 +71,10 @@ def run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[s
 
 
 def test_a_run_tuned_by_a_daemon_is_replayed_bit_for_bit(folder: Path) -> None:
-    tuned = run(folder, "--online", "--export-schedule", "schedule.json", "--", "train.py", "40", "3")
+    with_auto = SCRIPT.replace("update_interval=4", 'update_interval="auto"')  # left once there is a search
+    assert with_auto != SCRIPT
+    (folder / "train.py").write_text(with_auto)
+    tuned = run(folder, "--online", "--export-schedule", "schedule.json", "--", "train.py", "40", "2")
     assert tuned.returncode == 0, tuned.stderr
     assert "zftune tunes with quality published" in tuned.stderr
     assert "\nzftune keeps topk_ratio" in tuned.stderr or "zftune tuned nothing" in tuned.stderr
@@ -79,8 +82,9 @@ def test_a_run_tuned_by_a_daemon_is_replayed_bit_for_bit(folder: Path) -> None:
         assert client.get("/v1/health")["private"] is True
     steps, digest = tuned.stdout.split()
     entries = json.loads((folder / "schedule.json").read_text())["steps"]
-    assert len(entries) >= 3
+    assert len(entries) >= 2
     assert entries[0]["after_step"] == 0
+    assert [entry["knobs"]["update_interval"] for entry in entries[:2]] == ["auto", 4]
 
     replayed = run(folder, "--schedule", "schedule.json", "--", "train.py", steps, "0")
     assert replayed.returncode == 0, replayed.stderr

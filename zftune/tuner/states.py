@@ -63,11 +63,10 @@ class Request:
         """Why it must end before its end, after the steps so far."""
         if self.incumbent_step_ms is None:
             return None
-        whole = len(steps_ms) % self.setting.update_interval == 0  # else the windows are those of the step before
         if self.role == "hold":
-            factor = departure(steps_ms, self.setting.update_interval, self.incumbent_step_ms) if whole else None
+            factor = departure(steps_ms, self.setting.update_interval, self.incumbent_step_ms)
             return None if factor is None else f"steps take {factor:.2f} times what they took"
-        factor = too_slow(steps_ms, self.setting.update_interval, self.incumbent_step_ms) if whole else None
+        factor = too_slow(steps_ms, self.setting.update_interval, self.incumbent_step_ms)
         if factor is not None:
             return f"a whole window took {factor:.2f} times the incumbent's {self.incumbent_step_ms:.0f} ms a step"
         done = len(discarded_ms) + len(steps_ms)
