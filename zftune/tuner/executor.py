@@ -196,7 +196,8 @@ class Executor:
     def _stay(self, stats: StepStats) -> None:
         """The knobs stay, and what is measured begins with the next window, once this step has closed one."""
         setting = self._asked
-        if not self._stays or not stats.closed or setting is None:
+        of_these = stats.step >= self._from  # steps are seen late: before it other knobs closed windows
+        if not self._stays or not stats.closed or not of_these or setting is None:
             return
         self._asked, self._stays, self._from = None, False, stats.step
         self._desk.applied(stats.step, setting)

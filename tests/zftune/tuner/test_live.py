@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,13 +20,15 @@ from zftune.store.types import TrialState
 from zftune.tuner.guard import LossGuard
 from zftune.tuner.live import LiveSearch
 from zftune.tuner.preparing import NoForecast
+from zftune.tuner.scores import Sample
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.settings import Setting
 from zftune.tuner.space import space_for
-from zftune.tuner.states import OF_INCUMBENT, Outcome, Request, Sampler
-from zftune.tuner.thinking import DeskMaker, InlineDesk, ThreadDesk
+from zftune.tuner.states import OF_INCUMBENT, Comparing, Outcome, Request, Sampler, Trial
+from zftune.tuner.thinking import Answer, DeskMaker, InlineDesk, ThreadDesk
 
 BEGIN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, ledger=True, host_threads=1)
+PLANNED = Setting(topk_ratio=0.2, update_interval=2, apply_lag=1, host_threads=1)
 Make = Callable[..., "Scene"]
 
 
@@ -37,6 +40,7 @@ class Scene:
         *,
         most: int = 7,
         watch: bool = False,
+        planned: Setting = PLANNED,
         guard: LossGuard | None = None,
         desk: DeskMaker = InlineDesk,
         sampler: Sampler = "random",
@@ -55,7 +59,7 @@ class Scene:
             space_for(start, "published", coverage=assumed_coverage),
             start,
             NoForecast(1.0, start, has_memory=False),
-            [Setting(topk_ratio=0.2, update_interval=2, apply_lag=1, host_threads=1)],
+            [planned],
             SearchOptions(sampler=sampler, most_measurements=most, watch=watch),
         )
         self.recorder = Recorder()
@@ -205,6 +209,35 @@ def test_to_watch_a_training_is_not_to_alter_it(make: Make) -> None:
         alone.train()
     for one, other in zip(scene.module.parameters(), alone.module.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+class StepLateDesk(InlineDesk):
+    """Answers one step after it was handed something."""
+
+    asked_before = False
+
+    def poll(self) -> Answer | None:
+        self.asked_before = not self.asked_before
+        return None if self.asked_before else super().poll()
+
+
+def test_what_is_seen_late_of_a_setting_before_begins_no_measurement(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step of windows of one closes one, and is seen two steps later, when the incumbent's knobs are back."""
+    scene = make(most=5, planned=replace(PLANNED, update_interval=1), desk=StepLateDesk)
+
+    def compare(search: Search, trial: Trial, sample: Sample) -> None:
+        search.state = Comparing(trial.number, "gain", 8)  # whether it is faster or not: the incumbent comes next
+
+    monkeypatch.setattr(Search, "_explored", compare)
+    monkeypatch.setattr(Request, "abort_reason", lambda *_: None)
+    scene.run(until=lambda: len(scene.recorder.told) == 5)
+    windows = [request.setting.update_interval for request, _ in scene.recorder.told]
+    assert (1, 4) in itertools.pairwise(windows)
+    for request, outcome in scene.recorder.told:
+        if outcome.status == "measured":
+            assert_whole(scene, request, outcome)
 
 
 def test_a_store_that_hangs_delays_no_step_and_the_incumbent_runs_meanwhile(make: Make) -> None:
