@@ -29,8 +29,11 @@ from zftune.tuner.settings import Setting  # noqa: E402
 
 SEEDS, FIRST_STEPS, LEAST_STEPS = 3, 1000, 16
 QUICK_SEEDS, QUICK_FIRST_STEPS, QUICK_LEAST_STEPS = 1, 160, 8
-GRID_CODE = ("runtime/zenflow", "studies/006-long-run/longrun/grid.py", "studies/006-long-run/longrun/training.py")
-CODE = ("runtime/zenflow", "zftune/tuner", "zftune/planner", "zftune/daemon/brain", "studies/006-long-run/longrun")
+GRID_CODE = ("runtime/zenflow", *(f"studies/006-long-run/longrun/{name}.py" for name in ("grid", "scene", "training")))
+CODE = (
+    *("runtime/zenflow", "zftune/tuner", "zftune/planner", "zftune/daemon/brain"),
+    *(f"studies/006-long-run/longrun/{name}.py" for name in ("scene", "training", "tuned")),
+)
 
 Tell = Callable[[int], None]
 

@@ -1,4 +1,4 @@
-"""One round: the same two trainings, first both alone, then one of them under a daemon in each state of its run."""
+"""One round: the same two trainings, both alone and with one of them under a daemon in each state of its run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 from served import Daemon
 from trainee import Trainee
 
-TURNS = 4
-"""Of a block: a window of plain steps."""
+TURNS = 6
+"""Of a block, which so lasts for more than a second: what comes once a second is in all of them."""
 UNDER = 3
 """Steps of a turn that are under the daemon, beside a plain one."""
 STATES = ("none", "frozen", "paused", "searching")
 _REACHED = {"frozen": ("frozen",), "searching": ("searching", "confirming")}
 _MEASUREMENTS = {"frozen": 1, "searching": 1000}
 _WARM_UP = 16  # steps
-_SHARES = 4  # steps in a row that nobody is held for, for each block
+_SHARES = 6  # steps in a row that nobody is held for, for each block
 _SOON_S = 120.0
 
 
@@ -46,22 +46,21 @@ class Round:
     blocks: int
 
     def measure(self) -> dict[str, dict[str, Any]]:
-        """The figures of each state, in order."""
+        """The figures of each state. The control comes first or last, by chance: a machine's times drift."""
         for trainee in (self.under, self.plain):
             trainee.ask("train", _WARM_UP)
-        return {state: self._measure(state) for state in STATES}
+        order = random.choice((STATES, (*STATES[1:], STATES[0])))
+        found = {state: self._measure(state) for state in order}
+        return {state: found[state] for state in STATES}
 
     def _measure(self, state: str) -> dict[str, Any]:
         self._reach(state)
         for trainee in (self.under, self.plain):
             trainee.ask("pin", True)
         found = [self._block(alone=state == "none") for _ in range(self.blocks)]
-        counted = [block for block in found if block.counts]
-        plain_ms = sum(block.plain_ms for block in counted)
         figures = {
-            "ratio": sum(block.under_ms for block in counted) / plain_ms if counted else None,
-            "step_ms": plain_ms / len(counted) if counted else None,
-            "blocks_counted": len(counted),
+            "under_ms": [round(block.under_ms, 4) for block in found if block.counts],
+            "plain_ms": [round(block.plain_ms, 4) for block in found if block.counts],
             **self._shares(),
             "state_at_end": self.daemon.run.get("state", "none"),
         }
@@ -71,8 +70,8 @@ class Round:
 
     def _reach(self, state: str) -> None:
         if state == "none":
-            return
-        if state == "paused":  # the run that was frozen
+            self.under.ask("detach")
+        elif state == "paused":  # the run that was frozen
             self.daemon.client.post(f"/v1/runs/{self.daemon.run['run']}/pause")
         else:
             self.under.ask("detach")
@@ -117,17 +116,18 @@ class Round:
                 one.hold(False)
 
     def _shares(self) -> dict[str, float]:
-        """Of a core, while nobody is held."""
-        before = (*self.daemon.processor_s(), self.under.ask("agent_s"), time.perf_counter())
+        """Of a core, and of the time of the thread that trains, while nobody is held."""
+        names = ("daemon_core", "thinkers_core", "agent_core", "thread_share")
+        before = self._spent_s()
         self.under.ask("train", _SHARES * self.blocks)
-        after = (*self.daemon.processor_s(), self.under.ask("agent_s"), time.perf_counter())
-        daemon_s, thinkers_s, agent_s, wall_s = (now - then for then, now in zip(before, after, strict=True))
+        spent_s = [now - then for then, now in zip(before, self._spent_s(), strict=True)]
         # A process that thinks may have ended meanwhile.
-        return {
-            "daemon_core": daemon_s / wall_s,
-            "thinkers_core": max(0.0, thinkers_s) / wall_s,
-            "agent_core": agent_s / wall_s,
-        }
+        return {name: max(0.0, one) / spent_s[-1] for name, one in zip(names, spent_s[:-1], strict=True)}
+
+    def _spent_s(self) -> tuple[float, ...]:
+        return (
+            *self.daemon.processor_s(), self.under.ask("agent_s"), self.under.ask("taken_s"), time.perf_counter(),
+        )  # fmt: skip
 
 
 def measure(blocks: int) -> dict[str, dict[str, Any]]:

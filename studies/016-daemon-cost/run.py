@@ -18,7 +18,7 @@ from trainee import SIZE  # noqa: E402
 
 MEASURED = tuple(f"studies/{HERE.name}/{name}.py" for name in ("measuring", "served", "trainee"))
 CODE = (*MEASURED, "zftune/agent", "zftune/daemon", "zftune/tuner", "zftune/workload", "runtime/zenflow")
-ROUNDS, BLOCKS = 12, 36
+ROUNDS, BLOCKS = 12, 24
 QUICK_ROUNDS, QUICK_BLOCKS = 1, 2
 
 

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 import zftune
 from zenflow import ZenFlowAdamW, ZenFlowConfig
@@ -35,6 +36,9 @@ class Training:
         self._feed = batches(tokens, micro_batch=SIZE["micro_batch"], sequence=SIZE["sequence"], seed=0)
         self._cores = os.sched_getaffinity(0)
         self._tuner: zftune.Tuner | None = None
+        self._begun_s = self._taken_s = 0.0
+        self._optimizer.register_step_post_hook(self._begin)
+        self._last_hook: RemovableHandle | None = None
         self._changes = 0
         self._own = True
 
@@ -49,12 +53,25 @@ class Training:
         self._tuner = zftune.attach(
             self._optimizer, daemon=True, fresh=True, most_measurements=most_measurements, on_change=changed
         )
+        self._last_hook = self._optimizer.register_step_post_hook(self._end)  # the tuner's own is between the two
+
+    def _begin(self, *_: Any) -> None:
+        self._begun_s = time.perf_counter()
+
+    def _end(self, *_: Any) -> None:
+        self._taken_s += time.perf_counter() - self._begun_s
 
     def detach(self) -> None:
-        """Take leave of the daemon, if it is tuned."""
+        """Take leave of the daemon, if it is tuned; the knobs are those that it began with."""
         if self._tuner is not None:
             self._tuner.close()
             self._tuner = None
+        if self._last_hook is not None:
+            self._last_hook.remove()
+            self._last_hook = None
+        if not self._own:
+            self._optimizer.set_knobs(**Setting.of(CONFIG).knobs())
+            self._own = True
 
     def train(self, steps: int) -> None:
         """So many steps."""
@@ -62,7 +79,9 @@ class Training:
             ids = next(self._feed).input_ids
             loss = self._module(input_ids=ids, labels=ids).loss
             loss.backward()
+            begin_s = time.perf_counter()
             zftune.log_loss(loss)  # to whatever tuner is there
+            self._taken_s += time.perf_counter() - begin_s if self._tuner else 0.0
             self._optimizer.step()
             self._optimizer.zero_grad()
 
@@ -73,6 +92,10 @@ class Training:
     def pin(self, first: bool) -> None:
         """Keep the thread that trains on the first core, or let it go: another core has other neighbours."""
         os.sched_setaffinity(threading.main_thread().native_id or 0, {min(self._cores)} if first else self._cores)
+
+    def taken_s(self) -> float:
+        """That the thread that trains has spent in the tuner so far, waiting for others included."""
+        return self._taken_s
 
     def agent_s(self) -> float:
         """Processor time of the agent's thread so far."""

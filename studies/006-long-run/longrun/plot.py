@@ -49,7 +49,7 @@ def _figure(run: Mapping[str, Any], of: Fixed, grid: Grid) -> go.Figure:
     _knobs(figure, run)
     steps, peaks = zip(*[*run["peaks"], (len(run["step_ms"]), run["peaks"][-1][1])], strict=True)
     scaled = [peak / 2**20 for peak in peaks]
-    _line(figure, 3, "peak", steps, scaled, "#8C8C8C")
+    _line(figure, 3, "peak", steps, scaled, "#8C8C8C", shape="hv")  # a peak holds until the next
     titles = ("us a token", "ratio; S / 20", "peak, MiB")
     for row, title in enumerate(titles, 1):
         figure.update_yaxes(axis(title), row=row, col=1)
