@@ -69,7 +69,7 @@ def _mean(figures: Mapping[str, Any]) -> float:
 
 
 def holds(costs: Mapping[str, Mapping[str, float]]) -> bool:
-    """Whether at most 1% of step time is counted in steady states, and 2% of a core; step times may not contradict it."""
+    """Whether 1% of step time is kept in steady states, as counted and not contradicted by ratios, and 2% of a core."""
     counted = all(costs[state]["counted_high"] <= ALLOWED_SHARE for state in STEADY)
     seen = not any(costs[state]["low"] > 1 + ALLOWED_SHARE for state in STEADY)
     return counted and seen and all(one["core"] <= ALLOWED_CORE for one in costs.values())
