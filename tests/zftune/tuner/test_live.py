@@ -3,131 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from zenflow import HostMemoryError, StepStats, ZenFlowAdamW, ZenFlowConfig
+from tests.zftune.tuner.scene import Make, Scene, assert_whole
+from zenflow import HostMemoryError
 from zenflow.errors import HostThreadsError
-from zftune.planner import assumed_coverage
 from zftune.store.types import TrialState
 from zftune.tuner.guard import LossGuard
-from zftune.tuner.live import LiveSearch
-from zftune.tuner.preparing import NoForecast
-from zftune.tuner.scores import Sample
-from zftune.tuner.search import Search, SearchOptions
-from zftune.tuner.settings import Setting
-from zftune.tuner.space import space_for
-from zftune.tuner.states import OF_INCUMBENT, Comparing, Outcome, Request, Sampler, Trial
-from zftune.tuner.thinking import Answer, DeskMaker, InlineDesk, ThreadDesk
-
-BEGIN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, ledger=True, host_threads=1)
-PLANNED = Setting(topk_ratio=0.2, update_interval=2, apply_lag=1, host_threads=1)
-Make = Callable[..., "Scene"]
-
-
-class Scene:
-    """A small model that trains on the CPU, and a search over its knobs."""
-
-    def __init__(
-        self,
-        *,
-        most: int = 7,
-        watch: bool = False,
-        planned: Setting = PLANNED,
-        guard: LossGuard | None = None,
-        desk: DeskMaker = InlineDesk,
-        sampler: Sampler = "random",
-        micro_batches: int = 1,
-        disturbance: Callable[[], str | None] = lambda: None,
-    ) -> None:
-        torch.manual_seed(0)
-        self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
-        self.optimizer = ZenFlowAdamW(self.module.parameters(), lr=1e-3, config=BEGIN, module=self.module)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1 + 0.01 * step))
-        self.micro_batches = micro_batches
-        self.history: dict[int, StepStats] = {}
-        self.changes: list[tuple[int, Setting]] = []
-        start = Setting.of(self.optimizer.config)
-        self.search = Search(
-            space_for(start, "published", coverage=assumed_coverage),
-            start,
-            NoForecast(1.0, start, has_memory=False),
-            [planned],
-            SearchOptions(sampler=sampler, most_measurements=most, watch=watch),
-        )
-        self.recorder = Recorder()
-        self.live = LiveSearch(
-            self.optimizer, self.search, tokens=16, recorder=self.recorder, guard=guard, desk=desk,
-            disturbance=disturbance,
-            on_change=lambda step, knobs: self.changes.append((step, Setting.from_knobs(knobs))),
-        )  # fmt: skip
-
-    def train(self, scale: float = 1.0) -> torch.Tensor:
-        """One step, without the search."""
-        for _ in range(self.micro_batches):
-            loss: torch.Tensor = self.module(torch.randn(16, 32)).square().mean() * scale
-            loss.backward()
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-        return loss
-
-    def step(self, scale: float = 1.0) -> bool:
-        going = self.live.on_step(self.train(scale))
-        self.history |= {stats.step: stats for stats in self.optimizer.history()[-4:]}
-        if going and self.live.request is None:
-            time.sleep(0.01)  # these steps are so short that a thought would last for thousands of them
-        return going
-
-    def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Train until the search is over, or as long as a test may last."""
-        ends = time.monotonic() + 240
-        while not until() and self.step():
-            assert time.monotonic() < ends
-
-    @property
-    def knobs(self) -> Setting:
-        return Setting.of(self.optimizer.config)
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    scenes: list[Scene] = []
-
-    def make(**more: Any) -> Scene:
-        scenes.append(Scene(**more))
-        return scenes[-1]
-
-    yield make
-    for scene in scenes:
-        scene.live.close()
-        scene.optimizer.abandon()
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.told: list[tuple[Request, Outcome]] = []
-        self.refuse = False
-        self.open = threading.Event()
-        """Whether anything can be written down."""
-        self.open.set()
-        self.fails_at = -1
-
-    def before(self, search: Search, request: Request) -> str | None:
-        return "The disk is full." if self.refuse and request.role == "explore" else None
-
-    def after(self, search: Search, request: Request, outcome: Outcome) -> None:
-        self.open.wait(60)
-        if len(self.told) == self.fails_at:
-            raise ArithmeticError("a bug")
-        self.told.append((request, outcome))
+from zftune.tuner.states import OF_INCUMBENT
+from zftune.tuner.thinking import DeskMaker, InlineDesk, ThreadDesk
 
 
 @pytest.mark.parametrize(
@@ -171,16 +58,6 @@ def test_knobs_follow_the_search_windows_are_whole_and_no_gradient_is_lost(make:
         assert balance.produced
 
 
-def assert_whole(scene: Scene, request: Request, outcome: Outcome) -> None:
-    """The steps of a measurement are whole windows under its setting."""
-    assert len(outcome.discarded_ms) == request.discard
-    assert len(outcome.steps_ms) == request.steps
-    first = next(step for step, stats in scene.history.items() if stats.step_ms == outcome.steps_ms[0])
-    closed = [scene.history[first + offset].closed for offset in range(request.steps)]
-    window = [False] * (request.setting.update_interval - 1) + [True]
-    assert closed == window * (request.steps // request.setting.update_interval)
-
-
 def assert_cost(scene: Scene) -> None:
     """Every step's time has passed, those that nobody measured too, and what a challenger ran on for is its cost."""
     told = scene.recorder.told
@@ -192,52 +69,6 @@ def assert_cost(scene: Scene) -> None:
     for (request, _), (_, after) in itertools.pairwise(told):
         if request.role not in OF_INCUMBENT:
             assert after.between.late_steps >= 2  # step times come two steps late
-
-
-def test_to_watch_a_training_is_not_to_alter_it(make: Make) -> None:
-    scene = make(most=1, watch=True)
-    begin = torch.get_rng_state()
-    scene.run(until=lambda: len(scene.recorder.told) == 3)
-    assert {request.role for request, _ in scene.recorder.told} <= {"start", "hold"}
-    assert scene.changes == []
-    for request, outcome in scene.recorder.told:
-        if outcome.status == "measured":  # a hold ends early where this machine's times change
-            assert_whole(scene, request, outcome)
-    alone = make(most=1)
-    torch.set_rng_state(begin)
-    for _ in range(scene.optimizer.steps):
-        alone.train()
-    for one, other in zip(scene.module.parameters(), alone.module.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
-class StepLateDesk(InlineDesk):
-    """Answers one step after it was handed something."""
-
-    asked_before = False
-
-    def poll(self) -> Answer | None:
-        self.asked_before = not self.asked_before
-        return None if self.asked_before else super().poll()
-
-
-def test_what_is_seen_late_of_a_setting_before_begins_no_measurement(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every step of windows of one closes one, and is seen two steps later, when the incumbent's knobs are back."""
-    scene = make(most=5, planned=replace(PLANNED, update_interval=1), desk=StepLateDesk)
-
-    def compare(search: Search, trial: Trial, sample: Sample) -> None:
-        search.state = Comparing(trial.number, "gain", 8)  # whether it is faster or not: the incumbent comes next
-
-    monkeypatch.setattr(Search, "_explored", compare)
-    monkeypatch.setattr(Request, "abort_reason", lambda *_: None)
-    scene.run(until=lambda: len(scene.recorder.told) == 5)
-    windows = [request.setting.update_interval for request, _ in scene.recorder.told]
-    assert (1, 4) in itertools.pairwise(windows)
-    for request, outcome in scene.recorder.told:
-        if outcome.status == "measured":
-            assert_whole(scene, request, outcome)
 
 
 def test_a_store_that_hangs_delays_no_step_and_the_incumbent_runs_meanwhile(make: Make) -> None:
