@@ -47,9 +47,10 @@ def _figure(run: Mapping[str, Any], of: Fixed, grid: Grid) -> go.Figure:
     figure.update_layout(layout(640, hovermode="x unified"))
     _times(figure, run, of, grid)
     _knobs(figure, run)
-    steps, peaks = zip(*[*run["peaks"], (len(run["step_ms"]), run["peaks"][-1][1])], strict=True)
-    scaled = [peak / 2**20 for peak in peaks]
-    _line(figure, 3, "peak", steps, scaled, "#8C8C8C", shape="hv")  # a peak holds until the next
+    # A peak holds until the next; just after it was reset it is nothing.
+    seen = [(step, peak / 2**20) for step, peak in run["peaks"] if peak]
+    steps, peaks = zip(*seen, (len(run["step_ms"]), seen[-1][1]), strict=True)
+    _line(figure, 3, "peak", steps, peaks, "#8C8C8C", shape="hv")
     titles = ("us a token", "ratio; S / 20", "peak, MiB")
     for row, title in enumerate(titles, 1):
         figure.update_yaxes(axis(title), row=row, col=1)
