@@ -45,7 +45,7 @@ _PLANNED = ("planner", "preset")
 _FOR_CHANGES = 0.25
 """Of what exploring may cost, where it may wait: for the planner's choices once times change, which gain the most."""
 _OTHER_TIMES = 0.05
-"""Of the step time: where it differs by so much after a resumption, what was measured before is no longer true."""
+"""Of the step time: where the incumbent's differs by so much, what was measured before is no longer true."""
 
 
 class Search(Course):

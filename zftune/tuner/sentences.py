@@ -19,7 +19,7 @@ def resumed(measurements: int) -> str:
 def other_times(found: Gain) -> str:
     """The incumbent does not take what it took before."""
     how = "shorter" if found.share > 0 else "longer"
-    return f"Steps are {100 * abs(found.share):.1f}% {how} than before the resumption: the search begins again."
+    return f"Steps are {100 * abs(found.share):.1f}% {how} than before: the search begins again."
 
 
 def other_tokens(tokens: int, before: int) -> str:

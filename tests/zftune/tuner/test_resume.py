@@ -297,7 +297,7 @@ def test_other_times_make_it_begin_again(world: World) -> None:
     again = world.begin()
     world.go(again, 1)
     assert again.search.notes[-1].kind == "reopen"
-    assert "longer than before the resumption" in again.search.notes[-1].reason
+    assert "longer than before:" in again.search.notes[-1].reason
     assert again.search.measurements == 0
     assert [bool(trial.samples) for trial in again.search.book.trials].count(True) == 1
     world.go(again, 3)
