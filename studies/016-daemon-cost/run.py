@@ -23,7 +23,7 @@ QUICK_ROUNDS, QUICK_BLOCKS = 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure what is missing and print it; 1 if a steady run costs more than it may."""
+    """Measure what is missing and print it; 1 if a run costs more than it may."""
     options = parser(__doc__ or "")
     options.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"three minutes each ({ROUNDS})")
     arguments = options.parse_args(argv)
