@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
 from zftune.daemon.client import DaemonClient
 from zftune.errors import BadInputError, ZftuneError
 
-SHOWN = 8
+_SHOWN = 8
 """Characters of a run's identity."""
 _MOST_NAMED = 6
 
@@ -37,6 +38,11 @@ def chosen(client: DaemonClient, run: str | None) -> dict[str, Any]:
     return among(all_runs(client), run)
 
 
+def called(run: Mapping[str, Any]) -> str:
+    """How a run is called: as `zftune explain` knows it, or before it is in the store as the daemon does."""
+    return str(run["record"] or run["run"])[:_SHOWN]
+
+
 def among(runs: list[dict[str, Any]], run: str | None) -> dict[str, Any]:
     """The run that is meant; see `chosen`."""
     if not runs:
@@ -45,12 +51,14 @@ def among(runs: list[dict[str, Any]], run: str | None) -> dict[str, Any]:
         found = [one for one in runs if one["state"] != "ended"] or runs
         what = f"RUN is missing, there are {len(found)} runs"
     else:
-        found = _called(runs, "run", run) or _called(runs, "record", run)
+        found = _beginning(runs, "run", run) or _beginning(runs, "record", run)
+        if len({one["record"] or one["run"] for one in found}) == 1:
+            found = found[-1:]  # a training that was gone on with: the last part
         what = f"RUN '{run[:40]}'" + (f" is the beginning of {len(found)}" if found else "")
     if len(found) == 1:
         return found[0]
     named = found or runs
-    names = ", ".join(one["run"][:SHOWN] for one in named[-_MOST_NAMED:])
+    names = ", ".join(called(one) for one in named[-_MOST_NAMED:])
     more = " .." if len(named) > _MOST_NAMED else ""
     raise BadInputError(f"{what}, allowed is one of {names}{more} (see zftune daemon runs)")
 
@@ -80,5 +88,5 @@ def told(client: DaemonClient, run: str, command: str) -> dict[str, Any]:
     return found
 
 
-def _called(runs: list[dict[str, Any]], name: str, beginning: str) -> list[dict[str, Any]]:
+def _beginning(runs: list[dict[str, Any]], name: str, beginning: str) -> list[dict[str, Any]]:
     return [one for one in runs if beginning and (one[name] or "").startswith(beginning.lower())]

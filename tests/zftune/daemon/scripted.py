@@ -45,6 +45,12 @@ class Training(Agent):
         self._hello = replace(self._hello, training=training, argv=argv, began_unix_s=time.time())
         super().say_hello(again)
 
+    @property
+    def called(self) -> str:
+        """The short id of its record."""
+        assert self.last.record is not None
+        return self.last.record[:8]
+
     def go_on(self, steps: int = 20) -> None:
         """Some steps, with what is asked for."""
         self.report()

@@ -12,6 +12,8 @@ from tests.zftune.daemon.chromium import chromium, needs_chromium
 from tests.zftune.daemon.daemons import COMMAND, serving
 from tests.zftune.daemon.test_page_in_a_browser import STATE, STEP, button, opened
 from zftune.daemon.client import DaemonClient
+from zftune.explain.choosing import chosen_run
+from zftune.store import open_store
 
 pytestmark = needs_chromium
 
@@ -64,4 +66,8 @@ def test_it_is_seen_paused_and_gone_on_with(folder: Path) -> None:
                 < decisions.rindex("The search begins from")
             )
             assert len(training.changes) > changes
+            with open_store(more["ZFTUNE_DB"]) as store:
+                known, _ = chosen_run(store, browser.text("#run-title")[-8:])  # as zftune explain finds it
+                (listed,) = client.get("/v1/runs")
+                assert known.run_id == listed["record"]
         assert browser.complaints == []

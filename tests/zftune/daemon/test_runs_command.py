@@ -57,9 +57,9 @@ def test_runs_are_listed(tell: Tell, runs: list[Training]) -> None:
     code, out, err = tell("daemon", "runs")
     assert (code, err, out.count("\n")) == (0, "", 2)
     first, second = out.splitlines()
-    assert re.match(r"a1a1a1a1  frozen +step \d+, 8\d\.\d ms a step, 12% host, 8% h2d, k 0\.1 S \d", first)
+    assert re.match(runs[0].called + r"  frozen +step \d+, 8\d\.\d ms a step, 12% host, 8% h2d, k 0\.1 S \d", first)
     assert first.endswith("(gpt2)")
-    assert second.startswith("a2a2a2a2  ")
+    assert second.startswith(f"{runs[1].called}  ")
     document = json.loads(tell("daemon", "runs", "--json", "-")[1])
     assert document["schema"] == "zftune.daemon.runs/1"
     assert [one["run"] for one in document["runs"]] == [one.run for one in runs]
@@ -109,7 +109,7 @@ def test_logs_are_the_decisions(tell: Tell) -> None:
 def test_pause_and_resume(tell: Tell, runs: list[Training]) -> None:
     code, out, err = tell("daemon", "pause", runs[0].run)
     assert (code, err) == (0, "")
-    assert out.startswith("Run a1a1a1a1 is paused: ")
+    assert out.startswith(f"Run {runs[0].called} is paused: ")
     assert runs[0].report().kind == "pause"
     assert runs[1].report().kind != "pause"
     document = json.loads(tell("daemon", "resume", "a1", "--json", "-")[1])
@@ -121,11 +121,12 @@ def test_pause_and_resume(tell: Tell, runs: list[Training]) -> None:
 
 
 @pytest.mark.parametrize("command", ["pause", "resume", "rollback", "logs"])
-def test_a_run_must_be_named_where_there_are_two(tell: Tell, command: str) -> None:
+def test_a_run_must_be_named_where_there_are_two(tell: Tell, runs: list[Training], command: str) -> None:
+    names = ", ".join(one.called for one in runs)
     for run, words in (
-        ([], "RUN is missing, there are 2 runs, allowed is one of a1a1a1a1, a2a2a2a2"),
-        (["a"], "RUN 'a' is the beginning of 2, allowed is one of a1a1a1a1, a2a2a2a2"),
-        (["x"], "RUN 'x', allowed is one of a1a1a1a1, a2a2a2a2"),
+        ([], f"RUN is missing, there are 2 runs, allowed is one of {names}"),
+        (["a"], f"RUN 'a' is the beginning of 2, allowed is one of {names}"),
+        (["x"], f"RUN 'x', allowed is one of {names}"),
         ([""], "RUN '', allowed is one of"),
     ):
         code, out, err = tell("daemon", command, *run)
@@ -139,7 +140,7 @@ def test_rollback_and_stop_of_a_run(tell: Tell, folder: Path, monkeypatch: pytes
         assert Setting.from_knobs(training.last.incumbent or {}) != START
         code, out, _ = tell("daemon", "rollback")
         assert code == 0
-        assert out.startswith("Run a1a1a1a1 is frozen: Rolled back by hand: ")
+        assert out.startswith(f"Run {training.called} is frozen: Rolled back by hand: ")
         assert training.report().incumbent == START.knobs()
         code, _, err = tell("daemon", "rollback")
         assert (code, err) == (1, "zftune: nothing was adopted in this run, allowed is rolling back what was\n")
@@ -180,6 +181,10 @@ def test_which_run_is_meant() -> None:
     assert among([first], None) is first
     assert among([first, second], "A1") is first
     assert among([first, second], "c0f") is first
+    gone_on_with = a_run("a3", record="c0ffee")
+    assert among([first, gone_on_with], "c0f") is gone_on_with
+    with pytest.raises(BadInputError, match="RUN 'c0' is the beginning of 2, allowed is one of c0ffee, c0de "):
+        among([gone_on_with, a_run("a4", record="c0de")], "c0")
     with pytest.raises(ZftuneError, match="no run, start one with") as none:
         among([], "a1")
     assert not isinstance(none.value, BadInputError)

@@ -52,28 +52,28 @@ def drawn(found: Frame, width: int, height: int) -> list[str]:
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
 
 
-def test_a_small_terminal_shows_what_matters(client: DaemonClient) -> None:
+def test_a_small_terminal_shows_what_matters(client: DaemonClient, runs: list[Training]) -> None:
     lines = drawn(look(client, None, 24), 80, 24)
     assert lines[0].startswith("zftune top  1 run on ")
     assert lines[1].split() == ["run", "state", "step", "ms", "stall", "gain", "knobs"]
-    assert lines[2].startswith("a1a1a1a1 frozen ")
+    assert lines[2].startswith(f"{runs[0].called} frozen ")
     assert " █░░░░ 12% host " in lines[2]
     assert " ± " in lines[2]
     assert lines[2].split("% ")[-1].strip().startswith("k0.1 S")
     assert lines[3].startswith("  ")  # the last decision's reason
-    assert lines[4].startswith("a2a2a2a2 ended ")
+    assert lines[4].startswith(f"{runs[1].called} ended ")
     below = "\n".join(lines[6:])
     for expected in ("meta-llama/Llama-2-7b-hf", "frozen: ", "stall     █ host", "decisions", "adopt ", "trials", "◆ "):
         assert expected in below
 
 
-def test_a_wide_terminal_has_reasons_beside_their_runs(client: DaemonClient) -> None:
+def test_a_wide_terminal_has_reasons_beside_their_runs(client: DaemonClient, runs: list[Training]) -> None:
     found = look(client, None, 50)
     lines = drawn(found, 200, 50)
     assert "last decision" in lines[1]
-    assert lines[2].startswith("a1a1a1a1 ")
+    assert lines[2].startswith(f"{runs[0].called} ")
     assert found.shown[0]["decisions"][-1]["reason"][:60] in lines[2]
-    assert lines[3].startswith("a2a2a2a2 ")
+    assert lines[3].startswith(f"{runs[1].called} ")
 
 
 def many(found: Frame) -> Frame:
@@ -114,7 +114,10 @@ def test_nothing_of_a_run_is_markup(client: DaemonClient) -> None:
 
 
 def test_a_page_is_printed_once_into_a_pipe(
-    client: DaemonClient, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    client: DaemonClient,
+    runs: list[Training],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("ZFTUNE_SOCKET", str(client.path))
     monkeypatch.setenv("COLUMNS", "80")
@@ -124,7 +127,7 @@ def test_a_page_is_printed_once_into_a_pipe(
         assert (code, err) == (0, "")
         assert out.startswith("zftune top  1 run on ")
         assert "\x1b" not in out
-    assert "a2a2a2a2  </script>" in out
+    assert f"{runs[1].called}  </script>" in out
     document = json.loads(tell("top", "--json", "-")[1])
     assert document["schema"] == "zftune.top/1"
     assert [one["run"]["state"] for one in document["runs"]] == ["frozen", "ended"]
@@ -194,7 +197,7 @@ def test_it_goes_on_until_ctrl_c_and_leaves_the_terminal_as_it_was(folder: Path)
             terminal.until(b"paused")
             daemon.process.kill()
             terminal.until(b"what is below is old")
-            terminal.until(b"a1a1a1a1")
+            terminal.until(training.called.encode())
             os.write(terminal.screen, b"\x03")
             terminal.until(LEAVES)
             assert terminal.process.wait(SOON_S) == 0

@@ -91,7 +91,7 @@ function newItem(name) {
   const button = element("button", {}, [
     element("span", { class: "head" }, [
       element("span", { class: "name" }),
-      element("span", { class: "mono" }, [name.slice(0, 8)]),
+      element("span", { class: "mono" }),
     ]),
     element("span", { class: "state" }),
     element("span", { class: "bar", role: "img" }),
@@ -105,10 +105,16 @@ function newItem(name) {
   return item;
 }
 
+// As zftune explain knows it, or before it is in the store as the daemon does.
+function idOf(run) {
+  return (run.record ?? run.run).slice(0, 8);
+}
+
 function fillItem(item, run) {
   const part = (name) => item.querySelector(`.${name}`);
   item.firstChild.setAttribute("aria-pressed", String(run.run === chosen));
   setText(part("name"), run.model || "a run");
+  setText(part("mono"), idOf(run));
   setText(part("state"), run.state);
   part("state").className = `state ${run.state}`;
   const stalls = stallsOf(run);
@@ -141,7 +147,7 @@ function choose(name) {
 
 function showRun(details) {
   const { run } = details;
-  setText(at("run-title"), `${run.model || "a run"} · ${run.run.slice(0, 8)}`);
+  setText(at("run-title"), `${run.model || "a run"} · ${idOf(run)}`);
   setText(at("command"), run.argv.join(" "));
   fillWhenOther(at("state"), [[run.state, run.reason]], ([state, reason]) =>
     element("span", {}, [element("span", { class: `state ${state}` }, [state]), reason ? `: ${reason}` : ""]),

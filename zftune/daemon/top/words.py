@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from zftune.daemon.runs_asked import SHOWN
+from zftune.daemon.runs_asked import called
 from zftune.store.document import escaped
 
 Run = Mapping[str, Any]
@@ -22,7 +22,7 @@ _AT_REST = {
 
 def name(run: Run) -> str:
     """How a run is called on the command line."""
-    return escaped(run["run"][:SHOWN])
+    return escaped(called(run))
 
 
 def model(run: Run) -> str:
