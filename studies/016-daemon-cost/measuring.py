@@ -117,7 +117,7 @@ class Round:
 
     def _shares(self) -> dict[str, float]:
         """Of a core, and of the time of the thread that trains, while nobody is held."""
-        names = ("daemon_core", "thinkers_core", "agent_core", "thread_share")
+        names = ("daemon_core", "thinkers_core", "agent_core", "thread_share", "changing_share")
         before = self._spent_s()
         self.under.ask("train", _SHARES * self.blocks)
         spent_s = [now - then for then, now in zip(before, self._spent_s(), strict=True)]
@@ -125,9 +125,8 @@ class Round:
         return {name: max(0.0, one) / spent_s[-1] for name, one in zip(names, spent_s[:-1], strict=True)}
 
     def _spent_s(self) -> tuple[float, ...]:
-        return (
-            *self.daemon.processor_s(), self.under.ask("agent_s"), self.under.ask("taken_s"), time.perf_counter(),
-        )  # fmt: skip
+        agent_s, taken_s, changing_s = (self.under.ask(what) for what in ("agent_s", "taken_s", "changing_s"))
+        return *self.daemon.processor_s(), agent_s, taken_s - changing_s, changing_s, time.perf_counter()
 
 
 def measure(blocks: int) -> dict[str, dict[str, Any]]:

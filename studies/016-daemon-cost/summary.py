@@ -20,8 +20,8 @@ def costs_of(rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dic
 
     The ratio of a round is the median of its blocks', or ("mean") that of their sums. Over rounds the mean is
     geometric, the interval Student's, of the logarithms; where there is one round it is not known (nan). "counted" is
-    the share of its time that the thread that trains spends in the tuner, and all that the agent's thread takes of a
-    core, as if it were waited for.
+    the share of its time that the thread that trains spends in the tuner, but for changes of knobs ("changing"), and
+    all that the agent's thread takes of a core, as if it were waited for.
     """
     found = {}
     for state in rounds[0]:
@@ -38,6 +38,7 @@ def costs_of(rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dic
             **{f"mean_{end}": value for end, value in _interval(means).items()},
             **cores,
             **_counted([one[state]["thread_share"] + one[state]["agent_core"] for one in rounds]),
+            "changing": statistics.fmean(one[state]["changing_share"] for one in rounds),
             "core": cores["daemon_core"] + cores["agent_core"],
         }
     return found
@@ -77,10 +78,11 @@ def holds(costs: Mapping[str, Mapping[str, float]]) -> bool:
 def table_of(costs: Mapping[str, Mapping[str, float]], rounds: int) -> Table:
     """One line for each state."""
     table = Table(title=f"steps under a daemon to steps without one, real work on one thread, {rounds} rounds")
-    for name in ("run", "step", "ratio", "95%", "of means", "95%", "counted", "daemon", "agent", "both", "thinking"):
+    shares = ("counted", "changing", "daemon", "agent", "both", "thinking")
+    for name in ("run", "step", "ratio", "95%", "of means", "95%", *shares):
         table.add_column(name, justify="right" if name != "run" else "left")
     for state, one in costs.items():
-        shares = (one["counted"], one["daemon_core"], one["agent_core"], one["core"], one["thinkers_core"])
+        found = (one[name] for name in ("counted", "changing", "daemon_core", "agent_core", "core", "thinkers_core"))
         table.add_row(
             state,
             f"{one['step_ms']:.1f} ms",
@@ -88,7 +90,7 @@ def table_of(costs: Mapping[str, Mapping[str, float]], rounds: int) -> Table:
             f"{one['low']:.4f} - {one['high']:.4f}",
             f"{one['mean_ratio']:.4f}",
             f"{one['mean_low']:.4f} - {one['mean_high']:.4f}",
-            *(f"{share:.2%}" for share in shares),
+            *(f"{share:.2%}" for share in found),
         )
     return table
 

@@ -24,6 +24,19 @@ SIZE: dict[str, Any] = {"model": "tiny", "micro_batch": 4, "sequence": 88}  # so
 _ANSWER_S = 120.0
 
 
+class Clocked(ZenFlowAdamW):
+    """Knows how long changes of its knobs have taken."""
+
+    changing_s = 0.0
+
+    def set_knobs(self, **knobs: Any) -> int:
+        begin_s = time.perf_counter()
+        try:
+            return super().set_knobs(**knobs)
+        finally:
+            self.changing_s += time.perf_counter() - begin_s
+
+
 class Training:
     """A model that trains on one thread, under a tuner or not; it lives in the trainee's process."""
 
@@ -31,7 +44,7 @@ class Training:
         torch.set_num_threads(1)
         workload = build_model(SIZE["model"], dtype=torch.float32, seed=0)
         self._module = workload.module
-        self._optimizer = ZenFlowAdamW(self._module.parameters(), lr=1e-5, config=CONFIG, module=self._module)
+        self._optimizer = Clocked(self._module.parameters(), lr=1e-5, config=CONFIG, module=self._module)
         tokens = workload.encode(load_text(None))
         self._feed = batches(tokens, micro_batch=SIZE["micro_batch"], sequence=SIZE["sequence"], seed=0)
         self._cores = os.sched_getaffinity(0)
@@ -56,6 +69,7 @@ class Training:
         self._last_hook = self._optimizer.register_step_post_hook(self._end)  # the tuner's own is between the two
 
     def _begin(self, *_: Any) -> None:
+        self._optimizer.history(after=self._optimizer.steps)  # resolves what is left to the next step without a tuner
         self._begun_s = time.perf_counter()
 
     def _end(self, *_: Any) -> None:
@@ -94,8 +108,12 @@ class Training:
         os.sched_setaffinity(threading.main_thread().native_id or 0, {min(self._cores)} if first else self._cores)
 
     def taken_s(self) -> float:
-        """That the thread that trains has spent in the tuner so far, waiting for others included."""
+        """That the thread that trains has spent in the tuner so far, waiting for others and changing knobs included."""
         return self._taken_s
+
+    def changing_s(self) -> float:
+        """Of that, what changes of knobs have taken."""
+        return self._optimizer.changing_s
 
     def agent_s(self) -> float:
         """Processor time of the agent's thread so far."""

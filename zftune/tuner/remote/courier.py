@@ -33,11 +33,11 @@ from zftune.errors import ZftuneError
 from zftune.tuner.facts import TrainingFacts
 from zftune.tuner.remote.desk import Orders, RemoteDesk
 
-QUICK_S = 0.1
+QUICK_S = 0.2
 """Between two reports while the training waits for an answer, at least: see `waiting_s`."""
 SLOW_S = 1.0
 """Between two reports while it measures, at most; a lease has more of them."""
-_WAITED_SHARE = 0.1
+_WAITED_SHARE = 0.2
 _REPORTS_A_LEASE = 4
 _FIRST_BACKOFF_S = 0.2
 _LONGEST_BACKOFF_S = 20.0
@@ -65,7 +65,7 @@ class Transport(Protocol):
 
 
 def waiting_s(waited_s: float) -> float:
-    """Between two reports while the training waits: an answer that takes long may come a tenth of that later.
+    """Between two reports while the training waits: an answer that takes long may come a fifth of that later.
 
     Args:
         waited_s: for so long.
