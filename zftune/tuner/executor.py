@@ -67,10 +67,11 @@ class Executor:
         """Time spent in here by the training thread."""
         self.outside = Outside()
         """The steps that belong to no measurement."""
+        self.losses = losses
+        """That are watched over; None: nobody does."""
         self._start = start
         self._optimizer, self._tokens = optimizer, tokens
         self._disturbance, self._on_change = disturbance, on_change
-        self._losses = losses
         self._desk = desk
         self._changes = changes or AtOnce(optimizer)
         self._asked: Setting | None = None
@@ -79,7 +80,8 @@ class Executor:
         """Whether that is what they are, so that nothing but the window's end is waited for."""
         self._asked_for: Request | None = None
         self._handed = False
-        self._applied = Setting.of(optimizer.config)
+        self._applied: Setting | None = Setting.of(optimizer.config)
+        """None: windows have no known length."""
         self._from = self._seen = optimizer.steps
         self._discarded: list[float] = []
         self._steps: list[float] = []
@@ -114,8 +116,8 @@ class Executor:
 
     def log_loss(self, loss: torch.Tensor | float) -> None:
         """Give the guard a loss of the step that is under way or was just taken; does not wait for the device."""
-        if self._losses is not None and not self.over:
-            self._losses.add(self._optimizer.steps, loss)
+        if self.losses is not None and not self.over:
+            self.losses.add(self._optimizer.steps, loss)
 
     def log_tokens(self, tokens: int) -> None:
         """Say that steps have another number of tokens from now on: what was measured before does not count.
@@ -140,6 +142,21 @@ class Executor:
     def close(self) -> None:
         """End the thinking, within seconds; the search may be read and written down from here on."""
         self._desk.close()
+
+    def go_on_from_saved(self) -> None:
+        """Call it after the first step of a state that was loaded: the incumbent's knobs are set in it.
+
+        What is measured is given up, and a change that was on its way has gone with the state that it was for.
+        """
+        config = self._optimizer.config
+        self._from = self._seen = self._optimizer.steps - 1
+        self._applied = Setting.of(config) if config.update_interval != "auto" else None
+        self._asked, self._stays = None, False
+        self.outside.forget_changes()
+        if self.request is None:
+            self._restore()
+        else:
+            self._hand(replace(self._void("a saved state was loaded"), called_off=True))
 
     def _on_step(self, loss: torch.Tensor | float | None) -> bool:
         if self.over:
@@ -278,6 +295,12 @@ class Executor:
             pace=Pace.of(self._stats),
         )
 
+    def _void(self, reason: str) -> Outcome:
+        """Of a measurement that is given up, perhaps before its first step."""
+        if not self._discarded and not self._steps:
+            self._between = self.outside.taken()
+        return self._outcome("void", reason)
+
     def _hand(self, outcome: Outcome | None) -> None:
         """Let the desk think; meanwhile nothing but the incumbent runs."""
         self.request, self._handed = None, True
@@ -288,9 +311,7 @@ class Executor:
         """Give up what is measured, where its steps are not all of one size."""
         recounted, self._recounted = self._recounted, False
         if recounted and self.request is not None:
-            if not self._discarded and not self._steps:
-                self._between = self.outside.taken()
-            self._hand(self._outcome("void", "the tokens of a step have changed"))
+            self._hand(self._void("the tokens of a step have changed"))
 
     def _give_up(self) -> None:
         """Give up what is measured, where the desk asks for that."""
@@ -301,9 +322,7 @@ class Executor:
         if self.request is None:
             self._restore()
         else:
-            if not self._discarded and not self._steps:
-                self._between = self.outside.taken()
-            self._hand(replace(self._outcome("void", recall.reason), called_off=True))
+            self._hand(replace(self._void(recall.reason), called_off=True))
 
     def _restore(self) -> None:
         """Let the incumbent run, if something else does, or is about to."""
@@ -322,7 +341,7 @@ class Executor:
 
     def _is_wrong(self) -> bool:
         """Look at the losses that are there; restore the starting point's knobs where training goes wrong."""
-        found = None if self._losses is None else self._losses.judge()
+        found = None if self.losses is None else self.losses.judge()
         if found is not None:
             self.go_back(found)
         return found is not None

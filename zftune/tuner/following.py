@@ -27,7 +27,8 @@ from zftune.tuner.guard import Losses, LossGuard
 from zftune.tuner.ranks.accord import Accord
 from zftune.tuner.search import Search
 from zftune.tuner.settings import Setting
-from zftune.tuner.windows import KnownWindow, counted, warm_up_steps
+from zftune.tuner.step_count import StepCount
+from zftune.tuner.windows import KnownWindow, counted
 
 _JOIN_S = 20.0  # a daemon that is told goodbye may take most of it
 _DEPART_S = 1.0
@@ -71,11 +72,9 @@ class Tuner:
         self._guard = LossGuard()
         self._losses: Losses | None = Losses(optimizer.device, self._guard)
         self._has_loss = False
-        self._warm_up = warm_up_steps(optimizer.config)
         # With several ranks the accord tells of changes itself.
         self._window = KnownWindow(optimizer, accord, None if accord is not None else on_change)
-        self._attached_at = optimizer.steps
-        self._begin_at = max(optimizer.steps, optimizer.config.full_warm_up_rounds) + self._warm_up
+        self._count = StepCount(optimizer)
         self._finishing: Background[None] | None = None
         self._live: Executor | None = None
         self._probed: Setting | None = None
@@ -164,7 +163,7 @@ class Tuner:
         self._closed = True
         try:
             if self._live is not None and not self._live.over:
-                self._live.stop(f"Tuning ended after {self._steps} steps, before the search was over.")
+                self._live.stop(f"Tuning ended after {self._count.followed} steps, before the search was over.")
             if self._finishing is None:
                 self._end_search()  # here: a thread could not be started any more where the interpreter ends
         finally:
@@ -194,12 +193,28 @@ class Tuner:
     def _after_step(self, *_: Any) -> None:
         if self._is_elsewhere:
             return
+        if self._count.after_step() and self.searching:
+            self._go_on_from_saved()
         if self._accord is not None:
             self._hear(self._accord)
         if not self._closed:
             self._go_on()
         if self._accord is not None:
             self._talk(self._accord)
+
+    def _go_on_from_saved(self) -> None:
+        """A saved state was loaded: what was seen before is of another course, and this one's first steps are slow."""
+        for losses in (self._losses, None if self._live is None else self._live.losses):
+            if losses is not None:
+                losses.forget()
+        if self._accord is not None:
+            self._accord.go_on_from_saved()
+        if not self._counsel.begun:
+            self._count.begin_warm_up()
+        elif self._live is not None and self._accord is None:
+            self._live.go_on_from_saved()
+        elif self._live is not None:
+            self._give_up("Tuning ended: a saved state was loaded, and several ranks do not go on from one.")
 
     def _hear(self, accord: Accord) -> None:
         try:
@@ -267,8 +282,8 @@ class Tuner:
         self._finish()
 
     def _warm(self) -> None:
-        if not self._watch() and self._optimizer.steps >= self._begin_at:
-            steps = tuple(self._optimizer.history()[-self._warm_up :])
+        if not self._watch() and self._count.followed >= self._count.begins:
+            steps = tuple(self._optimizer.history()[-self._count.warm_up :])
             self._counsel.prepare(Seen(counted(self._optimizer.config), steps, self._has_loss))
 
     def _watch(self) -> bool:
@@ -343,15 +358,10 @@ class Tuner:
         except Exception:
             _logger.exception("What was found could not be written down; the training is not concerned.")
 
-    @property
-    def _steps(self) -> int:
-        """That were taken since it follows."""
-        return self._optimizer.steps - self._attached_at
-
     def _conclude(self) -> None:
         ended = Ended(
-            steps=self._steps,
-            begins=self._begin_at - self._attached_at,
+            steps=self._count.followed,
+            begins=self._count.begins,
             over=self._over,
             given_up=self._given_up,
             remarks=tuple(self.notices),

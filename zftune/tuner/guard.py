@@ -33,6 +33,10 @@ class LossGuard:
 
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=_TREND + _RECENT))
 
+    def forget(self) -> None:
+        """What comes is of another course."""
+        self._losses.clear()
+
     def add(self, loss: float) -> str | None:
         """Take a step's loss; a reason where training goes wrong, else None.
 
@@ -92,6 +96,11 @@ class Losses:
             return
         target = self._device.host_empty((1,), torch.float32)
         self._waiting.append((step, target, self._device.d2h(value, target)))
+
+    def forget(self) -> None:
+        """What was given so far is of another course than what comes."""
+        self._waiting.clear()
+        self._guard.forget()
 
     def judge(self) -> str | None:
         """Look at the losses that are there; a sentence where training goes wrong, else None."""

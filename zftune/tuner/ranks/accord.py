@@ -90,6 +90,10 @@ class Accord(Changes):
         """Tune no more: all ranks hear of it in the next words, and set the knobs that are to be kept."""
         self._leaves = True
 
+    def go_on_from_saved(self) -> None:
+        """A saved state was loaded, on all ranks: it has knobs of its own."""
+        self._applied = None
+
     def close(self, most_s: float) -> None:
         """At the end of the process: nothing changes any more, but others may still listen.
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[4]
-SEARCHES = ("tuned", "zen_auto", "silent", "short_of_memory", "wrong_elsewhere", "closed_elsewhere")
+SEARCHES = ("tuned", "zen_auto", "silent", "short_of_memory", "wrong_elsewhere", "closed_elsewhere", "loaded")
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +101,12 @@ def test_who_closes_its_tuner_ends_it_on_all_under_the_incumbent(ranks: list[dic
     assert second["notices"] == []
     assert first["changes"][-1][1] == first["incumbent"]
     assert first["changes"][-2][1] != first["incumbent"]
+
+
+def test_a_saved_state_that_is_loaded_ends_it_on_all_under_the_incumbent(ranks: list[dict[str, Any]]) -> None:
+    first = ranks[0]["loaded"]
+    assert "Tuning ended: a saved state was loaded, and several ranks do not go on from one." in first["notices"]
+    assert first["changes"][-1][1] == first["incumbent"] != first["changes"][-2][1]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import random
@@ -174,6 +175,19 @@ def wrong_elsewhere(rank: int) -> dict[str, Any]:
     return training.told()
 
 
+def loaded(rank: int) -> dict[str, Any]:
+    """A saved state is loaded while another setting is tried."""
+    training = Training(rank, most=50)
+    for _ in range(6):
+        training.step()
+    state = copy.deepcopy((training.module.state_dict(), training.optimizer.state_dict()))
+    training.run(lambda: training.tries)
+    training.module.load_state_dict(state[0])
+    training.optimizer.load_state_dict(state[1])
+    training.run(lambda: not training.tuner.searching)
+    return training.told()
+
+
 def closed_elsewhere(rank: int) -> dict[str, Any]:
     """Rank 1 closes its tuner while a setting that is not the incumbent's runs."""
     training = Training(rank, most=50)
@@ -225,7 +239,18 @@ def _expect(told: dict[str, Any], call: Callable[[], Any]) -> None:
 
 WORKS = {
     one.__name__: one
-    for one in (tuned, zen_auto, silent, short_of_memory, wrong_elsewhere, closed_elsewhere, unfit, probed, alone)
+    for one in (
+        tuned,
+        zen_auto,
+        silent,
+        short_of_memory,
+        wrong_elsewhere,
+        closed_elsewhere,
+        loaded,
+        unfit,
+        probed,
+        alone,
+    )
 }
 
 
