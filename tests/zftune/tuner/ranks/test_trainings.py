@@ -103,10 +103,11 @@ def test_who_closes_its_tuner_ends_it_on_all_under_the_incumbent(ranks: list[dic
     assert first["changes"][-2][1] != first["incumbent"]
 
 
-def test_a_saved_state_that_is_loaded_ends_it_on_all_under_the_incumbent(ranks: list[dict[str, Any]]) -> None:
+def test_a_saved_state_that_is_loaded_ends_it_on_all(ranks: list[dict[str, Any]]) -> None:
     first = ranks[0]["loaded"]
     assert "Tuning ended: a saved state was loaded, and several ranks do not go on from one." in first["notices"]
-    assert first["changes"][-1][1] == first["incumbent"] != first["changes"][-2][1]
+    assert first["changes"]  # another setting was tried, and the state that was loaded had the user's own
+    assert first["knobs"]["topk_ratio"] == 0.1
 
 
 @pytest.mark.parametrize(
