@@ -32,8 +32,10 @@ from zftune.tuner.facts import Wishes
 from zftune.tuner.following import Tuner
 from zftune.tuner.remote import courier
 from zftune.tuner.remote.counsel import DaemonCounsel
+from zftune.tuner.remote.desk import RemoteDesk
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.settings import Setting
+from zftune.tuner.states import Outcome
 
 SLOW_S, FAST_S = 0.003, 0.0015
 """What a step takes at least under the knobs that training begins with, and under others: a search finds these."""
@@ -125,6 +127,7 @@ class _Tuned:
         self._began = (0, 0, 0)
         self.worst_ms = {"cpu": 0.0, "awake": 0.0, "wall": 0.0}
         self.loop.optimizer.register_step_post_hook(lambda *_: self._begin_hook())
+        self._write_down_what_is_handed()
         self.loop.tuner = self._attached(given)
         self.loop.optimizer.register_step_post_hook(lambda *_: self._end_hook())
 
@@ -156,8 +159,19 @@ class _Tuned:
         counsel = DaemonCounsel(self.loop.optimizer, wishes, 16, DaemonClient())
         return Tuner(self.loop.optimizer, counsel, tokens=16, disturbance=NoDisturbance(), on_change=self._change)
 
-    def _change(self, step: int, knobs: Mapping[str, Any]) -> None:
-        os.write(self._changed, (json.dumps([step, dict(knobs)]) + "\n").encode())
+    def _change(self, step: int, knobs: Mapping[str, Any] | None) -> None:
+        """Write down a change, or (None) that what was measured is handed over, and its knobs are about to go."""
+        os.write(self._changed, (json.dumps([step, knobs and dict(knobs)]) + "\n").encode())
+
+    def _write_down_what_is_handed(self) -> None:
+        hand = RemoteDesk.hand
+
+        def handed(desk: RemoteDesk, outcome: Outcome | None) -> None:
+            if outcome is not None:
+                self._change(self.loop.optimizer.steps, None)
+            hand(desk, outcome)
+
+        RemoteDesk.hand = handed  # type: ignore[assignment,method-assign]
 
     def _begin_hook(self) -> None:
         self._began = _clocks()

@@ -66,7 +66,17 @@ class Training:
 
     @property
     def changes(self) -> list[tuple[int, dict[str, Any]]]:
-        """Steps after which knobs hold, and these; one that was cut off is none."""
+        """Steps after which knobs hold, and these."""
+        return [(step, knobs) for step, knobs in self._written() if knobs is not None]
+
+    @property
+    def is_through(self) -> bool:
+        """Whether what runs was measured to its end and is about to go."""
+        written = self._written()
+        return bool(written) and written[-1][1] is None
+
+    def _written(self) -> list[tuple[int, dict[str, Any] | None]]:
+        """Line by line; one that was cut off is none."""
         path = self._path.with_suffix(".changes")
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [(step, knobs) for step, knobs in (json.loads(line) for line in lines if line.endswith("\n"))]
