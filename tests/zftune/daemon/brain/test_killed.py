@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from tests.zftune.daemon.brain.agents import RUN, SOON_S, START_MS, Agent, same
+from tests.zftune.daemon.brain.agents import RUN, SOON_S, START_MS, Agent, faster, same
 from tests.zftune.daemon.brain.loops import Direct, registry_of
 from tests.zftune.daemon.brain.worlds import START, World
+from zftune.daemon.brain.registry import _BETWEEN_S
 from zftune.daemon.wire import Again, Applied, Done, StepFigures, encode
 from zftune.store import RunState, TrialState, open_store
+from zftune.store.runs import LEASE_S
 from zftune.tuner.recording import Recording
 from zftune.tuner.search import MOST_VOIDS
 from zftune.tuner.states import OF_INCUMBENT, Outcome
@@ -92,19 +95,20 @@ def test_two_trainings_that_find_one_run(world: World, monkeypatch: pytest.Monke
         return run
 
     monkeypatch.setattr(Recording, "unfinished", together)
-    agents = [world.agent(run=one * 32) for one in "23"]
-    for one in agents:
-        one.until(lambda one=one: one.last.record is not None)  # type: ignore[misc]
-    records = [one.last.record for one in agents]
-    assert record in records
-    assert len(set(records)) == 2
-    with open_store(str(world.path)) as other:
-        assert other.reap() == []  # both are held
-    for one in agents:
-        one.run_until("frozen")
-        refused = [notice for notice in one.last.notices if "is still running" in notice]
-        assert len(refused) == (one.last.record != record)
-        assert "crash" not in world.kinds(one.last.record)
+    with registry_of(world.store) as second:  # in one daemon they take turns
+        agents = [world.agent(run="2" * 32), Agent(Direct(second), faster, run="3" * 32)]
+        for one in agents:
+            one.until(lambda one=one: one.last.record is not None)  # type: ignore[misc]
+        records = [one.last.record for one in agents]
+        assert record in records
+        assert len(set(records)) == 2
+        with open_store(str(world.path)) as other:
+            assert other.reap() == []  # both are held
+        for one in agents:
+            one.run_until("frozen")
+            refused = [notice for notice in one.last.notices if "is still running" in notice]
+            assert len(refused) == (one.last.record != record)
+            assert "crash" not in world.kinds(one.last.record)
 
 
 @pytest.fixture
@@ -128,6 +132,26 @@ def test_where_only_a_lease_tells_the_next_daemon_waits_for_its_end(leased: Any)
         assert agent.asked().setting == request.setting
         assert len(leased.runs()) == 1
         assert leased.runs()[0].state is RunState.RUNNING
+
+
+def test_leases_are_renewed_one_after_the_other(leased: Any) -> None:
+    now_s = 0.0
+    with registry_of(leased, clock=lambda: now_s) as registry:
+        agents = [Agent(Direct(registry), same, run=one * 32) for one in "123"]
+        for one in agents:
+            one.until(lambda one=one: one.last.record is not None)  # type: ignore[misc]
+        records = [one.last.record or "" for one in agents]
+        for brain in registry.brains():
+            brain.renew(0.5)
+        now_s = LEASE_S / 4 - 0.1
+        registry.look_after_leases()
+        assert max(map(leased.lease_left_s, records)) <= 0.5  # not yet
+        now_s = LEASE_S / 4
+        assert registry.look_after_leases() == []
+        left_s = [leased.lease_left_s(record) for record in records]
+        assert min(left_s) > LEASE_S - SOON_S
+        # Not all at once, which would keep agents waiting: half of the pause, as reading takes its time, too.
+        assert min(later - earlier for earlier, later in pairwise(left_s)) > _BETWEEN_S / 2
 
 
 # --- what comes twice, at once, or not at all -------------------------------------------------------------------------
