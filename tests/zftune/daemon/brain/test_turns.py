@@ -99,3 +99,5 @@ def test_waiting_without_a_turn_takes_none() -> None:
         pass
     with turns.working(), turns.waiting():
         pass
+    with turns.waiting():  # its turn is over
+        pass
