@@ -198,10 +198,22 @@ IN_A_DAEMON = """
 """
 FORKED = """
     optimizer, weights = held_up(1.0)
+    held, forked = threading.Event(), threading.Event()
+
+    def hold():  # the locks that a thread of the engine may hold just then
+        with optimizer._training.engine._turnstile._changed(), optimizer._training.runtime.memory._count._lock():
+            held.set()
+            forked.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
     child = os.fork()
     if child == 0:
         {then}
         sys.exit(7)
+    forked.set()
+    holder.join()
     deadline = time.monotonic() + 30
     while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
         time.sleep(0.01)

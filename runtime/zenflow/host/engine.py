@@ -100,9 +100,10 @@ class Job:
             HostEngineError: the work failed, or the engine is gone.
         """
         engine.hurry(self)
-        while not self._finished.wait(_POLL_S):
+        while not self.finished:
             if not engine.alive and not self.finished:
                 raise HostEngineError(f"the host engine's thread is gone; {self.name} was not finished")
+            self._finished.wait(_POLL_S)
         if self._error is not None:
             raise HostEngineError(str(self._error)) from self._error.__cause__
         self._device.caught_up(self.span)

@@ -13,6 +13,7 @@ import torch
 
 from zenflow.device import Device
 from zenflow.host.backend import Backend
+from zenflow.host.of_process import OfProcess
 
 Use = Literal["state", "log", "staging", "migration"]
 USES: tuple[Use, ...] = ("state", "log", "staging", "migration")
@@ -22,17 +23,17 @@ class _Count:
     """Bytes by use; apart from `HostMemory`, which must not be kept alive by the memory that is counted."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a collection inside may free memory
+        self._lock = OfProcess(threading.RLock)  # a collection inside may free memory, as may a forked child
         self._bytes: Counter[str] = Counter()
         self.peak_bytes = 0
 
     def add(self, use: Use, nbytes: int) -> None:
-        with self._lock:
+        with self._lock():
             self._bytes[use] += nbytes
             self.peak_bytes = max(self.peak_bytes, self._bytes.total())
 
     def by_use(self) -> dict[str, int]:
-        with self._lock:
+        with self._lock():
             return {use: self._bytes[use] for use in USES}
 
     def until_freed(self, owner: object, use: Use, nbytes: int) -> None:

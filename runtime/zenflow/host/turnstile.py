@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from zenflow.host.of_process import OfProcess
+
 _POLL_S = 0.2
 
 
@@ -15,16 +17,16 @@ class Turnstile:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = OfProcess(threading.Condition)  # a forked child ends its copy of the engine, too
         self._step = 0
         self._urgent = 0
         self._open = False
 
     def reach(self, step: int) -> None:
         """Say which step is over."""
-        with self._changed:
+        with self._changed():
             self._step = step
-            self._changed.notify_all()
+            self._changed().notify_all()
 
     def hurry(self, number: int) -> None:
         """Hold nothing back up to a job, since somebody waits for it.
@@ -32,15 +34,15 @@ class Turnstile:
         Args:
             number: of the job, counted from 1 in the order of submission.
         """
-        with self._changed:
+        with self._changed():
             self._urgent = max(self._urgent, number)
-            self._changed.notify_all()
+            self._changed().notify_all()
 
     def open(self) -> None:
         """Hold nothing back any more."""
-        with self._changed:
+        with self._changed():
             self._open = True
-            self._changed.notify_all()
+            self._changed().notify_all()
 
     def wait(self, number: int, not_before: int) -> None:
         """Block until a job may start.
@@ -49,7 +51,7 @@ class Turnstile:
             number: of the job.
             not_before: the step that must be over.
         """
-        with self._changed:
+        with self._changed():
             while not (not_before <= self._step or number <= self._urgent or self._open):
                 # Not for ever: a finalizer that runs in this very thread may open it just before it sleeps.
-                self._changed.wait(_POLL_S)
+                self._changed().wait(_POLL_S)
