@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -29,7 +28,7 @@ from zftune.daemon.logs import log_to
 from zftune.daemon.metrics import Metrics
 from zftune.daemon.notify import Notifier
 from zftune.daemon.page_server import PageServer
-from zftune.daemon.pauses import COLLECT_S, few_pauses
+from zftune.daemon.pauses import COLLECT_S, Garbage, few_pauses
 from zftune.daemon.protocols import SocketProtocol
 from zftune.daemon.service import DaemonState, Service
 from zftune.daemon.serving import Listener
@@ -204,8 +203,9 @@ class _Daemon:
                 self._stop(f"no run for {idle_s:g} s")
 
     async def _collect_garbage(self) -> None:
+        garbage = Garbage()
         while not await self._state.stops_within(COLLECT_S):
-            gc.collect()
+            garbage.collect()
 
     async def _feed_watchdog(self, watchdog_s: float) -> None:
         while not await self._state.stops_within(watchdog_s / 3):

@@ -33,7 +33,7 @@ MOST_ENDED = 200
 Command = Literal["pause", "resume", "rollback", "stop"]
 _LOOKS_A_LEASE = 8
 _LONGEST_LOOK_S = 5.0
-_BETWEEN_S = 0.02
+_BETWEEN_S = 0.05
 """Two renewals of leases: all at once they would keep agents waiting, 0.4 s for 200 runs."""
 _JOIN_S = 5.0
 _LEASES = 2
