@@ -1,9 +1,9 @@
 """What would make agents wait for an answer: threads that hold the interpreter, and looking for garbage.
 
-Python looks for garbage once there are 700 more objects than before. A daemon whose runs have filled their histories drops
-an object for each one that comes: what is young then grows to 10,000s before somebody looks, for 0.2 s. A full look at
-all of a daemon with many runs takes 0.3 s. So one looks here: at little and often, and at everything rarely, as most
-garbage goes without it.
+Python looks for garbage once there are 700 more objects than before. A daemon whose runs have filled their histories
+drops an object for each one that comes: what is young then grows to tens of thousands before somebody looks, for 0.2 s.
+A full look at all of a daemon with many runs takes 0.3 s. So one looks here: at little and often, and at everything
+rarely, as most garbage goes without it.
 """
 
 from __future__ import annotations
