@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.zftune.daemon.brain.loops import Loop
-from tests.zftune.daemon.chromium import chromium, needs_chromium
+from tests.zftune.daemon.chromium import SOON_S, chromium, needs_chromium
 from tests.zftune.daemon.daemons import COMMAND, serving
 from tests.zftune.daemon.test_page_in_a_browser import STATE, STEP, button, opened
 from zftune.daemon.client import DaemonClient
@@ -65,7 +66,10 @@ def test_it_is_seen_paused_and_gone_on_with(folder: Path) -> None:
                 < decisions.index("Paused by hand")
                 < decisions.rindex("The search begins from")
             )
-            assert len(training.changes) > changes
+            ends = time.monotonic() + SOON_S  # a row appears when a setting is chosen, before the training takes it
+            while len(training.changes) <= changes:
+                assert time.monotonic() < ends, decisions
+                time.sleep(0.02)
             with open_store(more["ZFTUNE_DB"]) as store:
                 known, _ = chosen_run(store, browser.text("#run-title")[-8:])  # as zftune explain finds it
                 (listed,) = client.get("/v1/runs")
