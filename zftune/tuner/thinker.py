@@ -1,7 +1,8 @@
 """A process of low priority that thinks for the training process, so that no step waits for the interpreter's lock.
 
 Questions and answers are pickles over the pipes of its standard input and output, each behind its length. It ends where
-its input does, and so with its parent. A script may lack the guard that `multiprocessing` asks for, so it is not used.
+its input does, and so with its parent, in the midst of a thought too. A script may lack the guard that
+`multiprocessing` asks for, so it is not used.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import io
 import os
 import pickle
+import queue
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from zftune.errors import ZftuneError
 
@@ -187,19 +189,25 @@ def _end_process(process: subprocess.Popen[bytes], errors: IO[bytes], pid: int) 
             _close(pipe)
 
 
-def main() -> None:
-    """Answer questions until there are no more."""
+def main() -> NoReturn:
+    """Answer questions until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     _give_way()
-    questions = sys.stdin.buffer
+    questions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    pipe = os.fdopen(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # a buffer's lock could be held at the exit
+    threading.Thread(target=_listen, args=(pipe, questions), daemon=True).start()
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what anything prints is no answer
         while True:
-            try:
-                question = _receive(questions)
-            except EOFError:
-                return
-            _send(answers, pickle.dumps(_answer(question)))
+            _send(answers, pickle.dumps(_answer(questions.get())))
+
+
+def _listen(pipe: IO[bytes], questions: queue.SimpleQueue[bytes]) -> None:
+    """Hand over the questions; nobody wants the answer of one that is thought about when the input ends."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            questions.put(_receive(pipe))
+    os._exit(0)
 
 
 def _give_way() -> None:

@@ -104,18 +104,20 @@ def test_closing_it_ends_a_wait(thinker: Thinker) -> None:
     assert found == ["the process that thinks was ended"]
 
 
-def test_it_ends_with_its_parent() -> None:
-    code = """
+@pytest.mark.parametrize("then", ["time.sleep(600)", "thinker.ask(time.sleep, 600)"], ids=["idle", "thinking"])
+def test_it_ends_with_its_parent(then: str) -> None:
+    code = f"""
 import os, time
 from zftune.tuner.thinker import Thinker
 thinker = Thinker()
 print(thinker.ask(os.getpid), flush=True)
-time.sleep(60)
+{then}
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert psutil.pid_exists(pid)
+        time.sleep(0.3)  # until it thinks
         parent.kill()
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 

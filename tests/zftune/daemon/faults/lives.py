@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-import zftune
 from tests.zftune.daemon.brain.loops import ENDS_S, Loop
 from zftune.daemon.brain.registry import Registry
 from zftune.daemon.brain.service import Runs
@@ -74,7 +73,7 @@ def train(folder: str, name: str, environment: Mapping[str, str], given: Mapping
         folder: of the files, whose names begin with `name`.
         name: of the training.
         environment: of it.
-        given: `most` measurements, whether `fresh`, and whether by `attach`, as a script does it.
+        given: `most` measurements, whether `fresh`, and the `sampler` of the search.
     """
     _leave(Path(folder) / f"{name}.log", environment)
     torch.set_num_threads(1)  # threads that spin for work take the cores that others need
@@ -144,17 +143,8 @@ class _Tuned:
         self._write()
 
     def _attached(self, given: Mapping[str, Any]) -> Tuner:
-        if given["attach"]:
-            return zftune.attach(
-                self.loop.optimizer,
-                tokens=16,
-                daemon=True,
-                fresh=given["fresh"],
-                most_measurements=given["most"],
-                on_change=self._change,
-            )
-        # As `attach` does it, but for a search that needs no process to propose settings.
-        search = SearchOptions(sampler="random", most_measurements=given["most"], hold=True)
+        # As `attach` does it, but with options of the search.
+        search = SearchOptions(sampler=given["sampler"], most_measurements=given["most"], hold=True)
         wishes = Wishes(quality="published", sequence=16, fresh=given["fresh"], search=search)
         counsel = DaemonCounsel(self.loop.optimizer, wishes, 16, DaemonClient())
         return Tuner(self.loop.optimizer, counsel, tokens=16, disturbance=NoDisturbance(), on_change=self._change)

@@ -21,6 +21,7 @@ from zftune.daemon.client import DaemonClient
 from zftune.daemon.errors import DaemonError
 from zftune.store import RunState, TrialState, open_store
 from zftune.store.store import Store
+from zftune.tuner.states import Sampler
 
 FAULTS = int(os.environ.get("ZFTUNE_FAULTS", "3"))
 """How often each of them happens."""
@@ -173,10 +174,10 @@ class Stage:
         assert begun.process.is_alive(), self.log()
         return begun
 
-    def train(self, *, most: int = 6, fresh: bool = True, attach: bool = False) -> Training:
-        """One that trains."""
+    def train(self, *, most: int = 6, fresh: bool = True, sampler: Sampler = "random") -> Training:
+        """One that trains; its search needs no process to propose settings, unless another sampler is given."""
         name = f"t{len(self._trainings)}"
-        given = {"most": most, "fresh": fresh, "attach": attach}
+        given = {"most": most, "fresh": fresh, "sampler": sampler}
         process = self._begin(lives.train, str(self.folder), name, self._environment, given)
         self._trainings.append(Training(process, self.folder / name))
         return self._trainings[-1]
@@ -265,7 +266,7 @@ class Stage:
         ended, to whoever rescues the database. Nobody holds it.
         """
         sessions = {one.pid for one in self._processes}
-        until(lambda: not _alive_in(sessions), lambda: _alive_in(sessions))
+        until(lambda: not alive_in(sessions), lambda: alive_in(sessions))
         assert not self.socket.exists()
         assert not self.socket.with_name("z.sock.lock").exists()
         runs = self.database.with_name(f"{self.database.name}.runs")
@@ -313,7 +314,7 @@ class Stage:
             return [(trial.state, dict(trial.knobs)) for run in store.runs() for trial in store.trials(run.run_id)]
 
 
-def _alive_in(sessions: set[int | None]) -> Mapping[int, str]:
+def alive_in(sessions: set[int | None]) -> Mapping[int, str]:
     """Processes of some sessions that have not ended."""
     found = {}
     for folder in Path("/proc").iterdir():

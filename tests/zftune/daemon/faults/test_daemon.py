@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.zftune.daemon.faults.stage import FAULTS, SEED, SOON_S, Stage, Training, until
+from tests.zftune.daemon.faults.stage import FAULTS, SEED, SOON_S, Life, Stage, Training, alive_in, until
 from tests.zftune.daemon.faults.wall_clock import WallClock, needs_compiler
 
 AT_WORK = ("warming", "baseline", "searching", "confirming")
@@ -41,6 +41,31 @@ def test_it_is_killed(stage: Callable[..., Stage], chance: random.Random) -> Non
     goes_on(world, training, record)
     training.end()
     daemon.end()
+    world.look()
+    assert world.crashed() == []
+
+
+def thinks(world: Stage, daemon: Life) -> None:
+    """Wait until it has a process that Optuna is, or will be, asked in."""
+    until(lambda: len(alive_in({daemon.process.pid})) > 1, world.log)
+
+
+def test_it_is_killed_and_then_ended_while_optuna_is_asked(stage: Callable[..., Stage], chance: random.Random) -> None:
+    """At any moment, from the first import of that process on."""
+    world = stage()
+    daemon, training = world.daemon(), world.train(sampler="gp")
+    thinks(world, daemon)
+    time.sleep(chance.uniform(0, 4))
+    daemon.kill()
+    until(lambda: not alive_in({daemon.process.pid}))
+    training.goes_on()
+    daemon = world.daemon()
+    thinks(world, daemon)
+    time.sleep(chance.uniform(0, 4))
+    daemon.end()
+    until(lambda: not alive_in({daemon.process.pid}))
+    training.goes_on()
+    training.end()
     world.look()
     assert world.crashed() == []
 
