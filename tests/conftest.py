@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -35,6 +36,8 @@ def _every_thread_of_the_runtime_ends_with_its_test() -> Iterator[None]:
 
 
 def pytest_configure() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as behind `nohup` or `&`; children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     begin_run()
 
 
