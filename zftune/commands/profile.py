@@ -98,7 +98,7 @@ def profile(
     text: Annotated[str | None, _workload("File or folder to train on. Default: Python's standard library.")] = None,
     dtype: Annotated[str, _workload("bf16 or fp32.")] = "bf16",
     micro_batch: Annotated[int | None, _workload("Sequences a step. Default: 1 (4 on a GPU).")] = None,
-    sequence: Annotated[int | None, _workload("Tokens a sequence. Default: 64 (1024 on a GPU).")] = None,
+    sequence: Annotated[int | None, _workload("Tokens a sequence. Default: 64 (GPU: 1024; rig: 16).")] = None,
     seed: Annotated[int, _workload("Of the weights and the batches.")] = 0,
     topk_ratio: Annotated[float | None, _knob("Share of columns updated every step.")] = None,
     update_interval: Annotated[str | None, _knob("Steps in an update window, or 'auto'.")] = None,

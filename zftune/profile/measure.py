@@ -120,7 +120,7 @@ def measure(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep) -> M
             return result
     raise ProfileError(
         f"rig '{task.rig.name if task.rig else ''}': {fault} in each of {_ATTEMPTS} runs, allowed is "
-        f"{MAX_LATE_SHARE:.0%}; use a rig with a larger scale, a smaller --model, or a less busy machine"
+        f"{MAX_LATE_SHARE:.0%}; use a rig with a larger scale, a smaller --model or --sequence, or a less busy machine"
     )
 
 

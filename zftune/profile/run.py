@@ -110,12 +110,20 @@ def task_of(options: ProfileOptions) -> tuple[Task, str]:
         corpus=load_text(options.text),
         dtype=DTYPES[options.dtype],
         micro_batch=options.micro_batch if options.micro_batch is not None else (4 if on_gpu else 1),
-        sequence=options.sequence if options.sequence is not None else (1024 if on_gpu else 64),
+        sequence=_sequence(options, on_gpu, rig is not None),
         seed=options.seed,
         torch_device=torch_device,
         rig=rig,
     )
     return task, device_name(torch_device) + ("" if rig is None else " (emulated accelerator)")
+
+
+def _sequence(options: ProfileOptions, on_gpu: bool, emulated: bool) -> int:
+    if options.sequence is not None:
+        return options.sequence
+    if emulated:
+        return 16  # CPUs without AVX-512 multiply bfloat16 slowly: 64 tokens fill the pads of a forward pass
+    return 1024 if on_gpu else 64
 
 
 def _check(options: ProfileOptions) -> None:

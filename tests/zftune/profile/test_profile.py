@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from tests.zftune.conftest import MINI_TIMELINE
+from zenflow import ZenFlowConfig
 from zftune import cli
 from zftune.errors import ProfileError
 from zftune.profile import measure as measure_module
-from zftune.profile.run import ProfileOptions, profile, read_config
+from zftune.profile.run import ProfileOptions, profile, read_config, task_of
 from zftune.profile.schema import validate
 from zftune.profile.screen import render
 
@@ -291,3 +292,10 @@ def test_json_on_standard_output_from_a_real_run(
     captured = capfd.readouterr()
     validate(json.loads(captured.out))
     assert "zftune profile · mini" in captured.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the defaults of a machine with a GPU are others")
+@pytest.mark.parametrize(("rig", "asked", "sequence"), [(None, None, 16), ("none", None, 64), (None, 33, 33)])
+def test_sequences_are_short_where_they_must_fit_into_pads(rig: str | None, asked: int | None, sequence: int) -> None:
+    options = ProfileOptions(config=ZenFlowConfig(), rig=rig, sequence=asked, text=__file__)
+    assert task_of(options)[0].sequence == sequence
