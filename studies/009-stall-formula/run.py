@@ -29,6 +29,7 @@ from zftune.workload import load_text  # noqa: E402
 
 CODE = ("runtime/zenflow", "zftune/profile/measure.py", "zftune/workload")
 TOPK = 0.05
+SEQUENCE = 16
 STATE, GRADIENT = 26, 2  # bytes of host traffic an element: state and result once a window, each logged gradient
 MOST_STALL, MOST_SPREAD = 0.02, 1.15  # of the default rig's step
 MOST_STALL_AT_S_MIN, TOLERANCE = 0.05, 0.10
@@ -78,7 +79,7 @@ def task_for(name: str) -> Task:
         corpus=load_text(None),
         dtype=torch.bfloat16,
         micro_batch=1,
-        sequence=64,
+        sequence=SEQUENCE,
         seed=0,
         torch_device=torch.device("cpu"),
         rig=load_rig(name),
@@ -195,7 +196,8 @@ def run(points: Sequence[Point], results: Results, *, again: bool) -> dict[Point
         for point in points:
             name = f"{point.rig}-s{point.update_interval}"
             rig = load_rig(point.rig)
-            inputs = {**dataclasses.asdict(point), "topk_ratio": TOPK, "rig_values": dict(rig.values), "code": digest}
+            workload = {"topk_ratio": TOPK, "sequence": SEQUENCE}
+            inputs = {**dataclasses.asdict(point), **workload, "rig_values": dict(rig.values), "code": digest}
             record = None if again else results.load(name, inputs)
             if record is None:
                 task = task_for(point.rig)
@@ -212,7 +214,7 @@ def main() -> int:
     results = Results.of(HERE, arguments)
     records = with_formula(run(QUICK if arguments.quick else FULL, results, again=arguments.again))
     rows, found = [cells(point, figures) for point, figures in records.items()], verdicts(records)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table_of(rows))
     for sentence, kept in found:
         console.print(f"{'kept  ' if kept else 'BROKEN'} {sentence}", highlight=False)
