@@ -108,6 +108,11 @@ def enough(measurements: int) -> str:
     return f"{measurements} measurements were made, another setting and its comparison would be too many."
 
 
+def enough_runs(runs: int) -> str:
+    """The command was run as often as it may be."""
+    return f"The command was run {runs} times, more are not allowed."
+
+
 def spent(cost: ExplorationCost) -> str:
     """Exploring has cost what it may."""
     return (

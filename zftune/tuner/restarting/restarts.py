@@ -11,6 +11,7 @@ from zftune.doctor.deepspeed import defects
 from zftune.errors import BadInputError, ProfileError, ZftuneError
 from zftune.profile.command.records import Rank
 from zftune.store.types import Model
+from zftune.tuner import sentences
 from zftune.tuner.guard import LossGuard
 from zftune.tuner.recording import Recording, RunFacts, search_settings
 from zftune.tuner.restarting.interrupts import Interrupts
@@ -220,6 +221,10 @@ class Restarts:
         request = search.next()
         for trial in search.book.trials[known:]:
             trial.forecast = None  # nobody predicts upstream's times
+        if request is not None and self.runs >= self.options.most_measurements:
+            # Crashes are no measurements, and where times change the search counts anew: runs are what was promised.
+            search.stop(sentences.enough_runs(self.runs))
+            return None
         return request
 
     def _carry_out(self, request: Request) -> None:

@@ -115,6 +115,13 @@ def test_a_setting_that_crashes_is_marked_with_its_reason(tune: Tune, behaviour:
         assert re.search(reason, row.void_reason)
 
 
+def test_the_command_is_run_no_more_often_than_was_said(tune: Tune) -> None:
+    document = tune(few(5, sampler="random"), crashes=[n for n in range(200) if n != 4])
+    assert document["command"]["runs"] == 5
+    assert "crashed" in states(document)
+    assert document["stopped"] == "The command was run 5 times, more are not allowed."
+
+
 def test_a_later_search_knows_what_crashed(tune: Tune) -> None:
     tune(few(5), crashes=[2])
     again = tune(few(5, fresh=True), crashes=[2])
