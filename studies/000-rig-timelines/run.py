@@ -20,7 +20,7 @@ import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
-from studykit import Results, code_digest, parser, spread, write_json  # noqa: E402
+from studykit import Results, code_digest, parser, slower, spread, write_json  # noqa: E402
 
 from zenflow import StepStats, ZenFlowConfig  # noqa: E402
 from zenflow.layout import plan_model, plan_order  # noqa: E402
@@ -268,10 +268,7 @@ def _stall_ms(window: Sequence[StepStats]) -> float:
 
 
 def task_for(rig_name: str) -> Task:
-    """The smallest workload on a rig, slower by its factor: all ratios stay as they are."""
-    spec = load_rig(rig_name)
-    factor = RIGS[rig_name]
-    values = {name: value * (factor if name == "scale" else 1.0) for name, value in spec.values.items()}
+    """The smallest workload on a rig, slower by its factor."""
     return Task(
         model="tiny",
         corpus=load_text(None),
@@ -280,7 +277,7 @@ def task_for(rig_name: str) -> Task:
         sequence=SEQUENCE,
         seed=0,
         torch_device=torch.device("cpu"),
-        rig=dataclasses.replace(spec, values=values),
+        rig=slower(load_rig(rig_name), RIGS[rig_name]),
     )
 
 

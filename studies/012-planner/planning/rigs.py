@@ -7,11 +7,11 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from studykit import Results, code_digest, percentile
+from studykit import Results, code_digest, percentile, slower
 
 from zenflow import RigSpec, ZenFlowConfig
 from zftune.errors import ProfileError
@@ -87,10 +87,8 @@ class Row:
 
 
 def spec_of(rig: str) -> RigSpec:
-    """A rig, slower by its factor: all ratios stay as they are."""
-    spec = load_rig(rig)
-    values = {name: value * (RIGS[rig] if name == "scale" else 1.0) for name, value in spec.values.items()}
-    return replace(spec, values=values)
+    """A rig, slower by its factor."""
+    return slower(load_rig(rig), RIGS[rig])
 
 
 def task_for(rig: str) -> Task:
