@@ -86,6 +86,13 @@ def our_state_dict(training: TrainingState, config: ZenFlowConfig) -> dict[str, 
         weights=weights,
         imported=True,
     )
+    groups = _groups(training)
+    groups[0][HEADER] = header.to_json()
+    return {"state": state, "param_groups": groups}
+
+
+def _groups(training: TrainingState) -> list[dict[str, Any]]:
+    """Settings of the groups, and which weights they have, numbered through."""
     groups: list[dict[str, Any]] = []
     number = 0
     for group in training.groups:
@@ -93,8 +100,7 @@ def our_state_dict(training: TrainingState, config: ZenFlowConfig) -> dict[str, 
         number = numbers.stop
         names = [weight.name for weight in group.weights]
         groups.append({**group.settings, "params": list(numbers), "param_names": names})
-    groups[0][HEADER] = header.to_json()
-    return {"state": state, "param_groups": groups}
+    return groups
 
 
 def _hyper(rule: Rule, settings: Mapping[str, Any]) -> dict[str, float]:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -67,9 +67,21 @@ def run(
         if schedule is not None:
             environment[agent.ONLINE] = agent.NOBODY
         environment = agent.armed(environment)
-        wanted = json.dumps({"version": __version__, **asked, **steering})
-        environment[agent.RUN] = base64.urlsafe_b64encode(wanted.encode()).decode()  # some launchers quote nothing
+        environment[agent.RUN] = _encoded({"version": __version__, **asked, **steering})
         environment[agent.RUN_TOP] = str(os.getpid())  # CMD's process, which this one becomes
+    _become(command, environment)
+
+
+def _encoded(wanted: dict[str, Any]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(wanted).encode()).decode()  # some launchers quote nothing
+
+
+def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
+    """Give this process to a program.
+
+    Raises:
+        BadInputError: it cannot be run.
+    """
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these; a program that it becomes would, too
         signal.signal(number, signal.SIG_DFL)
     sys.stdout.flush()

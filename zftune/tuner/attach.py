@@ -94,13 +94,7 @@ def attach(
     Raises:
         BadInputError: an argument is not allowed, or not all ranks have come.
     """
-    if not isinstance(optimizer, ZenFlowOptimizer):
-        name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        raise BadInputError(f"optimizer is a {name}, allowed is one of zenflow, such as zenflow.ZenFlowAdamW")
-    if any(tuner.follows(optimizer) for tuner in open_tuners()):
-        raise BadInputError(
-            "optimizer is followed by a tuner already, allowed is one that is not: close() that one first"
-        )
+    optimizer = _check_optimizer(optimizer)
     if quality is not None and quality not in QUALITIES:
         raise BadInputError(f"quality is {quality!r}, allowed are {', '.join(QUALITIES)}, or None")
     if daemon and store is not None:
@@ -167,6 +161,17 @@ def log_tokens(tokens: int) -> None:
     """
     for tuner in open_tuners():
         tuner.log_tokens(tokens)
+
+
+def _check_optimizer(optimizer: Optimizer) -> ZenFlowOptimizer:
+    if not isinstance(optimizer, ZenFlowOptimizer):
+        name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        raise BadInputError(f"optimizer is a {name}, allowed is one of zenflow, such as zenflow.ZenFlowAdamW")
+    if any(tuner.follows(optimizer) for tuner in open_tuners()):
+        raise BadInputError(
+            "optimizer is followed by a tuner already, allowed is one that is not: close() that one first"
+        )
+    return optimizer
 
 
 def _counsel(
