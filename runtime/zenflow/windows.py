@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 from zenflow.arrivals import Arrivals
 from zenflow.config import AUTO_SELECT_OVERLAP, ZenFlowConfig
@@ -83,25 +84,31 @@ class Windows:
         for weight, move in moves.items():
             weight.give_up_selected(move)
         in_turn = plan.synchronous and self.config.pipeline == "none"
-        # Where nothing overlaps, in the order in which the gradients arrive; else in that in which the results are due.
-        for weight in reversed(self._weights) if plan.synchronous and streamed else self._weights:
-            if weight.deferred is None:
-                continue
-            closing, leaves = hypers[weight.group], moves.get(weight)
-            for bucket in weight.deferred.buckets:
-                due = plan.step if plan.synchronous else self._due(plan, bucket.index)
-                # Where host work slows the steps down, each step has its share of it; else the sooner the better.
-                start = due - 1 if self._device.in_host_memory else 0
-                window = weight.deferred.submit_window(bucket, closing, leaves, after_all_d2h=in_turn, not_before=start)
-                if window is not None:
-                    self._in_flight.append(Flight(weight, window, due))
-                    weight.in_flight.add(bucket.index)
+        # Where nothing overlaps, the host takes what is there, and of that what the next forward needs first.
+        foremost_first = self._runtime.engine.foremost_first(last_arrives_first=streamed)
+        with foremost_first if plan.synchronous else nullcontext():
+            for weight in self._weights:
+                self._submit(weight, plan, hypers[weight.group], moves.get(weight), in_turn=in_turn)
         for weight, job in leaving.items():
             with record.timed(self._device, "select"):
                 state = job.receive(self._runtime.engine)
             weight.take_selected(moves[weight], state)
         if plan.synchronous:
             self._apply_synchronously(plan.step, in_turn, record)
+
+    def _submit(
+        self, weight: WeightState, plan: StepPlan, closing: Hyper, leaves: Move | None, *, in_turn: bool
+    ) -> None:
+        if weight.deferred is None:
+            return
+        for bucket in weight.deferred.buckets:
+            due = plan.step if plan.synchronous else self._due(plan, bucket.index)
+            # Where host work slows the steps down, each step has its share of it; else the sooner the better.
+            start = due - 1 if self._device.in_host_memory else 0
+            window = weight.deferred.submit_window(bucket, closing, leaves, after_all_d2h=in_turn, not_before=start)
+            if window is not None:
+                self._in_flight.append(Flight(weight, window, due))
+                weight.in_flight.add(bucket.index)
 
     @property
     def in_flight(self) -> Sequence[Flight]:

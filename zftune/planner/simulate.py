@@ -223,22 +223,27 @@ class _Pipeline:
     def _close(self, step: int) -> None:
         state, synchronous = self.state, not self.config.overlap_step
         in_turn = synchronous and self.config.pipeline == "none"
-        order = range(len(self.split.pieces))
-        for number in reversed(order) if synchronous and self.config.stream else order:
+        arrived = [state.down.free_at] * len(self.arrived) if in_turn else self.arrived
+        flights: dict[int, _Flight] = {}
+        left, decided = list(range(len(self.split.pieces))), state.now
+        while left:
+            there = (at for at, number in enumerate(left) if not synchronous or arrived[number] <= decided)
+            number = left.pop(next(there, -1 if self.config.stream else 0))
             piece = self.split.pieces[number]
-            own = piece.elements / self.rates.ranks
-            ready = max(state.now, self.copied[number], state.down.free_at if in_turn else self.arrived[number])
-            duration = self.rates.host_ms(own, self.window, self.updates)
-            _, end = state.host.serve(ready, duration)
+            duration = self.rates.host_ms(piece.elements / self.rates.ranks, self.window, self.updates)
+            # The host has one piece to go on with, so what comes after it is chosen when that one begins.
+            decided, end = state.host.serve(max(state.now, self.copied[number], arrived[number]), duration)
             self.log.give_back(end, self.window * piece.log_bytes / self.rates.ranks)
-            arrived = state.down.free_at if in_turn else self.arrived[number]
-            state.flights.append(_Flight(number, piece, step if synchronous else step + piece.due, arrived, end))
+            due = step if synchronous else step + piece.due
+            flights[number] = _Flight(number, piece, due, arrived[number], end)
+        state.flights += [flights[number] for number in sorted(flights)]
         if synchronous:
             self._apply_synchronously(step, in_turn=in_turn)
 
     def _apply_synchronously(self, step: int, *, in_turn: bool) -> None:
         if in_turn and self.state.flights:
-            self._wait_for(self.state.flights[-1], self.state.flights[-1].updated)
+            last = max(self.state.flights, key=lambda flight: flight.updated)
+            self._wait_for(last, last.updated)
         self._ask(step)
         self._apply(step, everything=in_turn)
 
@@ -253,13 +258,18 @@ class _Pipeline:
 
     def _send_wanted(self) -> None:
         state = self.state
+        asked: list[_Flight] = []
+        asked_bytes = state.asked_bytes
         while state.wanted:
             nbytes = self._bytes(state.wanted[0])
-            if state.asked_bytes and state.asked_bytes + nbytes > self.config.staging_bytes:
-                return
+            if asked_bytes and asked_bytes + nbytes > self.config.staging_bytes:
+                break
             flight = state.wanted.popleft()
             if flight.up is None:
-                self._send_up(flight)
+                asked.append(flight)
+                asked_bytes += nbytes
+        for flight in sorted(asked, key=lambda flight: flight.updated):
+            self._send_up(flight)
 
     def _send_up(self, flight: _Flight) -> None:
         state = self.state

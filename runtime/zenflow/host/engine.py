@@ -10,7 +10,8 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from zenflow.device import Device, HostSpan, Mark, Transfer
 from zenflow.errors import HostEngineError
 from zenflow.host.backend import Backend
+from zenflow.host.foremost import Foremost
 from zenflow.host.tasks import Task
 from zenflow.host.turnstile import Turnstile
 
@@ -93,6 +95,11 @@ class Job:
         self._error = error
         self._finished.set()
 
+    def join(self, engine_works: Callable[[], bool]) -> None:
+        """Block until the engine is through with this job, or does not work any more."""
+        while not self._finished.wait(_POLL_S) and engine_works():
+            pass
+
     def wait(self, engine: HostEngine) -> None:
         """Block until the work is done.
 
@@ -100,10 +107,9 @@ class Job:
             HostEngineError: the work failed, or the engine is gone.
         """
         engine.hurry(self)
-        while not self.finished:
-            if not engine.alive and not self.finished:
-                raise HostEngineError(f"the host engine's thread is gone; {self.name} was not finished")
-            self._finished.wait(_POLL_S)
+        self.join(lambda: engine.alive)
+        if not self.finished:
+            raise HostEngineError(f"the host engine's thread is gone; {self.name} was not finished")
         if self._error is not None:
             raise HostEngineError(str(self._error)) from self._error.__cause__
         self._device.caught_up(self.span)
@@ -129,6 +135,8 @@ class Job:
 class HostEngine:
     """Owns the threads around a backend. Only the training thread submits; jobs run in order of submission.
 
+    Those of a `foremost_first` block run in another order among themselves.
+
     After a failure nothing more is done: later jobs may build on what is missing, so all of them fail with it.
     """
 
@@ -137,7 +145,8 @@ class HostEngine:
         self._device = device
         self._turnstile = Turnstile()
         self._submitted = 0
-        self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Iterable[Job] | None] = queue.SimpleQueue()
+        self._gathered: list[Job] | None = None
         self._started: queue.SimpleQueue[tuple[Job, int | Exception | None] | None] = queue.SimpleQueue()
         self.last_span = HostSpan()
         """Of the job that was finished last."""
@@ -174,8 +183,29 @@ class HostEngine:
             raise HostEngineError(f"the host engine's thread is gone; {job.name} cannot be submitted")
         self._submitted += 1
         job.number = self._submitted
-        self._waiting.put(job)
+        if self._gathered is None:
+            self._waiting.put([job])
+        else:
+            self._gathered.append(job)
         return job
+
+    @contextmanager
+    def foremost_first(self, *, last_arrives_first: bool) -> Iterator[None]:
+        """Run the jobs that are submitted within as their inputs arrive, and of those that could run the foremost.
+
+        They start at the end of the block. They must not depend on each other.
+
+        Args:
+            last_arrives_first: whether the inputs of the last job arrive first; else those of the first.
+        """
+        gathered: list[Job] = []
+        self._gathered = gathered
+        try:
+            yield
+        finally:
+            self._gathered = None
+            jobs = Foremost(gathered, last_arrives_first=last_arrives_first, engine_works=self._works)
+            self._waiting.put(jobs)
 
     def reach(self, step: int) -> None:
         """Say which step is over: jobs that were to wait for it may start."""
@@ -221,11 +251,16 @@ class HostEngine:
 
     def _feed(self) -> None:
         self._enter_thread()
-        while (job := self._waiting.get()) is not None:
-            self._turnstile.wait(job.number, job.not_before)
-            self._guarded(job, self._start)
-            del job  # while idle, the last job's tensors must not be kept
+        while (jobs := self._waiting.get()) is not None:
+            for job in jobs:
+                self._turnstile.wait(job.number, job.not_before)
+                self._guarded(job, self._start)
+                del job  # while idle, the last job's tensors must not be kept
+            del jobs
         self._started.put(None)
+
+    def _works(self) -> bool:
+        return not self._closing and self.alive
 
     def _start(self, job: Job) -> None:
         if self._failure is not None:
@@ -290,7 +325,10 @@ class HostEngine:
 
 
 def _end(
-    waiting: queue.SimpleQueue[Job | None], turnstile: Turnstile, backend: Backend, threads: list[threading.Thread]
+    waiting: queue.SimpleQueue[Iterable[Job] | None],
+    turnstile: Turnstile,
+    backend: Backend,
+    threads: list[threading.Thread],
 ) -> None:
     waiting.put(None)
     turnstile.open()

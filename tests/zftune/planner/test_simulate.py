@@ -108,6 +108,18 @@ def test_gradients_that_leave_only_in_the_step_are_not_hidden_by_backward() -> N
     assert found.step_ms == pytest.approx(30 + 10 + 24 + 8)
 
 
+def test_gradients_that_leave_during_backward_cost_nothing() -> None:
+    # The host takes 10 ms for each of four layers, the link 1 ms. At the end of backward (30) only layer 0's gradient
+    # is missing, until 31: layers 1 and 2 are chosen, then 0 (50 to 60) and 3 (to 70). Forward waits for 0 until 61
+    # and for 3 until 71; its last 2.5 ms and backward end at 93.5.
+    rates, split = toy_rates(d2h=4, h2d=4, host=40), toy_split(*[MEGA // 4] * 4)
+    found = simulate(rates, split, ZenFlowConfig.zero_offload(pipeline="bucket"))
+    assert found.step_ms == pytest.approx(93.5 - 30)
+    assert stalls(found) == {"d2h": 1.0, "host": 30.5, "h2d": 2.0}
+    whole = simulate(rates, split, ZenFlowConfig.zero_offload(pipeline="bucket", stream=False))
+    assert found.step_ms < 1.02 * whole.step_ms
+
+
 def test_too_little_staging_lets_weights_come_one_by_one() -> None:
     rates, split = toy_rates(d2h=5, h2d=20, host=12), toy_split(*[MEGA // 4] * 4)
     roomy, cramped = windows(1), windows(1, staging_bytes=1)

@@ -1,0 +1,51 @@
+"""Which of several independent jobs is next: the foremost whose inputs are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zenflow.host.engine import Job
+
+
+class Foremost:
+    """An iterator over jobs that do not depend on each other, listed in the order in which their results are needed.
+
+    It looks at the inputs only when the job before the last one is finished: the engine then has one job to go on with,
+    and inputs have had all the time that there is to arrive.
+    """
+
+    def __init__(self, jobs: Sequence[Job], *, last_arrives_first: bool, engine_works: Callable[[], bool]) -> None:
+        """Begin with the first two.
+
+        Args:
+            jobs: all of them.
+            last_arrives_first: whether the inputs of the last job arrive first; else those of the first.
+            engine_works: whether jobs still get finished.
+        """
+        self._left = list(jobs)
+        self._otherwise = -1 if last_arrives_first else 0
+        self._engine_works = engine_works
+        self._last: Job | None = None
+        self._before_last: Job | None = None
+
+    def __iter__(self) -> Iterator[Job]:
+        return self
+
+    def __next__(self) -> Job:
+        if not self._left:
+            raise StopIteration
+        if self._before_last is not None:
+            self._before_last.join(self._engine_works)
+        there = (place for place, job in enumerate(self._left) if _inputs_are_there(job))
+        job = self._left.pop(next(there, self._otherwise))
+        self._before_last, self._last = self._last, job
+        return job
+
+
+def _inputs_are_there(job: Job) -> bool:
+    try:
+        return all(transfer.done() for transfer in job.inputs)
+    except Exception:  # noqa: BLE001 - whoever starts the job waits for them, and is told then
+        return True

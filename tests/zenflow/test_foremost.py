@@ -1,0 +1,236 @@
+"""Independent host jobs: of those whose gradients are there the foremost is next, and the emulated step shows it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from torch import Tensor
+
+from tests.zenflow.small import Stack, seeded
+from tests.zenflow.test_host import SOON_S, Calls, within
+from tests.zenflow.test_timeline import Run, emulated
+from zenflow import CpuDevice, HostEngineError, ZenFlowConfig
+from zenflow.device import Transfer
+from zenflow.host.engine import HostEngine, Job
+from zenflow.host.tasks import Task
+
+
+class Copy(Transfer):
+    """A copy that arrives when the test says so."""
+
+    nbytes = 0
+
+    def __init__(self, *, there: bool = False, error: Exception | None = None) -> None:
+        self._there = threading.Event()
+        self._error = error
+        self.awaited = threading.Event()
+        if there:
+            self.arrive()
+
+    def arrive(self) -> None:
+        self._there.set()
+
+    def done(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        return self._there.is_set()
+
+    def wait(self) -> None:
+        self.awaited.set()
+        if self._error is not None:
+            raise self._error
+        assert self._there.wait(SOON_S)
+
+
+@pytest.fixture
+def engine() -> Iterator[HostEngine]:
+    engine = HostEngine(CpuDevice(), Calls())
+    yield engine
+    engine.close()
+    assert not engine.alive
+
+
+class Jobs:
+    """Jobs by number, what they wait for, and the order in which they ran."""
+
+    def __init__(self, copies: list[Copy], work: Callable[[int], object] = lambda _: None) -> None:
+        self.ran: list[int] = []
+        self.copies = copies
+        self.jobs = [self._job(number, work) for number in range(len(copies))]
+
+    def _job(self, number: int, work: Callable[[int], object]) -> Job:
+        def task() -> None:
+            self.ran.append(number)
+            work(number)
+
+        copies = [self.copies[number]]
+        return Job(f"job {number}", CpuDevice(), task, nbytes=0, inputs=copies)  # type: ignore[arg-type]
+
+    def submit(self, engine: HostEngine, *, last_arrives_first: bool = True) -> None:
+        with engine.foremost_first(last_arrives_first=last_arrives_first):
+            for job in self.jobs:
+                engine.submit(job)
+
+    def wait(self, engine: HostEngine) -> None:
+        for job in self.jobs:
+            within(SOON_S, lambda job=job: job.wait(engine))  # type: ignore[misc]
+
+
+def test_where_everything_is_there_it_is_the_order_of_submission(engine: HostEngine) -> None:
+    jobs = Jobs([Copy(there=True) for _ in range(20)])
+    jobs.submit(engine)
+    jobs.wait(engine)
+    assert jobs.ran == list(range(20))
+
+
+@pytest.mark.parametrize("last_arrives_first", [True, False])
+def test_where_nothing_is_there_it_is_the_order_of_arrival(engine: HostEngine, last_arrives_first: bool) -> None:
+    jobs = Jobs([Copy() for _ in range(5)])
+    jobs.submit(engine, last_arrives_first=last_arrives_first)
+    order = list(range(5))[:: -1 if last_arrives_first else 1]
+    for number in order:
+        assert jobs.copies[number].awaited.wait(SOON_S)
+        assert jobs.ran.count(number) == 0
+        jobs.copies[number].arrive()
+    jobs.wait(engine)
+    assert jobs.ran == order
+
+
+def test_what_arrives_meanwhile_overtakes(engine: HostEngine) -> None:
+    working, gate = threading.Event(), threading.Event()
+
+    def work(number: int) -> None:
+        if number == 5:
+            working.set()
+            assert gate.wait(SOON_S)
+
+    jobs = Jobs([Copy() for _ in range(5)] + [Copy(there=True)], work)
+    jobs.copies[4].arrive()
+    jobs.copies[3].arrive()
+    jobs.submit(engine)  # 3, the foremost of those, then 4, and meanwhile nothing else has arrived
+    jobs.jobs[3].wait(engine)
+    assert working.wait(SOON_S)
+    assert jobs.copies[2].awaited.wait(SOON_S)  # nothing is there, and the last of them is to arrive first
+    for number in (2, 1, 0):
+        jobs.copies[number].arrive()
+    gate.set()
+    jobs.wait(engine)
+    assert jobs.ran == [3, 4, 5, 2, 0, 1]
+
+
+def test_a_job_has_one_to_go_on_with(engine: HostEngine) -> None:
+    """The backend is never left without work where inputs are there."""
+    started: list[int] = []
+    gates = [threading.Event() for _ in range(3)]
+    backend = engine.backend
+    start = backend.start
+
+    def count(task: Task) -> int:
+        started.append(len(started))
+        return start(task)
+
+    backend.start = count  # type: ignore[method-assign]
+    jobs = Jobs([Copy(there=True) for _ in range(3)], lambda number: gates[number].wait(SOON_S))
+    jobs.submit(engine)
+    deadline_s = time.monotonic() + SOON_S
+    while len(started) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert started == [0, 1]
+    assert not jobs.jobs[0].finished
+    for gate in gates:
+        gate.set()
+    jobs.wait(engine)
+    assert jobs.ran == started == [0, 1, 2]
+
+
+def test_what_comes_later_waits_for_all_of_them(engine: HostEngine) -> None:
+    jobs = Jobs([Copy(), Copy(there=True), Copy()])
+    jobs.submit(engine)
+    after: list[int] = []
+    task: Callable[[], None] = lambda: after.extend(jobs.ran)  # noqa: E731
+    later = engine.submit(Job("later", CpuDevice(), task, nbytes=0, inputs=[]))  # type: ignore[arg-type]
+    assert jobs.copies[2].awaited.wait(SOON_S)
+    jobs.copies[2].arrive()
+    assert not later.finished
+    jobs.copies[0].arrive()
+    later.wait(engine)
+    assert after == [1, 2, 0]
+
+
+def test_what_was_submitted_before_an_exception_is_done(engine: HostEngine) -> None:
+    jobs = Jobs([Copy(there=True), Copy(there=True)])
+    jobs.jobs.append(None)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="NoneType"):
+        jobs.submit(engine)
+    jobs.jobs.pop()
+    jobs.wait(engine)
+    one = Jobs([Copy(there=True)])
+    engine.submit(one.jobs[0]).wait(engine)
+    assert (jobs.ran, one.ran) == ([0, 1], [0])
+
+
+def test_an_empty_block(engine: HostEngine) -> None:
+    with engine.foremost_first(last_arrives_first=True):
+        pass
+    engine.drain()
+
+
+def test_a_copy_that_failed_fails_its_job_and_those_after_it(engine: HostEngine) -> None:
+    jobs = Jobs([Copy(there=True), Copy(error=RuntimeError("the link is down")), Copy(there=True)])
+    jobs.submit(engine)
+    for job in jobs.jobs[1:]:
+        with pytest.raises(HostEngineError, match="job 1 failed: the link is down"):
+            within(SOON_S, lambda job=job: job.wait(engine))  # type: ignore[misc]
+    assert 1 not in jobs.ran
+    assert 2 not in jobs.ran
+
+
+def test_closing_fails_those_that_have_not_begun() -> None:
+    engine = HostEngine(CpuDevice(), Calls())
+    working, gate = threading.Event(), threading.Event()
+
+    def work(number: int) -> None:
+        working.set()
+        assert gate.wait(SOON_S), number
+
+    jobs = Jobs([Copy(there=True) for _ in range(6)], work)
+    jobs.submit(engine)
+    assert working.wait(SOON_S)
+    engine.stop()
+    gate.set()
+    within(SOON_S, engine.close)
+    assert not engine.alive
+    for job in jobs.jobs[1:]:
+        with pytest.raises(HostEngineError, match=r"was closed|thread is gone"):
+            job.wait(engine)
+
+
+PIPELINED = ZenFlowConfig.zero_offload(pipeline="bucket")
+
+
+def test_the_first_layer_is_next_though_its_gradient_came_last() -> None:
+    """Gradients leave during backward; in the host's own memory they are there at once."""
+    model = seeded(Stack, depth=3)
+    run = Run(PIPELINED, CpuDevice(), model)
+    run.steps(2)
+    run.recorder = run.optimizer.record_timeline(1)
+    run.steps(3)
+    lanes = run.timeline().lanes
+    run.optimizer.close()
+    work = sorted(lanes["host"], key=lambda span: span.begin_ms)
+    forward = [f"updating {name}" for name, weight in model.named_parameters() if weight.ndim > 1]
+    assert [span.label for span in work] == forward
+
+
+def test_weights_are_those_of_any_order() -> None:
+    """Of a host that is behind and of one that waits for the link."""
+    found: list[list[Tensor]] = []
+    for rates in ({"link_d2h_gbps": 1.0, "host_gbps": 2e-3}, {"link_d2h_gbps": 3e-4, "host_gbps": 1.0}):
+        with emulated(PIPELINED, **rates) as run:
+            run.steps(6)
+            run.optimizer.flush()
+            found.append([parameter.detach().clone() for parameter in run.model.parameters()])
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
