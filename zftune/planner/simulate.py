@@ -2,7 +2,8 @@
 
 It follows the runtime's schedule: gradients leave as backward produces them (or in the step), windows close every S
 steps, pieces are shown after step e_w + 1 + floor(b * min(L, n_w) / B), weights cross the link in the step before, as
-many as staging has room for, the log has room for S steps and S times the largest bucket. Selections do not change.
+many as staging has room for, the log has room for S steps and S times the largest bucket. Where nothing overlaps, the
+host takes the foremost piece whose gradients are there. Selections do not change.
 """
 
 from __future__ import annotations

@@ -120,6 +120,13 @@ def test_gradients_that_leave_during_backward_cost_nothing() -> None:
     assert found.step_ms < 1.02 * whole.step_ms
 
 
+def test_weights_cross_the_link_as_they_are_finished() -> None:
+    # As above, but the link takes 10 ms up for each layer: 1 from 40, 2 from 50, 0 from 60 and 3 from 70 to 80.
+    rates, split = toy_rates(d2h=4, h2d=40, host=40), toy_split(*[MEGA // 4] * 4)
+    found = simulate(rates, split, ZenFlowConfig.zero_offload(pipeline="bucket"))
+    assert found.step_ms == pytest.approx(80 + 2.5 + 20 - 30)
+
+
 def test_too_little_staging_lets_weights_come_one_by_one() -> None:
     rates, split = toy_rates(d2h=5, h2d=20, host=12), toy_split(*[MEGA // 4] * 4)
     roomy, cramped = windows(1), windows(1, staging_bytes=1)
