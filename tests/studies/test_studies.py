@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,16 @@ def test_every_study_has_its_options_and_its_readme(path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert all(option in done.stdout for option in ("--quick", "--json PATH", "--again"))
     assert (path.parent / "README.md").is_file()
+
+
+def test_studies_that_are_named_are_there() -> None:
+    """In their scripts (whose digest is over files by name), in tests and in texts."""
+    named = re.compile(r"\bstudies/[0-9]{3}-[a-z0-9-]+")
+    parts = [STUDIES, *(STUDIES.parent / name for name in ("zftune", "runtime", "tests"))]
+    files = [file for part in parts for kind in ("*.py", "*.md") for file in part.rglob(kind)]
+    found = {name for file in files for name in named.findall(file.read_text(encoding="utf-8"))}
+    assert len(found) > 5
+    assert [name for name in sorted(found) if not (STUDIES.parent / name).is_dir()] == []
 
 
 # A rig on which an element costs 1 ms on either link and 28 ms on the host (1 ms a byte), and, where the device is not

@@ -17,7 +17,7 @@ _PARTS = ("activations", "choosing", "closed_form", "memory", "predicting", "rat
 CODE = (
     "runtime/zenflow",
     *(f"zftune/planner/{part}.py" for part in _PARTS),
-    *(f"studies/005-planner/planning/{part}.py" for part in ("allocator", "cases", "record")),
+    *(f"studies/012-planner/planning/{part}.py" for part in ("allocator", "cases", "record")),
 )
 
 
