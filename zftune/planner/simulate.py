@@ -9,6 +9,7 @@ host takes the foremost piece whose gradients are there. Selections do not chang
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -226,14 +227,16 @@ class _Pipeline:
         in_turn = synchronous and self.config.pipeline == "none"
         arrived = [state.down.free_at] * len(self.arrived) if in_turn else self.arrived
         flights: dict[int, _Flight] = {}
-        left, decided = list(range(len(self.split.pieces))), state.now
+        left, decided, before = list(range(len(self.split.pieces))), -math.inf, -math.inf
         while left:
             there = (at for at, number in enumerate(left) if not synchronous or arrived[number] <= decided)
             number = left.pop(next(there, -1 if self.config.stream else 0))
             piece = self.split.pieces[number]
             duration = self.rates.host_ms(piece.elements / self.rates.ranks, self.window, self.updates)
-            # The host has one piece to go on with, so what comes after it is chosen when that one begins.
-            decided, end = state.host.serve(max(state.now, self.copied[number], arrived[number]), duration)
+            _, end = state.host.serve(max(state.now, self.copied[number], arrived[number]), duration)
+            # The host has one piece to go on with: the next is chosen when this one's gradients are there and the one
+            # before is done, the first two long before that, as the training thread is ahead of the device.
+            decided, before = max(arrived[number], before), end
             self.log.give_back(end, self.window * piece.log_bytes / self.rates.ranks)
             due = step if synchronous else step + piece.due
             flights[number] = _Flight(number, piece, due, arrived[number], end)
