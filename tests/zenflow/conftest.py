@@ -13,9 +13,11 @@ import pytest
 
 from tests.zenflow.cases import Make
 from tests.zenflow.family_cases import OURS
+from tests.zenflow.host_calls import Calls
 from tests.zenflow.stream_cases import Pair
 from zenflow import CpuDevice, ZenFlowConfig, ZenFlowOptimizer
 from zenflow.device import HostSpan, Mark, Transfer
+from zenflow.host.engine import HostEngine
 from zenflow.host.native import NativeBackend
 
 
@@ -85,3 +87,12 @@ def nothing_compiled() -> Iterator[None]:
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is not None:
         dynamo.counters.clear()
+
+
+@pytest.fixture
+def engine() -> Iterator[HostEngine]:
+    """Runs functions."""
+    engine = HostEngine(CpuDevice(), Calls())
+    yield engine
+    engine.close()
+    assert not engine.alive

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from torch import Tensor
 
+from tests.zenflow.host_calls import SOON_S, Calls, within
 from tests.zenflow.small import Stack, seeded
-from tests.zenflow.test_host import SOON_S, Calls, within
 from tests.zenflow.test_timeline import Run, emulated
 from zenflow import CpuDevice, HostEngineError, ZenFlowConfig
 from zenflow.device import Transfer
@@ -43,14 +43,6 @@ class Copy(Transfer):
         if self._error is not None:
             raise self._error
         assert self._there.wait(SOON_S)
-
-
-@pytest.fixture
-def engine() -> Iterator[HostEngine]:
-    engine = HostEngine(CpuDevice(), Calls())
-    yield engine
-    engine.close()
-    assert not engine.alive
 
 
 class Jobs:

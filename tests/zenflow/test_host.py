@@ -7,70 +7,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from tests.zenflow.host_calls import SOON_S, Calls, within
 from zenflow import CpuDevice, HostEngineError, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
 from zenflow.device import HostSpan, Mark, Transfer
-from zenflow.host.backend import Backend
 from zenflow.host.eager import apply_entries
 from zenflow.host.engine import HostEngine, Job
-from zenflow.host.tasks import Control, LogEntry, Task
-from zenflow.rules import AdamW, AdamWHyper, Hyper, Rule
+from zenflow.host.tasks import Control, LogEntry
+from zenflow.rules import AdamW, AdamWHyper, Hyper
 from zenflow.state import ColumnState
 
-SOON_S = 10.0  # a hang, on however busy a machine
 SYNC = ZenFlowConfig(topk_ratio=0.0, update_interval=1, overlap_step=False)
-
-
-class Calls(Backend):
-    """Tasks are functions."""
-
-    name, threads = "calls", 1
-
-    def __init__(self) -> None:
-        self._tasks: dict[int, Any] = {}
-        self.alive_flag = True
-
-    @property
-    def alive(self) -> bool:
-        return self.alive_flag
-
-    def allocate(self, nbytes: int, interval_bytes: int) -> NDArray[np.uint8]:
-        return np.zeros(nbytes, dtype=np.uint8)
-
-    def register(self, rule: Rule, state: ColumnState) -> int:
-        return 0
-
-    def forget(self, handle: int) -> None:
-        raise AssertionError("no columns were registered")
-
-    def start(self, task: Task) -> int:
-        self._tasks[len(self._tasks)] = task
-        return len(self._tasks) - 1
-
-    def finish(self, ticket: int) -> HostSpan:
-        if not self.alive_flag:
-            raise RuntimeError("the host engine was closed")
-        self._tasks[ticket]()
-        return HostSpan()
-
-    def stop(self) -> None:
-        self.alive_flag = False
-
-    def close(self) -> None:
-        self.stop()
-
-
-@pytest.fixture
-def engine() -> Iterator[HostEngine]:
-    engine = HostEngine(CpuDevice(), Calls())
-    yield engine
-    engine.close()
-    assert not engine.alive
 
 
 @pytest.fixture(autouse=True)
@@ -83,24 +33,6 @@ def no_thread_is_left() -> Iterator[None]:
 def job(name: str, work: Callable[[], object], result: Tensor | None = None) -> Job:
     task: Any = work
     return Job(name, CpuDevice(), task, nbytes=0, inputs=[], result=result)
-
-
-def within(seconds: float, work: Callable[[], object]) -> None:
-    """Run `work` in a thread that may hang, and fail if it does."""
-    errors: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            errors.append(error)
-
-    thread = threading.Thread(target=guarded, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert not thread.is_alive(), "it hangs"
-    if errors:
-        raise errors[0]
 
 
 def test_a_job_that_is_held_fails_with_the_engines_end_and_not_before(engine: HostEngine) -> None:
