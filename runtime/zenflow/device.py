@@ -7,10 +7,9 @@ emulated accelerator; `CpuDevice` has none, and its waits are not called stalls.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from zenflow.clock import REAL_CLOCK, Clock
 from zenflow.errors import UnsupportedError
 from zenflow.host.cores import gpu_numa_node
 
@@ -77,6 +77,8 @@ class Device(ABC):
     """Whether `mark` times a device stream, so that a wait on it is a stall."""
     in_host_memory: bool = False
     """Whether its memory is the host's, so that what goes to the host can be written there at once."""
+    clock: Clock = REAL_CLOCK
+    """Whoever works with this device waits and measures by it."""
     observer: Observer | None = None
     """Told of copies and host work while a timeline is recorded."""
 
@@ -112,7 +114,7 @@ class Device(ABC):
         """Block the calling thread until the device has reached a mark."""
 
     def host_time_s(self, mark: Mark) -> float | None:
-        """When a mark was passed, by `time.monotonic`; None where the device has a clock of its own."""
+        """When a mark was passed, by `clock`; None where the device has a clock of its own."""
         return None
 
     @abstractmethod
@@ -151,16 +153,21 @@ class Device(ABC):
         """The NUMA node that the device is attached to; None where that is not known or means nothing."""
         return None
 
-    def pace(self, span: HostSpan, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> HostSpan:
-        """When a piece of host work that is done counts as done; called by the host engine, job after job.
+    def host_work(
+        self, finish: Callable[[], HostSpan], nbytes: int, inputs: Sequence[Transfer], submitted: Mark
+    ) -> HostSpan:
+        """Wait for a piece of host work that was begun; called by the host engine, job after job.
 
         Args:
-            span: when it was really done.
+            finish: blocks until it is done; when it was, by the machine's clock.
             nbytes: its memory traffic.
             inputs: the transfers that it waited for.
             submitted: where the compute stream was when it was submitted.
+
+        Returns:
+            When it counts as done, by `clock`.
         """
-        return span
+        return finish()
 
     def begin_step(self) -> None:  # noqa: B027 - only an emulated accelerator has to be told
         """Say that backward is over and `step()` begins."""
@@ -221,7 +228,7 @@ class CpuDevice(Device):
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def mark(self) -> Mark:
-        return time.monotonic()
+        return self.clock.now()
 
     def elapsed_s(self, begin: Mark, end: Mark) -> float:
         return float(end - begin)

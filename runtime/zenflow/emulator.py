@@ -1,15 +1,16 @@
-"""The emulated accelerator: real work on the CPU, padded so that compute : link : host are those of a real machine.
+"""The emulated accelerator: real work on the CPU, with the times that a rig says it takes.
 
 Time on the emulated compute stream is a number that runs ahead of the clock, as a GPU's queue does: forward and
-backward are done for real and their layers' pads are added to it; the runtime's own device kernels are charged at a
-rate. A copy starts when both its stream and the data are ready by that reckoning, and a link thread delivers it no
-earlier than a link of the rig's rate would. A wait therefore is a real wait, and its length follows from the rig. Where
-real work took longer than its pad the segment is late; the clock then wins and the run counts it.
+backward are done for real and their layers' times are added to it; the runtime's own device kernels are charged at a
+rate. A copy starts when both its stream and the data are ready by that reckoning, and a link thread delivers it when a
+link of the rig's rate would. So a wait is a wait of one thread for another, and its length follows from the rig.
+
+By a simulated clock nothing sleeps and nothing is late. By the machine's own, times are pads around the real work:
+where that took longer the segment is late; the clock then wins and the run counts it.
 """
 
 from __future__ import annotations
 
-import queue
 import random
 import threading
 import time
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zenflow.clock import Clock, Queue, SimulatedClock
 from zenflow.device import Device, HostSpan, Mark, Transfer, in_backward
 from zenflow.errors import ZenFlowError
 from zenflow.rig import Rig
@@ -28,7 +30,7 @@ from zenflow.rig import Rig
 
 @dataclass(slots=True)
 class Slack:
-    """How far real work stayed ahead of its pads."""
+    """What the real work took; by the machine's clock also how far it stayed ahead of its pads."""
 
     segments: int = 0
     late: int = 0
@@ -37,24 +39,25 @@ class Slack:
     late_host_s: float = 0.0
     """Time by which this machine's host was slower than the rig's."""
     margins_s: list[float] = field(default_factory=list)
-    """Per segment: pad's end minus the moment when the real work was done."""
+    """Per segment: pad's end minus the moment when the real work was done; none in simulated time."""
     used: list[float] = field(default_factory=list)
     """Per segment: processor time of the training thread since the segment before, as a share of the pad."""
 
-    def add(self, margin_s: float, used: float) -> None:
+    def add(self, used: float, margin_s: float | None) -> None:
         """Count one segment."""
         self.segments += 1
-        self.late += margin_s < 0
-        self.margins_s.append(margin_s)
         self.used.append(used)
+        if margin_s is not None:
+            self.late += margin_s < 0
+            self.margins_s.append(margin_s)
 
 
 class _LinkTransfer(Transfer):
-    def __init__(self, nbytes: int, begin: float, end: float) -> None:
+    def __init__(self, clock: Clock, nbytes: int, begin: float, end: float) -> None:
         self.nbytes = nbytes
         self.begin = begin
         self.end = end
-        self._arrived = threading.Event()
+        self._arrived = clock.event("a copy")
         self._error: Exception | None = None
 
     def wait(self) -> None:
@@ -76,7 +79,8 @@ _COPIES = 512  # of the past, enough for one host job
 class _Link:
     """One direction of the link: copies one after the other at a set rate, or about it."""
 
-    def __init__(self, name: str, gbps: float, noise: float) -> None:
+    def __init__(self, clock: Clock, name: str, gbps: float, noise: float) -> None:
+        self._clock = clock
         self._bytes_per_s = gbps * 1e9
         self._noise = noise
         self._random = random.Random(name)
@@ -84,8 +88,8 @@ class _Link:
         self._free_at = 0.0
         self._closed = False
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[tuple[_LinkTransfer, torch.Tensor, torch.Tensor] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"zenflow-link-{name}", daemon=True)
+        self._queue: Queue[tuple[_LinkTransfer, torch.Tensor, torch.Tensor] | None] = clock.queue(f"{name} copies")
+        self._thread = clock.thread(self._run, f"zenflow-link-{name}")
         self._thread.start()
 
     def set_rate(self, gbps: float, noise: float) -> None:
@@ -100,7 +104,7 @@ class _Link:
             begin = max(self._free_at, ready_at)
             self._free_at = begin + source.nbytes / self._bytes_per_s * self._random.lognormvariate(0.0, self._noise)
             self._copies.append((begin, self._free_at))
-            transfer = _LinkTransfer(source.nbytes, begin, self._free_at)
+            transfer = _LinkTransfer(self._clock, source.nbytes, begin, self._free_at)
             self._queue.put((transfer, source, target))
         return transfer
 
@@ -113,7 +117,7 @@ class _Link:
         while (item := self._queue.get()) is not None:
             transfer, source, target = item
             # Copied when it is due and not before: what changes a source too early then shows, as on a real link.
-            _sleep_until(transfer.end)
+            self._clock.sleep_until(transfer.end)
             try:
                 target.copy_(source)
             except Exception as error:  # noqa: BLE001 - raised again in the thread that waits for the copy
@@ -156,26 +160,29 @@ class EmulatedMemory:
 class EmulatedAccelerator(Device):
     """A rig's accelerator on the CPU.
 
-    Attach the model before training so that its layers are padded; every mark is a time in seconds of `time.monotonic`.
+    Attach the model before training so that its layers take their times; every mark is a time in seconds of the clock.
 
     Args:
         rig: how fast it is.
         memory: what it can hold; None: no limit.
+        clock: by which it takes its times; None: simulated time of its own, in which the calling thread takes part.
     """
 
     has_streams = True
 
-    def __init__(self, rig: Rig, memory: EmulatedMemory | None = None) -> None:
+    def __init__(self, rig: Rig, memory: EmulatedMemory | None = None, clock: Clock | None = None) -> None:
+        self.clock = SimulatedClock() if clock is None else clock
+        self._own_clock = self.clock if clock is None else None
         self.rig = rig
         self.memory = memory
         self.slack = Slack()
         self.torch_device = torch.device("cpu")
-        self._compute_t = time.monotonic()
+        self._compute_t = self.clock.now()
         self._host_t = 0.0
         self._worked_s = time.thread_time()
         self._pads: _Pads | None = None
-        self._d2h = _Link("d2h", rig.link_d2h_gbps, rig.link_noise)
-        self._h2d = _Link("h2d", rig.link_h2d_gbps, rig.link_noise)
+        self._d2h = _Link(self.clock, "d2h", rig.link_d2h_gbps, rig.link_noise)
+        self._h2d = _Link(self.clock, "h2d", rig.link_h2d_gbps, rig.link_noise)
 
     def attach(self, module: nn.Module) -> None:
         """Pad this module's forward and backward passes to the rig's times, spread over its layers."""
@@ -213,10 +220,10 @@ class EmulatedAccelerator(Device):
         return float(mark)
 
     def passed(self, mark: Mark) -> bool:
-        return time.monotonic() >= float(mark)
+        return self.clock.now() >= float(mark)
 
     def wait_for(self, mark: Mark) -> None:
-        _sleep_until(mark)
+        self.clock.sleep_until(mark)
 
     def d2h(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         return self.observed("d2h", self._d2h.copy(source, target, self._compute_t + self._ahead_s()))
@@ -247,18 +254,24 @@ class EmulatedAccelerator(Device):
         transfer.wait()
         self._compute_t = max(self._compute_t, transfer.end)
 
-    def pace(self, span: HostSpan, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> HostSpan:
+    def host_work(
+        self, finish: Callable[[], HostSpan], nbytes: int, inputs: Sequence[Transfer], submitted: Mark
+    ) -> HostSpan:
+        done_s = None if self.clock.simulated else finish().end_s
         begin = max([self._host_t, submitted, *(transfer.end for transfer in inputs)])
         seconds = nbytes / (self.rig.host_gbps * 1e9) / self.rig.slow_core
         if self.rig.link_contention:
+            self.clock.sleep_until(begin + seconds)  # only then is it known what the link had to move
             busy_s = sum(link.busy_s(begin, begin + seconds) for link in (self._d2h, self._h2d))
             seconds += self.rig.link_contention * busy_s
-        late_s = max(0.0, span.end_s - (begin + seconds))
+        late_s = 0.0 if done_s is None else max(0.0, done_s - (begin + seconds))
         slack = self.slack  # the training thread may replace it
         slack.host_s += seconds
         slack.late_host_s += late_s
         self._host_t = begin + seconds + late_s
-        _sleep_until(self._host_t)
+        self.clock.sleep_until(self._host_t)
+        if done_s is None:
+            finish()  # it went on beside the simulation
         return HostSpan(begin, self._host_t)
 
     def begin_step(self) -> None:
@@ -286,12 +299,14 @@ class EmulatedAccelerator(Device):
     def close(self) -> None:
         self._d2h.close()
         self._h2d.close()
+        if isinstance(self._own_clock, SimulatedClock):
+            self._own_clock.close()
 
     def _segment(self, pad_s: float) -> None:
         self._compute_t += pad_s
-        margin_s = self._compute_t - time.monotonic()
+        margin_s = self._compute_t - self.clock.now()
         worked_s, self._worked_s = time.thread_time() - self._worked_s, time.thread_time()
-        self.slack.add(margin_s, worked_s / pad_s)
+        self.slack.add(worked_s / pad_s, None if self.clock.simulated else margin_s)
         if margin_s < 0:
             self._compute_t -= margin_s
 
@@ -371,8 +386,3 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 def _elements(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _sleep_until(moment: float) -> None:
-    while (left := moment - time.monotonic()) > 0:
-        time.sleep(left)

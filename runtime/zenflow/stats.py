@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -136,9 +135,9 @@ class StepRecord:
     @contextmanager
     def timed(self, device: Device, cause: Cause) -> Iterator[None]:
         """Record what is done inside as a wait of one cause."""
-        begin, cpu_begin = device.mark(), time.perf_counter()
+        begin, cpu_begin = device.mark(), device.clock.now()
         yield
-        self.waits.append(Wait(begin, device.mark(), time.perf_counter() - cpu_begin, cause=cause))
+        self.waits.append(Wait(begin, device.mark(), device.clock.now() - cpu_begin, cause=cause))
 
     def ready(self, device: Device) -> bool:
         """Whether everything that `resolve` needs is there."""

@@ -9,7 +9,6 @@ them the best.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -104,7 +103,7 @@ class TimelineRecorder:
         Args:
             lane: "data" or "comm".
             label: what was done.
-            begin_s: when it began, by `time.monotonic`.
+            begin_s: when it began, by the device's clock.
             end_s: when it ended.
         """
         if not self._complete:
@@ -120,7 +119,7 @@ class TimelineRecorder:
 
     def passed(self, mark: Mark) -> None:
         """Called when a mark was just waited for."""
-        self._seen.append((mark, time.monotonic()))
+        self._seen.append((mark, self._device.clock.now()))
 
     def end_step(self, record: StepRecord) -> bool:
         """Called at the end of every step.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
@@ -146,14 +145,14 @@ class Windows:
             self.ask(step)
             self.apply(step, record)
             return
-        began = self._device.mark(), time.perf_counter()
+        began = self._device.mark(), self._device.clock.now()
         for flight in self._in_flight:
             flight.window.job.wait(self._runtime.engine)
         self.ask(step)
         while self._in_flight:
             self._show(self._in_flight[0], step, record, began)
             del self._in_flight[0]
-            began = self._device.mark(), time.perf_counter()
+            began = self._device.mark(), self._device.clock.now()
 
     # --- visible ---------------------------------------------------------------------------------------------------
 
@@ -172,19 +171,19 @@ class Windows:
         """
         for flight in [flight for flight in self._in_flight if everything or flight.due <= step]:
             if self.waits is None or everything or not self.waits.leave(flight):
-                self._show(flight, min(step, flight.due), record, (self._device.mark(), time.perf_counter()))
+                self._show(flight, min(step, flight.due), record, (self._device.mark(), self._device.clock.now()))
             self._in_flight.remove(flight)  # not before, so that an exception loses nothing
 
     def show_late(self, flight: Flight, record: StepRecord) -> None:
         """Make a bucket visible whose wait was left to the forward."""
-        self._show(flight, flight.due, record, (self._device.mark(), time.perf_counter()))
+        self._show(flight, flight.due, record, (self._device.mark(), self._device.clock.now()))
 
     def _show(self, flight: Flight, step: int, record: StepRecord, began: tuple[Mark, float]) -> None:
         begin, cpu_begin = began
         window, weight = flight.window, flight.weight
         job = window.job
         rows = job.receive(self._runtime.engine)
-        cpu_s = time.perf_counter() - cpu_begin
+        cpu_s = self._device.clock.now() - cpu_begin
         assert job.transfer is not None
         d2h_end = None if window.gradients is None else window.gradients.end
         record.waits.append(Wait(begin, self._device.mark(), cpu_s, d2h_end, job.transfer.begin))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.zenflow.small import Flat, Stack, assert_same_run, seeded, tokens_of, train
 from zenflow import EmulatedAccelerator, EmulatedMemory, HostEngineError, Rig, ZenFlowConfig
+from zenflow.clock import REAL_CLOCK, Clock
 from zenflow.device import HostSpan, Transfer
 
 FAST_GBPS = 1e6
@@ -26,12 +27,21 @@ def rig(**changes: Any) -> Rig:
 
 
 @contextmanager
-def accelerator(model: nn.Module | None = None, **changes: Any) -> Iterator[EmulatedAccelerator]:
-    device = EmulatedAccelerator(rig(**changes))
-    if model is not None:
-        device.attach(model)
-    yield device
-    device.close()
+def accelerator(
+    model: nn.Module | None = None, clock: Clock | None = None, **changes: Any
+) -> Iterator[EmulatedAccelerator]:
+    device = EmulatedAccelerator(rig(**changes), clock=clock)
+    try:
+        if model is not None:
+            device.attach(model)
+        yield device
+    finally:
+        device.close()
+
+
+def worked(device: EmulatedAccelerator, nbytes: int, inputs: list[Transfer], submitted: float) -> HostSpan:
+    """A piece of host work that takes no time here."""
+    return device.host_work(lambda: HostSpan(0.0, device.clock.now()), nbytes, inputs, submitted)
 
 
 # (a) The emulation changes when things happen, never what.
@@ -57,17 +67,14 @@ def test_the_weights_are_those_of_the_cpu(name: str, with_module: bool, dtype: t
         assert_same_run(train(model, config, steps=9, device=device, with_module=with_module), expected)
 
 
-# Pads. Between two marks lies exactly what the rig says, plus what the run counts as late.
+# Pads. Between two marks lies exactly what the rig says.
 
 
 def pads(device: EmulatedAccelerator, work: Callable[[], Any]) -> float:
-    """Milliseconds of pad in `work`: time on the compute stream without what is counted as late."""
-    begin, seen = device.mark(), len(device.slack.margins_s)
+    """Milliseconds of pad in `work`."""
+    begin = device.mark()
     work()
-    late_s = sum(min(0.0, margin) for margin in device.slack.margins_s[seen:])
-    return round(
-        1e3 * (device.elapsed_s(begin, device.mark()) + late_s), 4
-    )  # marks are seconds since the machine began
+    return round(1e3 * device.elapsed_s(begin, device.mark()), 6)
 
 
 def passes(model: nn.Module, device: EmulatedAccelerator, count: int = 1) -> None:
@@ -184,7 +191,7 @@ def test_kernels_of_the_runtime_are_charged() -> None:
         assert pads(device, lambda: device.charge(3_000_000)) == 0
 
 
-# (c) Late segments.
+# (c) Late segments, by the machine's clock.
 
 
 class Sleepy(nn.Module):
@@ -200,7 +207,7 @@ def test_work_beyond_its_pad_is_counted_and_takes_its_time() -> None:
     model.add_module("sleepy", Sleepy())
     assert isinstance(model.layers, nn.ModuleList)
     model.layers[0] = nn.Sequential(model.layers[0], Sleepy())
-    with accelerator(model) as device:
+    with accelerator(model, REAL_CLOCK) as device:
         begin = device.mark()
         passes(model, device)
         assert device.slack.late >= 1
@@ -212,7 +219,7 @@ def test_work_beyond_its_pad_is_counted_and_takes_its_time() -> None:
 
 def test_generous_pads_have_no_late_segment() -> None:
     model = seeded(Stack)
-    with accelerator(model, forward_ms=20_000.0, backward_ms=20_000.0) as device:
+    with accelerator(model, REAL_CLOCK, forward_ms=20_000.0, backward_ms=20_000.0) as device:
         passes(model, device)
         assert device.slack.segments == 4
         assert device.slack.late == 0
@@ -220,12 +227,39 @@ def test_generous_pads_have_no_late_segment() -> None:
 
 
 def test_a_host_below_its_rate_is_counted() -> None:
-    with accelerator(host_gbps=1e3) as device:
+    with accelerator(clock=REAL_CLOCK, host_gbps=1e3) as device:
         begin_s = time.monotonic()
-        time.sleep(0.05)
-        span = device.pace(HostSpan(begin_s, time.monotonic()), 1000, [], begin_s)
+
+        def slow() -> HostSpan:
+            time.sleep(0.05)
+            return HostSpan(begin_s, time.monotonic())
+
+        span = device.host_work(slow, 1000, [], begin_s)
         assert device.slack.late_host_s > 0.04
         assert span.seconds == pytest.approx(device.slack.host_s + device.slack.late_host_s)
+
+
+def test_in_simulated_time_real_work_is_never_late_and_is_told() -> None:
+    model = seeded(Stack)
+    assert isinstance(model.layers, nn.ModuleList)
+    model.layers[0] = nn.Sequential(model.layers[0], Busy())
+    with accelerator(model) as device:
+        assert pads(device, lambda: passes(model, device)) == pytest.approx(BOTH)
+        assert (device.slack.late, device.slack.margins_s) == (0, [])
+        assert max(device.slack.used) > 1  # more than the pad has
+        begin = device.mark()
+        assert worked(device, 10**9, [], begin).seconds == pytest.approx(1e-6)
+        assert device.slack.late_host_s == 0
+
+
+class Busy(nn.Module):
+    """Computes for longer than any pad."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        until = time.thread_time() + 0.03
+        while time.thread_time() < until:
+            pass
+        return x
 
 
 # Links and host work follow the rig.
@@ -238,7 +272,7 @@ def test_copies_of_one_direction_are_one_after_the_other() -> None:
         targets = [torch.zeros(1000), torch.zeros(500)]
         first, second = (device.d2h(a, b) for a, b in zip(sources, targets, strict=True))
         second.wait()  # as the host engine does before it begins
-        span = device.pace(HostSpan(), 0, [second], begin)
+        span = worked(device, 0, [second], begin)
         back, arrived = device.h2d(targets[1], span, begin)
         for transfer in (first, second, back):
             transfer.wait()
@@ -256,14 +290,14 @@ def test_copies_of_one_direction_are_one_after_the_other() -> None:
 
 def test_a_slow_core_slows_the_host_and_a_busy_link_does_while_it_is_busy() -> None:
     with accelerator(host_gbps=0.001, slow_core=0.5) as device:
-        assert device.pace(HostSpan(), 5000, [], device.mark()).seconds == pytest.approx(10e-3)
+        assert worked(device, 5000, [], device.mark()).seconds == pytest.approx(10e-3)
     with accelerator(host_gbps=0.001, link_d2h_gbps=0.001, link_contention=0.75) as device:
         begin = device.mark()
         device.d2h(torch.zeros(1000), torch.zeros(1000))  # 4 ms of the first 10
-        span = device.pace(HostSpan(), 10_000, [], begin)
+        span = worked(device, 10_000, [], begin)
         assert span.seconds == pytest.approx(10e-3 + 0.75 * 4e-3)
         assert device.slack.host_s == pytest.approx(span.seconds)  # it is the rig that is slow, not this machine
-        assert device.pace(HostSpan(), 10_000, [], span.end_s).seconds == pytest.approx(10e-3)
+        assert worked(device, 10_000, [], device.clock.now()).seconds == pytest.approx(10e-3)
 
 
 def test_a_noisy_link_takes_another_time_for_every_copy_and_the_same_in_every_run() -> None:
@@ -281,11 +315,14 @@ def test_a_noisy_link_takes_another_time_for_every_copy_and_the_same_in_every_ru
 
 def test_a_copy_is_not_there_before_its_time() -> None:
     with accelerator(link_d2h_gbps=1e-6) as device:  # 200 bytes take 0.2 s
-        begin = time.monotonic()
-        transfer = device.d2h(torch.zeros(50), torch.ones(50))
-        assert not transfer.done() or time.monotonic() - begin > 0.1
+        begin, target = device.mark(), torch.ones(50)
+        transfer = device.d2h(torch.zeros(50), target)
+        device.clock.sleep_until(begin + 0.199)
+        assert not transfer.done()
+        assert target.tolist() == [1.0] * 50
         transfer.wait()
-        assert device.passed(transfer.end)
+        assert device.clock.now() == pytest.approx(begin + 0.2)
+        assert target.tolist() == [0.0] * 50
 
 
 # (d) A copy that fails.

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zenflow import CpuDevice, EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig
+from zenflow.clock import REAL_CLOCK
 from zenflow.device import Device
 from zenflow.host.turnstile import Turnstile
 
@@ -29,7 +30,7 @@ def passes(turnstile: Turnstile, number: int, not_before: int) -> threading.Thre
 
 
 def test_a_job_waits_for_its_step_or_for_whoever_waits_for_it() -> None:
-    turnstile = Turnstile()
+    turnstile = Turnstile(REAL_CLOCK)
     turnstile.wait(1, 0)
     at_step, urgent, held = (passes(turnstile, number, 5) for number in (2, 3, 4))
     turnstile.reach(4)

@@ -7,7 +7,6 @@ what is finished, so that buckets become visible one by one. Neither works itsel
 
 from __future__ import annotations
 
-import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from functools import partial
 
 import torch
 
+from zenflow.clock import Queue, Thread
 from zenflow.device import Device, HostSpan, Mark, Transfer
 from zenflow.errors import HostEngineError
 from zenflow.host.backend import Backend
@@ -23,7 +23,8 @@ from zenflow.host.foremost import Foremost
 from zenflow.host.tasks import Task
 from zenflow.host.turnstile import Turnstile
 
-_POLL_S = 0.2
+
+_TOLD_S = 0.2
 
 
 class Job:
@@ -62,7 +63,7 @@ class Job:
         self.transfer: Transfer | None = None
         self._device = device
         self._asked: Mark | None = None
-        self._finished = threading.Event()
+        self._finished = device.clock.event(name)
         self._error: HostEngineError | None = None
         self._lock = threading.Lock()
 
@@ -97,7 +98,7 @@ class Job:
 
     def join(self, engine_works: Callable[[], bool]) -> None:
         """Block until the engine is through with this job, or does not work any more."""
-        while not self._finished.wait(_POLL_S) and engine_works():
+        while not self._finished.wait(self._device.clock.poll_s) and engine_works():
             pass
 
     def wait(self, engine: HostEngine) -> None:
@@ -143,20 +144,21 @@ class HostEngine:
     def __init__(self, device: Device, backend: Backend) -> None:
         self.backend = backend
         self._device = device
-        self._turnstile = Turnstile()
+        clock = device.clock
+        self._turnstile = Turnstile(clock)
         self._submitted = 0
-        self._waiting: queue.SimpleQueue[Iterable[Job] | None] = queue.SimpleQueue()
+        self._waiting: Queue[Iterable[Job] | None] = clock.queue("host work")
         self._gathered: list[Job] | None = None
-        self._started: queue.SimpleQueue[tuple[Job, int | Exception | None] | None] = queue.SimpleQueue()
+        self._started: Queue[tuple[Job, int | Exception | None] | None] = clock.queue("host work that has begun")
         self.last_span = HostSpan()
         """Of the job that was finished last."""
         self._closing = False
         self._failure: HostEngineError | None = None
-        self._told = threading.Event()  # of the failure
+        self._told = clock.event("the failure of host work")
         self._failed: list[Callable[[HostEngineError], None]] = []
         self._threads = [
-            threading.Thread(target=self._feed, name="zenflow-feed", daemon=True),
-            threading.Thread(target=self._finish, name="zenflow-finish", daemon=True),
+            clock.thread(self._feed, "zenflow-feed"),
+            clock.thread(self._finish, "zenflow-finish"),
         ]
         for thread in self._threads:
             thread.start()
@@ -222,7 +224,7 @@ class HostEngine:
             HostEngineError: naming the job and its cause.
         """
         lost = self._failure is None and not self._closing and not self.backend.alive
-        if lost and not self._told.wait(_POLL_S):  # whoever waits for the job that the lost thread was at can name it
+        if lost and not self._told.wait(_TOLD_S):  # whoever waits for the job that the lost thread was at can name it
             self._fail("the host engine", RuntimeError("a thread of the host engine is gone"))
         if self._failure is not None:
             raise HostEngineError(str(self._failure)) from self._failure.__cause__
@@ -286,14 +288,18 @@ class HostEngine:
             del job, started
 
     def _complete(self, ticket: int | Exception | None, job: Job) -> None:
-        # Even after a failure: until then the backend may be using the job's memory.
-        span = self.backend.finish(ticket) if isinstance(ticket, int) else HostSpan()
-        if self._failure is None and isinstance(ticket, Exception):
+        failed = self._failure is not None
+        if isinstance(ticket, int):
+            finish = partial(self.backend.finish, ticket)
+            # Even after a failure: until then the backend may be using the job's memory.
+            span = finish() if failed else self._device.host_work(finish, job.nbytes, job.inputs, job.submitted)
+        elif isinstance(ticket, Exception) and not failed:
             raise ticket
+        else:
+            span = HostSpan()
         if self._failure is not None:
             job.fail(self._failure)
             return
-        span = self._device.pace(span, job.nbytes, job.inputs, job.submitted)
         if job.task is not None:
             self.last_span = span
             observer = self._device.observer  # the training thread may take it away
@@ -325,10 +331,10 @@ class HostEngine:
 
 
 def _end(
-    waiting: queue.SimpleQueue[Iterable[Job] | None],
+    waiting: Queue[Iterable[Job] | None],
     turnstile: Turnstile,
     backend: Backend,
-    threads: list[threading.Thread],
+    threads: list[Thread],
 ) -> None:
     waiting.put(None)
     turnstile.open()

@@ -15,8 +15,6 @@ from zenflow.host.engine import HostEngine
 from zenflow.host.log_pool import Extents, LogPool, padded
 from zenflow.host.memory import HostMemory
 
-_POLL_S = 0.2
-
 
 class GradientLog:
     """Room for S entries of every bucket, and S of the largest: what draining one window frees, the next one fills."""
@@ -38,7 +36,7 @@ class GradientLog:
         self._history = history
         self._update_interval = update_interval
         self._entries: Counter[int] = Counter()  # how many buckets have entries of so many bytes
-        self._pool = LogPool(0, lambda nbytes: memory.empty((nbytes,), torch.uint8, "log"))
+        self._pool = LogPool(0, lambda nbytes: memory.empty((nbytes,), torch.uint8, "log"), clock=device.clock)
         engine.on_failure(self._pool.fail)
 
     @property
@@ -165,7 +163,7 @@ class GradientLog:
         with self._history.open.timed(self._device, "host"):
             while True:
                 try:
-                    place = self._pool.take(nbytes, _POLL_S)
+                    place = self._pool.take(nbytes, self._device.clock.poll_s)
                 except TimeoutError:
                     self._engine.check()
                     if not self._engine.alive:

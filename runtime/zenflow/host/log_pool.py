@@ -6,13 +6,13 @@ An entry may therefore lie in several pieces; in return, memory never exceeds th
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from zenflow.clock import REAL_CLOCK, Clock
 from zenflow.errors import ConfigError
 
 ALIGN_BYTES = 64
@@ -51,17 +51,25 @@ class LogPool:
     If all that is taken is given back in the end, then every take of at most the capacity succeeds in the end.
     """
 
-    def __init__(self, capacity_bytes: int, allocate: Callable[[int], torch.Tensor], *, align: int = ALIGN_BYTES):
+    def __init__(
+        self,
+        capacity_bytes: int,
+        allocate: Callable[[int], torch.Tensor],
+        *,
+        align: int = ALIGN_BYTES,
+        clock: Clock = REAL_CLOCK,
+    ):
         """Begin without any memory. ConfigError: a negative capacity.
 
         Args:
             capacity_bytes: most bytes of all segments together; plan it with `padded` sizes.
             allocate: gives a new 1-D uint8 CPU tensor of that many bytes; called by the thread that takes.
             align: entries are cut only at multiples of this many bytes, at least 1.
+            clock: by which takes wait.
         """
         self._allocate = allocate
         self._align = align
-        self._changed = threading.Condition()
+        self._changed = clock.condition("room in the gradient log")
         self._error: BaseException | None = None
         self._taken: dict[Extents, bool] = {}  # and whether they were promised
         self._promised = 0

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-
+from zenflow.clock import Clock
 from zenflow.host.of_process import OfProcess
-
-_POLL_S = 0.2
 
 
 class Turnstile:
@@ -16,8 +13,9 @@ class Turnstile:
     down that come next, and all of it the same one.
     """
 
-    def __init__(self) -> None:
-        self._changed = OfProcess(threading.Condition)  # a forked child ends its copy of the engine, too
+    def __init__(self, clock: Clock) -> None:
+        self._poll_s = clock.poll_s
+        self._changed = OfProcess(lambda: clock.condition("its turn"))  # a forked child ends its copy of the engine, too
         self._step = 0
         self._urgent = 0
         self._open = False
@@ -54,4 +52,4 @@ class Turnstile:
         with self._changed():
             while not (not_before <= self._step or number <= self._urgent or self._open):
                 # Not for ever: a finalizer that runs in this very thread may open it just before it sleeps.
-                self._changed().wait(_POLL_S)
+                self._changed().wait(self._poll_s)
