@@ -28,7 +28,10 @@ class SlowHost(CpuDevice):
         super().__init__()
         self._delays = random.Random(seed)
 
-    def pace(self, span: HostSpan, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> HostSpan:
+    def host_work(
+        self, finish: Callable[[], HostSpan], nbytes: int, inputs: Sequence[Transfer], submitted: Mark
+    ) -> HostSpan:
+        span = finish()
         time.sleep(self._delays.choice([0, 0, 0.001, 0.005]))
         return span
 

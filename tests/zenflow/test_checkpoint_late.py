@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,10 @@ class GatedHost(CpuDevice):
         """What was submitted before passes: a step may wait for it."""
         self.closed_at = self.mark()
 
-    def pace(self, span: HostSpan, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> HostSpan:
+    def host_work(
+        self, finish: Callable[[], HostSpan], nbytes: int, inputs: Sequence[Transfer], submitted: Mark
+    ) -> HostSpan:
+        span = finish()
         assert submitted < self.closed_at or self.gate.wait(timeout=60)
         return span
 

@@ -63,7 +63,7 @@ def test_the_weights_are_those_of_the_cpu(name: str, with_module: bool, dtype: t
     expected = train(seeded(Stack, dtype), config, steps=9, with_module=with_module)
     model = seeded(Stack, dtype)
     slow = {"link_d2h_gbps": 0.005, "link_h2d_gbps": 0.002, "host_gbps": 0.005, "device_gbps": 1.0}
-    with accelerator(model, forward_ms=0.5, backward_ms=1.0, **slow) as device:
+    with accelerator(model, None, forward_ms=0.5, backward_ms=1.0, **slow) as device:
         assert_same_run(train(model, config, steps=9, device=device, with_module=with_module), expected)
 
 

@@ -24,6 +24,7 @@ from tests.zenflow.engine_cases import (
 )
 from tests.zenflow.small import Stack, assert_same_run, seeded, tokens_of, train
 from zenflow import CpuDevice, EmulatedAccelerator, HostEngineError, Rig, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
+from zenflow.clock import REAL_CLOCK
 from zenflow.device import HostSpan, Mark, Transfer
 
 CAUSES = {"fail": "a failure was injected", "die": "a thread of the host engine is gone"}
@@ -103,7 +104,10 @@ class Slow(CpuDevice):
     def d2h(self, source: Tensor, target: Tensor) -> Transfer:
         return self.Copy(super().d2h(source, target), self._wait)
 
-    def pace(self, span: HostSpan, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> HostSpan:
+    def host_work(
+        self, finish: Callable[[], HostSpan], nbytes: int, inputs: Sequence[Transfer], submitted: Mark
+    ) -> HostSpan:
+        span = finish()
         time.sleep(0.02)
         return span
 
@@ -248,7 +252,8 @@ def test_jitter_changes_no_bit_in_random_cases(seed: int) -> None:
 @pytest.fixture
 def accelerator() -> Iterator[EmulatedAccelerator]:
     rates = dict.fromkeys(("link_d2h_gbps", "link_h2d_gbps", "host_gbps", "device_gbps"), 1e6)
-    device = EmulatedAccelerator(Rig("fast", "", forward_ms=1.0, backward_ms=1.0, scale=1.0, **rates))
+    rig = Rig("fast", "", forward_ms=1.0, backward_ms=1.0, scale=1.0, **rates)
+    device = EmulatedAccelerator(rig, clock=REAL_CLOCK)  # the delay is a real one
     yield device
     device.close()
 

@@ -146,7 +146,10 @@ class Failing(CpuDevice):
         self._left = after
         self._once = once
 
-    def pace(self, span: HostSpan, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> HostSpan:
+    def host_work(
+        self, finish: Callable[[], HostSpan], nbytes: int, inputs: Sequence[Transfer], submitted: Mark
+    ) -> HostSpan:
+        span = finish()
         self._left -= 1
         if self._left == -1 or (self._left < 0 and not self._once):
             raise OSError("no memory left")

@@ -250,7 +250,8 @@ def test_compiled_code_without_our_hooks_never_reads_a_late_weight() -> None:
                 super().__init__()
                 self.delay_s = delay_s
 
-            def pace(self, span, *arguments):
+            def host_work(self, finish, *arguments):
+                span = finish()
                 time.sleep(self.delay_s)
                 return span
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -72,9 +71,10 @@ class Run:
         """Jobs of the last window that the host is not through with, once it has done all that it may."""
         windows = self.optimizer._training.model.windows
         jobs = [flight.window.job for flight in windows.in_flight]
-        until = time.monotonic() + SOON_S
-        while any(not job.finished and job.not_before <= self.steps for job in jobs) and time.monotonic() < until:
-            time.sleep(0.001)
+        clock = self.optimizer.device.clock
+        until = clock.now() + SOON_S
+        while any(not job.finished and job.not_before <= self.steps for job in jobs) and clock.now() < until:
+            clock.sleep(0.001)
         return sum(not job.finished for job in jobs)
 
     def weights(self) -> list[torch.Tensor]:

@@ -38,7 +38,10 @@ class GatedHost(CpuDevice):
         self.phase = "start"
         self.taken: list[str] = []
 
-    def pace(self, span: HostSpan, nbytes: int, inputs: Sequence[Transfer], submitted: Mark) -> HostSpan:
+    def host_work(
+        self, finish: Callable[[], HostSpan], nbytes: int, inputs: Sequence[Transfer], submitted: Mark
+    ) -> HostSpan:
+        span = finish()
         if not self.gate.wait(GIVE_UP_S):
             raise TimeoutError(f"the gate stayed shut during {self.phase}")
         if self.broken:

@@ -23,7 +23,6 @@ from zenflow.host.foremost import Foremost
 from zenflow.host.tasks import Task
 from zenflow.host.turnstile import Turnstile
 
-
 _TOLD_S = 0.2
 
 

@@ -15,7 +15,9 @@ class Turnstile:
 
     def __init__(self, clock: Clock) -> None:
         self._poll_s = clock.poll_s
-        self._changed = OfProcess(lambda: clock.condition("its turn"))  # a forked child ends its copy of the engine, too
+        self._changed = OfProcess(
+            lambda: clock.condition("its turn")
+        )  # a forked child ends its copy of the engine, too
         self._step = 0
         self._urgent = 0
         self._open = False
