@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from zenflow.clock import Queue, Thread
+from zenflow.clock import Event, Queue, Thread
 from zenflow.device import Device, HostSpan, Mark, Transfer
 from zenflow.errors import HostEngineError
 from zenflow.host.backend import Backend
@@ -62,14 +62,15 @@ class Job:
         self.transfer: Transfer | None = None
         self._device = device
         self._asked: Mark | None = None
-        self._finished = device.clock.event(name)
+        self.over = device.clock.event(name)
+        """That the engine is through with this job."""
         self._error: HostEngineError | None = None
         self._lock = threading.Lock()
 
     @property
     def finished(self) -> bool:
         """Whether the engine is through with this job."""
-        return self._finished.is_set()
+        return self.over.is_set()
 
     def ask_result(self) -> None:
         """Send the result to the device as soon as it is there."""
@@ -88,16 +89,16 @@ class Job:
         with self._lock:
             if self._asked is not None:
                 self._send()
-            self._finished.set()
+            self.over.set()
 
     def fail(self, error: HostEngineError) -> None:
         """Called by the engine when the work, or any work before it, could not be done."""
         self._error = error
-        self._finished.set()
+        self.over.set()
 
     def join(self, engine_works: Callable[[], bool]) -> None:
         """Block until the engine is through with this job, or does not work any more."""
-        while not self._finished.wait(self._device.clock.poll_s) and engine_works():
+        while not self.over.wait(self._device.clock.poll_s) and engine_works():
             pass
 
     def wait(self, engine: HostEngine) -> None:
@@ -148,6 +149,8 @@ class HostEngine:
         self._submitted = 0
         self._waiting: Queue[Iterable[Job] | None] = clock.queue("host work")
         self._gathered: list[Job] | None = None
+        self._before: Event | None = None
+        """That the job which was started last is finished."""
         self._started: Queue[tuple[Job, int | Exception | None] | None] = clock.queue("host work that has begun")
         self.last_span = HostSpan()
         """Of the job that was finished last."""
@@ -271,6 +274,10 @@ class HostEngine:
             raise HostEngineError("the host engine was closed")
         for transfer in job.inputs:
             transfer.wait()
+        if self._device.clock.simulated:  # the rig's host has not come to it, however fast this one is
+            while self._before is not None and not self._before.wait(self._device.clock.poll_s) and self._works():
+                pass
+            self._before = job.over
         ticket: int | Exception | None = None
         if job.task is not None:
             try:
