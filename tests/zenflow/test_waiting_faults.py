@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from torch import Tensor
 from tests.zenflow.cases import same_bits
 from tests.zenflow.small import Stack, assert_same_run, seeded, train
 from zenflow import EmulatedAccelerator, Rig, ZenFlowConfig
-from zenflow.clock import Clock
 from zenflow.deferred import DeferredTier
 from zenflow.errors import DeadlockError
 from zenflow.host.engine import Job
@@ -22,10 +22,10 @@ TIMES = 3
 FAST_GBPS = 1e6
 
 
-def trained(clock: Clock | None = None, **rates: float) -> list[Tensor]:
+def trained(**rates: float) -> list[Tensor]:
     values = dict.fromkeys(("link_d2h_gbps", "link_h2d_gbps", "host_gbps"), FAST_GBPS) | rates
     rig = Rig("faulty", "", forward_ms=2.0, backward_ms=4.0, device_gbps=None, scale=1.0, **values)
-    device = EmulatedAccelerator(rig, clock=clock)
+    device = EmulatedAccelerator(rig)
     model = seeded(Stack)
     try:
         device.attach(model)
@@ -54,9 +54,9 @@ def test_a_source_that_is_overwritten_too_early(monkeypatch: pytest.MonkeyPatch,
     submit = DeferredTier._submit
 
     def hasty(self: Any, *arguments: Any) -> Job:
-        *most, places, not_before = arguments if len(arguments) == 7 else (*arguments, None, (), 0)[:7]
-        self._runtime.log.give_back(places)
-        return submit(self, *most, (), not_before)
+        named = signature(submit).bind(self, *arguments)
+        self._runtime.log.give_back(named.arguments.pop("places", ()))
+        return submit(*named.args, **named.kwargs)
 
     monkeypatch.setattr(DeferredTier, "_submit", hasty)
     for _ in range(TIMES):
