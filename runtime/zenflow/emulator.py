@@ -42,11 +42,14 @@ class Slack:
     """Per segment: pad's end minus the moment when the real work was done; none in simulated time."""
     used: list[float] = field(default_factory=list)
     """Per segment: processor time of the training thread since the segment before, as a share of the pad."""
+    worked_s: float = 0.0
+    """The sum of these times."""
 
-    def add(self, used: float, margin_s: float | None) -> None:
+    def add(self, worked_s: float, pad_s: float, margin_s: float | None) -> None:
         """Count one segment."""
         self.segments += 1
-        self.used.append(used)
+        self.used.append(worked_s / pad_s)
+        self.worked_s += worked_s
         if margin_s is not None:
             self.late += margin_s < 0
             self.margins_s.append(margin_s)
@@ -306,7 +309,7 @@ class EmulatedAccelerator(Device):
         self._compute_t += pad_s
         margin_s = self._compute_t - self.clock.now()
         worked_s, self._worked_s = time.thread_time() - self._worked_s, time.thread_time()
-        self.slack.add(worked_s / pad_s, None if self.clock.simulated else margin_s)
+        self.slack.add(worked_s, pad_s, None if self.clock.simulated else margin_s)
         if margin_s < 0:
             self._compute_t -= margin_s
 

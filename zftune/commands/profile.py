@@ -44,6 +44,10 @@ def _workload(text: str) -> Any:
     return typer.Option(help=text, rich_help_panel="Built-in workload (without CMD)")
 
 
+def _workload_flag(option: str, text: str) -> Any:
+    return typer.Option(option, help=text, rich_help_panel="Built-in workload (without CMD)")
+
+
 def _knob(text: str) -> Any:
     return typer.Option(help=text, rich_help_panel="Its knobs (over those of --config)")
 
@@ -59,7 +63,19 @@ def _file(option: str, text: str) -> Any:
 _OUTPUTS = ("json_path", "html_path", "trace_path")
 _COMMAND_ONLY = ("warmup", "stop")
 _BOTH = ("command", "steps", "with_baselines", *_OUTPUTS)
-_NO_KNOBS = {"config", "rig", "model", "text", "dtype", "micro_batch", "sequence", "seed", *_COMMAND_ONLY, *_BOTH}
+_NO_KNOBS = {
+    "config",
+    "rig",
+    "real_time",
+    "model",
+    "text",
+    "dtype",
+    "micro_batch",
+    "sequence",
+    "seed",
+    *_COMMAND_ONLY,
+    *_BOTH,
+}
 
 
 _Command = Annotated[
@@ -79,6 +95,9 @@ _Rig = Annotated[
     str | None,
     _workload("Emulated accelerator: a name, a TOML file, or 'none'. Default: the GPU, else llama2-7b-4xa100."),
 ]
+_RealTime = Annotated[
+    bool, _workload_flag("--real-time", "Pad the real work to the rig's times, instead of simulating time.")
+]
 _Model = Annotated[str | None, _workload("tiny, small, medium, or a model directory. Default: tiny (medium on a GPU).")]
 
 
@@ -94,6 +113,7 @@ def profile(
     with_baselines: _Baselines = None,
     config: Annotated[str | None, _workload("A ds_config.json whose knobs to use.")] = None,
     rig: _Rig = None,
+    real_time: _RealTime = False,
     model: _Model = None,
     text: Annotated[str | None, _workload("File or folder to train on. Default: Python's standard library.")] = None,
     dtype: Annotated[str, _workload("bf16 or fp32.")] = "bf16",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zenflow import Device, EmulatedAccelerator, RigSpec, StepStats, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
+from zenflow.clock import REAL_CLOCK
 from zenflow.device import device_for
 from zenflow.emulator import Slack
 from zenflow.rig import Rig
@@ -21,7 +22,7 @@ from zftune.errors import BadInputError, ProfileError
 from zftune.workload import Batch, TextCorpus, Workload, batches, build_model
 
 MAX_LATE_SHARE = 0.01
-"""Share of segments (or of host time) that may be late before a run on a rig is refused."""
+"""Share of segments (or of host time) that may be late before a run on a rig in real time is refused."""
 _ATTEMPTS = 3
 _LEARNING_RATE = 1e-4
 _PHASES = ("data", "forward", "backward", "optimizer")
@@ -43,6 +44,13 @@ class Task:
     torch_device: torch.device
     rig: RigSpec | None
     """None: the device itself."""
+    real_time: bool = False
+    """Whether a rig pads real work by the machine's clock, and does not simulate time."""
+
+    @property
+    def simulated(self) -> bool:
+        """Whether time is simulated."""
+        return self.rig is not None and not self.real_time
 
     def build(self) -> Workload:
         """The model on its device; the same weights every time."""
@@ -63,6 +71,15 @@ class Task:
         """The rig with the rates that fit this model."""
         elements = sum(p.numel() for p in workload.module.parameters() if p.dim() >= 2 and p.requires_grad)
         return None if self.rig is None else self.rig.for_elements(elements)
+
+    def device_for(self, workload: Workload) -> Device:
+        """The device itself, or a rig's with the model attached; to be closed by the calling thread."""
+        rig = self.rig_for(workload)
+        if rig is None:
+            return device_for(self.torch_device)
+        device = EmulatedAccelerator(rig, clock=REAL_CLOCK if self.real_time else None)
+        device.attach(workload.module)
+        return device
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +121,7 @@ def step_counts(config: ZenFlowConfig, steps: int) -> tuple[int, int]:
 
 
 def measure(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep) -> Measurement:
-    """Measure one system; on a rig again, at most three times, while real work was late for its pads.
+    """Measure one system; on a rig in real time again, at most three times, while real work was late for its pads.
 
     Raises:
         BadInputError: the model or the text does not fit the options; before any training.
@@ -120,7 +137,8 @@ def measure(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep) -> M
             return result
     raise ProfileError(
         f"rig '{task.rig.name if task.rig else ''}': {fault} in each of {_ATTEMPTS} runs, allowed is "
-        f"{MAX_LATE_SHARE:.0%}; use a rig with a larger scale, a smaller --model or --sequence, or a less busy machine"
+        f"{MAX_LATE_SHARE:.0%}; leave out --real-time, or use a rig with a larger scale, a smaller --model or "
+        "--sequence, or a less busy machine"
     )
 
 
@@ -146,19 +164,16 @@ def _measure_once(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep
     gc.collect()  # the last run's model, before the next one takes its place
     workload = task.build()
     feed = task.feed(workload)
-    rig = task.rig_for(workload)
     with ExitStack() as cleanup:
-        device: Device = device_for(task.torch_device) if rig is None else EmulatedAccelerator(rig)
+        device = task.device_for(workload)
         cleanup.callback(device.close)
-        if isinstance(device, EmulatedAccelerator):
-            device.attach(workload.module)
         optimizer = ZenFlowAdamW(
             workload.module.parameters(), lr=_LEARNING_RATE, config=config, module=workload.module, device=device
         )
         cleanup.callback(optimizer.abandon)
         discarded, measured = step_counts(optimizer.config, steps)
         loop = _Loop(workload, feed, device, optimizer)
-        with _steady(rig is not None):
+        with _steady(task.rig is not None):
             begin_ns = _train(loop, device, discarded, measured, on_step)
             stats = optimizer.history(wait=True, after=discarded)
             peak_bytes = device.peak_bytes()
@@ -222,9 +237,10 @@ class _Loop:
 
     def step(self) -> None:
         """One training step."""
-        began_s = time.monotonic()
+        clock = self._device.clock
+        began_s = clock.now()
         batch = Batch(*(self._device.send(tensor) for tensor in next(self._feed)))
-        loaded_s = time.monotonic()
+        loaded_s = clock.now()
         begin = self._device.mark()
         loss = self._workload.loss(batch)
         forward = self._device.mark()
@@ -261,7 +277,7 @@ def _steady(emulated: bool) -> Iterator[None]:
     gc.collect()
     gc.freeze()
     if emulated:
-        torch.set_num_threads(1)  # the host engine and the links need the other cores
+        torch.set_num_threads(1)  # the host engine needs the other cores, and results repeat on any number of them
     try:
         yield
     finally:

@@ -43,6 +43,8 @@ class ProfileOptions:
     seed: int = 0
     rig: str | None = None
     """A name, a file or "none"; None: the default rig where there is no GPU."""
+    real_time: bool = False
+    """Whether a rig pads real work by the machine's clock, and does not simulate time."""
     baselines: bool = True
 
 
@@ -56,7 +58,7 @@ def profile(options: ProfileOptions, on_system: OnSystem) -> dict[str, Any]:
     task, name_of_device = task_of(options)
     systems = {OWN: options.config} | (_baseline_configs(options.config) if options.baselines else {})
     runs: dict[ZenFlowConfig, Measurement | None] = {}
-    with Sampling(lambda: [os.getpid()]) as sampling:
+    with Sampling(lambda: [os.getpid()], simulated=task.simulated) as sampling:
         for name, config in systems.items():
             if config not in runs:
                 steps = options.steps if name == OWN else min(options.steps, SYNCHRONOUS_STEPS)
@@ -102,6 +104,8 @@ def task_of(options: ProfileOptions) -> tuple[Task, str]:
     """
     _check(options)
     torch_device = _torch_device(options.rig)
+    if options.real_time and (options.rig == "none" or torch_device.type != "cpu"):
+        raise BadInputError("--real-time: allowed only on a rig, a device has no other time")
     on_gpu = torch_device.type != "cpu"
     rig_name = None if options.rig == "none" or on_gpu else options.rig or DEFAULT_RIG
     rig = None if rig_name is None else load_rig(rig_name)  # before the text, which takes longer to read
@@ -114,6 +118,7 @@ def task_of(options: ProfileOptions) -> tuple[Task, str]:
         seed=options.seed,
         torch_device=torch_device,
         rig=rig,
+        real_time=options.real_time,
     )
     return task, device_name(torch_device) + ("" if rig is None else " (emulated accelerator)")
 

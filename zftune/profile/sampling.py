@@ -11,6 +11,7 @@ from zftune.profile.schema import schema
 
 _RATE_HZ = 5.0
 _HIDDEN = "CUDA_VISIBLE_DEVICES hides every GPU"
+_SIMULATED = "time is simulated, so that this machine's load is not part of it"
 _NOT_TOLD = "the sampler does not tell"
 
 Pids = Callable[[], Sequence[int]]
@@ -22,25 +23,29 @@ class Sampling:
     Args:
         pids: the processes of the run.
         environment: of the run; its CUDA_VISIBLE_DEVICES says which GPUs count.
+        simulated: whether the run's time is simulated; then nothing is sampled, as it would tell nothing of the run.
     """
 
-    def __init__(self, pids: Pids, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, pids: Pids, environment: Mapping[str, str] | None = None, *, simulated: bool = False) -> None:
+        self._simulated = simulated
         from zftune.telemetry import HostSampler, NvmlSampler, visible_devices
 
         devices = visible_devices(os.environ if environment is None else environment)
-        self._nvml = None if devices == [] else NvmlSampler(devices, rate_hz=_RATE_HZ)
+        self._nvml = None if devices == [] or simulated else NvmlSampler(devices, rate_hz=_RATE_HZ)
         self._host = HostSampler(pids, rate_hz=_RATE_HZ)
 
     def __enter__(self) -> Sampling:
         if self._nvml is not None:
             self._nvml.start()
-        self._host.start()
+        if not self._simulated:
+            self._host.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._host.stop()
+        if not self._simulated:
+            self._host.stop()
         if self._nvml is not None:
             self._nvml.stop()
 
@@ -55,6 +60,9 @@ class Sampling:
             missing: gets the reason of everything that is null.
             uuids: of the GPUs that the run used; None: all that it could see.
         """
+        if self._simulated:
+            missing |= dict.fromkeys(("nvml", "system", "series.nvml", "series.system"), _SIMULATED)
+            return {"nvml": None, "system": None, "series": {"nvml": None, "system": None}}
         summary: dict[str, Any] | None = None
         reasons, rows = {"": _HIDDEN}, []
         if self._nvml is not None:

@@ -48,7 +48,7 @@ _MEANINGS = {
     "data": "next batch",
 }
 _KINDS = tuple(dict.fromkeys((_COMPUTE, *_CAUSES.values(), *PHASE_KINDS.values())))
-_RAW = ("per_step.", "series.")  # no figures of this screen
+_RAW = ("per_step.", "series.", "rig.slack")  # no figures of this screen
 _VISIBLE = 0.004  # share of the longest bar: what is shorter is not in the legend
 
 
@@ -251,13 +251,21 @@ def _note_lines(document: Document) -> Iterator[Text]:
 
 
 def _rig(rig: Mapping[str, Any]) -> str:
-    slack = rig["slack"]
     source = f"{rig['source']}; " if rig["source"] else ""
-    again = f" (measured {rig['attempts']} times)" if rig["attempts"] > 1 else ""
     return (
         f"{source}forward {ms(rig['forward_ms'])}, backward {ms(rig['backward_ms'])}, "
         f"link {number(rig['link_d2h_gbps'])} GB/s down and {number(rig['link_h2d_gbps'])} up, "
-        f"host {number(rig['host_gbps'])} GB/s. "
+        f"host {number(rig['host_gbps'])} GB/s. {_clock(rig)}"
+    )
+
+
+def _clock(rig: Mapping[str, Any]) -> str:
+    slack = rig["slack"]
+    if slack is None:
+        worked = ms(1e3 * rig["real_work_s"])
+        return f"Time is simulated: training was done for real, in {worked}, and counted as the rig's."
+    again = f" (measured {rig['attempts']} times)" if rig["attempts"] > 1 else ""
+    return (
         f"Real work fills {percent(slack['fraction_used_p50'])} of its padding: slack {ms(slack['p50_ms'])} median, "
         f"{ms(slack['min_ms'])} least, {rig['late_segments']:,} of {rig['segments']:,} segments late{again}."
     )

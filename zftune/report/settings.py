@@ -9,7 +9,15 @@ from typing import Any
 from zftune.report.values import Document
 
 _FIELDS = ("knobs", "workload", "command", "device", "rig", "hardware", "software", "fingerprint", "seed", "steps")
-_OF_THE_RUN = ("rig.segments", "rig.late_segments", "rig.attempts", "rig.slack", "command.exit_code", "command.stopped")
+_OF_THE_RUN = (
+    "rig.segments",
+    "rig.late_segments",
+    "rig.attempts",
+    "rig.real_work_s",
+    "rig.slack",
+    "command.exit_code",
+    "command.stopped",
+)
 _FEW_STEPS = 8
 
 

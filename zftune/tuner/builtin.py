@@ -8,8 +8,7 @@ from types import TracebackType
 
 import torch
 
-from zenflow import Device, EmulatedAccelerator, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
-from zenflow.device import device_for
+from zenflow import ZenFlowAdamW, ZenFlowConfig, ZenFlowError
 from zftune.errors import ProfileError
 from zftune.profile.measure import Task
 from zftune.workload import Batch
@@ -32,12 +31,10 @@ class Training:
         self.rig = task.rig_for(self.workload)
         self._cleanup = ExitStack()
         self._threads = torch.get_num_threads()
-        self.device: Device = device_for(task.torch_device) if self.rig is None else EmulatedAccelerator(self.rig)
+        self.device = task.device_for(self.workload)
         self._cleanup.callback(self.device.close)
         module = self.workload.module
         try:
-            if isinstance(self.device, EmulatedAccelerator):
-                self.device.attach(module)
             self.optimizer = ZenFlowAdamW(
                 module.parameters(), lr=_LEARNING_RATE, config=config, module=module, device=self.device
             )
@@ -50,7 +47,7 @@ class Training:
         gc.collect()
         gc.freeze()
         if self.rig is not None:
-            torch.set_num_threads(1)  # the host engine and the links need the other cores
+            torch.set_num_threads(1)  # the host engine needs the other cores, and results repeat on any number of them
         return self
 
     def __exit__(
