@@ -90,7 +90,8 @@ def read(store: Store, run: RunRecord, clock: Callable[[], float]) -> tuple[list
     told = replay(trials, measurements, store.decisions(run.run_id))
     now = clock()
     until = now if goes_on(store, run, now) else run.ended_unix_s if run.state is RunState.FINISHED else None
-    if until is not None and told.measured and run.key.backend == "zenflow":  # others train nothing but trials
+    trains_on = run.key.backend == "zenflow"  # others train nothing but trials
+    if until is not None and told.measured and trains_on and facts_of(store, run.key)[1].rig is None:
         told.go_on(max(0.0, until - told.last_unix_s))
     return trials, told
 

@@ -1,12 +1,31 @@
-"""One piece of work in a thread of its own."""
+"""One piece of work in a thread of its own, and the simulated time that it takes."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar, cast
 
+from zenflow.clock import REAL_CLOCK, Clock
+
 T = TypeVar("T")
+
+
+@contextmanager
+def taking_time(clock: Clock, takes_s: float | None) -> Iterator[None]:
+    """What is done inside takes time by a clock: on a simulated one it stands still meanwhile, and then moves on.
+
+    Args:
+        clock: of the training.
+        takes_s: in simulated time; None: what it really took.
+    """
+    began_s = time.monotonic()
+    try:
+        yield
+    finally:
+        if clock.simulated:
+            clock.sleep(time.monotonic() - began_s if takes_s is None else takes_s)
 
 
 class Background(Generic[T]):
@@ -15,13 +34,17 @@ class Background(Generic[T]):
     Args:
         work: what is done.
         name: of the thread.
+        clock: of the training.
+        takes_s: in simulated time; None: what it really took.
     """
 
-    def __init__(self, work: Callable[[], T], name: str) -> None:
-        self._work = work
+    def __init__(
+        self, work: Callable[[], T], name: str, clock: Clock = REAL_CLOCK, takes_s: float | None = None
+    ) -> None:
+        self._work, self._clock, self._takes_s = work, clock, takes_s
         self._result: T | None = None
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = clock.thread(self._run, name)
         self._thread.start()
 
     @property
@@ -47,6 +70,7 @@ class Background(Generic[T]):
 
     def _run(self) -> None:
         try:
-            self._result = self._work()
+            with taking_time(self._clock, self._takes_s):
+                self._result = self._work()
         except Exception as error:  # noqa: BLE001 - whoever asks for the result gets it
             self._error = error

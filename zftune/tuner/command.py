@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from zftune.tuner.search import Search
 
 _INTERRUPTED = 130
+_LONGEST_THOUGHT_S = 3600.0
 _SAMPLERS = ("gp", "tpe", "random")
-_WORKLOAD = ("config", "rig", "model", "text", "steps", "tune_memory")
+_WORKLOAD = ("config", "rig", "real_time", "thinking_s", "model", "text", "steps", "tune_memory")
 _COMMAND = {"trial_steps": "steps", "timeout": "timeout_s"}  # and what the options of restarting call them
 _NOT_LIVE = (
     "command '{}': allowed with --restartable, which runs it again with other knobs, since those of a running command "
@@ -29,8 +30,8 @@ _NOT_LIVE = (
 )
 
 
-def _workload(text: str) -> Any:
-    return typer.Option(help=text, rich_help_panel="Built-in workload (without CMD)")
+def _workload(text: str, *flags: str) -> Any:
+    return typer.Option(*flags, help=text, rich_help_panel="Built-in workload (without CMD)")
 
 
 def _trials(*flags: str, text: str) -> Any:
@@ -56,6 +57,12 @@ _Fresh = Annotated[
 ]
 _Measurements = Annotated[int, typer.Option(help="Measurements at most.")]
 _Rig = Annotated[str | None, _workload("Emulated accelerator: a name or a TOML file. Default: the GPU, else a rig.")]
+_RealTime = Annotated[
+    bool, _workload("Pad the real work to the rig's times, instead of simulating time.", "--real-time")
+]
+_Thinking = Annotated[
+    float | None, _workload("On a rig, simulated seconds that a thought takes. Default: what it really took.")
+]
 _Model = Annotated[str | None, _workload("tiny, small, medium, or a model directory. Default: tiny (medium on a GPU).")]
 _Text = Annotated[str | None, _workload("File or folder to train on. Default: Python's standard library.")]
 _Memory = Annotated[
@@ -88,6 +95,8 @@ def tune(
     timeout: Annotated[float | None, _trials(text="Most seconds of a run. Default: 1800.")] = None,
     config: Annotated[str | None, _workload("A ds_config.json whose knobs to begin with.")] = None,
     rig: _Rig = None,
+    real_time: _RealTime = False,
+    thinking_s: _Thinking = None,
     model: _Model = None,
     text: _Text = None,
     steps: Annotated[int, _workload("Training steps at most.")] = 2000,
@@ -125,6 +134,8 @@ def _check(given: Mapping[str, Any]) -> None:
     Outputs(given["json_path"], given["html_path"], None).check()
     if given["sampler"] not in _SAMPLERS:
         raise BadInputError(f"--sampler '{given['sampler']}': allowed are {', '.join(_SAMPLERS)}")
+    if given["thinking_s"] is not None and not 0 <= given["thinking_s"] <= _LONGEST_THOUGHT_S:
+        raise BadInputError(f"--thinking-s {given['thinking_s']}: allowed is a number from 0 to {_LONGEST_THOUGHT_S:g}")
     if given["measurements"] < 1:
         raise BadInputError(f"--measurements {given['measurements']}: allowed is an integer >= 1")
 
@@ -147,9 +158,10 @@ def _live(given: Mapping[str, Any]) -> dict[str, Any]:
     from zftune.tuner.search import SearchOptions
 
     search = SearchOptions(
-        seed=given["seed"], sampler=given["sampler"], most_measurements=given["measurements"]
+        seed=given["seed"], sampler=given["sampler"], most_measurements=given["measurements"],
+        thinking_s=given["thinking_s"],
     )  # fmt: skip
-    names = ("config", "quality", "rig", "model", "text", "steps", "seed", "tune_memory", "fresh")
+    names = ("config", "quality", "rig", "real_time", "model", "text", "steps", "seed", "tune_memory", "fresh")
     options = TuneOptions(search=search, **{name: given[name] for name in names})
     console = Console(stderr=given["json_path"] == STANDARD_OUTPUT)
     with open_store() as store, _progress(console, given["steps"]) as on_step:

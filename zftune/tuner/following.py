@@ -347,7 +347,7 @@ class Tuner:
     def _finish(self) -> None:
         """Say what was found, and write it down in a thread."""
         if self._finishing is None:
-            self._finishing = Background(self._end_search, "zftune-finish")
+            self._finishing = Background(self._end_search, "zftune-finish", self._optimizer.device.clock)
 
     def _end_search(self) -> None:
         """Once nobody thinks any more, so that the search is ours."""

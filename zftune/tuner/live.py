@@ -15,6 +15,8 @@ Nothing here waits: step times come from the optimizer's own history, two steps 
 
 from __future__ import annotations
 
+from functools import partial
+
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.tuner.changing import Change, Changes
 from zftune.tuner.executor import Disturbance, Executor
@@ -36,7 +38,7 @@ class LiveSearch(Executor):
         recorder: where it is written down.
         disturbance: says that a measurement does not count.
         guard: watches over the loss; None: nobody does.
-        desk: where it is thought about.
+        desk: where it is thought about; None: in a thread.
         on_change: told of every change of knobs.
         changes: how knobs change; None: at once.
     """
@@ -50,12 +52,14 @@ class LiveSearch(Executor):
         recorder: Recorder | None = None,
         disturbance: Disturbance = lambda: None,
         guard: LossGuard | None = None,
-        desk: DeskMaker = ThreadDesk,
+        desk: DeskMaker | None = None,
         on_change: Change | None = None,
         changes: Changes | None = None,
     ) -> None:
         self.search = search
         search.book.device_limit_bytes = device_limit(optimizer)
+        if desk is None:
+            desk = partial(ThreadDesk, clock=optimizer.device.clock)
         super().__init__(
             optimizer,
             desk(search, recorder),

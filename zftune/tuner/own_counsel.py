@@ -96,7 +96,8 @@ class OwnCounsel(Counsel):
     ) -> None:
         self._own_store = store is None
         self._store = _user_store() if store is None else store or None
-        self._thinker = Thinker(share=gentle_share())
+        self._clock, self._thinking_s = optimizer.device.clock, wishes.search.thinking_s
+        self._thinker = Thinker(share=1.0 if self._clock.simulated else gentle_share())
         with contextlib.suppress(ThinkerError):  # the planner thinks alone then, and the notes say so
             self._thinker.start()  # it loads while the warm-up lasts
         self._preparation = Preparation(optimizer, wishes, self._store, self._thinker, company)
@@ -113,7 +114,7 @@ class OwnCounsel(Counsel):
             close_thrown_away()  # its run may be the one to be gone on with
             return preparation.prepare(seen)
 
-        self._preparing = Background(work, "zftune-prepare")
+        self._preparing = Background(work, "zftune-prepare", self._clock, self._thinking_s)
         left = _Left(self._preparing, self._thinker, self._store if self._own_store else None, os.getpid())
         self._finalizer = weakref.finalize(self, _thrown_away.put, left)
         self._finalizer.atexit = False
@@ -194,7 +195,7 @@ class OwnCounsel(Counsel):
             self._preparing.result.search.stop("The tuning ended before its search began.")
 
     def _desk(self, search: Search, recorder: Recorder | None) -> Desk:
-        return ThreadDesk(search, recorder, self._thinker)
+        return ThreadDesk(search, recorder, self._thinker, self._clock)
 
 
 def _user_store() -> Store:

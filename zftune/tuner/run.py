@@ -6,6 +6,7 @@ import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,8 @@ class TuneOptions:
     model: str | None = None
     text: str | None = None
     rig: str | None = None
+    real_time: bool = False
+    """Whether a rig pads real work by the machine's clock, and does not simulate time."""
     seed: int = 0
     dtype: str = "bf16"
     micro_batch: int | None = None
@@ -90,6 +93,7 @@ def tune(options: TuneOptions, on_step: OnStep, store: Store | None = None, say:
         ProfileOptions(
             config=config, model=options.model, text=options.text, dtype=options.dtype, seed=options.seed,
             micro_batch=options.micro_batch, sequence=options.sequence, rig=options.rig,
+            real_time=options.real_time,
         )
     )  # fmt: skip
     if task.rig is None and task.torch_device.type == "cpu":
@@ -150,7 +154,7 @@ class TunedRun:
         disturbance = disturbance_of(training.device)
         live = LiveSearch(
             training.optimizer, self.search, tokens=training.tokens, recorder=recorder, disturbance=disturbance,
-            guard=LossGuard(), desk=lambda search, recorder: ThreadDesk(search, recorder, self._thinker),
+            guard=LossGuard(), desk=partial(ThreadDesk, thinker=self._thinker, clock=training.device.clock),
         )  # fmt: skip
         going = True
         try:

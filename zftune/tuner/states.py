@@ -37,6 +37,8 @@ class SearchOptions:
     """Where exploring has cost what it may: wait for more time to pass, rather than stop."""
     watch: bool = False
     """When it has stopped: go on looking at step times, and search again where they change."""
+    thinking_s: float | None = None
+    """In simulated time, how long a thought takes; None: as long as it really did."""
     crashed: tuple[Setting, ...] = field(default=())
     """By earlier runs: never tried."""
 

@@ -12,9 +12,12 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from zenflow import StepStats
+from zenflow.clock import REAL_CLOCK, Clock, Thread
+from zftune.tuner.background import taking_time
 from zftune.tuner.propose import Judge, Proposal, Told, likely
 from zftune.tuner.search import Search
 from zftune.tuner.settings import Setting
@@ -167,16 +170,24 @@ class ThreadDesk(LocalDesk):
         search: that is thought about.
         recorder: where it is written down.
         thinker: the process, where it was started beforehand; the desk closes it.
+        clock: of the training; see `SearchOptions.thinking_s`.
     """
 
-    def __init__(self, search: Search, recorder: Recorder | None = None, thinker: Thinker | None = None) -> None:
+    def __init__(
+        self,
+        search: Search,
+        recorder: Recorder | None = None,
+        thinker: Thinker | None = None,
+        clock: Clock = REAL_CLOCK,
+    ) -> None:
         super().__init__(search, recorder)
+        self._clock = clock
         self._thinker = thinker or Thinker()
         self._closing = False
         self._wrong: str | None = None
         self._busy = False
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._ready = search.options.sampler in ("none", "random")  # they need no process
         if not self._ready:
             search.agenda.propose = self._propose
@@ -195,7 +206,7 @@ class ThreadDesk(LocalDesk):
 
     def _begin(self, outcome: Outcome | None, *, ask: bool) -> None:
         self._busy = True
-        self._thread = threading.Thread(target=self._work, args=(outcome, ask), name="zftune-desk", daemon=True)
+        self._thread = self._clock.thread(partial(self._work, outcome, ask), "zftune-desk")
         self._thread.start()
 
     def poll(self) -> Answer | None:
@@ -229,11 +240,12 @@ class ThreadDesk(LocalDesk):
     def _work(self, outcome: Outcome | None, ask: bool) -> None:
         answer = None
         try:
-            if ask:
-                self._get_ready()
-                answer = self._think(outcome)
-            elif outcome is not None:
-                self._put_away(outcome)
+            with taking_time(self._clock, self._search.options.thinking_s):
+                if ask:
+                    self._get_ready()
+                    answer = self._think(outcome)
+                elif outcome is not None:
+                    self._put_away(outcome)
         except _InterruptedError:
             _logger.debug("The search was interrupted while it was thought about.")
         except Exception as error:

@@ -13,7 +13,7 @@ import torch
 from tests.zftune.conftest import MINI_TIMELINE
 from zenflow import ZenFlowConfig
 from zftune import cli
-from zftune.errors import ProfileError
+from zftune.errors import BadInputError, ProfileError
 from zftune.profile import measure as measure_module
 from zftune.profile.run import ProfileOptions, profile, read_config, task_of
 from zftune.profile.schema import validate
@@ -23,14 +23,6 @@ Document = dict[str, Any]
 BASELINES = {"no_offload", "zero_offload", "zero_offload_pipelined"}
 COMPUTE_MS = MINI_TIMELINE["forward_ms"] + MINI_TIMELINE["backward_ms"]
 WAIT_MS = MINI_TIMELINE["d2h_ms"] + MINI_TIMELINE["host_ms"] + MINI_TIMELINE["h2d_ms"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patience() -> Any:
-    """Accept more late segments than a user's run may have: the other tests' processes must not fail these."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure_module, "MAX_LATE_SHARE", 0.1)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +69,9 @@ def test_the_document_is_valid_and_can_be_shown(document: Document) -> None:
 def test_the_four_systems_are_there(document: Document, told: dict[str, list[tuple[int, int]]]) -> None:
     assert set(document["baselines"]) == BASELINES
     assert set(told) == BASELINES | {"this run"}
-    # An attempt that was late begins again at 1.
-    assert told["this run"][-16:] == [(step, 16) for step in range(1, 17)]
+    assert told["this run"] == [(step, 16) for step in range(1, 17)]
     for name in BASELINES:
-        assert told[name][-11:] == [(step, 11) for step in range(1, 12)]
+        assert told[name] == [(step, 11) for step in range(1, 12)]
 
 
 def test_knobs_steps_and_workload_are_what_was_asked_for(document: Document) -> None:
@@ -100,11 +91,13 @@ def test_knobs_steps_and_workload_are_what_was_asked_for(document: Document) -> 
 
 def test_zero_offload_stalls_as_its_timeline_implies(document: Document) -> None:
     run = document["baselines"]["zero_offload"]
+    # One layer: what is between its gradients and the end of backward hides a part of the way down.
     assert run["stall"]["fraction"] == pytest.approx(WAIT_MS / (COMPUTE_MS + WAIT_MS), abs=0.05)
-    assert run["step_ms"]["mean"] == pytest.approx(COMPUTE_MS + WAIT_MS, rel=0.1)
+    assert run["step_ms"]["mean"] == pytest.approx(COMPUTE_MS + run["stall"]["ms_per_step"])
     causes = run["stall"]["by_cause"]
-    for cause in ("d2h", "host", "h2d"):
-        assert causes[cause] == pytest.approx(MINI_TIMELINE[f"{cause}_ms"], abs=0.05 * (COMPUTE_MS + WAIT_MS))
+    for cause in ("host", "h2d"):
+        assert causes[cause] == pytest.approx(MINI_TIMELINE[f"{cause}_ms"], rel=0.02)
+    assert 0 < causes["d2h"] <= MINI_TIMELINE["d2h_ms"] * 1.02
 
 
 def test_the_pipeline_shortens_the_wait_and_cannot_hide_it(document: Document) -> None:
@@ -123,7 +116,7 @@ def test_overlap_hides_the_host(document: Document) -> None:
 def test_no_offloading_never_waits(document: Document) -> None:
     run = document["baselines"]["no_offload"]
     assert run["stall"]["ms_per_step"] == 0
-    assert run["step_ms"]["mean"] == pytest.approx(COMPUTE_MS, rel=0.1)
+    assert run["step_ms"]["mean"] == pytest.approx(COMPUTE_MS)
     assert document["practicality"] == pytest.approx(run["step_ms"]["mean"] / document["step_ms"]["mean"])
 
 
@@ -133,16 +126,35 @@ def test_causes_and_phases_add_up(document: Document) -> None:
     phases = document["phases_ms"]
     compute = phases["forward"] + phases["backward"] + phases["optimizer"]
     assert compute == pytest.approx(document["step_ms"]["mean"], rel=0.1)
-    assert phases["forward"] == pytest.approx(MINI_TIMELINE["forward_ms"], rel=0.2)
+    assert phases["forward"] == pytest.approx(MINI_TIMELINE["forward_ms"], rel=0.2)  # with the stalls in it
 
 
-def test_the_rig_says_how_close_it_came(document: Document) -> None:
+def test_the_rig_says_by_which_clock(document: Document) -> None:
     rig = document["rig"]
     assert rig["forward_ms"] == MINI_TIMELINE["forward_ms"]
     # One layer: a segment forward and one backward, in 3 baselines of 8 steps and this run's 8.
     assert rig["segments"] == 2 * 4 * 8
-    assert rig["late_segments"] <= 0.1 * rig["segments"]
+    assert (rig["clock"], rig["late_segments"], rig["attempts"], rig["slack"]) == ("simulated", 0, 1, None)
+    assert rig["real_work_s"] > 0
+    assert "Time is simulated" in render_text(document)
+
+
+def test_in_real_time_the_rig_says_how_close_it_came(monkeypatch: pytest.MonkeyPatch, options: ProfileOptions) -> None:
+    monkeypatch.setattr(measure_module, "MAX_LATE_SHARE", 0.5)  # other processes must not fail this
+    document = run_profile(options, baselines=False, real_time=True, steps=4)
+    rig = document["rig"]
+    assert (rig["clock"], rig["segments"]) == ("real", 2 * 4)
     assert rig["slack"]["min_ms"] <= rig["slack"]["p50_ms"]
+    assert "of its padding" in render_text(document)
+    assert document["system"]["cpu_percent"] > 0
+    assert document["system"]["samples"] >= 1
+    span_ms = document["per_step"][-1]["begin_ms"] + document["per_step"][-1]["step_ms"]
+    assert all(0 <= row["at_ms"] <= span_ms + 5000 for row in document["series"]["system"])
+
+
+def test_real_time_is_of_a_rig(options: ProfileOptions) -> None:
+    with pytest.raises(BadInputError, match="--real-time: allowed only on a rig"):
+        run_profile(options, rig="none", real_time=True)
 
 
 def test_bytes_on_the_link_are_those_of_the_deferred_columns(document: Document, mini_model: Path) -> None:
@@ -157,9 +169,9 @@ def test_figures_have_sources_and_gaps_have_reasons(document: Document, alone: D
     assert document["sources"]["stall"] == "rig"
     assert document["sources"]["link"] == "count"
     assert "memory.device_peak_bytes" not in document["sources"]
-    machine = ("nvml", "series", "system")  # what these know differs between machines
-    missing = {name for name in document["missing"] if name.partition(".")[0] not in machine}
-    assert missing == {"overhead_fraction", "waits_ms", "memory.device_peak_bytes", "selection.churn"}
+    sampled = {"nvml", "system", "series.nvml", "series.system"}
+    others = {"overhead_fraction", "waits_ms", "memory.device_peak_bytes", "selection.churn", "rig.slack"}
+    assert set(document["missing"]) == sampled | others
     assert "rig mini" in render_text(document)
     assert set(alone["missing"]) >= {"baselines", "practicality"}
     assert "baselines" not in alone["sources"]
@@ -203,11 +215,10 @@ def test_the_least_step_is_its_longest_roof(document: Document) -> None:
     assert document["step_ms"]["mean"] >= 0.98 * roofs["least_step_ms"]
 
 
-def test_the_host_was_sampled(document: Document) -> None:
-    assert document["system"]["cpu_percent"] > 0
-    assert document["system"]["samples"] >= 1
-    span_ms = document["per_step"][-1]["begin_ms"] + document["per_step"][-1]["step_ms"]
-    assert all(0 <= row["at_ms"] <= span_ms + 5000 for row in document["series"]["system"])
+def test_in_simulated_time_nothing_is_sampled(document: Document) -> None:
+    assert (document["system"], document["nvml"]) == (None, None)
+    assert document["series"] == {"nvml": None, "system": None}
+    assert "time is simulated" in document["missing"]["system"]
 
 
 def render_text(document: Document) -> str:
@@ -228,7 +239,9 @@ def test_without_baselines_there_is_only_this_run(alone: Document, document: Doc
 
 
 def test_the_same_seed_gives_the_same_run(document: Document, alone: Document, options: ProfileOptions) -> None:
-    for name in ("knobs", "fingerprint", "link", "selection", "staleness", "workload"):
+    del document["rig"]["real_work_s"], alone["rig"]["real_work_s"]
+    of_the_baselines = {"baselines", "practicality", "missing", "verdict", "rig", "sources"}
+    for name in set(alone) - of_the_baselines:
         assert alone[name] == document[name], name
     other = run_profile(options, baselines=False, seed=1)
     assert other["selection"]["coverage"] != alone["selection"]["coverage"]

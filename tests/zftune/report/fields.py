@@ -55,6 +55,8 @@ RIG = {
     "segments": 1920,
     "late_segments": 3,
     "attempts": 2,
+    "clock": "real",
+    "real_work_s": 17.2,
     "slack": {"min_ms": -0.21, "p50_ms": 37.1, "fraction_used_p50": 0.24},
 }
 KNOBS = {

@@ -108,7 +108,7 @@ def test_a_machine_that_is_too_slow_for_the_emulated_accelerator(request: pytest
     watch = disturbance_of(device)
     assert watch() is None
     device._compute_t += 1.0
-    device.slack.add(-0.1, 1.0)
+    device.slack.add(0.1, 0.1, -0.1)
     reason = watch()
     assert reason == "this machine was late on the emulated accelerator by 10.0% of the time"
     device._compute_t += 1.0
