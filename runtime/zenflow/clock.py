@@ -35,6 +35,9 @@ class Event(Protocol):
     def set(self) -> None:
         """Say that it has happened; safe in a finalizer."""
 
+    def clear(self) -> None:
+        """Wait for it anew."""
+
     def wait(self, timeout: float | None = None) -> bool:
         """Block until it has happened or the time (seconds) is over; whether it has happened."""
 
@@ -409,6 +412,9 @@ class _SimulatedEvent:
     def set(self) -> None:
         self._happened = True
         self._clock._raise_signal(self._signal)
+
+    def clear(self) -> None:
+        self._happened = False
 
     def wait(self, timeout: float | None = None) -> bool:
         if not self._happened:

@@ -4,7 +4,7 @@
 Prometheus) is imported by `zftune daemon` alone.
 """
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version that client and server have to share; it is in every answer's header."""
 
 PROTOCOL_HEADER = "zftune-protocol"

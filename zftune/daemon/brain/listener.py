@@ -271,6 +271,14 @@ class Listener:
             return "stop" if thought is not None and thought.over else "hold"
         return "apply"
 
+    def _thinks(self) -> bool:
+        """Whether a report that tells nothing may be answered otherwise soon."""
+        if self.over or self._stopped or self._leaving:
+            return False
+        if self._ending is not None and not self._ending.done:
+            return True
+        return not self._paused if self._thought is None else self._thought.busy and not self._paused
+
     def _directive(self) -> Directive:
         thought = self._thought
         request = None if thought is None else thought.request
@@ -289,6 +297,7 @@ class Listener:
             start=None if thought is None else self._start(thought.start),
             taken=0 if thought is None else thought.taken,
             record=self.record,
+            thinks=self._thinks(),
             notices=self.notices,
         )
 

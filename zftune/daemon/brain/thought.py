@@ -89,6 +89,11 @@ class Thought:
             self.request, self._called_off = answer.request, False
         return state
 
+    @property
+    def busy(self) -> bool:
+        """Whether somebody thinks, or what came of that is to be heard of."""
+        return not self.halted and (self._desk.busy or self.request is None)
+
     def state(self) -> Going:
         """Of the search, while nobody thinks."""
         notes = self.search.notes

@@ -166,6 +166,8 @@ class Directive:
     """The newest decision whose outcome is written down."""
     record: Identity | None = None
     """The run in the store; None: nothing is written down."""
+    thinks: bool = False
+    """Whether somebody thinks: another report may hear more, though nothing happens."""
     notices: Annotated[tuple[Sentence, ...], Limit(0, 64)] = ()
     """What is not as it should be."""
 

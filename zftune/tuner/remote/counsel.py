@@ -44,15 +44,17 @@ class DaemonCounsel(Counsel):
         self._transport = transport or _client()
         self._tokens = tokens
         self._uuid = gpu_uuid(optimizer.device.torch_device)
-        self._desk = RemoteDesk(tokens)
+        self._clock, self._thinking_s = optimizer.device.clock, wishes.search.thinking_s
+        self._desk = RemoteDesk(tokens, self._clock)
         self._courier: Courier | None = None
         self._told = 0
 
     def prepare(self, seen: Seen) -> None:
         reader = self._reader  # not this, or its thread would keep it
         self._courier = Courier(
-            self._transport, self._desk, lambda: reader.facts(seen), tokens=self._tokens, gpu_uuid=self._uuid
-        )
+            self._transport, self._desk, lambda: reader.facts(seen), tokens=self._tokens, gpu_uuid=self._uuid,
+            clock=self._clock, thinking_s=self._thinking_s,
+        )  # fmt: skip
         self._courier.start()
         weakref.finalize(self, self._courier.abandon).atexit = False
 

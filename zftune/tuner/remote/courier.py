@@ -9,12 +9,12 @@ import os
 import random
 import secrets
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from zenflow.clock import REAL_CLOCK, Clock
 from zftune.daemon.errors import DaemonError
 from zftune.daemon.wire import (
     PROTOCOL,
@@ -30,6 +30,7 @@ from zftune.daemon.wire import (
     masked,
 )
 from zftune.errors import ZftuneError
+from zftune.tuner.background import taking_time
 from zftune.tuner.facts import TrainingFacts
 from zftune.tuner.remote.desk import Orders, RemoteDesk
 
@@ -48,6 +49,7 @@ _SHORT_S = 1.0
 _GOODBYE_S = 12.0
 """For the daemon to end what it thinks about, and to write down what was found."""
 _AGAIN_S = 0.1
+_LOOK_S = 0.005
 _FORGOTTEN = (404, 410)
 _BUSY = 409
 _THROWN_AWAY = "The training was thrown away before the search was over."
@@ -98,6 +100,8 @@ class Courier:
         read: what the daemon has to know of the training; called once, in the thread.
         tokens: of a step.
         gpu_uuid: None: it trains on no GPU.
+        clock: of the training. Where that is simulated, time stands still while the daemon thinks, and then moves on.
+        thinking_s: by so much; None: as long as it really took.
     """
 
     def __init__(
@@ -108,6 +112,8 @@ class Courier:
         *,
         tokens: int,
         gpu_uuid: str | None = None,
+        clock: Clock = REAL_CLOCK,
+        thinking_s: float | None = None,
     ) -> None:
         self.run = secrets.token_hex(16)
         self.notices: list[str] = []
@@ -115,6 +121,7 @@ class Courier:
         self._transport, self._desk = transport, desk
         self._read: Callable[[], TrainingFacts] | None = read
         self._tokens, self._gpu_uuid = tokens, gpu_uuid
+        self._clock, self._thinking_s = clock, thinking_s
         self._training: Any = None
         self._session: str | None = None
         self._last_session: str | None = None
@@ -122,11 +129,11 @@ class Courier:
         self._lease_s = SLOW_S * _REPORTS_A_LEASE
         self._failures = 0
         self._waits_since_s: float | None = None
-        """Since when the training waits for an answer, on the monotonic clock; None: it does not."""
+        """Since when the training waits for an answer, by its clock; None: it does not."""
         self._abandoned = False
         self._began_unix_s = time.time()
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="zftune-agent", daemon=True)
+        self._thread = clock.thread(self._run, "zftune-agent")
 
     def start(self) -> None:
         """Begin; returns at once."""
@@ -191,7 +198,7 @@ class Courier:
         """Nobody waits for the last words, so that there is time to say them."""
         ends_s = time.monotonic() + max(self._lease_s, _GOODBYE_S)
         while not self._parted() and time.monotonic() < ends_s:
-            time.sleep(_FIRST_BACKOFF_S)
+            self._clock.sleep(_FIRST_BACKOFF_S)
         self._transport.close()
 
     def _parted(self) -> bool:
@@ -252,7 +259,7 @@ class Courier:
         if not self._desk.waits:
             self._waits_since_s = None
             return SLOW_S
-        now_s = time.monotonic()
+        now_s = self._clock.now()
         if self._waits_since_s is None:
             self._waits_since_s = now_s
         return waiting_s(now_s - self._waits_since_s)
@@ -281,6 +288,26 @@ class Courier:
         self._lease_s = welcome.lease_s
 
     def _report(self, *, timeout_s: float = _REQUEST_S) -> None:
+        directive = self._said(timeout_s)
+        if directive.thinks and self._clock.simulated:
+            with taking_time(self._clock, self._thinking_s):
+                directive = self._thought_over(timeout_s)
+        orders = Orders.of(directive)
+        self._record = directive.record or self._record
+        for notice in directive.notices:
+            self._tell(notice)
+        self._desk.obey(orders)
+
+    def _thought_over(self, timeout_s: float) -> Directive:
+        """What the daemon says when it has thought."""
+        while True:
+            time.sleep(_LOOK_S)
+            directive = self._said(timeout_s)
+            if not directive.thinks or self._desk.closing.is_set():
+                return directive
+
+    def _said(self, timeout_s: float) -> Directive:
+        """What the daemon says to a report."""
         assert self._session is not None
         report = self._desk.report(PROTOCOL, self._session)
         directive = decode(
@@ -288,11 +315,7 @@ class Courier:
         )
         if directive.session != self._session:
             raise WireError(f"directive.session is {directive.session}, allowed is {self._session}")
-        orders = Orders.of(directive)
-        self._record = directive.record or self._record
-        for notice in directive.notices:
-            self._tell(notice)
-        self._desk.obey(orders)
+        return directive
 
     def _post(self, route: str, message: Any, *, timeout_s: float = _REQUEST_S) -> Any:
         return self._transport.post(route, encode(message), timeout_s=timeout_s)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zenflow import StepStats
+from zenflow.clock import REAL_CLOCK, Clock, Event
 from zftune.daemon.wire import MOST_STEPS, Applied, Directive, Done, Report, StepFigures, WireError, decode, encode
 from zftune.errors import ZftuneError
 from zftune.tuner.settings import Setting
@@ -57,12 +58,13 @@ class RemoteDesk(Desk):
 
     Args:
         tokens: of a step.
+        clock: of the training.
     """
 
-    def __init__(self, tokens: int) -> None:
-        self.wake = threading.Event()
+    def __init__(self, tokens: int, clock: Clock = REAL_CLOCK) -> None:
+        self.wake: Event = clock.event("something to tell the daemon")
         """Set when there is something to be sent at once."""
-        self.closing = threading.Event()
+        self.closing: Event = clock.event("the end of the tuning")
         """Set when nothing more is asked."""
         self.reason = ""
         """Why the tuning was ended; "": the training was."""
