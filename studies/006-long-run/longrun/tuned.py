@@ -118,7 +118,11 @@ def tuned(seed: int, first_steps: int, tell: Callable[[int], None]) -> dict[str,
 def _attached(training: Training, seed: int, client: DaemonClient, run: Run) -> Tuner:
     """What `zftune.attach(optimizer, daemon=True, tune_memory=True, ...)` makes, but with the grant compressed."""
     search = SearchOptions(
-        seed=seed, hold=True, grant_s=GRANT_S, grant_steps=GRANT_STEPS, cost_share=COST_SHARE,
+        seed=seed,
+        hold=True,
+        grant_s=GRANT_S,
+        grant_steps=GRANT_STEPS,
+        cost_share=COST_SHARE,
         thinking_s=THINKING_S,
     )
     tokens = PHASES[0].tokens

@@ -16,6 +16,7 @@ import pytest
 from tests.zftune.daemon.daemons import OTHER_UID, Daemon, as_other_user, needs_root
 from tests.zftune.daemon.test_socket import LISTEN
 from zftune import __version__
+from zftune.daemon import PROTOCOL
 from zftune.daemon import client as client_module
 from zftune.daemon.client import DaemonClient
 from zftune.daemon.errors import DaemonError
@@ -63,7 +64,7 @@ def test_health(served: Daemon) -> None:
         assert health.pop("uptime_s") > 0
         assert health == {
             "zftune": __version__,
-            "protocol": 1,
+            "protocol": PROTOCOL,
             "pid": served.process.pid,
             "runs": 0,
             "private": False,

@@ -10,6 +10,7 @@ import pytest
 
 from tests.zftune.daemon.daemons import COMMAND, serving, zftune
 from zftune import __version__
+from zftune.daemon import PROTOCOL
 
 
 def test_status_and_stop(folder: Path) -> None:
@@ -26,7 +27,7 @@ def test_status_and_stop(folder: Path) -> None:
             "schema": "zftune.daemon/1",
             "socket": str(daemon.path),
             "zftune": __version__,
-            "protocol": 1,
+            "protocol": PROTOCOL,
             "pid": daemon.process.pid,
             "runs": 0,
             "private": False,

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.zftune.daemon.daemons import Daemon, exchange, get, serving, status_of
 from tests.zftune.daemon.test_page import Browser, link
 from zftune import __version__
+from zftune.daemon import PROTOCOL
 from zftune.daemon import metrics as metrics_module
 from zftune.daemon.client import DaemonClient
 
@@ -29,7 +30,7 @@ def test_the_socket_gives_the_metrics(served: Daemon) -> None:
     assert b"\r\ncontent-type: text/plain; version=0.0.4" in answer
     found = samples(body(answer))
     assert found["zftune_daemon_info"] == 1
-    assert f'zftune_daemon_info{{protocol="1",version="{__version__}"}}' in body(answer)
+    assert f'zftune_daemon_info{{protocol="{PROTOCOL}",version="{__version__}"}}' in body(answer)
     assert found["zftune_daemon_uptime_seconds"] > 0
     assert found["zftune_runs"] == 0
     with DaemonClient(served.path) as client:

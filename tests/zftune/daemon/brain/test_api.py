@@ -12,6 +12,7 @@ import pytest
 
 from tests.zftune.daemon.brain.agents import RUN, Agent, hello
 from tests.zftune.daemon.daemons import exchange, serving, short_folder, status_of
+from zftune.daemon import PROTOCOL
 from zftune.daemon.client import DaemonClient
 from zftune.daemon.errors import DaemonError
 from zftune.daemon.wire import encode
@@ -66,7 +67,7 @@ def test_what_is_refused_and_how(client: DaemonClient) -> None:
     assert refused(client, "/v1/runs/nobody/pause") == (
         404, "run is 'nobody', allowed is one that this daemon follows",
     )  # fmt: skip
-    report = {"protocol": 1, "session": "a" * 32, "sequence": 1}
+    report = {"protocol": PROTOCOL, "session": "a" * 32, "sequence": 1}
     assert refused(client, f"/v1/runs/{'9' * 32}/report", report)[0] == 404
     agent = Agent(client, run="4" * 32)
     assert refused(client, f"/v1/runs/{agent.run}/resume")[0] == 409

@@ -16,6 +16,7 @@ import zftune
 from tests.zftune.daemon.brain.agents import facts
 from tests.zftune.daemon.brain.loops import ENDS_S, Direct, Loop
 from tests.zftune.daemon.daemons import Daemon, serving
+from zftune.daemon import PROTOCOL
 from zftune.daemon.brain.registry import Registry
 from zftune.daemon.client import DaemonClient
 from zftune.daemon.errors import DaemonError
@@ -220,10 +221,11 @@ class Odd:
         return
 
 
-WELCOME = {"protocol": 1, "session": "a" * 32, "lease_s": 1.0}
-HOLD = {"protocol": 1, "session": "a" * 32, "decision": 0, "kind": "hold", "state": "warming"}
+WELCOME = {"protocol": PROTOCOL, "session": "a" * 32, "lease_s": 1.0}
+HOLD = {"protocol": PROTOCOL, "session": "a" * 32, "decision": 0, "kind": "hold", "state": "warming"}
 GARBAGE: list[Any] = [
-    None, [], "no", 7, {}, {"protocol": 2}, {**HOLD, "protocol": 2}, {**HOLD, "kind": "burn"}, {**HOLD, "decision": -1},
+    None, [], "no", 7, {}, {"protocol": 99}, {**HOLD, "protocol": 99}, {**HOLD, "kind": "burn"},
+    {**HOLD, "decision": -1},
     {**HOLD, "session": "b" * 32}, {**HOLD, "kind": "apply"}, {**HOLD, "kind": "apply", "request": {}},
     {**HOLD, "incumbent": {"topk_ratio": "x"}}, {**HOLD, "notices": [1]},
     {**HOLD, "kind": "apply", "incumbent": Setting.of(facts().config).knobs(),
@@ -332,13 +334,13 @@ def test_what_the_daemon_hears_while_nobody_answers_is_bounded(transport: Direct
     training.run(lambda: training.requested)
     transport.away.set()
     desk = training.tuner._counsel._desk  # type: ignore[union-attr]
-    figures = desk.report(1, "a" * 32).steps
+    figures = desk.report(PROTOCOL, "a" * 32).steps
     assert len(figures) <= 1024
     (stats,) = training.optimizer.history()[-1:]
     for _ in range(3000):
         desk.observe(stats)
         desk.hear_loss(1, 1.0)
-    report = desk.report(1, "a" * 32)
+    report = desk.report(PROTOCOL, "a" * 32)
     assert len(report.steps) == len(report.losses) == 1024
     assert report.dropped >= 2 * (3000 - 1024)
 

@@ -18,12 +18,13 @@ import pytest
 
 from tests.zftune.daemon.daemons import OTHER_UID, as_other_user, needs_root
 from tests.zftune.daemon.faults.stage import SOON_S, Stage, until
+from zftune.daemon import PROTOCOL
 from zftune.daemon.client import DaemonClient
 from zftune.daemon.errors import DaemonError
 
 SESSION = "a" * 32
-WELCOME = {"protocol": 1, "session": SESSION, "lease_s": 1.0}
-HOLD = {"protocol": 1, "session": SESSION, "decision": 0, "kind": "hold", "state": "warming"}
+WELCOME = {"protocol": PROTOCOL, "session": SESSION, "lease_s": 1.0}
+HOLD = {"protocol": PROTOCOL, "session": SESSION, "decision": 0, "kind": "hold", "state": "warming"}
 
 
 def test_it_is_deleted(stage: Callable[..., Stage], chance: random.Random) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from zenflow import ZenFlowError
+from zftune.daemon import PROTOCOL
 from zftune.daemon.wire import Directive, WireError, encode
 from zftune.tuner.remote.desk import Orders, RemoteDesk
 from zftune.tuner.settings import Setting
@@ -26,7 +27,7 @@ def orders(kind: str = "hold", decision: int = 1, taken: int = 0, state: str = "
     known: dict[str, Any] = {"incumbent": OWN.knobs(), "start": OWN.knobs(), "reason": "because", **more}
     return Orders.of(
         Directive(
-            protocol=1, session=SESSION, decision=decision, kind=kind, state=state,  # type: ignore[arg-type]
+            protocol=PROTOCOL, session=SESSION, decision=decision, kind=kind, state=state,  # type: ignore[arg-type]
             request=request, taken=taken, **known,
         )
     )  # fmt: skip
@@ -47,7 +48,7 @@ def measuring(desk: RemoteDesk) -> RemoteDesk:
 
 
 def said(desk: RemoteDesk) -> Any:
-    done = desk.report(1, SESSION).done
+    done = desk.report(PROTOCOL, SESSION).done
     return None if done is None else (done.decision, done.outcome["status"])
 
 
@@ -84,7 +85,7 @@ def test_what_was_not_fetched_yet_is_void(desk: RemoteDesk) -> None:
     desk.obey(orders("pause"))
     assert desk.poll() is None
     assert said(desk) == (1, "void")
-    done = desk.report(1, SESSION).done
+    done = desk.report(PROTOCOL, SESSION).done
     assert done is not None
     assert done.outcome["called_off"]  # it speaks not against measuring it again
 
@@ -179,7 +180,7 @@ def test_what_is_applied_is_said_at_once_and_with_its_step(measuring: RemoteDesk
 def test_a_loss_that_is_not_finite_is_not_sent(desk: RemoteDesk) -> None:
     for loss in (1.0, math.nan, math.inf, 2.0):
         desk.hear_loss(1, loss)
-    assert desk.report(1, SESSION).losses == ((1, 1.0), (1, 2.0))
+    assert desk.report(PROTOCOL, SESSION).losses == ((1, 1.0), (1, 2.0))
 
 
 def test_what_failed_is_heard_by_the_training(desk: RemoteDesk) -> None:
@@ -191,7 +192,12 @@ def test_what_failed_is_heard_by_the_training(desk: RemoteDesk) -> None:
 @pytest.mark.parametrize("change", [{"steps": 10**6}, {"steps": 0}, {"discard": -1}])
 def test_what_no_training_can_do_is_refused(change: dict[str, int]) -> None:
     directive = Directive(
-        protocol=1, session=SESSION, decision=1, kind="apply", state="searching", request={**encode(REQUEST), **change}
+        protocol=PROTOCOL,
+        session=SESSION,
+        decision=1,
+        kind="apply",
+        state="searching",
+        request={**encode(REQUEST), **change},
     )
     with pytest.raises(WireError, match="allowed are at most 100000 of each"):
         Orders.of(directive)
