@@ -9,9 +9,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.seeds import VARIABLE, begin_run
+
+# Read when torch is imported, here and in children: its threads, two for each core where there are two workers, would
+# spend most of a run's time spinning in wait for one another.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _THREADS = "zenflow-"
 _JOIN_S = 5.0
@@ -42,11 +45,15 @@ def pytest_configure() -> None:
 
 
 def pytest_report_header() -> list[str]:
+    import torch
+
     seed = f"{VARIABLE}={os.environ[VARIABLE]}"
     return [seed] if torch.cuda.is_available() else [seed, "torch sees no CUDA device: tests/gpu is left out"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     if torch.cuda.is_available():
         return
     for item in items:
