@@ -41,8 +41,9 @@ def pytest_configure() -> None:
     begin_run()
 
 
-def pytest_report_header() -> str:
-    return f"{VARIABLE}={os.environ[VARIABLE]}"
+def pytest_report_header() -> list[str]:
+    seed = f"{VARIABLE}={os.environ[VARIABLE]}"
+    return [seed] if torch.cuda.is_available() else [seed, "torch sees no CUDA device: tests/gpu is left out"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
