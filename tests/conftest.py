@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import zygote
 from tests.seeds import VARIABLE, begin_run
 
 # Read when torch is imported, here and in children: its threads, two for each core where there are two workers, would
@@ -36,6 +37,12 @@ def _every_thread_of_the_runtime_ends_with_its_test() -> Iterator[None]:
         thread.join(_JOIN_S)
     names = sorted(thread.name for thread in left if thread.is_alive())
     assert not names, f"the test left {names}: close the optimizer or the device"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _the_zygote_ends_with_the_session() -> Iterator[None]:
+    yield
+    zygote.end()
 
 
 def pytest_configure() -> None:
