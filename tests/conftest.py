@@ -58,6 +58,12 @@ def pytest_report_header() -> list[str]:
     return [seed] if torch.cuda.is_available() else [seed, "torch sees no CUDA device: tests/gpu is left out"]
 
 
+def pytest_collection_finish() -> None:
+    """What is there now stays: a collection in a test, of which many need one, looks through what came later alone."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
