@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import zygote
+from tests import forked, zygote
 from tests.seeds import VARIABLE, begin_run
 
 # Read when torch is imported, here and in children: its threads, two for each core where there are two workers, would
@@ -40,8 +40,9 @@ def _every_thread_of_the_runtime_ends_with_its_test() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _the_zygote_ends_with_the_session() -> Iterator[None]:
+def _what_processes_are_forked_from_ends_with_the_session() -> Iterator[None]:
     yield
+    forked.end()
     zygote.end()
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +14,7 @@ import torch
 from hypothesis import event, given, note, reject
 from torch import Tensor, nn
 
+from tests import forked
 from tests.zenflow.cases import Case, Make, Session, Trace, Transfer, assert_same, case_of, run
 from tests.zenflow.checkpoint_cases import (
     Place,
@@ -37,7 +36,6 @@ from tests.zenflow.rule_cases import NAMES
 from tests.zenflow.test_invariants import RANDOMS, thorough
 from zenflow import ConfigError, ZenFlowAdamW, ZenFlowConfig
 
-ROOT = Path(__file__).parents[2]
 PLACES: tuple[Place, ...] = ("at once", "before", "after")
 
 
@@ -128,8 +126,9 @@ def test_i3_in_a_fresh_process(tmp_path: Path) -> None:
     while session.step < case.steps:
         session.make_step()
         session.do_what_is_due()
-    arguments = [str(seed), str(tmp_path / "saved.pt"), str(tmp_path / "trace.pt")]
-    subprocess.run([sys.executable, "-m", "tests.zenflow.checkpoint_cases", *arguments], check=True, cwd=ROOT)
+    arguments = (seed, str(tmp_path / "saved.pt"), str(tmp_path / "trace.pt"))
+    done = forked.run(f"from tests.zenflow.checkpoint_cases import go_on_into; go_on_into(*{arguments!r})")
+    assert done.returncode == 0, done.stderr
     trace: Trace = torch.load(tmp_path / "trace.pt", weights_only=True)
     assert_same(case, trace, session.end()[before:])
 
