@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiers import VARIABLE, by_day, combinations, everything
+from tests.tiers import VARIABLE, by_day, combinations, everything, repeated
 
 AXES: dict[str, list[Any]] = {"rule": list("abcde"), "layout": list("wxyz"), "threads": [1, 2, 5], "odd": [False, True]}
 
@@ -26,6 +26,7 @@ def test_everything_is_asked_for_by_name(tier: Callable[[str | None], None], nam
     tier(name)
     assert everything() == all_of_it
     assert by_day(2, all_of=20) == (20 if all_of_it else 2)
+    assert [repeated(count) for count in (1, 2, 5, 30)] == ([1, 2, 5, 30] if all_of_it else [1, 2, 2, 10])
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])

@@ -25,6 +25,11 @@ def by_day(few: _Cases, *, all_of: _Cases) -> _Cases:
     return all_of if everything() else few
 
 
+def repeated(count: int) -> int:
+    """How often something random is tried: so often before a release, by day a third of that, at least twice."""
+    return by_day(min(count, max(2, count // 3)), all_of=count)
+
+
 def combinations(**axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Cases for `pytest.mark.parametrize`, each with a value of every axis in the order of the axes.
 
