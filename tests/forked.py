@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import IO
 
 _SERVER = """
-import json, os, sys, warnings
+import gc, json, os, sys, warnings
 import torch
+gc.collect()
+gc.freeze()  # or every script would end with a search through all of torch
 for line in sys.stdin:
     asked = json.loads(line)
     child = os.fork()

@@ -166,6 +166,7 @@ def results_of_ranks(folder: Path) -> Results:
     # The second is forked by the first, and both are one script: they wait for each other.
     script = f"""
 import os
+import torch._dynamo  # which a first step imports
 from tests.zenflow.rank_cases import take_part
 second = os.fork()
 take_part(0 if second else 1, {str(folder)!r})
