@@ -97,12 +97,13 @@ bench: setup  ## the host's memory bandwidth over thread counts and update inter
 studies-quick: setup  ## every study in its short form
 	for study in $(STUDIES); do $(BIN)/python "$$study" --quick --again; done
 
-lint: setup  ## formatting, lint, types, import directions
+lint: setup  ## formatting, lint, types, import directions, the project's own rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	for study in $(STUDIES); do $(BIN)/mypy "$$study" || exit 1; done  # one by one: all of them are called run
 	$(BIN)/lint-imports
+	$(BIN)/python tools/source_rules.py
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
 format: setup  ## format Python and C++ in place

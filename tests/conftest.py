@@ -9,9 +9,13 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-import torch
 
+from tests import forked, zygote
 from tests.seeds import VARIABLE, begin_run
+
+# Read when torch is imported, here and in children: its threads, two for each core where there are two workers, would
+# spend most of a run's time spinning in wait for one another.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _THREADS = "zenflow-"
 _JOIN_S = 5.0
@@ -35,17 +39,35 @@ def _every_thread_of_the_runtime_ends_with_its_test() -> Iterator[None]:
     assert not names, f"the test left {names}: close the optimizer or the device"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _what_processes_are_forked_from_ends_with_the_session() -> Iterator[None]:
+    yield
+    forked.end()
+    zygote.end()
+
+
 def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as behind `nohup` or `&`; children inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     begin_run()
 
 
-def pytest_report_header() -> str:
-    return f"{VARIABLE}={os.environ[VARIABLE]}"
+def pytest_report_header() -> list[str]:
+    import torch
+
+    seed = f"{VARIABLE}={os.environ[VARIABLE]}"
+    return [seed] if torch.cuda.is_available() else [seed, "torch sees no CUDA device: tests/gpu is left out"]
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: a collection in a test, of which many need one, looks through what came later alone."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     if torch.cuda.is_available():
         return
     for item in items:
