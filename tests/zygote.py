@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, reduction
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -62,6 +62,22 @@ def _clean_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
+def fork(
+    words: Sequence[str],
+    descriptors: Sequence[int],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    exec_in_place: bool = False,
+) -> ForkServerProcess:
+    """Begin a process as `Forked` does, whose standard streams are these descriptors; it ends with this one."""
+    given = (list(words), dict(os.environ if env is None else env), str(cwd or Path.cwd()))
+    streams = [_Descriptor(number) for number in descriptors]
+    process = context().Process(target=_become, args=(*given, streams, exec_in_place), daemon=True)
+    process.start()
+    return process
+
+
 class Forked:
     """A process that runs Python code as if an interpreter had been started for it; much of `subprocess.Popen`.
 
@@ -91,10 +107,8 @@ class Forked:
         self._files = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115 - closed by close()
         self._files[0].write(stdin.encode())
         self._files[0].seek(0)
-        given = (words, dict(os.environ if env is None else env), str(cwd or Path.cwd()))
-        streams = [_Descriptor(file.fileno()) for file in self._files]
-        self._process = context().Process(target=_become, args=(*given, streams, exec_in_place))
-        self._process.start()
+        descriptors = [file.fileno() for file in self._files]
+        self._process = fork(words, descriptors, env=env, cwd=cwd, exec_in_place=exec_in_place)
 
     @property
     def pid(self) -> int:
