@@ -66,9 +66,9 @@ def _of_python(path: Path, text: str) -> Iterator[Finding]:
             if lines > MAX_FUNCTION_LINES:
                 what = f"{node.name} has {lines} lines, wanted are at most {MAX_FUNCTION_LINES}"
                 yield Finding(f"{path}:{node.lineno}", what, is_error=False)
-        elif in_library and _is_print(node):
+        elif in_library and isinstance(node, ast.expr) and _is_print(node):
             yield Finding(f"{path}:{node.lineno}", "a library does not print", is_error=True)
-        elif in_runtime and _names_cuda(node) and id(node) not in prose:
+        elif in_runtime and isinstance(node, ast.expr) and _names_cuda(node) and id(node) not in prose:
             yield Finding(f"{path}:{node.lineno}", "only zenflow.device names CUDA devices", is_error=True)
 
 

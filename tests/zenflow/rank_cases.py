@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests import forked
-from zenflow import ZenFlowAdamW, ZenFlowConfig, knobs, runtime
+from zenflow import CpuDevice, EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig, knobs, ranks, runtime
 from zenflow.errors import HostMemoryError
 from zenflow.ranks import Ranks
 
@@ -57,6 +57,33 @@ def _train(config: ZenFlowConfig, dtype: torch.dtype, part: slice, seed: int) ->
             norms.append(float(optimizer.grad_norm))
     optimizer.close()
     return {"weights": model.state_dict(), "norms": norms}
+
+
+COMPUTE_MS = (30.0, 45.0)
+"""Of a step on the rig of each rank."""
+COMM_GBPS, COMM_LATENCY_US = 1e-3, 250.0
+
+
+def _on_rigs(rank: int) -> dict[str, Any]:
+    """Two ranks on accelerators of which the second is slower, each in a process and a simulated time of its own."""
+    fast = dict.fromkeys(("link_d2h_gbps", "link_h2d_gbps", "host_gbps"), 1e6)
+    compute = {"forward_ms": COMPUTE_MS[rank] / 3, "backward_ms": COMPUTE_MS[rank] * 2 / 3}
+    comm = {"comm_gbps": COMM_GBPS, "comm_latency_us": COMM_LATENCY_US}
+    rig = Rig("ranks", "", device_gbps=None, scale=1.0, **fast, **compute, **comm)
+    device = EmulatedAccelerator(rig)
+    model = model_of(0)
+    optimizer = ZenFlowAdamW(model.parameters(), lr=1e-2, config=EXACT, module=model, device=device)
+    device.attach(model)
+    for batch in batches_of(torch.float32):
+        optimizer.zero_grad()
+        model(batch[0][rank]).square().sum().backward()
+        device.begin_step()
+        optimizer.step()
+    step_ms = [one.step_ms for one in optimizer.history(wait=True)]
+    optimizer.close()
+    buckets = [sum(one.nbytes for one in bucket) for bucket in ranks._buckets(model.parameters(), EXACT.bucket_bytes)]
+    device.close()
+    return {"step_ms": step_ms, "buckets": buckets, "weights": model.state_dict()}
 
 
 EXACT = ZenFlowConfig.zero_offload(bucket_bytes=700, max_grad_norm=0.5)
@@ -147,7 +174,7 @@ def _large_gradients(rank: int) -> dict[str, Any]:
         parameter.grad = torch.full_like(parameter, 40_000.0 + 8_000.0 * rank)
     found = Ranks.of(OVERLAPPED)
     assert found is not None
-    found.reduce(parameters)
+    found.reduce(parameters, CpuDevice())
     return {"gradients": [parameter.grad for parameter in parameters]}
 
 
@@ -157,6 +184,7 @@ WORK: dict[str, Callable[[int], Any]] = {
     "overflow": _overflow_on_one,
     "masters": _given_masters,
     "large": _large_gradients,
+    "rigs": _on_rigs,
     "no room": _no_room_on_one,  # last: it leaves the second rank without room
 }
 

@@ -7,6 +7,9 @@ import torch
 
 from tests.zenflow.rank_cases import (
     BATCH,
+    COMM_GBPS,
+    COMM_LATENCY_US,
+    COMPUTE_MS,
     CONFIGS,
     EXACT,
     RANKS,
@@ -77,6 +80,18 @@ def test_gradients_become_their_mean_and_fp16_does_not_overflow_on_its_way(ranks
     for results in ranks:
         assert "error" not in results["large"], results["large"]
         assert all(bool((gradient == 44_000.0).all()) for gradient in results["large"]["gradients"])
+
+
+def test_simulated_time_is_that_of_all_ranks(ranks: Results) -> None:
+    """Whoever is ready first waits for the other, and both for the network: steps are as long on both, to the digit."""
+    first, second = (results["rigs"] for results in ranks)
+    assert "error" not in first, first
+    assert first["step_ms"][1:] == second["step_ms"][1:]
+    comm_ms = sum(COMM_LATENCY_US / 1e3 + nbytes / COMM_GBPS / 1e6 for nbytes in first["buckets"])
+    for step_ms in first["step_ms"][1:]:
+        assert step_ms == pytest.approx(max(COMPUTE_MS) + comm_ms, rel=1e-3)
+    for one, other in zip(first["weights"].values(), second["weights"].values(), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("offload_ratio", [0.0, 0.5, 1.0])
