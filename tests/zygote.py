@@ -14,14 +14,16 @@ import contextlib
 import io
 import multiprocessing
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, reduction
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -60,6 +62,22 @@ def _clean_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
+def fork(
+    words: Sequence[str],
+    descriptors: Sequence[int],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    exec_in_place: bool = False,
+) -> ForkServerProcess:
+    """Begin a process as `Forked` does, whose standard streams are these descriptors; it ends with this one."""
+    given = (list(words), dict(os.environ if env is None else env), str(cwd or Path.cwd()))
+    streams = [_Descriptor(number) for number in descriptors]
+    process = context().Process(target=_become, args=(*given, streams, exec_in_place), daemon=True)
+    process.start()
+    return process
+
+
 class Forked:
     """A process that runs Python code as if an interpreter had been started for it; much of `subprocess.Popen`.
 
@@ -71,7 +89,8 @@ class Forked:
         env: its environment, in place of this process's.
         cwd: where it runs.
         stdin: what it reads, or nothing.
-        before: called in the child before anything else; can be pickled.
+        exec_in_place: an `exec` of this Python goes on in the same process, with its environment, instead of starting
+            an interpreter; that of another program is one.
     """
 
     def __init__(
@@ -81,17 +100,15 @@ class Forked:
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
         stdin: str = "",
-        before: Callable[[], None] | None = None,
+        exec_in_place: bool = False,
     ) -> None:
         self.args = [str(part) for part in command]
         words = self.args[1:] if self.args[0] == sys.executable else self.args
         self._files = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115 - closed by close()
         self._files[0].write(stdin.encode())
         self._files[0].seek(0)
-        given = (words, dict(os.environ if env is None else env), str(cwd or Path.cwd()))
-        streams = [_Descriptor(file.fileno()) for file in self._files]
-        self._process = context().Process(target=_become, args=(*given, streams, before))
-        self._process.start()
+        descriptors = [file.fileno() for file in self._files]
+        self._process = fork(words, descriptors, env=env, cwd=cwd, exec_in_place=exec_in_place)
 
     @property
     def pid(self) -> int:
@@ -169,6 +186,7 @@ def run(
     stdin: str = "",
     timeout: float = 120.0,
     check: bool = False,
+    exec_in_place: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python code to its end, as `subprocess.run` with captured text does.
 
@@ -176,12 +194,30 @@ def run(
         subprocess.TimeoutExpired: it has not ended in time, and was killed.
         subprocess.CalledProcessError: with `check`, its exit code is not 0.
     """
-    with Forked(command, env=env, cwd=cwd, stdin=stdin) as begun:
+    with Forked(command, env=env, cwd=cwd, stdin=stdin, exec_in_place=exec_in_place) as begun:
         code = begun.wait(timeout)
         done = subprocess.CompletedProcess(begun.args, code, begun.stdout, begun.stderr)
     if check and code:
         raise subprocess.CalledProcessError(code, done.args, done.stdout, done.stderr)
     return done
+
+
+def zftune(*words: str | Path, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command line to its end, `more` as for `run`; a training that `zftune run` begins is the same process."""
+    command = ["-c", "from zftune.cli import main; main()", *words]
+    return run(command, exec_in_place=True, **more)
+
+
+def ranks(
+    count: int, command: Sequence[str | Path], *, env: Mapping[str, str], cwd: str | Path | None = None
+) -> list[Forked]:
+    """The ranks of one training, as torchrun would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    of_rank = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count))
+    return [Forked(command, env={**shared, **own}, cwd=cwd) for own in of_rank]
 
 
 def _content(file: IO[bytes]) -> str:
@@ -210,7 +246,7 @@ def _become(
     env: dict[str, str],
     cwd: str,
     streams: list[_Descriptor],
-    before: Callable[[], None] | None,
+    exec_in_place: bool,
 ) -> NoReturn:
     os.setsid()
     for number, stream in enumerate(streams):
@@ -227,9 +263,21 @@ def _become(
     process_module["_current_process"] = vars(sys.modules[_PRELOADED])["MAIN"]
     process_module["_parent_process"] = None
     multiprocessing.set_start_method(None, force=True)
-    if before is not None:
-        before()
+    if exec_in_place:
+        vars(os)["execvpe"] = _go_on_as
     _exit(_outcome(words))
+
+
+def _go_on_as(program: str, words: list[str], env: dict[str, str]) -> NoReturn:
+    """Stands for `os.execvpe`."""
+    if program != sys.executable or (words[1].startswith("-") and words[1] not in ("-c", "-m")):
+        os.execve(shutil.which(program, path=env.get("PATH")) or program, words, env)
+    os.environ.clear()
+    os.environ.update(env)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as Python begins
+        signal.signal(number, signal.SIG_IGN)
+    sys.excepthook = sys.__excepthook__
+    _exit(_outcome(words[1:]))
 
 
 def _outcome(words: list[str]) -> int:
@@ -262,12 +310,25 @@ def _set_up(words: list[str]) -> None:
     sys.path[:] = [first, *added, *(part for part in sys.path if part not in ("", first, *added))]
     sys.argv = words[:1] if words[0] not in ("-c", "-m") else [words[0]]
     sys.argv += words[2:] if words[0] in ("-c", "-m") else words[1:]
+    for folder in {first, *added}:
+        _forget_shadowed(Path(folder))
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit():
         torch.set_num_threads(int(threads))
     if any((Path(part) / "sitecustomize.py").is_file() for part in added):
         sys.modules.pop("sitecustomize", None)
         __import__("sitecustomize")
+
+
+def _forget_shadowed(folder: Path) -> None:
+    """Let what a folder of the path has be imported, and not what the zygote has imported by that name."""
+    found = {one.stem for one in folder.iterdir() if one.suffix in ("", ".py")} if folder.is_dir() else set()
+    for name in found & set(sys.modules) - sys.stdlib_module_names:
+        places = [str(folder / name), str(folder / f"{name}.py")]
+        module = sys.modules[name]
+        if not {*map(str, getattr(module, "__path__", ())), getattr(module, "__file__", None)} & {*places}:
+            for loaded in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
+                del sys.modules[loaded]
 
 
 def _execute(words: list[str]) -> None:
@@ -284,8 +345,9 @@ def _execute(words: list[str]) -> None:
     if words[0] == "-c":
         exec(compile(words[1], "<string>", "exec", dont_inherit=True), main.__dict__)
         return
-    main.__dict__["__file__"] = words[0]
-    exec(compile(Path(words[0]).read_bytes(), words[0], "exec", dont_inherit=True), main.__dict__)
+    script = str(Path(words[0]).absolute())
+    main.__dict__["__file__"] = script
+    exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), main.__dict__)
 
 
 def _exit(code: int) -> NoReturn:

@@ -10,6 +10,8 @@ import multiprocessing
 MODULES = (
     "deepspeed",
     "deepspeed.runtime.zero.stage_1_and_2",
+    "optuna",
+    "scipy.optimize",
     "tests.zftune.daemon.faults.lives",
     "tests.zftune.store.writers",
     "tests.zftune.tuner.commanding",
@@ -28,7 +30,11 @@ MODULES = (
     "zftune.store.opening",
     "zftune.store.store",
     "zftune.tuner.attach",
+    "zftune.tuner.forecast",
     "zftune.tuner.preparing",
+    "zftune.tuner.propose",
+    "zftune.tuner.search",
+    "zftune.tuner.thinker",
 )
 MAIN = multiprocessing.current_process()
 """What a process is in which multiprocessing has started nothing."""
