@@ -23,7 +23,7 @@ class _Forked:
     def __init__(
         self, command: Sequence[str], *, stdin: int, stdout: int, stderr: IO[bytes], env: Mapping[str, str]
     ) -> None:
-        assert command[-2:] == ["-m", "zftune.tuner.thinker"]
+        assert command[2:4] == ["-m", "zftune.tuner.thinker"]
         assert stdin == stdout == subprocess.PIPE
         read, write = os.pipe()
         read_answers, write_answers = os.pipe()
