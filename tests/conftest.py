@@ -7,15 +7,18 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from tests import zygote
 from tests.seeds import VARIABLE, begin_run
+from tests.tiers import everything
 
 _THREADS = "zenflow-"
 _JOIN_S = 5.0
+_left_out = 0  # tests, in the workers
 
 
 def _runtime_threads() -> set[threading.Thread]:
@@ -43,6 +46,8 @@ def _the_zygote_ends_with_the_session() -> Iterator[None]:
 
 
 def pytest_configure() -> None:
+    if not everything():  # threads of several workers would wait for one another, at twice the cost
+        torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as behind `nohup` or `&`; children inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     begin_run()
@@ -50,10 +55,37 @@ def pytest_configure() -> None:
 
 def pytest_report_header() -> list[str]:
     seed = f"{VARIABLE}={os.environ[VARIABLE]}"
-    return [seed] if torch.cuda.is_available() else [seed, "torch sees no CUDA device: tests/gpu is left out"]
+    gpu = [] if torch.cuda.is_available() else ["torch sees no CUDA device: tests/gpu is left out"]
+    tier = (
+        "all tests"
+        if everything()
+        else "tests of every change; with ZFTUNE_TESTS=all (make test-all) those of a release"
+    )
+    return [seed, *gpu, tier]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    global _left_out
+    _left_out = max(_left_out, getattr(node, "workeroutput", {}).get("left_out", 0))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _left_out:
+        terminalreporter.write_line(f"{_left_out} tests were left out for `make test-all` (ZFTUNE_TESTS=all)")
+
+
+@pytest.fixture
+def every_fault() -> None:
+    """For the third and further tests of a kind, and what costs much: a test that asks for it waits for a release."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not everything():
+        left_out = [item for item in items if "every_fault" in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+        getattr(config, "workeroutput", {})["left_out"] = len(left_out)
     if torch.cuda.is_available():
         return
     for item in items:

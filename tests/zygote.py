@@ -29,6 +29,8 @@ from typing import IO, Any, NoReturn
 
 from tests import upstream_ops
 
+MAIN = "from zftune.cli import main; main()"
+"""Code of the command line."""
 _PRELOADED = "tests.zygote_imports"
 _OURS = ("ZFTUNE_", "ZENFLOW_", "XDG_")
 
@@ -204,20 +206,18 @@ def run(
 
 def zftune(*words: str | Path, **more: Any) -> subprocess.CompletedProcess[str]:
     """Run the command line to its end, `more` as for `run`; a training that `zftune run` begins is the same process."""
-    command = ["-c", "from zftune.cli import main; main()", *words]
+    command = ["-c", MAIN, *words]
     return run(command, exec_in_place=True, **more)
 
 
-def ranks(
-    count: int, command: Sequence[str | Path], *, env: Mapping[str, str], cwd: str | Path | None = None
-) -> list[Forked]:
-    """The ranks of one training, as torchrun would start them."""
+def ranks(count: int, command: Sequence[str | Path], *, env: Mapping[str, str], **more: Any) -> list[Forked]:
+    """The ranks of one training, as torchrun would start them; `more` as for `Forked`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
     of_rank = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count))
-    return [Forked(command, env={**shared, **own}, cwd=cwd) for own in of_rank]
+    return [Forked(command, env={**shared, **own}, **more) for own in of_rank]
 
 
 def _content(file: IO[bytes]) -> str:
@@ -253,7 +253,7 @@ def _become(
         os.dup2(stream.number, number)
         os.close(stream.number)
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
-    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)))
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), line_buffering=True)
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), errors="backslashreplace", write_through=True)
     os.chdir(cwd)
     os.environ.clear()
