@@ -93,6 +93,7 @@ class Forked:
         stdin: what it reads, or nothing.
         exec_in_place: an `exec` of this Python goes on in the same process, with its environment, instead of starting
             an interpreter; that of another program is one.
+        log: an open file for all that it prints, in place of `stdout` and `stderr`.
     """
 
     def __init__(
@@ -103,13 +104,14 @@ class Forked:
         cwd: str | Path | None = None,
         stdin: str = "",
         exec_in_place: bool = False,
+        log: IO[bytes] | None = None,
     ) -> None:
         self.args = [str(part) for part in command]
         words = self.args[1:] if self.args[0] == sys.executable else self.args
         self._files = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115 - closed by close()
         self._files[0].write(stdin.encode())
         self._files[0].seek(0)
-        descriptors = [file.fileno() for file in self._files]
+        descriptors = [self._files[0].fileno(), *((log or file).fileno() for file in self._files[1:])]
         self._process = fork(words, descriptors, env=env, cwd=cwd, exec_in_place=exec_in_place)
 
     @property
@@ -249,6 +251,7 @@ def _become(
     exec_in_place: bool,
 ) -> NoReturn:
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # even where the tests run under nohup
     for number, stream in enumerate(streams):
         os.dup2(stream.number, number)
         os.close(stream.number)

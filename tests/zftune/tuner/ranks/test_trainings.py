@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests import zygote
+from tests.once import once
 
 ROOT = Path(__file__).parents[4]
 SEARCHES = ("tuned", "zen_auto", "silent", "short_of_memory", "wrong_elsewhere", "closed_elsewhere", "loaded")
@@ -19,7 +20,10 @@ SEARCHES = ("tuned", "zen_auto", "silent", "short_of_memory", "wrong_elsewhere",
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has seen, by the name of the work."""
-    folder = tmp_path_factory.mktemp("ranks")
+    return once(tmp_path_factory, "ranks", train)
+
+
+def train(folder: Path) -> list[dict[str, Any]]:
     children: list[zygote.Forked] = []
     environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"}
     words = ("-m", "tests.zftune.tuner.ranks.works")
