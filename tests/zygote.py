@@ -261,6 +261,7 @@ def _become(
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # TMPDIR may be another
     # As if nobody had forked: a script may use multiprocessing itself.
     process_module = vars(multiprocessing.process)
     process_module["_current_process"] = vars(sys.modules[_PRELOADED])["MAIN"]
