@@ -7,18 +7,23 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests import forked, zygote
 from tests.seeds import VARIABLE, begin_run
+from tests.tiers import everything
 
 # Read when torch is imported, here and in children: its threads, two for each core where there are two workers, would
 # spend most of a run's time spinning in wait for one another.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if not everything():
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _THREADS = "zenflow-"
 _JOIN_S = 5.0
+_left_out = 0  # tests, in the workers
 
 
 def _runtime_threads() -> set[threading.Thread]:
@@ -56,7 +61,13 @@ def pytest_report_header() -> list[str]:
     import torch
 
     seed = f"{VARIABLE}={os.environ[VARIABLE]}"
-    return [seed] if torch.cuda.is_available() else [seed, "torch sees no CUDA device: tests/gpu is left out"]
+    gpu = [] if torch.cuda.is_available() else ["torch sees no CUDA device: tests/gpu is left out"]
+    tier = (
+        "all tests"
+        if everything()
+        else "tests of every change; with ZFTUNE_TESTS=all (make test-all) those of a release"
+    )
+    return [seed, *gpu, tier]
 
 
 def pytest_collection_finish() -> None:
@@ -65,9 +76,30 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    global _left_out
+    _left_out = max(_left_out, getattr(node, "workeroutput", {}).get("left_out", 0))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _left_out:
+        terminalreporter.write_line(f"{_left_out} tests were left out for `make test-all` (ZFTUNE_TESTS=all)")
+
+
+@pytest.fixture
+def every_fault() -> None:
+    """For the third and further tests of a kind, and what costs much: a test that asks for it waits for a release."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
+    if not everything():
+        left_out = [item for item in items if "every_fault" in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+        getattr(config, "workeroutput", {})["left_out"] = len(left_out)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -29,6 +29,8 @@ from typing import IO, Any, NoReturn
 
 from tests import upstream_ops
 
+MAIN = "from zftune.cli import main; main()"
+"""Code of the command line."""
 _PRELOADED = "tests.zygote_imports"
 _OURS = ("ZFTUNE_", "ZENFLOW_", "XDG_")
 
@@ -91,6 +93,7 @@ class Forked:
         stdin: what it reads, or nothing.
         exec_in_place: an `exec` of this Python goes on in the same process, with its environment, instead of starting
             an interpreter; that of another program is one.
+        log: an open file for all that it prints, in place of `stdout` and `stderr`.
     """
 
     def __init__(
@@ -101,13 +104,14 @@ class Forked:
         cwd: str | Path | None = None,
         stdin: str = "",
         exec_in_place: bool = False,
+        log: IO[bytes] | None = None,
     ) -> None:
         self.args = [str(part) for part in command]
         words = self.args[1:] if self.args[0] == sys.executable else self.args
         self._files = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115 - closed by close()
         self._files[0].write(stdin.encode())
         self._files[0].seek(0)
-        descriptors = [file.fileno() for file in self._files]
+        descriptors = [self._files[0].fileno(), *((log or file).fileno() for file in self._files[1:])]
         self._process = fork(words, descriptors, env=env, cwd=cwd, exec_in_place=exec_in_place)
 
     @property
@@ -204,20 +208,18 @@ def run(
 
 def zftune(*words: str | Path, **more: Any) -> subprocess.CompletedProcess[str]:
     """Run the command line to its end, `more` as for `run`; a training that `zftune run` begins is the same process."""
-    command = ["-c", "from zftune.cli import main; main()", *words]
+    command = ["-c", MAIN, *words]
     return run(command, exec_in_place=True, **more)
 
 
-def ranks(
-    count: int, command: Sequence[str | Path], *, env: Mapping[str, str], cwd: str | Path | None = None
-) -> list[Forked]:
-    """The ranks of one training, as torchrun would start them."""
+def ranks(count: int, command: Sequence[str | Path], *, env: Mapping[str, str], **more: Any) -> list[Forked]:
+    """The ranks of one training, as torchrun would start them; `more` as for `Forked`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
     of_rank = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count))
-    return [Forked(command, env={**shared, **own}, cwd=cwd) for own in of_rank]
+    return [Forked(command, env={**shared, **own}, **more) for own in of_rank]
 
 
 def _content(file: IO[bytes]) -> str:
@@ -249,15 +251,17 @@ def _become(
     exec_in_place: bool,
 ) -> NoReturn:
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # even where the tests run under nohup
     for number, stream in enumerate(streams):
         os.dup2(stream.number, number)
         os.close(stream.number)
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
-    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)))
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), line_buffering=True)
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), errors="backslashreplace", write_through=True)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # TMPDIR may be another
     # As if nobody had forked: a script may use multiprocessing itself.
     process_module = vars(multiprocessing.process)
     process_module["_current_process"] = vars(sys.modules[_PRELOADED])["MAIN"]

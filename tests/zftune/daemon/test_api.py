@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import pytest
 
+from tests.tiers import by_day
 from tests.zftune.daemon.daemons import SOON_S, Daemon, answer_on, exchange, get, serving, status_of
 from tests.zftune.daemon.hosted import ANSWER_S, BODY_S
 from zftune.daemon import PROTOCOL, protocols
@@ -22,7 +23,7 @@ from zftune.daemon.answers import error_body
 from zftune.daemon.client import DaemonClient
 from zftune.daemon.errors import DaemonError
 
-FUZZ_S = float(os.environ.get("ZFTUNE_FUZZ_S", "10"))
+FUZZ_S = float(os.environ.get("ZFTUNE_FUZZ_S", by_day("2", all_of="10")))
 """Of random bytes, and of random requests; here and for the runs' routes together."""
 EXAMPLES = 20
 FUZZ_SEED = int(os.environ.get("ZFTUNE_FUZZ_SEED", "8"))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests import upstream_ops, zygote
+from tests.once import once
 from tests.zftune.integrations.upstream_run import LR, ROWS, gradient, turned
 
 ROOT = Path(__file__).parents[3]
@@ -88,7 +89,7 @@ def launch(folder: Path, cases: Mapping[str, Any], ranks: int = 1) -> list[dict[
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    return launch(tmp_path_factory.mktemp("upstream"), CASES)[0]
+    return once(tmp_path_factory, "upstream-knobs", lambda folder: launch(folder, CASES)[0])
 
 
 class Adam:
