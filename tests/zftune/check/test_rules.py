@@ -140,7 +140,11 @@ def test_the_worst_comes_first() -> None:
     assert len(set(order)) > 2
 
 
-ODD = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.sampled_from(["auto", "cpu", "x", [], {}]))
+FRESH: tuple[st.SearchStrategy[Any], ...] = (
+    st.builds(list),
+    st.builds(dict),
+)  # what one example puts into them is no other example's
+ODD = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.sampled_from(["auto", "cpu", "x"]), *FRESH)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
