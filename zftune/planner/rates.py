@@ -109,9 +109,9 @@ class Rates:
         """Of writing arrived weights."""
         return self.device_ms(2 * self.element_bytes * elements)
 
-    def stage_ms(self, scored: int, kept: int, *, kept_apart: bool) -> float:
+    def stage_ms(self, scored: int, kept: int) -> float:
         """Of reading gradients for their importance, and keeping some of them."""
-        return self.device_ms(self.element_bytes * (scored + (2 * kept if kept_apart else 0)))
+        return self.device_ms(self.element_bytes * (scored + 2 * kept))
 
     def reduce_ms(self, elements: float) -> float:
         """Of a reduce-scatter (or an all-gather) of elements among all ranks: each sends all but its own share."""
@@ -139,9 +139,8 @@ def compute_ms(model: ModelFacts, machine: Machine, job: Job) -> tuple[float, fl
 
 def device_work_ms(rates: Rates, split: Split, window: int, *, stream: bool) -> float:
     """Of the runtime's kernels in a step, on average over a window."""
-    scored, kept = sum(s.scored for s in split.stages), sum(s.kept for s in split.stages)
     staged = (
-        rates.stage_ms(scored, kept, kept_apart=True)
+        rates.stage_ms(split.scored, split.kept)
         if stream
         else rates.device_ms(rates.element_bytes * split.selecting)
     )

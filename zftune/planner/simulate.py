@@ -162,12 +162,14 @@ class _Pipeline:
     def _stage(self, stage: int, pad: float) -> None:
         if not self.config.stream:
             return
-        work = self.split.stages[stage]
-        self.state.now += self.rates.stage_ms(work.scored, work.kept, kept_apart=True)
+        kept = 0
         for number in reversed(self.by_stage[stage]):
+            piece = self.split.pieces[number]
+            self.state.now += self.rates.stage_ms(piece.scored, piece.kept)
+            kept += piece.kept
             self._send(number, ahead=pad)
-        if self.rates.ranks > 1 and work.kept:
-            self.state.comm.serve(self.state.now + pad, 2 * self.rates.reduce_ms(work.kept))
+        if self.rates.ranks > 1 and kept:
+            self.state.comm.serve(self.state.now + pad, 2 * self.rates.reduce_ms(kept))
 
     def _send(self, number: int, *, ahead: float) -> None:
         """Pack a piece and queue its copy; what waits in backward still has half a layer to work off."""
@@ -193,12 +195,13 @@ class _Pipeline:
     def _step(self, step: int) -> None:
         state, config = self.state, self.config
         closes = step % self.window == 0
+        if not config.stream:
+            state.now += self.rates.device_ms(self.rates.element_bytes * self.split.selecting)
         behind = state.last_down > state.now
         if behind:
             self._update()
             state.wait(state.last_down, "d2h")
         if not config.stream:
-            state.now += self.rates.device_ms(self.rates.element_bytes * self.split.selecting)
             for number in range(len(self.split.pieces)):
                 self._send(number, ahead=0.0)
         state.last_down = state.down.free_at
@@ -272,7 +275,7 @@ class _Pipeline:
             if flight.up is None:
                 asked.append(flight)
                 asked_bytes += nbytes
-        for flight in sorted(asked, key=lambda flight: flight.updated):
+        for flight in sorted(asked, key=lambda flight: max(flight.updated, state.now)):
             self._send_up(flight)
 
     def _send_up(self, flight: _Flight) -> None:
