@@ -140,9 +140,7 @@ def compute_ms(model: ModelFacts, machine: Machine, job: Job) -> tuple[float, fl
 def device_work_ms(rates: Rates, split: Split, window: int, *, stream: bool) -> float:
     """Of the runtime's kernels in a step, on average over a window."""
     staged = (
-        rates.stage_ms(split.scored, split.kept)
-        if stream
-        else rates.device_ms(rates.element_bytes * split.selecting)
+        rates.stage_ms(split.scored, split.kept) if stream else rates.device_ms(rates.element_bytes * split.selecting)
     )
     on_device = split.resident + split.selected
     moved = rates.pack_ms(split.deferred / rates.ranks) + rates.scatter_ms(split.deferred) / window

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from zenflow import ZenFlowConfig
 from zftune.planner.facts import CAUSES
 from zftune.planner.rates import Rates, sharded
-from zftune.planner.resources import Room, Server
+from zftune.planner.resources import Log, Room, Server
 from zftune.planner.split import Piece, Split
 
 _LEAST_STEPS = 24
@@ -33,7 +33,7 @@ class Steady:
     steps_ms: tuple[float, ...]
     """Each step of the last window."""
     packed_bytes: float
-    """Most gradients that ever waited on the device for the link."""
+    """Most gradients that waited on the device for the link."""
     arrived_bytes: float
     """Most updated weights that ever waited on the device, or were on their way."""
 
@@ -62,6 +62,9 @@ class _State:
     """Everything that changes from step to step."""
 
     now: float = 0.0
+    """The compute stream's."""
+    thread: float = 0.0
+    """The training thread's, which runs ahead of the device and is behind its own waits only."""
     down: Server = field(default_factory=Server)
     up: Server = field(default_factory=Server)
     host: Server = field(default_factory=Server)
@@ -76,11 +79,12 @@ class _State:
     last_down: float = 0.0
     """When the step before had sent everything."""
 
-    def wait(self, until: float, cause: str) -> None:
-        """Let the compute stream wait."""
-        if until > self.now:
-            self.stall[cause] += until - self.now
-            self.now = until
+    def wait(self, until: float, cause: str, *, queued: float = 0.0) -> None:
+        """Let the thread wait, and the compute stream when it has done what it was given, which takes `queued`."""
+        self.thread = max(self.thread, until)
+        if until - queued > self.now:
+            self.stall[cause] += until - queued - self.now
+            self.now = until - queued
 
 
 def simulate(rates: Rates, split: Split, config: ZenFlowConfig, *, module: bool = True) -> Steady:
@@ -99,13 +103,23 @@ class _Pipeline:
     def __init__(self, rates: Rates, split: Split, config: ZenFlowConfig, *, module: bool) -> None:
         self.rates, self.split, self.config = rates, split, config
         self.window = config.longest_window
+        self.streams = config.stream
+        self.steady = False
         self.state = _State()
         own = split.deferred / rates.ranks
-        self.log = Room(self.window * (split.log_step_bytes / rates.ranks + split.largest_log_bytes))
-        self.packed = Room(rates.element_bytes * own)
+        self.log = Log(math.ceil(self.window * (split.log_step_bytes / rates.ranks + split.largest_log_bytes)))
+        self.logged: list[list[int]] = [[] for _ in split.pieces]
+        """Of each piece, the open window's entries."""
+        self.staging = Room(rates.element_bytes * own)
+        """For what waits on the device for the link, as the training thread sees it."""
+        self.packed = Room(math.inf)
+        """That, as it is."""
         self.by_stage: list[list[int]] = [[] for _ in range(split.layers + 1)]
+        self.before_layers: list[int] = []
         for number, piece in enumerate(split.pieces):
-            self.by_stage[piece.stage].append(number)
+            (self.before_layers if piece.before_layers else self.by_stage[piece.stage]).append(number)
+        self.last_end = 0.0
+        """When the step before ended."""
         self.arrived = [0.0] * len(split.pieces)
         """When each piece's newest gradient is on the host."""
         self.copied = [0.0] * len(split.pieces)
@@ -118,6 +132,7 @@ class _Pipeline:
         warm = windows // 2 * self.window
         ends: list[float] = []
         for step in range(1, windows * self.window + 1):
+            self.streams = self.config.stream and step > 1  # the first gradients begin the weights, in `step()`
             self._forward()
             self._backward()
             self._step(step)
@@ -125,6 +140,7 @@ class _Pipeline:
             if step == warm:
                 self.state.stall = dict.fromkeys(CAUSES, 0.0)
                 self.state.host.busy = 0.0
+                self.steady = True
         return self._steady(ends, warm)
 
     def _steady(self, ends: list[float], warm: int) -> Steady:
@@ -155,15 +171,16 @@ class _Pipeline:
         pad = self.rates.backward_ms / self.split.layers
         for stage in reversed(range(self.split.layers)):
             if stage == self.split.layers - 1:
-                self._stage(self.split.layers, pad)
-            self._stage(stage, pad)
+                self._stage(self.by_stage[self.split.layers], pad)
+            self._stage(self.by_stage[stage], pad)
             self.state.now += pad
+        self._stage(self.before_layers, 0.0)
 
-    def _stage(self, stage: int, pad: float) -> None:
-        if not self.config.stream:
+    def _stage(self, numbers: list[int], pad: float) -> None:
+        if not self.streams:
             return
         kept = 0
-        for number in reversed(self.by_stage[stage]):
+        for number in reversed(numbers):
             piece = self.split.pieces[number]
             self.state.now += self.rates.stage_ms(piece.scored, piece.kept)
             kept += piece.kept
@@ -176,32 +193,37 @@ class _Pipeline:
         state, rates, piece = self.state, self.rates, self.split.pieces[number]
         own = piece.elements / rates.ranks
         nbytes = rates.element_bytes * own
-        if self.config.stream:
-            state.wait(self.packed.when(state.now, nbytes, alone=True) - ahead / 2, "d2h")
-        else:
-            self.packed.when(state.now, -self.packed.taken)
+        if self.streams:
+            state.wait(self.staging.when(state.thread, nbytes, alone=True), "d2h", queued=ahead / 2)
+        packed_at = state.now
         state.now += rates.pack_ms(own)
-        log_bytes = piece.log_bytes / rates.ranks
-        state.wait(self.log.when(state.now, log_bytes) - ahead / 2, "host")
-        self.log.take(log_bytes)
+        there, entry = self.log.take(state.thread, piece.log_bytes / rates.ranks)
+        state.wait(there, "host", queued=ahead / 2)
+        self.logged[number].append(entry)
         ready = state.now + ahead
         if rates.ranks > 1:
             ready = state.comm.serve(ready, rates.reduce_ms(piece.elements))[1]
         _, end = state.down.serve(ready, rates.down_ms(own))
         self.arrived[number] = end
-        self.packed.take(nbytes)
-        self.packed.give_back(end, nbytes)
+        if self.streams:
+            self.staging.take(nbytes)
+            self.staging.give_back(end, nbytes)
+        if self.steady:
+            self.packed.when(packed_at, nbytes)
+            self.packed.take(nbytes)
+            self.packed.give_back(end, nbytes)
 
     def _step(self, step: int) -> None:
-        state, config = self.state, self.config
+        state = self.state
         closes = step % self.window == 0
-        if not config.stream:
+        state.thread = max(state.thread, self.last_end)  # it is ahead by a step at most
+        if not self.streams:
             state.now += self.rates.device_ms(self.rates.element_bytes * self.split.selecting)
         behind = state.last_down > state.now
         if behind:
             self._update()
             state.wait(state.last_down, "d2h")
-        if not config.stream:
+        if not self.streams:
             for number in range(len(self.split.pieces)):
                 self._send(number, ahead=0.0)
         state.last_down = state.down.free_at
@@ -211,12 +233,13 @@ class _Pipeline:
         if closes:
             self._close(step)
         self._ask(step + 1)
+        self.last_end = state.now
 
     def _update(self) -> None:
         """Resident and selected columns, whose reduced gradients have to be there first."""
         state, rates = self.state, self.rates
         if rates.ranks > 1:
-            if not self.config.stream:
+            if not self.streams:
                 state.comm.serve(state.now, 2 * rates.reduce_ms(self.split.selected + self.split.resident))
             state.wait(state.comm.free_at, "comm")
         state.now += rates.update_ms(sharded(rates, self.split))
@@ -233,14 +256,15 @@ class _Pipeline:
         left, decided, before = list(range(len(self.split.pieces))), -math.inf, -math.inf
         while left:
             there = (at for at, number in enumerate(left) if not synchronous or arrived[number] <= decided)
-            number = left.pop(next(there, -1 if self.config.stream else 0))
+            number = left.pop(next(there, -1 if self.streams else 0))
             piece = self.split.pieces[number]
             duration = self.rates.host_ms(piece.elements / self.rates.ranks, self.window, self.updates)
             _, end = state.host.serve(max(state.now, self.copied[number], arrived[number]), duration)
             # The host has one piece to go on with: the next is chosen when this one's gradients are there and the one
             # before is done, the first two long before that, as the training thread is ahead of the device.
             decided, before = max(arrived[number], before), end
-            self.log.give_back(end, self.window * piece.log_bytes / self.rates.ranks)
+            self.log.give_back(end, self.logged[number])
+            self.logged[number] = []
             due = step if synchronous else step + piece.due
             flights[number] = _Flight(number, piece, due, arrived[number], end)
         state.flights += [flights[number] for number in sorted(flights)]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zenflow import ZenFlowConfig
-from zenflow.host.log_pool import padded
+from zenflow.host.places import padded
 from zenflow.layout import ModelPlan, plan_model
 from zenflow.schedule import due_step
 from zftune.planner.facts import ModelFacts
@@ -35,6 +35,8 @@ class Piece:
     """Elements of weights whose gradient is read for its importance just before this piece is packed."""
     kept: int = 0
     """Resident and selected elements of these, which are then kept on the device."""
+    before_layers: bool = False
+    """Whether its gradients are whole only when backward is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +99,15 @@ def _buckets(model: ModelFacts, topk_ratio: float, offload_ratio: float, bucket_
     plan = _model_plan(model, topk_ratio, offload_ratio, bucket_bytes)
     resident = selected = selecting = scored = kept = 0
     buckets: list[Piece] = []
-    for shape, weight, stage in zip(model.weights, plan.weights, model.stages, strict=True):
+    for number, (shape, weight, stage) in enumerate(zip(model.weights, plan.weights, model.stages, strict=True)):
         elements = math.prod(shape)
         resident += elements - weight.offloaded * weight.rows
         selected += weight.selected * weight.rows
         selecting += elements if weight.selected and weight.deferred else 0
         for low, high in weight.bucket_slots:
             size = (high - low) * weight.rows
-            buckets.append(Piece(stage, size, 1, padded(size * model.element_bytes)))
+            log_bytes = padded(size * model.element_bytes)
+            buckets.append(Piece(stage, size, 1, log_bytes, before_layers=number < model.before_layers))
         if weight.deferred:
             staged = elements, elements - weight.deferred * weight.rows
             buckets[-1] = replace(buckets[-1], scored=staged[0], kept=staged[1])  # which the simulator sends first
@@ -152,7 +155,7 @@ def _merged(buckets: list[Piece], pieces: int) -> tuple[Piece, ...]:
     merged: list[Piece] = []
     for bucket in buckets:
         last = merged[-1] if merged else None
-        together = last is not None and (last.stage, last.due) == (bucket.stage, bucket.due)
+        together = last is not None and _kind(last) == _kind(bucket)
         if together and last is not None and last.elements + bucket.elements <= most:
             merged[-1] = replace(
                 last,
@@ -164,3 +167,7 @@ def _merged(buckets: list[Piece], pieces: int) -> tuple[Piece, ...]:
         else:
             merged.append(bucket)
     return tuple(merged)
+
+
+def _kind(piece: Piece) -> tuple[int, int, bool]:
+    return piece.stage, piece.due, piece.before_layers

@@ -14,7 +14,7 @@ from tests.zftune.planner.conftest import MEGA, toy_rates, toy_split
 from zenflow import RigSpec, ZenFlowConfig
 from zftune.planner import ModelFacts, Rates
 from zftune.planner.closed_form import floor
-from zftune.planner.resources import Room, Server
+from zftune.planner.resources import Log, Room, Server
 from zftune.planner.simulate import Steady, simulate
 from zftune.planner.split import split_of
 
@@ -47,6 +47,28 @@ def test_a_room_waits_for_what_comes_back() -> None:
     assert (room.taken, room.peak) == (10.0, 10.0)
     assert room.when(20.0, 5.0) == 20.0
     assert room.when(20.0, 50.0, alone=True) == 20.0  # what is left never comes back
+
+
+def test_a_log_waits_for_what_comes_back() -> None:
+    log = Log(640)
+    first = [log.take(0.0, 64)[1] for _ in range(10)]
+    log.give_back(3.0, first[:1])
+    log.give_back(5.0, first[2:3])
+    log.give_back(8.0, first[5:6])
+    assert log.take(1.0, 64)[0] == 3.0
+    assert log.take(1.0, 128)[0] == 8.0  # in two pieces
+    assert log.take(9.0, 64)[0] == 9.0  # nothing comes back any more
+
+
+def test_a_tight_log_waits_for_a_place_in_few_pieces() -> None:
+    # Every other 64 of 64,000 bytes come back, one after the other. 320 of them are five pieces, which would do only
+    # where 1/32 of all is free: 2000 bytes, which the 32nd makes full.
+    log = Log(64_000)
+    entries = [log.take(0.0, 64)[1] for _ in range(1000)]
+    for number in range(0, 1000, 2):
+        log.give_back(1.0 + number, entries[number : number + 1])
+    assert log.take(0.0, 4 * 64)[0] == 7.0
+    assert log.take(7.0, 5 * 64)[0] == 7.0 + 2 * 32
 
 
 def test_zero_offload_does_one_after_the_other() -> None:
