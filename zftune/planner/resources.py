@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from zenflow.host.places import Piece, Places, padded, tight
+from zenflow.host.places import Piece, Places, tight
 
 
 @dataclass(slots=True)
@@ -80,26 +80,26 @@ class Log:
         self._places: Places | None = None
         self._pieces: dict[int, list[Piece]] = {}
 
-    def take(self, now: float, nbytes: float) -> tuple[float, int]:
+    def take(self, now: float, nbytes: int) -> tuple[float, int]:
         """Take an entry; when, at `now` or later, and its number.
 
         Args:
             now: the training thread's time.
-            nbytes: of the entry.
+            nbytes: of the entry, padded.
         """
-        entry, needed = len(self._sizes), padded(round(nbytes))
-        self._sizes.append(needed)
+        entry = len(self._sizes)
+        self._sizes.append(nbytes)
         while self._returns and self._returns[0][0] <= now:
             self._return()
         free = self._capacity - self._taken
-        if self._places is None and self._promised and (free < needed or tight(self._capacity, free)):
+        if self._places is None and self._promised and (free < nbytes or tight(self._capacity, free)):
             self._follow()
         if self._places is None:
             self._past.append(entry)
         else:
             while not self._place(entry) and self._returns:
                 now = max(now, self._return())
-        self._taken += needed
+        self._taken += nbytes
         return now, entry
 
     def give_back(self, at: float, entries: list[int]) -> None:

@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from zenflow import ZenFlowConfig
+from zenflow.host.places import padded
 from zftune.planner.facts import CAUSES
 from zftune.planner.rates import Rates, sharded
 from zftune.planner.resources import Log, Room, Server
@@ -99,6 +100,18 @@ def simulate(rates: Rates, split: Split, config: ZenFlowConfig, *, module: bool 
     return _Pipeline(rates, split, config, module=module).run()
 
 
+def _send_of(rates: Rates, piece: Piece) -> tuple[float, float, float, float, int]:
+    """Of one rank: packing, copy and collective in ms, bytes of the copy and of the log's entry."""
+    own = piece.elements / rates.ranks
+    return (
+        rates.pack_ms(own),
+        rates.down_ms(own),
+        rates.reduce_ms(piece.elements),
+        rates.element_bytes * own,
+        padded(round(piece.log_bytes / rates.ranks)),
+    )
+
+
 class _Pipeline:
     def __init__(self, rates: Rates, split: Split, config: ZenFlowConfig, *, module: bool) -> None:
         self.rates, self.split, self.config = rates, split, config
@@ -115,6 +128,7 @@ class _Pipeline:
         self.packed = Room(math.inf)
         """That, as it is."""
         self.by_stage: list[list[int]] = [[] for _ in range(split.layers + 1)]
+        self.sends = [_send_of(rates, piece) for piece in split.pieces]
         self.before_layers: list[int] = []
         for number, piece in enumerate(split.pieces):
             (self.before_layers if piece.before_layers else self.by_stage[piece.stage]).append(number)
@@ -190,20 +204,19 @@ class _Pipeline:
 
     def _send(self, number: int, *, ahead: float) -> None:
         """Pack a piece and queue its copy; what waits in backward still has half a layer to work off."""
-        state, rates, piece = self.state, self.rates, self.split.pieces[number]
-        own = piece.elements / rates.ranks
-        nbytes = rates.element_bytes * own
-        if self.streams:
-            state.wait(self.staging.when(state.thread, nbytes, alone=True), "d2h", queued=ahead / 2)
+        state, (pack_ms, down_ms, reduce_ms, nbytes, log_bytes) = self.state, self.sends[number]
+        if self.streams and (room := self.staging.when(state.thread, nbytes, alone=True)) > state.thread:
+            state.wait(room, "d2h", queued=ahead / 2)
         packed_at = state.now
-        state.now += rates.pack_ms(own)
-        there, entry = self.log.take(state.thread, piece.log_bytes / rates.ranks)
-        state.wait(there, "host", queued=ahead / 2)
+        state.now += pack_ms
+        there, entry = self.log.take(state.thread, log_bytes)
+        if there > state.thread:
+            state.wait(there, "host", queued=ahead / 2)
         self.logged[number].append(entry)
         ready = state.now + ahead
-        if rates.ranks > 1:
-            ready = state.comm.serve(ready, rates.reduce_ms(piece.elements))[1]
-        _, end = state.down.serve(ready, rates.down_ms(own))
+        if self.rates.ranks > 1:
+            ready = state.comm.serve(ready, reduce_ms)[1]
+        _, end = state.down.serve(ready, down_ms)
         self.arrived[number] = end
         if self.streams:
             self.staging.take(nbytes)
