@@ -97,6 +97,10 @@ class Rates:
             return memory
         return max(memory, (updates or entries) * elements / self.update_gelements_s / 1e6)
 
+    def read_ms(self, elements: float) -> float:
+        """Of taking over weights as fp32 masters on the host."""
+        return (self.element_bytes + 4) * elements / self.host_gbps / 1e6
+
     def update_ms(self, elements: float) -> float:
         """Of AdamW on elements whose state is on the device."""
         return self.device_ms((_STATE + 2 * self.element_bytes) * elements)

@@ -2,8 +2,8 @@
 
 It follows the runtime's schedule: gradients leave as backward produces them (or in the step), windows close every S
 steps, pieces are shown after step e_w + 1 + floor(b * min(L, n_w) / B), weights cross the link in the step before, as
-many as staging has room for, the log has room for S steps and S times the largest bucket. Where nothing overlaps, the
-host takes the foremost piece whose gradients are there. Selections do not change.
+many as staging has room for, the log has room for S steps and S times the largest bucket. The host takes the foremost
+piece whose gradients are there; it waits for the foremost of all where nothing is lost by it. Selections do not change.
 """
 
 from __future__ import annotations
@@ -128,6 +128,8 @@ class _Pipeline:
         self.packed = Room(math.inf)
         """That, as it is."""
         self.by_stage: list[list[int]] = [[] for _ in range(split.layers + 1)]
+        self.begun = -math.inf
+        """When the host began with its last piece."""
         self.sends = [_send_of(rates, piece) for piece in split.pieces]
         self.before_layers: list[int] = []
         for number, piece in enumerate(split.pieces):
@@ -232,6 +234,8 @@ class _Pipeline:
         state.thread = max(state.thread, self.last_end)  # it is ahead by a step at most
         if not self.streams:
             state.now += self.rates.device_ms(self.rates.element_bytes * self.split.selecting)
+        if step == 1:
+            self._read_masters()
         behind = state.last_down > state.now
         if behind:
             self._update()
@@ -247,6 +251,13 @@ class _Pipeline:
             self._close(step)
         self._ask(step + 1)
         self.last_end = state.now
+
+    def _read_masters(self) -> None:
+        """The host takes the weights over, once; which of several cycles follows may depend on it."""
+        for piece in self.split.pieces:
+            own = piece.elements / self.rates.ranks
+            _, end = self.state.down.serve(self.state.now, self.rates.down_ms(own))
+            self.state.host.serve(end, self.rates.read_ms(own))
 
     def _update(self) -> None:
         """Resident and selected columns, whose reduced gradients have to be there first."""
@@ -266,16 +277,18 @@ class _Pipeline:
         in_turn = synchronous and self.config.pipeline == "none"
         arrived = [state.down.free_at] * len(self.arrived) if in_turn else self.arrived
         flights: dict[int, _Flight] = {}
-        left, decided, before = list(range(len(self.split.pieces))), -math.inf, -math.inf
+        inputs = [max(pair) for pair in zip(arrived, self.copied, strict=True)]
+        left = list(range(len(self.split.pieces)))
+        chosen = max(state.now, self.begun)
+        in_order = not synchronous and self._rest_comes_soon(inputs, chosen)
         while left:
-            there = (at for at, number in enumerate(left) if not synchronous or arrived[number] <= decided)
+            # The next is chosen when the one before begins, the first when the device has come to the window's close.
+            chosen = max(state.now, self.begun)
+            there = (at for at, number in enumerate(left) if in_order or inputs[number] <= chosen)
             number = left.pop(next(there, -1 if self.streams else 0))
             piece = self.split.pieces[number]
             duration = self.rates.host_ms(piece.elements / self.rates.ranks, self.window, self.updates)
-            _, end = state.host.serve(max(state.now, self.copied[number], arrived[number]), duration)
-            # The host has one piece to go on with: the next is chosen when this one's gradients are there and the one
-            # before is done, the first two long before that, as the training thread is ahead of the device.
-            decided, before = max(arrived[number], before), end
+            self.begun, end = state.host.serve(max(state.now, inputs[number]), duration)
             self.log.give_back(end, self.logged[number])
             self.logged[number] = []
             due = step if synchronous else step + piece.due
@@ -283,6 +296,12 @@ class _Pipeline:
         state.flights += [flights[number] for number in sorted(flights)]
         if synchronous:
             self._apply_synchronously(step, in_turn=in_turn)
+
+    def _rest_comes_soon(self, inputs: list[float], now: float) -> bool:
+        """Whether the link brings the rest before the host could do two buckets of average size: then it waits."""
+        coming = sum(send[1] for send, at in zip(self.sends, inputs, strict=True) if at > now)
+        whole = self.rates.host_ms(self.split.deferred / self.rates.ranks, self.window, self.updates)
+        return coming <= 2 * whole / max(1, self.split.buckets)
 
     def _apply_synchronously(self, step: int, *, in_turn: bool) -> None:
         if in_turn and self.state.flights:

@@ -55,6 +55,7 @@ class Split:
     """Elements of weights that are staged."""
     kept: int
     """Resident and selected elements of these."""
+    buckets: int
     largest_log_bytes: int
     """Of the largest bucket, padded."""
     largest_bucket: int
@@ -121,6 +122,7 @@ def _buckets(model: ModelFacts, topk_ratio: float, offload_ratio: float, bucket_
         selecting=selecting,
         scored=scored,
         kept=kept,
+        buckets=len(buckets),
         largest_log_bytes=max((bucket.log_bytes for bucket in buckets), default=0),
         largest_bucket=max((bucket.elements for bucket in buckets), default=0),
     )

@@ -35,6 +35,7 @@ def toy_split(*elements: int, layers: int | None = None, due: int = 1) -> Split:
         selecting=0,
         scored=sum(elements),
         kept=0,
+        buckets=len(elements),
         largest_log_bytes=2 * max(elements),
         largest_bucket=max(elements),
     )
