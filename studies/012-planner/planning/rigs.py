@@ -106,8 +106,8 @@ def predicted(rig: str, config: ZenFlowConfig) -> tuple[float, float, float]:
 
 
 def steps_for(config: ZenFlowConfig) -> int:
-    """Whole windows; where the log is tight, where its entries lie differs a little from one to the next."""
-    return max(16 if config.overlap_step else 4, 2 * config.longest_window)
+    """Whole windows, of which the second half counts."""
+    return max(48 if config.overlap_step else 4, 2 * config.longest_window)
 
 
 def measured(rig: str, config: ZenFlowConfig) -> Measurement:
@@ -138,15 +138,16 @@ def study(results: Results, *, quick: bool, again: bool, tell: Callable[[str, in
 
 
 def figures_of(run: Measurement) -> dict[str, Any]:
-    """Of the measured steps, whole windows."""
-    stall = [sum((step.stall_ms or {}).values()) for step in run.stats]
-    causes = {name: statistics.fmean((step.stall_ms or {}).get(name, 0.0) for step in run.stats) for name in _CAUSES}
+    """Of the second half of the measured steps, whole windows: where the log is tight, the first are not steady yet."""
+    stats = run.stats[len(run.stats) // 2 :]
+    stall = [sum((step.stall_ms or {}).values()) for step in stats]
+    causes = {name: statistics.fmean((step.stall_ms or {}).get(name, 0.0) for step in stats) for name in _CAUSES}
     assert run.slack is not None
     return {
-        "step_ms": statistics.fmean(run.step_ms),
+        "step_ms": statistics.fmean(step.step_ms or 0.0 for step in stats),
         "stall_ms": statistics.fmean(stall),
         "by_cause": causes,
-        "real_work_ms_per_step": 1e3 * run.slack.worked_s / len(stall),
+        "real_work_ms_per_step": 1e3 * run.slack.worked_s / len(run.stats),
     }
 
 
