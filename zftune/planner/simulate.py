@@ -21,7 +21,7 @@ from zftune.planner.resources import Log, Room, Server
 from zftune.planner.split import Piece, Split
 
 _LEAST_STEPS = 24
-_LEAST_WINDOWS = 6
+_LEAST_WINDOWS = 4
 
 
 @dataclass(frozen=True, slots=True)
