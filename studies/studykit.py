@@ -9,11 +9,10 @@ import json
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zenflow import RigSpec
 from zftune.telemetry import hardware, software
 
 ROOT = Path(__file__).parents[1]
@@ -99,8 +98,3 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
-def slower(spec: RigSpec, factor: float) -> RigSpec:
-    """A rig of a timeline with all its times multiplied, so that every ratio stays as it is; 1 leaves any rig alone."""
-    return spec if factor == 1 else replace(spec, values={**spec.values, "scale": spec.values["scale"] * factor})

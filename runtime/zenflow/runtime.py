@@ -17,8 +17,8 @@ from zenflow.host.cores import HostCores, host_cores
 from zenflow.host.engine import HostEngine
 from zenflow.host.gradient_log import GradientLog
 from zenflow.host.limits import require_host_bytes
-from zenflow.host.log_pool import padded
 from zenflow.host.memory import HostMemory
+from zenflow.host.places import padded
 from zenflow.kernels import Kernels, kernels_for
 from zenflow.layout import ModelPlan
 from zenflow.ledger import Ledger

@@ -83,9 +83,10 @@ class Windows:
         for weight, move in moves.items():
             weight.give_up_selected(move)
         in_turn = plan.synchronous and self.config.pipeline == "none"
-        # Where nothing overlaps, the host takes what is there, and of that what the next forward needs first.
-        foremost_first = self._runtime.engine.foremost_first(last_arrives_first=streamed)
-        with foremost_first if plan.synchronous else nullcontext():
+        # The host takes what is there, and of that what is needed first. If it waited for the foremost weights behind a
+        # slow link, whose gradients arrive last, the log would get no room back, and a single step wait for all of it.
+        foremost_first = self._runtime.engine.foremost_first(last_arrives_first=streamed, patient=not plan.synchronous)
+        with foremost_first if plan.synchronous or not self._device.in_host_memory else nullcontext():
             for weight in self._weights:
                 self._submit(weight, plan, hypers[weight.group], moves.get(weight), in_turn=in_turn)
         for weight, job in leaving.items():

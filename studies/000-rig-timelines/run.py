@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
-from studykit import Results, code_digest, parser, slower, spread, write_json  # noqa: E402
+from studykit import Results, code_digest, parser, spread, write_json  # noqa: E402
 
 from zenflow import StepStats, ZenFlowConfig  # noqa: E402
 from zenflow.layout import plan_model, plan_order  # noqa: E402
@@ -36,14 +35,8 @@ SYSTEMS: Mapping[str, ZenFlowConfig] = {
     "zero-offload-pipelined": ZenFlowConfig.zero_offload(pipeline="bucket", stream=False),
     "zenflow": ZenFlowConfig(topk_ratio=0.05, update_interval=4, select_interval=16),
 }
-# Those that stand for a machine, and one whose link binds (the forms know nothing of a rig's effects), by the factor on
-# their times: real work must stay ahead of its pads.
-RIGS: Mapping[str, float] = {
-    "llama2-7b-4xa100": 1.0,
-    "llama3-8b-gh200": 1.0,
-    "qwen2.5-1.5b-2xa100": 2.0,
-    "slow-link": 1.0,
-}
+# Those that stand for a machine, and one whose link binds (the forms know nothing of a rig's effects).
+RIGS = ("llama2-7b-4xa100", "llama3-8b-gh200", "qwen2.5-1.5b-2xa100", "slow-link")
 QUICK_RIG = "qwen2.5-1.5b-2xa100"
 SEQUENCE = 16
 CODE = ("runtime/zenflow", "zftune/profile/measure.py", "zftune/workload")
@@ -225,13 +218,8 @@ def _down(rig: Rig, n: Sequence[int]) -> tuple[list[float], list[float]]:
 # --- what was measured ---------------------------------------------------------------------------------------------
 
 
-def figures_of(run: Measurement, step_ends_s: Sequence[float]) -> dict[str, Any]:
-    """Step time and stall over windows (each the mean of its steps), those with a reselection apart.
-
-    Args:
-        run: the accepted run.
-        step_ends_s: this machine's clock after each of its steps, the discarded ones too.
-    """
+def figures_of(run: Measurement) -> dict[str, Any]:
+    """Step time and stall over windows (each the mean of its steps), those with a reselection apart."""
     interval = run.config.update_interval
     assert isinstance(interval, int)
     assert run.slack is not None
@@ -246,11 +234,7 @@ def figures_of(run: Measurement, step_ends_s: Sequence[float]) -> dict[str, Any]
         if not moving
         else {"step_ms": spread(map(_step_ms, moving)), "stall_ms": spread(map(_stall_ms, moving))},
         "mean_step_ms": _step_ms(run.stats),
-        "wall_ms_per_step": 1e3 * (step_ends_s[-1] - step_ends_s[run.discarded - 1]) / len(run.stats),
-        "segments": run.slack.segments,
-        "late_segments": run.slack.late,
-        "host_late_share": run.slack.late_host_s / run.slack.host_s if run.slack.host_s else 0.0,
-        "attempts": run.attempts,
+        "real_work_ms_per_step": 1e3 * run.slack.worked_s / len(run.stats),
         "every_step_ms": [round(stats.step_ms or 0.0, 4) for stats in run.stats],
     }
 
@@ -268,7 +252,7 @@ def _stall_ms(window: Sequence[StepStats]) -> float:
 
 
 def task_for(rig_name: str) -> Task:
-    """The smallest workload on a rig, slower by its factor."""
+    """The smallest workload on a rig."""
     return Task(
         model="tiny",
         corpus=load_text(None),
@@ -277,17 +261,18 @@ def task_for(rig_name: str) -> Task:
         sequence=SEQUENCE,
         seed=0,
         torch_device=torch.device("cpu"),
-        rig=slower(load_rig(rig_name), RIGS[rig_name]),
+        rig=load_rig(rig_name),
     )
 
 
 def study_pair(results: Results, rig_name: str, system: str, *, quick: bool, again: bool, progress: Progress) -> Any:
     """A (rig, system) pair's row: measured now, unless a record of the same inputs is there."""
     config, task = SYSTEMS[system].resolved(), task_for(rig_name)
-    windowed_steps, steps = (24, 6) if quick else (96, 16)
+    windowed_steps, steps = (24, 4) if quick else (96, 8)
     assert task.rig is not None
     inputs = {
         "rig": {"name": task.rig.name, "table": task.rig.table, "values": dict(task.rig.values)},
+        "clock": "simulated",
         "system": system,
         "knobs": dataclasses.asdict(config),
         "steps": windowed_steps if config.update_interval != 1 else steps,
@@ -301,22 +286,18 @@ def study_pair(results: Results, rig_name: str, system: str, *, quick: bool, aga
     assert rig is not None
     if record is None:
         bar = progress.add_task(f"{rig_name}: {system}")
-        ends_s: list[float] = []
 
         def on_step(done: int, total: int) -> None:
-            if done == 1:
-                ends_s.clear()  # a second attempt
-            ends_s.append(time.perf_counter())
             progress.update(bar, completed=done, total=total)
 
         run = measure(task, config, windowed_steps if config.update_interval != 1 else steps, on_step)
-        record = results.save(name, inputs, figures_of(run, ends_s))
+        record = results.save(name, inputs, figures_of(run))
         progress.remove_task(bar)
     prediction = predict(rig, split_of(workload, config), config)
     return {"rig": rig_name, "system": system, "predicted": dataclasses.asdict(prediction), **record}
 
 
-COLUMNS = ("measured", "predicted", "ratio", "p5 - p95", "mean", "wall", "stall", "predicted", "reselecting", "late")
+COLUMNS = ("measured", "predicted", "ratio", "p5 - p95", "mean", "stall", "predicted", "reselecting")
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
@@ -329,11 +310,9 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         f"{step['median'] / implied:.4f}",
         f"{step['p5'] / implied:.4f} - {step['p95'] / implied:.4f}",
         f"{figures['mean_step_ms'] / implied:.4f}",
-        f"{figures['wall_ms_per_step'] / figures['mean_step_ms']:.4f}",
         f"{figures['stall_ms']['median']:.2f}",
         f"{'' if predicted['kind'] == 'exact' else '>= '}{predicted['stall_ms']:.2f}",
         "" if reselection is None else f"{reselection['step_ms']['median']:.2f}",
-        f"{figures['late_segments']}/{figures['segments']}",
     ]
 
 

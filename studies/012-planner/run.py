@@ -65,10 +65,10 @@ def main() -> int:
         def tell(text: str, done: int, total: int) -> None:
             progress.update(bar, description=text, completed=done, total=total)
 
-        on_rigs, refused = rigs.study(results, quick=arguments.quick, again=arguments.again, tell=tell)
+        on_rigs = rigs.study(results, quick=arguments.quick, again=arguments.again, tell=tell)
         cases = memory.study(results, quick=arguments.quick, again=arguments.again, tell=tell)
     fitted, compared = published.comparisons()
-    found = rigs.verdicts(on_rigs, refused) + memory.verdicts(cases)
+    found = rigs.verdicts(on_rigs) + memory.verdicts(cases)
     rig_rows, published_cells = [rigs.cells(row) for row in on_rigs], published_rows(compared)
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table_of("step times on rigs", rigs.HEADS, rig_rows))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from torch import Tensor
 
 from tests.zenflow.host_calls import SOON_S, Calls, within
 from tests.zenflow.small import Stack, seeded
-from tests.zenflow.test_timeline import Run, emulated
+from tests.zenflow.test_timeline import BACKWARD_MS, FORWARD_MS, Run, emulated
 from zenflow import CpuDevice, HostEngineError, ZenFlowConfig
 from zenflow.device import Transfer
 from zenflow.host.engine import HostEngine, Job
+from zenflow.host.foremost import Foremost
 from zenflow.host.tasks import Task
 
 
@@ -62,7 +63,7 @@ class Jobs:
         return Job(f"job {number}", CpuDevice(), task, nbytes=0, inputs=copies)  # type: ignore[arg-type]
 
     def submit(self, engine: HostEngine, *, last_arrives_first: bool = True) -> None:
-        with engine.foremost_first(last_arrives_first=last_arrives_first):
+        with engine.foremost_first(last_arrives_first=last_arrives_first, patient=False):
             for job in self.jobs:
                 engine.submit(job)
 
@@ -89,6 +90,36 @@ def test_where_nothing_is_there_it_is_the_order_of_arrival(engine: HostEngine, l
         jobs.copies[number].arrive()
     jobs.wait(engine)
     assert jobs.ran == order
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_who_is_patient_waits_for_the_foremost(patient: bool) -> None:
+    jobs = Jobs([Copy(), Copy(there=True), Copy(there=True)]).jobs
+    asked: list[int] = []
+
+    def patience(left: Sequence[Job]) -> bool:
+        asked.append(len(left))
+        return patient
+
+    foremost = Foremost(
+        jobs,
+        last_arrives_first=True,
+        patience=patience,
+        produced=lambda: asked.append(0),
+        engine_works=lambda: True,
+    )
+    assert next(foremost) is jobs[0 if patient else 1]
+    assert next(foremost) is jobs[1 if patient else 2]
+    assert asked == [0, 3]
+
+
+def test_what_cannot_be_asked_leaves_the_order_alone() -> None:
+    def broken() -> None:
+        raise RuntimeError("the device is lost")
+
+    jobs = Jobs([Copy(), Copy(there=True)]).jobs
+    foremost = Foremost(jobs, last_arrives_first=True, patience=None, produced=broken, engine_works=lambda: True)
+    assert list(foremost) == jobs  # and whoever starts the first waits for its copy
 
 
 def test_what_arrives_meanwhile_overtakes(engine: HostEngine) -> None:
@@ -165,7 +196,7 @@ def test_what_was_submitted_before_an_exception_is_done(engine: HostEngine) -> N
 
 
 def test_an_empty_block(engine: HostEngine) -> None:
-    with engine.foremost_first(last_arrives_first=True):
+    with engine.foremost_first(last_arrives_first=True, patient=False):
         pass
     engine.drain()
 
@@ -201,6 +232,7 @@ def test_closing_fails_those_that_have_not_begun() -> None:
 
 
 PIPELINED = ZenFlowConfig.zero_offload(pipeline="bucket")
+WINDOWS = ZenFlowConfig(topk_ratio=0.0, update_interval=4, select_interval=1000)
 
 
 def test_the_first_layer_is_next_though_its_gradient_came_last() -> None:
@@ -217,12 +249,26 @@ def test_the_first_layer_is_next_though_its_gradient_came_last() -> None:
     assert [span.label for span in work] == forward
 
 
-def test_weights_are_those_of_any_order() -> None:
+@pytest.mark.parametrize("config", [PIPELINED, WINDOWS], ids=["synchronous", "windows"])
+def test_weights_are_those_of_any_order(config: ZenFlowConfig) -> None:
     """Of a host that is behind and of one that waits for the link."""
     found: list[list[Tensor]] = []
     for rates in ({"link_d2h_gbps": 1.0, "host_gbps": 2e-3}, {"link_d2h_gbps": 3e-4, "host_gbps": 1.0}):
-        with emulated(PIPELINED, **rates) as run:
-            run.steps(6)
+        with emulated(config, **rates) as run:
+            run.steps(10)
             run.optimizer.flush()
             found.append([parameter.detach().clone() for parameter in run.model.parameters()])
     assert all(a.equal(b) for a, b in zip(*found, strict=True))
+
+
+def test_a_slow_link_is_waited_for_in_every_step_alike() -> None:
+    """The log gets room back while the last step's gradients arrive, not when all of them have."""
+    matrices = [parameter for parameter in seeded(Stack, depth=3).parameters() if parameter.ndim > 1]
+    nbytes = sum(parameter.nbytes for parameter in matrices)
+    gbps = nbytes / (2e-3 * (FORWARD_MS + BACKWARD_MS)) / 1e9
+    with emulated(WINDOWS, link_d2h_gbps=gbps, link_h2d_gbps=1.0, host_gbps=1.0) as run:
+        run.steps(24)
+        steps = [stats.step_ms or 0.0 for stats in run.optimizer.history(wait=True)[8:]]
+    floor = 2 * (FORWARD_MS + BACKWARD_MS)
+    assert sum(steps) / len(steps) == pytest.approx(floor, rel=0.01)
+    assert max(steps) < 1.1 * floor

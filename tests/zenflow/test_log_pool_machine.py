@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tests.zenflow.test_log_pool import host_bytes, lengths, ranges
 from zenflow import ZenFlowError
-from zenflow.host.log_pool import Extents, LogPool, padded
+from zenflow.host.log_pool import Extents, LogPool
+from zenflow.host.places import padded
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from zenflow import ZenFlowConfig
-from zenflow.host.log_pool import Extents, LogPool, padded
+from zenflow.host.log_pool import Extents, LogPool
+from zenflow.host.places import padded
 from zenflow.layout import plan_model
 
 STEPS = 4

@@ -48,7 +48,7 @@ def facts_of_module(name: str, module: nn.Module, dtype: str) -> ModelFacts:
         raise BadInputError(f"--model '{name}': none of its parameters requires a gradient, allowed is at least one")
     config: Any = getattr(module, "config", None)
     columns_first = conv1d_weights(module)
-    stages = _stages([each for each, _ in trainable], layers)
+    names = [each for each, _ in trainable]
     return ModelFacts(
         name=name,
         parameters=sum(p.numel() for _, p in parameters),
@@ -57,7 +57,8 @@ def facts_of_module(name: str, module: nn.Module, dtype: str) -> ModelFacts:
         hidden=_number(config, "hidden_size", "n_embd", "d_model") or max(p.shape[-1] for _, p in trainable if p.dim()),
         weights=tuple(tuple(p.shape) for _, p in trainable),
         dtype=dtype,
-        stages=stages,
+        stages=_stages(names, layers),
+        before_layers=_before(names, layers),
         transposed=frozenset(number for number, (_, p) in enumerate(trainable) if id(p) in columns_first),
         heads=_number(config, "num_attention_heads", "n_head") or 1,
         intermediate=_number(config, "intermediate_size", "ffn_dim", "n_inner") or 0,
@@ -103,6 +104,12 @@ def _stages(names: list[str], layers: tuple[str, int]) -> tuple[int, ...]:
         else:
             stages.append(count if passed else 0)
     return tuple(stages)
+
+
+def _before(names: list[str], layers: tuple[str, int]) -> int:
+    """How many parameters are registered before all layers."""
+    inside = (number for number, name in enumerate(names) if name.startswith(f"{layers[0]}."))
+    return next(inside, 0) if layers[0] else 0
 
 
 def _number(config: Any, *names: str) -> int | None:

@@ -37,6 +37,8 @@ class ModelFacts:
     """"bf16", "fp16" or "fp32"."""
     stages: tuple[int, ...]
     """Of each weight: layers whose forward ends before it is needed."""
+    before_layers: int = 0
+    """How many of the weights precede all layers: embeddings, whose gradients are whole only when backward is over."""
     transposed: frozenset[int] = frozenset()
     """Numbers of the weights that are stored [in, out]."""
     heads: int = 0
@@ -126,6 +128,7 @@ class ModelFacts:
             weights=tuple(weight.shape for weight in weights),
             dtype=dtype,
             stages=tuple(weight.stage for weight in weights),
+            before_layers=architecture.before_layers,
             heads=architecture.heads,
             intermediate=architecture.intermediate,
             vocabulary=architecture.vocabulary,

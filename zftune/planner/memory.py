@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from zenflow import ZenFlowConfig
-from zenflow.host.log_pool import padded
+from zenflow.host.places import padded
 from zenflow.layout import ModelPlan, WeightPlan
 from zftune.planner.activations import activations
 from zftune.planner.facts import Job, Memory, ModelFacts

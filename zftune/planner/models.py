@@ -40,6 +40,11 @@ class Architecture:
         """Outputs of the key (and the value) projection."""
         return self.hidden // self.heads * self.key_value_heads
 
+    @property
+    def before_layers(self) -> int:
+        """Weights that precede all layers."""
+        return (2 if self.kind == "opt" else 1) if self.vocabulary else 0
+
     def weights(self) -> tuple[Weight, ...]:
         """Every parameter once, in forward order."""
         return tuple(self._opt() if self.kind == "opt" else self._llama())

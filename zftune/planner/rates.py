@@ -97,6 +97,10 @@ class Rates:
             return memory
         return max(memory, (updates or entries) * elements / self.update_gelements_s / 1e6)
 
+    def read_ms(self, elements: float) -> float:
+        """Of taking over weights as fp32 masters on the host."""
+        return (self.element_bytes + 4) * elements / self.host_gbps / 1e6
+
     def update_ms(self, elements: float) -> float:
         """Of AdamW on elements whose state is on the device."""
         return self.device_ms((_STATE + 2 * self.element_bytes) * elements)
@@ -109,9 +113,9 @@ class Rates:
         """Of writing arrived weights."""
         return self.device_ms(2 * self.element_bytes * elements)
 
-    def stage_ms(self, scored: int, kept: int, *, kept_apart: bool) -> float:
+    def stage_ms(self, scored: int, kept: int) -> float:
         """Of reading gradients for their importance, and keeping some of them."""
-        return self.device_ms(self.element_bytes * (scored + (2 * kept if kept_apart else 0)))
+        return self.device_ms(self.element_bytes * (scored + 2 * kept))
 
     def reduce_ms(self, elements: float) -> float:
         """Of a reduce-scatter (or an all-gather) of elements among all ranks: each sends all but its own share."""
@@ -139,11 +143,8 @@ def compute_ms(model: ModelFacts, machine: Machine, job: Job) -> tuple[float, fl
 
 def device_work_ms(rates: Rates, split: Split, window: int, *, stream: bool) -> float:
     """Of the runtime's kernels in a step, on average over a window."""
-    scored, kept = sum(s.scored for s in split.stages), sum(s.kept for s in split.stages)
     staged = (
-        rates.stage_ms(scored, kept, kept_apart=True)
-        if stream
-        else rates.device_ms(rates.element_bytes * split.selecting)
+        rates.stage_ms(split.scored, split.kept) if stream else rates.device_ms(rates.element_bytes * split.selecting)
     )
     on_device = split.resident + split.selected
     moved = rates.pack_ms(split.deferred / rates.ranks) + rates.scatter_ms(split.deferred) / window

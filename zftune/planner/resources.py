@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from zenflow.host.places import Piece, Places, tight
+
 
 @dataclass(slots=True)
 class Server:
@@ -58,3 +60,87 @@ class Room:
     def give_back(self, at: float, nbytes: float) -> None:
         """Say when bytes that were taken come back."""
         self._returns.append((at, nbytes))
+
+
+class Log:
+    """The gradient log. Entries wait for room, and where it is tight for places as the runtime would choose them.
+
+    Places cost time to follow, so entries are only counted until it is tight for the first time.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        """Begin empty."""
+        self._capacity = capacity_bytes
+        self._taken = 0
+        self._promised = 0
+        self._sizes: list[int] = []
+        self._returns: deque[tuple[float, list[int]]] = deque()
+        self._past: list[int] = []
+        """What happened so far: entries that were taken, and after the bitwise complement of each that it came back."""
+        self._places: Places | None = None
+        self._pieces: dict[int, list[Piece]] = {}
+
+    def take(self, now: float, nbytes: int) -> tuple[float, int]:
+        """Take an entry; when, at `now` or later, and its number.
+
+        Args:
+            now: the training thread's time.
+            nbytes: of the entry, padded.
+        """
+        entry = len(self._sizes)
+        self._sizes.append(nbytes)
+        while self._returns and self._returns[0][0] <= now:
+            self._return()
+        free = self._capacity - self._taken
+        if self._places is None and self._promised and (free < nbytes or tight(self._capacity, free)):
+            self._follow()
+        if self._places is None:
+            self._past.append(entry)
+        else:
+            while not self._place(entry) and self._returns:
+                now = max(now, self._return())
+        self._taken += nbytes
+        return now, entry
+
+    def give_back(self, at: float, entries: list[int]) -> None:
+        """Say when entries come back; in ascending order."""
+        self._promised += len(entries)
+        self._returns.append((at, entries))
+        if self._places is not None:
+            self._places.promised = self._promised
+
+    def _return(self) -> float:
+        at, entries = self._returns.popleft()
+        self._promised -= len(entries)
+        for entry in entries:
+            self._taken -= self._sizes[entry]
+            if self._places is None:
+                self._past.append(~entry)
+            else:
+                self._places.give(self._pieces.pop(entry, ()))
+        if self._places is not None:
+            self._places.promised = self._promised
+        return at
+
+    def _follow(self) -> None:
+        """Find out where everything lies."""
+        self._places = Places(self._capacity)
+        for entry in self._past:
+            if entry >= 0:
+                self._place(entry)
+            else:
+                self._places.give(self._pieces.pop(~entry, ()))
+        self._places.promised = self._promised
+
+    def _place(self, entry: int) -> bool:
+        """Find a place; there is none only until more comes back, or where padding makes a log a little too small."""
+        assert self._places is not None
+        choice = self._places.choose(self._sizes[entry])
+        if choice is None:
+            return False
+        pieces, fresh = choice
+        self._places.take(pieces, fresh)
+        if fresh:
+            pieces.append((self._places.add_segment(fresh), fresh))
+        self._pieces[entry] = pieces
+        return True

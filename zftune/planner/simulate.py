@@ -2,8 +2,8 @@
 
 It follows the runtime's schedule: gradients leave as backward produces them (or in the step), windows close every S
 steps, pieces are shown after step e_w + 1 + floor(b * min(L, n_w) / B), weights cross the link in the step before, as
-many as staging has room for, the log has room for S steps and S times the largest bucket. Where nothing overlaps, the
-host takes the foremost piece whose gradients are there. Selections do not change.
+many as staging has room for, the log has room for S steps and S times the largest bucket. The host takes the foremost
+piece whose gradients are there; it waits for the foremost of all where nothing is lost by it. Selections do not change.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from zenflow import ZenFlowConfig
+from zenflow.host.places import padded
 from zftune.planner.facts import CAUSES
 from zftune.planner.rates import Rates, sharded
-from zftune.planner.resources import Room, Server
+from zftune.planner.resources import Log, Room, Server
 from zftune.planner.split import Piece, Split
 
 _LEAST_STEPS = 24
-_LEAST_WINDOWS = 6
+_LEAST_WINDOWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Steady:
     steps_ms: tuple[float, ...]
     """Each step of the last window."""
     packed_bytes: float
-    """Most gradients that ever waited on the device for the link."""
+    """Most gradients that waited on the device for the link."""
     arrived_bytes: float
     """Most updated weights that ever waited on the device, or were on their way."""
 
@@ -62,6 +63,9 @@ class _State:
     """Everything that changes from step to step."""
 
     now: float = 0.0
+    """The compute stream's."""
+    thread: float = 0.0
+    """The training thread's, which runs ahead of the device and is behind its own waits only."""
     down: Server = field(default_factory=Server)
     up: Server = field(default_factory=Server)
     host: Server = field(default_factory=Server)
@@ -76,11 +80,12 @@ class _State:
     last_down: float = 0.0
     """When the step before had sent everything."""
 
-    def wait(self, until: float, cause: str) -> None:
-        """Let the compute stream wait."""
-        if until > self.now:
-            self.stall[cause] += until - self.now
-            self.now = until
+    def wait(self, until: float, cause: str, *, queued: float = 0.0) -> None:
+        """Let the thread wait, and the compute stream when it has done what it was given, which takes `queued`."""
+        self.thread = max(self.thread, until)
+        if until - queued > self.now:
+            self.stall[cause] += until - queued - self.now
+            self.now = until - queued
 
 
 def simulate(rates: Rates, split: Split, config: ZenFlowConfig, *, module: bool = True) -> Steady:
@@ -95,17 +100,42 @@ def simulate(rates: Rates, split: Split, config: ZenFlowConfig, *, module: bool 
     return _Pipeline(rates, split, config, module=module).run()
 
 
+def _send_of(rates: Rates, piece: Piece) -> tuple[float, float, float, float, int]:
+    """Of one rank: packing, copy and collective in ms, bytes of the copy and of the log's entry."""
+    own = piece.elements / rates.ranks
+    return (
+        rates.pack_ms(own),
+        rates.down_ms(own),
+        rates.reduce_ms(piece.elements),
+        rates.element_bytes * own,
+        padded(round(piece.log_bytes / rates.ranks)),
+    )
+
+
 class _Pipeline:
     def __init__(self, rates: Rates, split: Split, config: ZenFlowConfig, *, module: bool) -> None:
         self.rates, self.split, self.config = rates, split, config
         self.window = config.longest_window
+        self.streams = config.stream
+        self.steady = False
         self.state = _State()
         own = split.deferred / rates.ranks
-        self.log = Room(self.window * (split.log_step_bytes / rates.ranks + split.largest_log_bytes))
-        self.packed = Room(rates.element_bytes * own)
+        self.log = Log(math.ceil(self.window * (split.log_step_bytes / rates.ranks + split.largest_log_bytes)))
+        self.logged: list[list[int]] = [[] for _ in split.pieces]
+        """Of each piece, the open window's entries."""
+        self.staging = Room(rates.element_bytes * own)
+        """For what waits on the device for the link, as the training thread sees it."""
+        self.packed = Room(math.inf)
+        """That, as it is."""
         self.by_stage: list[list[int]] = [[] for _ in range(split.layers + 1)]
+        self.begun = -math.inf
+        """When the host began with its last piece."""
+        self.sends = [_send_of(rates, piece) for piece in split.pieces]
+        self.before_layers: list[int] = []
         for number, piece in enumerate(split.pieces):
-            self.by_stage[piece.stage].append(number)
+            (self.before_layers if piece.before_layers else self.by_stage[piece.stage]).append(number)
+        self.last_end = 0.0
+        """When the step before ended."""
         self.arrived = [0.0] * len(split.pieces)
         """When each piece's newest gradient is on the host."""
         self.copied = [0.0] * len(split.pieces)
@@ -118,6 +148,7 @@ class _Pipeline:
         warm = windows // 2 * self.window
         ends: list[float] = []
         for step in range(1, windows * self.window + 1):
+            self.streams = self.config.stream and step > 1  # the first gradients begin the weights, in `step()`
             self._forward()
             self._backward()
             self._step(step)
@@ -125,6 +156,7 @@ class _Pipeline:
             if step == warm:
                 self.state.stall = dict.fromkeys(CAUSES, 0.0)
                 self.state.host.busy = 0.0
+                self.steady = True
         return self._steady(ends, warm)
 
     def _steady(self, ends: list[float], warm: int) -> Steady:
@@ -155,50 +187,60 @@ class _Pipeline:
         pad = self.rates.backward_ms / self.split.layers
         for stage in reversed(range(self.split.layers)):
             if stage == self.split.layers - 1:
-                self._stage(self.split.layers, pad)
-            self._stage(stage, pad)
+                self._stage(self.by_stage[self.split.layers], pad)
+            self._stage(self.by_stage[stage], pad)
             self.state.now += pad
+        self._stage(self.before_layers, 0.0)
 
-    def _stage(self, stage: int, pad: float) -> None:
-        if not self.config.stream:
+    def _stage(self, numbers: list[int], pad: float) -> None:
+        if not self.streams:
             return
-        work = self.split.stages[stage]
-        self.state.now += self.rates.stage_ms(work.scored, work.kept, kept_apart=True)
-        for number in reversed(self.by_stage[stage]):
+        kept = 0
+        for number in reversed(numbers):
+            piece = self.split.pieces[number]
+            self.state.now += self.rates.stage_ms(piece.scored, piece.kept)
+            kept += piece.kept
             self._send(number, ahead=pad)
-        if self.rates.ranks > 1 and work.kept:
-            self.state.comm.serve(self.state.now + pad, 2 * self.rates.reduce_ms(work.kept))
+        if self.rates.ranks > 1 and kept:
+            self.state.comm.serve(self.state.now + pad, 2 * self.rates.reduce_ms(kept))
 
     def _send(self, number: int, *, ahead: float) -> None:
         """Pack a piece and queue its copy; what waits in backward still has half a layer to work off."""
-        state, rates, piece = self.state, self.rates, self.split.pieces[number]
-        own = piece.elements / rates.ranks
-        nbytes = rates.element_bytes * own
-        if self.config.stream:
-            state.wait(self.packed.when(state.now, nbytes, alone=True) - ahead / 2, "d2h")
-        else:
-            self.packed.when(state.now, -self.packed.taken)
-        state.now += rates.pack_ms(own)
-        log_bytes = piece.log_bytes / rates.ranks
-        state.wait(self.log.when(state.now, log_bytes) - ahead / 2, "host")
-        self.log.take(log_bytes)
+        state, (pack_ms, down_ms, reduce_ms, nbytes, log_bytes) = self.state, self.sends[number]
+        if self.streams and (room := self.staging.when(state.thread, nbytes, alone=True)) > state.thread:
+            state.wait(room, "d2h", queued=ahead / 2)
+        packed_at = state.now
+        state.now += pack_ms
+        there, entry = self.log.take(state.thread, log_bytes)
+        if there > state.thread:
+            state.wait(there, "host", queued=ahead / 2)
+        self.logged[number].append(entry)
         ready = state.now + ahead
-        if rates.ranks > 1:
-            ready = state.comm.serve(ready, rates.reduce_ms(piece.elements))[1]
-        _, end = state.down.serve(ready, rates.down_ms(own))
+        if self.rates.ranks > 1:
+            ready = state.comm.serve(ready, reduce_ms)[1]
+        _, end = state.down.serve(ready, down_ms)
         self.arrived[number] = end
-        self.packed.take(nbytes)
-        self.packed.give_back(end, nbytes)
+        if self.streams:
+            self.staging.take(nbytes)
+            self.staging.give_back(end, nbytes)
+        if self.steady:
+            self.packed.when(packed_at, nbytes)
+            self.packed.take(nbytes)
+            self.packed.give_back(end, nbytes)
 
     def _step(self, step: int) -> None:
-        state, config = self.state, self.config
+        state = self.state
         closes = step % self.window == 0
+        state.thread = max(state.thread, self.last_end)  # it is ahead by a step at most
+        if not self.streams:
+            state.now += self.rates.device_ms(self.rates.element_bytes * self.split.selecting)
+        if step == 1:
+            self._read_masters()
         behind = state.last_down > state.now
         if behind:
             self._update()
             state.wait(state.last_down, "d2h")
-        if not config.stream:
-            state.now += self.rates.device_ms(self.rates.element_bytes * self.split.selecting)
+        if not self.streams:
             for number in range(len(self.split.pieces)):
                 self._send(number, ahead=0.0)
         state.last_down = state.down.free_at
@@ -208,12 +250,20 @@ class _Pipeline:
         if closes:
             self._close(step)
         self._ask(step + 1)
+        self.last_end = state.now
+
+    def _read_masters(self) -> None:
+        """The host takes the weights over, once; which of several cycles follows may depend on it."""
+        for piece in self.split.pieces:
+            own = piece.elements / self.rates.ranks
+            _, end = self.state.down.serve(self.state.now, self.rates.down_ms(own))
+            self.state.host.serve(end, self.rates.read_ms(own))
 
     def _update(self) -> None:
         """Resident and selected columns, whose reduced gradients have to be there first."""
         state, rates = self.state, self.rates
         if rates.ranks > 1:
-            if not self.config.stream:
+            if not self.streams:
                 state.comm.serve(state.now, 2 * rates.reduce_ms(self.split.selected + self.split.resident))
             state.wait(state.comm.free_at, "comm")
         state.now += rates.update_ms(sharded(rates, self.split))
@@ -227,22 +277,31 @@ class _Pipeline:
         in_turn = synchronous and self.config.pipeline == "none"
         arrived = [state.down.free_at] * len(self.arrived) if in_turn else self.arrived
         flights: dict[int, _Flight] = {}
-        left, decided, before = list(range(len(self.split.pieces))), -math.inf, -math.inf
+        inputs = [max(pair) for pair in zip(arrived, self.copied, strict=True)]
+        left = list(range(len(self.split.pieces)))
+        chosen = max(state.now, self.begun)
+        in_order = not synchronous and self._rest_comes_soon(inputs, chosen)
         while left:
-            there = (at for at, number in enumerate(left) if not synchronous or arrived[number] <= decided)
-            number = left.pop(next(there, -1 if self.config.stream else 0))
+            # The next is chosen when the one before begins, the first when the device has come to the window's close.
+            chosen = max(state.now, self.begun)
+            there = (at for at, number in enumerate(left) if in_order or inputs[number] <= chosen)
+            number = left.pop(next(there, -1 if self.streams else 0))
             piece = self.split.pieces[number]
             duration = self.rates.host_ms(piece.elements / self.rates.ranks, self.window, self.updates)
-            _, end = state.host.serve(max(state.now, self.copied[number], arrived[number]), duration)
-            # The host has one piece to go on with: the next is chosen when this one's gradients are there and the one
-            # before is done, the first two long before that, as the training thread is ahead of the device.
-            decided, before = max(arrived[number], before), end
-            self.log.give_back(end, self.window * piece.log_bytes / self.rates.ranks)
+            self.begun, end = state.host.serve(max(state.now, inputs[number]), duration)
+            self.log.give_back(end, self.logged[number])
+            self.logged[number] = []
             due = step if synchronous else step + piece.due
             flights[number] = _Flight(number, piece, due, arrived[number], end)
         state.flights += [flights[number] for number in sorted(flights)]
         if synchronous:
             self._apply_synchronously(step, in_turn=in_turn)
+
+    def _rest_comes_soon(self, inputs: list[float], now: float) -> bool:
+        """Whether the link brings the rest before the host could do two buckets of average size: then it waits."""
+        coming = sum(send[1] for send, at in zip(self.sends, inputs, strict=True) if at > now)
+        whole = self.rates.host_ms(self.split.deferred / self.rates.ranks, self.window, self.updates)
+        return coming <= 2 * whole / max(1, self.split.buckets)
 
     def _apply_synchronously(self, step: int, *, in_turn: bool) -> None:
         if in_turn and self.state.flights:
@@ -272,7 +331,7 @@ class _Pipeline:
             if flight.up is None:
                 asked.append(flight)
                 asked_bytes += nbytes
-        for flight in sorted(asked, key=lambda flight: flight.updated):
+        for flight in sorted(asked, key=lambda flight: max(flight.updated, state.now)):
             self._send_up(flight)
 
     def _send_up(self, flight: _Flight) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zenflow import ZenFlowConfig
-from zenflow.host.log_pool import padded
+from zenflow.host.places import padded
 from zenflow.layout import ModelPlan, plan_model
 from zenflow.schedule import due_step
 from zftune.planner.facts import ModelFacts
@@ -31,16 +31,12 @@ class Piece:
     """Steps after the close at which it is shown: 1 .. lag."""
     log_bytes: int
     """Of one step's entries in the log, padded."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """What backward does in one layer beside its own work: in elements."""
-
-    scored: int
-    """Of weights that are staged: their gradient is read for its importance."""
-    kept: int
-    """Resident and selected elements of these, kept on the device."""
+    scored: int = 0
+    """Elements of weights whose gradient is read for its importance just before this piece is packed."""
+    kept: int = 0
+    """Resident and selected elements of these, which are then kept on the device."""
+    before_layers: bool = False
+    """Whether its gradients are whole only when backward is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +45,17 @@ class Split:
 
     pieces: tuple[Piece, ...]
     """In forward order."""
-    stages: tuple[Stage, ...]
-    """Of stages 0 .. layers."""
     layers: int
     resident: int
     selected: int
     deferred: int
     selecting: int
     """Elements of weights that have both selected and deferred columns."""
+    scored: int
+    """Elements of weights that are staged."""
+    kept: int
+    """Resident and selected elements of these."""
+    buckets: int
     largest_log_bytes: int
     """Of the largest bucket, padded."""
     largest_bucket: int
@@ -99,28 +98,31 @@ class _Buckets:
 @lru_cache(maxsize=512)
 def _buckets(model: ModelFacts, topk_ratio: float, offload_ratio: float, bucket_bytes: int) -> _Buckets:
     plan = _model_plan(model, topk_ratio, offload_ratio, bucket_bytes)
-    resident = selected = selecting = 0
-    scored, kept = [0] * (model.layers + 1), [0] * (model.layers + 1)
+    resident = selected = selecting = scored = kept = 0
     buckets: list[Piece] = []
-    for shape, weight, stage in zip(model.weights, plan.weights, model.stages, strict=True):
+    for number, (shape, weight, stage) in enumerate(zip(model.weights, plan.weights, model.stages, strict=True)):
         elements = math.prod(shape)
         resident += elements - weight.offloaded * weight.rows
         selected += weight.selected * weight.rows
         selecting += elements if weight.selected and weight.deferred else 0
-        if weight.deferred:
-            scored[stage] += elements
-            kept[stage] += elements - weight.deferred * weight.rows
         for low, high in weight.bucket_slots:
             size = (high - low) * weight.rows
-            buckets.append(Piece(stage, size, 1, padded(size * model.element_bytes)))
+            log_bytes = padded(size * model.element_bytes)
+            buckets.append(Piece(stage, size, 1, log_bytes, before_layers=number < model.before_layers))
+        if weight.deferred:
+            staged = elements, elements - weight.deferred * weight.rows
+            buckets[-1] = replace(buckets[-1], scored=staged[0], kept=staged[1])  # which the simulator sends first
+            scored, kept = scored + staged[0], kept + staged[1]
     totals = Split(
         pieces=(),
-        stages=tuple(map(Stage, scored, kept)),
         layers=model.layers,
         resident=resident,
         selected=selected,
         deferred=sum(bucket.elements for bucket in buckets),
         selecting=selecting,
+        scored=scored,
+        kept=kept,
+        buckets=len(buckets),
         largest_log_bytes=max((bucket.log_bytes for bucket in buckets), default=0),
         largest_bucket=max((bucket.elements for bucket in buckets), default=0),
     )
@@ -155,10 +157,19 @@ def _merged(buckets: list[Piece], pieces: int) -> tuple[Piece, ...]:
     merged: list[Piece] = []
     for bucket in buckets:
         last = merged[-1] if merged else None
-        together = last is not None and (last.stage, last.due) == (bucket.stage, bucket.due)
+        together = last is not None and _kind(last) == _kind(bucket)
         if together and last is not None and last.elements + bucket.elements <= most:
-            both = last.elements + bucket.elements, last.due, last.log_bytes + bucket.log_bytes
-            merged[-1] = Piece(last.stage, *both)
+            merged[-1] = replace(
+                last,
+                elements=last.elements + bucket.elements,
+                log_bytes=last.log_bytes + bucket.log_bytes,
+                scored=last.scored + bucket.scored,
+                kept=last.kept + bucket.kept,
+            )
         else:
             merged.append(bucket)
     return tuple(merged)
+
+
+def _kind(piece: Piece) -> tuple[int, int, bool]:
+    return piece.stage, piece.due, piece.before_layers

@@ -19,7 +19,7 @@ from zenflow.clock import Event, Queue, Thread
 from zenflow.device import Device, HostSpan, Mark, Transfer
 from zenflow.errors import HostEngineError
 from zenflow.host.backend import Backend
-from zenflow.host.foremost import Foremost
+from zenflow.host.foremost import Foremost, inputs_are_there
 from zenflow.host.tasks import Task
 from zenflow.host.turnstile import Turnstile
 
@@ -154,6 +154,8 @@ class HostEngine:
         self._started: Queue[tuple[Job, int | Exception | None] | None] = clock.queue("host work that has begun")
         self.last_span = HostSpan()
         """Of the job that was finished last."""
+        self._s_per_byte = 0.0
+        """Of that job."""
         self._closing = False
         self._failure: HostEngineError | None = None
         self._told = clock.event("the failure of host work")
@@ -194,13 +196,15 @@ class HostEngine:
         return job
 
     @contextmanager
-    def foremost_first(self, *, last_arrives_first: bool) -> Iterator[None]:
+    def foremost_first(self, *, last_arrives_first: bool, patient: bool) -> Iterator[None]:
         """Run the jobs that are submitted within as their inputs arrive, and of those that could run the foremost.
 
         They start at the end of the block. They must not depend on each other.
 
         Args:
             last_arrives_first: whether the inputs of the last job arrive first; else those of the first.
+            patient: whether the foremost are waited for where the link brings them soon: what is done instead is not
+                interrupted for them.
         """
         gathered: list[Job] = []
         self._gathered = gathered
@@ -208,8 +212,26 @@ class HostEngine:
             yield
         finally:
             self._gathered = None
-            jobs = Foremost(gathered, last_arrives_first=last_arrives_first, engine_works=self._works)
+            jobs = Foremost(
+                gathered,
+                last_arrives_first=last_arrives_first,
+                patience=self._rest_comes_soon if patient else None,
+                produced=partial(self._device.wait_for, self._device.mark()),
+                engine_works=self._works,
+            )
             self._waiting.put(jobs)
+
+    def _rest_comes_soon(self, jobs: Sequence[Job]) -> bool:
+        """Whether all inputs are there before two jobs could be done; so many may be chosen too early."""
+        # What is missing is the newest gradient, which is as large as the result.
+        coming = sum(job.result.nbytes for job in jobs if job.result is not None and not inputs_are_there(job))
+        past = [job.inputs[0] for job in jobs if job.inputs and job.inputs[0].done()]
+        past_bytes = sum(transfer.nbytes for transfer in past)
+        if not coming or not past_bytes:
+            return not coming
+        link_s = sum(self._device.elapsed_s(transfer.begin, transfer.end) for transfer in past) * coming / past_bytes
+        host_s = self._s_per_byte * sum(job.nbytes for job in jobs) / len(jobs)
+        return link_s <= 2 * host_s
 
     def reach(self, step: int) -> None:
         """Say which step is over: jobs that were to wait for it may start."""
@@ -308,6 +330,7 @@ class HostEngine:
             return
         if job.task is not None:
             self.last_span = span
+            self._s_per_byte = span.seconds / job.nbytes if job.nbytes else 0.0
             observer = self._device.observer  # the training thread may take it away
             if observer is not None:
                 observer.worked(job.name, span)

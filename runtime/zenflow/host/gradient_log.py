@@ -12,8 +12,9 @@ from zenflow.device import Arrived, Device, Transfer
 from zenflow.errors import HostEngineError
 from zenflow.history import History
 from zenflow.host.engine import HostEngine
-from zenflow.host.log_pool import Extents, LogPool, padded
+from zenflow.host.log_pool import Extents, LogPool
 from zenflow.host.memory import HostMemory
+from zenflow.host.places import padded
 
 
 class GradientLog:

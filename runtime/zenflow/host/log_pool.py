@@ -1,12 +1,8 @@
-"""Host memory for logged gradients: what draining one window frees, filling the next one takes.
-
-Entries arrive in another order than those of the window before are given back, so their sizes do not match one to one.
-An entry may therefore lie in several pieces; in return, memory never exceeds the planned capacity.
-"""
+"""Host memory for logged gradients: what draining one window frees, filling the next one takes."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,24 +10,7 @@ import torch
 
 from zenflow.clock import REAL_CLOCK, Clock
 from zenflow.errors import ConfigError
-
-ALIGN_BYTES = 64
-_FEW_PIECES = 4
-_PATIENT_SHARE = 32
-"""While memory is promised and less than 1/32 of all is free, a take waits for a place in few pieces.
-
-A host that only just keeps up leaves memory full for ever, and then every take sweeps up the slivers that those before
-it left: 20 pieces on average after 200 windows, and growing. Waiting for a little more keeps it near 2. It must be a
-little: gradients leave during backward, so what is waited for there is a stall wherever the host has no time to spare
-(1/8 and 2 pieces cost 8% of the step at the shortest window without a stall, study 009).
-"""
-_Piece = tuple[int, int]
-"""Address, bytes."""
-
-
-def padded(nbytes: int, align: int = ALIGN_BYTES) -> int:
-    """The bytes that an entry of `nbytes` takes from a pool: the next multiple of `align`."""
-    return -(-nbytes // align) * align
+from zenflow.host.places import ALIGN_BYTES, Piece, Places, padded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +20,7 @@ class Extents:
     nbytes: int
     views: tuple[torch.Tensor, ...]
     """1-D uint8, in the entry's order, `nbytes` in all; each but the last is a multiple of the pool's `align`."""
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[Piece, ...]
     """Where the pool has them."""
 
 
@@ -69,33 +48,29 @@ class LogPool:
         """
         self._allocate = allocate
         self._align = align
+        self._places = Places(0, align)
         self._changed = clock.condition("room in the gradient log")
         self._error: BaseException | None = None
         self._taken: dict[Extents, bool] = {}  # and whether they were promised
-        self._promised = 0
-        self._capacity_bytes = self._allocated_bytes = self._taken_bytes = self._peak_bytes = 0
-        self._reserved_bytes = 0
+        self._peak_bytes = self._reserved_bytes = 0
         self._segments: list[torch.Tensor] = []
-        self._bases: list[int] = []  # one address space, with gaps: only parts of one segment are neighbours
-        self._free: list[tuple[int, int]] = []  # ascending: bytes, address
-        self._free_bytes_at: dict[int, int] = {}
-        self._free_bytes_before: dict[int, int] = {}
+        self._bases: list[int] = []  # ascending: their addresses
         self.resize(capacity_bytes)
 
     @property
     def capacity_bytes(self) -> int:
         """Most bytes of all segments together."""
-        return self._capacity_bytes
+        return self._places.capacity_bytes
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of all segments, also of one that is being allocated right now."""
-        return self._allocated_bytes
+        return self._places.allocated_bytes
 
     @property
     def taken_bytes(self) -> int:
         """Padded bytes of all that is taken."""
-        return self._taken_bytes
+        return self._places.taken_bytes
 
     @property
     def peak_allocated_bytes(self) -> int:
@@ -110,7 +85,6 @@ class LogPool:
     def take(self, nbytes: int, timeout_s: float | None = None) -> Extents:
         """Find a place for an entry; blocks until there is one.
 
-        In this order: a free extent of that size, part of the smallest larger one, a new segment, or several of them.
         `timeout_s` is the longest wait in seconds; None waits for ever.
 
         Raises:
@@ -122,13 +96,9 @@ class LogPool:
         with self._changed:
             choice = self._changed.wait_for(lambda: self._choose(needed), timeout_s)
             if choice is None:
-                raise TimeoutError(f"no room for {needed} bytes in {timeout_s} s, {self._taken_bytes} bytes are taken")
+                raise TimeoutError(f"no room for {needed} bytes in {timeout_s} s, {self.taken_bytes} bytes are taken")
             pieces, fresh = choice
-            for address, size in pieces:
-                if (free := self._remove(address)) > size:
-                    self._add(address + size, free - size)
-            self._taken_bytes += needed
-            self._allocated_bytes += fresh
+            self._places.take(pieces, fresh)
         if fresh:
             pieces.append((self._grow(fresh, pieces), fresh))
         with self._changed:
@@ -139,13 +109,13 @@ class LogPool:
     def promise(self, extents: Extents) -> None:
         """Say that extents come back even while their taker waits in `take`. ValueError: they are not taken."""
         with self._changed:
-            self._promised += not self._known(extents)
+            self._places.promised += not self._known(extents)
             self._taken[extents] = True
 
     def give(self, extents: Extents) -> None:
         """Give an entry's place back. ValueError: it is not taken from this pool, or was given back before."""
         with self._changed:
-            self._promised -= self._known(extents)
+            self._places.promised -= self._known(extents)
             del self._taken[extents]
             self._release(extents.pieces)
 
@@ -154,7 +124,7 @@ class LogPool:
         if capacity_bytes < 0:
             raise ConfigError(f"capacity_bytes is {capacity_bytes}, allowed is an integer >= 0")
         with self._changed:
-            self._capacity_bytes = capacity_bytes
+            self._places.capacity_bytes = capacity_bytes
             self._reserved_bytes = 0
             self._trim()
             self._changed.notify_all()
@@ -164,9 +134,8 @@ class LogPool:
         with self._changed:
             self._reserved_bytes = padded(nbytes, self._align)
             self._trim()
-            fresh = max(0, self._reserved_bytes - self._allocated_bytes)
-            self._allocated_bytes += fresh
-            self._taken_bytes += fresh
+            fresh = max(0, self._reserved_bytes - self.allocated_bytes)
+            self._places.count_segment(fresh)
         if fresh:
             base = self._grow(fresh, [])
             with self._changed:
@@ -181,8 +150,8 @@ class LogPool:
     def clear(self) -> None:
         """Drop all segments. ValueError: something is taken, so a copy may still write to it."""
         with self._changed:
-            if self._taken_bytes:
-                raise ValueError(f"{self._taken_bytes} bytes are taken, allowed is to clear a pool that is all free")
+            if self.taken_bytes:
+                raise ValueError(f"{self.taken_bytes} bytes are taken, allowed is to clear a pool that is all free")
             self._drop()
 
     def _needed(self, nbytes: int) -> int:
@@ -195,34 +164,12 @@ class LogPool:
             raise ValueError(f"extents of {extents.nbytes} bytes are not taken from this pool, or were given back")
         return self._taken[extents]
 
-    def _choose(self, needed: int) -> tuple[list[_Piece], int] | None:
-        """Parts of free extents to take, and bytes of a new segment; None as long as a take has to wait."""
+    def _choose(self, needed: int) -> tuple[list[Piece], int] | None:
         if self._error is not None:
             raise self._error
-        most = max(self._capacity_bytes // self._align * self._align, self._allocated_bytes)
-        if needed > most:
-            raise ConfigError(f"nbytes is {needed} (padded), allowed are at most the pool's {most} bytes")
-        room, unused = most - self._allocated_bytes, most - self._taken_bytes
-        if unused < needed:
-            return None
-        pieces: list[_Piece] = []
-        fresh, left, rest = 0, needed, len(self._free)  # from `rest` on, extents are taken as a whole
-        while left:
-            fits = bisect_left(self._free, (left, -1))
-            if fits < rest:
-                pieces.append((self._free[fits][1], left))
-                break
-            if room >= left:
-                fresh = left
-                break
-            rest -= 1
-            size, address = self._free[rest]
-            pieces.append((address, size))
-            left -= size
-        few = len(pieces) + bool(fresh) <= _FEW_PIECES
-        return (pieces, fresh) if few or not self._promised or unused * _PATIENT_SHARE >= most else None
+        return self._places.choose(needed)
 
-    def _grow(self, nbytes: int, pieces: list[_Piece]) -> int:
+    def _grow(self, nbytes: int, pieces: list[Piece]) -> int:
         """Allocate a segment that is already counted, without the lock as it may take long; gives its address."""
         try:
             segment = self._allocate(nbytes)
@@ -230,18 +177,17 @@ class LogPool:
                 raise ValueError(f"allocate gave {segment.dtype} {list(segment.shape)}, allowed is uint8 [{nbytes}]")
         except BaseException:
             with self._changed:
-                self._allocated_bytes -= nbytes
-                self._taken_bytes -= nbytes
+                self._places.count_segment(-nbytes)
                 self._release(pieces)
             raise
         with self._changed:
-            base = self._bases[-1] + self._segments[-1].numel() + self._align if self._bases else 0
+            base = self._places.add_segment(nbytes)
             self._bases.append(base)
             self._segments.append(segment)
-            self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
+            self._peak_bytes = max(self._peak_bytes, self.allocated_bytes)
         return base
 
-    def _views(self, pieces: list[_Piece], nbytes: int) -> tuple[torch.Tensor, ...]:
+    def _views(self, pieces: list[Piece], nbytes: int) -> tuple[torch.Tensor, ...]:
         views = []
         for address, size in pieces:
             number = bisect_right(self._bases, address) - 1
@@ -250,33 +196,15 @@ class LogPool:
         return tuple(views)
 
     def _trim(self) -> None:
-        if not self._taken_bytes and self._allocated_bytes > max(self._capacity_bytes, self._reserved_bytes):
+        if not self.taken_bytes and self.allocated_bytes > max(self.capacity_bytes, self._reserved_bytes):
             self._drop()
 
     def _drop(self) -> None:
-        for part in (self._segments, self._bases, self._free, self._free_bytes_at, self._free_bytes_before):
-            part.clear()
-        self._allocated_bytes = 0
+        self._places.drop()
+        self._segments.clear()
+        self._bases.clear()
 
-    def _release(self, pieces: Sequence[_Piece]) -> None:
-        for address, size in pieces:
-            self._taken_bytes -= size
-            low, high = address, address + size
-            if high in self._free_bytes_at:
-                high += self._remove(high)
-            if low in self._free_bytes_before:
-                low -= self._remove(low - self._free_bytes_before[low])
-            self._add(low, high - low)
+    def _release(self, pieces: Sequence[Piece]) -> None:
+        self._places.give(pieces)
         self._trim()
         self._changed.notify_all()
-
-    def _add(self, address: int, size: int) -> None:
-        insort(self._free, (size, address))
-        self._free_bytes_at[address] = size
-        self._free_bytes_before[address + size] = size
-
-    def _remove(self, address: int) -> int:
-        size = self._free_bytes_at.pop(address)
-        del self._free_bytes_before[address + size]
-        del self._free[bisect_left(self._free, (size, address))]
-        return size

@@ -122,6 +122,7 @@ def facts_of(case: Case, module: torch.nn.Module) -> ModelFacts:
         weights=tuple(shapes),
         dtype="bf16",
         stages=tuple(stages),
+        before_layers=sum("embed" in name for name, _ in module.named_parameters()),
         heads=case.hidden // 32,
         intermediate=case.intermediate,
         vocabulary=case.vocabulary,

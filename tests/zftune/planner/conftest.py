@@ -6,7 +6,7 @@ from typing import Any
 
 from zftune.planner.facts import Machine
 from zftune.planner.rates import Rates
-from zftune.planner.split import Piece, Split, Stage
+from zftune.planner.split import Piece, Split
 
 MEGA = 1_000_000
 
@@ -27,13 +27,15 @@ def toy_split(*elements: int, layers: int | None = None, due: int = 1) -> Split:
     """A piece for each layer, all deferred; a bucket's entry takes 2 bytes an element."""
     count = layers or len(elements)
     return Split(
-        pieces=tuple(Piece(stage, size, due, 2 * size) for stage, size in enumerate(elements)),
-        stages=tuple(Stage(size, 0) for size in (*elements, *[0] * (count + 1 - len(elements)))),
+        pieces=tuple(Piece(stage, size, due, 2 * size, scored=size) for stage, size in enumerate(elements)),
         layers=count,
         resident=0,
         selected=0,
         deferred=sum(elements),
         selecting=0,
+        scored=sum(elements),
+        kept=0,
+        buckets=len(elements),
         largest_log_bytes=2 * max(elements),
         largest_bucket=max(elements),
     )

@@ -14,7 +14,7 @@ from tests.zftune.planner.conftest import MEGA, toy_rates, toy_split
 from zenflow import RigSpec, ZenFlowConfig
 from zftune.planner import ModelFacts, Rates
 from zftune.planner.closed_form import floor
-from zftune.planner.resources import Room, Server
+from zftune.planner.resources import Log, Room, Server
 from zftune.planner.simulate import Steady, simulate
 from zftune.planner.split import split_of
 
@@ -47,6 +47,28 @@ def test_a_room_waits_for_what_comes_back() -> None:
     assert (room.taken, room.peak) == (10.0, 10.0)
     assert room.when(20.0, 5.0) == 20.0
     assert room.when(20.0, 50.0, alone=True) == 20.0  # what is left never comes back
+
+
+def test_a_log_waits_for_what_comes_back() -> None:
+    log = Log(640)
+    first = [log.take(0.0, 64)[1] for _ in range(10)]
+    log.give_back(3.0, first[:1])
+    log.give_back(5.0, first[2:3])
+    log.give_back(8.0, first[5:6])
+    assert log.take(1.0, 64)[0] == 3.0
+    assert log.take(1.0, 128)[0] == 8.0  # in two pieces
+    assert log.take(9.0, 64)[0] == 9.0  # nothing comes back any more
+
+
+def test_a_tight_log_waits_for_a_place_in_few_pieces() -> None:
+    # Every other 64 of 64,000 bytes come back, one after the other. 320 of them are five pieces, which would do only
+    # where 1/32 of all is free: 2000 bytes, which the 32nd makes full.
+    log = Log(64_000)
+    entries = [log.take(0.0, 64)[1] for _ in range(1000)]
+    for number in range(0, 1000, 2):
+        log.give_back(1.0 + number, entries[number : number + 1])
+    assert log.take(0.0, 4 * 64)[0] == 7.0
+    assert log.take(7.0, 5 * 64)[0] == 7.0 + 2 * 32
 
 
 def test_zero_offload_does_one_after_the_other() -> None:
@@ -109,22 +131,22 @@ def test_gradients_that_leave_only_in_the_step_are_not_hidden_by_backward() -> N
 
 
 def test_gradients_that_leave_during_backward_cost_nothing() -> None:
-    # The host takes 5 ms for each of eight layers, the link 0.5 ms. Layers 7 and 6 are chosen before anything is there.
-    # At the end of backward (30) only layer 0's gradient is missing, until 30.5; when 7 is done (35) it is there and
-    # the foremost: 0 from 40 to 45, 5 from 65 to 70. Forward begins at 45.5 and waits for 5 until 70.5, then 3.75 more.
+    # The host takes 5 ms for each of eight layers, the link 0.5 ms. At the end of backward (30) only layer 0's gradient
+    # is missing, until 30.5, so that 1 and 2 are chosen; when 1 is done (35) 0 is there and the foremost: 0 from 40 to
+    # 45, 7 from 65 to 70. Forward begins at 45.5 and waits for 7 until 70.5, then 1.25 more.
     rates, split = toy_rates(d2h=4, h2d=4, host=40), toy_split(*[MEGA // 8] * 8)
     found = simulate(rates, split, ZenFlowConfig.zero_offload(pipeline="bucket"))
-    assert found.step_ms == pytest.approx(70.5 + 3.75 + 20 - 30)
+    assert found.step_ms == pytest.approx(70.5 + 1.25 + 20 - 30)
     assert sum(found.stall_ms.values()) == pytest.approx(found.step_ms - 30)
     whole = simulate(rates, split, ZenFlowConfig.zero_offload(pipeline="bucket", stream=False))
     assert found.step_ms < 1.04 * whole.step_ms
 
 
 def test_weights_cross_the_link_as_they_are_finished() -> None:
-    # As above, but the link takes 5 ms up for each layer: 7 from 35, 6 from 40, 0 from 45 and 5 from 70 to 75.
+    # As above, but the link takes 5 ms up for each layer: 1 from 35, 2 from 40, 0 from 45 and 7 from 70 to 75.
     rates, split = toy_rates(d2h=4, h2d=40, host=40), toy_split(*[MEGA // 8] * 8)
     found = simulate(rates, split, ZenFlowConfig.zero_offload(pipeline="bucket"))
-    assert found.step_ms == pytest.approx(75 + 3.75 + 20 - 30)
+    assert found.step_ms == pytest.approx(75 + 1.25 + 20 - 30)
 
 
 def test_too_little_staging_lets_weights_come_one_by_one() -> None:
@@ -202,10 +224,25 @@ def test_stalls_are_those_that_study_009_measured(path: Path) -> None:
     config = ZenFlowConfig(topk_ratio=inputs["topk_ratio"], update_interval=inputs["update_interval"])
     rates = rig_rates(inputs["rig_values"], inputs["rig"])
     found = simulate(rates, split_of(ModelFacts.from_name("tiny"), config), config)
-    assert found.step_ms == pytest.approx(figures["step_ms"]["mean"], rel=0.01)
-    stall = sum(found.stall_ms.values())
-    assert stall == pytest.approx(figures["stall_ms"], rel=0.03, abs=0.004 * figures["step_ms"]["mean"])
+    off = 3e-3 if inputs["update_interval"] == 9 else 1e-4  # S_min, where the log gets ever tighter for a while
+    assert found.step_ms == pytest.approx(figures["step_ms"]["mean"], rel=off)
+    assert sum(found.stall_ms.values()) == pytest.approx(figures["stall_ms"], abs=off * figures["step_ms"]["mean"])
+
+
+SETTINGS = sorted((STUDIES / "012-planner" / "results").glob("*--*.json"))
+
+
+@pytest.mark.parametrize("path", SETTINGS, ids=lambda path: str(path.stem))
+def test_steps_are_those_that_study_012_measured(path: Path) -> None:
+    record = json.loads(path.read_text())
+    inputs, figures = record["inputs"], record["figures"]
+    config = ZenFlowConfig(**inputs["knobs"])
+    rates = rig_rates(inputs["values"], inputs["rig"])
+    found = simulate(rates, split_of(ModelFacts.from_name("tiny"), config), config)
+    # Where the log is tight, which cycle a run falls into depends on how it began.
+    tight = path.stem in ("slow-link--s2-k0.05", "slow-link--s2-k0.2")
+    assert found.step_ms == pytest.approx(figures["step_ms"], rel=5e-3 if tight else 1e-4)
 
 
 def test_there_is_something_measured() -> None:
-    assert len(RECORDS) >= 8
+    assert (len(RECORDS), len(SETTINGS)) == (8, 63)
