@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from studykit import Results, code_digest
 
 from regret.scene import BASE, SETTINGS, Scene
 from zftune.tuner.builtin import Training
-from zftune.tuner.disturbances import disturbance_of
 from zftune.tuner.settings import Setting
 
 CODE = ("runtime/zenflow", "zftune/tuner/builtin.py", "zftune/workload")
 _LEAST_STEPS, _NOISY_STEPS = 12, 36  # a rig repeats itself, unless its copies are noisy
 _SETTLING_WINDOWS = 2
-_PATIENCE, _PAUSE_S = 60, 1.0
 _SELECTING_STEPS = 4
 
 Times = Mapping[Setting, tuple[float, ...]]
 """Of a setting: mean time of each step of a window, in order, ms."""
-
-
-class TooBusyError(Exception):
-    """This machine was too slow for the rig every time."""
 
 
 def grid(scene: Scene, results: Results, *, again: bool, tell: Callable[[int], None]) -> Times:
@@ -36,9 +29,6 @@ def grid(scene: Scene, results: Results, *, again: bool, tell: Callable[[int], N
         results: of the study.
         again: whether to measure in any case.
         tell: told settings done.
-
-    Raises:
-        TooBusyError: a setting could not be measured.
     """
     inputs = {
         "rig": scene.rig,
@@ -62,14 +52,14 @@ def mean_ms(window: Sequence[float]) -> float:
 
 def _measured(scene: Scene, tell: Callable[[int], None]) -> list[list[float]]:
     order = list(range(len(SETTINGS)))
-    random.Random(0).shuffle(order)  # so that no slow drift looks like an effect of a knob
+    random.Random(0).shuffle(order)  # so that what a change of knobs leaves behind looks like no effect of a knob
     windows: dict[int, list[float]] = {}
     with Training(scene.task(), BASE) as training:
         for _ in range(_SELECTING_STEPS * BASE.longest_window):
             training.step()
         for done, number in enumerate(order):
             tell(done)
-            windows[number] = _window(training, SETTINGS[number], scene)
+            windows[number] = _window(training, SETTINGS[number], _least_steps(scene))
     return [windows[number] for number in range(len(SETTINGS))]
 
 
@@ -77,28 +67,14 @@ def _least_steps(scene: Scene) -> int:
     return _NOISY_STEPS if "link_noise" in scene.spec.effects else _LEAST_STEPS
 
 
-def _window(training: Training, setting: Setting, scene: Scene) -> list[float]:
-    """Mean time of each step of a window; again where this machine was late."""
-    reason: str | None = None
-    for _ in range(_PATIENCE):
-        steps, reason = _steps(training, setting, _least_steps(scene))
-        if reason is None:
-            interval = setting.update_interval
-            return [round(statistics.fmean(steps[position::interval]), 4) for position in range(interval)]
-        time.sleep(_PAUSE_S)
-    raise TooBusyError(f"{scene.rig}, {setting}: {reason}")
-
-
-def _steps(training: Training, setting: Setting, least: int) -> tuple[list[float], str | None]:
-    """Step times of whole windows, and why they do not count."""
+def _window(training: Training, setting: Setting, least: int) -> list[float]:
+    """Mean time of each step of a window, once the setting has settled."""
     interval = setting.update_interval
     first = training.optimizer.set_knobs(**setting.knobs()) + _SETTLING_WINDOWS * interval
     while training.optimizer.steps < first:
         training.step()
-    disturbance = disturbance_of(training.device)
-    counted = interval * max(2, -(-least // interval))
-    for _ in range(counted):
+    for _ in range(interval * max(2, -(-least // interval))):
         training.step()
-    reason = disturbance()
     stats = training.optimizer.history(wait=True, after=first)
-    return [one.step_ms for one in stats if one.step_ms is not None], reason
+    steps = [one.step_ms for one in stats if one.step_ms is not None]
+    return [round(statistics.fmean(steps[position::interval]), 4) for position in range(interval)]

@@ -11,12 +11,12 @@ from regret.grid import CODE, Times, mean_ms
 from regret.replay import MOST_MEASUREMENTS
 from regret.scene import BASE, START, Scene, space
 from zftune.tuner.builtin import Training
-from zftune.tuner.disturbances import disturbance_of
 from zftune.tuner.live import LiveSearch
 from zftune.tuner.search import Search, SearchOptions
 
-RIGS = {"slow-core": 2.0, "link-bound": 1.0}
-"""With the factor on their times: a search beside the training must not make it late for its pads."""
+RIGS = ("slow-core", "link-bound")
+THINKING_S = 0.5
+"""Simulated time that a thought takes, a few steps."""
 _WARM_UP_STEPS = 16
 MOST_STEPS = 4000
 
@@ -31,12 +31,13 @@ def live(rig: str, times: Times, results: Results, *, again: bool, tell: Callabl
         again: whether to search in any case.
         tell: told steps done.
     """
-    scene = Scene(rig, RIGS[rig])
+    scene = Scene(rig)
     inputs = {
         "rig": rig,
         "values": dict(scene.spec.values),
         "effects": dict(scene.spec.effects),
         "most_measurements": MOST_MEASUREMENTS,
+        "thinking_s": THINKING_S,
         "code": code_digest(*CODE, "zftune/tuner/search.py", "zftune/tuner/live.py", "zftune/planner"),
     }
     record = None if again else results.load(f"live--{rig}", inputs)
@@ -49,15 +50,12 @@ def live(rig: str, times: Times, results: Results, *, again: bool, tell: Callabl
 
 
 def _searched(scene: Scene, tell: Callable[[int], None]) -> dict[str, Any]:
-    search = Search(
-        space(), START, scene.forecast, scene.planned[:1], SearchOptions(most_measurements=MOST_MEASUREMENTS)
-    )
+    options = SearchOptions(most_measurements=MOST_MEASUREMENTS, thinking_s=THINKING_S)
+    search = Search(space(), START, scene.forecast, scene.planned[:1], options)
     with Training(scene.task(), BASE) as training:
         for _ in range(_WARM_UP_STEPS):
             training.step()
-        running = LiveSearch(
-            training.optimizer, search, tokens=training.tokens, disturbance=disturbance_of(training.device)
-        )
+        running = LiveSearch(training.optimizer, search, tokens=training.tokens)
         try:
             for done in range(MOST_STEPS):
                 tell(done)
