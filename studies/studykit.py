@@ -63,7 +63,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A measurement that this machine's speed does not matter to."""
+    """A measurement in a process of its own, beside others where this machine's speed does not matter."""
 
     name: str
     """Of its file."""
@@ -74,21 +74,27 @@ class Job:
 
 
 def done(
-    results: Results, jobs: Sequence[Job], *, again: bool = False, tell: Callable[[int], None]
+    results: Results,
+    jobs: Sequence[Job],
+    *,
+    again: bool = False,
+    tell: Callable[[int], None],
+    workers: int | None = None,
 ) -> list[dict[str, Any]]:
-    """The figures of every job, in order: from the files of results, or else worked out now, one job on each core.
+    """The figures of every job, in order: from the files of results, or else worked out now.
 
     Args:
         results: of the study; a job's are there as soon as it is finished.
         jobs: to do.
         again: whether to do in any case what is there already.
         tell: told how many are finished.
+        workers: jobs at a time, each in a process; None: one on each core.
     """
     records = [None if again else results.load(job.name, job.inputs) for job in jobs]
     missing = [number for number, record in enumerate(records) if record is None]
     tell(len(jobs) - len(missing))
     if missing:
-        with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        with ProcessPoolExecutor(workers or os.cpu_count(), mp_context=get_context("spawn")) as pool:
             running = {pool.submit(jobs[number].function, *jobs[number].arguments): number for number in missing}
             for count, future in enumerate(as_completed(running), 1):
                 job = jobs[running[future]]
