@@ -102,5 +102,5 @@ def lines(runs: Sequence[Figures]) -> list[str]:
         *found,
         f"{changes} changes of knobs, which move {moved / 1e6:.1f} MB of columns and their state",
         f"just after a change the incumbent's steps take {beyond(runs, 'settling'):+.1%}",
-        f"exploring cost {spent:.1f} s beyond the incumbent, {spent / elapsed:.1%} of {elapsed:.1f} s (the searches' books)",
+        f"exploring cost {spent:.1f} s beyond the incumbent, {spent / elapsed:.1%} of {elapsed:.1f} s, by their books",
     ]
