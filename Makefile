@@ -18,7 +18,7 @@ EXAMPLES_FACTOR ?= 30
 OPERATIONS ?= 10000
 WORKERS ?= 2
 
-.PHONY: help setup demo test host-tests soak sanitize sanitize-address sanitize-thread bench studies-quick lint format clean
+.PHONY: help setup demo test test-all host-tests soak sanitize sanitize-address sanitize-thread bench studies-quick lint format clean
 
 help:  ## show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -38,10 +38,14 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt zftune/__init__.py $(NAT
 demo: setup  ## profile a real offloaded training run: ZeRO-Offload, ZenFlow and no offloading side by side
 	$(BIN)/zftune profile
 
-# Many tests wait for real processes, so that a second worker halves the time; a file's tests stay in one process.
-test: setup host-tests  ## the whole test suite, by WORKERS (2) processes
+# CONTRIBUTING.md says what belongs where.
+test: setup host-tests  ## what every change must pass, by WORKERS (2) processes
 	$(BIN)/python -m tests.upstream_ops
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal
+
+test-all: setup host-tests  ## every test, with every fault and every combination: before a release
+	$(BIN)/python -m tests.upstream_ops
+	ZFTUNE_TESTS=all $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 CONFIGURE = PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -G Ninja --log-level=WARNING \
 	-DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)" \
@@ -97,12 +101,13 @@ bench: setup  ## the host's memory bandwidth over thread counts and update inter
 studies-quick: setup  ## every study in its short form
 	for study in $(STUDIES); do $(BIN)/python "$$study" --quick --again; done
 
-lint: setup  ## formatting, lint, types, import directions
+lint: setup  ## formatting, lint, types, import directions, the project's own rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	for study in $(STUDIES); do $(BIN)/mypy "$$study" || exit 1; done  # one by one: all of them are called run
 	$(BIN)/lint-imports
+	$(BIN)/python tools/source_rules.py
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
 format: setup  ## format Python and C++ in place

@@ -7,14 +7,23 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-import torch
 
+from tests import forked, zygote
 from tests.seeds import VARIABLE, begin_run
+from tests.tiers import everything
+
+# Read when torch is imported, here and in children: its threads, two for each core where there are two workers, would
+# spend most of a run's time spinning in wait for one another.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if not everything():
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _THREADS = "zenflow-"
 _JOIN_S = 5.0
+_left_out = 0  # tests, in the workers
 
 
 def _runtime_threads() -> set[threading.Thread]:
@@ -35,17 +44,62 @@ def _every_thread_of_the_runtime_ends_with_its_test() -> Iterator[None]:
     assert not names, f"the test left {names}: close the optimizer or the device"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _what_processes_are_forked_from_ends_with_the_session() -> Iterator[None]:
+    yield
+    forked.end()
+    zygote.end()
+
+
 def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as behind `nohup` or `&`; children inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     begin_run()
 
 
-def pytest_report_header() -> str:
-    return f"{VARIABLE}={os.environ[VARIABLE]}"
+def pytest_report_header() -> list[str]:
+    import torch
+
+    seed = f"{VARIABLE}={os.environ[VARIABLE]}"
+    gpu = [] if torch.cuda.is_available() else ["torch sees no CUDA device: tests/gpu is left out"]
+    tier = (
+        "all tests"
+        if everything()
+        else "tests of every change; with ZFTUNE_TESTS=all (make test-all) those of a release"
+    )
+    return [seed, *gpu, tier]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_finish() -> None:
+    """What is there now stays: a collection in a test, of which many need one, looks through what came later alone."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    global _left_out
+    _left_out = max(_left_out, getattr(node, "workeroutput", {}).get("left_out", 0))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _left_out:
+        terminalreporter.write_line(f"{_left_out} tests were left out for `make test-all` (ZFTUNE_TESTS=all)")
+
+
+@pytest.fixture
+def every_fault() -> None:
+    """For the third and further tests of a kind, and what costs much: a test that asks for it waits for a release."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
+    if not everything():
+        left_out = [item for item in items if "every_fault" in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+        getattr(config, "workeroutput", {})["left_out"] = len(left_out)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -297,7 +297,7 @@ class SimulatedClock(Clock):
         with self._entered():
             self._outside -= returns
             self._ready.append(party)
-        party.gate.acquire()
+        self._await_turn(party)
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
@@ -310,20 +310,55 @@ class SimulatedClock(Clock):
                 return self._wait(signal, holds, until)
         party = self._mine()
         assert party is not None
-        with self._entered():
-            if holds():
-                return True
-            party.waits_for, party.signal, party.until = signal.name, signal, until
-            party.number, party.woken = next(self._numbers), False
-            signal.parties.append(party)
-            if until is not None and until < math.inf:
-                heapq.heappush(self._timed, (until, party.number, party))
-            self._running = None
-        party.gate.acquire()
+        try:
+            with self._entered():
+                if holds():
+                    return True
+                party.waits_for, party.signal, party.until = signal.name, signal, until
+                party.number, party.woken = next(self._numbers), False
+                signal.parties.append(party)
+                if until is not None and until < math.inf:
+                    heapq.heappush(self._timed, (until, party.number, party))
+                self._running = None
+            party.gate.acquire()
+        except BaseException:  # Ctrl-C: whoever is interrupted has to have the turn to go on
+            self._take_back(party)
+            raise
         error, party.error = party.error, None
         if error is not None:
             raise error
         return party.woken
+
+    def _take_back(self, party: _Party) -> None:
+        """Wait for the turn of a thread that was interrupted anywhere in a wait."""
+        with self._entered():
+            if party.signal is not None and party in party.signal.parties:
+                party.signal.parties.remove(party)
+            party.signal = party.until = party.waits_for = None
+            party.number = 0
+            if self._running is not party and party not in self._ready:
+                self._ready.append(party)
+        self._await_turn(party)
+
+    def _await_turn(self, party: _Party) -> None:
+        """Block until it has the turn; an interrupt meanwhile comes afterwards."""
+        interrupt: KeyboardInterrupt | None = None
+        while not self._has_turn(party):
+            try:
+                party.gate.acquire()
+            except KeyboardInterrupt as raised:
+                interrupt = raised
+            else:
+                break
+        if interrupt is not None:
+            raise interrupt
+
+    def _has_turn(self, party: _Party) -> bool:
+        with self._mutex:
+            mine = self._running is party
+            if mine:
+                party.gate.acquire(blocking=False)  # it was opened, unless the turn was never given up
+            return mine
 
     def _raise_signal(self, signal: _Signal) -> None:
         """Wake all that wait for it; what they wait for has been changed before."""

@@ -175,6 +175,15 @@ class Device(ABC):
     def charge(self, nbytes: int) -> None:  # noqa: B027 - only an emulated accelerator has to be told
         """Say that the compute stream was just given a kernel that moves `nbytes` of device memory."""
 
+    def meet(self, nbytes: int, ranks: int, latest: Callable[[float], float]) -> None:  # noqa: B027 - only in simulated time
+        """Say that the compute stream waits for a collective of all ranks, each of which calls this.
+
+        Args:
+            nbytes: that are averaged; 0: it is the training threads that wait for each other.
+            ranks: how many there are.
+            latest: of all ranks' values, the greatest.
+        """
+
     def enter_thread(self) -> None:  # noqa: B027
         """Prepare a new thread that will call this device."""
 

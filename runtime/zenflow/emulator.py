@@ -285,6 +285,17 @@ class EmulatedAccelerator(Device):
         if self.rig.device_gbps is not None:
             self._compute_t += nbytes / (self.rig.device_gbps * 1e9)
 
+    def meet(self, nbytes: int, ranks: int, latest: Callable[[float], float]) -> None:
+        if not self.clock.simulated:
+            return  # the processes really wait for each other
+        if not nbytes:
+            self.clock.sleep_until(latest(self.clock.now()))
+            return
+        share = 2 * (ranks - 1) / ranks  # that a rank sends: reduce-scatter, then all-gather
+        rate = self.rig.comm_gbps
+        seconds = self.rig.comm_latency_us / 1e6 + (0.0 if rate is None else share * nbytes / (rate * 1e9))
+        self._compute_t = latest(self._compute_t) + seconds
+
     def peak_bytes(self) -> int | None:
         return None if self.memory is None else self.memory.peak_bytes
 

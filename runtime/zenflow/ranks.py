@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zenflow.config import ZenFlowConfig
+from zenflow.device import Device
 from zenflow.errors import RankError, UnsupportedError
 from zenflow.host.cores import allowed_cpus, one_a_core
 
@@ -128,13 +129,24 @@ class Ranks:
         torch.distributed.all_reduce(common, torch.distributed.ReduceOp.MAX)
         return common.reshape(())
 
-    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+    def latest(self, value: float) -> float:
+        """The greatest of all ranks' values.
+
+        Args:
+            value: this rank's.
+        """
+        asked = torch.tensor([value], dtype=torch.float64, device="cpu")
+        torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX, group=self._host)
+        return float(asked)
+
+    def reduce(self, parameters: Iterable[nn.Parameter], device: Device) -> None:
         """Replace each `.grad` by its mean over the ranks, in its own dtype.
 
         A rank without a gradient that another one has takes part with zeros.
 
         Args:
             parameters: in the same order on all ranks.
+            device: of this rank; told of what is waited for.
 
         Raises:
             UnsupportedError: a gradient is sparse.
@@ -145,10 +157,12 @@ class Ranks:
         sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in trained)
         error = UnsupportedError("a gradient is sparse, allowed are dense ones") if sparse else None
         self.together(error, trained[0].device)
+        device.meet(0, self._size, self.latest)
         gradients = [_gradient(parameter) for parameter in self._with_gradient(trained)]
         ahead: list[_Sum] = []
         for bucket in _buckets(gradients, self._bucket_bytes):
             ahead.append(_Sum(bucket, self._size))
+            device.meet(sum(gradient.nbytes for gradient in bucket), self._size, self.latest)
             if len(ahead) > 1:  # one is on its way while the next is packed; more would only take memory
                 ahead.pop(0).finish()
         for one in ahead:

@@ -5,6 +5,7 @@ they are; a timeline is a published synchronous step of some model, from which r
 workload at hand has the same ratios.
 
     [rates]     link_d2h_gbps  link_h2d_gbps  host_gbps  device_gbps  forward_ms  backward_ms
+                (comm_gbps  comm_latency_us: of the network between ranks; without them it takes no time)
     [timeline]  forward_ms  backward_ms  d2h_ms  host_ms  h2d_ms  scale  (device_ms)
 
 A table `[effects]` may add what rates do not tell, each of it optional:
@@ -26,6 +27,7 @@ from typing import Any
 from zenflow.errors import ConfigError
 
 _RATES = ("link_d2h_gbps", "link_h2d_gbps", "host_gbps", "device_gbps", "forward_ms", "backward_ms")
+_COMM = ("comm_gbps", "comm_latency_us")
 _EFFECTS = {"slow_core": (0.0, 1.0), "link_contention": (0.0, 10.0), "link_noise": (0.0, 2.0)}  # above, at most
 _TIMELINE = ("forward_ms", "backward_ms", "d2h_ms", "host_ms", "h2d_ms", "scale")
 # Bytes that a timeline's times stand for, per element: a 2-byte gradient or weight, and one AdamW update on a
@@ -51,6 +53,10 @@ class Rig:
     slow_core: float = 1.0
     link_contention: float = 0.0
     link_noise: float = 0.0
+    comm_gbps: float | None = None
+    """What a rank sends to the others; None: the network takes no time for bytes."""
+    comm_latency_us: float = 0.0
+    """Of a collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,7 @@ class RigSpec:
             what = f"the unknown key {min(unknown)!r}" if unknown else "no name"
             raise ConfigError(f"rig '{path}' has {what}, allowed are name, source, one table and [effects]")
         required = _RATES if tables[0] == "rates" else _TIMELINE
-        optional = () if tables[0] == "rates" else ("device_ms",)
+        optional = _COMM if tables[0] == "rates" else ("device_ms",)
         table = document[tables[0]]
         for key in required:
             if key not in table:
@@ -110,7 +116,7 @@ class RigSpec:
         """
         values = self.values
         if self.table == "rates":
-            rates = {key: float(values[key]) for key in _RATES}
+            rates = {key: float(values[key]) for key in _RATES + _COMM if key in values}
             return Rig(self.name, self.source, scale=1.0, **rates, **self.effects)
         scale = values["scale"]
 

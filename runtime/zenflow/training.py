@@ -116,7 +116,8 @@ class Training:
             self._waits.begin_step()
         self.history.begin_step()
         if self.runtime.ranks is not None:
-            self.runtime.ranks.reduce(parameter for group in groups for parameter in group["params"])
+            parameters = (parameter for group in groups for parameter in group["params"])
+            self.runtime.ranks.reduce(parameters, self._device)
             found_inf = self.runtime.ranks.any(found_inf, self._device.torch_device)
         live = self.gradients.collect(self.model.weights)
         self.model.take_outside_writes()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from zftune.rig_files import DEFAULT_RIG
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -18,6 +20,28 @@ def test_the_python_example_runs() -> None:
     result = subprocess.run([sys.executable, "-W", "error", "-c", example], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("StepStats(step="), result.stdout
+
+
+_OF_THE_MACHINE = (r"─ cpu \(emulated accelerator\) · .* ─╯", r"done for real, in\s+[\d,.]+\s+m?s,")
+"""What of the demo's screen another machine, or another run, has otherwise."""
+
+
+def test_the_demo_prints_what_it_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from zftune import cli
+
+    monkeypatch.setattr("sys.argv", ["zftune", "profile", "--rig", DEFAULT_RIG])
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main()
+    shown, said = (_of_any_machine(text) for text in (capsys.readouterr().out, README.split("```")[1]))
+    assert shown.split() == said.split()  # lines may break elsewhere
+
+
+def _of_any_machine(screen: str) -> str:
+    for pattern in _OF_THE_MACHINE:
+        screen, found = re.subn(pattern, "", screen)
+        assert found == 1, pattern
+    return screen
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"(?:`|^ {4})make ([a-z-]+)", README, re.MULTILINE))))

@@ -1,87 +1,49 @@
-"""Rules that no linter has: lengths, and where a device may be named."""
+"""`make lint`'s own rules find each kind of fault, and nothing in what is right."""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-LIBRARIES = (ROOT / "runtime" / "zenflow", ROOT / "zftune")
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
+from tools import source_rules
+from tools.source_rules import MAX_FILE_LINES, MAX_FUNCTION_LINES
 
-SOURCES = sorted(path for folder in (*LIBRARIES, ROOT / "tests") for path in folder.rglob("*.py"))
-NATIVE = sorted(path for path in (ROOT / "csrc").iterdir() if path.suffix in {".cpp", ".hpp"})
-
-
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+LONG_FUNCTION = "def f():\n    '''Text.'''\n" + "    x = 1\n" * MAX_FUNCTION_LINES
+LONG_FILE = "x = 1\n" * (MAX_FILE_LINES + 1)
+NAMES = "'''cuda'''\nx = 'cuda'\ny = 'cuda:0'\nz = 'no cuda here'\n"
+PRINTS = "print(1)\ndevice.print(2)\n"
 
 
-def function_lengths(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Name and lines of every function, its docstring left out."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            first = node.body[0]
-            if ast.get_docstring(node, clean=False) is not None:
-                lines -= (first.end_lineno or first.lineno) - first.lineno + 1
-            yield node.name, lines
+def found(root: Path, name: str, text: str) -> list[tuple[str, bool]]:
+    """Places and whether they are errors, with a file of this text in a checkout that has no other."""
+    path = root / name
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    return [(one.place, one.is_error) for one in source_rules.findings(root)]
 
 
-def docstrings(tree: ast.AST) -> set[int]:
-    """Identities of the string constants that stand alone as a statement."""
-    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("zftune/a.py", LONG_FUNCTION, [("zftune/a.py:1", False)]),
+        ("tests/a.py", LONG_FILE, [("tests/a.py:1", False)]),
+        ("csrc/a.cpp", LONG_FILE, [("csrc/a.cpp:1", False)]),
+        ("runtime/zenflow/a.py", NAMES, [("runtime/zenflow/a.py:2", True), ("runtime/zenflow/a.py:3", True)]),
+        ("runtime/zenflow/device.py", NAMES, []),
+        ("zftune/a.py", NAMES, []),
+        ("zftune/a/b.py", PRINTS, [("zftune/a/b.py:1", True)]),
+        ("tests/a.py", PRINTS, []),
+    ],
+)
+def test_a_planted_fault_is_found(tmp_path: Path, name: str, text: str, expected: list[tuple[str, bool]]) -> None:
+    assert found(tmp_path, name, text) == expected
 
 
-def names_cuda(tree: ast.AST) -> list[int]:
-    """Lines with a string that names a CUDA device, prose in docstrings left out."""
-    prose = docstrings(tree)
-    return [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and id(node) not in prose
-        and (node.value == "cuda" or node.value.startswith("cuda:"))
-    ]
-
-
-def prints(tree: ast.AST) -> list[int]:
-    return [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-    ]
-
-
-@pytest.mark.parametrize("path", [*SOURCES, *NATIVE], ids=name_of)
-def test_files_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_functions_are_short(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    assert [(name, lines) for name, lines in function_lengths(tree) if lines > MAX_FUNCTION_LINES] == []
-
-
-@pytest.mark.parametrize("path", [path for path in SOURCES if path.is_relative_to(LIBRARIES[0])], ids=name_of)
-def test_only_the_device_module_names_cuda(path: Path) -> None:
-    if path.name != "device.py":
-        assert names_cuda(ast.parse(path.read_text())) == []
-
-
-@pytest.mark.parametrize("path", [p for p in SOURCES if not p.is_relative_to(ROOT / "tests")], ids=name_of)
-def test_libraries_do_not_print(path: Path) -> None:
-    assert prints(ast.parse(path.read_text())) == []
-
-
-def test_the_rules_can_fail() -> None:
-    long = "def f():\n    '''Text.'''\n" + "    x = 1\n" * 61
-    assert list(function_lengths(ast.parse(long))) == [("f", 62)]
-    assert names_cuda(ast.parse("'''cuda'''\nx = 'cuda'\ny = 'cuda:0'\nz = 'no cuda here'")) == [2, 3]
-    assert prints(ast.parse("print(1)\ndevice.print(2)")) == [1]
+def test_only_errors_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert found(tmp_path, "tests/a.py", LONG_FILE)
+    assert source_rules.main(tmp_path) == 0
+    assert "tests/a.py:1: warning: 601 lines" in capsys.readouterr().out
+    assert found(tmp_path, "zftune/a.py", PRINTS)
+    assert source_rules.main(tmp_path) == 1
+    assert "zftune/a.py:1: error: a library does not print" in capsys.readouterr().out

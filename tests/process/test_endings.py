@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.process.conftest import PYTHON, Run
+from tests.tiers import by_day
 
+SIGNALS = ["SIGKILL", "SIGTERM", "SIGINT", "SIGSEGV", "SIGABRT", "SIGHUP", "SIGPIPE", "SIGUSR1"]
 STEPS = "import steps; steps.train(); "
 CUT = "import steps; steps.train(4, end=None); "
 NOTHING = "pass; "
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 3, 77, 126, 127, 130, 255])
+@pytest.mark.parametrize("code", by_day([0, 3, 255], all_of=[0, 1, 2, 3, 77, 126, 127, 130, 255]))
 @pytest.mark.parametrize("before", [STEPS, NOTHING], ids=["measured", "nothing"])
 def test_the_exit_code_is_the_commands(python: Run, before: str, code: int) -> None:
     ended = python(f"{before}import sys; sys.exit({code})").is_clean()
@@ -27,7 +29,7 @@ def test_the_exit_code_is_the_commands(python: Run, before: str, code: int) -> N
         ended.says(f"the command ended with exit code {code} before a training step ended")
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT", "SIGSEGV", "SIGABRT", "SIGHUP", "SIGPIPE", "SIGUSR1"])
+@pytest.mark.parametrize("name", by_day(["SIGKILL", "SIGTERM", "SIGSEGV"], all_of=SIGNALS))
 @pytest.mark.parametrize("before", [CUT, NOTHING], ids=["measured", "nothing"])
 def test_a_killed_command(python: Run, before: str, name: str) -> None:
     number = signal.Signals[name]

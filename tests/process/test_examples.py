@@ -11,6 +11,7 @@ import pytest
 
 from tests import upstream_ops
 from tests.process.conftest import PYTHON, Run
+from tests.tiers import by_day
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ["deepspeed_zenflow.py", "deepspeed_zero_offload.py", "hf_trainer.py", "plain_pytorch.py"]
@@ -35,7 +36,7 @@ def test_every_example_is_run_somewhere() -> None:
         assert (ROOT / place).exists()
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", by_day(["deepspeed_zenflow.py", "plain_pytorch.py"], all_of=EXAMPLES))
 def test_an_example(profile: Run, tmp_path: Path, env: dict[str, str | None], name: str) -> None:
     if name.startswith("deepspeed"):
         upstream_ops.need()

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests import upstream_ops
+from tests import upstream_ops, zygote
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
 SCRIPTS = {
-    "minimal": (
-        *TORCHRUN,
-        "examples/deepspeed_minimal.py",
-        "--deepspeed",
-        "--deepspeed_config",
-        "examples/ds_config.json",
-    ),
+    "minimal": ("examples/deepspeed_minimal.py", "--deepspeed", "--deepspeed_config", "examples/ds_config.json"),
     "zero_offload": ("examples/deepspeed_zero_offload.py",),
     "zenflow": ("examples/deepspeed_zenflow.py",),
-    "trainer": (*TORCHRUN, "examples/hf_trainer.py", "--deepspeed", "examples/ds_hf.json"),
+    "trainer": ("examples/hf_trainer.py", "--deepspeed", "examples/ds_hf.json"),
 }
 LOSS = re.compile(r"loss'?:? '?([0-9.]+)")
 
@@ -32,15 +24,15 @@ LOSS = re.compile(r"loss'?:? '?([0-9.]+)")
 def losses(tmp_path: Path, script: str, *options: str) -> tuple[list[float], str]:
     """What a script says of its losses, and all that it says."""
     words = [*SCRIPTS[script], "--steps", "21"]
-    zftune = [str(Path(sys.executable).with_name("zftune")), "run", *options, "--"] if options else []
     environment = {**os.environ, **upstream_ops.environment(), "ZFTUNE_DB": str(tmp_path / "zftune.db")}
-    done = subprocess.run(
-        [*zftune, sys.executable, *words], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = [float(value) for value in LOSS.findall(done.stdout) if value]
+    line = ["-c", zygote.MAIN, "run", *options, "--", sys.executable, *words]
+    (rank,) = zygote.ranks(1, line, env=environment, cwd=ROOT, exec_in_place=True)
+    with rank:
+        assert rank.wait(300) == 0, rank.stdout[-2000:] + rank.stderr[-4000:]
+        out, errors = rank.stdout, rank.stderr
+    found = [float(value) for value in LOSS.findall(out) if value]
     assert len(found) >= 2
-    return found, done.stdout + done.stderr
+    return found, out + errors
 
 
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "zenflow"])

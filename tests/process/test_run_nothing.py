@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import zygote
 from zftune import agent
 
-ZFTUNE = str(Path(sys.executable).with_name("zftune"))
 SENTENCE = "zftune: no call of deepspeed.initialize came, so nothing was changed: "
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 CALL = "import deepspeed; deepspeed.initialize()"
@@ -33,17 +33,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """`zftune run` with Python and these words, or with a program."""
+    """`zftune run` with Python and these words, or with a program; `test_run.py` has what no fork shows."""
     command = words if words[0] in ("bash", "env") else (sys.executable, *words)
-    return subprocess.run(
-        [ZFTUNE, "run", "--", *command],
-        env={**os.environ, "PYTHONPATH": str(folder), **env},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return zygote.zftune("run", "--", *command, env={**os.environ, "PYTHONPATH": str(folder), **env}, cwd=folder)
 
 
 def starts(script: str, rank: str = "0", end: str = "") -> str:

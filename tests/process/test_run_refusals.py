@@ -9,24 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tests import upstream_ops
+from tests import upstream_ops, zygote
 
-ZFTUNE = str(Path(sys.executable).with_name("zftune"))
 REFUSE = "from zftune.errors import BadInputError\ndef refuse(): raise BadInputError('stage is 9, allowed is 2')\n"
 SENTENCE = "zftune: stage is 9, allowed is 2\n"
 
 
 def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(code)
-    return subprocess.run(
-        [ZFTUNE, "run", "--", sys.executable, "script.py"],
-        env={**os.environ, **upstream_ops.environment(), "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    environment = {**os.environ, **upstream_ops.environment(), "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    return zygote.zftune("run", "--", sys.executable, "script.py", env=environment, cwd=folder)
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import zygote
 from tests.zftune.daemon.daemons import end_private, short_folder
 from zftune.daemon.client import DaemonClient
 
-ZFTUNE = str(Path(sys.executable).with_name("zftune"))
 MISSED = "no zenflow optimizer took a step; in a plain loop make one: "
 SCRIPT = """
 import hashlib, sys, time
@@ -55,19 +55,12 @@ def folder() -> Iterator[Path]:
 
 
 def run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """`zftune run` with options and Python."""
+    """`zftune run` with options and Python, in one process that is forked; `test_run.py` has real ones."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ZFTUNE_", "XDG_"))}
     own = {"ZFTUNE_SOCKET": str(folder / "z.sock"), "ZFTUNE_DB": str(folder / "z.db"), "OMP_NUM_THREADS": "1"}
     options, _, command = " ".join(words).partition(" -- ")
-    return subprocess.run(
-        [ZFTUNE, "run", *options.split(), "--", sys.executable, *command.split()],
-        env={**kept, **own, **more},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    words = ("run", *options.split(), "--", sys.executable, *command.split())
+    return zygote.zftune(*words, env={**kept, **own, **more}, cwd=folder, timeout=150)
 
 
 def test_a_run_tuned_by_a_daemon_is_replayed_bit_for_bit(folder: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.conftest import LIB, PYTHON, Profiled, Run
+from tests.tiers import by_day
 
 TRAINED = b"trained 9\n"
 OPTIONS = ("--warmup", 2)
@@ -21,24 +22,33 @@ def measured(ended: Profiled, steps: int = 5) -> None:
     assert ended.document["workload"]["parameters"] == 72
 
 
-@pytest.mark.parametrize(
-    ("code", "exit_code", "steps"),
-    [
-        ("training.train()", 0, 5),
-        ("training.train(at={5: lambda: 1 / 0})", 1, 4),
-        ("training.train(at={8: lambda: os._exit(3)})", 3, 5),
-        ("training.train(at={6: lambda: training.kill(9)})", 137, 3),
-        ("training.train(at={1: lambda: os.chdir('/')})", 0, 5),
-        ("training.train(at={1: lambda: (os.environ.clear(), sys.modules.pop('zftune', None))})", 0, 5),
-        ("sys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, 'when_imported')]\ntraining.train()", 0, 0),
-        ("import builtins; training.train(at={1: lambda: builtins.__dict__.update(open=None, print=None)})", 0, 5),
-        ("training.train(at={4: lambda: os.fork() or os._exit(0)})", 0, 5),
-        ("worker = threading.Thread(target=training.train); worker.start(); worker.join()", 0, 5),
-        ("os.environ['PYTHONPATH'] = ''; os.execv(sys.executable, [sys.executable, '-c', 'print(1)'])", 0, 0),
-    ],
-    ids=["plain", "raise", "_exit", "kill", "chdir", "environ", "meta-path", "builtins", "fork", "thread", "exec"],
-)
-def test_a_script_that_makes_it_hard(python: Run, code: str, exit_code: int, steps: int) -> None:
+HARD = {
+    "plain": ("training.train()", 0, 5),
+    "raise": ("training.train(at={5: lambda: 1 / 0})", 1, 4),
+    "_exit": ("training.train(at={8: lambda: os._exit(3)})", 3, 5),
+    "kill": ("training.train(at={6: lambda: training.kill(9)})", 137, 3),
+    "chdir": ("training.train(at={1: lambda: os.chdir('/')})", 0, 5),
+    "environ": ("training.train(at={1: lambda: (os.environ.clear(), sys.modules.pop('zftune', None))})", 0, 5),
+    "meta-path": (
+        "sys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, 'when_imported')]\ntraining.train()",
+        0,
+        0,
+    ),
+    "builtins": (
+        "import builtins; training.train(at={1: lambda: builtins.__dict__.update(open=None, print=None)})",
+        0,
+        5,
+    ),
+    "fork": ("training.train(at={4: lambda: os.fork() or os._exit(0)})", 0, 5),
+    "thread": ("worker = threading.Thread(target=training.train); worker.start(); worker.join()", 0, 5),
+    "exec": ("os.environ['PYTHONPATH'] = ''; os.execv(sys.executable, [sys.executable, '-c', 'print(1)'])", 0, 0),
+}
+BY_DAY = ["plain", "raise", "kill", "fork", "exec"]
+
+
+@pytest.mark.parametrize("name", by_day(BY_DAY, all_of=list(HARD)))
+def test_a_script_that_makes_it_hard(python: Run, name: str) -> None:
+    code, exit_code, steps = HARD[name]
     ended = python(IMPORTS + code, options=OPTIONS).is_clean()
     assert ended.code == exit_code, ended.err
     if steps:
@@ -63,7 +73,7 @@ def test_a_training_that_never_steps(python: Run) -> None:
     ended.says("no optimizer stepped")
 
 
-@pytest.mark.parametrize("flag", ["-I", "-E", "-S", "-Es", "-sI"])
+@pytest.mark.parametrize("flag", by_day(["-I", "-S"], all_of=["-I", "-E", "-S", "-Es", "-sI"]))
 def test_an_interpreter_that_keeps_the_agent_out(profile: Run, flag: str) -> None:
     ended = profile(PYTHON, flag, "-c", "print('ran')").is_clean()
     assert (ended.code, ended.out, ended.document) == (0, b"ran\n", None)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests import upstream_ops
+from tests.tiers import everything
 
 STUDY = Path(__file__).parents[2] / "studies" / "014-compatibility"
 GOOD = {
@@ -166,18 +167,28 @@ def test_cells_that_train_are_refused_fail_and_hang(study: Any, tmp_path: Path) 
         cell(study, "settings", "Twin-Flow, ratio 0.5, stage 3"),
         cell(study, "ZenFlow", "Conv2d", "plain"),
         replace(cell(study, "ZeRO-Offload", "two ranks"), limit_s=0.01),
-        cell(study, "ZeRO-Offload", "save and resume", dtype="bf16"),
-        cell(study, "settings", "loss scale that overflows", dtype="fp16"),
     ]
     said: list[str] = []
     figures = study.run.tried(table, said.append, tmp_path)
     found = [study.judging.verdict(one, figures[one.name]) for one in table]
-    assert [one.word for one in found] == ["trains", "refused", "fails", "fails", "trains", "trains"]
+    assert [one.word for one in found] == ["trains", "refused", "fails", "fails"]
     assert found[1].note.startswith("zero_optimization.stage is 3, allowed are 0, 1 and 2")
     assert found[3].note == "no answer within 0 s"
-    assert found[4].note == "resumed bitwise"
-    assert figures[table[5].name]["skipped"] == 8
     assert len(said) == len(table)
+
+
+@pytest.mark.skipif(not everything(), reason="before a release: two more trainings with DeepSpeed")
+def test_cells_that_resume_and_that_overflow(study: Any, tmp_path: Path) -> None:
+    upstream_ops.need()
+    table = [
+        cell(study, "ZeRO-Offload", "save and resume", dtype="bf16"),
+        cell(study, "settings", "loss scale that overflows", dtype="fp16"),
+    ]
+    figures = study.run.tried(table, lambda text: None, tmp_path)
+    resumed, overflown = (figures[one.name] for one in table)
+    assert study.judging.verdict(table[0], resumed) == study.judging.Verdict("trains", "resumed bitwise")
+    assert study.judging.verdict(table[1], overflown).word == "trains"
+    assert overflown["skipped"] == 8
 
 
 @dataclass

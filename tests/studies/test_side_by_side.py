@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tiers import by_day
+
 STUDY = Path(__file__).parents[2] / "studies" / "005-upstream-side-by-side"
 PARTS = ("analysis", "children", "contenders", "report", "setting", "turns", "world")
 
@@ -147,8 +149,9 @@ def test_a_child_that_fails_says_why(study: Any, tmp_path: Path) -> None:
 
 def test_this_runtime_takes_its_turns(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     s = study.setting
+    names = by_day((s.NO_OFFLOAD, s.REPLAY), all_of=(s.NO_OFFLOAD, s.EXACT, s.REPLAY))
     for module in (s, study.turns):
-        monkeypatch.setattr(module, "SYSTEMS", {name: s.SYSTEMS[name] for name in (s.NO_OFFLOAD, s.EXACT, s.REPLAY)})
+        monkeypatch.setattr(module, "SYSTEMS", {name: s.SYSTEMS[name] for name in names})
     size = s.Size("0M", 64, 1, 3)
     said: list[str] = []
     folder = study.world.pretrained(size, tmp_path, said.append)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import zygote
 from zenflow import ZenFlowConfig
 from zenflow.rig import Rig
 
@@ -41,7 +41,7 @@ def bandwidth() -> Any:
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: str(path.parent.name))
 def test_every_study_has_its_options_and_its_readme(path: Path) -> None:
-    done = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    done = zygote.run([path, "--help"])
     assert done.returncode == 0, done.stderr
     assert all(option in done.stdout for option in ("--quick", "--json PATH", "--again"))
     assert (path.parent / "README.md").is_file()

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.tiers import by_day, repeated
 from tests.zenflow.case_data import Bag, Case, Conv1D, Holder, Param, build, grad_of, group_of, groups_of, grow
 from tests.zenflow.family_cases import changed, draw_group
 from zenflow.config import ZenFlowConfig
 
 __all__ = [
-    "EXAMPLES_FACTOR",
     "FIXED_CASES",
     "Bag",
     "Case",
@@ -38,18 +38,24 @@ __all__ = [
     "case_of",
     "draw_case",
     "draw_param",
+    "examples",
     "grad_of",
     "groups_of",
     "run",
     "same_bits",
 ]
 
-EXAMPLES_FACTOR = int(os.environ.get("ZENFLOW_EXAMPLES_FACTOR", "1"))  # times as many examples; `make soak` sets it
-FIXED_CASES = 200  # case_of(0) to case_of(199) are run by I2, and counted for what they exercise
+_FACTOR = os.environ.get("ZENFLOW_EXAMPLES_FACTOR")  # times as many examples as before a release; `make soak` sets it
+FIXED_CASES = by_day(80, all_of=200)  # case_of(0) and so on are run by I2, and counted for what they exercise
 
 Make = Callable[..., Any]  # (groups, lr=..., config=..., module=...) -> optimizer with step() and flush()
 Transfer = Callable[[Any, Any], None]  # (old optimizer, new optimizer)
 Trace = list[tuple[str, list[Tensor]]]  # (what happened, the weights after it)
+
+
+def examples(count: int) -> int:
+    """How many examples a property gets for which `count` are wanted before a release."""
+    return repeated(count) if _FACTOR is None else count * int(_FACTOR)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import random
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Collection
@@ -145,6 +144,7 @@ def go_on(seed: int, path: Path) -> Trace:
     return session.end()
 
 
-if __name__ == "__main__":
+def go_on_into(seed: int, saved: str, trace: str) -> None:
+    """For a process of its own: `go_on` with a saved session, and the trace into a file."""
     torch.set_num_threads(1)
-    torch.save(go_on(int(sys.argv[1]), Path(sys.argv[2])), sys.argv[3])
+    torch.save(go_on(seed, Path(saved)), trace)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.tiers import by_day
 from tests.zenflow.rule_cases import NAMES, random_group
 from zenflow.kernels import Kernels
 from zenflow.kernels.eager import EagerKernels
@@ -187,7 +188,7 @@ class KernelCases:
     def test_update_is_the_eager_one(
         self, kernels: Kernels, device: torch.device, name: str, dtype: torch.dtype
     ) -> None:
-        for seed in range(6):
+        for seed in range(by_day(3, all_of=6)):
             draw = Draw(100 * seed + NAMES.index(name), device)
             rows, of = draw.choice.choice(SHAPES)
             n = draw.choice.randint(1, of)

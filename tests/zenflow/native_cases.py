@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 
-from tests.zenflow.cases import EXAMPLES_FACTOR, same_bits
+from tests.zenflow.cases import examples, same_bits
 from zenflow import CpuDevice
 from zenflow.host.backend import Backend
 from zenflow.host.native import load_native
@@ -33,9 +33,9 @@ _GUARD = 13  # elements before and behind everything that a task may write
 _GUARD_BYTE = 0x5A
 
 
-def thorough(examples: int) -> Callable[[Any], Any]:
+def thorough(count: int) -> Callable[[Any], Any]:
     return settings(
-        max_examples=examples * EXAMPLES_FACTOR,
+        max_examples=examples(count),
         deadline=None,
         print_blob=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],

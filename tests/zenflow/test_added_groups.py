@@ -11,6 +11,7 @@ import torch
 from hypothesis import event, given, note
 from torch import nn
 
+from tests.tiers import combinations, repeated
 from tests.zenflow.case_data import Param
 from tests.zenflow.cases import Case, case_of, draw_case, same_bits
 from tests.zenflow.change_cases import closing_steps, compare
@@ -32,7 +33,7 @@ def test_i2_with_added_groups(rng: random.Random) -> None:
     compare(case)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(repeated(20)))
 def test_i2_with_added_groups_on_fixed_cases(seed: int) -> None:
     compare(with_joins(random.Random(seed), case_of(seed, steps=14)))
 
@@ -62,9 +63,9 @@ def joining(kind: str, after: int, **fixed: Any) -> Case:
     return merged(replace(case, params=params), [(after, "join", 1)])
 
 
-@pytest.mark.parametrize("with_module", [True, False])
-@pytest.mark.parametrize("grows", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "grows", "with_module"), combinations(kind=KINDS, grows=[True, False], with_module=[True, False])
+)
 def test_i2_every_kind_of_parameter_joins(kind: str, grows: bool, with_module: bool) -> None:
     compare(replace(joining(kind, 4), grows=grows, with_module=with_module))
 

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, note
 from torch import Tensor, nn
 
+from tests.tiers import repeated
 from tests.zenflow.cases import case_of, draw_case, run
 from tests.zenflow.change_cases import closing_steps, compare
 from tests.zenflow.family_cases import draw_rule
@@ -272,12 +273,12 @@ def test_windows_and_selections_equal_the_references(rng: random.Random) -> None
     compare(case)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(repeated(30)))
 def test_windows_and_selections_equal_the_references_on_fixed_cases(seed: int) -> None:
     compare(with_auto(random.Random(seed), case_of(seed, steps=20, rounded_grads=False)))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(repeated(10)))
 def test_no_gradient_makes_the_sums_nan(seed: int) -> None:
     """Not finite gradients that go through, huge ones, zeros: windows end, and as the reference's do."""
     fixed: dict[str, Any] = {"skip_nonfinite": False, "max_grad_norm": None, "topk_ratio": 0.4, "rounded_grads": False}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
@@ -13,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests import forked
 from zenflow import bandwidth
 from zenflow.bandwidth import host_bandwidth
 from zenflow.errors import ConfigError
@@ -152,6 +151,6 @@ try:
 except errors.HostEngineError as error:
     raise SystemExit(f"refused: {error}")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = forked.run(script)
     assert done.returncode == 1
     assert "refused: host_bandwidth could not run 4096 threads: " in done.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +14,8 @@ import torch
 from hypothesis import event, given, note, reject
 from torch import Tensor, nn
 
+from tests import forked
+from tests.tiers import by_day, repeated
 from tests.zenflow.cases import Case, Make, Session, Trace, Transfer, assert_same, case_of, run
 from tests.zenflow.checkpoint_cases import (
     Place,
@@ -37,7 +37,6 @@ from tests.zenflow.rule_cases import NAMES
 from tests.zenflow.test_invariants import RANDOMS, thorough
 from zenflow import ConfigError, ZenFlowAdamW, ZenFlowConfig
 
-ROOT = Path(__file__).parents[2]
 PLACES: tuple[Place, ...] = ("at once", "before", "after")
 
 
@@ -53,14 +52,14 @@ def test_i3_a_run_that_was_saved_and_loaded_goes_on(rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(repeated(12)))
 def test_i3_on_fixed_cases(seed: int, place: Place) -> None:
     case = eventful(seed)
     step = random.Random(seed).randint(1, case.steps)
     assert_same(case, run_with_stops(case, [(step, place)]), run(case, OURS[case.rule]))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(by_day(1, all_of=3)))
 @pytest.mark.parametrize("rule", NAMES)
 def test_i3_saved_and_loaded_after_every_step(rule: str, seed: int) -> None:
     """Every place of a window, the model loaded before the optimizer and after it in turn."""
@@ -90,7 +89,7 @@ def test_i3_with_a_change_of_knobs_pending(step: int) -> None:
             assert_same(case, run_with_stops(case, [(step, place)]), expected)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(repeated(5)))
 def test_i3_with_the_sums_of_an_auto_window(seed: int) -> None:
     case = with_auto(random.Random(seed), case_of(90 + seed, steps=14, topk_ratio=0.4, offload_ratio=1.0))
     stops = [(step, PLACES[step % 3]) for step in range(1, 14, 2)]
@@ -104,7 +103,7 @@ def test_i3_whatever_the_hosts_speed(seed: int, slow_host: Callable[..., Make]) 
     assert_same(case, run_with_stops(case, stops, make=slow_host(seed)), run(case, OURS[case.rule]))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(repeated(6)))
 def test_i3_through_distributed_checkpoints(seed: int) -> None:
     case = eventful(110 + seed, topk_ratio=0.3, offload_ratio=0.9)
     stops = draw_stops(random.Random(seed), case)
@@ -128,13 +127,14 @@ def test_i3_in_a_fresh_process(tmp_path: Path) -> None:
     while session.step < case.steps:
         session.make_step()
         session.do_what_is_due()
-    arguments = [str(seed), str(tmp_path / "saved.pt"), str(tmp_path / "trace.pt")]
-    subprocess.run([sys.executable, "-m", "tests.zenflow.checkpoint_cases", *arguments], check=True, cwd=ROOT)
+    arguments = (seed, str(tmp_path / "saved.pt"), str(tmp_path / "trace.pt"))
+    done = forked.run(f"from tests.zenflow.checkpoint_cases import go_on_into; go_on_into(*{arguments!r})")
+    assert done.returncode == 0, done.stderr
     trace: Trace = torch.load(tmp_path / "trace.pt", weights_only=True)
     assert_same(case, trace, session.end()[before:])
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(repeated(12)))
 def test_state_dict_changes_nothing(seed: int) -> None:
     """It applies nothing that is not due and flushes nothing: at every place of every window."""
     case = eventful(120 + seed)
@@ -143,7 +143,7 @@ def test_state_dict_changes_nothing(seed: int) -> None:
     assert_same(case, looked, run(case, OURS[case.rule]))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(repeated(6)))
 def test_a_state_dict_is_of_its_moment(seed: int) -> None:
     """What the optimizer does later does not show in it, nor what another one does that loaded it."""
     case = eventful(130 + seed, topk_ratio=0.3, offload_ratio=0.8)
@@ -202,7 +202,7 @@ def test_other_knobs_are_taken_up_at_the_next_step(rng: random.Random) -> None:
     other_knobs_are_taken_up(case, stop, rng)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(by_day(5, all_of=10)))
 def test_other_knobs_are_taken_up_on_fixed_cases(seed: int) -> None:
     case = case_of(150 + seed, steps=12, rule=(["adamw", *OTHERS] * 3)[seed], rounded_grads=False)
     stop = seed % 10 + 1

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import queue
+import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -258,6 +260,43 @@ def test_a_forked_child_can_end_its_copy(clock: SimulatedClock) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     items.put(None)
     thread.join()
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_an_interrupt_leaves_the_clock_as_it_should_be(clock: SimulatedClock, outside: bool) -> None:
+    """The worker runs, in the machine's time, while the main thread is interrupted."""
+    runs, work, main = threading.Event(), clock.queue("work"), threading.main_thread().ident
+
+    def serve() -> None:
+        while (wait_s := work.get()) is not None:
+            runs.set()
+            time.sleep(wait_s)
+            clock.sleep(1)
+
+    def interrupt() -> None:
+        runs.wait(SOON_S)
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = clock.thread(serve, "worker")
+    thread.start()
+    threading.Thread(target=interrupt).start()
+    work.put(0.3)
+
+    def wait() -> None:
+        if not outside:
+            clock.event("what never happens").wait()
+        with clock.outside():
+            time.sleep(0.15)
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    assert clock.now() == 0
+    clock.sleep(5)
+    assert clock.now() == 5
+    work.put(None)
+    thread.join()
+    assert not thread.is_alive()
 
 
 # --- what cannot end -------------------------------------------------------------------------------------------------

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import forked
 from tests.zenflow.machine import NO_LIMIT_V1, Machine
 from zenflow import HostMemoryError, ZenFlowError
 from zenflow.host.limits import available_host_bytes, require_host_bytes
@@ -223,5 +222,5 @@ except OSError:
     pass
 mmap.mmap(-1, available - margin, flags=private)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = forked.run(script)
     assert done.returncode == 0, done.stderr

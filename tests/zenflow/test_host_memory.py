@@ -6,8 +6,6 @@ import gc
 import json
 import os
 import re
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from tests import forked
 from tests.zenflow.cases import Make, same_bits
 from tests.zenflow.small import Stack, tokens_of
 from zenflow import ReferenceAdamW, ZenFlowAdamW, ZenFlowConfig
@@ -281,12 +280,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def no_room() -> Any:
-    # Each thread that glibc gives an arena of its own takes 64 MiB of the address space, now one and now another.
-    arenas = {"MALLOC_ARENA_MAX": "1"}
-    environment = {**os.environ, **arenas, "OPENBLAS_NUM_THREADS": "1", "ZENFLOW_NATIVE": "require"}
-    done = subprocess.run(
-        [sys.executable, "-c", NO_ROOM], capture_output=True, text=True, timeout=120, env=environment, check=False
-    )
+    done = forked.run(NO_ROOM, environment={**os.environ, "ZENFLOW_NATIVE": "require"})
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
 

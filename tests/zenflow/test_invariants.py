@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, event, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.tiers import repeated
 from tests.zenflow.cases import (
-    EXAMPLES_FACTOR,
     FIXED_CASES,
     Case,
     Make,
@@ -23,6 +23,7 @@ from tests.zenflow.cases import (
     assert_same,
     case_of,
     draw_case,
+    examples,
     run,
     same_bits,
 )
@@ -35,10 +36,10 @@ SYNC: dict[str, Any] = {"update_interval": 1, "overlap_step": False, "apply_lag"
 RANDOMS = st.randoms(use_true_random=False)
 
 
-def thorough(examples: int) -> Callable[[Any], Any]:
+def thorough(count: int) -> Callable[[Any], Any]:
     """Settings of a property test here: a case is a whole training run, so examples are few and have no deadline."""
     return settings(
-        max_examples=examples * EXAMPLES_FACTOR,
+        max_examples=examples(count),
         deadline=None,
         print_blob=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
@@ -61,7 +62,7 @@ def test_i1_synchronous_is_torch(rng: random.Random) -> None:
     assert_close_to_torch(case, run(case, OURS[case.rule]))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(repeated(20)))
 @pytest.mark.parametrize("rule", NAMES)
 def test_i1_one_step_is_torch(rule: str, seed: int) -> None:
     case = case_of(seed, rule=rule, steps=1, grads_depend_on_weights=False, **SYNC)
@@ -98,7 +99,7 @@ def test_i2_equals_the_reference_on_fixed_cases(seed: int) -> None:
     check_against_reference(case_of(seed))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(repeated(20)))
 @pytest.mark.parametrize("rule", OTHERS)
 @pytest.mark.parametrize("native", ["require", "off"])
 def test_i2_equals_the_reference_on_either_engine(
@@ -109,7 +110,7 @@ def test_i2_equals_the_reference_on_either_engine(
     check_against_reference(case)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(repeated(30)))
 def test_i2_adamw_equals_the_reference_without_the_native_engine(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZENFLOW_NATIVE", "off")
     check_against_reference(case_of(seed))
@@ -124,14 +125,14 @@ def test_i2_for_every_window_and_lag(interval: int, mode: str) -> None:
 
 
 @pytest.mark.parametrize("rule", NAMES)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(repeated(8)))
 def test_i2_nonfinite_gradients_go_through_without_the_skip_flag(seed: int, rule: str) -> None:
     fixed: dict[str, Any] = {"skip_nonfinite": False, "max_grad_norm": None, "nonfinite_at": frozenset({4})}
     check_against_reference(case_of(seed, rule=rule, steps=9, **fixed))
 
 
 @pytest.mark.parametrize("rule", ["adamw", "sgd"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(repeated(6)))
 def test_i2_does_not_depend_on_the_hosts_speed(seed: int, rule: str, slow_host: Callable[..., Make]) -> None:
     """slow_host: from conftest; builds an optimizer whose host is held up at random moments, by seed."""
     case = case_of(seed, rule=rule, steps=16, overlap_step=True, topk_ratio=0.3, offload_ratio=1.0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 
 import pytest
+
+from tests import forked
 
 BEGIN = """
 import os, sys, torch
@@ -30,14 +30,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 def said(script: str, **environment: str) -> list[str]:
     """The lines that a script prints."""
     others = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=others | environment,
-    )
+    done = forked.run(script, environment=others | environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

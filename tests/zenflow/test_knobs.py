@@ -12,6 +12,7 @@ import torch
 from hypothesis import event, given, note
 from torch import nn
 
+from tests.tiers import repeated
 from tests.zenflow.cases import Make, case_of, draw_case, run, same_bits
 from tests.zenflow.change_cases import closing_steps, compare
 from tests.zenflow.family_cases import OTHERS, OURS, REFERENCE, draw_rule
@@ -34,7 +35,7 @@ def test_i2_with_changing_knobs(rng: random.Random) -> None:
     compare(case)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(repeated(40)))
 def test_i2_with_changing_knobs_on_fixed_cases(seed: int) -> None:
     compare(with_changes(random.Random(seed), case_of(seed, steps=20, rounded_grads=False)))
 
@@ -70,7 +71,7 @@ def test_i2_a_change_whose_step_is_skipped_or_without_gradients(knobs: dict[str,
         compare(merged(replace(case, params=params), [(5, "knobs", knobs)]))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(repeated(5)))
 def test_i2_there_and_back_again(seed: int) -> None:
     """The state goes through every tier and back."""
     case = case_of(500 + seed, steps=24, topk_ratio=0.25, offload_ratio=1.0, update_interval=3, apply_lag=None)
@@ -109,7 +110,7 @@ def test_i2b_replay_is_the_plain_optimizer_whatever_was_changed(rng: random.Rand
         assert all(bool(same_bits(x, y).all()) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(repeated(5)))
 @pytest.mark.parametrize("rule", NAMES)
 def test_i1_synchronous_is_torch_whatever_the_split_becomes(rule: str, seed: int) -> None:
     case = case_of(seed, rule=rule, grads_depend_on_weights=False, steps=9, **SYNC)

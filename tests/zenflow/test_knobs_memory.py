@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests import forked
 
 # In a process of its own, whose address space is limited. Both runs are over the same gradients.
 SCRIPT = """
@@ -67,15 +67,7 @@ print(json.dumps({"same": same, "closed": [closed, closed_too], "found": found, 
 
 @pytest.fixture(scope="module")
 def outcome() -> Any:
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "ZENFLOW_NATIVE": "require"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-        check=False,
-    )
+    done = forked.run(SCRIPT, environment={**os.environ, "ZENFLOW_NATIVE": "require"})
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
 

@@ -145,7 +145,7 @@ def test_random_cases_exercise_what_they_claim() -> None:
         met["conv1d"] += any(weight.transposed and weight.slot for weight in optimizer._weights)
         met["flush inside a window"] += any(name.startswith("flush") for name, _ in trace)
         met["replay"] += case.config.deferred_update == "replay"
-    least = {
+    least = {  # of 200
         "columns moved": 40,
         "columns moved while in flight": 20,
         "in flight after a step": 35,
@@ -159,4 +159,5 @@ def test_random_cases_exercise_what_they_claim() -> None:
         "flush inside a window": 50,
         "replay": 60,
     }
-    assert {name: met[name] for name in least if met[name] < least[name]} == {}, dict(met)
+    share = FIXED_CASES / 200
+    assert {name: met[name] for name in least if met[name] < share * least[name]} == {}, dict(met)

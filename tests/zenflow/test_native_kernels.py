@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from tests.tiers import combinations
 from tests.zenflow.kernel_cases import (
     DTYPES,
     EAGER,
@@ -34,7 +36,10 @@ CPU = torch.device("cpu")
 LARGE = ((531, 70, 37), (531, 70, 70), (40_001, 1, 1), (1, 3000, 3000), (2, 900, 411))
 
 
-@pytest.fixture(params=[1, 2, 5])
+THREADS = (1, 2, 5)
+
+
+@pytest.fixture(params=THREADS)
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -60,10 +65,15 @@ class TestOnTheCpu(KernelCases):
     """What is small is done by the caller alone, however many threads there are."""
 
 
+def with_threads(**axes: Iterable[Any]) -> Any:
+    """Parametrizes with these axes and the numbers of threads together."""
+    cases = combinations(threads=THREADS, **axes)
+    return pytest.mark.parametrize(",".join(("threads", *axes)), cases, ids=str, indirect=["threads"])
+
+
 @pytest.mark.usefixtures("threads")
 class TestOnSeveralThreads:
-    @pytest.mark.parametrize("shape", LARGE, ids=str)
-    @pytest.mark.parametrize("name", NAMES)
+    @with_threads(name=NAMES, shape=LARGE)
     def test_a_large_update_is_the_eager_one(
         self, kernels: NativeKernels, device: torch.device, name: str, shape: tuple[int, int, int]
     ) -> None:
@@ -105,9 +115,7 @@ class TestOnSeveralThreads:
                 assert torch.equal(kernels.energies(laid), expected), (rows, of, layout)
                 assert torch.equal(EAGER.energies(laid), expected), (rows, of, layout)
 
-    @pytest.mark.parametrize("ascending", [True, False], ids=["ascending", "in any order"])
-    @pytest.mark.parametrize("density", [1.0, 0.9, 0.7, 0.4, 0.1])
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @with_threads(dtype=DTYPES, density=[1.0, 0.9, 0.7, 0.4, 0.1], ascending=[True, False])
     def test_columns_that_lie_close_together(
         self, kernels: NativeKernels, device: torch.device, dtype: torch.dtype, density: float, ascending: bool
     ) -> None:
@@ -176,8 +184,7 @@ def assert_equal(ours: list[ColumnUpdate], theirs: list[ColumnUpdate]) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@with_threads(name=NAMES, dtype=[*DTYPES, torch.float64])
 def test_the_updates_of_a_step_at_once(kernels: NativeKernels, name: str, dtype: torch.dtype) -> None:
     """float64 is none of ours and goes another way."""
     draw, rule = Draw(NAMES.index(name), CPU), RULES[name]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.tiers import repeated
 from tests.zenflow.cases import Case, case_of, run, same_bits
 from tests.zenflow.family_cases import OTHERS, REFERENCE
 from tests.zenflow.torch_oracle import assert_close_to_torch
@@ -25,7 +26,7 @@ def ulps(a: Tensor, b: Tensor, scale: Tensor) -> float:
     return float(((a - b).abs() / (scale.abs().frexp().exponent.sub(24).float().exp2())).max())
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(repeated(20)))
 def test_one_step_from_equal_state_is_torch_within_4_ulp(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = nn.Parameter(torch.randn(7, 11, generator=generator))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.tiers import repeated
 from tests.zenflow.cases import Case, Trace, assert_same, case_of, run, same_bits
 from tests.zenflow.family_cases import OTHERS, REFERENCE
 from tests.zenflow.knob_cases import with_auto, with_changes, with_joins
@@ -43,7 +44,7 @@ def test_synchronous_is_torch_whatever_the_split_becomes(rule: str, seed: int) -
     assert_close_to_torch(without_knobs(changing), other_than_knobs(run(changing, REFERENCE[rule])))
 
 
-@pytest.mark.parametrize("seed", range(35))
+@pytest.mark.parametrize("seed", range(repeated(35)))
 def test_replay_is_the_plain_optimizer_after_a_flush_whatever_was_changed(seed: int) -> None:
     """The counts too: no update is lost and none is made twice."""
     case = case_of(seed, grads_depend_on_weights=False, deferred_update="replay", steps=20)

@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.zftune.thinkers import FORKING
+from zftune.tuner import thinker
+
 # In milliseconds. The pads are more than ten times as long as the mini model's real work: a busy machine keeps up.
 MINI_TIMELINE = {"forward_ms": 40, "backward_ms": 40, "d2h_ms": 20, "host_ms": 80, "h2d_ms": 20, "scale": 1}
 MINI_POSITIONS = 128
+
+
+@pytest.fixture(autouse=True)
+def _thinkers_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thinker, "subprocess", FORKING)
 
 
 @pytest.fixture(scope="session")

@@ -137,12 +137,6 @@ def rig(rig: Rig, slacks: Sequence[Slack], *, attempts: int) -> dict[str, Any]:
     }
 
 
-def explain_rig(rig: Mapping[str, Any] | None, missing: dict[str, str]) -> None:
-    """Say why there is no slack."""
-    if rig is not None and rig["slack"] is None:
-        missing["rig.slack"] = "in simulated time nothing can be late"
-
-
 def host_memory(host_bytes: Mapping[str, int]) -> dict[str, int]:
     """Host memory by use."""
     return {f"host_{use}_bytes": host_bytes[use] for use in ("state", "log", "staging", "peak")}

@@ -69,7 +69,6 @@ def build_document(
         "missing": missing,
         **sampling.fields(*own.span_ns, missing),
     }
-    derive.explain_rig(document["rig"], missing)
     missing |= _reasons(document, fitting)
     document["roofs"] = derive.roofs(document, missing)
     document["sources"] = _sources(document, "event" if rig is None else "rig") | sampling.sources(document)

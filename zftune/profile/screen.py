@@ -48,7 +48,7 @@ _MEANINGS = {
     "data": "next batch",
 }
 _KINDS = tuple(dict.fromkeys((_COMPUTE, *_CAUSES.values(), *PHASE_KINDS.values())))
-_RAW = ("per_step.", "series.", "rig.slack")  # no figures of this screen
+_RAW = ("per_step.", "series.")  # no figures of this screen
 _VISIBLE = 0.004  # share of the longest bar: what is shorter is not in the legend
 
 

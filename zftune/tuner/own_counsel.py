@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from zenflow import ZenFlowError
+from zenflow.clock import Clock
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.tuner.background import Background
 from zftune.tuner.conclusion import Followed, conclusion
@@ -97,7 +98,7 @@ class OwnCounsel(Counsel):
         self._own_store = store is None
         self._store = _user_store() if store is None else store or None
         self._clock, self._thinking_s = optimizer.device.clock, wishes.search.thinking_s
-        self._thinker = Thinker(share=1.0 if self._clock.simulated else gentle_share())
+        self._thinker = _thinker_beside(self._clock)
         with contextlib.suppress(ThinkerError):  # the planner thinks alone then, and the notes say so
             self._thinker.start()  # it loads while the warm-up lasts
         self._preparation = Preparation(optimizer, wishes, self._store, self._thinker, company)
@@ -196,6 +197,11 @@ class OwnCounsel(Counsel):
 
     def _desk(self, search: Search, recorder: Recorder | None) -> Desk:
         return ThreadDesk(search, recorder, self._thinker, self._clock)
+
+
+def _thinker_beside(clock: Clock) -> Thinker:
+    """What thinks beside a training; where its time is simulated, it does not go on meanwhile."""
+    return Thinker(gives_way=False) if clock.simulated else Thinker(share=gentle_share())
 
 
 def _user_store() -> Store:

@@ -130,7 +130,7 @@ class TunedRun:
         """Take steps until the search is over, the steps are used up, or the user has had enough."""
         recording = None if store is None else Recording(store, facts_of(training), self.quality)
         over = False
-        self._thinker = Thinker()
+        self._thinker = Thinker(gives_way=not training.device.clock.simulated)
         say(f"Quality {QUALITY_WORDS[self.quality]}.")
         try:
             self._start_thinker()  # it loads while the warm-up lasts

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 ANSWER_S = 300.0
 """An answer takes no longer than that, or there is none."""
 _NICE = 10
+_AT_ONCE = "--at-once"
 _SLICE_S = 0.01
 _FEW_CORES = 8
 _GENTLE_SHARE = 0.15
@@ -54,11 +55,13 @@ class Thinker:
     Args:
         answer_s: seconds that an answer may take.
         share: of a core that it may use once it has loaded: what it uses is missing elsewhere where cores are few.
+        gives_way: whether it runs only where a core has nothing else to do; not where time is simulated and so waits.
     """
 
-    def __init__(self, answer_s: float = ANSWER_S, share: float = 1.0) -> None:
+    def __init__(self, answer_s: float = ANSWER_S, share: float = 1.0, *, gives_way: bool = True) -> None:
         self._answer_s = answer_s
         self._share = share
+        self._arguments = [] if gives_way else [_AT_ONCE]
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._closed = False
@@ -84,7 +87,7 @@ class Thinker:
             try:
                 self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "zftune.tuner.thinker"],
+                    [sys.executable, "-P", "-m", "zftune.tuner.thinker", *self._arguments],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=self._errors,
@@ -192,7 +195,8 @@ def _end_process(process: subprocess.Popen[bytes], errors: IO[bytes], pid: int) 
 def main() -> NoReturn:
     """Answer questions until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    _give_way()
+    if _AT_ONCE not in sys.argv:
+        _give_way()
     questions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     pipe = os.fdopen(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # a buffer's lock could be held at the exit
     threading.Thread(target=_listen, args=(pipe, questions), daemon=True).start()

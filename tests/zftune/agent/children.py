@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import zygote
 from zftune import agent
 
 Line = dict[str, Any]
@@ -117,17 +118,19 @@ def run(
     timeout: float = 120,
     check: bool = True,
     torn: bool = False,
+    started: bool = False,
 ) -> Child:
-    """Run a command and read what its processes recorded in `folder`, the last line only if it is not `torn`."""
-    done = subprocess.run(
-        [str(part) for part in command],
-        env=dict(env),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    """Run a command and read what its processes recorded in `folder`, the last line only if it is not `torn`.
+
+    Python is forked from the zygote, unless it is `started`: then, and as any other program, in an interpreter.
+    """
+    if command[0] == sys.executable and not started:
+        done = zygote.run(command, env=env, cwd=folder, timeout=timeout)
+    else:
+        words = [str(part) for part in command]
+        done = subprocess.run(
+            words, env=dict(env), cwd=folder, capture_output=True, text=True, timeout=timeout, check=False
+        )
     assert done.returncode == 0 or not check, done.stderr
     files = []
     for path in sorted(folder.glob("agent-*.jsonl")):

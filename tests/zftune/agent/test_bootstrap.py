@@ -31,7 +31,8 @@ def python(folder: Path, code: str, *, other: Path | None = None, flags: tuple[s
     without = {name: value for name, value in with_us.items() if not name.startswith("ZFTUNE_")}
     without["PYTHONPATH"] = "" if other is None else str(other)
     command = [sys.executable, *flags, "-c", code]
-    return run(command, folder, with_us, check=False), run(command, folder, without, check=False)
+    started = run(command, folder, with_us, check=False, started=True)
+    return started, run(command, folder, without, check=False, started=True)
 
 
 def raised(child: Child) -> list[str]:
@@ -145,5 +146,5 @@ def test_a_python_without_zftune_is_named(tmp_path: Path) -> None:
 def test_python_that_looks_at_no_sitecustomize(tmp_path: Path, flag: str) -> None:
     folder = tmp_path / "records"
     folder.mkdir()
-    child = run([sys.executable, flag, "-c", "print(1)"], folder, environ(folder))
+    child = run([sys.executable, flag, "-c", "print(1)"], folder, environ(folder), started=True)
     assert (child.stdout, child.files) == ("1\n", [])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import upstream_ops
+from tests import upstream_ops, zygote
+from tests.once import once
 from tests.zftune.check.cases import CASES, SAFE, Bad, safe
 from zftune.check.config import Source, filled
 from zftune.check.fixing import fix
@@ -62,15 +61,9 @@ class Outcomes:
             self._add(jobs, f"selection {stage}", _at_stage(_small(safe("zenflow-sequential")), stage), "selection")
         (folder / "jobs.json").write_text(json.dumps(jobs))
         module = "tests.zftune.check.upstream_worker"
-        done = subprocess.run(
-            [sys.executable, "-m", module, str(folder / "jobs.json"), str(folder / "results.json")],
-            cwd=ROOT,
-            env={**os.environ, **upstream_ops.environment(), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=800,
-            check=False,
-        )
+        words: list[str | Path] = ["-m", module, folder / "jobs.json", folder / "results.json"]
+        environment = {**os.environ, **upstream_ops.environment(), "OMP_NUM_THREADS": "1"}
+        done = zygote.run(words, cwd=ROOT, env=environment, timeout=800)
         assert done.returncode == 0, done.stderr[-2000:]
         self._results = json.loads((folder / "results.json").read_text())
 
@@ -93,4 +86,4 @@ class Outcomes:
 def upstream(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Skips where DeepSpeed's operations are not compiled."""
     upstream_ops.need()
-    return Outcomes(tmp_path_factory.mktemp("upstream"))
+    return once(tmp_path_factory, "check", Outcomes)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from tests import upstream_ops
+from tests import upstream_ops, zygote
 from tests.zftune.check.cases import safe
 from zftune.check.checking import check
 
 ROOT = Path(__file__).parents[3]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def test_zenflow_ends_where_the_border_lies_within_a_weight_of_one_dimension(tmp_path: Path) -> None:
@@ -27,16 +25,10 @@ def test_zenflow_ends_where_the_border_lies_within_a_weight_of_one_dimension(tmp
     jobs = [{"proof": "border", "config": {**config, "has_bias": has_bias}} for has_bias in (True, False)]
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     worker = ("-m", "tests.zftune.check.upstream_worker", str(tmp_path / "jobs.json"), str(tmp_path / "results.json"))
-    done = subprocess.run(
-        [sys.executable, *TORCHRUN, *worker],
-        cwd=ROOT,
-        env={**os.environ, **upstream_ops.environment(), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    environment = {**os.environ, **upstream_ops.environment(), "OMP_NUM_THREADS": "1"}
+    with contextlib.ExitStack() as stack:
+        for rank in [stack.enter_context(one) for one in zygote.ranks(2, worker, env=environment, cwd=ROOT)]:
+            assert rank.wait(400) == 0, rank.stderr[-2000:]
     between, within = json.loads((tmp_path / "results.json").read_text())
     assert between["raised"] is None, between["message"]
     ends = within["raised"] == "TypeError" and "must be tuple of ints, not float" in within["message"]

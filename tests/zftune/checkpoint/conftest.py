@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import upstream_ops
+from tests.once import once
 from tests.zftune.checkpoint import upstream
 
 
@@ -15,6 +16,10 @@ from tests.zftune.checkpoint import upstream
 def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """The folder of all cases of a number of ranks."""
     upstream_ops.need()
-    folder = tmp_path_factory.mktemp("upstream")
-    upstream.start(folder)
+
+    def start(folder: Path) -> Path:
+        upstream.start(folder)
+        return folder
+
+    folder = once(tmp_path_factory, "checkpoint", start)
     return lambda ranks: folder / str(ranks)

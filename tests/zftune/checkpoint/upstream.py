@@ -45,17 +45,12 @@ def start(folder: Path) -> None:
     Raises:
         RuntimeError: a process failed; its last lines.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.zftune.checkpoint.upstream", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, **environment(), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=250,
-    )
+    from tests import zygote
+
+    words: list[str | Path] = ["-m", "tests.zftune.checkpoint.upstream", folder]
+    done = zygote.run(words, cwd=ROOT, env={**os.environ, **environment(), "OMP_NUM_THREADS": "1"}, timeout=250)
     if done.returncode:
-        raise RuntimeError(done.stdout[-3000:])
+        raise RuntimeError(done.stdout[-3000:] + done.stderr[-3000:])
 
 
 def _config(

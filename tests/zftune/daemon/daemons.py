@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests import zygote
 from zftune.daemon.client import DaemonClient
 
 OTHER_UID = 65534
@@ -62,7 +63,7 @@ def end_private(folder: Path) -> None:
 class Daemon:
     """A daemon that runs; what it told the service manager comes in by `told`."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | zygote.Forked
     path: Path
     log: Path
     manager: socket.socket
@@ -87,14 +88,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 def zftune(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Run the command line until it ends."""
-    return subprocess.run(
-        [sys.executable, "-c", "from zftune.cli import main; main()", *arguments],
-        env=environment(folder, **more),
-        capture_output=True,
-        text=True,
-        timeout=SOON_S,
-        check=False,
-    )
+    return zygote.zftune(*arguments, env=environment(folder, **more), timeout=SOON_S)
 
 
 @contextmanager
@@ -104,32 +98,42 @@ def begun(
     module: str | None = HOSTED,
     more: Mapping[str, str] | None = None,
     hangs_up: bool = True,
+    forked: bool = True,
 ) -> Iterator[Daemon]:
     """A daemon, from its first moment on; it is killed in the end if it has not ended.
 
-    Without `hangs_up` it begins as under nohup; otherwise not, even if the tests do.
+    It is forked from the zygote. Without `hangs_up` it begins as under nohup; then, or if it is not to be `forked`, an
+    interpreter is started for it, as for a user's.
     """
-    begin = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL if hangs_up else signal.SIG_IGN)
-    command = ["-c", "from zftune.cli import main; main()", "daemon"] if module is None else ["-m", module]
+    command = ["-c", zygote.MAIN, "daemon"] if module is None else ["-m", module]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, (folder / "log").open("ab") as log:
         manager.settimeout(SOON_S)
         address = folder / "n"
         address.unlink(missing_ok=True)
         manager.bind(str(address))
-        process = subprocess.Popen(
-            [sys.executable, *command, *arguments],
-            cwd=ROOT,
-            env=environment(folder, **{"NOTIFY_SOCKET": str(address), **(more or {})}),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            preexec_fn=begin,
-        )
+        env = environment(folder, **{"NOTIFY_SOCKET": str(address), **(more or {})})
+        process: subprocess.Popen[bytes] | zygote.Forked
+        if forked and hangs_up:
+            process = zygote.Forked([*command, *arguments], cwd=ROOT, env=env, log=log)
+        else:
+            process = subprocess.Popen(
+                [sys.executable, *command, *arguments],
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=functools.partial(
+                    signal.signal, signal.SIGHUP, signal.SIG_DFL if hangs_up else signal.SIG_IGN
+                ),
+            )
         try:
             yield Daemon(process, folder / "z.sock", folder / "log", manager)
         finally:
             process.kill()
             process.wait()
+            if isinstance(process, zygote.Forked):
+                process.close()
 
 
 @contextmanager

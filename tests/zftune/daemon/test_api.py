@@ -15,14 +15,15 @@ from urllib.parse import quote
 
 import pytest
 
+from tests.tiers import by_day
 from tests.zftune.daemon.daemons import SOON_S, Daemon, answer_on, exchange, get, serving, status_of
 from tests.zftune.daemon.hosted import ANSWER_S, BODY_S
-from zftune.daemon import protocols
+from zftune.daemon import PROTOCOL, protocols
 from zftune.daemon.answers import error_body
 from zftune.daemon.client import DaemonClient
 from zftune.daemon.errors import DaemonError
 
-FUZZ_S = float(os.environ.get("ZFTUNE_FUZZ_S", "10"))
+FUZZ_S = float(os.environ.get("ZFTUNE_FUZZ_S", by_day("2", all_of="10")))
 """Of random bytes, and of random requests; here and for the runs' routes together."""
 EXAMPLES = 20
 FUZZ_SEED = int(os.environ.get("ZFTUNE_FUZZ_SEED", "8"))
@@ -39,7 +40,7 @@ def refusal(answer: bytes) -> tuple[int, str]:
     """Status and sentence; everything that refuses is JSON with nothing but a sentence, and says the protocol."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"\r\ncontent-type: application/json" in head
-    assert b"\r\nzftune-protocol: 1" in head
+    assert f"\r\nzftune-protocol: {PROTOCOL}".encode() in head
     found = json.loads(body)
     assert list(found) == ["error"]
     assert "\n" not in found["error"]

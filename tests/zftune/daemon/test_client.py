@@ -21,7 +21,7 @@ from zftune.daemon import client as client_module
 from zftune.daemon.client import DaemonClient
 from zftune.daemon.errors import DaemonError
 
-HEAD = b"HTTP/1.1 200 OK\r\nzftune-protocol: 1\r\n"
+HEAD = f"HTTP/1.1 200 OK\r\nzftune-protocol: {PROTOCOL}\r\n".encode()
 TIMEOUT_S = 0.5
 
 
@@ -140,12 +140,12 @@ ODD = {
     "too deep": (HEAD + b"content-length: 200000\r\n\r\n" + b"[" * 200000, "something else than JSON"),
     "no daemon": (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", "is no zftune daemon"),
     "another protocol": (
-        b"HTTP/1.1 200 OK\r\nzftune-protocol: 2\r\ncontent-length: 2\r\n\r\n{}",
-        "speaks protocol '2', allowed is protocol 1",
+        b"HTTP/1.1 200 OK\r\nzftune-protocol: 99\r\ncontent-length: 2\r\n\r\n{}",
+        f"speaks protocol '99', allowed is protocol {PROTOCOL}",
     ),
     "a bad length": (HEAD + b"content-length: many\r\n\r\n{}", None),
     "an error without a sentence": (
-        b"HTTP/1.1 418 X\r\nzftune-protocol: 1\r\ncontent-length: 2\r\n\r\n[]",
+        HEAD.replace(b"200 OK", b"418 X") + b"content-length: 2\r\n\r\n[]",
         "status 418",
     ),
 }

@@ -14,7 +14,7 @@ from zftune.daemon import PROTOCOL
 
 
 def test_status_and_stop(folder: Path) -> None:
-    with serving(folder, module=COMMAND) as daemon:
+    with serving(folder, module=COMMAND, forked=False) as daemon:
         told = zftune(folder, "daemon", "status")
         assert (told.returncode, told.stderr) == (0, "")
         assert re.fullmatch(

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.zftune.daemon.daemons import SOON_S, environment, serving
+from zftune.daemon import PROTOCOL
 from zftune.daemon.client import DaemonClient
 from zftune.daemon.ensuring import ensure_daemon, log_of, revive_daemon
 from zftune.daemon.errors import DaemonError, StrangerError
@@ -136,7 +137,7 @@ def test_what_will_never_be_one_is_not_waited_for(folder: Path) -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(StrangerError, match="speaks protocol '99', allowed is protocol 1"):
+        with pytest.raises(StrangerError, match=f"speaks protocol '99', allowed is protocol {PROTOCOL}"):
             ensure_daemon(environment(folder))
         thread.join()
     assert not log_of(locate(environment(folder))).exists()

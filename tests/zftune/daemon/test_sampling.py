@@ -164,7 +164,10 @@ def test_throttling_voids_a_measurement_of_a_daemon_that_runs(
     machine.write(HOPPER, timeline=[{"t": 0, "util": 60, "reasons": _HOT}])
     more = {"LD_LIBRARY_PATH": str(nvml_library.parent), "NVML_SCRIPT": str(machine.script)}
     more["ZFTUNE_DB"] = f"sqlite:///{folder / 'z.db'}"
-    with serving(folder, module=COMMAND, more=more) as daemon, DaemonClient(daemon.path, timeout_s=SOON_S) as client:
+    with (
+        serving(folder, module=COMMAND, more=more, forked=False) as daemon,
+        DaemonClient(daemon.path, timeout_s=SOON_S) as client,
+    ):
         agent = OnGpu(client)
         until(lambda: shown(client)["utilisation"] is not None)
         agent.asked()

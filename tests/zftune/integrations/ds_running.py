@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests import upstream_ops
+from tests import upstream_ops, zygote
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
 ZENFLOW = {"topk_ratio": 0.2, "update_interval": 4, "select_interval": 8, "overlap_step": True}
@@ -37,13 +36,12 @@ def run_cases(folder: Path, cases: Mapping[str, Any], *, ranks: int = 1, status:
     given, out = folder / "cases.json", folder / "out.pt"
     given.write_text(json.dumps(cases))
     module = ["-m", "tests.zftune.integrations.ds_worker", str(given), str(out)]
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"] if ranks > 1 else []
     database = str(folder / "zftune.db")
     environment = {**os.environ, **upstream_ops.environment(), "ZFTUNE_DB": database, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *launch, *module], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == status, done.stdout[-3000:] + done.stderr[-6000:]
+    with contextlib.ExitStack() as stack:
+        begun = [stack.enter_context(one) for one in zygote.ranks(ranks, module, env=environment)]
+        for one in begun:
+            assert one.wait(800) == status, one.stdout[-3000:] + one.stderr[-6000:]
     if status:
         return []
     files = [out, *(out.with_suffix(f".{rank}.pt") for rank in range(1, ranks))]

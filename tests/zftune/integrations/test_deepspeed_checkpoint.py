@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.once import once
 from tests.zftune.integrations.ds_running import ADAMW, ZENFLOW, ds_config, run_cases
 from tests.zftune.integrations.ds_worker import batch, make_model
 
@@ -28,21 +29,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of everything here."""
-    return tmp_path_factory.mktemp("resumed")
-
-
-@pytest.fixture(scope="module")
-def whole(folder: Path) -> dict[str, Any]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Each run without an interruption."""
-    return run_cases(folder / "whole", {n: {**c, "ours": True, "steps": STEPS} for n, c in CONFIGS.items()})[0]
+    cases = {name: {**case, "ours": True, "steps": STEPS} for name, case in CONFIGS.items()}
+    return once(tmp_path_factory, "whole", lambda folder: run_cases(folder, cases)[0])
 
 
 @pytest.fixture(scope="module")
-def resumed(folder: Path) -> dict[str, Any]:
-    """Each run, saved, its process killed, and gone on with in another one."""
-    last = list(CONFIGS)[-1]
+def resumption(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Each run, saved, its process killed, and gone on with in another one: the files, and what was seen."""
+    return once(tmp_path_factory, "resumed", save_and_go_on)
+
+
+def save_and_go_on(folder: Path) -> tuple[Path, dict[str, Any]]:
     saving = {
         name: {
             **case,
@@ -50,7 +49,7 @@ def resumed(folder: Path) -> dict[str, Any]:
             "steps": STEPS,
             "save": str(folder / name),
             "save_after": SAVED_AFTER,
-            "die": name == last,
+            "die": name == list(CONFIGS)[-1],
         }
         for name, case in CONFIGS.items()
     }
@@ -59,7 +58,12 @@ def resumed(folder: Path) -> dict[str, Any]:
         name: {**case, "ours": True, "steps": STEPS - SAVED_AFTER, "load": str(folder / name)}
         for name, case in CONFIGS.items()
     }
-    return run_cases(folder / "second", going_on)[0]
+    return folder, run_cases(folder / "second", going_on)[0]
+
+
+@pytest.fixture(scope="module")
+def resumed(resumption: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
+    return resumption[1]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -82,8 +86,8 @@ def test_the_scaled_run_had_overflows_before_and_after(whole: dict[str, Any]) ->
     assert len(set(scales[SAVED_AFTER:])) > 1
 
 
-def test_the_saved_weights_load_into_a_plain_model(folder: Path, resumed: dict[str, Any]) -> None:
-    assert resumed  # the files are there
+def test_the_saved_weights_load_into_a_plain_model(resumption: tuple[Path, dict[str, Any]]) -> None:
+    folder, resumed = resumption
     tag = (folder / "zenflow bf16" / "latest").read_text()
     file = folder / "zenflow bf16" / tag / "mp_rank_00_model_states.pt"
     saved = torch.load(file, weights_only=False)  # DeepSpeed's files hold more than tensors
@@ -95,12 +99,12 @@ def test_the_saved_weights_load_into_a_plain_model(folder: Path, resumed: dict[s
     assert loss == resumed["zenflow bf16"]["losses"][0]
 
 
-def test_a_checkpoint_of_zero_is_refused_with_what_to_do(folder: Path) -> None:
+def test_a_checkpoint_of_zero_is_refused_with_what_to_do(tmp_path: Path) -> None:
     zero = ds_config("bf16", optimizer=ADAMW)
     zero["zero_optimization"] = {"stage": 2}
-    saving = {"config": zero, "save": str(folder / "zero"), "save_after": 2, "steps": 2}
-    loading = {"config": ds_config("bf16", optimizer=ADAMW), "ours": True, "load": str(folder / "zero")}
-    seen = run_cases(folder / "of zero", {"saved": saving, "loaded": loading})[0]
+    saving = {"config": zero, "save": str(tmp_path / "zero"), "save_after": 2, "steps": 2}
+    loading = {"config": ds_config("bf16", optimizer=ADAMW), "ours": True, "load": str(tmp_path / "zero")}
+    seen = run_cases(tmp_path / "of zero", {"saved": saving, "loaded": loading})[0]
     assert "error" not in seen["saved"], seen["saved"]
     assert seen["loaded"]["error"] == (
         "BadInputError: the checkpoint is of ZeRO, allowed is one of the backend zenflow: `zftune checkpoint import` "

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.once import once
 from tests.zftune.integrations.ds_running import ADAMW, ds_config, run_cases
 from tests.zftune.integrations.ds_worker import make_model
 
@@ -68,7 +69,7 @@ CASES |= {f"unscaled fp16/{w}": c for w, c in _pair(ds_config("fp16", optimizer=
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What happened in each case."""
-    return run_cases(tmp_path_factory.mktemp("exact"), CASES)[0]
+    return once(tmp_path_factory, "exact", lambda folder: run_cases(folder, CASES)[0])
 
 
 @pytest.mark.parametrize("name", NAMES)

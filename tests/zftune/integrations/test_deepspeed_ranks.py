@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.once import once
 from tests.zftune.integrations.ds_running import ADAMW, ZENFLOW, ds_config, run_cases
 
 CASES = {
@@ -39,13 +40,14 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         name: {**case, "config": {**case["config"], "train_micro_batch_size_per_gpu": 2}}
         for name, case in CASES.items()
     }
-    return run_cases(tmp_path_factory.mktemp("two"), halves, ranks=2)
+    return once(tmp_path_factory, "two-ranks", lambda folder: run_cases(folder, halves, ranks=2))
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one rank saw, with whole batches."""
-    return run_cases(tmp_path_factory.mktemp("one"), {n: c for n, c in CASES.items() if n != "online"})[0]
+    alone = {name: case for name, case in CASES.items() if name != "online"}
+    return once(tmp_path_factory, "one-rank", lambda folder: run_cases(folder, alone)[0])
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "online"])

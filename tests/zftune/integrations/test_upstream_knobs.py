@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import upstream_ops
+from tests import upstream_ops, zygote
+from tests.once import once
 from tests.zftune.integrations.upstream_run import LR, ROWS, gradient, turned
 
 ROOT = Path(__file__).parents[3]
@@ -75,26 +74,22 @@ def launch(folder: Path, cases: Mapping[str, Any], ranks: int = 1) -> list[dict[
     """Run the cases in processes of their own; what each rank found."""
     upstream_ops.need()
     (folder / "cases.json").write_text(json.dumps(cases))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.zftune.integrations.upstream_run", str(folder / "cases.json")]
-    children = []
-    for rank in range(ranks):
-        env = {**os.environ, **upstream_ops.environment(), "OMP_NUM_THREADS": "1", "ZFTUNE_DISABLE": "1"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-        env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with (folder / f"log.{rank}").open("w") as log:
-            argv = [*command, str(folder / "found")]
-            children.append(subprocess.Popen(argv, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
-    for rank, child in enumerate(children):
-        assert child.wait(timeout=800) == 0, (folder / f"log.{rank}").read_text()[-3000:]
+    command: list[str | Path] = [
+        "-m",
+        "tests.zftune.integrations.upstream_run",
+        folder / "cases.json",
+        folder / "found",
+    ]
+    env = {**os.environ, **upstream_ops.environment(), "OMP_NUM_THREADS": "1", "ZFTUNE_DISABLE": "1"}
+    with contextlib.ExitStack() as stack:
+        for child in [stack.enter_context(one) for one in zygote.ranks(ranks, command, env=env)]:
+            assert child.wait(800) == 0, child.stderr[-3000:]
     return [json.loads((folder / f"found.{rank}").read_text()) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    return launch(tmp_path_factory.mktemp("upstream"), CASES)[0]
+    return once(tmp_path_factory, "upstream-knobs", lambda folder: launch(folder, CASES)[0])
 
 
 class Adam:

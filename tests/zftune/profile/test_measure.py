@@ -18,7 +18,7 @@ from zftune.rig_files import DEFAULT_RIG, load_rig, rig_names
 from zftune.workload import load_text
 
 
-def task(model: Path, rig: Path, sequence: int = 8) -> Task:
+def task(model: Path, rig: Path, sequence: int = 8, *, real_time: bool = False) -> Task:
     return Task(
         model=str(model),
         corpus=load_text(__file__),
@@ -28,6 +28,7 @@ def task(model: Path, rig: Path, sequence: int = 8) -> Task:
         seed=0,
         torch_device=torch.device("cpu"),
         rig=load_rig(str(rig)),
+        real_time=real_time,
     )
 
 
@@ -82,7 +83,7 @@ def test_a_run_that_was_late_is_measured_again(
 ) -> None:
     faults: list[str | None] = ["busy", "still busy", None]
     monkeypatch.setattr(module, "lateness", lambda slack: faults.pop(0))
-    assert measure(task(mini_model, mini_rig), config(), 1, ignore).attempts == 3
+    assert measure(task(mini_model, mini_rig, real_time=True), config(), 1, ignore).attempts == 3
     assert faults == []
 
 
@@ -90,7 +91,7 @@ def test_a_slow_host_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, mini_mo
     (tmp_path / "rig.toml").write_text(rig_text("fast-host", **{**MINI_TIMELINE, "host_ms": 1e-4}))
     monkeypatch.setattr(module, "_ATTEMPTS", 1)
     with pytest.raises(ProfileError, match=r"rig 'fast-host': the host was \S+% slower than the rig's"):
-        measure(task(mini_model, tmp_path / "rig.toml"), config(overlap_step=False), 2, ignore)
+        measure(task(mini_model, tmp_path / "rig.toml", real_time=True), config(overlap_step=False), 2, ignore)
     assert zenflow_threads() == []
 
 

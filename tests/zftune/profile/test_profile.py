@@ -170,7 +170,7 @@ def test_figures_have_sources_and_gaps_have_reasons(document: Document, alone: D
     assert document["sources"]["link"] == "count"
     assert "memory.device_peak_bytes" not in document["sources"]
     sampled = {"nvml", "system", "series.nvml", "series.system"}
-    others = {"overhead_fraction", "waits_ms", "memory.device_peak_bytes", "selection.churn", "rig.slack"}
+    others = {"overhead_fraction", "waits_ms", "memory.device_peak_bytes", "selection.churn"}
     assert set(document["missing"]) == sampled | others
     assert "rig mini" in render_text(document)
     assert set(alone["missing"]) >= {"baselines", "practicality"}

@@ -52,6 +52,8 @@ RIG = {
     "host_gbps": 0.0529,
     "device_gbps": 0.811,
     "scale": 0.1,
+    "comm_gbps": None,
+    "comm_latency_us": 0.0,
     "segments": 1920,
     "late_segments": 3,
     "attempts": 2,

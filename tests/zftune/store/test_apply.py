@@ -6,14 +6,12 @@ import copy
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import upstream_ops
+from tests import upstream_ops, zygote
 from tests.zftune.store.examples import KNOBS
 from zenflow import ZenFlowConfig
 from zftune.errors import BadInputError
@@ -186,15 +184,8 @@ def test_stock_deepspeed_trains_with_it(tmp_path: Path) -> None:
     for path, knobs in zip(paths, cases.values(), strict=True):
         path.write_text(json.dumps(applied(**knobs).config))
     more = {**upstream_ops.environment(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("upstream.py")), *map(str, paths)],
-        env={**os.environ, **more},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=tmp_path,
-    )
+    words = [Path(__file__).with_name("upstream.py"), *paths]
+    done = zygote.run(words, env={**os.environ, **more}, timeout=200, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])
     for one in told:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import zygote
 from tests.zftune.store.conftest import Clock
 from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL
 from zftune.store import RunState, StoreError, TrialState, open_store
@@ -32,7 +33,7 @@ def fly(path: str, told: Connection, *, child: bool = False) -> None:
 
 
 def begun(path: Path, *, child: bool = False) -> tuple[str, multiprocessing.process.BaseProcess, int | None]:
-    context = multiprocessing.get_context("forkserver")
+    context = zygote.context()
     mine, others = context.Pipe()
     process = context.Process(target=fly, args=(str(path), others), kwargs={"child": child})
     process.start()
@@ -77,7 +78,7 @@ def hang(path: str, told: Connection) -> None:
 
 
 def test_the_lock_of_a_process_that_was_killed_before_its_run_was_written_is_removed(path: Path, store: Store) -> None:
-    context = multiprocessing.get_context("forkserver")
+    context = zygote.context()
     mine, others = context.Pipe()
     process = context.Process(target=hang, args=(str(path), others))
     process.start()

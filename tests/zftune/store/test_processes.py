@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
-import subprocess
-import sys
 import textwrap
 import time
 from collections import Counter
@@ -18,20 +15,20 @@ from pathlib import Path
 
 import pytest
 
+from tests import zygote
+from tests.tiers import by_day
 from tests.zftune.store import writers
 from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL, measurement
 from zftune.store import RunState, TrialState, open_store
 
 PROCESSES = 8
-KILLS = int(os.environ.get("ZFTUNE_KILLS", "20"))
+KILLS = int(os.environ.get("ZFTUNE_KILLS", by_day("4", all_of="20")))
 
 
 @pytest.fixture(scope="module")
 def context() -> ForkServerContext:
     """Processes that begin with everything imported."""
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["tests.zftune.store.writers", "zftune.store.opening", "zftune.store.store", "zenflow"])
-    return made
+    return zygote.context()
 
 
 @pytest.mark.timeout(120)
@@ -147,7 +144,7 @@ FORKED = """
 def test_a_forked_child_has_connections_of_its_own(path: Path) -> None:
     code = textwrap.dedent(FORKED).replace("PATH", repr(str(path)))
     root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=root)
+    done = zygote.run(["-c", code], cwd=root)
     assert done.returncode == 0, done.stderr
     with open_store(str(path)) as store:
         assert (store.notices, len(store.runs())) == ([], 11)

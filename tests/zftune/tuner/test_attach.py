@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import zftune
+from tests import zygote
 from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.errors import HostEngineError
 from zftune.errors import BadInputError
@@ -309,7 +310,7 @@ print(os.waitstatus_to_exitcode(status), tuner.searching, tuner._counsel._thinke
 
 
 def test_a_forks_child_that_ends_leaves_the_tuning_to_its_parent() -> None:
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True, timeout=120)
+    done = zygote.run(["-c", FORKS], check=True)
     assert done.stdout == "0 True True\n", done.stderr
 
 
@@ -319,16 +320,8 @@ def test_importing_zftune_loads_no_torch() -> None:
     assert done.stdout == "False True False\n"
 
 
-def example(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "ZFTUNE_DB": str(folder / "zftune.db"), "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        [sys.executable, str(EXAMPLE), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        cwd=folder,
-    )
+def example(folder: Path, *arguments: str) -> zygote.Forked:
+    return zygote.Forked([EXAMPLE, *arguments], env={**os.environ, "ZFTUNE_DB": str(folder / "zftune.db")}, cwd=folder)
 
 
 def test_the_example_as_it_is(tmp_path: Path) -> None:
@@ -345,9 +338,9 @@ def test_the_example_as_it_is(tmp_path: Path) -> None:
 
 def test_ctrl_c_in_the_example_ends_it_soon(tmp_path: Path) -> None:
     with example(tmp_path, "--steps", "100000") as child:
-        assert child.stdout is not None
-        while "step 40:" not in child.stdout.readline():
+        while "step 40:" not in child.stdout:
             assert child.poll() is None
+            time.sleep(0.01)
         child.send_signal(signal.SIGINT)
         _, err = child.communicate(timeout=60)
     assert child.returncode == -signal.SIGINT

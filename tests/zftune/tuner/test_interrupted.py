@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import zygote
 from tests.zftune.conftest import rig_text
 from tests.zftune.tuner import commanding
 from zftune.store import RunState, TrialState, open_store
@@ -27,8 +28,7 @@ def measured(path: Path) -> int:
 
 @pytest.mark.timeout(180)
 def test_an_interrupted_search_goes_on(tmp_path: Path, mini_model: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.zftune.tuner.commanding", "tests.zftune.tuner.zygote"])
+    context = zygote.context()
     (tmp_path / "rig.toml").write_text(
         rig_text("quick", forward_ms=6, backward_ms=6, d2h_ms=2, host_ms=8, h2d_ms=2, scale=1)
     )

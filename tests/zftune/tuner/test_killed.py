@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import time
@@ -14,21 +13,21 @@ from typing import Any
 
 import pytest
 
+from tests import zygote
+from tests.tiers import by_day
 from tests.zftune.conftest import rig_text
 from tests.zftune.tuner import killable
 from zftune.store import RunState, TrialState, open_store
 from zftune.store.store import Store
 
-KILLS = int(os.environ.get("ZFTUNE_KILLS", "20"))
+KILLS = int(os.environ.get("ZFTUNE_KILLS", by_day("4", all_of="20")))
 _LONGEST_S = 1.2  # from the moment on at which it searches until it is killed
 
 
 @pytest.fixture(scope="module")
 def context() -> ForkServerContext:
     """Processes that begin with everything imported."""
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["tests.zftune.tuner.zygote"])
-    return made
+    return zygote.context()
 
 
 @pytest.fixture
@@ -139,13 +138,17 @@ def test_a_search_that_is_killed_at_any_moment_goes_on(
     context: ForkServerContext, tmp_path: Path, given: dict[str, Any]
 ) -> None:
     moment, lives = random.Random(11), Lives(tmp_path / "zftune.db")
-    for attempt in range(KILLS):
+    for attempt in range(5 * KILLS):
+        if attempt >= KILLS and lives.seen["in flight"] and lives.seen["resumed"]:
+            break
         log = tmp_path / f"log-{attempt}"
         kill(context, lives, log, given, moment)
         lives.look(killable.read(log))
-    assert lives.seen["resumed"] > lives.seen["began"]
+    assert lives.seen["resumed"] > 0
     assert lives.seen["in flight"] > 0  # or it was never killed where it matters
     assert lives.seen["measured"] > KILLS / 4
+    if KILLS >= 20:
+        assert lives.seen["resumed"] > lives.seen["began"]
 
     log = tmp_path / "log-last"
     document = killable.search(str(lives.path), str(log), given, steps=80)

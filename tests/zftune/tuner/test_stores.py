@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sqlite3
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import zygote
 from tests.zftune.conftest import rig_text
 from tests.zftune.tuner import commanding
 from zftune.store import open_store
@@ -23,9 +23,7 @@ DATABASE = ".local/share/zftune/zftune.db"
 
 @pytest.fixture(scope="module")
 def context() -> ForkServerContext:
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["tests.zftune.tuner.commanding", "tests.zftune.tuner.zygote"])
-    return made
+    return zygote.context()
 
 
 @pytest.fixture

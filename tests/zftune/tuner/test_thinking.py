@@ -14,6 +14,7 @@ import pytest
 
 from zenflow import ZenFlowConfig
 from zftune.planner import Job, Machine, ModelFacts, Rates
+from zftune.tuner import thinker as module
 from zftune.tuner.forecast import MeasuredCoverage, PlannerForecast
 from zftune.tuner.propose import propose
 from zftune.tuner.search import Search, SearchOptions
@@ -24,6 +25,12 @@ from zftune.tuner.thinker import Thinker, ThinkerError
 from zftune.tuner.thinking import Answer, ThreadDesk
 
 START = Setting(topk_ratio=0.1, update_interval=4, apply_lag=4)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets processes that think be what they are for users: interpreters of low priority."""
+    monkeypatch.setattr(module, "subprocess", subprocess)
 
 
 @pytest.fixture
@@ -63,7 +70,7 @@ def test_the_same_trials_and_the_same_seed_give_the_same_answer_there(thinker: T
     assert sum(trial.source == "search" for trial in there.book.trials) >= 3
 
 
-def test_it_is_of_low_priority_single_threaded_and_sees_no_gpu(thinker: Thinker) -> None:
+def test_it_is_of_low_priority_single_threaded_and_sees_no_gpu(started: None, thinker: Thinker) -> None:
     assert thinker.ask(os.nice, 0) == min(19, os.nice(0) + 10)
     assert thinker.ask(os.getenv, "OMP_NUM_THREADS") == "1"
     assert thinker.ask(os.getenv, "CUDA_VISIBLE_DEVICES") == ""

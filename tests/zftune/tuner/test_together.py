@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from pathlib import Path
 
 import pytest
 
+from tests import zygote
 from tests.zftune.tuner import searching
 from zftune.store import RunState, open_store
 
@@ -16,8 +16,7 @@ PROCESSES = 8
 
 @pytest.mark.timeout(180)
 def test_eight_processes_search_at_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.zftune.tuner.searching"])
+    context = zygote.context()
     path, begin = tmp_path / "zftune.db", tmp_path / "begin"
     processes = [
         context.Process(target=searching.search, args=(str(path), number, str(begin), str(tmp_path / f"{number}.json")))

@@ -14,16 +14,17 @@ from rich.console import Console
 from tests.zftune.conftest import rig_text
 from zftune import cli
 from zftune.store import Evidence, Hardware, Model, Preset, RunState, open_store
-from zftune.tuner.disturbances import NoDisturbance
 from zftune.tuner.restarting.command import RestartOptions
 from zftune.tuner.run import TuneOptions, tune
 from zftune.tuner.screen import render
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.settings import Setting
 
+THINKING_S = 0.25
+
 
 def options(mini_model: Path, mini_rig: Path, **more: Any) -> TuneOptions:
-    search = SearchOptions(sampler="random", most_measurements=24)
+    search = SearchOptions(sampler="random", most_measurements=24, thinking_s=THINKING_S)
     given = {"model": str(mini_model), "rig": str(mini_rig), "sequence": 16, "search": search, **more}
     return TuneOptions(**given)
 
@@ -35,19 +36,17 @@ def shown(document: dict[str, Any]) -> str:
 
 
 @pytest.fixture
-def quick(tmp_path: Path, mini_model: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def quick(tmp_path: Path, mini_model: Path) -> dict[str, Any]:
     """Short steps, whose times do not matter."""
-    monkeypatch.setattr("zftune.tuner.run.disturbance_of", lambda device: NoDisturbance())
     rig, text = tmp_path / "quick.toml", tmp_path / "text.txt"
     rig.write_text(rig_text("quick", forward_ms=3, backward_ms=3, d2h_ms=1, host_ms=4, h2d_ms=1, scale=1))
     text.write_text("to be, or not to be, that is the question: " * 200)
-    search = SearchOptions(sampler="random")
+    search = SearchOptions(sampler="random", thinking_s=THINKING_S)
     return {"model": str(mini_model), "rig": str(rig), "text": str(text), "sequence": 8, "search": search}
 
 
-def test_some_steps_of_a_search(mini_model: Path, mini_rig: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_steps_of_a_search(mini_model: Path, mini_rig: Path) -> None:
     seen: list[int] = []
-    monkeypatch.setattr("zftune.tuner.run.disturbance_of", lambda device: NoDisturbance())
     with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
         document = tune(options(mini_model, mini_rig, steps=50), lambda done, search: seen.append(done), store)
         (run,) = store.runs()
@@ -60,13 +59,32 @@ def test_some_steps_of_a_search(mini_model: Path, mini_rig: Path, monkeypatch: p
     assert document["steps"] == 50
     assert document["stopped"] == "All 50 steps are done."
     assert document["coverage"].startswith("measured on the live model")
-    assert document["trials"][0]["step_ms"] > 79.9  # the rig's compute
+    assert document["trials"][0]["step_ms"] > 80 - 1e-6  # the rig's compute
     assert document["decisions"][0]["kind"] == "start"
     assert {"planner"} <= {trial["source"] for trial in document["trials"]}
     json.dumps(document, allow_nan=False)
     text = shown(document)
     assert "rig mini: times are of an emulated accelerator" in text
     assert "All 50 steps are done." in text
+
+
+def test_a_search_in_simulated_time_repeats_to_the_last_digit(quick: dict[str, Any]) -> None:
+    quick["search"] = SearchOptions(most_measurements=6, thinking_s=THINKING_S)
+    first, second = (tune(TuneOptions(**quick, steps=400), lambda done, search: None) for _ in range(2))
+    assert first["measurements"] >= 3
+    assert any(trial["source"] not in ("start", "planner") for trial in first["trials"])
+    for document in (first, second):
+        del document["overhead_s"]  # time that it really took
+    assert first == second
+
+
+def test_thinking_costs_simulated_time(quick: dict[str, Any]) -> None:
+    """The longer a thought takes, the more steps are taken under the incumbent meanwhile."""
+    steps = []
+    for thinking_s in (0.0, 1.0):
+        quick["search"] = SearchOptions(sampler="random", most_measurements=3, thinking_s=thinking_s)
+        steps.append(tune(TuneOptions(**quick), lambda done, search: None)["steps"])
+    assert steps[1] > steps[0] + 100  # three thoughts of 1 s and steps of 7 ms or more
 
 
 def test_ctrl_c_leaves_what_was_found(quick: dict[str, Any]) -> None:
@@ -123,7 +141,7 @@ def test_it_begins_from_a_preset(quick: dict[str, Any]) -> None:
             hardware=hardware, usable_cores=run.usable_cores,
         )  # fmt: skip
         name = store.save_preset(preset).name
-        document = tune(TuneOptions(**quick, steps=60), lambda done, search: None, store)
+        document = tune(TuneOptions(**quick, steps=120), lambda done, search: None, store)
     origin = f"Begins from preset {name}, measured for this model on this hardware, where it saved 20.0%."
     assert document["origin"] == origin
     assert document["start"]["knobs"] == better.knobs()

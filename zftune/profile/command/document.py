@@ -73,7 +73,6 @@ def build_document(ranks: Sequence[Rank], ended: Ended, sampling: Sampling) -> d
         **sampling.fields(main.begin_ns, main.end_ns, missing, uuids=_uuids(ranks)),
     }
     document["timeline"] = timeline_of(main, None if runtime is None else runtime.timeline)
-    derive.explain_rig(rig, missing)
     document["roofs"] = derive.roofs(document, missing)
     _explain(document, ranks)
     document["sources"] = _sources(document, main) | sampling.sources(document)

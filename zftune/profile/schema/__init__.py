@@ -21,7 +21,9 @@ CAUSES = ("host", "h2d", "d2h", "select", "comm", "data")
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 
 # Null has a meaning of its own there: no rig, an uncharged device, no command, a knob that is off.
-_NULL_IS_A_VALUE = ("rig", "rig.device_gbps", "command", "command.script", "command.exit_code")
+_NULL_IS_A_VALUE = (
+    "rig", "rig.device_gbps", "rig.comm_gbps", "rig.slack", "command", "command.script", "command.exit_code",
+)  # fmt: skip
 SOURCED = (
     "step_ms",
     "throughput",

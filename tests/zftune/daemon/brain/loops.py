@@ -70,7 +70,8 @@ class Loop:
         transport: asks the daemon; None: nobody tunes.
         sampler: of the search.
         most: measurements.
-        emulated: whether it trains on an emulated accelerator.
+        emulated: whether it trains on an emulated accelerator, in simulated time.
+        thinking_s: that a thought takes there.
         config: the user's.
     """
 
@@ -82,6 +83,7 @@ class Loop:
         most: int = 6,
         emulated: bool = False,
         fresh: bool = True,
+        thinking_s: float | None = None,
         config: ZenFlowConfig = BEGIN,
     ) -> None:
         torch.manual_seed(0)
@@ -97,7 +99,7 @@ class Loop:
         self.hooks_s: list[float] = []
         self.tuner: Tuner | None = None
         if transport is not None:
-            search = SearchOptions(sampler=sampler, most_measurements=most, hold=True)
+            search = SearchOptions(sampler=sampler, most_measurements=most, hold=True, thinking_s=thinking_s)
             wishes = Wishes(quality="published", sequence=16, fresh=fresh, search=search)
             self.tuner = Tuner(
                 self.optimizer,

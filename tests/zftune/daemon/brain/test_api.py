@@ -56,8 +56,8 @@ def test_a_run_from_hello_to_goodbye(client: DaemonClient) -> None:
 
 def test_what_is_refused_and_how(client: DaemonClient) -> None:
     good = encode(hello("3" * 32))
-    assert refused(client, "/v1/runs", {**good, "protocol": 2}) == (
-        422, "protocol is 2, allowed is 1: use one zftune on both sides",
+    assert refused(client, "/v1/runs", {**good, "protocol": 99}) == (
+        422, f"protocol is 99, allowed is {PROTOCOL}: use one zftune on both sides",
     )  # fmt: skip
     assert refused(client, "/v1/runs", {**good, "training": {}})[0] == 422
     assert refused(client, "/v1/runs", {**good, "training": {**good["training"], "has_loss": "yes"}}) == (

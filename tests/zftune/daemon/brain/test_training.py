@@ -14,7 +14,7 @@ import torch
 
 import zftune
 from tests.zftune.daemon.brain.agents import facts
-from tests.zftune.daemon.brain.loops import ENDS_S, Direct, Loop
+from tests.zftune.daemon.brain.loops import ENDS_S, Direct, Loop, registry_of
 from tests.zftune.daemon.daemons import Daemon, serving
 from zftune.daemon import PROTOCOL
 from zftune.daemon.brain.registry import Registry
@@ -183,7 +183,7 @@ def test_commands_reach_a_training(hosted: Served, loop: Callable[..., Loop], qu
 def test_the_planner_knows_the_emulated_accelerator_that_a_training_has(
     transport: Direct, store: Store, loop: Callable[..., Loop]
 ) -> None:
-    training = loop(transport, emulated=True)
+    training = loop(transport, emulated=True, thinking_s=0.05)
     training.run(lambda: training.requested)
     (run,) = store.runs()
     training.run(lambda: training.live_role == "explore")
@@ -192,6 +192,22 @@ def test_the_planner_knows_the_emulated_accelerator_that_a_training_has(
     assert looked_at[0].predicted_step_ms > 1
     assert not [one for one in transport.registry.brains()[0].notices if "predicted" in one]
     assert run.key.hw_id == transport.registry.brains()[0].hello.training["here"]["hardware"]["hw_id"]
+
+
+def test_in_simulated_time_a_run_with_a_daemon_repeats_to_the_last_digit(loop: Callable[..., Loop]) -> None:
+    """The daemon thinks in threads of its own, in the machine's time; the training's stands still meanwhile."""
+    seen = []
+    for _ in range(2):
+        with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store, registry_of(store) as registry:
+            training = loop(Direct(registry), emulated=True, thinking_s=0.05)
+            for _ in range(260):
+                training.step()
+            training.close()
+            times = [stats.step_ms for stats in training.optimizer.history()]
+            seen.append((training.changes, times, [one.reason for one in store.decisions(store.runs()[0].run_id)]))
+    first, second = seen
+    assert len(first[0]) >= 2  # something was tried
+    assert first == second
 
 
 def test_no_daemon_changes_nothing(tmp_path: Path, loop: Callable[..., Loop]) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerContext
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests import zygote
 from tests.zftune.daemon.faults.stage import FAULTS, HOOK_AWAKE_MS, HOOK_MS, SEED, Stage
 
 _worst_ms: list[dict[str, float]] = []
@@ -33,9 +33,7 @@ def chance(request: pytest.FixtureRequest, number: int) -> random.Random:
 
 @pytest.fixture(scope="session")
 def context() -> ForkServerContext:
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["tests.zftune.daemon.faults.zygote"])
-    return made
+    return zygote.context()
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tests.tiers import by_day
 from tests.zftune.daemon.daemons import environment
 from tests.zftune.daemon.faults import lives
 from zftune.daemon.client import DaemonClient
@@ -23,7 +24,7 @@ from zftune.store import RunState, TrialState, open_store
 from zftune.store.store import Store
 from zftune.tuner.states import Sampler
 
-FAULTS = int(os.environ.get("ZFTUNE_FAULTS", "3"))
+FAULTS = int(os.environ.get("ZFTUNE_FAULTS", by_day("1", all_of="3")))
 """How often each of them happens."""
 SEED = int(os.environ.get("ZFTUNE_FAULTS_SEED", "5"))
 SOON_S = 60.0

@@ -85,7 +85,7 @@ import select
 while not select.select([sys.stdin], [], [], 0)[0]:
     try:
         held.append(listening.accept()[0])
-        held[-1].sendall(b"HTTP/1.1 200 OK\\r\\nzftune-protocol: 1\\r\\ncontent-length: 2\\r\\n\\r\\n{}")
+        held[-1].sendall(b"HTTP/1.1 200 OK\\r\\nzftune-protocol: 2\\r\\ncontent-length: 2\\r\\n\\r\\n{}")
     except OSError:
         pass
 """
@@ -227,7 +227,8 @@ class Impostor:
 def answer(body: bytes, length: int | None = None) -> bytes:
     length = len(body) if length is None else length
     head = (
-        f"HTTP/1.1 200 OK\r\nzftune-protocol: 1\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+        f"HTTP/1.1 200 OK\r\nzftune-protocol: {PROTOCOL}\r\ncontent-type: application/json\r\n"
+        f"content-length: {length}\r\n\r\n"
     )
     return head.encode() + body
 

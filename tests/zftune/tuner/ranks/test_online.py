@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests import zygote
 from tests.zftune.daemon.daemons import end_private, short_folder
 from zftune.daemon.client import DaemonClient
 
@@ -73,14 +74,19 @@ def folder() -> Iterator[Path]:
         end_private(made)
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    """`zftune run` with options and two ranks."""
+def environment(folder: Path) -> dict[str, str]:
+    """Of a run whose store and daemon are in a folder."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ZFTUNE_", "XDG_"))}
     own = {"ZFTUNE_SOCKET": str(folder / "z.sock"), "ZFTUNE_DB": str(folder / "z.db"), "OMP_NUM_THREADS": "1"}
+    return {"GLOO_SOCKET_IFNAME": "lo", **kept, **own}
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    """`zftune run` with options and torchrun's two ranks."""
     options, _, command = " ".join(words).partition(" -- ")
     return subprocess.Popen(
         [ZFTUNE, "run", *options.split(), "--", *TORCHRUN, *command.split()],
-        env={"GLOO_SOCKET_IFNAME": "lo", **kept, **own},
+        env=environment(folder),
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -88,11 +94,25 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
+@contextlib.contextmanager
+def forked(folder: Path, *words: str) -> Iterator[list[zygote.Forked]]:
+    """Two ranks of a launcher that starts `zftune run` for each, and leaves alone what is left of them."""
+    options, _, command = " ".join(words).partition(" -- ")
+    line = ["-c", zygote.MAIN, "run", *options.split(), "--", sys.executable, *command.split()]
+    with contextlib.ExitStack() as stack:
+        begun = zygote.ranks(2, line, env=environment(folder), cwd=folder, exec_in_place=True)
+        yield [stack.enter_context(one) for one in begun]
+
+
 def told(folder: Path, process: subprocess.Popen[str]) -> tuple[list[Any], str]:
     """What both ranks have seen, and what was printed."""
     _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)], errors
+    return seen(folder), errors
+
+
+def seen(folder: Path) -> list[Any]:
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
 def test_two_ranks_are_tuned_alike_and_replayed_bit_for_bit(folder: Path) -> None:
@@ -107,22 +127,21 @@ def test_two_ranks_are_tuned_alike_and_replayed_bit_for_bit(folder: Path) -> Non
         assert client.get("/v1/health")["private"] is True
     assert run["pid"] == int((folder / "pid0").read_text())
 
-    replayed, errors = told(folder, start(folder, "--schedule", "schedule.json", "--", f"train.py {steps} 0"))
-    assert replayed == [[steps, digest, knobs]] * 2
-    assert "tunes" not in errors
+    for rank in range(2):
+        (folder / f"rank{rank}.json").unlink()
+    with forked(folder, "--schedule", "schedule.json", "--", f"train.py {steps} 0") as ranks:
+        assert [one.wait(200) for one in ranks] == [0, 0], ranks[0].stderr
+        assert seen(folder) == [[steps, digest, knobs]] * 2
+        assert all("tunes" not in one.stderr for one in ranks)
 
 
 def test_where_a_rank_is_killed_the_others_do_not_hang(folder: Path) -> None:
-    process = start(folder, "--online", "--export-schedule", "schedule.json", "--", "train.py 1000000 1")
-    ends = time.monotonic() + 120
-    while (
-        not (folder / "schedule.json").exists() or len(json.loads((folder / "schedule.json").read_text())["steps"]) < 2
-    ):
-        assert time.monotonic() < ends
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.02)
-    os.kill(int((folder / "pid1").read_text()), signal.SIGKILL)
-    killed_s = time.monotonic()
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode != 0, errors
-    assert time.monotonic() - killed_s < 60
+    schedule = folder / "schedule.json"
+    with forked(folder, "--online", "--export-schedule", schedule.name, "--", "train.py 1000000 1") as ranks:
+        ends = time.monotonic() + 120
+        while not schedule.exists() or len(json.loads(schedule.read_text())["steps"]) < 2:
+            assert time.monotonic() < ends
+            assert ranks[0].poll() is None, ranks[0].stderr
+            time.sleep(0.02)
+        ranks[1].kill()
+        assert ranks[0].wait(60) != 0, ranks[0].stderr

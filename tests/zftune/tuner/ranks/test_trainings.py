@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import zygote
+from tests.once import once
 
 ROOT = Path(__file__).parents[4]
 SEARCHES = ("tuned", "zen_auto", "silent", "short_of_memory", "wrong_elsewhere", "closed_elsewhere", "loaded")
@@ -18,26 +20,20 @@ SEARCHES = ("tuned", "zen_auto", "silent", "short_of_memory", "wrong_elsewhere",
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has seen, by the name of the work."""
-    folder = tmp_path_factory.mktemp("ranks")
+    return once(tmp_path_factory, "ranks", train)
+
+
+def train(folder: Path) -> list[dict[str, Any]]:
+    children: list[zygote.Forked] = []
     environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"}
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.zftune.tuner.ranks.works", str(rank), str(folder)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [child.communicate(timeout=420)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    assert [child.returncode for child in children] == [0, 0], "\n".join(said)
+    words = ("-m", "tests.zftune.tuner.ranks.works")
+    with contextlib.ExitStack() as stack:
+        for rank in range(2):
+            child = zygote.Forked([*words, str(rank), folder], env=environment, cwd=ROOT)
+            stack.enter_context(child)
+            children.append(child)
+        codes = [child.wait(420) for child in children]
+        assert codes == [0, 0], "\n".join(child.stderr for child in children)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests import zygote
 from tests.zftune.daemon.brain.agents import facts
 from tests.zftune.daemon.brain.loops import Loop
 from tests.zftune.tuner.remote.test_courier import FAREWELL, HOLD, WELCOME, Scripted
@@ -179,9 +178,7 @@ def train():
 train()
 gc.collect()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
+    done = zygote.run(["-c", code], cwd=ROOT, check=True)
     assert done.stdout == "goodbye\n"
 
 
@@ -251,7 +248,5 @@ print(os.waitstatus_to_exitcode(status), flush=True)
 
 
 def test_a_forks_child_says_no_goodbye_for_its_parent() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
-    )
+    done = zygote.run(["-c", FORKS], cwd=ROOT, check=True)
     assert done.stdout == "0\nparent\n", done.stderr

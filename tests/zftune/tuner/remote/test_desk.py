@@ -149,7 +149,7 @@ def test_where_training_goes_wrong_nothing_more_is_obeyed(measuring: RemoteDesk)
     measuring.guard("the loss is nan")
     measuring.obey(orders("apply", decision=2))
     assert measuring.poll() is None
-    assert measuring.report(1, SESSION).guard == measuring.wrong == "the loss is nan"
+    assert measuring.report(PROTOCOL, SESSION).guard == measuring.wrong == "the loss is nan"
     assert not measuring.waits
 
 
@@ -165,13 +165,13 @@ def test_what_is_applied_is_said_at_once_and_with_its_step(measuring: RemoteDesk
     measuring.wake.clear()
     measuring.applied(7, OTHER)
     assert measuring.wake.is_set()  # not only with what comes of it
-    report = measuring.report(1, SESSION)
+    report = measuring.report(PROTOCOL, SESSION)
     assert report.applied is not None
     assert (report.applied.decision, report.applied.step) == (1, 7)
     assert report.knobs == OTHER.knobs()
     measuring.hand(MEASURED)
     measuring.applied(9, OWN)
-    report = measuring.report(1, SESSION)
+    report = measuring.report(PROTOCOL, SESSION)
     assert report.applied is not None
     assert report.applied.step == 7
     assert report.knobs == OWN.knobs()

@@ -78,7 +78,7 @@ def test_a_search_over_upstreams_zenflow(project: Path, tmp_path: Path, monkeypa
 
 
 def test_all_ranks_have_the_knobs_and_stop_at_the_same_step(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_fault: None
 ) -> None:
     """Two ranks under torchrun, with overlap: each has an optimizer process."""
     launcher = str(Path(sys.executable).with_name("torchrun"))

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.process.conftest import ZFTUNE, is_running, wait_for
+from tests import zygote
+from tests.process.conftest import is_running, wait_for
 from tests.zftune.tuner.restarting.training import content
 from zftune.errors import BadInputError, ProfileError, ZftuneError
 from zftune.store import RunState, TrialState, open_store
@@ -225,21 +226,21 @@ def test_a_command_that_is_none(tune: Tune) -> None:
 
 
 @pytest.fixture
-def tuner(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+def tuner(tmp_path: Path) -> Iterator[Callable[..., zygote.Forked]]:
     """Run `zftune tune --restartable` on the stand-in."""
     (tmp_path / "project").mkdir(exist_ok=True)
     (tmp_path / "scratch").mkdir(exist_ok=True)
 
-    def begin(*options: str, **behaviour: Any) -> subprocess.Popen[str]:
+    def begin(*options: str, **behaviour: Any) -> zygote.Forked:
         text = json.dumps({"ms": FASTER, **behaviour})
         (tmp_path / "project" / "b.json").write_text(text)
         environment = {**os.environ, "ZFTUNE_DB": str(tmp_path / "zftune.db"), "TMPDIR": str(tmp_path / "scratch")}
-        return subprocess.Popen(
-            [ZFTUNE, "tune", *OPTIONS, *options, "--", sys.executable, STAND_IN, "b.json"],
-            cwd=tmp_path / "project", env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        words: list[str | Path] = ["tune", *OPTIONS, *options, "--", sys.executable, STAND_IN, "b.json"]
+        begun = zygote.Forked(["-c", zygote.MAIN, *words], cwd=tmp_path / "project", env=environment)
+        return stack.enter_context(begun)
 
-    return begin
+    with contextlib.ExitStack() as stack:
+        yield begin
 
 
 def pids(tmp_path: Path) -> list[int]:
@@ -257,7 +258,7 @@ def gone(tmp_path: Path) -> Callable[[], bool]:
 
 
 def test_ctrl_c_ends_the_command_and_the_search_is_taken_up(
-    tmp_path: Path, tuner: Callable[..., subprocess.Popen[str]]
+    tmp_path: Path, tuner: Callable[..., zygote.Forked]
 ) -> None:
     process = tuner(sleep_s=0.02, spawn=str(tmp_path / "pids"))
     wait_for(begun(tmp_path, 2))
@@ -285,7 +286,7 @@ def test_ctrl_c_ends_the_command_and_the_search_is_taken_up(
 
 
 def test_a_search_that_was_too_short_in_part_ends_with_code_2(
-    tmp_path: Path, tuner: Callable[..., subprocess.Popen[str]]
+    tmp_path: Path, tuner: Callable[..., zygote.Forked]
 ) -> None:
     """What was measured before is written, and the last line says what to do."""
     process = tuner("--quality", "loose", steps=30, sleep_s=0.005, sectioned=False)
@@ -296,10 +297,8 @@ def test_a_search_that_was_too_short_in_part_ends_with_code_2(
     shown = " ".join(err.replace("│", " ").split())
     assert "No other setting was measured, so that nothing is known of them. It began with: topk_ratio 0," in shown
     assert shown.count("ended by itself") == 1
-    explained = subprocess.run(
-        [ZFTUNE, "explain"], env={**os.environ, "ZFTUNE_DB": str(tmp_path / "zftune.db")}, capture_output=True,
-        text=True, check=True,
-    ).stdout  # fmt: skip
+    environment = {**os.environ, "ZFTUNE_DB": str(tmp_path / "zftune.db")}
+    explained = zygote.zftune("explain", env=environment, check=True).stdout
     assert document["stopped"] in " ".join(explained.split())
 
 
@@ -310,9 +309,7 @@ def is_in_flight(tmp_path: Path) -> bool:
     return any(trial.state is TrialState.IN_FLIGHT for trial in trials)
 
 
-def test_killed_it_leaves_nothing_running_and_is_taken_up(
-    tmp_path: Path, tuner: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_killed_it_leaves_nothing_running_and_is_taken_up(tmp_path: Path, tuner: Callable[..., zygote.Forked]) -> None:
     process = tuner(sleep_s=0.02, spawn=str(tmp_path / "pids"))
     wait_for(begun(tmp_path, 2))
     wait_for(lambda: is_in_flight(tmp_path))

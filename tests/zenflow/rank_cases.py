@@ -1,0 +1,221 @@
+"""What two ranks do in processes of their own, and how their results come back."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import forked
+from zenflow import CpuDevice, EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig, knobs, ranks, runtime
+from zenflow.errors import HostMemoryError
+from zenflow.ranks import Ranks
+
+STEPS, RANKS, BATCH = 11, 2, 6
+
+Results = list[dict[str, Any]]
+
+
+def model_of(seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(13, 20), nn.Tanh(), nn.LayerNorm(20), nn.Linear(20, 7), nn.Linear(7, 7)).to(dtype)
+
+
+def batches_of(dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(BATCH, 13, generator=generator).to(dtype), torch.randn(BATCH, 7, generator=generator).to(dtype))
+        for _ in range(STEPS)
+    ]
+
+
+def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], part: slice, step: int) -> torch.Tensor:
+    x, y = batch[0][part], batch[1][part]
+    last = model[4]  # type: ignore[index]
+    features = model[:4](x)  # type: ignore[index]
+    # Every third step the last layer has a gradient on no rank, every fifth on the first only.
+    uses = step % 3 != 2 and (step % 5 != 4 or part.start == 0)
+    loss: torch.Tensor = (((last(features) if uses else features) - y) ** 2).mean()
+    return loss
+
+
+def _train(config: ZenFlowConfig, dtype: torch.dtype, part: slice, seed: int) -> dict[str, Any]:
+    model = model_of(seed, dtype)
+    optimizer = ZenFlowAdamW(model.parameters(), lr=1e-2, weight_decay=0.1, config=config, module=model)
+    norms = []
+    for step, batch in enumerate(batches_of(dtype)):
+        optimizer.zero_grad()
+        loss_of(model, batch, part, step).backward()
+        optimizer.step()
+        if optimizer.grad_norm is not None:
+            norms.append(float(optimizer.grad_norm))
+    optimizer.close()
+    return {"weights": model.state_dict(), "norms": norms}
+
+
+COMPUTE_MS = (30.0, 45.0)
+"""Of a step on the rig of each rank."""
+COMM_GBPS, COMM_LATENCY_US = 1e-3, 250.0
+
+
+def _on_rigs(rank: int) -> dict[str, Any]:
+    """Two ranks on accelerators of which the second is slower, each in a process and a simulated time of its own."""
+    fast = dict.fromkeys(("link_d2h_gbps", "link_h2d_gbps", "host_gbps"), 1e6)
+    compute = {"forward_ms": COMPUTE_MS[rank] / 3, "backward_ms": COMPUTE_MS[rank] * 2 / 3}
+    comm = {"comm_gbps": COMM_GBPS, "comm_latency_us": COMM_LATENCY_US}
+    rig = Rig("ranks", "", device_gbps=None, scale=1.0, **fast, **compute, **comm)
+    device = EmulatedAccelerator(rig)
+    model = model_of(0)
+    optimizer = ZenFlowAdamW(model.parameters(), lr=1e-2, config=EXACT, module=model, device=device)
+    device.attach(model)
+    for batch in batches_of(torch.float32):
+        optimizer.zero_grad()
+        model(batch[0][rank]).square().sum().backward()
+        device.begin_step()
+        optimizer.step()
+    step_ms = [one.step_ms for one in optimizer.history(wait=True)]
+    optimizer.close()
+    buckets = [sum(one.nbytes for one in bucket) for bucket in ranks._buckets(model.parameters(), EXACT.bucket_bytes)]
+    device.close()
+    return {"step_ms": step_ms, "buckets": buckets, "weights": model.state_dict()}
+
+
+EXACT = ZenFlowConfig.zero_offload(bucket_bytes=700, max_grad_norm=0.5)
+OVERLAPPED = ZenFlowConfig(topk_ratio=0.3, update_interval=3, select_interval=4, bucket_bytes=700)
+AUTO = ZenFlowConfig(topk_ratio=0.3, update_interval="auto", select_interval="auto", max_update_interval=5)
+
+
+CONFIGS = {"exact": EXACT, "overlapped": OVERLAPPED, "auto": AUTO}
+
+
+class _Half:
+    """A rank's part of every batch; its own beginning, which must not count."""
+
+    def __init__(self, config: ZenFlowConfig, dtype: torch.dtype) -> None:
+        self.config = config
+        self.dtype = dtype
+
+    def __call__(self, rank: int) -> dict[str, Any]:
+        half = BATCH // RANKS
+        return _train(self.config, self.dtype, slice(rank * half, (rank + 1) * half), seed=rank)
+
+
+def _overflow_on_one(rank: int) -> dict[str, Any]:
+    model = model_of(0)
+    optimizer = ZenFlowAdamW(model.parameters(), lr=1e-2, config=EXACT, module=model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.tensor(float(rank == 1))  # type: ignore[attr-defined]
+    optimizer.step()
+    same = all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+    optimizer.step()
+    moved = any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+    optimizer.abandon()
+    return {"same": same, "moved": moved}
+
+
+def _no_room_on_one(rank: int) -> dict[str, Any]:
+    model = model_of(0)
+    optimizer = ZenFlowAdamW(model.parameters(), lr=1e-2, config=OVERLAPPED, module=model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    if rank == 1:
+
+        def refuse(*_: object) -> None:
+            raise HostMemoryError("no room here")
+
+        patch = pytest.MonkeyPatch()
+        patch.setattr(knobs, "require_host_bytes", refuse)
+        patch.setattr(runtime, "require_host_bytes", refuse)
+    try:
+        optimizer.set_knobs(topk_ratio=0.6)
+    except Exception as error:  # noqa: BLE001 - it is the result
+        said = str(error)
+    else:
+        said = "nothing"
+    optimizer.step()
+    kept = optimizer.config.topk_ratio
+    optimizer.abandon()
+    return {"said": said, "kept": kept}
+
+
+def _given_masters(rank: int) -> dict[str, Any]:
+    whole = model_of(rank)
+    model = model_of(rank).to(torch.bfloat16)
+    optimizer = ZenFlowAdamW(model.parameters(), lr=0.0, weight_decay=0.0, config=OVERLAPPED, module=model)
+    optimizer.give_masters(dict(zip(model.parameters(), (p.detach() for p in whole.parameters()), strict=True)))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.flush()
+    state = optimizer.state_dict()
+    optimizer.abandon()
+    return {"weights": model.state_dict(), "masters": [entry["master"] for entry in _columns(state)]}
+
+
+def _columns(state: dict[str, Any]) -> list[dict[str, Any]]:
+    return [entry for entry in state["state"].values() if "master" in entry]
+
+
+def _large_gradients(rank: int) -> dict[str, Any]:
+    sizes = [(shape, dtype) for dtype in (torch.float16, torch.float32) for shape in ((3, 5), (7,))]
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 40_000.0 + 8_000.0 * rank)
+    found = Ranks.of(OVERLAPPED)
+    assert found is not None
+    found.reduce(parameters, CpuDevice())
+    return {"gradients": [parameter.grad for parameter in parameters]}
+
+
+WORK: dict[str, Callable[[int], Any]] = {
+    **{name: _Half(config, torch.float32) for name, config in CONFIGS.items()},
+    "bf16": _Half(OVERLAPPED, torch.bfloat16),
+    "overflow": _overflow_on_one,
+    "masters": _given_masters,
+    "large": _large_gradients,
+    "rigs": _on_rigs,
+    "no room": _no_room_on_one,  # last: it leaves the second rank without room
+}
+
+
+def results_of_ranks(folder: Path) -> Results:
+    """What each rank finds, by the name of the work."""
+    # The second is forked by the first, and both are one script: they wait for each other.
+    script = f"""
+import os
+import torch._dynamo  # which a first step imports
+from tests.zenflow.rank_cases import take_part
+second = os.fork()
+take_part(0 if second else 1, {str(folder)!r})
+if second:
+    print(os.waitpid(second, 0)[1])
+"""
+    done = forked.run(script, environment={"GLOO_SOCKET_IFNAME": "lo", **os.environ}, warnings="default")
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
+
+
+def take_part(rank: int, folder: str) -> None:
+    """All the work of one rank."""
+    torch.set_num_threads(1)
+    here = Path(folder)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{here / 'store'}", rank=rank, world_size=RANKS)
+    results = {}
+    for name, work in WORK.items():
+        try:
+            results[name] = work(rank)
+        except Exception as error:  # noqa: BLE001 - told to the parent
+            results[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    torch.save(results, here / f"rank{rank}.pt")
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,102 @@
+"""Rules that no linter has, for the sources of this checkout: `python tools/source_rules.py`, a part of `make lint`.
+
+A string that names a CUDA device outside `zenflow.device`, or a `print` in a library, is an error. A file or a function
+that is too long is a warning: it may be the better shape, and somebody has looked.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 60
+
+_RUNTIME = Path("runtime") / "zenflow"
+_LIBRARIES = (_RUNTIME, Path("zftune"))
+_OTHERS = (Path("tests"), Path("tools"))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What breaks a rule.
+
+    Args:
+        place: file and line, relative to the checkout.
+        text: what it is.
+        is_error: or a warning.
+    """
+
+    place: str
+    text: str
+    is_error: bool
+
+    def __str__(self) -> str:
+        return f"{self.place}: {'error' if self.is_error else 'warning'}: {self.text}"
+
+
+def findings(root: Path) -> Iterator[Finding]:
+    """Of all sources of a checkout."""
+    for folder in (*_LIBRARIES, *_OTHERS):
+        for path in sorted((root / folder).rglob("*.py")):
+            yield from _of_python(path.relative_to(root), path.read_text(encoding="utf-8"))
+    for path in sorted((root / "csrc").glob("*.[ch]pp")):
+        yield from _of_file(path.relative_to(root), path.read_text(encoding="utf-8"))
+
+
+def _of_file(path: Path, text: str) -> Iterator[Finding]:
+    lines = len(text.splitlines())
+    if lines > MAX_FILE_LINES:
+        yield Finding(f"{path}:1", f"{lines} lines, wanted are at most {MAX_FILE_LINES}", is_error=False)
+
+
+def _of_python(path: Path, text: str) -> Iterator[Finding]:
+    yield from _of_file(path, text)
+    tree = ast.parse(text, str(path))
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    in_library = any(path.is_relative_to(folder) for folder in _LIBRARIES)
+    in_runtime = path.is_relative_to(_RUNTIME) and path.name != "device.py"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = _length(node)
+            if lines > MAX_FUNCTION_LINES:
+                what = f"{node.name} has {lines} lines, wanted are at most {MAX_FUNCTION_LINES}"
+                yield Finding(f"{path}:{node.lineno}", what, is_error=False)
+        elif in_library and isinstance(node, ast.expr) and _is_print(node):
+            yield Finding(f"{path}:{node.lineno}", "a library does not print", is_error=True)
+        elif in_runtime and isinstance(node, ast.expr) and _names_cuda(node) and id(node) not in prose:
+            yield Finding(f"{path}:{node.lineno}", "only zenflow.device names CUDA devices", is_error=True)
+
+
+def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function, its docstring left out."""
+    lines = (node.end_lineno or node.lineno) - node.lineno + 1
+    first = node.body[0]
+    if ast.get_docstring(node, clean=False) is not None:
+        lines -= (first.end_lineno or first.lineno) - first.lineno + 1
+    return lines
+
+
+def _is_print(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+
+
+def _names_cuda(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+        return False
+    return node.value == "cuda" or node.value.startswith("cuda:")
+
+
+def main(root: Path = ROOT) -> int:
+    """Say what was found; the exit code."""
+    found = list(findings(root))
+    sys.stdout.writelines(f"{one}\n" for one in found)
+    return int(any(one.is_error for one in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
