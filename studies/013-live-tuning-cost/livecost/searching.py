@@ -142,7 +142,7 @@ class Run:
         self.training = self._cleanup.enter_context(Training(task, config_of(real_time=real_time)))
         self._store = open_store(f"sqlite:///{folder}/zftune.db")
         self._cleanup.callback(self._store.close)
-        self._thinker = Thinker(share=gentle_share() if real_time else 1.0)
+        self._thinker = Thinker(share=gentle_share()) if real_time else Thinker(gives_way=False)
         self._cleanup.callback(self._thinker.close)
         options = SearchOptions(seed=seed, most_measurements=most, thinking_s=None if real_time else THINKING_S)
         wishes = Wishes(quality="published", micro_batch=task.micro_batch, sequence=task.sequence, search=options)
