@@ -15,8 +15,9 @@ from zftune.tuner.builtin import Training
 from zftune.tuner.settings import Setting
 
 CODE = ("runtime/zenflow", "zftune/tuner/builtin.py", "zftune/workload")
-_SETTLING_WINDOWS, _SETTLING_STEPS = 3, 6  # at least: then a window is as the one before, within 0.3%
-_NOISY_STEPS = 36  # to be counted where copies are noisy; else one window
+_SETTLING_WINDOWS, _SETTLING_STEPS = 3, 6  # at least: most windows then are as the one before, all within 1%
+_LEAST_WINDOWS = 2  # to be counted: two may take turns
+_NOISY_STEPS = 36  # where copies are noisy, at least
 _SELECTING_STEPS = 4
 
 Times = Mapping[Setting, tuple[float, ...]]
@@ -65,7 +66,7 @@ def _measured(scene: Scene) -> list[list[float]]:
 
 
 def _least_steps(spec: RigSpec) -> int:
-    return _NOISY_STEPS if "link_noise" in spec.effects else 1
+    return _NOISY_STEPS if "link_noise" in spec.effects else 0
 
 
 def _window(training: Training, setting: Setting, least: int) -> list[float]:
@@ -75,7 +76,7 @@ def _window(training: Training, setting: Setting, least: int) -> list[float]:
     first = training.optimizer.set_knobs(**setting.knobs()) + settling
     while training.optimizer.steps < first:
         training.step()
-    for _ in range(interval * -(-least // interval)):
+    for _ in range(interval * max(_LEAST_WINDOWS, -(-least // interval))):
         training.step()
     stats = training.optimizer.history(wait=True, after=first)
     steps = [one.step_ms for one in stats if one.step_ms is not None]
