@@ -8,8 +8,10 @@ import hashlib
 import json
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,48 @@ class Results:
         record = {"schema": SCHEMA, "inputs": inputs, "figures": figures, "provenance": provenance()}
         write_json(self.folder / f"{name}.json", record)
         return record
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A measurement in a process of its own, beside others where this machine's speed does not matter."""
+
+    name: str
+    """Of its file."""
+    inputs: Mapping[str, Any]
+    function: Callable[..., Mapping[str, Any]]
+    """Gives the figures; of a module, as it is called in another process."""
+    arguments: tuple[Any, ...]
+
+
+def done(
+    results: Results,
+    jobs: Sequence[Job],
+    *,
+    again: bool = False,
+    tell: Callable[[int], None],
+    workers: int | None = None,
+) -> list[dict[str, Any]]:
+    """The figures of every job, in order: from the files of results, or else worked out now.
+
+    Args:
+        results: of the study; a job's are there as soon as it is finished.
+        jobs: to do.
+        again: whether to do in any case what is there already.
+        tell: told how many are finished.
+        workers: jobs at a time, each in a process; None: one on each core.
+    """
+    records = [None if again else results.load(job.name, job.inputs) for job in jobs]
+    missing = [number for number, record in enumerate(records) if record is None]
+    tell(len(jobs) - len(missing))
+    if missing:
+        with ProcessPoolExecutor(workers or os.cpu_count(), mp_context=get_context("spawn")) as pool:
+            running = {pool.submit(jobs[number].function, *jobs[number].arguments): number for number in missing}
+            for count, future in enumerate(as_completed(running), 1):
+                job = jobs[running[future]]
+                records[running[future]] = results.save(job.name, job.inputs, future.result())
+                tell(len(jobs) - len(missing) + count)
+    return [json.loads(json.dumps(record["figures"])) for record in records if record is not None]
 
 
 def write_json(path: Path, document: Any) -> None:

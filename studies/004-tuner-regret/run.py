@@ -6,12 +6,9 @@ See README.md beside this file.
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +16,14 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
-from regret import live  # noqa: E402
-from regret.grid import Times, grid, mean_ms  # noqa: E402
+from regret import grid, live  # noqa: E402
+from regret.grid import Times, mean_ms  # noqa: E402
 from regret.replay import RIVALS, Bench  # noqa: E402
-from regret.scene import RIGS, SETTINGS, START, scene_of  # noqa: E402
+from regret.scene import RIGS, START, scene_of  # noqa: E402
 from rich.console import Console  # noqa: E402
-from rich.progress import Progress, TaskID  # noqa: E402
+from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
-from studykit import Results, code_digest, parser, percentile, write_json  # noqa: E402
+from studykit import Job, Results, code_digest, done, parser, percentile, write_json  # noqa: E402
 
 NOISES = (0.03, 0.08)
 SEEDS = 12
@@ -57,7 +54,7 @@ class Case:
     seeds: int
 
 
-def search(case: Case, times: Times) -> list[Figures]:
+def search(case: Case, times: Times) -> Figures:
     """Run them on a grid; in a process of their own."""
     torch.set_num_threads(1)
     _quiet_optuna()
@@ -67,7 +64,7 @@ def search(case: Case, times: Times) -> list[Figures]:
         bench = Bench(times, case.noise, 100 * list(RIGS).index(case.rig) + seed)
         result = RIVALS[case.rival](scene_of(case.rig), bench, seed)
         found.append({**dataclasses.asdict(result), "chosen": str(result.chosen)})
-    return found
+    return {"searches": found}
 
 
 def _quiet_optuna() -> None:
@@ -82,52 +79,15 @@ def _quiet_optuna() -> None:
 Searches = Mapping[Case, Sequence[Figures]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Bar:
-    progress: Progress
-    task: TaskID
-
-    def __call__(self, done: int) -> None:
-        self.progress.update(self.task, completed=done)
-
-
-def grids(results: Results, rigs: Sequence[str], *, again: bool, progress: Progress) -> Grids:
-    """Measure what is not there yet."""
-    found = {}
-    for rig in rigs:
-        bar = progress.add_task(f"{rig}: grid", total=len(SETTINGS))
-        found[rig] = grid(scene_of(rig), results, again=again, tell=_Bar(progress, bar))
-        progress.update(bar, completed=len(SETTINGS))
-    return found
-
-
-def searches(results: Results, cases: Sequence[Case], found: Grids, *, progress: Progress) -> Searches:
-    """Run what is not there yet, one search on each core."""
-    digest, running = code_digest(*CODE), dict[Case, Future[list[Figures]]]()
-    done: dict[Case, list[Figures]] = {}
-    bar = progress.add_task("searches", total=len(cases))
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        for case in cases:
-            inputs = _inputs(case, found[case.rig], digest)
-            record = results.load(_name(case), inputs)
-            if record is None:
-                running[case] = pool.submit(search, case, found[case.rig])
-            else:
-                done[case] = record["figures"]["searches"]
-        for case, future in running.items():
-            progress.update(bar, completed=len(done))
-            inputs = _inputs(case, found[case.rig], digest)
-            done[case] = results.save(_name(case), inputs, {"searches": future.result()})["figures"]["searches"]
-    progress.update(bar, completed=len(done))
-    return done
-
-
-def _name(case: Case) -> str:
-    return f"{case.rig}--{case.noise:g}--{case.rival.replace(' ', '-')}"
-
-
-def _inputs(case: Case, times: Times, digest: str) -> dict[str, Any]:
-    return {**dataclasses.asdict(case), "grid_ms": [list(window) for window in times.values()], "code": digest}
+def job(case: Case, times: Times) -> Job:
+    """Searches on a grid."""
+    inputs = {
+        **dataclasses.asdict(case),
+        "grid_ms": [list(window) for window in times.values()],
+        "code": code_digest(*CODE),
+    }
+    name = f"{case.rig}--{case.noise:g}--{case.rival.replace(' ', '-')}"
+    return Job(name, inputs, search, (case, times))
 
 
 # --- what came of it -------------------------------------------------------------------------------------------------
@@ -161,16 +121,16 @@ def facts_of(rig: str, times: Times) -> dict[str, float]:
     }
 
 
-def of_rival(done: Searches, noise: float, rival: str) -> list[Figures]:
+def of_rival(searched: Searches, noise: float, rival: str) -> list[Figures]:
     """All searches of one rival at one noise."""
-    return [one for case, found in done.items() if (case.noise, case.rival) == (noise, rival) for one in found]
+    return [one for case, found in searched.items() if (case.noise, case.rival) == (noise, rival) for one in found]
 
 
-def rival_rows(done: Searches) -> Iterator[tuple[str, ...]]:
+def rival_rows(searched: Searches) -> Iterator[tuple[str, ...]]:
     """Regrets over all rigs and seeds."""
-    for noise in dict.fromkeys(case.noise for case in done):
+    for noise in dict.fromkeys(case.noise for case in searched):
         for rival in RIVALS:
-            mine = of_rival(done, noise, rival)
+            mine = of_rival(searched, noise, rival)
             regret = sorted(figures["regret"] for figures in mine)
             worse = sum(figures["over_start"] > figures["stated_error"] for figures in mine)
             yield (
@@ -183,29 +143,27 @@ def rival_rows(done: Searches) -> Iterator[tuple[str, ...]]:
             )
 
 
-def by_rig_rows(done: Searches) -> Iterator[tuple[str, ...]]:
+def by_rig_rows(searched: Searches) -> Iterator[tuple[str, ...]]:
     """Median and worst regret of each rival on each rig."""
-    for rig in dict.fromkeys(case.rig for case in done):
-        for noise in dict.fromkeys(case.noise for case in done):
+    for rig in dict.fromkeys(case.rig for case in searched):
+        for noise in dict.fromkeys(case.noise for case in searched):
             cells = []
             for rival in RIVALS:
-                of_case = next(
-                    found for case, found in done.items() if (case.rig, case.noise, case.rival) == (rig, noise, rival)
-                )
-                regret = sorted(one["regret"] for one in of_case)
+                of_case = (one for one in searched if (one.rig, one.noise, one.rival) == (rig, noise, rival))
+                regret = sorted(one["regret"] for one in searched[next(of_case)])
                 cells.append(f"{percentile(regret, 0.5):.1%} / {regret[-1]:.1%}")
             yield (rig, f"{noise:.0%}", *cells)
 
 
-def verdicts(found: Grids, done: Searches, lives: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+def verdicts(found: Grids, searched: Searches, lives: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     """Each promise and whether it was kept."""
     facts = {rig: facts_of(rig, times) for rig, times in found.items()}
     most = max(one["near"] for one in facts.values())
     yield f"at most {most:.0%} of a grid is within {NEAR:.0%} of its best, allowed {MOST_NEAR:.0%}", most <= MOST_NEAR
     off = [rig for rig, one in facts.items() if one["planner"] - 1 >= PLANNER_OFF]
     yield f"the planner alone is {PLANNER_OFF:.0%} off or more on {len(off)} rigs, wanted 2", len(off) >= 2
-    for noise in dict.fromkeys(case.noise for case in done):
-        mine = of_rival(done, noise, "tuner")
+    for noise in dict.fromkeys(case.noise for case in searched):
+        mine = of_rival(searched, noise, "tuner")
         regret = sorted(figures["regret"] for figures in mine)
         first, limit, second, other = MOST[noise]
         for share, allowed in ((first, limit), (second, other)):
@@ -251,6 +209,11 @@ def markdown_of(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *rows)) + "\n\n"
 
 
+def _bar(progress: Progress, name: str, total: int) -> Callable[[int], None]:
+    bar = progress.add_task(name, total=total)
+    return lambda count: progress.update(bar, completed=count)
+
+
 def main() -> int:
     """Command line; 1 where a promise was not kept."""
     arguments = parser(__doc__ or "").parse_args()
@@ -258,16 +221,20 @@ def main() -> int:
     torch.set_num_threads(1)
     rigs, seeds = ((QUICK_RIG,), QUICK_SEEDS) if arguments.quick else (tuple(RIGS), SEEDS)
     cases = [Case(rig, noise, rival, seeds) for rig in rigs for noise in NOISES for rival in RIVALS]
+    searching = () if arguments.quick else live.RIGS
     with Progress(console=Console(stderr=True)) as progress:
-        found = grids(results, rigs, again=arguments.again, progress=progress)
-        lives = {}
-        for rig in () if arguments.quick else live.RIGS:
-            bar = progress.add_task(f"{rig}: live", total=live.MOST_STEPS)
-            lives[rig] = live.live(rig, found[rig], results, again=arguments.again, tell=_Bar(progress, bar))
-        done = searches(results, cases, found, progress=progress)
+        tell = _bar(progress, "grids and live searches", len(rigs) + len(searching))
+        jobs = [*map(live.job, searching), *map(grid.job, rigs)]
+        figures = done(results, jobs, again=arguments.again, tell=tell)
+        found = dict(zip(rigs, map(grid.times_of, figures[len(searching) :]), strict=True))
+        lives = {rig: live.judged(one, found[rig]) for rig, one in zip(searching, figures, strict=False)}
+        tell = _bar(progress, "searches on the grids", len(cases))
+        replays = [job(case, found[case.rig]) for case in cases]
+        replayed = done(results, replays, again=arguments.again, tell=tell)
+    searched = {case: one["searches"] for case, one in zip(cases, replayed, strict=True)}
     heads = RIG_HEADS, RIVAL_HEADS, ("rig", "noise", *RIVALS), LIVE_HEADS
-    rows = [list(part) for part in (rig_rows(found), rival_rows(done), by_rig_rows(done), live_rows(lives))]
-    verdict = list(verdicts(found, done, lives)) if not arguments.quick else []
+    rows = [list(part) for part in (rig_rows(found), rival_rows(searched), by_rig_rows(searched), live_rows(lives))]
+    verdict = list(verdicts(found, searched, lives)) if not arguments.quick else []
     console = Console(width=None if sys.stdout.isatty() else 140)
     for names, part in zip(heads, rows, strict=True):
         console.print(table_of(names, part))
@@ -276,10 +243,10 @@ def main() -> int:
     text = "".join(markdown_of(names, part) for names, part in zip(heads, rows, strict=True))
     (results.folder / "table.md").write_text(text + "".join(f"- {line}\n" for line in lines), encoding="utf-8")
     if arguments.json:
-        searched = [{**dataclasses.asdict(case), "searches": list(one)} for case, one in done.items()]
+        searches = [{**dataclasses.asdict(case), "searches": list(one)} for case, one in searched.items()]
         facts = {rig: facts_of(rig, times) for rig, times in found.items()}
         checked = [{"text": text, "kept": kept} for text, kept in verdict]
-        write_json(arguments.json, {"rigs": facts, "searches": searched, "live": lives, "verdicts": checked})
+        write_json(arguments.json, {"rigs": facts, "searches": searches, "live": lives, "verdicts": checked})
     return 0 if all(kept for _, kept in verdict) else 1
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from longrun.figures import Fixed, Recovery, fixed, recovery, verdicts  # noqa: E402
-from longrun.grid import Cell, Grid, TooBusyError, measured  # noqa: E402
+from longrun.grid import Cell, Grid, measured  # noqa: E402
 from longrun.plot import write_page  # noqa: E402
 from longrun.scene import MEMORY_BYTES, PHASES, QUICK_SETTINGS, SETTINGS, spec  # noqa: E402
-from longrun.tuned import COMPRESSION, GRANT_S, tuned  # noqa: E402
+from longrun.tuned import COMPRESSION, GRANT_S, THINKING_S, tuned  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
-from studykit import Results, code_digest, parser, write_json  # noqa: E402
+from studykit import Job, Results, code_digest, done, parser, write_json  # noqa: E402
 
 from zftune.planner.choosing import LEAST_HEADROOM_BYTES  # noqa: E402
 from zftune.tuner.settings import Setting  # noqa: E402
@@ -34,8 +34,6 @@ CODE = (
     *("runtime/zenflow", "zftune/tuner", "zftune/planner", "zftune/daemon/brain"),
     *(f"studies/006-long-run/longrun/{name}.py" for name in ("scene", "training", "tuned")),
 )
-
-Tell = Callable[[int], None]
 
 
 def script() -> dict[str, Any]:
@@ -49,18 +47,28 @@ def script() -> dict[str, Any]:
     }
 
 
-def grid_of(results: Results, *, quick: bool, again: bool, tell: Tell) -> Grid:
-    """Measured, or from the file of results."""
+def jobs_of(*, quick: bool) -> list[Job]:
+    """The grid, and a run for each seed."""
     settings, least = (QUICK_SETTINGS, QUICK_LEAST_STEPS) if quick else (SETTINGS, LEAST_STEPS)
+    seeds, first = (QUICK_SEEDS, QUICK_FIRST_STEPS) if quick else (SEEDS, FIRST_STEPS)
     knobs = [setting.knobs() for setting in settings]
-    inputs = {**script(), "settings": knobs, "steps": least, "code": code_digest(*GRID_CODE)}
-    record = None if again else results.load("grid", inputs)
-    if record is None:
-        found = measured(settings, least, tell)
-        cells = {name: [dataclasses.asdict(row[one]) for one in settings] for name, row in found.cells.items()}
-        cost = [found.cost[one] for one in settings]
-        record = results.save("grid", inputs, {"cells": cells, "cost": cost, "budget": found.budget})
-    figures = record["figures"]
+    grid = {**script(), "settings": knobs, "steps": least, "code": code_digest(*GRID_CODE)}
+    run = {**script(), "first_steps": first, "grant_s": GRANT_S, "thinking_s": THINKING_S, "code": code_digest(*CODE)}
+    return [
+        Job("grid", grid, grid_figures, (settings, least)),
+        *(Job(f"run-{seed}", {**run, "seed": seed}, tuned, (seed, first)) for seed in range(seeds)),
+    ]
+
+
+def grid_figures(settings: Sequence[Setting], least_steps: int) -> dict[str, Any]:
+    """Measure the grid; as the file of results has it."""
+    found = measured(settings, least_steps)
+    cells = {name: [dataclasses.asdict(row[one]) for one in settings] for name, row in found.cells.items()}
+    return {"cells": cells, "cost": [found.cost[one] for one in settings], "budget": found.budget}
+
+
+def grid_of(figures: Mapping[str, Any], settings: Sequence[Setting]) -> Grid:
+    """The grid of a file of results."""
     rows = {
         name: {one: Cell(**cell) for one, cell in zip(settings, row, strict=True)}
         for name, row in figures["cells"].items()
@@ -68,21 +76,10 @@ def grid_of(results: Results, *, quick: bool, again: bool, tell: Tell) -> Grid:
     return Grid(rows, dict(zip(settings, figures["cost"], strict=True)), figures["budget"])
 
 
-def run_of(seed: int, first_steps: int, results: Results, *, again: bool, tell: Tell) -> Mapping[str, Any]:
-    """One run with a daemon; kept only where this machine was fast enough for the rig."""
-    inputs = {**script(), "seed": seed, "first_steps": first_steps, "grant_s": GRANT_S, "code": code_digest(*CODE)}
-    record = None if again else results.load(f"run-{seed}", inputs)
-    if record is not None:
-        kept: Mapping[str, Any] = record["figures"]
-        return kept
-    figures = tuned(seed, first_steps, tell)
-    return figures if figures["refused"] else results.save(f"run-{seed}", inputs, figures)["figures"]
-
-
 # --- what came of it -------------------------------------------------------------------------------------------------
 
 GRID_HEADS = ("phase", "steps", "oracle", "ms a step", "best fixed setting's", "without the budget", "ms a step")
-RUN_HEADS = ("seed", "run", "of the gap", *(phase.name for phase in PHASES), "exploring", "allowed", "reopened", "late")
+RUN_HEADS = ("seed", "run", "of the gap", *(phase.name for phase in PHASES), "exploring", "allowed", "reopened")
 SETTING_HEADS = ("setting", "cost, steps", *(phase.name for phase in PHASES))
 
 
@@ -115,7 +112,7 @@ def setting_rows(grid: Grid) -> list[tuple[str, ...]]:
     ]
 
 
-def run_rows(runs: Sequence[Mapping[str, Any]], found: Sequence[Recovery]) -> list[tuple[str, ...]]:
+def run_rows(found: Sequence[Recovery]) -> list[tuple[str, ...]]:
     """By seed: what the daemon's run took."""
     return [
         (
@@ -126,9 +123,8 @@ def run_rows(runs: Sequence[Mapping[str, Any]], found: Sequence[Recovery]) -> li
             f"{one.spent_s:.2f} s",
             f"{one.allowed_s:.2f} s",
             str(one.reopened),
-            f"{run['slack']['late']} of {run['slack']['segments']}",
         )
-        for seed, (run, one) in enumerate(zip(runs, found, strict=True))
+        for seed, one in enumerate(found)
     ]
 
 
@@ -147,63 +143,42 @@ def markdown_of(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *rows)) + "\n\n"
 
 
-def summary(of: Fixed, runs: Sequence[Mapping[str, Any]], found: Sequence[Recovery]) -> list[str]:
+def summary(of: Fixed, found: Sequence[Recovery]) -> list[str]:
     """In sentences."""
-    lines = [
+    return [
         f"the whole run: oracle {of.oracle_s:.1f} s, best fixed setting {of.best_s:.1f} s ({of.best})",
         f"one second stands for {COMPRESSION}; the grant of 60 s is {GRANT_S:g} s, or 40 steps where that is longer",
+        f"times are simulated; a thought of the daemon's takes {THINKING_S:g} s of them",
+        *(f"seed {seed}: {one.steps_over} steps above the memory that may be used" for seed, one in enumerate(found)),
     ]
-    for seed, (run, one) in enumerate(zip(runs, found, strict=True)):
-        slack = run["slack"]
-        lines.append(
-            f"seed {seed}: slack {slack['least_margin_ms']:.2f} ms at least, {slack['median_margin_ms']:.2f} ms in the "
-            f"median; {one.steps_over} steps above the memory that may be used"
-        )
-    return lines
 
 
 def main() -> int:
     """Command line; 1 where a promise was not kept."""
     arguments = parser(__doc__ or "").parse_args()
     results, quick = Results.of(HERE, arguments), arguments.quick
-    seeds, first = (QUICK_SEEDS, QUICK_FIRST_STEPS) if quick else (SEEDS, FIRST_STEPS)
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    runs: list[Mapping[str, Any]] = []
+    jobs = jobs_of(quick=quick)
     with Progress(console=Console(stderr=True)) as progress:
-        bar = progress.add_task("grid", total=len(QUICK_SETTINGS if quick else SETTINGS) * len(PHASES))
-        try:
-            grid = grid_of(
-                results, quick=quick, again=arguments.again, tell=lambda done: progress.update(bar, completed=done)
-            )
-        except TooBusyError as error:
-            console.print(f"This machine is too busy for the rig: {error}.")
-            return 1
-        progress.update(bar, completed=progress.tasks[bar].total)
-        total = sum(phase.steps(first) for phase in PHASES)
-        for seed in range(seeds):
-            task = progress.add_task(f"seed {seed}", total=total)
-
-            def tell(done: int, task: Any = task) -> None:
-                progress.update(task, completed=done)
-
-            runs.append(run_of(seed, first, results, again=arguments.again, tell=tell))
-            progress.update(task, completed=total)
-    of = fixed(grid, first)
+        bar = progress.add_task("grid and runs", total=len(jobs))
+        measurements, *runs = done(
+            results, jobs, again=arguments.again, tell=lambda count: progress.update(bar, completed=count)
+        )
+    grid = grid_of(measurements, QUICK_SETTINGS if quick else SETTINGS)
+    of = fixed(grid, QUICK_FIRST_STEPS if quick else FIRST_STEPS)
     found = [recovery(run, of, MEMORY_BYTES - LEAST_HEADROOM_BYTES) for run in runs]
     verdict = [] if quick else verdicts(of, found, grid)
-    refused = [f"seed {seed} is refused: {run['refused']}" for seed, run in enumerate(runs) if run["refused"]]
-    _show(console, results, of, grid, runs, found, verdict, refused)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    _show(console, results, of, grid, found, verdict)
     document = {
         **script(),
         "fixed": {"oracle_s": of.oracle_s, "best_s": of.best_s, "best": str(of.best), "gap": of.gap},
         "recoveries": [dataclasses.asdict(one) for one in found],
         "verdicts": [{"text": text, "kept": kept} for text, kept in verdict],
-        "refused": refused,
     }
     (results.folder / "run.html").write_text(write_page(document, runs, of, grid), encoding="utf-8")
     if arguments.json:
         write_json(arguments.json, {**document, "runs": runs})
-    return 0 if not refused and all(kept for _, kept in verdict) else 1
+    return 0 if all(kept for _, kept in verdict) else 1
 
 
 def _show(
@@ -211,17 +186,11 @@ def _show(
     results: Results,
     of: Fixed,
     grid: Grid,
-    runs: Sequence[Mapping[str, Any]],
     found: Sequence[Recovery],
     verdict: Sequence[tuple[str, bool]],
-    refused: Sequence[str],
 ) -> None:
-    parts = [(GRID_HEADS, grid_rows(of, grid)), (SETTING_HEADS, setting_rows(grid)), (RUN_HEADS, run_rows(runs, found))]
-    lines = [
-        *summary(of, runs, found),
-        *(f"{'kept' if kept else 'BROKEN'}: {text}" for text, kept in verdict),
-        *refused,
-    ]
+    parts = [(GRID_HEADS, grid_rows(of, grid)), (SETTING_HEADS, setting_rows(grid)), (RUN_HEADS, run_rows(found))]
+    lines = [*summary(of, found), *(f"{'kept' if kept else 'BROKEN'}: {text}" for text, kept in verdict)]
     for heads, rows in parts:
         console.print(table_of(heads, rows))
     console.print("\n".join(lines))

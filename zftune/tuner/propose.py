@@ -7,6 +7,7 @@ with the same seed give the same answer.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 MOST_REJECTIONS = 20
 """Candidates that the planner rejects, in one question."""
+_MOST_REPEATS = 3
+"""Of a setting that was tried: then the sampler has nothing to say but that setting, and each time takes as long."""
 _CONSTRAINT = "planner"
 _POOL = 48
 
@@ -111,11 +114,15 @@ def _asked(
             )
             for one in told
         )
+        repeats = Counter[Setting]()
         for _ in range(MOST_REJECTIONS):
             trial = study.ask(choices)
             judged = judge(space.setting(trial.params))
             if not judged.rejected and not judged.taken:
                 return judged
+            repeats[judged.told.setting] += judged.taken
+            if repeats[judged.told.setting] > _MOST_REPEATS:
+                return None
             trial.set_constraint(_CONSTRAINT, judged.told.constraint)
             study.tell(trial, judged.told.value)
             if judged.rejected and not judged.taken and judged not in rejected:

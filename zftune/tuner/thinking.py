@@ -182,7 +182,7 @@ class ThreadDesk(LocalDesk):
     ) -> None:
         super().__init__(search, recorder)
         self._clock = clock
-        self._thinker = thinker or Thinker()
+        self._thinker = thinker or Thinker(gives_way=not clock.simulated)
         self._closing = False
         self._wrong: str | None = None
         self._busy = False

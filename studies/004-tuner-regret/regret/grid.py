@@ -4,55 +4,48 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from studykit import Results, code_digest
+from studykit import Job, code_digest
 
-from regret.scene import BASE, SETTINGS, Scene
+from regret.scene import BASE, SETTINGS, Scene, scene_of
+from zenflow import RigSpec
 from zftune.tuner.builtin import Training
-from zftune.tuner.disturbances import disturbance_of
 from zftune.tuner.settings import Setting
 
 CODE = ("runtime/zenflow", "zftune/tuner/builtin.py", "zftune/workload")
-_LEAST_STEPS, _NOISY_STEPS = 12, 36  # a rig repeats itself, unless its copies are noisy
-_SETTLING_WINDOWS = 2
-_PATIENCE, _PAUSE_S = 60, 1.0
+_SETTLING_WINDOWS, _SETTLING_STEPS = 3, 6  # at least: most windows then are as the one before, all within 1%
+_LEAST_WINDOWS = 2  # to be counted: two may take turns
+_NOISY_STEPS = 36  # where copies are noisy, at least
 _SELECTING_STEPS = 4
 
 Times = Mapping[Setting, tuple[float, ...]]
 """Of a setting: mean time of each step of a window, in order, ms."""
 
 
-class TooBusyError(Exception):
-    """This machine was too slow for the rig every time."""
-
-
-def grid(scene: Scene, results: Results, *, again: bool, tell: Callable[[int], None]) -> Times:
-    """The rig's times, from the file of results where they are there, whatever has changed in the runtime since.
-
-    Args:
-        scene: the rig.
-        results: of the study.
-        again: whether to measure in any case.
-        tell: told settings done.
-
-    Raises:
-        TooBusyError: a setting could not be measured.
-    """
+def job(rig: str) -> Job:
+    """The rig's grid; one that is there stays, whatever has changed in the runtime since."""
+    spec = scene_of(rig).spec
     inputs = {
-        "rig": scene.rig,
-        "values": dict(scene.spec.values),
-        "effects": dict(scene.spec.effects),
+        "rig": rig,
+        "clock": "simulated",
+        "values": dict(spec.values),
+        "effects": dict(spec.effects),
         "settings": [setting.knobs() for setting in SETTINGS],
-        "steps": _least_steps(scene),
+        "steps": _least_steps(spec),
     }
-    name = f"grid--{scene.rig}"
-    record = None if again else results.load(name, inputs)
-    if record is None:
-        record = results.save(name, inputs, {"window_ms": _measured(scene, tell), "code": code_digest(*CODE)})
-    windows = record["figures"]["window_ms"]
-    return {setting: tuple(window) for setting, window in zip(SETTINGS, windows, strict=True)}
+    return Job(f"grid--{rig}", inputs, figures, (rig,))
+
+
+def figures(rig: str) -> dict[str, Any]:
+    """Measure it."""
+    return {"window_ms": _measured(scene_of(rig)), "code": code_digest(*CODE)}
+
+
+def times_of(found: Mapping[str, Any]) -> Times:
+    """The times in the figures of a grid."""
+    return {setting: tuple(window) for setting, window in zip(SETTINGS, found["window_ms"], strict=True)}
 
 
 def mean_ms(window: Sequence[float]) -> float:
@@ -60,45 +53,31 @@ def mean_ms(window: Sequence[float]) -> float:
     return statistics.fmean(window)
 
 
-def _measured(scene: Scene, tell: Callable[[int], None]) -> list[list[float]]:
+def _measured(scene: Scene) -> list[list[float]]:
     order = list(range(len(SETTINGS)))
-    random.Random(0).shuffle(order)  # so that no slow drift looks like an effect of a knob
+    random.Random(0).shuffle(order)  # so that what a change of knobs leaves behind looks like no effect of a knob
     windows: dict[int, list[float]] = {}
     with Training(scene.task(), BASE) as training:
         for _ in range(_SELECTING_STEPS * BASE.longest_window):
             training.step()
-        for done, number in enumerate(order):
-            tell(done)
-            windows[number] = _window(training, SETTINGS[number], scene)
+        for number in order:
+            windows[number] = _window(training, SETTINGS[number], _least_steps(scene.spec))
     return [windows[number] for number in range(len(SETTINGS))]
 
 
-def _least_steps(scene: Scene) -> int:
-    return _NOISY_STEPS if "link_noise" in scene.spec.effects else _LEAST_STEPS
+def _least_steps(spec: RigSpec) -> int:
+    return _NOISY_STEPS if "link_noise" in spec.effects else 0
 
 
-def _window(training: Training, setting: Setting, scene: Scene) -> list[float]:
-    """Mean time of each step of a window; again where this machine was late."""
-    reason: str | None = None
-    for _ in range(_PATIENCE):
-        steps, reason = _steps(training, setting, _least_steps(scene))
-        if reason is None:
-            interval = setting.update_interval
-            return [round(statistics.fmean(steps[position::interval]), 4) for position in range(interval)]
-        time.sleep(_PAUSE_S)
-    raise TooBusyError(f"{scene.rig}, {setting}: {reason}")
-
-
-def _steps(training: Training, setting: Setting, least: int) -> tuple[list[float], str | None]:
-    """Step times of whole windows, and why they do not count."""
+def _window(training: Training, setting: Setting, least: int) -> list[float]:
+    """Mean time of each step of a window, once the setting has settled."""
     interval = setting.update_interval
-    first = training.optimizer.set_knobs(**setting.knobs()) + _SETTLING_WINDOWS * interval
+    settling = interval * max(_SETTLING_WINDOWS, -(-_SETTLING_STEPS // interval))
+    first = training.optimizer.set_knobs(**setting.knobs()) + settling
     while training.optimizer.steps < first:
         training.step()
-    disturbance = disturbance_of(training.device)
-    counted = interval * max(2, -(-least // interval))
-    for _ in range(counted):
+    for _ in range(interval * max(_LEAST_WINDOWS, -(-least // interval))):
         training.step()
-    reason = disturbance()
     stats = training.optimizer.history(wait=True, after=first)
-    return [one.step_ms for one in stats if one.step_ms is not None], reason
+    steps = [one.step_ms for one in stats if one.step_ms is not None]
+    return [round(statistics.fmean(steps[position::interval]), 4) for position in range(interval)]

@@ -2,67 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
-from studykit import Results, code_digest
+from studykit import Job, code_digest
 
 from regret.grid import CODE, Times, mean_ms
 from regret.replay import MOST_MEASUREMENTS
-from regret.scene import BASE, START, Scene, space
+from regret.scene import BASE, START, scene_of, space
 from zftune.tuner.builtin import Training
-from zftune.tuner.disturbances import disturbance_of
 from zftune.tuner.live import LiveSearch
 from zftune.tuner.search import Search, SearchOptions
 
-RIGS = {"slow-core": 2.0, "link-bound": 1.0}
-"""With the factor on their times: a search beside the training must not make it late for its pads."""
+RIGS = ("slow-core", "link-bound")
+THINKING_S = 0.5
+"""Simulated time that a thought takes, a few steps."""
 _WARM_UP_STEPS = 16
 MOST_STEPS = 4000
 
 
-def live(rig: str, times: Times, results: Results, *, again: bool, tell: Callable[[int], None]) -> dict[str, Any]:
-    """One search on one rig.
-
-    Args:
-        rig: its name.
-        times: its grid.
-        results: of the study.
-        again: whether to search in any case.
-        tell: told steps done.
-    """
-    scene = Scene(rig, RIGS[rig])
+def job(rig: str) -> Job:
+    """One search on one rig."""
+    spec = scene_of(rig).spec
     inputs = {
         "rig": rig,
-        "values": dict(scene.spec.values),
-        "effects": dict(scene.spec.effects),
+        "values": dict(spec.values),
+        "effects": dict(spec.effects),
         "most_measurements": MOST_MEASUREMENTS,
-        "code": code_digest(*CODE, "zftune/tuner/search.py", "zftune/tuner/live.py", "zftune/planner"),
+        "thinking_s": THINKING_S,
+        "code": code_digest(*CODE, "zftune/tuner", "zftune/planner", "studies/004-tuner-regret/regret/live.py"),
     }
-    record = None if again else results.load(f"live--{rig}", inputs)
-    if record is None:
-        record = results.save(f"live--{rig}", inputs, _searched(scene, tell))
-    figures: dict[str, Any] = record["figures"]
+    return Job(f"live--{rig}", inputs, searched, (rig,))
+
+
+def judged(found: Mapping[str, Any], times: Times) -> dict[str, Any]:
+    """A search's figures, with what the rig's grid says of its choice."""
     of = {str(setting): mean_ms(window) for setting, window in times.items()}
-    chosen, best = of[figures["chosen"]], min(of.values())
-    return {**figures, "regret": chosen / best - 1, "over_start": chosen / of[str(START)] - 1}
+    chosen, best = of[found["chosen"]], min(of.values())
+    return {**found, "regret": chosen / best - 1, "over_start": chosen / of[str(START)] - 1}
 
 
-def _searched(scene: Scene, tell: Callable[[int], None]) -> dict[str, Any]:
-    search = Search(
-        space(), START, scene.forecast, scene.planned[:1], SearchOptions(most_measurements=MOST_MEASUREMENTS)
-    )
+def searched(rig: str) -> dict[str, Any]:
+    """Search, and train as long as that goes on."""
+    scene = scene_of(rig)
+    options = SearchOptions(most_measurements=MOST_MEASUREMENTS, thinking_s=THINKING_S)
+    search = Search(space(), START, scene.forecast, scene.planned[:1], options)
     with Training(scene.task(), BASE) as training:
         for _ in range(_WARM_UP_STEPS):
             training.step()
-        running = LiveSearch(
-            training.optimizer, search, tokens=training.tokens, disturbance=disturbance_of(training.device)
-        )
+        running = LiveSearch(training.optimizer, search, tokens=training.tokens)
         try:
-            for done in range(MOST_STEPS):
-                tell(done)
-                loss = training.step()
-                if not running.on_step(loss):
+            for _ in range(MOST_STEPS):
+                if not running.on_step(training.step()):
                     break
         finally:
             running.close()

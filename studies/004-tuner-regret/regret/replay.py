@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -161,8 +161,3 @@ RIVALS: dict[str, Callable[[Scene, Bench, int], Result]] = {
     "TPE alone": tpe_alone,
     "random": random_alone,
 }
-
-
-def regrets(results: Sequence[Result]) -> list[float]:
-    """Ascending."""
-    return sorted(result.regret for result in results)

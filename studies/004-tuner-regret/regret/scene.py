@@ -62,17 +62,14 @@ class Scene:
 
     Args:
         rig: its name.
-        slower: factor on all its times, where this machine's real work takes longer than the pads.
     """
 
     rig: str
-    slower: float = 1.0
 
     @cached_property
     def spec(self) -> RigSpec:
         """The rig's file."""
-        spec = load_rig(self.rig)
-        return replace(spec, values={**spec.values, "scale": self.slower * spec.values["scale"]})
+        return load_rig(self.rig)
 
     @cached_property
     def forecast(self) -> PlannerForecast:

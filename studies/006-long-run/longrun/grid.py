@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from longrun.scene import BASE, PHASES, START, Phase
 from longrun.training import Training
-from zftune.tuner.disturbances import disturbance_of
 from zftune.tuner.facts import device_limit
 from zftune.tuner.settings import Setting
 from zftune.tuner.space import Coverage, space_for
 
 _SETTLING_WINDOWS = 2
-_PATIENCE, _PAUSE_S = 60, 1.0
 _SELECTING_STEPS = 4 * BASE.longest_window
-
-
-class TooBusyError(Exception):
-    """This machine was too slow for the rig every time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +41,23 @@ class Grid:
         return self.cost[setting] <= self.budget * (1 + 1e-9)
 
 
-def measured(settings: Sequence[Setting], least_steps: int, tell: Callable[[int], None]) -> Grid:
+def measured(settings: Sequence[Setting], least_steps: int) -> Grid:
     """Measure them in one training, in random order, each with all phases one after the other.
 
     Args:
         settings: of the grid.
         least_steps: of a measurement.
-        tell: told cells done.
-
-    Raises:
-        TooBusyError: this machine was too slow for the rig.
     """
     order = list(settings)
-    random.Random(0).shuffle(order)  # so that no slow drift looks like an effect of a knob
+    random.Random(0).shuffle(order)  # so that what a change of knobs leaves behind looks like no effect of a knob
     cells: dict[str, dict[Setting, Cell]] = {phase.name: {} for phase in PHASES}
     with Training(seed=0) as training:
         for _ in range(_SELECTING_STEPS):
             training.step()
         coverage = _coverage(training)
-        for number, setting in enumerate(order):
+        for setting in order:
             for phase in PHASES:
                 cells[phase.name][setting] = _cell(training, setting, phase, least_steps)
-                tell(number * len(PHASES) + len(cells))
     space = space_for(START, "published", coverage=coverage)
     return Grid(cells, {setting: space.cost(setting) for setting in settings}, space.budget)
 
@@ -81,28 +69,15 @@ def _coverage(training: Training) -> Coverage:
 
 
 def _cell(training: Training, setting: Setting, phase: Phase, least_steps: int) -> Cell:
-    """Again where this machine was late."""
+    """Whole windows, once the setting has settled."""
     training.enter(phase)
-    reason: str | None = None
-    for _ in range(_PATIENCE):
-        times, reason = _steps(training, setting, least_steps)
-        if reason is None:
-            peak, limit = training.device.peak_bytes() or 0, device_limit(training.optimizer) or 0
-            return Cell(round(statistics.fmean(times), 4), peak, peak <= limit)
-        time.sleep(_PAUSE_S)
-    raise TooBusyError(f"{phase.name}, {setting}: {reason}")
-
-
-def _steps(training: Training, setting: Setting, least: int) -> tuple[list[float], str | None]:
-    """Step times of whole windows, and why they do not count."""
     interval = setting.update_interval
     first = training.optimizer.set_knobs(**setting.knobs()) + _SETTLING_WINDOWS * interval
     while training.optimizer.steps < first:
         training.step()
     training.device.reset_peak_bytes()
-    disturbance = disturbance_of(training.device)
-    for _ in range(interval * max(2, -(-least // interval))):
+    for _ in range(interval * max(2, -(-least_steps // interval))):
         training.step()
-    reason = disturbance()
-    found = [one.step_ms for one in training.since(first, wait=True)]
-    return [one for one in found if one is not None], reason
+    times = [one.step_ms for one in training.since(first, wait=True) if one.step_ms is not None]
+    peak, limit = training.device.peak_bytes() or 0, device_limit(training.optimizer) or 0
+    return Cell(round(statistics.fmean(times), 4), peak, peak <= limit)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,13 +87,12 @@ def _wait_for(path: Path, process: subprocess.Popen[bytes], log: Path) -> None:
     raise RuntimeError(f"the daemon did not get ready: {log.read_text(errors='replace')[-500:]}")
 
 
-def tuned(seed: int, first_steps: int, tell: Callable[[int], None]) -> dict[str, Any]:
+def tuned(seed: int, first_steps: int) -> dict[str, Any]:
     """The whole scripted run; its figures.
 
     Args:
         seed: of weights, batches and search.
         first_steps: of the first phase.
-        tell: told steps done.
     """
     run = Run()
     with tempfile.TemporaryDirectory() as name, daemon(Path(name)) as path, Training(seed) as training:
@@ -106,7 +105,6 @@ def tuned(seed: int, first_steps: int, tell: Callable[[int], None]) -> dict[str,
                 tuner.log_tokens(phase.tokens)
                 for _ in range(phase.steps(first_steps)):
                     _step(training, tuner, run)
-                    tell(training.optimizer.steps)
         run.notices += tuner.notices
         found = list(training.since(0, wait=True))
         run.step_ms = [round(one.step_ms or 0.0, 4) for one in found]
