@@ -48,7 +48,7 @@ def test_thinking_steps_are_compared_with_plain_ones_at_the_same_place(livecost:
 
 
 def test_a_step_that_waits_while_somebody_thinks_shows(livecost: Any) -> None:
-    class WaitingDesk(livecost.searching.PatientDesk):  # type: ignore[misc,name-defined]
+    class WaitingDesk(livecost.searching.PatientDesk):  # type: ignore[misc]
         thoughts = 0
 
         def hand(self, outcome: Any) -> None:
