@@ -16,7 +16,7 @@ RIGS := $(wildcard studies/rigs)
 STUDIES := $(wildcard studies/[0-9]*/run.py)
 EXAMPLES_FACTOR ?= 30
 OPERATIONS ?= 10000
-WORKERS ?= 2
+WORKERS ?= 3
 
 .PHONY: help setup demo test test-all host-tests soak sanitize sanitize-address sanitize-thread bench studies-quick lint format clean
 
@@ -39,7 +39,7 @@ demo: setup  ## profile a real offloaded training run: ZeRO-Offload, ZenFlow and
 	$(BIN)/zftune profile
 
 # CONTRIBUTING.md says what belongs where.
-test: setup host-tests  ## what every change must pass, by WORKERS (2) processes
+test: setup host-tests  ## what every change must pass, by WORKERS (3) processes
 	$(BIN)/python -m tests.upstream_ops
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal
 

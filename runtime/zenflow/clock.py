@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 import queue
+import signal
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -166,8 +167,9 @@ class _Party:
         self.name = name
         self.guest = guest
         """Whether the clock did not start it: then somebody relies on its going on."""
-        self.gate = threading.Semaphore(0)
-        """Opened when it has the turn."""
+        self.gate = threading.Lock()
+        """Released when it has the turn; a lock, since nothing in C is interrupted half-way."""
+        self.gate.acquire()
         self.waits_for: str | None = None
         """None: it runs, or could."""
         self.signal: _Signal | None = None
@@ -354,7 +356,7 @@ class SimulatedClock(Clock):
             raise interrupt
 
     def _has_turn(self, party: _Party) -> bool:
-        with self._mutex:
+        with _Uninterrupted(), self._mutex:
             mine = self._running is party
             if mine:
                 party.gate.acquire(blocking=False)  # it was opened, unless the turn was never given up
@@ -372,7 +374,7 @@ class SimulatedClock(Clock):
     @contextmanager
     def _entered(self) -> Iterator[None]:
         """Change what is known of parties; then see whose turn it is."""
-        with self._mutex:
+        with _Uninterrupted(), self._mutex:
             self._owner = threading.get_ident()
             try:
                 yield
@@ -383,16 +385,19 @@ class SimulatedClock(Clock):
 
     def _pass_on(self) -> None:
         # Whoever has the mutex passes on what is raised meanwhile: it may be this very thread, below a finalizer.
-        while self._signals and self._mutex.acquire(blocking=False):
-            self._owner = threading.get_ident()
-            try:
-                while self._signals:
-                    for party in list(self._signals.popleft().parties):
-                        self._wake(party, woken=True)
-                self._dispatch()
-            finally:
-                self._owner = 0
-                self._mutex.release()
+        while self._signals:
+            with _Uninterrupted():
+                if not self._mutex.acquire(blocking=False):
+                    return
+                self._owner = threading.get_ident()
+                try:
+                    while self._signals:
+                        for party in list(self._signals.popleft().parties):
+                            self._wake(party, woken=True)
+                    self._dispatch()
+                finally:
+                    self._owner = 0
+                    self._mutex.release()
 
     def _wake(self, party: _Party, *, woken: bool) -> None:
         if party.signal is not None:
@@ -433,6 +438,27 @@ class SimulatedClock(Clock):
             self._wake(other, woken=True)
         self._parties.remove(party)
         self._running = None
+
+
+class _Uninterrupted:
+    """Ctrl-C in the main thread waits until whose turn it is has been decided: half of that would stop everybody."""
+
+    __slots__ = ("_before", "_came")
+
+    def __enter__(self) -> None:
+        self._came = False
+        self._before = None
+        if threading.get_ident() == threading.main_thread().ident and signal.getsignal(signal.SIGINT) is not None:
+            self._before = signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(self, *details: Any) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            if self._came:
+                signal.raise_signal(signal.SIGINT)
+
+    def _note(self, *_: Any) -> None:
+        self._came = True
 
 
 class _SimulatedEvent:

@@ -15,6 +15,7 @@ import pytest
 from tests.studies.test_studies import STUDIES, load
 from tests.zftune.daemon.conftest import folder
 from tests.zftune.daemon.daemons import COMMAND, serving
+from zftune.daemon import PROTOCOL
 from zftune.daemon.client import DaemonClient
 from zftune.daemon.wire import Report, decode
 
@@ -49,7 +50,13 @@ def test_a_report_is_one_of_the_wire(study: Any, folder: Path) -> None:
     training.apply(sys.modules["simulated"].Asked(1, {"topk_ratio": 0.1}, 1, 2))
     assert [training.take_step() for _ in range(4)] == [False, False, True, False]
     assert [len(training.done["outcome"][name]) for name in ("discarded_ms", "steps_ms")] == [1, 2]
-    message = {"protocol": 1, "session": "0" * 32, "sequence": 1, "steps": training.figures, "done": training.done}
+    message = {
+        "protocol": PROTOCOL,
+        "session": "0" * 32,
+        "sequence": 1,
+        "steps": training.figures,
+        "done": training.done,
+    }
     assert [one.step for one in decode(Report, json.loads(json.dumps(message))).steps] == [1, 2, 3, 4]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import queue
+import random
 import signal
 import threading
 import time
@@ -297,6 +298,50 @@ def test_an_interrupt_leaves_the_clock_as_it_should_be(clock: SimulatedClock, ou
     work.put(None)
     thread.join()
     assert not thread.is_alive()
+
+
+def test_interrupts_anywhere_stop_nobody(clock: SimulatedClock) -> None:
+    there, back, main = clock.queue("there"), clock.queue("back"), threading.main_thread().ident
+    over = threading.Event()
+
+    def serve() -> None:
+        while (item := there.get()) is not None:
+            clock.sleep(item)
+            back.put(item)
+
+    def interrupt() -> None:
+        assert main is not None
+        while not over.wait(random.uniform(0, 2e-3)):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    worker, pest = clock.thread(serve, "worker"), threading.Thread(target=interrupt)
+    worker.start()
+    came = 0
+    try:
+        pest.start()
+        ends_s = time.monotonic() + 1.0
+        while time.monotonic() < ends_s:
+            there.put(1)
+            back.get()
+            clock.sleep(1)
+    except KeyboardInterrupt:
+        came += 1
+    while came:
+        try:
+            while time.monotonic() < ends_s:
+                there.put(1)
+                clock.sleep(1)
+            over.set()
+            pest.join()
+            break
+        except KeyboardInterrupt:
+            came += 1
+    assert came > 20
+    before_s = clock.now()
+    clock.sleep(1)
+    there.put(None)
+    worker.join()
+    assert clock.now() > before_s
 
 
 # --- what cannot end -------------------------------------------------------------------------------------------------

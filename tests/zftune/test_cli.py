@@ -286,7 +286,7 @@ def test_a_rig_that_is_too_fast_is_named_with_its_cause(zftune: Run, folder: Pat
     (folder / "fast.toml").write_text(rig_text("warp", **{**MINI_TIMELINE, "scale": 1e-4}))
     before = contents(folder)
     ended = zftune(
-        *("profile", "--rig", "fast.toml", "--model", "mini", "--sequence", 8, "--text", "good.json"),
+        *("profile", "--rig", "fast.toml", "--real-time", "--model", "mini", "--sequence", 8, "--text", "good.json"),
         *("--steps", 4, "--no-baselines", "--json", "profile.json"),
     )
     *progress, sentence = ended.err.splitlines(keepends=True)
