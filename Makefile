@@ -41,7 +41,7 @@ demo: setup  ## profile a real offloaded training run: ZeRO-Offload, ZenFlow and
 # CONTRIBUTING.md says what belongs where.
 test: setup host-tests  ## what every change must pass, by WORKERS (3) processes
 	$(BIN)/python -m tests.upstream_ops
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal --durations 30
 
 test-all: setup host-tests  ## every test, with every fault and every combination: before a release
 	$(BIN)/python -m tests.upstream_ops
