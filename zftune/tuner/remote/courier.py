@@ -122,6 +122,8 @@ class Courier:
         self._read: Callable[[], TrainingFacts] | None = read
         self._tokens, self._gpu_uuid = tokens, gpu_uuid
         self._clock, self._thinking_s = clock, thinking_s
+        self._obeyed: tuple[str, int] = "hold", 0
+        """Kind and number of the newest directive."""
         self._training: Any = None
         self._session: str | None = None
         self._last_session: str | None = None
@@ -289,22 +291,23 @@ class Courier:
 
     def _report(self, *, timeout_s: float = _REQUEST_S) -> None:
         directive = self._said(timeout_s)
-        if directive.thinks and self._clock.simulated:
+        # A thought that was over before the answer was written is one all the same.
+        if self._clock.simulated and (directive.thinks or self._obeyed != (directive.kind, directive.decision)):
             with taking_time(self._clock, self._thinking_s):
-                directive = self._thought_over(timeout_s)
+                directive = self._thought_over(directive, timeout_s)
+        self._obeyed = directive.kind, directive.decision
         orders = Orders.of(directive)
         self._record = directive.record or self._record
         for notice in directive.notices:
             self._tell(notice)
         self._desk.obey(orders)
 
-    def _thought_over(self, timeout_s: float) -> Directive:
+    def _thought_over(self, directive: Directive, timeout_s: float) -> Directive:
         """What the daemon says when it has thought."""
-        while True:
+        while directive.thinks and not self._desk.closing.is_set():
             time.sleep(_LOOK_S)
             directive = self._said(timeout_s)
-            if not directive.thinks or self._desk.closing.is_set():
-                return directive
+        return directive
 
     def _said(self, timeout_s: float) -> Directive:
         """What the daemon says to a report."""
