@@ -336,7 +336,7 @@ class SimulatedClock(Clock):
         with self._entered():
             if party.signal is not None and party in party.signal.parties:
                 party.signal.parties.remove(party)
-            party.signal = party.until = party.waits_for = None
+            party.signal = party.until = party.waits_for = party.error = None
             party.number = 0
             if self._running is not party and party not in self._ready:
                 self._ready.append(party)
