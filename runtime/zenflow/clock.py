@@ -296,10 +296,11 @@ class SimulatedClock(Clock):
             self._running = None
 
     def _take_turn(self, party: _Party, *, returns: bool = False) -> None:
-        with self._entered():
-            self._outside -= returns
-            self._ready.append(party)
-        self._await_turn(party)
+        with _Uninterrupted():  # without the turn there is nothing that an interrupt could be told
+            with self._entered():
+                self._outside -= returns
+                self._ready.append(party)
+            party.gate.acquire()
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
@@ -333,34 +334,19 @@ class SimulatedClock(Clock):
 
     def _take_back(self, party: _Party) -> None:
         """Wait for the turn of a thread that was interrupted anywhere in a wait."""
-        with self._entered():
-            if party.signal is not None and party in party.signal.parties:
-                party.signal.parties.remove(party)
-            party.signal = party.until = party.waits_for = party.error = None
-            party.number = 0
-            if self._running is not party and party not in self._ready:
-                self._ready.append(party)
-        self._await_turn(party)
-
-    def _await_turn(self, party: _Party) -> None:
-        """Block until it has the turn; an interrupt meanwhile comes afterwards."""
-        interrupt: KeyboardInterrupt | None = None
-        while not self._has_turn(party):
-            try:
-                party.gate.acquire()
-            except KeyboardInterrupt as raised:
-                interrupt = raised
+        with _Uninterrupted():
+            with self._entered():
+                if party.signal is not None and party in party.signal.parties:
+                    party.signal.parties.remove(party)
+                party.signal = party.until = party.waits_for = party.error = None
+                party.number = 0
+                if self._running is not party and party not in self._ready:
+                    self._ready.append(party)
+                opened = self._running is party
+            if opened:
+                party.gate.acquire(blocking=False)  # unless the turn was never given up
             else:
-                break
-        if interrupt is not None:
-            raise interrupt
-
-    def _has_turn(self, party: _Party) -> bool:
-        with _Uninterrupted(), self._mutex:
-            mine = self._running is party
-            if mine:
-                party.gate.acquire(blocking=False)  # it was opened, unless the turn was never given up
-            return mine
+                party.gate.acquire()
 
     def _raise_signal(self, signal: _Signal) -> None:
         """Wake all that wait for it; what they wait for has been changed before."""
