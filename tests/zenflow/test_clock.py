@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import queue
@@ -298,6 +299,34 @@ def test_an_interrupt_leaves_the_clock_as_it_should_be(clock: SimulatedClock, ou
     work.put(None)
     thread.join()
     assert not thread.is_alive()
+
+
+class StruckGate:
+    """A thread's gate, at which Ctrl-C comes in the midst of handing the turn over."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.acquire = self._lock.acquire
+        self.acquire()
+
+    def release(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+        self._lock.release()
+
+
+def test_an_interrupt_while_the_turn_is_handed_over_comes_afterwards(clock: SimulatedClock) -> None:
+    there, back = clock.queue("there"), clock.queue("back")
+    worker = clock.thread(lambda: back.put(there.get()), "worker")
+    worker._party.gate = StruckGate()  # type: ignore[attr-defined]
+    worker.start()
+    there.put(1)
+    with pytest.raises(KeyboardInterrupt):
+        clock.sleep(1)
+    there.put(1)
+    with contextlib.suppress(KeyboardInterrupt):
+        worker.join()
+    worker.join()
+    assert back.get() == 1
 
 
 def test_interrupts_anywhere_stop_nobody(clock: SimulatedClock) -> None:
