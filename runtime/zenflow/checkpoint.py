@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from zenflow.checkpoint_format import HEADER, Header, Saved, SavedEntry, SavedWeight, shapes
+from zenflow.checkpoint_format import HEADER, Header, Saved, SavedEntry, SavedFlight, SavedWeight, shapes
 from zenflow.config import LIVE_KNOBS, ZenFlowConfig
-from zenflow.forward_waits import Flight
 from zenflow.host.tasks import Control
 from zenflow.layout import ModelPlan
 from zenflow.model import Groups, Split
@@ -34,7 +33,6 @@ def save(training: Training, groups: Groups) -> dict[str, Any]:
     Raises:
         HostEngineError: host work failed.
     """
-    late = training.late
     training.settle()
     parameters = [parameter for group in groups for parameter in group["params"]]
     known = {id(weight.parameter): weight for weight in training.weights_of(groups)}
@@ -49,7 +47,7 @@ def save(training: Training, groups: Groups) -> dict[str, Any]:
         window_steps=training.clock.window_steps,
         buckets=training.model.windows.buckets,
         hypers=[asdict(hyper) for hyper in training.hypers],
-        weights=[_saved_weight(training, weight, late) for weight in weights],
+        weights=[_saved_weight(training, weight) for weight in weights],
         imported=False,
     )
     index = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -61,7 +59,7 @@ def save(training: Training, groups: Groups) -> dict[str, Any]:
     }
 
 
-def _saved_weight(training: Training, weight: WeightState, late: Sequence[Flight]) -> SavedWeight:
+def _saved_weight(training: Training, weight: WeightState) -> SavedWeight:
     first = weight.plan.first_bucket
     entries = [] if weight.deferred is None else [entry for entry, _ in weight.deferred.logged()]
     return SavedWeight(
@@ -78,11 +76,12 @@ def _saved_weight(training: Training, weight: WeightState, late: Sequence[Flight
             for entry in entries
         ],
         flights=[
-            (flight.window.bucket.index - first, flight.due)
+            SavedFlight(
+                flight.window.bucket.index - first, flight.due, flight.window.decay(), flight.window.passed_over
+            )
             for flight in training.model.windows.in_flight
             if flight.weight is weight
         ],
-        late=[flight.window.bucket.index - first for flight in late if flight.weight is weight],
         auto=training.auto.sums_of(weight) if training.begun else [],
         ledger=[] if training.runtime.ledger is None else list(training.runtime.ledger.totals(weight.name)),
         firings=training.gradients.expected(weight),
@@ -243,10 +242,8 @@ def _restore_weight(
         assert weight.deferred is not None
         hyper = _hyper(training, groups[weight.group], entry.hyper)
         weight.deferred.restore_entry(rows.cpu(), entry.step, hyper, control)
-    for bucket, due in saved.flights:
-        training.model.windows.restore(weight, bucket, due, late=False)
-    for bucket in saved.late:
-        training.model.windows.restore(weight, bucket, training.clock.step, late=True)
+    for flight in saved.flights:
+        training.model.windows.restore(weight, flight)
 
 
 def _hyper(training: Training, group: Mapping[str, Any], values: Mapping[str, float]) -> Hyper:

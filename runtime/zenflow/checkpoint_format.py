@@ -24,7 +24,7 @@ from zenflow.errors import CheckpointError, ConfigError
 from zenflow.layout import WeightPlan
 from zenflow.rules import Rule
 
-FORMAT = "zenflow.optimizer/1"
+FORMAT = "zenflow.optimizer/2"
 HEADER = "zenflow"
 """The key of the JSON in the first parameter group."""
 
@@ -40,6 +40,20 @@ class SavedEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedFlight:
+    """A window of a bucket that the host has applied and that is not visible yet."""
+
+    bucket: int
+    """Number of the bucket, counted in its weight."""
+    due: int
+    """The step after which it becomes visible."""
+    decay: float
+    """What its updates multiplied a weight with."""
+    passed_over: list[int]
+    """The bucket's slots that it did not update."""
+
+
+@dataclass(frozen=True, slots=True)
 class SavedWeight:
     """What is known of one parameter besides its tensors."""
 
@@ -48,16 +62,18 @@ class SavedWeight:
     flat: bool
     pending: bool
     log: list[SavedEntry]
-    flights: list[tuple[int, int]]
-    """(number of the bucket in this weight, step after which it becomes visible)."""
-    late: list[int]
-    """Buckets that were due, but perhaps not in the weights yet when the model was saved."""
+    flights: list[SavedFlight]
     auto: list[float]
     """Zen-auto's sums over the open window: n, selected, deferred; empty where there are none."""
     ledger: list[int]
     """Masses produced and applied; empty where no ledger was kept."""
     firings: int
     """Backward passes that the next step is expected to have."""
+
+    @property
+    def buckets_in_flight(self) -> list[int]:
+        """Numbers of the buckets in `flights`."""
+        return [flight.bucket for flight in self.flights]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +144,7 @@ def _config(values: Mapping[str, Any]) -> ZenFlowConfig:
 
 def _weight(values: Mapping[str, Any]) -> SavedWeight:
     log = [SavedEntry(**{**entry, "control": entry["control"] and tuple(entry["control"])}) for entry in values["log"]]
-    flights = [(int(bucket), int(due)) for bucket, due in values["flights"]]
+    flights = [SavedFlight(**flight) for flight in values["flights"]]
     return SavedWeight(**{**values, "plan": WeightPlan(**values["plan"]), "log": log, "flights": flights})
 
 
@@ -228,5 +244,5 @@ def _check_weight(
             raise CheckpointError(
                 f'{where}["log"] holds something else than gradients of [{plan.deferred}, {plan.rows}]'
             )
-    if any(not 0 <= bucket < len(plan.bucket_slots) for bucket in (*dict(weight.flights), *weight.late)):
+    if any(not 0 <= bucket < len(plan.bucket_slots) for bucket in weight.buckets_in_flight):
         raise CheckpointError(f"{where} has an update in flight for a bucket that it does not have")

@@ -18,7 +18,7 @@ from zenflow.layout import WeightPlan
 from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
 from zenflow.selection import Move
-from zenflow.state import ColumnState
+from zenflow.state import ColumnState, reread
 
 Ahead = tuple[torch.Tensor, Transfer]
 """A closing step's gradient of the columns that leave the tier, [n, rows], sent ahead of the rest."""
@@ -58,12 +58,27 @@ class BucketJob:
     """A bucket's window on its way through host and link."""
 
     bucket: Bucket
+    slots: range | torch.Tensor
+    """The slots that the window updates; [n] int64 where they are not all of the bucket's."""
     columns: torch.Tensor
     """[n] int64 on the device: where the result belongs."""
     job: Job
     entries: list[LogEntry]
     gradients: Transfer | None
     """The last of the gradients that the job waits for; None where it was restored."""
+    restored_decay: float = 1.0
+
+    @property
+    def passed_over(self) -> list[int]:
+        """The bucket's slots that it does not update: their columns changed tier at the close."""
+        if isinstance(self.slots, range):
+            return []
+        return sorted({*self.bucket.slots} - set(self.slots.tolist()))
+
+    def decay(self) -> float:
+        """What its updates multiply a weight with, only once the job is done."""
+        factors = (entry.hyper.decay for entry in self.entries if entry.live()[1])
+        return math.prod(factors, start=self.restored_decay)
 
 
 class DeferredTier:
@@ -215,16 +230,56 @@ class DeferredTier:
             bucket.places.append(place)
             bucket.log.append(LogEntry(step, pieces, transfer, hyper, control))
 
-    def restore_window(self, number: int) -> BucketJob:
+    def restore_window(self, number: int, slots: range | torch.Tensor, decay: float) -> BucketJob:
         """A bucket's window that the host has applied and that is not visible yet.
 
         Args:
             number: of the bucket, counted in this weight.
+            slots: those that the window updated, [n] int64 where they are not all of the bucket's.
+            decay: what its updates multiplied a weight with.
         """
         bucket = self.buckets[number]
-        bucket.result.copy_(self.state.master[bucket.slots.start : bucket.slots.stop])
-        job = Job(f"restoring {self._name}", self._runtime.device, None, nbytes=0, inputs=[], result=bucket.result)
-        return BucketJob(bucket, bucket.columns, self._runtime.engine.submit(job), [], None)
+        if isinstance(slots, range):
+            columns, masters = bucket.columns, self.state.master[slots.start : slots.stop]
+        else:
+            columns, masters = self._runtime.send_index(self.slot_columns[slots]), self.state.master[slots]
+        result = bucket.result[: len(slots)]
+        result.copy_(masters)
+        job = Job(f"restoring {self._name}", self._runtime.device, None, nbytes=0, inputs=[], result=result)
+        return BucketJob(bucket, slots, columns, self._runtime.engine.submit(job), [], None, decay)
+
+    def rewrite_window(self, window: BucketJob, before: torch.Tensor, matrix: torch.Tensor) -> BucketJob:
+        """Let a window's updates count on top of weights that somebody wrote while it was in flight.
+
+        Where a weight changed, its master moves by as much as if the updates had come afterwards: they add to a weight
+        and multiply it with `decay()`. (L2 decay, which is part of the gradient, stays that of the old weight; a 16-bit
+        weight keeps what its old master was rounded by.)
+
+        Args:
+            window: whose job is done, and whose result is not visible yet.
+            before: the weights as they were, [rows, columns].
+            matrix: the weights as they are.
+
+        Returns:
+            The window with its new result.
+        """
+        bucket, slots = window.bucket, window.slots
+        old, new = (self._on_host(part, bucket.columns) for part in (before, matrix))
+        masters = self.state.master[bucket.slots.start : bucket.slots.stop]
+        inside = torch.zeros(len(bucket.slots), dtype=torch.bool, device="cpu")
+        inside[torch.as_tensor(slots, device="cpu") - bucket.slots.start] = True
+        moved = masters + window.decay() * (new.float() - old.float())
+        moved = torch.where(old == new, masters, moved)
+        masters.copy_(torch.where(inside.unsqueeze(1), moved, reread(masters, new)))
+        if window.job.transfer is not None:
+            window.job.transfer.wait()
+        return self.restore_window(bucket.index - self.buckets[0].index, slots, window.decay())
+
+    def _on_host(self, matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        rows, transfer = self._runtime.fetch(self._runtime.kernels.pack(matrix, columns))
+        self._runtime.device.block_on(transfer)
+        self._runtime.traffic.migrated_bytes += rows.nbytes
+        return rows
 
     # --- a close ---------------------------------------------------------------------------------------------------
 
@@ -248,12 +303,17 @@ class DeferredTier:
             runtime.log.give_back(places)  # whoever leaves has read them before the next step overwrites them
             return None
         if staying is None:
-            part = Targets(bucket.slots, [(entry, None) for entry in entries])
+            slots: range | torch.Tensor = bucket.slots
+            part = Targets(slots, [(entry, None) for entry in entries])
             result, columns = bucket.result, bucket.columns
         else:
             index = staying - bucket.slots.start
             part = Targets(staying, [(entry, index) for entry in entries])
-            result, columns = bucket.result[: len(staying)], runtime.send_index(self.slot_columns[staying])
+            slots, result, columns = (
+                staying,
+                bucket.result[: len(staying)],
+                runtime.send_index(self.slot_columns[staying]),
+            )
         barrier = [runtime.last_d2h] if after_all_d2h and runtime.last_d2h is not None else []
         job = self._submit(
             f"updating {self._name}",
@@ -264,7 +324,8 @@ class DeferredTier:
             places,
             not_before,
         )
-        return BucketJob(bucket, columns, job, entries, barrier[-1] if barrier else entries[-1].transfer)
+        gradients = barrier[-1] if barrier else entries[-1].transfer
+        return BucketJob(bucket, slots, columns, job, entries, gradients)
 
     def send_ahead(self, matrix: torch.Tensor, move: Move) -> Ahead:
         """Send the closing step's gradient of the columns that leave the tier, ahead of everything else.

@@ -37,9 +37,7 @@ class ZenFlowOptimizer(Optimizer):
         rule: the update rule.
         config: the knobs; None takes the defaults.
         module: the model that owns the parameters. Gives names, finds transformers' `Conv1D`, and lets a wait for a
-            late host update be deferred to the forward of the layer that needs it. Weights that are read otherwise
-            after `step()` and before that forward (by an average of weights, or by another module's forward that
-            comes first) need `synchronize()` first.
+            late host update be left to the first use of the weight.
         device: the accelerator; None takes the one that the parameters are on.
 
     Raises:
@@ -202,7 +200,7 @@ class ZenFlowOptimizer(Optimizer):
 
         Raises:
             HostEngineError: host work failed, in this step or an earlier one.
-            UnsupportedError: a sparse gradient, or a weight was written to while its update was in flight.
+            UnsupportedError: a sparse gradient, or a parameter was given another shape, dtype or device.
         """
         loss = None
         if closure is not None:
@@ -233,15 +231,9 @@ class ZenFlowOptimizer(Optimizer):
 
         Raises:
             HostEngineError: host work failed.
-            UnsupportedError: a weight was written to while its update was in flight.
+            UnsupportedError: a parameter was given another shape, dtype or device.
         """
         self._training.flush()
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def synchronize(self) -> None:
-        """Make visible now what a deferred wait has left to the next forward; applies nothing that is not due."""
-        self._training.synchronize()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -264,14 +256,6 @@ class ZenFlowOptimizer(Optimizer):
             HostEngineError: threads could not be started, or host work failed.
         """
         return self._training.set_knobs(knobs, self.param_groups)
-
-    def refresh(self) -> None:
-        """Read the masters from the weights at the next step, after writes through `.data`, which torch does not count.
-
-        Raises:
-            UnsupportedError: host updates are in flight, which were computed from the old values.
-        """
-        self._training.model.refresh()
 
     def stats(self) -> StepStats | None:
         """The newest step that could be resolved without waiting; None before the first."""

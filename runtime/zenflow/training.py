@@ -14,11 +14,11 @@ from zenflow.config import ZenFlowConfig
 from zenflow.control import StepControl, step_control
 from zenflow.device import Arrived, Device, Transfer
 from zenflow.errors import ConfigError, ZenFlowError
-from zenflow.forward_waits import Flight, ForwardWaits
 from zenflow.gradients import Gradient, Gradients, set_controls, update_on_device
 from zenflow.history import History
 from zenflow.host.tasks import Control
 from zenflow.knobs import KnobChange, prepare, reserve
+from zenflow.late_weights import Flight, LateWeights
 from zenflow.ledger import Balance
 from zenflow.model import Groups, ModelState, Split
 from zenflow.ranks import Ranks
@@ -70,7 +70,7 @@ class Training:
         self.begun = False
         """Whether the parameters were split, which happens at the first step."""
         self._change: KnobChange | None = None
-        self._waits: ForwardWaits | None = None
+        self._waits: LateWeights | None = None
         self.hypers: list[Hyper] = []
         """Of each group, in the last step."""
         self.grad_norm: torch.Tensor | None = None
@@ -103,7 +103,7 @@ class Training:
 
         Raises:
             HostEngineError: host work failed, in this step or an earlier one.
-            UnsupportedError: a sparse gradient, or a weight was written to while its update was in flight.
+            UnsupportedError: a sparse gradient, or a parameter was given another shape, dtype or device.
         """
         if not self.open:
             raise ZenFlowError("step() was called after close(), allowed is a new optimizer")
@@ -120,14 +120,21 @@ class Training:
             self.runtime.ranks.reduce(parameters, self._device)
             found_inf = self.runtime.ranks.any(found_inf, self._device.torch_device)
         live = self.gradients.collect(self.model.weights)
-        self.model.take_outside_writes()
         self.hypers = [self.rule.hyper(group) for group in groups]
+        self.model.take_outside_writes()
         self._torn = True
         self.gradients.hand_over(self.model.weights)
         self._take(live, groups, self._control(live, grad_scale, found_inf), grad_scale)
         traffic, self.runtime.traffic = self.runtime.traffic, Traffic()
         self.history.end_step(self.clock.step, traffic)
+        self._leave_weights()
         self._torn = False
+
+    def _leave_weights(self) -> None:
+        """Give the weights back to the script, at the end of whatever changes them."""
+        self.model.watch()
+        if self._waits is not None:
+            self._waits.end_step()
 
     def _take(self, live: Live, groups: Groups, control: StepControl | None, grad_scale: torch.Tensor | None) -> None:
         change = self._change
@@ -205,13 +212,13 @@ class Training:
 
         Raises:
             HostEngineError: host work failed.
-            UnsupportedError: a weight was written to while its update was in flight.
+            UnsupportedError: a parameter was given another shape, dtype or device.
         """
         if not self.begun:
             return
         self._refuse_torn()
         self.gradients.restore()  # columns may change tier below
-        self.synchronize()
+        self._finish_late()
         self.model.take_outside_writes()
         windows, record = self.model.windows, self.history.open
         windows.apply(self.clock.step, record, everything=True)
@@ -219,11 +226,12 @@ class Training:
             plan = StepPlan(self.clock.step, self.clock.window_steps, closes=True, synchronous=True)
             windows.close(plan, self.hypers, windows.resolve_pending(record), {}, record)
             self._end_window()
-            self.synchronize()
+            windows.apply(self.clock.step, record, everything=True)
         self.engine.drain()
+        self._leave_weights()
 
-    def synchronize(self) -> None:
-        """Make visible now what a deferred wait has left to the next forward; applies nothing that is not due."""
+    def _finish_late(self) -> None:
+        """Make visible what was left to the first use of a weight; applies nothing that is not due."""
         if self._waits is not None:
             self._waits.finish()
 
@@ -264,12 +272,15 @@ class Training:
         self.flush()
         reserved.clear()
         self.hypers = [self.rule.hyper(group) for group in groups]
+        self.model.end_watch()
         self._resplit(groups)
+        self._leave_weights()
 
     def close(self) -> None:
         """End the host engine without applying what is pending."""
         if self._waits is not None:
             self._waits.remove()
+        self.model.end_watch()
         self.gradients.remove()
         self.history.stop_recording()
         self._finalizer()
@@ -282,20 +293,18 @@ class Training:
         """The knobs that hold after the next step, where a change was asked for."""
         return None if self._change is None else self._change.config
 
-    @property
-    def late(self) -> list[Flight]:
-        """What was due and is left to the next forward, so that weights which somebody has read lack it."""
-        return [] if self._waits is None else self._waits.late
-
     def settle(self) -> None:
-        """Wait for the host work that was submitted; applies nothing that is not due.
+        """Wait for the host work that was submitted, and follow what others wrote; applies nothing that is not due.
 
         Raises:
             HostEngineError: host work failed.
+            UnsupportedError: a parameter was given another shape, dtype or device.
         """
         self._refuse_torn()
-        self.synchronize()
+        self._finish_late()
+        self.model.take_outside_writes(restored=False)
         self.engine.drain()
+        self._leave_weights()
 
     def weights_of(self, groups: Groups) -> list[WeightState]:
         """The weights; before the first step what they would be then."""
@@ -357,13 +366,13 @@ class Training:
     def _watch_forward(self) -> None:
         """Let the forward take over waits, where there is anything to wait for."""
         if self._waits is None and self._module is not None and self.model.windows.buckets:
-            self._waits = ForwardWaits(self._module, _show_late(weakref.ref(self)))
+            self._waits = LateWeights(self._module, _show_late(weakref.ref(self)))
         self.model.windows.waits = self._waits if self.config.pipeline == "bucket" else None
 
     def _take_change(self, change: KnobChange, groups: Groups) -> None:
         """Let new knobs come into force: at the end of the step that closed the window, or before the first."""
         if change.splits:
-            self.synchronize()
+            self._finish_late()
         if change.splits or change.change_threads is not None:
             self.engine.drain()
         if change.change_threads is not None:
