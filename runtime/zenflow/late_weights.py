@@ -147,13 +147,15 @@ _READ = "shape dtype device layout ndim is_leaf is_cuda is_cpu is_meta is_sparse
 _OF_AUTOGRAD = "requires_grad grad grad_fn retains_grad _backward_hooks _post_accumulate_grad_hooks"
 _CALLED = (
     "size dim ndimension numel nelement stride element_size storage_offset is_floating_point is_complex is_contiguous "
-    "get_device requires_grad_ __len__ register_hook register_post_accumulate_grad_hook"
+    "get_device requires_grad_ __len__ register_hook register_post_accumulate_grad_hook new_empty new_zeros new_ones "
+    "new_full new_tensor"
 )
+_MADE_ALIKE = "empty_like zeros_like ones_like full_like rand_like randn_like"
 _ELEMENTS_UNUSED = frozenset(
     [getattr(_T, name).__get__ for name in f"{_READ} {_OF_AUTOGRAD}".split()]
     + [_T.grad.__set__, _T.grad.__delete__, _T.requires_grad.__set__]
     + [getattr(_T, name) for name in _CALLED.split()]
-    + [torch.is_floating_point, torch.is_complex, torch.numel]
+    + [getattr(torch, name) for name in f"{_MADE_ALIKE} is_floating_point is_complex numel".split()]
 )
 """What is known without a weight's elements. torch.optim and `zero_grad()` ask for some of it right after a step."""
 

@@ -226,7 +226,7 @@ class Training:
             plan = StepPlan(self.clock.step, self.clock.window_steps, closes=True, synchronous=True)
             windows.close(plan, self.hypers, windows.resolve_pending(record), {}, record)
             self._end_window()
-            windows.apply(self.clock.step, record, everything=True)
+            self._finish_late()
         self.engine.drain()
         self._leave_weights()
 

@@ -352,7 +352,6 @@ def test_evaluation_state_dict_and_an_average_of_weights_right_after_a_step() ->
         for _ in range(7):
             run.backward()
             run.step()
-            run.optimizer.synchronize()
             for mean, parameter in zip(average, run.model.parameters(), strict=True):
                 mean.lerp_(parameter.detach(), 0.1)
             seen.append({name: value.clone() for name, value in run.model.state_dict().items()})
