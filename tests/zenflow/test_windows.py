@@ -253,7 +253,7 @@ LOOKS: dict[str, Callable[[nn.Parameter], Any]] = {
     "tolist": lambda weight: torch.tensor(weight.tolist()),
     "numpy": lambda weight: torch.from_numpy(weight.detach().numpy()),
     "array": lambda weight: torch.from_numpy(np.asarray(weight.detach())),
-    "dlpack": lambda weight: torch.from_dlpack(weight.detach()),
+    "dlpack": lambda weight: torch.utils.dlpack.from_dlpack(weight.detach()),
     "copy_": lambda weight: torch.empty(weight.shape).copy_(weight.data),
     "foreach": lambda weight: torch._foreach_mul([weight], 1.0)[0],
     "index": lambda weight: torch.stack([weight[row] for row in range(len(weight))]),
