@@ -14,6 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.zenflow.script_cases import SETTINGS, Run, Script, Setting, assert_same_reads, oracle, ours
 from tests.zenflow.small import Flat, Stack, seeded
+from zenflow import UnsupportedError
+from zenflow.standin import StandIn
 
 
 @pytest.fixture(params=SETTINGS, ids=str)
@@ -361,3 +363,38 @@ def test_a_parametrization_is_added_and_made_final(setting: Setting, with_module
         run.train(3)
 
     compare(script, setting, with_module=with_module)
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_another_backward_leaves_are_thrown_away(
+    setting: Setting, with_module: bool, to_none: bool
+) -> None:
+    """An actor's backward through its critic, or a generator's through its discriminator, after the latter's step."""
+
+    def script(run: Run) -> None:
+        for _ in range(9):
+            run.optimizer.zero_grad(set_to_none=to_none)
+            run.loss().backward()
+            run.take()
+            (run.loss() * 2).backward()
+            run.note(run.weights)
+
+    compare(script, setting, with_module=with_module)
+
+
+def test_the_sum_with_a_gradient_that_a_step_has_taken_is_refused_where_it_is_used(setting: Setting) -> None:
+    run = Run(stack(), ours(setting, with_module=True))
+    run.train(2)
+    for use in (run.take, lambda: nn.utils.clip_grad_norm_(run.weights, 1.0)):
+        run.loss().backward()
+        run.take()
+        run.loss().backward()
+        if any(isinstance(weight.grad, StandIn) for weight in run.weights):  # not where nothing leaves
+            with pytest.raises(UnsupportedError, match="taken by an earlier step and is needed again"):
+                use()
+        run.optimizer.zero_grad()
+    run.train(2)
+    run.optimizer.close()
