@@ -54,7 +54,12 @@ class GradientRecord:
         return norm if self.factor is None else norm * self.factor.abs()
 
     def zero(self) -> None:
-        """Make the gradient zero."""
+        """Make the gradient zero.
+
+        Raises:
+            UnsupportedError: another tensor took its place.
+        """
+        self._require_here()
         self.zeroed, self.factor, self.unscale, self._mixed = True, None, None, False
 
     def mix(self) -> None:
@@ -73,6 +78,9 @@ class GradientRecord:
         """
         if self._mixed:
             raise taken(self.name)
+        self._require_here()
+
+    def _require_here(self) -> None:
         if self._gone:
             raise UnsupportedError(
                 f"a gradient of {self.name} was used that is no longer in .grad, allowed is to read parameter.grad anew"
