@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from zenflow.deferred import BucketJob
 from zenflow.device import in_backward
+from zenflow.signals import HeldSignals
 from zenflow.weight import WeightState
 from zenflow.writes import has_other_holders
 
@@ -112,7 +113,7 @@ class LateWeights:
         self._uncover(parameter)
 
     def _show_weight(self, key: int) -> None:
-        with self._lock:
+        with HeldSignals(), self._lock:
             flights = self._late.get(key, [])
             while flights:
                 self._uncover(flights[0].weight.parameter)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -16,12 +19,30 @@ from zenflow.errors import ConfigError, UnsupportedError, ZenFlowError
 from zenflow.ledger import Balance
 from zenflow.ranks import Ranks
 from zenflow.rules import Rule
+from zenflow.signals import HeldSignals
 from zenflow.stats import StepStats
 from zenflow.timeline import Timeline, TimelineRecorder
 from zenflow.training import Training
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DTYPE_NAMES = "float32, bfloat16 and float16"
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+_living: weakref.WeakSet[ZenFlowOptimizer] = weakref.WeakSet()
+"""Those that were made and not collected."""
+
+
+def _undivided(method: _Method) -> _Method:
+    """A method that is done as a whole, whatever signals come, and outside of autograd."""
+
+    @functools.wraps(method)
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        with HeldSignals(), torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return cast(_Method, whole)
 
 
 class ZenFlowOptimizer(Optimizer):
@@ -65,6 +86,7 @@ class ZenFlowOptimizer(Optimizer):
         if first is None:
             raise ConfigError("params holds no parameter, allowed is at least one")
         self._module = module
+        self._take_over()
         knobs = (config or ZenFlowConfig()).resolved()
         ranks = Ranks.of(knobs)
         self._training = Training(rule, knobs, module, device or device_for(first.device), ranks=ranks)
@@ -72,6 +94,19 @@ class ZenFlowOptimizer(Optimizer):
             ranks.share(parameter for group in self.param_groups for parameter in group["params"])
         self._training.gradients.watch(self.param_groups, self._training.model.weights)
         self._built = True
+        _living.add(self)
+
+    def _take_over(self) -> None:
+        """Close other optimizers that train the same parameters: two would each send the gradients away."""
+        mine = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        for other in list(_living):
+            if other._training.open and any(id(p) in mine for group in other.param_groups for p in group["params"]):
+                warnings.warn(
+                    f"another {type(other).__name__} trained some of these parameters: it was closed, with all of its "
+                    "pending updates applied",
+                    stacklevel=4,
+                )
+                other.close()
 
     @property
     def config(self) -> ZenFlowConfig:
@@ -122,6 +157,7 @@ class ZenFlowOptimizer(Optimizer):
 
     # --- torch.optim.Optimizer -------------------------------------------------------------------------------------
 
+    @_undivided
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; after the first step this flushes, and splits the model anew.
 
@@ -138,8 +174,7 @@ class ZenFlowOptimizer(Optimizer):
                 if parameter.dtype not in _DTYPES:
                     raise UnsupportedError(f"a parameter is {parameter.dtype}, allowed are {_DTYPE_NAMES}")
             if self._built:
-                with torch.inference_mode(False), torch.no_grad():
-                    self._training.add_group(self.param_groups)
+                self._training.add_group(self.param_groups)
                 self._training.gradients.watch(self.param_groups, self._training.model.weights)
         except (ZenFlowError, MemoryError):
             self.param_groups.pop()
@@ -147,8 +182,7 @@ class ZenFlowOptimizer(Optimizer):
         for parameter in self.param_groups[-1]["params"]:
             self.state[parameter]["held_by"] = "zenflow"  # some tools take an empty state for one that has to be made
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @_undivided
     def state_dict(self) -> dict[str, Any]:
         """All state in torch's form: copies on the CPU, whatever step of a window it is.
 
@@ -160,8 +194,7 @@ class ZenFlowOptimizer(Optimizer):
         """
         return checkpoint.save(self._training, self.param_groups)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @_undivided
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a saved state, bit for bit; load the model of the same moment before or after.
 
@@ -206,7 +239,7 @@ class ZenFlowOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.inference_mode(False), torch.no_grad():
+        with HeldSignals(), torch.inference_mode(False), torch.no_grad():
             # GradScaler sets and deletes these two around step().
             scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             self._training.step(self.param_groups, scale, found_inf)
@@ -224,8 +257,7 @@ class ZenFlowOptimizer(Optimizer):
 
     # --- beyond torch ----------------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @_undivided
     def flush(self) -> None:
         """Close the window and apply every pending host update now.
 
@@ -235,8 +267,7 @@ class ZenFlowOptimizer(Optimizer):
         """
         self._training.flush()
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @_undivided
     def set_knobs(self, **knobs: Any) -> int:
         """Change knobs while training: the next `step()` closes the window under the old ones, then the new ones hold.
 
@@ -299,8 +330,7 @@ class ZenFlowOptimizer(Optimizer):
             self._training.engine.drain()  # work that runs over the steps' end is part of them
         return recorder.timeline()
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @_undivided
     def ledger(self) -> dict[str, Balance]:
         """The gradient ledger by parameter: that nothing was lost so far. Waits for the host and the device.
 
@@ -321,6 +351,7 @@ class ZenFlowOptimizer(Optimizer):
         backend = self._training.engine.backend
         return backend.name, backend.threads
 
+    @_undivided
     def close(self) -> None:
         """Apply what is pending and end the host engine; afterwards `step()` fails.
 

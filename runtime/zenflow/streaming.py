@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zenflow.signals import HeldSignals
 from zenflow.staging import Staged
 from zenflow.standin import StandIn, taken
 
@@ -216,12 +217,12 @@ def _hooks(
 
     def before(_: torch.Tensor) -> None:
         if (owner := watch()) is not None:
-            with torch.no_grad():
+            with HeldSignals(), torch.no_grad():
                 owner.before()
 
     def after(_: torch.Tensor) -> None:
         if (owner := watch()) is not None:
-            with torch.no_grad():
+            with HeldSignals(), torch.no_grad():
                 owner.after()
 
     return before, after

@@ -301,6 +301,8 @@ class Training:
             UnsupportedError: a parameter was given another shape, dtype or device.
         """
         self._refuse_torn()
+        if not self.open:
+            return  # nothing is under way any more
         self._finish_late()
         self.model.take_outside_writes(restored=False)
         self.engine.drain()

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.zenflow.script_cases import SETTINGS, Run, Script, Setting, assert_same_reads, oracle, ours
 from tests.zenflow.small import Flat, Stack, seeded
-from zenflow import UnsupportedError
+from zenflow import UnsupportedError, ZenFlowError
 from zenflow.standin import StandIn
 
 
@@ -398,3 +398,36 @@ def test_the_sum_with_a_gradient_that_a_step_has_taken_is_refused_where_it_is_us
         run.optimizer.zero_grad()
     run.train(2)
     run.optimizer.close()
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_optimizer_closes_the_first_with_nothing_pending(setting: Setting, with_module: bool) -> None:
+    """As where two Trainers train one model in turn, or a notebook's cell is run again."""
+    make = ours(setting, with_module=with_module)
+    run, alone = Run(stack(), make), Run(stack(), make)
+    run.train(6)
+    alone.train(6)
+    alone.optimizer.close()
+    with pytest.warns(UserWarning, match="another ZenFlowAdamW trained some of these parameters: it was closed"):
+        second = make(run.model)
+    for weight, other in zip(run.weights, alone.weights, strict=True):
+        assert torch.equal(weight, other)
+    with pytest.raises(ZenFlowError, match="after close"):
+        run.optimizer.step()
+    run.optimizer.state_dict()
+    for _ in range(3):
+        run.loss().backward()
+        second.step()
+        second.zero_grad()
+    second.close()
+
+
+def test_optimizers_of_different_weights_leave_each_other_alone(setting: Setting) -> None:
+    first, second = (Run(stack(), ours(setting, with_module=True)) for _ in range(2))
+    first.train(6)
+    second.train(6)
+    for run in (first, second):
+        run.optimizer.close()
+    assert all(torch.equal(a, b) for a, b in zip(first.weights, second.weights, strict=True))
