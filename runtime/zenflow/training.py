@@ -363,11 +363,11 @@ class Training:
         self.runtime.deferred_update = config.deferred_update
         self.runtime.log.set_interval(config.longest_window)
         self.model.windows.config = config
-        self._watch_forward()
+        self._watch_uses()
 
-    def _watch_forward(self) -> None:
-        """Let the forward take over waits, where there is anything to wait for."""
-        if self._waits is None and self._module is not None and self.model.windows.buckets:
+    def _watch_uses(self) -> None:
+        """Let the use of weights take over waits, where the model is known."""
+        if self._waits is None:
             self._waits = LateWeights(self._module, _show_late(weakref.ref(self)))
         self.model.windows.waits = self._waits if self.config.pipeline == "bucket" else None
 
@@ -389,7 +389,7 @@ class Training:
         with self.history.open.timed(self._device, "select"):
             self.model.take(self.model.split(groups, self.config), groups)
         self.gradients.stream(weight for weight in self.model.weights if weight.started)
-        self._watch_forward()
+        self._watch_uses()
 
     def _refuse_torn(self) -> None:
         if self._torn:
