@@ -103,7 +103,7 @@ class LateWeights:
             do: what.
             overwritable: whether the weight may be overwritten as a whole before.
         """
-        if type(parameter) in (nn.Parameter, self._class):
+        if type(parameter) is nn.Parameter or issubclass(type(parameter), _Covered):
             self._add(_Wait(parameter, do, overwritable))
         else:
             do()
@@ -116,10 +116,15 @@ class LateWeights:
         for waits in self._late.values():
             waits[0].parameter.__class__ = self._class
 
-    def finish(self) -> None:
-        """Let all that was left happen now."""
-        for key in list(self._late):
-            self._finish_weight(key)
+    def finish(self, *, overwritable: bool = True) -> None:
+        """Let all that was left happen now.
+
+        Args:
+            overwritable: also what can wait until its weight was overwritten.
+        """
+        for key, waits in list(self._late.items()):
+            if overwritable or not all(wait.overwritable for wait in waits):
+                self._finish_weight(key)
 
     def begin_step(self) -> None:
         """Let all that was left happen now, and note which layers' forwards were seen."""
@@ -197,6 +202,10 @@ _ELEMENTS_UNUSED = frozenset(
 """What is known without a weight's elements. torch.optim and `zero_grad()` ask for some of it right after a step."""
 
 
+class _Covered(nn.Parameter):
+    """A weight for which something has to happen before it is used."""
+
+
 def _late_class(arrive: _Arrive) -> type[nn.Parameter]:
     """A class for weights that arrive before they are used; it looks like `Parameter`.
 
@@ -204,7 +213,7 @@ def _late_class(arrive: _Arrive) -> type[nn.Parameter]:
         arrive: makes a weight that has this class the plain parameter that it would be; false where that can wait.
     """
 
-    class Late(nn.Parameter):
+    class Late(_Covered):
         def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
             return nn.Parameter(*args, **kwargs)  # somebody makes a parameter of the same type
 

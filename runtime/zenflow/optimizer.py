@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -16,6 +17,7 @@ from zenflow import checkpoint, checkpoint_format
 from zenflow.config import ZenFlowConfig
 from zenflow.device import Device, Mark, device_for
 from zenflow.errors import ConfigError, UnsupportedError, ZenFlowError
+from zenflow.flushed import flushed
 from zenflow.ledger import Balance
 from zenflow.ranks import Ranks
 from zenflow.rules import Rule
@@ -223,6 +225,7 @@ class ZenFlowOptimizer(Optimizer):
         self._training.close()
         self._training = training
         training.gradients.watch(self.param_groups, training.model.weights)
+        training.cover_weights()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -266,6 +269,28 @@ class ZenFlowOptimizer(Optimizer):
             UnsupportedError: a parameter was given another shape, dtype or device.
         """
         self._training.flush()
+
+    @contextmanager
+    def flushed_weights(self) -> Iterator[int]:
+        """Let the model hold the weights that a flush would make, for a file that is used without the optimizer.
+
+        Afterwards the weights are what they were, and training goes on as if nothing had been. A `state_dict()` that is
+        taken within bears a mark, and resumes bit for bit together with the model's file, loaded in either order.
+
+        Yields:
+            How many steps of deferred gradients were pending, which the weights hold now.
+
+        Raises:
+            HostEngineError: host work failed.
+        """
+        with ExitStack() as stack:
+            with HeldSignals(), torch.inference_mode(False), torch.no_grad():
+                steps = stack.enter_context(flushed(self._training))
+            try:
+                yield steps
+            finally:
+                with HeldSignals(), torch.inference_mode(False), torch.no_grad():
+                    stack.close()
 
     @_undivided
     def set_knobs(self, **knobs: Any) -> int:

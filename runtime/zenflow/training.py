@@ -82,6 +82,8 @@ class Training:
             stream=config.stream and ranks is None,  # backward gives each rank its own gradient only
             least_firings=config.gradient_accumulation_steps,
         )
+        self.shows_flushed = False
+        """Whether the weights are those of a flush for the time."""
         self._torn = False  # a step was interrupted half-way
         # Only a request: a collected optimizer may be finalised on any thread, which must not wait for another.
         self._finalizer = weakref.finalize(self, self.engine.stop)
@@ -127,12 +129,16 @@ class Training:
         self._take(live, groups, self._control(live, grad_scale, found_inf), grad_scale)
         traffic, self.runtime.traffic = self.runtime.traffic, Traffic()
         self.history.end_step(self.clock.step, traffic)
-        self._leave_weights()
+        self.leave_weights()
         self._torn = False
 
-    def _leave_weights(self) -> None:
+    def leave_weights(self) -> None:
         """Give the weights back to the script, at the end of whatever changes them."""
         self.model.watch()
+        self.cover_weights()
+
+    def cover_weights(self) -> None:
+        """From now on, let what was left to the use of a weight happen before it."""
         if self._waits is not None:
             self._waits.end_step()
 
@@ -228,12 +234,12 @@ class Training:
             self._end_window()
             self._finish_late()
         self.engine.drain()
-        self._leave_weights()
+        self.leave_weights()
 
-    def _finish_late(self) -> None:
+    def _finish_late(self, *, overwritable: bool = True) -> None:
         """Make visible what was left to the first use of a weight; applies nothing that is not due."""
         if self._waits is not None:
-            self._waits.finish()
+            self._waits.finish(overwritable=overwritable)
 
     def set_knobs(self, knobs: Mapping[str, Any], groups: Groups) -> int:
         """Change knobs: the next step closes the window under the old ones, then the new ones hold.
@@ -274,7 +280,7 @@ class Training:
         self.hypers = [self.rule.hyper(group) for group in groups]
         self.model.end_watch()
         self._resplit(groups)
-        self._leave_weights()
+        self.leave_weights()
 
     def close(self) -> None:
         """End the host engine without applying what is pending."""
@@ -301,12 +307,24 @@ class Training:
             UnsupportedError: a parameter was given another shape, dtype or device.
         """
         self._refuse_torn()
-        if not self.open:
-            return  # nothing is under way any more
-        self._finish_late()
+        if not self.open or self.shows_flushed:
+            return  # nothing is under way any more, or it has been waited for
+        self._finish_late(overwritable=False)
         self.model.take_outside_writes(restored=False)
         self.engine.drain()
-        self._leave_weights()
+        self.leave_weights()
+
+    @property
+    def pending_steps(self) -> int:
+        """How many steps have gradients of which the weights show nothing yet, or not everywhere."""
+        entries = [entry for weight in self.model.weights for entry in weight.pending_entries()]
+        entries += [entry for flight in self.model.windows.in_flight for entry in flight.window.entries]
+        return len({entry.step for entry in entries if entry.live()[1]})
+
+    def before_use(self, parameter: nn.Parameter, do: Callable[[], None]) -> None:
+        """Have something done before a weight is used, unless it is overwritten before; after `leave_weights`."""
+        assert self._waits is not None
+        self._waits.before_use(parameter, do, overwritable=True)
 
     def weights_of(self, groups: Groups) -> list[WeightState]:
         """The weights; before the first step what they would be then."""
