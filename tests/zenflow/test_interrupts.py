@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import random
 import signal
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.zenflow.lines import Lines, raising
 from tests.zenflow.script_cases import SETTINGS, Setting, ours
 from tests.zenflow.small import Stack, seeded, tokens_of
 from zenflow import ZenFlowAdamW
@@ -22,36 +21,8 @@ from zenflow.signals import HeldSignals
 STEPS, FROM = 12, 5
 
 
-@pytest.fixture(autouse=True)
-def raising() -> Any:
-    """The handler that Python has by default, whatever the tests were begun with."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-class Lines:
-    """Counts the lines of Python that run, in all of torch and zenflow, and interrupts at one of them."""
-
-    def __init__(self, at: int | None = None) -> None:
-        self.count = 0
-        self.at = at
-
-    def __enter__(self) -> Lines:
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
-        if event == "line":
-            self.count += 1
-            if self.count == self.at:
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
-                return None
-        return self._trace
+__all__ = ["raising"]
+pytestmark = pytest.mark.usefixtures("raising")
 
 
 def train(model: nn.Module, optimizer: ZenFlowAdamW, last: int) -> None:
