@@ -36,7 +36,7 @@ class Flight:
     """Whether that step is over, and the wait for it is left to whoever uses the weight."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Wait:
     """Something that has to happen before a weight is used."""
 
@@ -157,13 +157,15 @@ class LateWeights:
         with HeldSignals(), self._lock:
             waits = self._late.get(key, [])
             while waits:
-                self._uncover(waits[0].parameter)
+                wait = waits[0]
+                self._uncover(wait.parameter)
                 try:
-                    waits[0].arrive()
+                    wait.arrive()
                 except BaseException:
-                    waits[0].parameter.__class__ = self._class
+                    wait.parameter.__class__ = self._class
                     raise
-                del waits[0]  # not before, so that an exception loses nothing
+                if wait in waits:  # not before, so that an exception loses nothing
+                    waits.remove(wait)
             self._late.pop(key, None)
 
     def _uncover(self, parameter: nn.Parameter) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import warnings
 import weakref
@@ -34,6 +35,12 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _living: weakref.WeakSet[ZenFlowOptimizer] = weakref.WeakSet()
 """Those that were made and not collected."""
+
+
+def _end_all() -> None:
+    """At the end of the process, leave nothing pending for what is called later."""
+    for optimizer in list(_living):
+        optimizer._let_go()
 
 
 def _undivided(method: _Method) -> _Method:
@@ -96,6 +103,8 @@ class ZenFlowOptimizer(Optimizer):
             ranks.share(parameter for group in self.param_groups for parameter in group["params"])
         self._training.gradients.watch(self.param_groups, self._training.model.weights)
         self._built = True
+        if not _living:
+            atexit.register(_end_all)
         _living.add(self)
 
     def _take_over(self) -> None:
@@ -388,6 +397,16 @@ class ZenFlowOptimizer(Optimizer):
                 self.flush()
             finally:
                 self.abandon()
+
+    def __del__(self) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Apply what is pending, since nobody can ask for it any more, and end the host engine."""
+        training: Training | None = getattr(self, "_training", None)
+        if training is not None and training.open:
+            with HeldSignals(), torch.inference_mode(False), torch.no_grad():
+                training.let_go()
 
     def abandon(self) -> None:
         """End the host engine without applying what is pending, for a model that is no longer needed."""

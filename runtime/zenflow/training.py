@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -85,13 +86,9 @@ class Training:
         self.shows_flushed = False
         """Whether the weights are those of a flush for the time."""
         self._torn = False  # a step was interrupted half-way
-        # Only a request: a collected optimizer may be finalised on any thread, which must not wait for another.
-        self._finalizer = weakref.finalize(self, self.engine.stop)
-
-    @property
-    def open(self) -> bool:
+        self.open = True
         """Whether steps can be taken."""
-        return self._finalizer.alive
+        self._ending = False
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
@@ -241,6 +238,32 @@ class Training:
         if self._waits is not None:
             self._waits.finish(overwritable=overwritable)
 
+    def let_go(self) -> None:
+        """Apply what is pending and end the host engine, or have it done before a weight is used.
+
+        A collector may call this in any thread, also in one that the host engine needs to get on.
+        """
+        pending = self.begun and not self._torn and not self.engine.failed and not self._device.clock.simulated
+        if threading.get_ident() == threading.main_thread().ident:
+            self._flush_and_close() if pending else self.close()
+            return
+        if pending and self._waits is not None:
+            for weight in self.model.weights:
+                self._waits.before_use(weight.parameter, self._flush_and_close, overwritable=False)
+            self._waits.end_step()
+            weakref.finalize(self, self.engine.stop)  # where the weights are collected too
+        else:
+            self._close_hooks()
+            self.engine.stop()
+
+    def _flush_and_close(self) -> None:
+        if self.open and not self._ending:
+            self._ending = True
+            try:
+                self.flush()
+            finally:
+                self.close()
+
     def set_knobs(self, knobs: Mapping[str, Any], groups: Groups) -> int:
         """Change knobs: the next step closes the window under the old ones, then the new ones hold.
 
@@ -284,13 +307,16 @@ class Training:
 
     def close(self) -> None:
         """End the host engine without applying what is pending."""
+        self._close_hooks()
+        self.engine.close()
+
+    def _close_hooks(self) -> None:
+        self.open = False
         if self._waits is not None:
             self._waits.remove()
         self.model.end_watch()
         self.gradients.remove()
         self.history.stop_recording()
-        self._finalizer()
-        self.engine.close()
 
     # --- saved and restored ----------------------------------------------------------------------------------------
 
@@ -386,8 +412,12 @@ class Training:
     def _watch_uses(self) -> None:
         """Let the use of weights take over waits, where the model is known."""
         if self._waits is None:
-            self._waits = LateWeights(self._module, _show_late(weakref.ref(self)))
+            self._waits = LateWeights(self._module, self._show_late)
         self.model.windows.waits = self._waits if self.config.pipeline == "bucket" else None
+
+    def _show_late(self, flight: Flight) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self.model.windows.show_late(flight, self.history.open)
 
     def _take_change(self, change: KnobChange, groups: Groups) -> None:
         """Let new knobs come into force: at the end of the step that closed the window, or before the first."""
@@ -414,15 +444,3 @@ class Training:
             raise ZenFlowError(
                 "an earlier step() was interrupted half-way: go on with a new optimizer from saved weights"
             )
-
-
-def _show_late(training: weakref.ref[Training]) -> Callable[[Flight], None]:
-    """What the module's hooks call; they must not keep the optimizer alive."""
-
-    def show(flight: Flight) -> None:
-        owner = training()
-        if owner is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                owner.model.windows.show_late(flight, owner.history.open)
-
-    return show

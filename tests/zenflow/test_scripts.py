@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
+import subprocess
+import sys
+import textwrap
 import threading
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from tests.upstream_ops import ROOT
 from tests.zenflow.script_cases import SETTINGS, Run, Script, Setting, assert_same_reads, oracle, ours
 from tests.zenflow.small import Flat, Stack, seeded
 from zenflow import UnsupportedError, ZenFlowError
@@ -431,3 +438,49 @@ def test_optimizers_of_different_weights_leave_each_other_alone(setting: Setting
     for run in (first, second):
         run.optimizer.close()
     assert all(torch.equal(a, b) for a, b in zip(first.weights, second.weights, strict=True))
+
+
+@pytest.mark.parametrize("how", ["dropped", "collected", "collected in another thread"])
+def test_an_optimizer_that_goes_out_of_scope_leaves_nothing_pending(
+    setting: Setting, with_module: bool, how: str
+) -> None:
+    make = ours(setting, with_module=with_module)
+    run, alone = Run(stack(), make), Run(stack(), make)
+    run.train(6)
+    alone.train(6)
+    alone.optimizer.close()
+    if how != "dropped":
+        run.optimizer.itself = run.optimizer
+    gone = weakref.ref(run.optimizer)
+    del run.optimizer
+    if how == "collected in another thread":
+        collector = threading.Thread(target=gc.collect)
+        collector.start()
+        collector.join()
+    elif how == "collected":
+        gc.collect()
+    assert gone() is None
+    for weight, other in zip(run.weights, alone.weights, strict=True):
+        assert torch.equal(weight, other)
+
+
+def test_the_end_of_the_process_leaves_nothing_pending(tmp_path: Path) -> None:
+    """For what an earlier exit handler saves, which is called later."""
+    script = """
+        import atexit
+        import sys
+        import torch
+        from tests.zenflow.script_cases import SETTINGS, Run, ours
+        from tests.zenflow.small import Stack, seeded
+
+        setting = next(one for one in SETTINGS if one.name == "windows")
+        atexit.register(lambda: torch.save([run.model.state_dict(), alone.model.state_dict()], sys.argv[1]))
+        run, alone = (Run(seeded(Stack, depth=1), ours(setting, with_module=True)) for _ in range(2))
+        run.train(6)
+        alone.train(6)
+        alone.optimizer.close()
+    """
+    saved = tmp_path / "saved.pt"
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script), saved], cwd=ROOT, check=True)
+    run, alone = torch.load(saved, weights_only=True)
+    assert all(torch.equal(run[name], alone[name]) for name in alone)
