@@ -113,7 +113,7 @@ class ModelState:
         for weight, write in [(weight, weight.end_watch()) for weight in self.weights]:
             if weight.restored:
                 if restored:
-                    weight.take_outside_write()
+                    self.windows.take_restored(weight)
             elif write is not None:
                 self.windows.take_outside_write(weight, write)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -29,6 +30,10 @@ from zenflow.schedule import StepPlan, WindowClock
 from zenflow.selecting import select
 from zenflow.stats import Traffic
 from zenflow.weight import WeightState
+
+PATIENCE_S = 60.0
+"""Most time that the host gets for its work once nobody can ask for anything any more."""
+_logger = logging.getLogger("zenflow")
 
 Live = list[Gradient]
 """Of the parameters that have one in this step."""
@@ -85,6 +90,8 @@ class Training:
         )
         self.shows_flushed = False
         """Whether the weights are those of a flush for the time."""
+        self.restored_flushed = False
+        """Whether it was restored with a model's file of flushed weights, and has taken no step since."""
         self._torn = False  # a step was interrupted half-way
         self.open = True
         """Whether steps can be taken."""
@@ -121,6 +128,7 @@ class Training:
         live = self.gradients.collect(self.model.weights)
         self.hypers = [self.rule.hyper(group) for group in groups]
         self.model.take_outside_writes()
+        self.restored_flushed = False
         self._torn = True
         self.gradients.hand_over(self.model.weights)
         self._take(live, groups, self._control(live, grad_scale, found_inf), grad_scale)
@@ -233,36 +241,41 @@ class Training:
         self.engine.drain()
         self.leave_weights()
 
-    def _finish_late(self, *, overwritable: bool = True) -> None:
+    def _finish_late(self) -> None:
         """Make visible what was left to the first use of a weight; applies nothing that is not due."""
         if self._waits is not None:
-            self._waits.finish(overwritable=overwritable)
+            self._waits.finish()
 
     def let_go(self) -> None:
         """Apply what is pending and end the host engine, or have it done before a weight is used.
 
-        A collector may call this in any thread, also in one that the host engine needs to get on.
+        A collector may call this in any thread, also in one that the host engine needs to get on. A host that does not
+        get on is given up after `PATIENCE_S`.
         """
         pending = self.begun and not self._torn and not self.engine.failed and not self._device.clock.simulated
         if threading.get_ident() == threading.main_thread().ident:
+            if pending and not self.engine.drained_within(PATIENCE_S):
+                _logger.warning("updates were given up at the end: the host did not do them in %g s", PATIENCE_S)
+                pending = False
             self._flush_and_close() if pending else self.close()
             return
         if pending and self._waits is not None:
             for weight in self.model.weights:
-                self._waits.before_use(weight.parameter, self._flush_and_close, overwritable=False)
+                self._waits.before_use(weight.parameter, self._flush_and_close)
             self._waits.end_step()
             weakref.finalize(self, self.engine.stop)  # where the weights are collected too
         else:
             self._close_hooks()
             self.engine.stop()
 
-    def _flush_and_close(self) -> None:
+    def _flush_and_close(self) -> bool:
         if self.open and not self._ending:
             self._ending = True
             try:
                 self.flush()
             finally:
                 self.close()
+        return True
 
     def set_knobs(self, knobs: Mapping[str, Any], groups: Groups) -> int:
         """Change knobs: the next step closes the window under the old ones, then the new ones hold.
@@ -335,7 +348,7 @@ class Training:
         self._refuse_torn()
         if not self.open or self.shows_flushed:
             return  # nothing is under way any more, or it has been waited for
-        self._finish_late(overwritable=False)
+        self._finish_late()
         self.model.take_outside_writes(restored=False)
         self.engine.drain()
         self.leave_weights()
@@ -347,10 +360,10 @@ class Training:
         entries += [entry for flight in self.model.windows.in_flight for entry in flight.window.entries]
         return len({entry.step for entry in entries if entry.live()[1]})
 
-    def before_use(self, parameter: nn.Parameter, do: Callable[[], None]) -> None:
-        """Have something done before a weight is used, unless it is overwritten before; after `leave_weights`."""
+    def before_use(self, parameter: nn.Parameter, do: Callable[[], bool]) -> None:
+        """Have something done before each use of a weight until it returns true or a step begins."""
         assert self._waits is not None
-        self._waits.before_use(parameter, do, overwritable=True)
+        self._waits.before_use(parameter, do)
 
     def weights_of(self, groups: Groups) -> list[WeightState]:
         """The weights; before the first step what they would be then."""

@@ -67,8 +67,8 @@ class WeightState:
         self.restored = False
         """Whether its state is from a checkpoint, and was not compared with the weights yet."""
         self.shown: dict[int, torch.Tensor] | None = None
-        """Where the parameter holds what a flush would make: by the number (counted in this weight) of each bucket that
-        is in flight, what training sees instead, [slots, rows] in the model's dtype in host memory."""
+        """Where it was restored, or holds what a flush would make for the time: by the number (counted in this weight)
+        of each bucket in flight, what training sees of it, [slots, rows] in the model's dtype in host memory."""
         self.neighbours: list[WeightState] = [self]
         """All weights that share this one's memory, this one included."""
 
@@ -197,7 +197,7 @@ class WeightState:
     def take_outside_write(self) -> None:
         """Take the masters from weights that somebody else wrote to, but for the buckets that are in flight."""
         self.split.reread_masters(self.in_flight)
-        self.restored = False
+        self.restored, self.shown = False, None
 
     def _require_form(self) -> None:
         if (form := _form(self.parameter)) != self._form:

@@ -266,6 +266,16 @@ class HostEngine:
         """
         self.submit(Job("draining the host engine", self._device, None, nbytes=0, inputs=[])).wait(self)
 
+    def drained_within(self, seconds: float) -> bool:
+        """Whether all that was submitted is done after at most so long.
+
+        Raises:
+            HostEngineError: a job failed, or the engine is gone.
+        """
+        job = self.submit(Job("draining the host engine", self._device, None, nbytes=0, inputs=[]))
+        self.hurry(job)
+        return job.over.wait(seconds)
+
     def stop(self) -> None:
         """Ask the threads to end after the job that is being done; jobs behind it fail. Any thread may call it."""
         self._closing = True
