@@ -13,6 +13,7 @@ from zenflow import checkpoint, checkpoint_format
 from zenflow.config import ZenFlowConfig
 from zenflow.device import Device, Mark, device_for
 from zenflow.errors import ConfigError, UnsupportedError, ZenFlowError
+from zenflow.host.of_process import OwnProcess
 from zenflow.ledger import Balance
 from zenflow.ranks import Ranks
 from zenflow.rules import Rule
@@ -29,7 +30,8 @@ class ZenFlowOptimizer(Optimizer):
 
     With `update_interval=1, overlap_step=False` it is the rule on fp32 masters, wherever the state lives; with a longer
     window the deferred columns receive the same updates later, at most S + L - 1 steps. Any elementwise rule fits the
-    split; `zenflow.family` holds an optimizer for each.
+    split; `zenflow.family` holds an optimizer for each. A forked child has neither the host state nor the threads: what
+    it calls raises `UnsupportedError`, but for `abandon()`.
 
     Args:
         params: parameters or parameter groups, fp32, bf16 or fp16, all on one device.
@@ -62,6 +64,7 @@ class ZenFlowOptimizer(Optimizer):
     ) -> None:
         self._rule = rule
         self._built = False
+        self._process = OwnProcess()
         super().__init__(params, defaults)
         first = next((parameter for group in self.param_groups for parameter in group["params"]), None)
         if first is None:
@@ -69,21 +72,27 @@ class ZenFlowOptimizer(Optimizer):
         self._module = module
         knobs = (config or ZenFlowConfig()).resolved()
         ranks = Ranks.of(knobs)
-        self._training = Training(rule, knobs, module, device or device_for(first.device), ranks=ranks)
+        self._own = Training(rule, knobs, module, device or device_for(first.device), ranks=ranks)
         if ranks is not None:
             ranks.share(parameter for group in self.param_groups for parameter in group["params"])
         self._training.gradients.watch(self.param_groups, self._training.model.weights)
         self._built = True
 
     @property
+    def _training(self) -> Training:
+        """What trains. UnsupportedError: in a forked child."""
+        self._process.require()
+        return self._own
+
+    @property
     def config(self) -> ZenFlowConfig:
         """The knobs in force."""
-        return self._training.config
+        return self._own.config
 
     @property
     def device(self) -> Device:
         """The accelerator that it works with."""
-        return self._training.runtime.device
+        return self._own.runtime.device
 
     @property
     def module(self) -> nn.Module | None:
@@ -93,7 +102,7 @@ class ZenFlowOptimizer(Optimizer):
     @property
     def steps(self) -> int:
         """How many steps it has taken, over all runs that it was saved in: the number of the last one."""
-        return self._training.clock.step
+        return self._own.clock.step
 
     @property
     def last_end(self) -> Mark | None:
@@ -190,7 +199,7 @@ class ZenFlowOptimizer(Optimizer):
                 group.update(values)
             raise
         self._training.close()
-        self._training = training
+        self._own = training
         training.gradients.watch(self.param_groups, training.model.weights)
 
     @overload
@@ -350,5 +359,8 @@ class ZenFlowOptimizer(Optimizer):
                 self.abandon()
 
     def abandon(self) -> None:
-        """End the host engine without applying what is pending, for a model that is no longer needed."""
-        self._training.close()
+        """End the host engine without applying what is pending, for a model that is no longer needed.
+
+        In a forked child this only takes the hooks off its copy of the model.
+        """
+        self._own.close()

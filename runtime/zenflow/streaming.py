@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zenflow.errors import UnsupportedError
+from zenflow.host.of_process import OwnProcess
 from zenflow.staging import Staged
 from zenflow.standin import StandIn
 
@@ -223,15 +224,16 @@ class Streamer:
 def _hooks(
     watch: weakref.ref[_Watch],
 ) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
-    """Hooks that do not keep the optimizer alive."""
+    """Hooks that do not keep the optimizer alive, and leave a forked child's gradients whole."""
+    process = OwnProcess()
 
     def before(_: torch.Tensor) -> None:
-        if (owner := watch()) is not None:
+        if (owner := watch()) is not None and process.is_this:
             with torch.no_grad():
                 owner.before()
 
     def after(_: torch.Tensor) -> None:
-        if (owner := watch()) is not None:
+        if (owner := watch()) is not None and process.is_this:
             with torch.no_grad():
                 owner.after()
 

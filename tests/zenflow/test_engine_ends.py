@@ -123,7 +123,7 @@ def test_many_optimizers_one_after_the_other_keep_no_memory() -> None:
 # The end of a process. One interpreter that has imported everything is forked for each script, as imports are slow.
 
 ZYGOTE = """
-import gc, json, os, signal, sys, tempfile, threading, time
+import atexit, gc, json, os, signal, sys, tempfile, threading, time
 import torch
 from torch import nn
 from zenflow import CpuDevice, ZenFlowAdamW, ZenFlowConfig
@@ -201,7 +201,7 @@ FORKED = """
     held, forked = threading.Event(), threading.Event()
 
     def hold():  # the locks that a thread of the engine may hold just then
-        with optimizer._training.engine._turnstile._changed(), optimizer._training.runtime.memory._count._lock():
+        with optimizer._training.engine._turnstile._changed, optimizer._training.runtime.memory._count._lock:
             held.set()
             forked.wait()
 
@@ -250,6 +250,7 @@ SCRIPTS = {
     "fork": FORKED.format(then="pass"),
     "fork that drops it": FORKED.format(then="del optimizer"),
     "fork that ends it": FORKED.format(then="optimizer.abandon()"),
+    "fork that uses it last": FORKED.format(then="atexit.register(optimizer.close)"),
     "loader": """
         from torch.utils.data import DataLoader
 
@@ -265,6 +266,7 @@ SCRIPTS = {
 }
 CODES = {"exit": 7, "exception": 1, "interrupt": -2}
 OUTPUTS = {
+    "fork that uses it last": r"Exception ignored in atexit [^$]*UnsupportedError: process \d+ was forked [^\n]*\n",
     "exception": r"Traceback [^$]*\nValueError: a bad day\n",
     "interrupt": r"Traceback [^$]*\nKeyboardInterrupt\n",
     # A daemon thread that is still training when the process ends may live to tell why it could not go on.
