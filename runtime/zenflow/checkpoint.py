@@ -180,7 +180,7 @@ def _split_anew(training: Training, saved: Saved, groups: Groups) -> Saved:
         mine = {
             "count": found["count"].cpu()[:1].repeat(columns),
             "slots": slots,
-            "importance": torch.zeros(columns, device="cpu"),
+            "importance": torch.zeros(columns, dtype=torch.float32, device="cpu"),
             "proposed": torch.zeros(columns, dtype=torch.bool, device="cpu"),
         }
         tensors.append({**found, **mine} if weight.started else found)

@@ -326,7 +326,7 @@ class Training:
 
     def restored_control(self, values: tuple[float, float]) -> Control:
         """A saved step's factor and skip flag."""
-        return Control(torch.tensor(values, dtype=torch.float32), Arrived(self._device.mark(), 8))
+        return Control(torch.tensor(values, dtype=torch.float32, device="cpu"), Arrived(self._device.mark(), 8))
 
     # --- splits ----------------------------------------------------------------------------------------------------
 
