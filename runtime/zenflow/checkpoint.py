@@ -91,6 +91,8 @@ def _saved_weight(training: Training, weight: WeightState, late: Sequence[Flight
 
 def _tensors(training: Training, weight: WeightState) -> dict[str, Any]:
     rule, plan = training.rule, weight.plan
+    if not weight.started and not weight.parameter.requires_grad:
+        return {"shape": torch.tensor(weight.parameter.shape, dtype=torch.int64, device="cpu")}
     tensors: dict[str, Any] = {
         name: torch.zeros(shape, dtype=dtype, device="cpu")
         for name, (shape, dtype) in shapes(plan, weight.parameter, rule).items()

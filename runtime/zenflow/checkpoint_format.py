@@ -7,7 +7,8 @@ how the state was split:
      "param_groups": [{hyperparameters, "params": [index, ...]}, ...]}
 
 `count`, `slots`, `importance` and `proposed` have one number a column; `log` is a tuple of the open window's gradients
-of the deferred columns, [deferred, rows] each. What is not a tensor stands in `param_groups[0]["zenflow"]`, as JSON.
+of the deferred columns, [deferred, rows] each. A parameter that has always been frozen has its "shape" alone, as
+int64. What is not a tensor stands in `param_groups[0]["zenflow"]`, as JSON.
 """
 
 from __future__ import annotations

@@ -14,15 +14,13 @@ from zenflow.config import ZenFlowConfig
 from zenflow.device import Device, Mark, device_for
 from zenflow.errors import ConfigError, UnsupportedError, ZenFlowError
 from zenflow.host.of_process import OwnProcess
+from zenflow.layout import DTYPE_NAMES, DTYPES
 from zenflow.ledger import Balance
 from zenflow.ranks import Ranks
 from zenflow.rules import Rule
 from zenflow.stats import StepStats
 from zenflow.timeline import Timeline, TimelineRecorder
 from zenflow.training import Training
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_DTYPE_NAMES = "float32, bfloat16 and float16"
 
 
 class ZenFlowOptimizer(Optimizer):
@@ -34,7 +32,8 @@ class ZenFlowOptimizer(Optimizer):
     it calls raises `UnsupportedError`, but for `abandon()`.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16, all on one device.
+        params: parameters or parameter groups, fp32, bf16 or fp16, all on one device. What is frozen may be anything:
+            it is ignored until it is thawed, and must be of such a dtype and there once it has a gradient.
         defaults: the rule's hyperparameters, for groups that do not set their own.
         rule: the update rule.
         config: the knobs; None takes the defaults.
@@ -66,15 +65,16 @@ class ZenFlowOptimizer(Optimizer):
         self._built = False
         self._process = OwnProcess()
         super().__init__(params, defaults)
-        first = next((parameter for group in self.param_groups for parameter in group["params"]), None)
-        if first is None:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if not parameters:
             raise ConfigError("params holds no parameter, allowed is at least one")
+        home = next((parameter.device for parameter in parameters if parameter.requires_grad), parameters[0].device)
         self._module = module
         knobs = (config or ZenFlowConfig()).resolved()
         ranks = Ranks.of(knobs)
-        self._own = Training(rule, knobs, module, device or device_for(first.device), ranks=ranks)
+        self._own = Training(rule, knobs, module, device or device_for(home), ranks=ranks)
         if ranks is not None:
-            ranks.share(parameter for group in self.param_groups for parameter in group["params"])
+            ranks.share(parameters, home)
         self._training.gradients.watch(self.param_groups, self._training.model.weights)
         self._built = True
 
@@ -146,8 +146,8 @@ class ZenFlowOptimizer(Optimizer):
         try:
             self._rule.check(self.param_groups[-1])
             for parameter in self.param_groups[-1]["params"]:
-                if parameter.dtype not in _DTYPES:
-                    raise UnsupportedError(f"a parameter is {parameter.dtype}, allowed are {_DTYPE_NAMES}")
+                if parameter.requires_grad and parameter.dtype not in DTYPES:
+                    raise UnsupportedError(f"a parameter is {parameter.dtype}, allowed are {DTYPE_NAMES}")
             if self._built:
                 with torch.inference_mode(False), torch.no_grad():
                     self._training.add_group(self.param_groups)

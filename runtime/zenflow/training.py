@@ -17,6 +17,7 @@ from zenflow.errors import ConfigError, ZenFlowError
 from zenflow.forward_waits import Flight, ForwardWaits
 from zenflow.gradients import Gradient, Gradients, set_controls, update_on_device
 from zenflow.history import History
+from zenflow.host.limits import require_host_bytes
 from zenflow.host.tasks import Control
 from zenflow.knobs import KnobChange, prepare, reserve
 from zenflow.ledger import Balance
@@ -103,6 +104,7 @@ class Training:
 
         Raises:
             HostEngineError: host work failed, in this step or an earlier one.
+            HostMemoryError: the host has less memory than a parameter needs that was thawed.
             UnsupportedError: a sparse gradient, or a weight was written to while its update was in flight.
         """
         if not self.open:
@@ -120,6 +122,7 @@ class Training:
             self.runtime.ranks.reduce(parameters, self._device)
             found_inf = self.runtime.ranks.any(found_inf, self._device.torch_device)
         live = self.gradients.collect(self.model.weights)
+        self._require_room(live)
         self.model.take_outside_writes()
         self.hypers = [self.rule.hyper(group) for group in groups]
         self._torn = True
@@ -128,6 +131,15 @@ class Training:
         traffic, self.runtime.traffic = self.runtime.traffic, Traffic()
         self.history.end_step(self.clock.step, traffic)
         self._torn = False
+
+    def _require_room(self, live: Live) -> None:
+        """Refuse parameters that were thawed where there is no host memory for them; nothing has changed yet."""
+        late = [(one.weight.plan, one.weight.parameter.dtype) for one in live if not one.weight.started]
+        if late and self.clock.step:
+            nbytes = self.runtime.host_bytes_for(late, self.config.longest_window)
+            require_host_bytes(
+                nbytes, "the state of parameters with their first gradient", "freeze them, or raise topk_ratio"
+            )
 
     def _take(self, live: Live, groups: Groups, control: StepControl | None, grad_scale: torch.Tensor | None) -> None:
         change = self._change
@@ -342,7 +354,7 @@ class Training:
             HostMemoryError: the host has less memory than the split needs.
         """
         split = split or self.model.split(groups, self.config)
-        self.config = self.runtime.fitting(self.config, split.plan, split.dtypes)
+        self.config = self.runtime.fitting(self.config, split.trained)
         self.model.take(split, groups)
         self.begun = True
         self._take_knobs(self.config)
