@@ -101,6 +101,8 @@ def _shown(weight: WeightState, place: int) -> torch.Tensor:
 
 def _tensors(training: Training, weight: WeightState) -> dict[str, Any]:
     rule, plan = training.rule, weight.plan
+    if not weight.started and not weight.parameter.requires_grad:
+        return {"shape": torch.tensor(weight.parameter.shape, dtype=torch.int64, device="cpu")}
     tensors: dict[str, Any] = {
         name: torch.zeros(shape, dtype=dtype, device="cpu")
         for name, (shape, dtype) in shapes(plan, weight.parameter, rule).items()
@@ -191,7 +193,7 @@ def _split_anew(training: Training, saved: Saved, groups: Groups) -> Saved:
         mine = {
             "count": found["count"].cpu()[:1].repeat(columns),
             "slots": slots,
-            "importance": torch.zeros(columns, device="cpu"),
+            "importance": torch.zeros(columns, dtype=torch.float32, device="cpu"),
             "proposed": torch.zeros(columns, dtype=torch.bool, device="cpu"),
         }
         tensors.append({**found, **mine} if weight.started else found)

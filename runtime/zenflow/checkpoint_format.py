@@ -6,10 +6,10 @@ how the state was split:
     {"state": {index: {"master", one tensor a moment, "count", "slots", "importance", "proposed", "log", "shown"}},
      "param_groups": [{hyperparameters, "params": [index, ...]}, ...]}
 
-`count`, `slots`, `importance` and `proposed` have one number a column; `log` is a tuple
-of the open window's gradients of the deferred columns, [deferred, rows] each, and `shown` one of the weights that
-training sees of each bucket in flight, [slots, rows] in the model's dtype. What is not a tensor stands in
-`param_groups[0]["zenflow"]`, as JSON.
+`count`, `slots`, `importance` and `proposed` have one number a column; `log` is a tuple of the open window's gradients
+of the deferred columns, [deferred, rows] each, and `shown` one of the weights that training sees of each bucket in
+flight, [slots, rows] in the model's dtype. A parameter that has always been frozen has its "shape" alone, as int64.
+What is not a tensor stands in `param_groups[0]["zenflow"]`, as JSON.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from zenflow.device import Arrived, Device, Transfer
 from zenflow.errors import ConfigError, ZenFlowError
 from zenflow.gradients import Gradient, Gradients, set_controls, update_on_device
 from zenflow.history import History
+from zenflow.host.limits import require_host_bytes
 from zenflow.host.tasks import Control
 from zenflow.knobs import KnobChange, prepare, reserve
 from zenflow.late_weights import Flight, LateWeights
@@ -109,6 +110,7 @@ class Training:
 
         Raises:
             HostEngineError: host work failed, in this step or an earlier one.
+            HostMemoryError: the host has less memory than a parameter needs that was thawed.
             UnsupportedError: a sparse gradient, or a parameter was given another shape, dtype or device.
         """
         if not self.open:
@@ -126,6 +128,7 @@ class Training:
             self.runtime.ranks.reduce(parameters, self._device)
             found_inf = self.runtime.ranks.any(found_inf, self._device.torch_device)
         live = self.gradients.collect(self.model.weights)
+        self._require_room(live)
         self.hypers = [self.rule.hyper(group) for group in groups]
         self.model.take_outside_writes()
         self.restored_flushed = False
@@ -146,6 +149,15 @@ class Training:
         """From now on, let what was left to the use of a weight happen before it."""
         if self._waits is not None:
             self._waits.end_step()
+
+    def _require_room(self, live: Live) -> None:
+        """Refuse parameters that were thawed where there is no host memory for them; nothing has changed yet."""
+        late = [(one.weight.plan, one.weight.parameter.dtype) for one in live if not one.weight.started]
+        if late and self.clock.step:
+            nbytes = self.runtime.host_bytes_for(late, self.config.longest_window)
+            require_host_bytes(
+                nbytes, "the state of parameters with their first gradient", "freeze them, or raise topk_ratio"
+            )
 
     def _take(self, live: Live, groups: Groups, control: StepControl | None, grad_scale: torch.Tensor | None) -> None:
         change = self._change
@@ -229,7 +241,7 @@ class Training:
             return
         self._refuse_torn()
         self.gradients.restore()  # columns may change tier below
-        self._finish_late()
+        self.finish_late()
         self.model.take_outside_writes()
         windows, record = self.model.windows, self.history.open
         windows.apply(self.clock.step, record, everything=True)
@@ -237,11 +249,11 @@ class Training:
             plan = StepPlan(self.clock.step, self.clock.window_steps, closes=True, synchronous=True)
             windows.close(plan, self.hypers, windows.resolve_pending(record), {}, record)
             self._end_window()
-            self._finish_late()
+            self.finish_late()
         self.engine.drain()
         self.leave_weights()
 
-    def _finish_late(self) -> None:
+    def finish_late(self) -> None:
         """Make visible what was left to the first use of a weight; applies nothing that is not due."""
         if self._waits is not None:
             self._waits.finish()
@@ -348,7 +360,7 @@ class Training:
         self._refuse_torn()
         if not self.open or self.shows_flushed:
             return  # nothing is under way any more, or it has been waited for
-        self._finish_late()
+        self.finish_late()
         self.model.take_outside_writes(restored=False)
         self.engine.drain()
         self.leave_weights()
@@ -394,7 +406,7 @@ class Training:
 
     def restored_control(self, values: tuple[float, float]) -> Control:
         """A saved step's factor and skip flag."""
-        return Control(torch.tensor(values, dtype=torch.float32), Arrived(self._device.mark(), 8))
+        return Control(torch.tensor(values, dtype=torch.float32, device="cpu"), Arrived(self._device.mark(), 8))
 
     # --- splits ----------------------------------------------------------------------------------------------------
 
@@ -410,7 +422,7 @@ class Training:
             HostMemoryError: the host has less memory than the split needs.
         """
         split = split or self.model.split(groups, self.config)
-        self.config = self.runtime.fitting(self.config, split.plan, split.dtypes)
+        self.config = self.runtime.fitting(self.config, split.trained)
         self.model.take(split, groups)
         self.begun = True
         self._take_knobs(self.config)
@@ -435,7 +447,7 @@ class Training:
     def _take_change(self, change: KnobChange, groups: Groups) -> None:
         """Let new knobs come into force: at the end of the step that closed the window, or before the first."""
         if change.splits:
-            self._finish_late()
+            self.finish_late()
         if change.splits or change.change_threads is not None:
             self.engine.drain()
         if change.change_threads is not None:

@@ -63,7 +63,7 @@ class WeightState:
         self._proposal: _Proposal | None = None
         self._scores: torch.Tensor | None = None
         self._writes = WriteWatch(parameter)
-        self._form = _form(parameter)
+        self._form: _Form | None = None  # when its state began
         self.restored = False
         """Whether its state is from a checkpoint, and was not compared with the weights yet."""
         self.shown: dict[int, torch.Tensor] | None = None
@@ -124,6 +124,7 @@ class WeightState:
         return self._split_of(flat=flat, selected=selected, deferred=offloaded[~torch.isin(offloaded, selected)])
 
     def _split_of(self, *, flat: bool, selected: torch.Tensor, deferred: torch.Tensor) -> SplitState:
+        self._form = _form(self.parameter)
         return SplitState(
             self.parameter,
             self.name,
@@ -200,6 +201,7 @@ class WeightState:
         self.restored, self.shown = False, None
 
     def _require_form(self) -> None:
+        assert self._form is not None
         if (form := _form(self.parameter)) != self._form:
             raise UnsupportedError(
                 f"parameter {self.name} is {_named(form)}, allowed is {_named(self._form)}, as when its training "

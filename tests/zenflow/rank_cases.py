@@ -178,12 +178,26 @@ def _large_gradients(rank: int) -> dict[str, Any]:
     return {"gradients": [parameter.grad for parameter in parameters]}
 
 
+def _frozen(rank: int) -> dict[str, Any]:
+    torch.manual_seed(rank)
+    trained, base = nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(3, 4), requires_grad=False)
+    elsewhere = nn.Parameter(torch.empty(4, 4, device="meta"), requires_grad=False)
+    packed = nn.Parameter(torch.full((3, 2), rank, dtype=torch.uint8), requires_grad=False)
+    optimizer = ZenFlowAdamW([elsewhere, packed, base, trained], config=OVERLAPPED)
+    for _ in range(3):
+        trained.grad = torch.full_like(trained, rank - 3.0)
+        optimizer.step()
+    optimizer.close()
+    return {"trained": trained.detach(), "base": base.detach(), "packed": packed.detach()}
+
+
 WORK: dict[str, Callable[[int], Any]] = {
     **{name: _Half(config, torch.float32) for name, config in CONFIGS.items()},
     "bf16": _Half(OVERLAPPED, torch.bfloat16),
     "overflow": _overflow_on_one,
     "masters": _given_masters,
     "large": _large_gradients,
+    "frozen": _frozen,
     "rigs": _on_rigs,
     "no room": _no_room_on_one,  # last: it leaves the second rank without room
 }
