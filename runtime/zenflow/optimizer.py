@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from zenflow import checkpoint, checkpoint_format
+from zenflow import checkpoint, checkpoint_format, full_state
 from zenflow.config import ZenFlowConfig
 from zenflow.device import Device, Mark, device_for
 from zenflow.errors import ConfigError, UnsupportedError, ZenFlowError
 from zenflow.ledger import Balance
 from zenflow.ranks import Ranks
 from zenflow.rules import Rule
+from zenflow.state_view import StateView
 from zenflow.stats import StepStats
 from zenflow.timeline import Timeline, TimelineRecorder
 from zenflow.training import Training
@@ -147,7 +148,8 @@ class ZenFlowOptimizer(Optimizer):
             self.param_groups.pop()
             raise
         for parameter in self.param_groups[-1]["params"]:
-            self.state[parameter]["held_by"] = "zenflow"  # some tools take an empty state for one that has to be made
+            # Never empty: some tools take an empty state for one that has to be made.
+            self.state[parameter] = StateView(self, parameter, self._rule.moment_names)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -225,6 +227,55 @@ class ZenFlowOptimizer(Optimizer):
         )
 
     # --- beyond torch ----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def full_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """One parameter's state in its own shape: copies on the CPU; changes nothing.
+
+        Gradients of the open window are not in it. Those of a closed one are, though its weights may still be on
+        their way to the device. Waits for the host work that was submitted.
+
+        Args:
+            parameter: one of this optimizer's.
+
+        Returns:
+            fp32 "master" and the rule's moments by torch's names, as they begin where there was no update yet; "step",
+            0-dim fp32: the updates of the columns that had most.
+
+        Raises:
+            ConfigError: the parameter is another optimizer's.
+            HostEngineError: host work failed.
+        """
+        return full_state.read(self._training, parameter, self._group_of(parameter))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def set_full_state(self, parameter: nn.Parameter, name: str, value: torch.Tensor) -> None:
+        """Set one parameter's master, and its weight with it, or a moment; gradients of the open window come on top.
+
+        Setting what `full_state` has just returned changes nothing. A new master makes the updates of closed windows
+        visible at once.
+
+        Args:
+            parameter: one of this optimizer's.
+            name: "master", or a moment by torch's name.
+            value: as many elements as the parameter has, in any dtype, on any device; is copied.
+
+        Raises:
+            ConfigError: the parameter is another optimizer's, there is no such name, the size is another, or it is a
+                moment of a parameter that was never updated.
+            HostEngineError: host work failed.
+        """
+        full_state.write(self._training, parameter, self._group_of(parameter), name, value)
+
+    def _group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        for group in self.param_groups:
+            if any(one is parameter for one in group["params"]):
+                return group
+        raise ConfigError(
+            f"a parameter of shape {tuple(parameter.shape)} is not in the optimizer, allowed is one of its own"
+        )
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -54,11 +54,16 @@ class _Watch:
         if staged is not None and self.source is not None:
             self.source.void(staged)
 
-    def restore(self) -> None:
-        """Put what was staged back into `.grad`."""
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def restore(self) -> torch.Tensor | None:
+        """Put what was staged back into `.grad`; None where nothing is."""
         staged, self.staged = self.own(), None
-        if staged is not None and self.source is not None:
-            self.parameter.grad = self.source.restore(staged)
+        if staged is None or self.source is None:
+            return None
+        whole = self.parameter.grad = self.source.restore(staged)
+        staged.record.returned(whole)
+        return whole
 
     def before(self) -> None:
         """A gradient is about to be added to `.grad`."""
@@ -79,7 +84,18 @@ class _Watch:
         if plain and gradient.dtype == self.parameter.dtype:
             self.staged = self.source.stage(gradient)
         if self.staged is not None:
+            self.staged.record.bring_back = _restorer(weakref.ref(self))
             self.parameter.grad = StandIn(self.parameter, self.staged.record)
+
+
+def _restorer(watch: weakref.ref[_Watch]) -> Callable[[], torch.Tensor | None]:
+    """What brings a gradient back, without keeping the optimizer alive."""
+
+    def restore() -> torch.Tensor | None:
+        owner = watch()
+        return None if owner is None else owner.restore()
+
+    return restore
 
 
 def require_zeroed(gradient: StandIn) -> None:
