@@ -18,6 +18,7 @@ from zftune.errors import BadInputError
 from zftune.integrations.deepspeed import optimizers
 from zftune.integrations.deepspeed.choosing import Training, choose, with_knobs
 from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer, LossScaling
+from zftune.integrations.deepspeed.fp32_weights import save_with_fp32
 from zftune.integrations.deepspeed.precision import Precision, cast_inputs, loss_scaler
 from zftune.integrations.deepspeed.reading import micro_batch_of, stage_of
 from zftune.integrations.deepspeed.section import Section
@@ -186,6 +187,7 @@ def take_over(engine: Any, made: EngineOptimizer, plan: Plan) -> None:
     if made.loss_scaler is not None:
         engine.torch_autocast_z0_gradscaler = LossScaling(made)
     _allow_direct_backward(engine, made)
+    save_with_fp32(engine, made, plan.stage)
     if plan.precision.casts_inputs and plan.precision.dtype is not None:
         cast_inputs(engine.module, plan.precision.dtype)
 

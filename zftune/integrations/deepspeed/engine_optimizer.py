@@ -13,6 +13,7 @@ from zenflow import ZenFlowConfig
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.rules import RULES
 from zftune.errors import BadInputError
+from zftune.integrations.deepspeed.accessors import link, unlink
 from zftune.integrations.deepspeed.optimizers import Recipe
 
 _SCALER = "loss_scaler"
@@ -90,9 +91,29 @@ class EngineOptimizer(ZenFlowOptimizer):
         self.loss_scaler.update_scale(self._overflow)
         return loss
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; DeepSpeed's accessors know the parameters then.
+
+        Raises:
+            UnsupportedError: a parameter cannot be split.
+            ConfigError: a hyperparameter is not allowed.
+            HostEngineError: host work failed.
+        """
+        super().add_param_group(param_group)
+        link(self, self.param_groups[-1]["params"])
+
+    def refresh_fp32_params(self) -> None:
+        """Take the masters from the weights, where these are not the masters' own rounding, at the next step.
+
+        Raises:
+            UnsupportedError: host updates are in flight, which were computed from the old values.
+        """
+        self.refresh()
+
     def destroy(self) -> None:
         """Apply what is pending and end the host engine, as `engine.destroy()` asks."""
         self.close()
+        unlink(parameter for group in self.param_groups for parameter in group["params"])
 
     def state_dict(self) -> dict[str, Any]:
         """As zenflow's, and the state of the loss scaler."""
