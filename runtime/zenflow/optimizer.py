@@ -279,6 +279,16 @@ class ZenFlowOptimizer(Optimizer):
 
     @torch.inference_mode(False)
     @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Average `.grad` over the ranks now, on all of them, where `step()` would; that averages only what is new.
+
+        Raises:
+            UnsupportedError: a gradient is sparse.
+        """
+        self._training.average_gradients(self.param_groups)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def flush(self) -> None:
         """Close the window and apply every pending host update now.
 

@@ -178,7 +178,7 @@ def take_over(engine: Any, made: EngineOptimizer, plan: Plan) -> None:
         made: its optimizer.
         plan: of the call.
     """
-    engine.enable_backward_allreduce = False  # the runtime reduces, before gradients are staged
+    _average_after_backward(engine, made)
     # It was made without these sections, and scripts ask it for the dtype of its inputs.
     if plan.precision.dtype == torch.bfloat16:
         engine._config.bfloat16_config.enabled = True
@@ -190,6 +190,16 @@ def take_over(engine: Any, made: EngineOptimizer, plan: Plan) -> None:
     save_with_fp32(engine, made, plan.stage)
     if plan.precision.casts_inputs and plan.precision.dtype is not None:
         cast_inputs(engine.module, plan.precision.dtype)
+
+
+def _average_after_backward(engine: Any, made: EngineOptimizer) -> None:
+    """Let the runtime average gradients over the ranks, where the engine would: after a step's last backward."""
+
+    def average(*_: Any, **__: Any) -> None:
+        if engine.is_gradient_accumulation_boundary():
+            made.average_gradients()
+
+    engine.allreduce_gradients = average
 
 
 def _allow_direct_backward(engine: Any, made: EngineOptimizer) -> None:
