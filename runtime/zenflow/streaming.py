@@ -30,7 +30,7 @@ class Source(Protocol):
 class _Watch:
     """One parameter: its hooks, and where its gradient is in this step."""
 
-    __slots__ = ("__weakref__", "expected", "firings", "handles", "parameter", "source", "staged")
+    __slots__ = ("__weakref__", "bring_back", "expected", "firings", "handles", "parameter", "source", "staged")
 
     def __init__(self, parameter: nn.Parameter, expected: int) -> None:
         self.parameter = parameter
@@ -40,6 +40,7 @@ class _Watch:
         self.firings = 0
         self.expected = expected
         """Firings in a step, as the last step had them."""
+        self.bring_back = _restorer(weakref.ref(self))
 
     def own(self) -> Staged | None:
         """What was staged, if it still is what `.grad` stands for; else it is forgotten."""
@@ -84,7 +85,7 @@ class _Watch:
         if plain and gradient.dtype == self.parameter.dtype:
             self.staged = self.source.stage(gradient)
         if self.staged is not None:
-            self.staged.record.bring_back = _restorer(weakref.ref(self))
+            self.staged.record.bring_back = self.bring_back
             self.parameter.grad = StandIn(self.parameter, self.staged.record)
 
 

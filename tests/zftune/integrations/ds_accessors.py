@@ -99,8 +99,12 @@ class Training:
     def loss(self, call: Callable[..., Tensor], x: Tensor) -> Tensor:
         return (call(x.to(next(self.model.parameters()).dtype)).float() - x).square().mean()
 
-    def backward(self) -> None:
-        self.engine.backward(self.loss(self.engine, local(batch(self.micro))))
+    def backward(self, *, direct: bool = False) -> None:
+        loss = self.loss(self.engine, local(batch(self.micro)))
+        if direct:
+            loss.backward()
+        else:
+            self.engine.backward(loss)
         self.micro += 1
 
     def step(self, count: int = 1) -> None:
@@ -249,6 +253,11 @@ def set_and_gone_on_with(ours: Training, theirs: Training, dtype: str) -> None:
                 utils.safe_set_full_grad(parameter, value)
                 assert torch.equal(utils.safe_get_full_grad(parameter).float(), value.float()), name
             one.engine.step()
+        for number in range(one.passes):
+            one.backward()
+            if number == one.passes - 1 and hasattr(utils, "safe_update_full_grad_vectorized"):
+                utils.safe_update_full_grad_vectorized(list(one.trained.values()), lambda g, _: g * 0.5 + 0.125)
+            one.engine.step()
     same_state(ours, theirs, 1e-6 if dtype == "fp32" else 1e-3, besides=UNUSED)
 
 
@@ -391,8 +400,11 @@ def masters_in_windows() -> None:
 
 
 def copies_and_ends() -> None:
-    """Copies and pickles of the model, and what is left when the engine ends."""
+    """Copies and pickles of the model, a second engine for it, and what is left when engines end."""
     import io
+
+    import deepspeed
+    from deepspeed import utils
 
     with training("odd", "bf16") as ours:
         ours.step(2)
@@ -405,6 +417,13 @@ def copies_and_ends() -> None:
         for name, parameter in ours.model.named_parameters():
             assert torch.equal(parameter, loaded[name])
             assert torch.equal(parameter, dict(copied.named_parameters())[name])
+        trained = list(ours.trained.values())
+        second = deepspeed.initialize(
+            model=ours.model, model_parameters=trained, config=ds_config("bf16", optimizer=ADAMW)
+        )[0]
+    weight = ours.model.outer.weight
+    assert torch.equal(utils.safe_get_full_fp32_param(weight).bfloat16(), weight)
+    second.destroy()
     assert not any(vars(parameter) for parameter in ours.model.parameters())
 
 
@@ -439,11 +458,11 @@ def averaged_gradients() -> None:
 
     clips = {"gradient_clipping": 0.0}
     with trainings("odd", "fp32", **clips) as (ours, theirs), training("odd", "fp32", zenflow=LATE, **clips) as late:
-        for _ in range(3):
+        for step in range(4):
             for one in (ours, theirs, late):
                 used = [p for n, p in one.trained.items() if not n.startswith(UNUSED)]
                 expected = torch.autograd.grad(one.loss(one.model, batch(one.micro)), used)
-                one.backward()
+                one.backward(direct=step == 2)
                 for parameter, gradient in zip(used, expected, strict=True):
                     near(utils.safe_get_full_grad(parameter), gradient, 1e-5, "gradient")
                     utils.safe_set_full_grad(parameter, gradient * 0.5)

@@ -32,11 +32,18 @@ def link(optimizer: ZenFlowOptimizer, parameters: Iterable[nn.Parameter]) -> Non
             setattr(parameter, name, kind(optimizer, parameter))
 
 
-def unlink(parameters: Iterable[nn.Parameter]) -> None:
-    """Undo it."""
+def unlink(optimizer: ZenFlowOptimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Undo it, unless another optimizer has the parameters by now.
+
+    Args:
+        optimizer: whose links they were.
+        parameters: of the optimizer.
+    """
     for parameter in parameters:
         for name in _ATTRIBUTES:
-            vars(parameter).pop(name, None)
+            one = vars(parameter).get(name)
+            if isinstance(one, _Link) and one.is_of(optimizer):
+                delattr(parameter, name)
 
 
 class _Link:
@@ -48,6 +55,10 @@ class _Link:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, ()  # which loads anywhere, with weights_only too
+
+    def is_of(self, optimizer: ZenFlowOptimizer) -> bool:
+        """Whether it leads to this optimizer."""
+        return self._optimizer() is optimizer
 
     def _both(self) -> tuple[ZenFlowOptimizer, nn.Parameter]:
         optimizer, parameter = self._optimizer(), self._parameter()

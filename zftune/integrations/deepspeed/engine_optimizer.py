@@ -113,7 +113,7 @@ class EngineOptimizer(ZenFlowOptimizer):
     def destroy(self) -> None:
         """Apply what is pending and end the host engine, as `engine.destroy()` asks."""
         self.close()
-        unlink(parameter for group in self.param_groups for parameter in group["params"])
+        unlink(self, (parameter for group in self.param_groups for parameter in group["params"]))
 
     def state_dict(self) -> dict[str, Any]:
         """As zenflow's, and the state of the loss scaler."""
