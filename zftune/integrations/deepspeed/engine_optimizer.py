@@ -45,6 +45,17 @@ class EngineOptimizer(ZenFlowOptimizer):
         self._overflow = False
         self._norm: torch.Tensor | None = None
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; DeepSpeed's accessors know the parameters then.
+
+        Raises:
+            UnsupportedError: a parameter cannot be split.
+            ConfigError: a hyperparameter is not allowed.
+            HostEngineError: host work failed.
+        """
+        super().add_param_group(param_group)
+        link(self, self.param_groups[-1]["params"])
+
     @property
     def _global_grad_norm(self) -> torch.Tensor | None:
         """What `engine.get_global_grad_norm()` takes over after a step."""
@@ -90,17 +101,6 @@ class EngineOptimizer(ZenFlowOptimizer):
         self._overflow = self._norm is not None and not bool(torch.isfinite(self._norm))
         self.loss_scaler.update_scale(self._overflow)
         return loss
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; DeepSpeed's accessors know the parameters then.
-
-        Raises:
-            UnsupportedError: a parameter cannot be split.
-            ConfigError: a hyperparameter is not allowed.
-            HostEngineError: host work failed.
-        """
-        super().add_param_group(param_group)
-        link(self, self.param_groups[-1]["params"])
 
     def refresh_fp32_params(self) -> None:
         """Take the masters from the weights, where these are not the masters' own rounding, at the next step.
