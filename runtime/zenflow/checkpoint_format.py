@@ -3,11 +3,13 @@
 `state_dict()` has torch's form. Each parameter's tensors are in its own shape, so that they can be read without knowing
 how the state was split:
 
-    {"state": {index: {"master", one tensor a moment, "count", "slots", "importance", "proposed", "log"}},
+    {"state": {index: {"master", one tensor a moment, "count", "slots", "importance", "proposed", "log", "shown"}},
      "param_groups": [{hyperparameters, "params": [index, ...]}, ...]}
 
-`count`, `slots`, `importance` and `proposed` have one number a column; `log` is a tuple of the open window's gradients
-of the deferred columns, [deferred, rows] each. What is not a tensor stands in `param_groups[0]["zenflow"]`, as JSON.
+`count`, `slots`, `importance` and `proposed` have one number a column; `log` is a tuple
+of the open window's gradients of the deferred columns, [deferred, rows] each. `shown` is empty, or where the model's
+file is of flushed weights a tuple of the weights that training sees, [slots, rows] of each bucket in flight. What is
+not a tensor stands in `param_groups[0]["zenflow"]`, as JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from zenflow.errors import CheckpointError, ConfigError
 from zenflow.layout import WeightPlan
 from zenflow.rules import Rule
 
-FORMAT = "zenflow.optimizer/1"
+FORMAT = "zenflow.optimizer/2"
 HEADER = "zenflow"
 """The key of the JSON in the first parameter group."""
 
@@ -40,6 +42,20 @@ class SavedEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedFlight:
+    """A window of a bucket that the host has applied and that is not visible yet."""
+
+    bucket: int
+    """Number of the bucket, counted in its weight."""
+    due: int
+    """The step after which it becomes visible."""
+    decay: float
+    """What its updates multiplied a weight with."""
+    passed_over: list[int]
+    """The bucket's slots that it did not update."""
+
+
+@dataclass(frozen=True, slots=True)
 class SavedWeight:
     """What is known of one parameter besides its tensors."""
 
@@ -48,16 +64,18 @@ class SavedWeight:
     flat: bool
     pending: bool
     log: list[SavedEntry]
-    flights: list[tuple[int, int]]
-    """(number of the bucket in this weight, step after which it becomes visible)."""
-    late: list[int]
-    """Buckets that were due, but perhaps not in the weights yet when the model was saved."""
+    flights: list[SavedFlight]
     auto: list[float]
     """Zen-auto's sums over the open window: n, selected, deferred; empty where there are none."""
     ledger: list[int]
     """Masses produced and applied; empty where no ledger was kept."""
     firings: int
     """Backward passes that the next step is expected to have."""
+
+    @property
+    def buckets_in_flight(self) -> list[int]:
+        """Numbers of the buckets in `flights`."""
+        return [flight.bucket for flight in self.flights]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +97,8 @@ class Header:
     """Of each group, in the last step."""
     weights: list[SavedWeight]
     """In the order of the parameter groups."""
+    flushed: bool
+    """Whether the model's file of the same moment holds the weights that a flush would make."""
     imported: bool
     """From another optimizer's checkpoint: knobs and split are those of whoever loads it. Nothing is selected, logged
     or in flight, and the columns of a weight count alike."""
@@ -128,7 +148,7 @@ def _config(values: Mapping[str, Any]) -> ZenFlowConfig:
 
 def _weight(values: Mapping[str, Any]) -> SavedWeight:
     log = [SavedEntry(**{**entry, "control": entry["control"] and tuple(entry["control"])}) for entry in values["log"]]
-    flights = [(int(bucket), int(due)) for bucket, due in values["flights"]]
+    flights = [SavedFlight(**flight) for flight in values["flights"]]
     return SavedWeight(**{**values, "plan": WeightPlan(**values["plan"]), "log": log, "flights": flights})
 
 
@@ -228,5 +248,8 @@ def _check_weight(
             raise CheckpointError(
                 f'{where}["log"] holds something else than gradients of [{plan.deferred}, {plan.rows}]'
             )
-    if any(not 0 <= bucket < len(plan.bucket_slots) for bucket in (*dict(weight.flights), *weight.late)):
+    shown = state.get("shown", ())
+    if not isinstance(shown, (tuple, list)) or (len(shown) not in (0, len(weight.flights))):
+        raise CheckpointError(f'{where}["shown"] has not the {len(weight.flights)} buckets that are in flight')
+    if any(not 0 <= bucket < len(plan.bucket_slots) for bucket in weight.buckets_in_flight):
         raise CheckpointError(f"{where} has an update in flight for a bucket that it does not have")

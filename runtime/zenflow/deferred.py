@@ -18,7 +18,7 @@ from zenflow.layout import WeightPlan
 from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
 from zenflow.selection import Move
-from zenflow.state import ColumnState
+from zenflow.state import ColumnState, reread
 
 Ahead = tuple[torch.Tensor, Transfer]
 """A closing step's gradient of the columns that leave the tier, [n, rows], sent ahead of the rest."""
@@ -58,12 +58,27 @@ class BucketJob:
     """A bucket's window on its way through host and link."""
 
     bucket: Bucket
+    slots: range | torch.Tensor
+    """The slots that the window updates; [n] int64 where they are not all of the bucket's."""
     columns: torch.Tensor
     """[n] int64 on the device: where the result belongs."""
     job: Job
     entries: list[LogEntry]
     gradients: Transfer | None
     """The last of the gradients that the job waits for; None where it was restored."""
+    restored_decay: float = 1.0
+
+    @property
+    def passed_over(self) -> list[int]:
+        """The bucket's slots that it does not update: their columns changed tier at the close."""
+        if isinstance(self.slots, range):
+            return []
+        return sorted({*self.bucket.slots} - set(self.slots.tolist()))
+
+    def decay(self) -> float:
+        """What its updates multiply a weight with, only once the job is done."""
+        factors = (entry.hyper.decay for entry in self.entries if entry.live()[1])
+        return math.prod(factors, start=self.restored_decay)
 
 
 class DeferredTier:
@@ -215,16 +230,100 @@ class DeferredTier:
             bucket.places.append(place)
             bucket.log.append(LogEntry(step, pieces, transfer, hyper, control))
 
-    def restore_window(self, number: int) -> BucketJob:
+    def restore_window(self, number: int, slots: range | torch.Tensor, decay: float) -> BucketJob:
         """A bucket's window that the host has applied and that is not visible yet.
 
         Args:
             number: of the bucket, counted in this weight.
+            slots: those that the window updated, [n] int64 where they are not all of the bucket's.
+            decay: what its updates multiplied a weight with.
         """
         bucket = self.buckets[number]
-        bucket.result.copy_(self.state.master[bucket.slots.start : bucket.slots.stop])
-        job = Job(f"restoring {self._name}", self._runtime.device, None, nbytes=0, inputs=[], result=bucket.result)
-        return BucketJob(bucket, bucket.columns, self._runtime.engine.submit(job), [], None)
+        if isinstance(slots, range):
+            columns, masters = bucket.columns, self.state.master[slots.start : slots.stop]
+        else:
+            columns, masters = self._runtime.send_index(self.slot_columns[slots]), self.state.master[slots]
+        result = bucket.result[: len(slots)]
+        result.copy_(masters)
+        job = Job(f"restoring {self._name}", self._runtime.device, None, nbytes=0, inputs=[], result=result)
+        return BucketJob(bucket, slots, columns, self._runtime.engine.submit(job), [], None, decay)
+
+    def rewrite_window(self, window: BucketJob, before: torch.Tensor, matrix: torch.Tensor) -> BucketJob:
+        """Let a window's updates count on top of weights that somebody wrote while it was in flight.
+
+        Where a weight changed, its master moves by as much as if the updates had come afterwards: they add to a weight
+        and multiply it with `decay()`. (L2 decay, which is part of the gradient, stays that of the old weight; a 16-bit
+        weight keeps what its old master was rounded by.)
+
+        Args:
+            window: whose job is done, and whose result is not visible yet.
+            before: the weights as they were, [rows, columns].
+            matrix: the weights as they are.
+
+        Returns:
+            The window with its new result.
+        """
+        bucket, slots = window.bucket, window.slots
+        old, new = (self.on_host(part, bucket.columns) for part in (before, matrix))
+        masters = self.state.master[bucket.slots.start : bucket.slots.stop]
+        inside = torch.zeros(len(bucket.slots), dtype=torch.bool, device="cpu")
+        inside[torch.as_tensor(slots, device="cpu") - bucket.slots.start] = True
+        moved = masters + window.decay() * (new.float() - old.float())
+        moved = torch.where(old == new, masters, moved)
+        masters.copy_(torch.where(inside.unsqueeze(1), moved, reread(masters, new)))
+        if window.job.transfer is not None:
+            window.job.transfer.wait()
+        return self.restore_window(bucket.index - self.buckets[0].index, slots, window.decay())
+
+    def on_host(self, matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """Columns of a matrix in host memory; waits for them.
+
+        Args:
+            matrix: [rows, columns] on the device.
+            columns: [n] int64 on the device.
+
+        Returns:
+            [n, rows].
+        """
+        rows, transfer = self._runtime.fetch(self._runtime.kernels.pack(matrix, columns))
+        self._runtime.device.block_on(transfer)
+        self._runtime.traffic.migrated_bytes += rows.nbytes
+        return rows
+
+    def rounded(self, bucket: Bucket) -> torch.Tensor:
+        """[slots, rows] in the model's dtype, in host memory: what the masters round to; all host work is done."""
+        return self.state.master[bucket.slots.start : bucket.slots.stop].to(self._dtype)
+
+    def preview(self, bucket: Bucket, closing: Hyper) -> torch.Tensor:
+        """What the weights would be if the window closed now; changes nothing, and all host work is done.
+
+        Args:
+            bucket: one of the tier's.
+            closing: hyperparameters of the newest step.
+
+        Returns:
+            [slots, rows] in the model's dtype, in host memory.
+        """
+        if not bucket.log:
+            return self.rounded(bucket)
+        engine, part = self._runtime.engine, self.state.slice(bucket.slots.start, bucket.slots.stop)
+        copied = ColumnState.over([stream.clone() for stream in (part.master, *part.moments)], part.count.clone())
+        columns = HostColumns(self._host.rule, copied, engine.backend.register(self._host.rule, copied))
+        result = torch.empty_like(bucket.result)
+        targets = Targets(range(len(bucket.slots)), [(entry, None) for entry in bucket.log])
+        task = Update(columns, [targets], self._closing(closing), weights=result)
+        try:
+            job = Job(
+                f"looking ahead in {self._name}",
+                self._runtime.device,
+                task,
+                nbytes=self._update_bytes(result.numel(), bucket.log),
+                inputs=_transfers(bucket.log),
+            )
+            engine.submit(job).wait(engine)
+        finally:
+            engine.backend.forget(columns.handle)
+        return result
 
     # --- a close ---------------------------------------------------------------------------------------------------
 
@@ -248,12 +347,17 @@ class DeferredTier:
             runtime.log.give_back(places)  # whoever leaves has read them before the next step overwrites them
             return None
         if staying is None:
-            part = Targets(bucket.slots, [(entry, None) for entry in entries])
+            slots: range | torch.Tensor = bucket.slots
+            part = Targets(slots, [(entry, None) for entry in entries])
             result, columns = bucket.result, bucket.columns
         else:
             index = staying - bucket.slots.start
             part = Targets(staying, [(entry, index) for entry in entries])
-            result, columns = bucket.result[: len(staying)], runtime.send_index(self.slot_columns[staying])
+            slots, result, columns = (
+                staying,
+                bucket.result[: len(staying)],
+                runtime.send_index(self.slot_columns[staying]),
+            )
         barrier = [runtime.last_d2h] if after_all_d2h and runtime.last_d2h is not None else []
         job = self._submit(
             f"updating {self._name}",
@@ -264,7 +368,8 @@ class DeferredTier:
             places,
             not_before,
         )
-        return BucketJob(bucket, columns, job, entries, barrier[-1] if barrier else entries[-1].transfer)
+        gradients = barrier[-1] if barrier else entries[-1].transfer
+        return BucketJob(bucket, slots, columns, job, entries, gradients)
 
     def send_ahead(self, matrix: torch.Tensor, move: Move) -> Ahead:
         """Send the closing step's gradient of the columns that leave the tier, ahead of everything else.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -100,6 +101,10 @@ class Device(ABC):
     def current_stream(self) -> int:
         """Which stream the calling thread's work goes to, and `mark` records on; 0 where there is only one."""
         return 0
+
+    def in_order(self) -> AbstractContextManager[None]:
+        """Queue work in the order of the stream that the last step was on, whichever stream is current here."""
+        return nullcontext()
 
     @abstractmethod
     def elapsed_s(self, begin: Mark, end: Mark) -> float:
@@ -288,6 +293,7 @@ class CudaDevice(Device):
         self._d2h_stream = torch.cuda.Stream(self.torch_device)
         self._h2d_stream = torch.cuda.Stream(self.torch_device)
         self._h2d_lock = threading.Lock()  # the training thread and the host engine both queue copies
+        self._step_stream: torch.cuda.Stream | None = None
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
@@ -296,6 +302,16 @@ class CudaDevice(Device):
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
+
+    def begin_step(self) -> None:
+        self._step_stream = torch.cuda.current_stream(self.torch_device)
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        here = torch.cuda.current_stream(self.torch_device)
+        with torch.cuda.stream(self._step_stream or here):
+            yield
+        here.wait_stream(self._step_stream or here)
 
     def current_stream(self) -> int:
         return int(torch.cuda.current_stream(self.torch_device).cuda_stream)

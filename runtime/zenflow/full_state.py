@@ -10,7 +10,7 @@ from torch import nn
 
 from zenflow.errors import ConfigError
 from zenflow.layout import WeightPlan
-from zenflow.state import ColumnState, reread
+from zenflow.state import ColumnState
 from zenflow.tiers import Tier, move_state
 from zenflow.training import Training
 from zenflow.weight import WeightState
@@ -56,7 +56,6 @@ def read(training: Training, parameter: nn.Parameter, group: Mapping[str, Any]) 
         }
     training.settle()
     tensors = _gathered(training, weight)
-    tensors[MASTER] = _as_written(training, weight, tensors[MASTER])
     tensors[STEP] = tensors.pop("count").max().float()
     return tensors
 
@@ -74,10 +73,12 @@ def write(
         value: as many elements as the parameter has.
 
     Raises:
-        ConfigError: the name, the size, or a moment of a parameter that was never updated.
+        ConfigError: the name, the size, a moment of a parameter that was never updated, or within `flushed_weights`.
         HostEngineError: host work failed.
     """
     names = (MASTER, *training.rule.moment_names)
+    if training.shows_flushed:
+        raise ConfigError("set_full_state() was called within flushed_weights(), allowed is outside of it")
     if name not in names:
         raise ConfigError(f"name is {name!r}, allowed are {', '.join(names)}")
     if value.numel() != parameter.numel():
@@ -89,15 +90,16 @@ def write(
         return
     training.settle()
     tensors = _gathered(training, weight)
-    before = _as_written(training, weight, tensors[name]) if name == MASTER else tensors[name]
-    if torch.equal(values, before):
+    if torch.equal(values, tensors[name]):
         return
+    tensors[name].copy_(values)
+    training.model.end_watch()
     if name == MASTER:  # what the host has applied is in the masters that are replaced
         training.model.windows.apply(training.clock.step, training.history.open, everything=True)
-    tensors[name].copy_(values)
     weight.split.fill([whole_tier(weight.plan, tensors, training.rule.moment_names)])
     if name == MASTER:
         parameter.copy_(values)
+    training.leave_weights()
 
 
 def _begin_with(
@@ -126,13 +128,3 @@ def _gathered(training: Training, weight: WeightState) -> dict[str, torch.Tensor
     tensors["count"] = torch.empty(max(1, weight.plan.columns), dtype=torch.int32, device="cpu")
     move_state(training.runtime, weight.split.tiers(), whole_tier(weight.plan, tensors, moment_names))
     return tensors
-
-
-def _as_written(training: Training, weight: WeightState, master: torch.Tensor) -> torch.Tensor:
-    """The masters as the next step would take them, where somebody else has written to the weights."""
-    written = reread(master, weight.parameter.detach().cpu())
-    for flight in training.model.windows.in_flight:  # these weights are not what their masters say yet
-        if flight.weight is weight:
-            columns = flight.window.columns.cpu()
-            weight.plan.view(written)[:, columns] = weight.plan.view(master)[:, columns]
-    return written

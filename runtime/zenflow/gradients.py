@@ -136,9 +136,8 @@ class Gradient:
 
     def _in_place(self) -> torch.Tensor | None:
         """All weights as one column; None where the master is the weight, or there is no such view."""
-        state, weights = self.weight.split.resident, self.weight.parameter.detach()
-        assert state is not None
-        own = self.weight.split.is_own_master(state)
+        weights = self.weight.parameter.detach()
+        own = self.weight.split.is_own_master
         return None if own or not weights.is_contiguous() else weights.view(-1, 1)
 
     def updated(self) -> None:

@@ -94,25 +94,33 @@ class ModelState:
             weight.repartition(plans[id(weight.parameter)])
         self._add(split, groups)
 
-    def take_outside_writes(self) -> None:
-        """Read masters again where somebody else wrote to a weight.
+    def watch(self) -> None:
+        """Notice from now on what others write to the weights."""
+        for weight in self.weights:
+            weight.watch()
+
+    def take_outside_writes(self, *, restored: bool = True) -> None:
+        """Follow what others wrote to the weights since `watch`, and notice nothing more.
+
+        Args:
+            restored: also where a weight's state was restored and it may be loaded itself.
 
         Raises:
-            UnsupportedError: host updates of it are in flight.
+            UnsupportedError: a parameter has another form than when its training began.
+            HostEngineError: host work failed.
         """
-        for weight in self.weights:
-            weight.take_outside_writes()
+        # All ends first: weights that share memory are noticed together.
+        for weight, write in [(weight, weight.end_watch()) for weight in self.weights]:
+            if weight.restored:
+                if restored:
+                    weight.take_outside_write()
+            elif write is not None:
+                self.windows.take_outside_write(weight, write)
 
-    def refresh(self) -> None:
-        """Read every master from its weight at the next step.
-
-        Raises:
-            UnsupportedError: host updates are in flight, which were computed from the old values.
-        """
+    def end_watch(self) -> None:
+        """Notice nothing more."""
         for weight in self.weights:
-            weight.refuse_in_flight()
-        for weight in self.weights:
-            weight.forget_version()
+            weight.end_watch()
 
     def _plans_by_parameter(self, split: Split) -> dict[int, WeightPlan]:
         return {id(parameter): plan for parameter, plan in zip(split.parameters, split.plan.weights, strict=True)}

@@ -6,6 +6,7 @@ one loop (`zenflow.reference_rules`). It is slow and exists to be read and to be
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -104,6 +105,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
             raise UnsupportedError("sparse gradients are not supported; use torch.optim.SparseAdam for that parameter")
         if self._step == 0:
             self._weights = plan(self.param_groups, self.config, self._module, self.rule)
+        self._follow_writes()
         self._step += 1
         self._window_steps += 1
         self._hypers = [self.rule.hyper(group) for group in self.param_groups]
@@ -115,13 +117,16 @@ class ReferenceOptimizer(torch.optim.Optimizer):
             else:
                 self._take(weight, weight.param.grad, factor, skipped)
         self._end_step(full)
+        self._leave_weights()
         return loss
 
     @torch.no_grad()
     def flush(self) -> None:
         """Close the window here and make everything visible."""
+        self._follow_writes()
         self._close(at_once=True)
         self._show_due()
+        self._leave_weights()
 
     def pending_entries(self) -> list[tuple[Tensor, int]]:
         """(parameter, step) of every logged gradient that the host has not applied."""
@@ -140,6 +145,16 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         weight = self._weight(param)
         assert weight.master is not None, "the parameter has had no gradient"
         return weight.master.clone(), tuple(moment.clone() for moment in weight.moments), list(weight.counts)
+
+    def _follow_writes(self) -> None:
+        """What somebody else has written to weights since the last step counts; pending updates come on top of it."""
+        for weight in self._weights:
+            in_flight = bool(weight.due)
+            self.events["written, in flight" if in_flight else "written"] += weight.follow_writes()
+
+    def _leave_weights(self) -> None:
+        for weight in self._weights:
+            weight.leave()
 
     def _weight(self, param: Tensor) -> Weight:
         return next(weight for weight in self._weights if weight.param is param)
@@ -268,6 +283,8 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         columns = sorted(weight.slot)
         entries = [entry for entry in weight.log if not entry.skipped]
         self.events["entries applied"] += len(entries)
+        decays = [self.rule.decay(entry.hyper) for entry in entries] if self.rule.decoupled else []
+        weight.due_decay = math.prod(decays)
         if self.config.deferred_update == "replay":
             for entry in entries:
                 weight.update(columns, entry.grad, entry.hyper, self.rule.decay(entry.hyper))

@@ -67,6 +67,8 @@ class Weight:
     pending: set[int] | None = None  # the next selection
     log: list[Entry] = field(default_factory=list)
     due: dict[int, int] = field(default_factory=dict)  # applied column -> step after which it is visible
+    due_decay: float = 1.0  # what the updates of the columns in `due` multiplied a weight with
+    left: Tensor | None = None  # [rows, columns]: the weight as the last step left it
     energy: Energy = field(default_factory=Energy)
 
     def __post_init__(self) -> None:
@@ -110,6 +112,27 @@ class Weight:
         self.master = matrix(self.param.detach(), self.transposed).float().clone()
         self.moments = tuple(torch.full_like(self.master, value) for value in self.initial)
         self.counts = [0] * self.columns
+
+    def leave(self) -> None:
+        """Remember the weight, for `follow_writes`."""
+        self.left = matrix(self.param.detach(), self.transposed).clone()
+
+    def follow_writes(self) -> bool:
+        """Take the masters from what somebody else wrote since `leave`; returns whether anybody did.
+
+        What is due later counts on top of it. A weight that is what its master rounds to keeps the master.
+        """
+        now = matrix(self.param.detach(), self.transposed)
+        if self.master is None or self.left is None or torch.equal(now, self.left):
+            return False
+        due = torch.zeros(self.columns, dtype=torch.bool)
+        due[list(self.due)] = True
+        moved = torch.where(
+            now == self.left, self.master, self.master + self.due_decay * (now.float() - self.left.float())
+        )
+        read = torch.where(self.master.to(now.dtype) == now, self.master, now.float())
+        self.master = torch.where(due, moved, read)
+        return True
 
     def top(self, importance: Tensor) -> set[int]:
         """The offloaded columns of greatest importance; ties go to the lower column. importance: `[columns]`."""

@@ -57,6 +57,7 @@ class SplitState:
         self._plan = plan
         self._runtime = runtime
         self._initial = initial
+        self._own_master = False
         if flat:
             self.resident = ColumnState(self._flat_master(), runtime.rule.moments, initial)
         elif plan.resident:
@@ -68,8 +69,9 @@ class SplitState:
 
     def _flat_master(self) -> torch.Tensor:
         weights = self._parameter.detach()
-        if weights.dtype == torch.float32 and weights.is_contiguous():
-            return weights.view(1, -1)  # the parameter is its own master
+        self._own_master = weights.dtype == torch.float32 and weights.is_contiguous()
+        if self._own_master:
+            return weights.view(1, -1)
         return weights.reshape(1, -1).to(torch.float32, copy=True)
 
     def _device_state(self, columns: int) -> ColumnState:
@@ -84,9 +86,15 @@ class SplitState:
         """Whether any column's state is on the device."""
         return self.resident is not None or self.selected is not None
 
-    def is_own_master(self, state: ColumnState) -> bool:
-        """Whether a state's master is the parameter's own memory."""
-        return state.master.data_ptr() == self._parameter.data_ptr()
+    @property
+    def is_own_master(self) -> bool:
+        """Whether the parameter's own memory is its master: fp32, and wholly resident."""
+        return self._own_master
+
+    def is_replaced(self) -> bool:
+        """Whether the parameter, which was its own master, has other memory now."""
+        resident = self.resident
+        return self._own_master and resident is not None and resident.master.data_ptr() != self._parameter.data_ptr()
 
     # --- masters ---------------------------------------------------------------------------------------------------
 
@@ -97,7 +105,7 @@ class SplitState:
             values: in the parameter's shape: the weights, or what they were rounded from.
         """
         if self.flat:
-            if self.resident is not None and not self.is_own_master(self.resident):
+            if self.resident is not None and not self._own_master:
                 self.resident.master.copy_(values.reshape(1, -1))
             return
         matrix = self._plan.view(values)
@@ -114,7 +122,9 @@ class SplitState:
         Args:
             in_flight: numbers of the buckets whose weights are not what their masters say yet.
         """
-        if self.flat:
+        if self.flat and self.resident is not None:
+            if self.is_replaced():  # the memory that it had may be somebody else's now
+                self.resident.master = self._flat_master()
             self._reread(self.resident, self._parameter.detach().reshape(1, -1))
             return
         self._reread(self.resident, self._matrix().t()[: self._plan.resident])
@@ -124,7 +134,7 @@ class SplitState:
             self.deferred.read_masters(self._matrix(), keep=True, besides=in_flight)
 
     def _reread(self, state: ColumnState | None, columns: torch.Tensor) -> None:
-        if state is not None and not self.is_own_master(state):
+        if state is not None and not self._own_master:
             state.master.copy_(reread(state.master, columns))
 
     # --- other splits ----------------------------------------------------------------------------------------------

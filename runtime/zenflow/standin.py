@@ -26,7 +26,18 @@ class GradientRecord:
     All of its numbers stay on the device, and nothing waits for them.
     """
 
-    __slots__ = ("_energy", "_gone", "_whole", "bring_back", "energies", "factor", "name", "unscale", "zeroed")
+    __slots__ = (
+        "_energy",
+        "_gone",
+        "_mixed",
+        "_whole",
+        "bring_back",
+        "energies",
+        "factor",
+        "name",
+        "unscale",
+        "zeroed",
+    )
 
     def __init__(self, name: str, energies: torch.Tensor) -> None:
         """Begin with a gradient as backward left it.
@@ -48,6 +59,7 @@ class GradientRecord:
         self._whole: torch.Tensor | None = None
         self._energy: torch.Tensor | None = None
         self._gone = False
+        self._mixed = False
 
     def norm(self) -> torch.Tensor:
         """0-dim fp32: the gradient's L2 norm as it is now, from fp32 sums; not finite where the gradient is not."""
@@ -59,8 +71,17 @@ class GradientRecord:
         return norm if self.factor is None else norm * self.factor.abs()
 
     def zero(self) -> None:
-        """Make the gradient zero."""
-        self.zeroed, self.factor, self.unscale = True, None, None
+        """Make the gradient zero.
+
+        Raises:
+            UnsupportedError: another tensor took its place.
+        """
+        self._require_here()
+        self.zeroed, self.factor, self.unscale, self._mixed = True, None, None, False
+
+    def mix(self) -> None:
+        """Say that backward has added to the gradient after a step had taken it, so that the sum is not to be had."""
+        self._mixed = True
 
     @property
     def whole(self) -> torch.Tensor | None:
@@ -75,11 +96,8 @@ class GradientRecord:
         """
         self._whole = whole
 
-    def needed(self, use: str) -> torch.Tensor:
+    def needed(self) -> torch.Tensor:
         """The gradient itself, brought back if it was not.
-
-        Args:
-            use: what somebody does with it.
 
         Raises:
             UnsupportedError: a step has taken it, or another tensor has its place in `.grad`.
@@ -89,11 +107,7 @@ class GradientRecord:
             self._whole = self.bring_back()
         if self._whole is None:
             self.require_current()
-            raise UnsupportedError(
-                f"the gradient of {self.name} was taken by a step and then asked for {use}, allowed are its 2-norm, "
-                "mul_ and div_ by a number, GradScaler and zero_grad(); ZenFlowConfig(stream=False) keeps gradients "
-                "whole"
-            )
+            raise taken(self.name)
         return self._whole
 
     def give_up(self) -> None:
@@ -101,11 +115,16 @@ class GradientRecord:
         self._gone = True
 
     def require_current(self) -> None:
-        """Refuse to go on once another tensor took its place.
+        """Refuse to go on with a gradient that is not to be had.
 
         Raises:
-            UnsupportedError: it did.
+            UnsupportedError: another tensor took its place, or backward has added to it after a step had taken it.
         """
+        if self._mixed:
+            raise taken(self.name)
+        self._require_here()
+
+    def _require_here(self) -> None:
         if self._gone:
             raise UnsupportedError(
                 f"a gradient of {self.name} was used that is no longer in .grad, allowed is to read parameter.grad anew"
@@ -149,16 +168,27 @@ class StandIn(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if _any_back(args) or (made := _without_data(func, args, kwargs or {})) is NotImplemented:
-            name = func.overloadpacket.__name__
-            args, kwargs = tree_map_only(StandIn, lambda one: one.record.needed(name), (args, kwargs or {}))
+            args, kwargs = tree_map_only(StandIn, lambda one: one.record.needed(), (args, kwargs or {}))
             return func(*args, **kwargs)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return copy.deepcopy(self.record.needed("deepcopy"), memo)
+        return copy.deepcopy(self.record.needed(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.record.needed("pickle").__reduce_ex__(protocol)
+        return self.record.needed().__reduce_ex__(protocol)
+
+
+def taken(name: str) -> UnsupportedError:
+    """Why a gradient is not to be had that an earlier step, or another optimizer, has taken.
+
+    Args:
+        name: the parameter's.
+    """
+    return UnsupportedError(
+        f"the gradient of {name} was taken by an earlier step and is needed again, allowed is zero_grad() between that "
+        "step() and the next backward(); ZenFlowConfig(stream=False) keeps gradients whole"
+    )
 
 
 def _without_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -174,7 +204,7 @@ def _any_back(args: Sequence[Any]) -> bool:
 
 def _of_whole(name: str) -> Callable[..., Any]:
     def use(self: StandIn, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.record.needed(name), name)(*args, **kwargs)
+        return getattr(self.record.needed(), name)(*args, **kwargs)
 
     return use
 
@@ -257,7 +287,6 @@ def _foreach_scale(func: Any, tensors: Sequence[torch.Tensor], value: Any) -> An
 
 
 def _zero(_: object, gradient: StandIn) -> StandIn:
-    gradient.record.require_current()
     gradient.record.zero()
     return gradient
 

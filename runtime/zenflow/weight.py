@@ -11,14 +11,14 @@ from torch import nn
 from zenflow.deferred import DeferredTier
 from zenflow.device import Arrived, Transfer
 from zenflow.errors import UnsupportedError
+from zenflow.host.tasks import LogEntry
 from zenflow.layout import WeightPlan
 from zenflow.ledger import mass
 from zenflow.runtime import Runtime
 from zenflow.selection import Move, plan_move, ranked, top_columns
 from zenflow.split_state import SplitState
 from zenflow.tiers import Tier
-
-_UNKNOWN_VERSION = -1
+from zenflow.writes import WriteWatch
 
 
 @dataclass(slots=True)
@@ -28,6 +28,14 @@ class _Proposal:
     columns: torch.Tensor
     """[n_sel] int32 in host memory."""
     transfer: Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class OutsideWrite:
+    """Somebody else may have written to a weight."""
+
+    before: torch.Tensor | None
+    """What the weight held before, in its shape; None where nothing was in flight."""
 
 
 class WeightState:
@@ -54,10 +62,15 @@ class WeightState:
         self._split: SplitState | None = None
         self._proposal: _Proposal | None = None
         self._scores: torch.Tensor | None = None
-        self._version = _UNKNOWN_VERSION
-        self._restored = False  # from a checkpoint, and not compared with the weights yet
+        self._writes = WriteWatch(parameter)
+        self._form = _form(parameter)
+        self.restored = False
+        """Whether its state is from a checkpoint, and was not compared with the weights yet."""
+        self.shown: dict[int, torch.Tensor] | None = None
+        """Where the parameter holds what a flush would make: by the number (counted in this weight) of each bucket that
+        is in flight, what training sees instead, [slots, rows] in the model's dtype in host memory."""
         self.neighbours: list[WeightState] = [self]
-        """All weights that share this one's memory, this one included: they share its version counter too."""
+        """All weights that share this one's memory, this one included."""
 
     @property
     def started(self) -> bool:
@@ -102,7 +115,6 @@ class WeightState:
         self._split = self._make_split(flat=self.plan.resident == self.plan.columns)
         self._split.read_masters(values)
         self._runtime.device.charge(2 * self.parameter.nbytes)
-        self.note_version()
 
     def _make_split(self, *, flat: bool) -> SplitState:
         """Room for the state of all columns; the proposal says which are selected."""
@@ -143,7 +155,6 @@ class WeightState:
         self._split.fill(before.tiers())
         if before.deferred is not None:
             before.deferred.release()
-        self.note_version()
 
     def restore(self, source: Tier, slots: torch.Tensor, *, flat: bool) -> None:
         """Take over a saved state.
@@ -159,52 +170,51 @@ class WeightState:
         deferred = torch.argsort(slots.long(), stable=True)[len(slots) - self.plan.deferred :]
         self._split = self._split_of(flat=flat, selected=selected, deferred=deferred)
         self._split.fill([source])
-        self._restored = True
+        self.restored = True
 
     # --- weights written by others ---------------------------------------------------------------------------------
 
-    def take_outside_writes(self) -> None:
-        """Read masters again where somebody else wrote to the parameter since we did.
+    def watch(self) -> None:
+        """Notice from now on what others write, at the end of whatever we write ourselves."""
+        if self._split is not None and not self._split.is_own_master and not self.restored:
+            self._writes.begin(keep=bool(self.in_flight))
+
+    def end_watch(self) -> OutsideWrite | None:
+        """Notice nothing more, since we are about to write; what somebody else may have written since `watch`.
 
         Raises:
-            UnsupportedError: host updates of it are in flight, which were computed from the old values.
+            UnsupportedError: the parameter has another shape, dtype or device than when its state began.
         """
-        if self._split is None or not (self._restored or self.parameter._version != self._version):
-            return
-        if not self._restored:  # else the model was loaded, before or after its optimizer
-            self.refuse_in_flight()
-        self._split.reread_masters(self.in_flight)
-        self._restored = False
-        self.note_version()
+        if self._split is None:
+            return None
+        self._require_form()
+        written = self._writes.written() or self._split.is_replaced()
+        before = self._writes.end()
+        if written:
+            self._require_view()
+        return OutsideWrite(before) if written else None
 
-    def refuse_outside_writes(self) -> None:
-        """Before the result of a host update is written.
+    def take_outside_write(self) -> None:
+        """Take the masters from weights that somebody else wrote to, but for the buckets that are in flight."""
+        self.split.reread_masters(self.in_flight)
+        self.restored = False
 
-        Raises:
-            UnsupportedError: somebody else wrote to the parameter while that update was in flight.
-        """
-        if not self._restored and self.parameter._version != self._version:
-            self.refuse_in_flight()
-
-    def refuse_in_flight(self) -> None:
-        """Before masters are read from weights that somebody else wrote to.
-
-        Raises:
-            UnsupportedError: host updates are in flight, which were computed from the old values.
-        """
-        if self.in_flight:
+    def _require_form(self) -> None:
+        if (form := _form(self.parameter)) != self._form:
             raise UnsupportedError(
-                f"parameter {self.name} was written to while host updates of it were in flight; "
-                "call optimizer.flush() before you write to weights"
+                f"parameter {self.name} is {_named(form)}, allowed is {_named(self._form)}, as when its training "
+                "began: make a new optimizer after changing it"
             )
 
-    def forget_version(self) -> None:
-        """Read the masters again at the next step, whether or not the version counter has moved."""
-        self._version = _UNKNOWN_VERSION
-
-    def note_version(self) -> None:
-        for weight in self.neighbours:
-            weight._version = weight.parameter._version
+    def _require_view(self) -> None:
+        try:
+            if self.plan.columns:
+                self.matrix()
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"parameter {self.name} has strides {self.parameter.stride()} now, allowed are those that it had when "
+                "its training began: make a new optimizer after changing its layout"
+            ) from error
 
     # --- selection -------------------------------------------------------------------------------------------------
 
@@ -284,6 +294,10 @@ class WeightState:
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
+    def pending_entries(self) -> list[LogEntry]:
+        """Of its open window."""
+        return [] if self.deferred is None else [entry for bucket in self.deferred.buckets for entry in bucket.log]
+
     def pending_mass(self) -> int:
         """Mass of the logged gradients, for the ledger."""
         logged = [] if self.deferred is None else self.deferred.logged()
@@ -333,5 +347,15 @@ class WeightState:
 def wrote(weights: Sequence[WeightState]) -> None:
     """Say that kernels have written to parameters: they do not count it, and autograd must know."""
     torch.autograd.graph.increment_version([weight.parameter for weight in weights])
-    for weight in weights:
-        weight.note_version()
+
+
+_Form = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def _form(parameter: nn.Parameter) -> _Form:
+    return parameter.shape, parameter.dtype, parameter.device
+
+
+def _named(form: _Form) -> str:
+    shape, dtype, device = form
+    return f"{dtype} of shape {tuple(shape)} on {device}"

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
+import torch
+
 from zenflow.arrivals import Arrivals
+from zenflow.checkpoint_format import SavedFlight
 from zenflow.config import AUTO_SELECT_OVERLAP, ZenFlowConfig
 from zenflow.deferred import Ahead
 from zenflow.device import Mark
-from zenflow.forward_waits import Flight, ForwardWaits
+from zenflow.late_weights import Flight, LateWeights
 from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
 from zenflow.schedule import StepPlan, due_step
 from zenflow.selection import Move
 from zenflow.stats import StepRecord, Wait
-from zenflow.weight import WeightState
+from zenflow.weight import OutsideWrite, WeightState
 
 
 class Windows:
@@ -31,7 +34,7 @@ class Windows:
         """B: of the whole model."""
         self._in_flight: list[Flight] = []
         self._arrivals = Arrivals(self.config.staging_bytes)
-        self.waits: ForwardWaits | None = None
+        self.waits: LateWeights | None = None
 
     # --- close -----------------------------------------------------------------------------------------------------
 
@@ -115,22 +118,24 @@ class Windows:
         """Buckets whose windows are not visible yet."""
         return self._in_flight
 
-    def restore(self, weight: WeightState, bucket: int, due: int, *, late: bool) -> None:
-        """Put a saved flight under way again.
-
-        Args:
-            weight: whose bucket it is.
-            bucket: number of the bucket, counted in this weight.
-            due: the step after which it becomes visible.
-            late: that step is over, and the weights may have been saved without it.
-        """
+    def restore(self, weight: WeightState, saved: SavedFlight) -> None:
+        """Put a saved flight of a weight under way again."""
         assert weight.deferred is not None
-        flight = Flight(weight, weight.deferred.restore_window(bucket), due)
+        slots: range | torch.Tensor = weight.deferred.buckets[saved.bucket].slots
+        if saved.passed_over:
+            slots = torch.tensor(sorted({*slots} - {*saved.passed_over}), device="cpu")
+        flight = Flight(weight, weight.deferred.restore_window(saved.bucket, slots, saved.decay), saved.due)
         weight.in_flight.add(flight.window.bucket.index)
-        if late and self.waits is not None:
-            self.waits.restore(flight)
-        else:
-            self._in_flight.append(flight)
+        self._in_flight.append(flight)
+
+    def _rewrite(self, weight: WeightState, before: torch.Tensor) -> None:
+        """Let what is in flight count on top of what was written; `before` has the weight's shape."""
+        assert weight.deferred is not None
+        self._runtime.engine.drain()
+        for flight in [flight for flight in self._in_flight if flight.weight is weight]:
+            done = flight.window.job
+            flight.window = weight.deferred.rewrite_window(flight.window, weight.plan.view(before), weight.matrix())
+            self._arrivals.done(done)
 
     def _due(self, plan: StepPlan, bucket: int) -> int:
         return due_step(
@@ -152,7 +157,6 @@ class Windows:
         self.ask(step)
         while self._in_flight:
             self._show(self._in_flight[0], step, record, began)
-            del self._in_flight[0]
             began = self._device.mark(), self._device.clock.now()
 
     # --- visible ---------------------------------------------------------------------------------------------------
@@ -168,16 +172,32 @@ class Windows:
     def apply(self, step: int, record: StepRecord, *, everything: bool = False) -> None:
         """Make visible what is due after a step (or everything that is in flight).
 
-        Where a host update is late, its wait is left to the forward of the layer that needs it, if there is a module.
+        Where a host update is late, its wait is left to whoever uses the weight first, if there is a module.
         """
-        for flight in [flight for flight in self._in_flight if everything or flight.due <= step]:
+        for flight in [one for one in self._in_flight if not one.late and (everything or one.due <= step)]:
             if self.waits is None or everything or not self.waits.leave(flight):
                 self._show(flight, min(step, flight.due), record, (self._device.mark(), self._device.clock.now()))
-            self._in_flight.remove(flight)  # not before, so that an exception loses nothing
 
     def show_late(self, flight: Flight, record: StepRecord) -> None:
-        """Make a bucket visible whose wait was left to the forward."""
-        self._show(flight, flight.due, record, (self._device.mark(), self._device.clock.now()))
+        """Make a bucket visible whose wait was left to the use of its weight."""
+        with self._device.in_order():
+            if (write := flight.weight.end_watch()) is not None:
+                self.take_outside_write(flight.weight, write)
+            self._show(flight, flight.due, record, (self._device.mark(), self._device.clock.now()))
+        flight.weight.watch()
+
+    def take_outside_write(self, weight: WeightState, write: OutsideWrite) -> None:
+        """Let a weight's masters, and what is in flight for it, follow what somebody else wrote.
+
+        Raises:
+            HostEngineError: host work failed.
+        """
+        if write.before is not None:
+            before, now = write.before, weight.parameter.detach()
+            if torch.equal(before, now):  # waits for the device, but only where somebody asked to write
+                return
+            self._rewrite(weight, before)
+        weight.take_outside_write()
 
     def _show(self, flight: Flight, step: int, record: StepRecord, began: tuple[Mark, float]) -> None:
         begin, cpu_begin = began
@@ -188,12 +208,12 @@ class Windows:
         assert job.transfer is not None
         d2h_end = None if window.gradients is None else window.gradients.end
         record.waits.append(Wait(begin, self._device.mark(), cpu_s, d2h_end, job.transfer.begin))
-        weight.refuse_outside_writes()
         weight.scatter(window.columns, rows)
         self._device.charge(2 * rows.nbytes)
         window.bucket.sent = job.transfer
         self._arrivals.done(job)
         weight.in_flight.discard(window.bucket.index)
+        self._in_flight.remove(flight)  # not before, so that an exception loses nothing
         self._runtime.traffic.h2d_bytes += rows.nbytes
         record.host_s += job.span.seconds
         record.host_bytes += job.nbytes

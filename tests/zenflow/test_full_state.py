@@ -219,6 +219,9 @@ def test_what_is_not_allowed(runs: Callable[..., Run]) -> None:
         run.optimizer.set_full_state(weight, "exp_avg", torch.zeros(90))
     with pytest.raises(ConfigError, match=r"of shape \(2, 2\) is not in the optimizer"):
         run.optimizer.full_state(nn.Parameter(torch.zeros(2, 2)))
+    run.step()
+    with run.optimizer.flushed_weights(), pytest.raises(ConfigError, match=r"was called within flushed_weights\(\)"):
+        run.optimizer.set_full_state(weight, "exp_avg", torch.zeros(13, 7))
 
 
 # --- optimizer.state ------------------------------------------------------------------------------------------------

@@ -116,31 +116,45 @@ def test_parameters_that_are_views_of_one_tensor_are_trained_like_others() -> No
         assert bool(same_bits(ours.detach(), theirs.detach()).all())
 
 
-def test_refresh_takes_up_what_was_written_through_data() -> None:
-    weights = weights_of()
-    optimizer = ZenFlowAdamW(weights, lr=0.0, config=WINDOWS)
-    give_gradients(weights, 1)
-    optimizer.step()
-    optimizer.flush()
-    for weight in weights:
-        weight.data = torch.full_like(weight, 3.0)
-    optimizer.refresh()
-    give_gradients(weights, 2)
-    optimizer.step()
-    optimizer.close()
-    for weight in weights:
-        assert bool((weight == 3.0).all())
+def channels_last(value: Tensor) -> Tensor:
+    return value.to(memory_format=torch.channels_last)
 
 
-def test_refresh_while_updates_are_in_flight_is_refused() -> None:
-    weights = weights_of()
-    optimizer = ZenFlowAdamW(weights, config=WINDOWS)
-    for step in (1, 2):
-        give_gradients(weights, step)
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        (
+            lambda value: value[:, :2],
+            r"0 is torch\.float32 of shape \(5, 2, 2, 4\) on cpu, allowed is .*, 3, 2, 4\)",
+        ),
+        (
+            lambda value: value.double(),
+            r"0 is torch\.float64 of shape .* on cpu, allowed is torch\.float32 of",
+        ),
+        (channels_last, r"0 has strides \(24, 1, 12, 3\) now, allowed are"),
+    ],
+    ids=["shape", "dtype", "layout"],
+)
+def test_a_parameter_of_another_form_is_refused(changed: Callable[[Tensor], Tensor], sentence: str) -> None:
+    weight = nn.Parameter(torch.randn(5, 3, 2, 4))
+    optimizer = ZenFlowAdamW([weight], config=WINDOWS)
+    plain = nn.Parameter(weight.detach().clone())
+    adamw = torch.optim.AdamW([plain])
+    for step in range(4):
+        if step == 2:
+            before = weight.data
+            weight.data = changed(before)
+            weight.grad = torch.ones_like(weight)
+            with pytest.raises(UnsupportedError, match=f"parameter {sentence}"):
+                optimizer.step()
+            weight.grad = None
+            weight.data = before
+        weight.grad = torch.randn_like(plain)
+        plain.grad = weight.grad.clone()
         optimizer.step()
-    with pytest.raises(UnsupportedError, match=r"call optimizer\.flush\(\) before"):
-        optimizer.refresh()
+        adamw.step()
     optimizer.close()
+    torch.testing.assert_close(weight, plain)
 
 
 @pytest.mark.parametrize("copies", [copy.deepcopy, pickle.dumps])

@@ -59,7 +59,6 @@ class Loop:
 
     @property
     def weights(self) -> torch.Tensor:
-        self.optimizer.synchronize()
         return torch.cat([parameter.detach().flatten() for parameter in self.module.parameters()])
 
 

@@ -59,8 +59,6 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> Iterator[dict[str, 
         optimizer.zero_grad()
         loss_of(model, step).backward()
         optimizer.step()
-        if hasattr(optimizer, "synchronize"):  # else an update may wait for the forward that needs it
-            optimizer.synchronize()
         yield weights_of(model)
 
 

@@ -268,8 +268,6 @@ def weights_written_past_torch() -> None:
     with trainings("odd", "bf16") as both:
         for one in both:
             one.step(2)
-            if one is both[0]:
-                one.engine.optimizer.synchronize()
             one.model.outer.weight.data.fill_(0.7)
             one.engine.optimizer.refresh_fp32_params()
             master = utils.safe_get_full_fp32_param(one.model.outer.weight)

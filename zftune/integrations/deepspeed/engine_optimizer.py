@@ -103,12 +103,7 @@ class EngineOptimizer(ZenFlowOptimizer):
         return loss
 
     def refresh_fp32_params(self) -> None:
-        """Take the masters from the weights, where these are not the masters' own rounding, at the next step.
-
-        Raises:
-            UnsupportedError: host updates are in flight, which were computed from the old values.
-        """
-        self.refresh()
+        """Nothing is left to do: masters follow whatever is written to the weights."""
 
     def destroy(self) -> None:
         """Apply what is pending and end the host engine, as `engine.destroy()` asks."""

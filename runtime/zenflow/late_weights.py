@@ -1,0 +1,250 @@
+"""Weights whose host update is late: whoever reads or writes one waits for it first, at the latest its own forward."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from zenflow.deferred import BucketJob
+from zenflow.device import in_backward
+from zenflow.signals import HeldSignals
+from zenflow.weight import WeightState
+from zenflow.writes import has_other_holders
+
+
+class _Arrive(Protocol):
+    def __call__(self, parameter: nn.Parameter, *, overwritten: bool) -> bool: ...
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A bucket's window that is not visible yet."""
+
+    weight: WeightState
+    window: BucketJob
+    due: int
+    """The step after which it becomes visible."""
+    late: bool = False
+    """Whether that step is over, and the wait for it is left to whoever uses the weight."""
+
+
+@dataclass(slots=True, eq=False)
+class _Wait:
+    """Something that has to happen before a weight is used."""
+
+    parameter: nn.Parameter
+    arrive: Callable[[], None]
+    overwritable: bool
+    """Whether all of the weight may be overwritten before."""
+
+
+class LateWeights:
+    """What has to happen to weights before they are used, mostly waits for late buckets, left to the first use.
+
+    Until then a weight's class is a subclass of `Parameter` that lets it arrive before any torch function that could
+    read or write it. The forward of the weight's own layer lets it arrive beforehand, since what it calls may know
+    nothing of torch functions (a kernel of an extension). Not left to its use is a weight
+
+    - whose layer's forward was not seen in the step before, since an extension might read it elsewhere,
+    - whose memory somebody else holds: that alias is a plain tensor, and says nothing when it is read,
+    - of another class than `Parameter`, which may have torch functions of its own,
+    - once torch.compile has been used: code that was compiled before the hooks were there does not run them.
+
+    Args:
+        module: that owns the weights; None: no wait for a bucket is left.
+        show: makes a bucket visible.
+    """
+
+    def __init__(self, module: nn.Module | None, show: Callable[[Flight], None]) -> None:
+        self._show = show
+        self._late: dict[int, list[_Wait]] = {}
+        self._seen: set[int] = set()
+        self._trusted: set[int] = set()
+        self._lock = threading.RLock()  # an average of weights may be taken in a thread of its own
+        self._class = _late_class(self._arrive)
+        self._handles = []
+        for part in module.modules() if module is not None else ():
+            if keys := tuple(id(parameter) for parameter in part.parameters(recurse=False)):
+                # First, since other hooks compute with the weights (torch.nn.utils.weight_norm).
+                hook = partial(self._before_forward, keys)
+                self._handles.append(part.register_forward_pre_hook(hook, prepend=True))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A copy of the module (deepcopy, pickle) takes its hooks along; they must not drag the optimizer with them.
+        return _hooks_of_a_copy, ()
+
+    def leave(self, flight: Flight) -> bool:
+        """Take over the wait for a bucket, unless it has arrived or some use of its weight could go unnoticed."""
+        parameter = flight.weight.parameter
+        if id(parameter) not in self._late:
+            transfer = flight.window.job.transfer
+            arrived = transfer is not None and transfer.done()
+            if arrived or id(parameter) not in self._trusted or _compiled_something():
+                return False
+            if type(parameter) is not nn.Parameter or has_other_holders(parameter):
+                return False
+        self._add(_Wait(parameter, partial(self._show, flight), overwritable=False))
+        flight.late = True
+        return True
+
+    def before_use(self, parameter: nn.Parameter, do: Callable[[], None], *, overwritable: bool = False) -> None:
+        """Have something done before a weight is used, after `end_step`.
+
+        Args:
+            parameter: of class `Parameter`; of another it is done now.
+            do: what.
+            overwritable: whether the weight may be overwritten as a whole before.
+        """
+        if type(parameter) is nn.Parameter or issubclass(type(parameter), _Covered):
+            self._add(_Wait(parameter, do, overwritable))
+        else:
+            do()
+
+    def _add(self, wait: _Wait) -> None:
+        self._late.setdefault(id(wait.parameter), []).append(wait)
+
+    def end_step(self) -> None:
+        """From now on, let what was left happen before a weight is used."""
+        for waits in self._late.values():
+            waits[0].parameter.__class__ = self._class
+
+    def finish(self, *, overwritable: bool = True) -> None:
+        """Let all that was left happen now.
+
+        Args:
+            overwritable: also what can wait until its weight was overwritten.
+        """
+        for key, waits in list(self._late.items()):
+            if overwritable or not all(wait.overwritable for wait in waits):
+                self._finish_weight(key)
+
+    def begin_step(self) -> None:
+        """Let all that was left happen now, and note which layers' forwards were seen."""
+        self.finish()
+        self._trusted, self._seen = self._seen, set()
+
+    def remove(self) -> None:
+        """Take the hooks off the module and give the weights up as they are."""
+        for waits in self._late.values():
+            self._uncover(waits[0].parameter)
+        self._late.clear()
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_forward(self, keys: tuple[int, ...], *_: object) -> None:
+        if not in_backward():  # recomputation under gradient checkpointing says nothing of the next step
+            self._seen.update(keys)
+        for key in keys if self._late else ():
+            self._finish_weight(key)
+
+    def _arrive(self, parameter: nn.Parameter, *, overwritten: bool) -> bool:
+        """Let what was left happen; False where that can come later."""
+        if overwritten and all(wait.overwritable for wait in self._late.get(id(parameter), ())):
+            return False
+        self._finish_weight(id(parameter))
+        self._uncover(parameter)
+        return True
+
+    def _finish_weight(self, key: int) -> None:
+        with HeldSignals(), self._lock:
+            waits = self._late.get(key, [])
+            while waits:
+                wait = waits[0]
+                self._uncover(wait.parameter)
+                try:
+                    wait.arrive()
+                except BaseException:
+                    wait.parameter.__class__ = self._class
+                    raise
+                if wait in waits:  # not before, so that an exception loses nothing
+                    waits.remove(wait)
+            self._late.pop(key, None)
+
+    def _uncover(self, parameter: nn.Parameter) -> None:
+        if type(parameter) is self._class:
+            parameter.__class__ = nn.Parameter
+
+
+def _hooks_of_a_copy() -> LateWeights:
+    """Hooks that have nothing to wait for."""
+    return LateWeights(None, lambda _: None)
+
+
+def _compiled_something() -> bool:
+    """Whether torch.compile has made code in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters.get("frames"))
+
+
+# --- the class of a late weight --------------------------------------------------------------------------------------
+
+_T: Any = torch.Tensor
+_READ = "shape dtype device layout ndim is_leaf is_cuda is_cpu is_meta is_sparse is_quantized is_nested itemsize nbytes"
+_OF_AUTOGRAD = "requires_grad grad grad_fn retains_grad _backward_hooks _post_accumulate_grad_hooks"
+_CALLED = (
+    "size dim ndimension numel nelement stride element_size storage_offset is_floating_point is_complex is_contiguous "
+    "get_device requires_grad_ __len__ register_hook register_post_accumulate_grad_hook new_empty new_zeros new_ones "
+    "new_full new_tensor"
+)
+_MADE_ALIKE = "empty_like zeros_like ones_like full_like rand_like randn_like"
+_ELEMENTS_UNUSED = frozenset(
+    [getattr(_T, name).__get__ for name in f"{_READ} {_OF_AUTOGRAD}".split()]
+    + [_T.grad.__set__, _T.grad.__delete__, _T.requires_grad.__set__]
+    + [getattr(_T, name) for name in _CALLED.split()]
+    + [getattr(torch, name) for name in f"{_MADE_ALIKE} is_floating_point is_complex numel".split()]
+)
+"""What is known without a weight's elements. torch.optim and `zero_grad()` ask for some of it right after a step."""
+
+
+class _Covered(nn.Parameter):
+    """A weight for which something has to happen before it is used."""
+
+
+def _late_class(arrive: _Arrive) -> type[nn.Parameter]:
+    """A class for weights that arrive before they are used; it looks like `Parameter`.
+
+    Args:
+        arrive: makes a weight that has this class the plain parameter that it would be; false where that can wait.
+    """
+
+    class Late(_Covered):
+        def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
+            return nn.Parameter(*args, **kwargs)  # somebody makes a parameter of the same type
+
+        @classmethod
+        def __torch_function__(
+            cls,
+            func: Callable[..., Any],
+            types: Sequence[type],
+            args: Sequence[Any] = (),
+            kwargs: Mapping[str, Any] | None = None,
+        ) -> Any:
+            if func in _ELEMENTS_UNUSED:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **(kwargs or {}))
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, cls) and not arrive(leaf, overwritten=func is _T.copy_ and leaf is args[0]):
+                    with torch._C.DisableTorchFunctionSubclass():
+                        return func(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+            arrive(self, overwritten=False)
+            made: nn.Parameter = nn.Parameter.__deepcopy__(self, memo)
+            return made
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            arrive(self, overwritten=False)
+            return nn.Parameter.__reduce_ex__(self, protocol)
+
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(Late, name, getattr(nn.Parameter, name))
+    return Late

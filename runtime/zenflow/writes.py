@@ -1,0 +1,89 @@
+"""Weights that somebody else writes to: torch's copy-on-write notices it, and costs nothing until it happens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+# A tensor's own, and that of the Python object by which it is asked.
+_OWN_HOLDERS = 2
+
+
+def has_other_holders(parameter: nn.Parameter) -> bool:
+    """Whether a tensor besides this one uses its memory: a detached copy, a view, a NumPy array."""
+    return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata)) > _OWN_HOLDERS
+
+
+class WriteWatch:
+    """Notices that a parameter's memory is written to or replaced, by whatever way.
+
+    The memory is shared with a lazy clone. Whoever asks torch for memory to write to (an operation in place on the
+    parameter, on `data`, on a view or a detached copy of it; a kernel of an extension; NumPy) makes it unshared first,
+    and the clone keeps the old values. That somebody asked does not say that he wrote.
+
+    Memory that torch cannot share lazily, and memory of the CPU that somebody may have had a pointer to before, is
+    copied; on another device writes through such a pointer are not noticed.
+    """
+
+    __slots__ = ("_before", "_kept", "_parameter", "_storage", "_version", "_way")
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+        self._storage: int | None = None  # None: not watching
+        self._way: Literal["shared", "copied", "counted"] = "counted"
+        self._version = 0
+        self._before: torch.Tensor | None = None
+        self._kept = False
+
+    def begin(self, *, keep: bool) -> None:
+        """Notice writes from now on.
+
+        Args:
+            keep: remember what the parameter holds, which takes memory once somebody writes.
+        """
+        parameter = self._parameter
+        on_cpu = parameter.device.type == "cpu"
+        pointed_at = on_cpu and has_other_holders(parameter)
+        self._storage, self._version = parameter.untyped_storage()._cdata, parameter._version
+        values = parameter.detach()
+        self._before = None if pointed_at else _lazy_clone(values)
+        self._way = "counted" if self._before is None else "shared"
+        if self._before is None and on_cpu:
+            self._before, self._way = values.clone(), "copied"
+        self._kept = keep and self._before is not None
+        if not keep and self._way == "shared":
+            self._before = None  # the memory stays marked, and the first write costs nothing
+
+    def written(self) -> bool:
+        """Whether somebody may have written since `begin`."""
+        parameter = self._parameter
+        if self._storage is None:
+            return False
+        if parameter.untyped_storage()._cdata != self._storage:
+            return True
+        if self._way == "shared":
+            return not torch._C._is_cow_tensor(parameter)  # type: ignore[attr-defined]
+        if self._way == "copied":
+            assert self._before is not None
+            return not torch.equal(self._before, parameter.detach())
+        return parameter._version != self._version
+
+    def end(self) -> torch.Tensor | None:
+        """Notice nothing more, before we write ourselves.
+
+        Returns:
+            What the parameter held at `begin`, where that was to be kept.
+        """
+        before = self._before if self._kept else None
+        self._storage, self._before = None, None
+        return before
+
+
+def _lazy_clone(values: torch.Tensor) -> torch.Tensor | None:
+    """A clone that is not made before somebody writes; None where this memory allows none."""
+    try:
+        return values._lazy_clone()
+    except RuntimeError:  # mapped files, memory of other processes, of NumPy
+        return None
