@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,12 +11,12 @@ import torch
 from zenflow.checkpoint_format import HEADER, Header, Saved, SavedEntry, SavedFlight, SavedWeight, shapes
 from zenflow.config import LIVE_KNOBS, ZenFlowConfig
 from zenflow.flushed import Unflush
+from zenflow.full_state import whole_tier
 from zenflow.host.tasks import Control
 from zenflow.layout import ModelPlan
 from zenflow.model import Groups, Split
 from zenflow.rules import Hyper
-from zenflow.state import ColumnState
-from zenflow.tiers import Tier, move_state
+from zenflow.tiers import move_state
 from zenflow.training import Training
 from zenflow.weight import WeightState
 
@@ -111,7 +111,7 @@ def _tensors(training: Training, weight: WeightState) -> dict[str, Any]:
     tensors["log"], tensors["shown"] = (), ()
     if not weight.started:
         return tensors
-    target = _tier(weight, tensors, rule.moment_names)
+    target = whole_tier(plan, tensors, rule.moment_names)
     move_state(training.runtime, weight.split.tiers(), target)
     if plan.columns:
         tensors["importance"].copy_(weight.importance())
@@ -123,17 +123,6 @@ def _tensors(training: Training, weight: WeightState) -> dict[str, Any]:
         tensors["log"] = tuple(rows for _, rows in weight.deferred.logged())
         tensors["shown"] = tuple(_shown(weight, flight.bucket) for flight in _flights(training, weight))
     return tensors
-
-
-def _tier(weight: WeightState, tensors: Mapping[str, Any], moment_names: Sequence[str]) -> Tier:
-    """The saved state of all columns, sharing the memory of the tensors."""
-    plan, streams = weight.plan, [tensors[name] for name in ("master", *moment_names)]
-    if plan.columns:
-        columns = [plan.view(stream).t() for stream in streams]
-    else:
-        columns = [stream.view(1, -1) for stream in streams]
-    state = ColumnState.over(columns, tensors["count"])
-    return Tier(torch.arange(len(tensors["count"]), device="cpu"), state, on_host=True)
 
 
 def resumed(current: Training, saved: Saved, groups: Groups) -> Training:
@@ -245,7 +234,7 @@ def _restore_weight(
     flushed: bool,
 ) -> None:
     host = {name: value.cpu() for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-    source = _tier(weight, host, training.rule.moment_names)
+    source = whole_tier(weight.plan, host, training.rule.moment_names)
     weight.restore(source, host["slots"], flat=saved.flat)
     if weight.plan.columns:
         weight.note_importance(host["importance"].to(weight.parameter.device), None)

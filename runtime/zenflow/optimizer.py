@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from zenflow import checkpoint, checkpoint_format
+from zenflow import checkpoint, checkpoint_format, full_state
 from zenflow.config import ZenFlowConfig
 from zenflow.device import Device, Mark, device_for
 from zenflow.errors import ConfigError, UnsupportedError, ZenFlowError
@@ -27,6 +27,7 @@ from zenflow.ledger import Balance
 from zenflow.ranks import Ranks
 from zenflow.rules import Rule
 from zenflow.signals import HeldSignals
+from zenflow.state_view import StateView
 from zenflow.stats import StepStats
 from zenflow.timeline import Timeline, TimelineRecorder
 from zenflow.training import Training
@@ -220,7 +221,8 @@ class ZenFlowOptimizer(Optimizer):
             self.param_groups.pop()
             raise
         for parameter in self.param_groups[-1]["params"]:
-            self.state[parameter]["held_by"] = "zenflow"  # some tools take an empty state for one that has to be made
+            # Never empty: some tools take an empty state for one that has to be made.
+            self.state[parameter] = StateView(self, parameter, self._rule.moment_names)
 
     @_undivided
     def state_dict(self) -> dict[str, Any]:
@@ -297,6 +299,62 @@ class ZenFlowOptimizer(Optimizer):
         )
 
     # --- beyond torch ----------------------------------------------------------------------------------------------
+
+    @_undivided
+    def full_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """One parameter's state in its own shape: copies on the CPU; changes nothing.
+
+        Gradients of the open window are not in it. Those of a closed one are, though its weights may still be on
+        their way to the device. Waits for the host work that was submitted.
+
+        Args:
+            parameter: one of this optimizer's.
+
+        Returns:
+            fp32 "master" and the rule's moments by torch's names, as they begin where there was no update yet; "step",
+            0-dim fp32: the updates of the columns that had most.
+
+        Raises:
+            ConfigError: the parameter is another optimizer's.
+            HostEngineError: host work failed.
+        """
+        return full_state.read(self._training, parameter, self._group_of(parameter))
+
+    @_undivided
+    def set_full_state(self, parameter: nn.Parameter, name: str, value: torch.Tensor) -> None:
+        """Set one parameter's master, and its weight with it, or a moment; gradients of the open window come on top.
+
+        Setting what `full_state` has just returned changes nothing. A new master makes the updates of closed windows
+        visible at once.
+
+        Args:
+            parameter: one of this optimizer's.
+            name: "master", or a moment by torch's name.
+            value: as many elements as the parameter has, in any dtype, on any device; is copied.
+
+        Raises:
+            ConfigError: the parameter is another optimizer's, there is no such name, the size is another, it is a
+                moment of a parameter that was never updated, or the weights are flushed ones (`flushed_weights`).
+            HostEngineError: host work failed.
+        """
+        full_state.write(self._training, parameter, self._group_of(parameter), name, value)
+
+    def _group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        for group in self.param_groups:
+            if any(one is parameter for one in group["params"]):
+                return group
+        raise ConfigError(
+            f"a parameter of shape {tuple(parameter.shape)} is not in the optimizer, allowed is one of its own"
+        )
+
+    @_undivided
+    def average_gradients(self) -> None:
+        """Average `.grad` over the ranks now, on all of them, where `step()` would; that averages only what is new.
+
+        Raises:
+            UnsupportedError: a gradient is sparse.
+        """
+        self._training.average_gradients(self.param_groups)
 
     @_undivided
     def flush(self) -> None:

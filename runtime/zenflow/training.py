@@ -123,9 +123,8 @@ class Training:
         if self._waits is not None:
             self._waits.begin_step()
         self.history.begin_step()
+        self.average_gradients(groups)
         if self.runtime.ranks is not None:
-            parameters = (parameter for group in groups for parameter in group["params"])
-            self.runtime.ranks.reduce(parameters, self._device)
             found_inf = self.runtime.ranks.any(found_inf, self._device.torch_device)
         live = self.gradients.collect(self.model.weights)
         self._require_room(live)
@@ -139,6 +138,16 @@ class Training:
         self.history.end_step(self.clock.step, traffic)
         self.leave_weights()
         self._torn = False
+
+    def average_gradients(self, groups: Groups) -> None:
+        """Average `.grad` over the ranks, unless it was and nobody has touched it since.
+
+        Raises:
+            UnsupportedError: a gradient is sparse.
+        """
+        if self.runtime.ranks is not None:
+            parameters = (parameter for group in groups for parameter in group["params"])
+            self.runtime.ranks.reduce(parameters, self._device)
 
     def leave_weights(self) -> None:
         """Give the weights back to the script, at the end of whatever changes them."""
