@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -280,3 +282,24 @@ def moco(script: Script) -> None:
         engine.step()
         script.read("loss", [loss])
     script.read("keys", [*model.encoder_k.parameters(), model.get_buffer("queue")])
+
+
+def _act(model: nn.Module, pipe: Connection) -> None:
+    while pipe.recv():
+        pipe.send([p.detach().numpy() for p in model.parameters()])
+
+
+def actor(script: Script) -> None:
+    """An actor in another process, which acts with the learner's weights: `model.share_memory()`."""
+    model = net().share_memory()
+    ours, theirs = Pipe()
+    process = get_context("fork").Process(target=_act, args=(model, theirs), daemon=True)
+    process.start()
+    engine = script.engine(model)
+    for x, y in batches():
+        engine.backward(F.mse_loss(engine(x), y))
+        engine.step()
+        ours.send(True)
+        script.read("actor's weights", map(torch.from_numpy, ours.recv()))
+    ours.send(False)
+    process.join()

@@ -22,6 +22,7 @@ NAMES = {
     "DINO": "averages.dino",
     "DQN, hard target updates": "averages.dqn",
     "MoCo, key encoder and queue": "averages.moco",
+    "actor in another process, `share_memory`": "averages.actor",
     "GAN, two engines": "pairs.two_engines",
     "GAN, two engines, one frozen at a time": "pairs.two_engines_frozen",
     "GAN, engine and `torch.optim.Adam`": "pairs.engine_and_torch",

@@ -27,7 +27,12 @@ def oracle(config: dict[str, Any], *, windowed: bool) -> Make:
     if not windowed:
         return lambda parameters, _: torch.optim.AdamW(parameters, lr=LR, weight_decay=DECAY)
     knobs = ZenFlowConfig.from_ds_config(config)
-    return lambda parameters, model: ReferenceAdamW(parameters, lr=LR, weight_decay=DECAY, config=knobs, module=model)
+
+    def make(parameters: Iterable[nn.Parameter], model: nn.Module) -> ReferenceAdamW:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]  # as DeepSpeed has it
+        return ReferenceAdamW(trained, lr=LR, weight_decay=DECAY, config=knobs, module=model)
+
+    return make
 
 
 class PlainEngine:
