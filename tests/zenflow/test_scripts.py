@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +152,42 @@ def test_another_thread_reads(setting: Setting) -> None:
             reader.join()
 
     compare(script, setting, with_module=True)
+
+
+@pytest.fixture
+def _threads_take_turns_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("_threads_take_turns_often")
+def test_another_thread_reads_during_the_next_forward(setting: Setting) -> None:
+    def script(run: Run) -> None:
+        for _ in range(12):
+            run.step()
+            reader = threading.Thread(target=lambda: run.note(weight.detach() for weight in run.weights))
+            reader.start()
+            run.loss()
+            reader.join()
+
+    compare(script, setting, with_module=True, build=lambda: seeded(Stack, depth=2))
+
+
+def test_another_process_reads_shared_memory(setting: Setting, with_module: bool) -> None:
+    def build() -> nn.Module:
+        return stack().share_memory()
+
+    def script(run: Run) -> None:
+        storage: Any = torch.UntypedStorage
+        handles = [storage._share_fd_cpu_(weight.untyped_storage()) for weight in run.weights]
+        mapped = [torch.tensor([]).set_(storage._new_shared_fd_cpu(*handle)) for handle in handles]  # as a process does
+        for _ in range(9):
+            run.step()
+            run.note(mapped)
+
+    compare(script, setting, with_module=with_module, build=build)
 
 
 # --- writes ----------------------------------------------------------------------------------------------------------
