@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from zenflow.checkpoint_format import HEADER, Header, Saved, SavedEntry, SavedFlight, SavedWeight, shapes
 from zenflow.config import LIVE_KNOBS, ZenFlowConfig
+from zenflow.flushed import adopt
 from zenflow.host.tasks import Control
 from zenflow.layout import ModelPlan
 from zenflow.model import Groups, Split
@@ -48,6 +50,7 @@ def save(training: Training, groups: Groups) -> dict[str, Any]:
         buckets=training.model.windows.buckets,
         hypers=[asdict(hyper) for hyper in training.hypers],
         weights=[_saved_weight(training, weight) for weight in weights],
+        flushed=training.shows_flushed or any(weight.shown is not None for weight in weights),
         imported=False,
     )
     index = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -60,7 +63,6 @@ def save(training: Training, groups: Groups) -> dict[str, Any]:
 
 
 def _saved_weight(training: Training, weight: WeightState) -> SavedWeight:
-    first = weight.plan.first_bucket
     entries = [] if weight.deferred is None else [entry for entry, _ in weight.deferred.logged()]
     return SavedWeight(
         plan=weight.plan,
@@ -75,17 +77,19 @@ def _saved_weight(training: Training, weight: WeightState) -> SavedWeight:
             )
             for entry in entries
         ],
-        flights=[
-            SavedFlight(
-                flight.window.bucket.index - first, flight.due, flight.window.decay(), flight.window.passed_over
-            )
-            for flight in training.model.windows.in_flight
-            if flight.weight is weight
-        ],
+        flights=_flights(training, weight),
         auto=training.auto.sums_of(weight) if training.begun else [],
         ledger=[] if training.runtime.ledger is None else list(training.runtime.ledger.totals(weight.name)),
         firings=training.gradients.expected(weight),
     )
+
+
+def _flights(training: Training, weight: WeightState) -> list[SavedFlight]:
+    windows = [(flight.window, flight.due) for flight in training.model.windows.in_flight if flight.weight is weight]
+    return [
+        SavedFlight(window.bucket.index - weight.plan.first_bucket, due, window.decay(), window.passed_over)
+        for window, due in windows
+    ]
 
 
 def _tensors(training: Training, weight: WeightState) -> dict[str, Any]:
@@ -95,7 +99,7 @@ def _tensors(training: Training, weight: WeightState) -> dict[str, Any]:
         for name, (shape, dtype) in shapes(plan, weight.parameter, rule).items()
     }
     tensors["slots"].fill_(-1)
-    tensors["log"] = ()
+    tensors["log"], tensors["shown"] = (), ()
     if not weight.started:
         return tensors
     target = _tier(weight, tensors, rule.moment_names)
@@ -108,6 +112,8 @@ def _tensors(training: Training, weight: WeightState) -> dict[str, Any]:
         slots = weight.deferred.slot_columns
         tensors["slots"][slots] = torch.arange(len(slots), dtype=torch.int32, device="cpu")
         tensors["log"] = tuple(rows for _, rows in weight.deferred.logged())
+        if weight.shown is not None:
+            tensors["shown"] = tuple(weight.shown[flight.bucket] for flight in _flights(training, weight))
     return tensors
 
 
@@ -205,7 +211,7 @@ def _restore(training: Training, saved: Saved, groups: Groups) -> None:
         training.gradients.expect(weight, of_weight.firings)
         if of_weight.started:
             tensors = saved.tensors[numbers[id(weight.parameter)]]
-            _restore_weight(training, weight, of_weight, tensors, groups, controls)
+            _restore_weight(training, weight, of_weight, tensors, groups, controls, flushed=header.flushed)
     training.auto.restore({weight: of_weight.auto for weight, of_weight in known.items()})
     if training.runtime.ledger is not None:
         totals = {weight.name: _totals(weight, known[weight]) for weight in known}
@@ -226,6 +232,8 @@ def _restore_weight(
     tensors: Mapping[str, Any],
     groups: Groups,
     controls: _Controls,
+    *,
+    flushed: bool,
 ) -> None:
     host = {name: value.cpu() for name, value in tensors.items() if isinstance(value, torch.Tensor)}
     source = _tier(weight, host, training.rule.moment_names)
@@ -244,6 +252,10 @@ def _restore_weight(
         weight.deferred.restore_entry(rows.cpu(), entry.step, hyper, control)
     for flight in saved.flights:
         training.model.windows.restore(weight, flight)
+    if flushed:
+        shown = zip(saved.buckets_in_flight, tensors["shown"], strict=True)
+        weight.shown = {bucket: rows.cpu() for bucket, rows in shown}
+    training.before_use(weight.parameter, partial(adopt, training, weight))
 
 
 def _hyper(training: Training, group: Mapping[str, Any], values: Mapping[str, float]) -> Hyper:

@@ -3,11 +3,13 @@
 `state_dict()` has torch's form. Each parameter's tensors are in its own shape, so that they can be read without knowing
 how the state was split:
 
-    {"state": {index: {"master", one tensor a moment, "count", "slots", "importance", "proposed", "log"}},
+    {"state": {index: {"master", one tensor a moment, "count", "slots", "importance", "proposed", "log", "shown"}},
      "param_groups": [{hyperparameters, "params": [index, ...]}, ...]}
 
-`count`, `slots`, `importance` and `proposed` have one number a column; `log` is a tuple of the open window's gradients
-of the deferred columns, [deferred, rows] each. What is not a tensor stands in `param_groups[0]["zenflow"]`, as JSON.
+`count`, `slots`, `importance` and `proposed` have one number a column; `log` is a tuple
+of the open window's gradients of the deferred columns, [deferred, rows] each. `shown` is empty, or where the model's
+file is of flushed weights a tuple of the weights that training sees, [slots, rows] of each bucket in flight. What is
+not a tensor stands in `param_groups[0]["zenflow"]`, as JSON.
 """
 
 from __future__ import annotations
@@ -95,6 +97,8 @@ class Header:
     """Of each group, in the last step."""
     weights: list[SavedWeight]
     """In the order of the parameter groups."""
+    flushed: bool
+    """Whether the model's file of the same moment holds the weights that a flush would make."""
     imported: bool
     """From another optimizer's checkpoint: knobs and split are those of whoever loads it. Nothing is selected, logged
     or in flight, and the columns of a weight count alike."""
@@ -244,5 +248,8 @@ def _check_weight(
             raise CheckpointError(
                 f'{where}["log"] holds something else than gradients of [{plan.deferred}, {plan.rows}]'
             )
+    shown = state.get("shown", ())
+    if not isinstance(shown, (tuple, list)) or (len(shown) not in (0, len(weight.flights))):
+        raise CheckpointError(f'{where}["shown"] has not the {len(weight.flights)} buckets that are in flight')
     if any(not 0 <= bucket < len(plan.bucket_slots) for bucket in weight.buckets_in_flight):
         raise CheckpointError(f"{where} has an update in flight for a bucket that it does not have")

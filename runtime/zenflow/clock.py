@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
 from zenflow.errors import DeadlockError
+from zenflow.signals import HeldSignals
 
 T = TypeVar("T")
 
@@ -296,7 +297,7 @@ class SimulatedClock(Clock):
             self._running = None
 
     def _take_turn(self, party: _Party, *, returns: bool = False) -> None:
-        with _Uninterrupted():  # without the turn there is nothing that an interrupt could be told
+        with _uninterrupted():  # without the turn there is nothing that an interrupt could be told
             with self._entered():
                 self._outside -= returns
                 self._ready.append(party)
@@ -334,7 +335,7 @@ class SimulatedClock(Clock):
 
     def _take_back(self, party: _Party) -> None:
         """Wait for the turn of a thread that was interrupted anywhere in a wait."""
-        with _Uninterrupted():
+        with _uninterrupted():
             with self._entered():
                 if party.signal is not None and party in party.signal.parties:
                     party.signal.parties.remove(party)
@@ -360,7 +361,7 @@ class SimulatedClock(Clock):
     @contextmanager
     def _entered(self) -> Iterator[None]:
         """Change what is known of parties; then see whose turn it is."""
-        with _Uninterrupted(), self._mutex:
+        with _uninterrupted(), self._mutex:
             self._owner = threading.get_ident()
             try:
                 yield
@@ -372,7 +373,7 @@ class SimulatedClock(Clock):
     def _pass_on(self) -> None:
         # Whoever has the mutex passes on what is raised meanwhile: it may be this very thread, below a finalizer.
         while self._signals:
-            with _Uninterrupted():
+            with _uninterrupted():
                 if not self._mutex.acquire(blocking=False):
                     return
                 self._owner = threading.get_ident()
@@ -426,25 +427,9 @@ class SimulatedClock(Clock):
         self._running = None
 
 
-class _Uninterrupted:
-    """Ctrl-C in the main thread waits until whose turn it is has been decided: half of that would stop everybody."""
-
-    __slots__ = ("_before", "_came")
-
-    def __enter__(self) -> None:
-        self._came = False
-        self._before = None
-        if threading.get_ident() == threading.main_thread().ident and signal.getsignal(signal.SIGINT) is not None:
-            self._before = signal.signal(signal.SIGINT, self._note)
-
-    def __exit__(self, *details: Any) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            if self._came:
-                signal.raise_signal(signal.SIGINT)
-
-    def _note(self, *_: Any) -> None:
-        self._came = True
+def _uninterrupted() -> HeldSignals:
+    """Ctrl-C waits until whose turn it is has been decided: half of that would stop everybody."""
+    return HeldSignals((signal.SIGINT,), patient=True)
 
 
 class _SimulatedEvent:

@@ -264,7 +264,7 @@ class DeferredTier:
             The window with its new result.
         """
         bucket, slots = window.bucket, window.slots
-        old, new = (self._on_host(part, bucket.columns) for part in (before, matrix))
+        old, new = (self.on_host(part, bucket.columns) for part in (before, matrix))
         masters = self.state.master[bucket.slots.start : bucket.slots.stop]
         inside = torch.zeros(len(bucket.slots), dtype=torch.bool, device="cpu")
         inside[torch.as_tensor(slots, device="cpu") - bucket.slots.start] = True
@@ -275,11 +275,55 @@ class DeferredTier:
             window.job.transfer.wait()
         return self.restore_window(bucket.index - self.buckets[0].index, slots, window.decay())
 
-    def _on_host(self, matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    def on_host(self, matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """Columns of a matrix in host memory; waits for them.
+
+        Args:
+            matrix: [rows, columns] on the device.
+            columns: [n] int64 on the device.
+
+        Returns:
+            [n, rows].
+        """
         rows, transfer = self._runtime.fetch(self._runtime.kernels.pack(matrix, columns))
         self._runtime.device.block_on(transfer)
         self._runtime.traffic.migrated_bytes += rows.nbytes
         return rows
+
+    def rounded(self, bucket: Bucket) -> torch.Tensor:
+        """[slots, rows] in the model's dtype, in host memory: what the masters round to; all host work is done."""
+        return self.state.master[bucket.slots.start : bucket.slots.stop].to(self._dtype)
+
+    def preview(self, bucket: Bucket, closing: Hyper) -> torch.Tensor:
+        """What the weights would be if the window closed now; changes nothing, and all host work is done.
+
+        Args:
+            bucket: one of the tier's.
+            closing: hyperparameters of the newest step.
+
+        Returns:
+            [slots, rows] in the model's dtype, in host memory.
+        """
+        if not bucket.log:
+            return self.rounded(bucket)
+        engine, part = self._runtime.engine, self.state.slice(bucket.slots.start, bucket.slots.stop)
+        copied = ColumnState.over([stream.clone() for stream in (part.master, *part.moments)], part.count.clone())
+        columns = HostColumns(self._host.rule, copied, engine.backend.register(self._host.rule, copied))
+        result = torch.empty_like(bucket.result)
+        targets = Targets(range(len(bucket.slots)), [(entry, None) for entry in bucket.log])
+        task = Update(columns, [targets], self._closing(closing), weights=result)
+        try:
+            job = Job(
+                f"looking ahead in {self._name}",
+                self._runtime.device,
+                task,
+                nbytes=self._update_bytes(result.numel(), bucket.log),
+                inputs=_transfers(bucket.log),
+            )
+            engine.submit(job).wait(engine)
+        finally:
+            engine.backend.forget(columns.handle)
+        return result
 
     # --- a close ---------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,10 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from zenflow.deferred import BucketJob
 from zenflow.device import in_backward
+from zenflow.signals import HeldSignals
 from zenflow.weight import WeightState
 from zenflow.writes import has_other_holders
 
-_Arrive = Callable[[nn.Parameter], None]
+
+class _Arrive(Protocol):
+    def __call__(self, parameter: nn.Parameter, *, overwritten: bool) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -33,10 +36,20 @@ class Flight:
     """Whether that step is over, and the wait for it is left to whoever uses the weight."""
 
 
-class LateWeights:
-    """Waits for late buckets, left to the first use of their weight.
+@dataclass(slots=True, eq=False)
+class _Wait:
+    """Something that has to happen before a weight is used."""
 
-    Until then the weight's class is a subclass of `Parameter` that lets it arrive before any torch function that could
+    parameter: nn.Parameter
+    arrive: Callable[[], None]
+    overwritable: bool
+    """Whether all of the weight may be overwritten before."""
+
+
+class LateWeights:
+    """What has to happen to weights before they are used, mostly waits for late buckets, left to the first use.
+
+    Until then a weight's class is a subclass of `Parameter` that lets it arrive before any torch function that could
     read or write it. The forward of the weight's own layer lets it arrive beforehand, since what it calls may know
     nothing of torch functions (a kernel of an extension). Not left to its use is a weight
 
@@ -44,17 +57,21 @@ class LateWeights:
     - whose memory somebody else holds: that alias is a plain tensor, and says nothing when it is read,
     - of another class than `Parameter`, which may have torch functions of its own,
     - once torch.compile has been used: code that was compiled before the hooks were there does not run them.
+
+    Args:
+        module: that owns the weights; None: no wait for a bucket is left.
+        show: makes a bucket visible.
     """
 
-    def __init__(self, module: nn.Module, show: Callable[[Flight], None]) -> None:
+    def __init__(self, module: nn.Module | None, show: Callable[[Flight], None]) -> None:
         self._show = show
-        self._late: dict[int, list[Flight]] = {}
+        self._late: dict[int, list[_Wait]] = {}
         self._seen: set[int] = set()
         self._trusted: set[int] = set()
         self._lock = threading.RLock()  # an average of weights may be taken in a thread of its own
         self._class = _late_class(self._arrive)
         self._handles = []
-        for part in module.modules():
+        for part in module.modules() if module is not None else ():
             if keys := tuple(id(parameter) for parameter in part.parameters(recurse=False)):
                 # First, since other hooks compute with the weights (torch.nn.utils.weight_norm).
                 hook = partial(self._before_forward, keys)
@@ -74,29 +91,50 @@ class LateWeights:
                 return False
             if type(parameter) is not nn.Parameter or has_other_holders(parameter):
                 return False
-        self._late.setdefault(id(parameter), []).append(flight)
+        self._add(_Wait(parameter, partial(self._show, flight), overwritable=False))
         flight.late = True
         return True
 
-    def end_step(self) -> None:
-        """From now on, let what was left arrive before it is used."""
-        for flights in self._late.values():
-            flights[0].weight.parameter.__class__ = self._class
+    def before_use(self, parameter: nn.Parameter, do: Callable[[], None], *, overwritable: bool = False) -> None:
+        """Have something done before a weight is used, after `end_step`.
 
-    def finish(self) -> None:
-        """Wait for all that is left."""
-        for key in list(self._late):
-            self._show_weight(key)
+        Args:
+            parameter: of class `Parameter`; of another it is done now.
+            do: what.
+            overwritable: whether the weight may be overwritten as a whole before.
+        """
+        if type(parameter) is nn.Parameter or issubclass(type(parameter), _Covered):
+            self._add(_Wait(parameter, do, overwritable))
+        else:
+            do()
+
+    def _add(self, wait: _Wait) -> None:
+        self._late.setdefault(id(wait.parameter), []).append(wait)
+
+    def end_step(self) -> None:
+        """From now on, let what was left happen before a weight is used."""
+        for waits in self._late.values():
+            waits[0].parameter.__class__ = self._class
+
+    def finish(self, *, overwritable: bool = True) -> None:
+        """Let all that was left happen now.
+
+        Args:
+            overwritable: also what can wait until its weight was overwritten.
+        """
+        for key, waits in list(self._late.items()):
+            if overwritable or not all(wait.overwritable for wait in waits):
+                self._finish_weight(key)
 
     def begin_step(self) -> None:
-        """Wait for all that is left, and note which layers' forwards were seen."""
+        """Let all that was left happen now, and note which layers' forwards were seen."""
         self.finish()
         self._trusted, self._seen = self._seen, set()
 
     def remove(self) -> None:
         """Take the hooks off the module and give the weights up as they are."""
-        for flights in self._late.values():
-            self._uncover(flights[0].weight.parameter)
+        for waits in self._late.values():
+            self._uncover(waits[0].parameter)
         self._late.clear()
         for handle in self._handles:
             handle.remove()
@@ -105,23 +143,29 @@ class LateWeights:
         if not in_backward():  # recomputation under gradient checkpointing says nothing of the next step
             self._seen.update(keys)
         for key in keys if self._late else ():
-            self._show_weight(key)
+            self._finish_weight(key)
 
-    def _arrive(self, parameter: nn.Parameter) -> None:
-        self._show_weight(id(parameter))
+    def _arrive(self, parameter: nn.Parameter, *, overwritten: bool) -> bool:
+        """Let what was left happen; False where that can come later."""
+        if overwritten and all(wait.overwritable for wait in self._late.get(id(parameter), ())):
+            return False
+        self._finish_weight(id(parameter))
         self._uncover(parameter)
+        return True
 
-    def _show_weight(self, key: int) -> None:
-        with self._lock:
-            flights = self._late.get(key, [])
-            while flights:
-                self._uncover(flights[0].weight.parameter)
+    def _finish_weight(self, key: int) -> None:
+        with HeldSignals(), self._lock:
+            waits = self._late.get(key, [])
+            while waits:
+                wait = waits[0]
+                self._uncover(wait.parameter)
                 try:
-                    self._show(flights[0])
+                    wait.arrive()
                 except BaseException:
-                    flights[0].weight.parameter.__class__ = self._class
+                    wait.parameter.__class__ = self._class
                     raise
-                del flights[0]  # not before, so that an exception loses nothing
+                if wait in waits:  # not before, so that an exception loses nothing
+                    waits.remove(wait)
             self._late.pop(key, None)
 
     def _uncover(self, parameter: nn.Parameter) -> None:
@@ -131,7 +175,7 @@ class LateWeights:
 
 def _hooks_of_a_copy() -> LateWeights:
     """Hooks that have nothing to wait for."""
-    return LateWeights(nn.Module(), lambda _: None)
+    return LateWeights(None, lambda _: None)
 
 
 def _compiled_something() -> bool:
@@ -160,14 +204,18 @@ _ELEMENTS_UNUSED = frozenset(
 """What is known without a weight's elements. torch.optim and `zero_grad()` ask for some of it right after a step."""
 
 
+class _Covered(nn.Parameter):
+    """A weight for which something has to happen before it is used."""
+
+
 def _late_class(arrive: _Arrive) -> type[nn.Parameter]:
     """A class for weights that arrive before they are used; it looks like `Parameter`.
 
     Args:
-        arrive: makes a weight that has this class the plain parameter that it would be.
+        arrive: makes a weight that has this class the plain parameter that it would be; false where that can wait.
     """
 
-    class Late(nn.Parameter):
+    class Late(_Covered):
         def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
             return nn.Parameter(*args, **kwargs)  # somebody makes a parameter of the same type
 
@@ -183,17 +231,18 @@ def _late_class(arrive: _Arrive) -> type[nn.Parameter]:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **(kwargs or {}))
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, cls):
-                    arrive(leaf)
+                if isinstance(leaf, cls) and not arrive(leaf, overwritten=func is _T.copy_ and leaf is args[0]):
+                    with torch._C.DisableTorchFunctionSubclass():
+                        return func(*args, **(kwargs or {}))
             return func(*args, **(kwargs or {}))
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-            arrive(self)
+            arrive(self, overwritten=False)
             made: nn.Parameter = nn.Parameter.__deepcopy__(self, memo)
             return made
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            arrive(self)
+            arrive(self, overwritten=False)
             return nn.Parameter.__reduce_ex__(self, protocol)
 
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):

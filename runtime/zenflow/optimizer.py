@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, overload
+import atexit
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -13,15 +18,40 @@ from zenflow import checkpoint, checkpoint_format
 from zenflow.config import ZenFlowConfig
 from zenflow.device import Device, Mark, device_for
 from zenflow.errors import ConfigError, UnsupportedError, ZenFlowError
+from zenflow.flushed import flushed
 from zenflow.ledger import Balance
 from zenflow.ranks import Ranks
 from zenflow.rules import Rule
+from zenflow.signals import HeldSignals
 from zenflow.stats import StepStats
 from zenflow.timeline import Timeline, TimelineRecorder
 from zenflow.training import Training
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DTYPE_NAMES = "float32, bfloat16 and float16"
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+_living: weakref.WeakSet[ZenFlowOptimizer] = weakref.WeakSet()
+"""Those that were made and not collected."""
+
+
+def _end_all() -> None:
+    """At the end of the process, leave nothing pending for what is called later."""
+    for optimizer in list(_living):
+        optimizer._let_go()
+
+
+def _undivided(method: _Method) -> _Method:
+    """A method that is done as a whole, whatever signals come, and outside of autograd."""
+
+    @functools.wraps(method)
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        with HeldSignals(), torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return cast(_Method, whole)
 
 
 class ZenFlowOptimizer(Optimizer):
@@ -65,6 +95,7 @@ class ZenFlowOptimizer(Optimizer):
         if first is None:
             raise ConfigError("params holds no parameter, allowed is at least one")
         self._module = module
+        self._take_over()
         knobs = (config or ZenFlowConfig()).resolved()
         ranks = Ranks.of(knobs)
         self._training = Training(rule, knobs, module, device or device_for(first.device), ranks=ranks)
@@ -72,6 +103,21 @@ class ZenFlowOptimizer(Optimizer):
             ranks.share(parameter for group in self.param_groups for parameter in group["params"])
         self._training.gradients.watch(self.param_groups, self._training.model.weights)
         self._built = True
+        if not _living:
+            atexit.register(_end_all)
+        _living.add(self)
+
+    def _take_over(self) -> None:
+        """Close other optimizers that train the same parameters: two would each send the gradients away."""
+        mine = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        for other in list(_living):
+            if other._training.open and any(id(p) in mine for group in other.param_groups for p in group["params"]):
+                warnings.warn(
+                    f"another {type(other).__name__} trained some of these parameters: it was closed, with all of its "
+                    "pending updates applied",
+                    stacklevel=4,
+                )
+                other.close()
 
     @property
     def config(self) -> ZenFlowConfig:
@@ -122,6 +168,7 @@ class ZenFlowOptimizer(Optimizer):
 
     # --- torch.optim.Optimizer -------------------------------------------------------------------------------------
 
+    @_undivided
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; after the first step this flushes, and splits the model anew.
 
@@ -138,8 +185,7 @@ class ZenFlowOptimizer(Optimizer):
                 if parameter.dtype not in _DTYPES:
                     raise UnsupportedError(f"a parameter is {parameter.dtype}, allowed are {_DTYPE_NAMES}")
             if self._built:
-                with torch.inference_mode(False), torch.no_grad():
-                    self._training.add_group(self.param_groups)
+                self._training.add_group(self.param_groups)
                 self._training.gradients.watch(self.param_groups, self._training.model.weights)
         except (ZenFlowError, MemoryError):
             self.param_groups.pop()
@@ -147,8 +193,7 @@ class ZenFlowOptimizer(Optimizer):
         for parameter in self.param_groups[-1]["params"]:
             self.state[parameter]["held_by"] = "zenflow"  # some tools take an empty state for one that has to be made
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @_undivided
     def state_dict(self) -> dict[str, Any]:
         """All state in torch's form: copies on the CPU, whatever step of a window it is.
 
@@ -160,8 +205,7 @@ class ZenFlowOptimizer(Optimizer):
         """
         return checkpoint.save(self._training, self.param_groups)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @_undivided
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a saved state, bit for bit; load the model of the same moment before or after.
 
@@ -190,6 +234,7 @@ class ZenFlowOptimizer(Optimizer):
         self._training.close()
         self._training = training
         training.gradients.watch(self.param_groups, training.model.weights)
+        training.cover_weights()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -206,7 +251,7 @@ class ZenFlowOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.inference_mode(False), torch.no_grad():
+        with HeldSignals(), torch.inference_mode(False), torch.no_grad():
             # GradScaler sets and deletes these two around step().
             scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             self._training.step(self.param_groups, scale, found_inf)
@@ -224,8 +269,7 @@ class ZenFlowOptimizer(Optimizer):
 
     # --- beyond torch ----------------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @_undivided
     def flush(self) -> None:
         """Close the window and apply every pending host update now.
 
@@ -235,8 +279,29 @@ class ZenFlowOptimizer(Optimizer):
         """
         self._training.flush()
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @contextmanager
+    def flushed_weights(self) -> Iterator[int]:
+        """Let the model hold the weights that a flush would make, for a file that is used without the optimizer.
+
+        Afterwards the weights are what they were, and training goes on as if nothing had been. A `state_dict()` that is
+        taken within bears a mark, and resumes bit for bit together with the model's file, loaded in either order.
+
+        Yields:
+            How many steps of deferred gradients were pending, which the weights hold now.
+
+        Raises:
+            HostEngineError: host work failed.
+        """
+        with ExitStack() as stack:
+            with HeldSignals(), torch.inference_mode(False), torch.no_grad():
+                steps = stack.enter_context(flushed(self._training))
+            try:
+                yield steps
+            finally:
+                with HeldSignals(), torch.inference_mode(False), torch.no_grad():
+                    stack.close()
+
+    @_undivided
     def set_knobs(self, **knobs: Any) -> int:
         """Change knobs while training: the next `step()` closes the window under the old ones, then the new ones hold.
 
@@ -299,8 +364,7 @@ class ZenFlowOptimizer(Optimizer):
             self._training.engine.drain()  # work that runs over the steps' end is part of them
         return recorder.timeline()
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @_undivided
     def ledger(self) -> dict[str, Balance]:
         """The gradient ledger by parameter: that nothing was lost so far. Waits for the host and the device.
 
@@ -321,6 +385,7 @@ class ZenFlowOptimizer(Optimizer):
         backend = self._training.engine.backend
         return backend.name, backend.threads
 
+    @_undivided
     def close(self) -> None:
         """Apply what is pending and end the host engine; afterwards `step()` fails.
 
@@ -332,6 +397,16 @@ class ZenFlowOptimizer(Optimizer):
                 self.flush()
             finally:
                 self.abandon()
+
+    def __del__(self) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Apply what is pending, since nobody can ask for it any more, and end the host engine."""
+        training: Training | None = getattr(self, "_training", None)
+        if training is not None and training.open:
+            with HeldSignals(), torch.inference_mode(False), torch.no_grad():
+                training.let_go()
 
     def abandon(self) -> None:
         """End the host engine without applying what is pending, for a model that is no longer needed."""

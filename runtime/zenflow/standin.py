@@ -23,7 +23,7 @@ class GradientRecord:
     All of its numbers stay on the device, and nothing waits for them.
     """
 
-    __slots__ = ("_energy", "_gone", "energies", "factor", "name", "unscale", "zeroed")
+    __slots__ = ("_energy", "_gone", "_mixed", "energies", "factor", "name", "unscale", "zeroed")
 
     def __init__(self, name: str, energies: torch.Tensor) -> None:
         """Begin with a gradient as backward left it.
@@ -42,6 +42,7 @@ class GradientRecord:
         """Whether `zero_()` was called since."""
         self._energy: torch.Tensor | None = None
         self._gone = False
+        self._mixed = False
 
     def norm(self) -> torch.Tensor:
         """0-dim fp32: the gradient's L2 norm as it is now, from fp32 sums; not finite where the gradient is not."""
@@ -53,19 +54,33 @@ class GradientRecord:
         return norm if self.factor is None else norm * self.factor.abs()
 
     def zero(self) -> None:
-        """Make the gradient zero."""
-        self.zeroed, self.factor, self.unscale = True, None, None
+        """Make the gradient zero.
+
+        Raises:
+            UnsupportedError: another tensor took its place.
+        """
+        self._require_here()
+        self.zeroed, self.factor, self.unscale, self._mixed = True, None, None, False
+
+    def mix(self) -> None:
+        """Say that backward has added to the gradient after a step had taken it, so that the sum is not to be had."""
+        self._mixed = True
 
     def give_up(self) -> None:
         """Say that another tensor took its place in `.grad`: later uses are refused instead of being lost."""
         self._gone = True
 
     def require_current(self) -> None:
-        """Refuse to go on once another tensor took its place.
+        """Refuse to go on with a gradient that is not to be had.
 
         Raises:
-            UnsupportedError: it did.
+            UnsupportedError: another tensor took its place, or backward has added to it after a step had taken it.
         """
+        if self._mixed:
+            raise taken(self.name)
+        self._require_here()
+
+    def _require_here(self) -> None:
         if self._gone:
             raise UnsupportedError(
                 f"a gradient of {self.name} was used that is no longer in .grad, allowed is to read parameter.grad anew"
@@ -120,6 +135,18 @@ class StandIn(torch.Tensor):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise _refusal(self.record.name, "pickle")
+
+
+def taken(name: str) -> UnsupportedError:
+    """Why a gradient is not to be had that an earlier step, or another optimizer, has taken.
+
+    Args:
+        name: the parameter's.
+    """
+    return UnsupportedError(
+        f"the gradient of {name} was taken by an earlier step and is needed again, allowed is zero_grad() between that "
+        "step() and the next backward(); ZenFlowConfig(stream=False) keeps gradients whole"
+    )
 
 
 def _refusal(name: str, use: str) -> UnsupportedError:
@@ -214,7 +241,6 @@ def _foreach_scale(func: Any, tensors: Sequence[torch.Tensor], value: Any) -> An
 
 
 def _zero(_: object, gradient: StandIn) -> StandIn:
-    gradient.record.require_current()
     gradient.record.zero()
     return gradient
 

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zenflow.errors import UnsupportedError
+from zenflow.signals import HeldSignals
 from zenflow.staging import Staged
-from zenflow.standin import StandIn
+from zenflow.standin import StandIn, taken
 
 
 class Source(Protocol):
@@ -30,13 +30,15 @@ class Source(Protocol):
 class _Watch:
     """One parameter: its hooks, and where its gradient is in this step."""
 
-    __slots__ = ("__weakref__", "expected", "firings", "handles", "parameter", "source", "staged")
+    __slots__ = ("__weakref__", "expected", "firings", "handles", "lost", "parameter", "source", "staged")
 
     def __init__(self, parameter: nn.Parameter, expected: int) -> None:
         self.parameter = parameter
         self.handles: list[Any] = []
         self.source: Source | None = None
         self.staged: Staged | None = None
+        self.lost: StandIn | None = None
+        """What stood in `.grad` for a gradient that a step has taken, while backward adds to it."""
         self.firings = 0
         self.expected = expected
         """Firings in a step, as the last step had them."""
@@ -66,12 +68,16 @@ class _Watch:
             self.restore()
         gradient = self.parameter.grad
         if isinstance(gradient, StandIn):
-            require_zeroed(gradient)
-            self.parameter.grad = None  # zeroed: what comes next is the sum
+            self.lost = None if gradient.record.zeroed else gradient
+            self.parameter.grad = None  # where it was zeroed, what comes next is the sum
 
     def after(self) -> None:
         """A gradient was added to `.grad`."""
         self.firings += 1
+        if self.lost is not None:  # an error only if somebody uses it: many a script throws it away
+            self.lost.record.mix()
+            self.parameter.grad, self.lost = self.lost, None
+            return
         gradient = self.parameter.grad
         if self.source is None or self.firings != self.expected or gradient is None:
             return
@@ -80,22 +86,6 @@ class _Watch:
             self.staged = self.source.stage(gradient)
         if self.staged is not None:
             self.parameter.grad = StandIn(self.parameter, self.staged.record)
-
-
-def require_zeroed(gradient: StandIn) -> None:
-    """Refuse a stand-in whose gradient is no longer to be had.
-
-    Args:
-        gradient: found in `.grad`.
-
-    Raises:
-        UnsupportedError: a step has taken the gradient, or another optimizer has it, and it was not set to zero since.
-    """
-    if not gradient.record.zeroed:
-        raise UnsupportedError(
-            f"the gradient of {gradient.record.name} was taken by an earlier step, allowed is zero_grad() between "
-            "step() and the next backward(); ZenFlowConfig(stream=False) keeps gradients whole"
-        )
 
 
 class Streamer:
@@ -173,8 +163,8 @@ class Streamer:
         """
         for watch in self._watches.values():
             gradient = watch.parameter.grad
-            if watch.own() is None and isinstance(gradient, StandIn):
-                require_zeroed(gradient)
+            if watch.own() is None and isinstance(gradient, StandIn) and not gradient.record.zeroed:
+                raise taken(gradient.record.name)
 
     def staged(self, parameter: nn.Parameter) -> Staged | None:
         """What a step finds of a gradient that has left; may be asked again.
@@ -227,12 +217,12 @@ def _hooks(
 
     def before(_: torch.Tensor) -> None:
         if (owner := watch()) is not None:
-            with torch.no_grad():
+            with HeldSignals(), torch.no_grad():
                 owner.before()
 
     def after(_: torch.Tensor) -> None:
         if (owner := watch()) is not None:
-            with torch.no_grad():
+            with HeldSignals(), torch.no_grad():
                 owner.after()
 
     return before, after

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -82,14 +83,12 @@ class Training:
             stream=config.stream and ranks is None,  # backward gives each rank its own gradient only
             least_firings=config.gradient_accumulation_steps,
         )
+        self.shows_flushed = False
+        """Whether the weights are those of a flush for the time."""
         self._torn = False  # a step was interrupted half-way
-        # Only a request: a collected optimizer may be finalised on any thread, which must not wait for another.
-        self._finalizer = weakref.finalize(self, self.engine.stop)
-
-    @property
-    def open(self) -> bool:
+        self.open = True
         """Whether steps can be taken."""
-        return self._finalizer.alive
+        self._ending = False
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
@@ -127,12 +126,16 @@ class Training:
         self._take(live, groups, self._control(live, grad_scale, found_inf), grad_scale)
         traffic, self.runtime.traffic = self.runtime.traffic, Traffic()
         self.history.end_step(self.clock.step, traffic)
-        self._leave_weights()
+        self.leave_weights()
         self._torn = False
 
-    def _leave_weights(self) -> None:
+    def leave_weights(self) -> None:
         """Give the weights back to the script, at the end of whatever changes them."""
         self.model.watch()
+        self.cover_weights()
+
+    def cover_weights(self) -> None:
+        """From now on, let what was left to the use of a weight happen before it."""
         if self._waits is not None:
             self._waits.end_step()
 
@@ -228,12 +231,38 @@ class Training:
             self._end_window()
             self._finish_late()
         self.engine.drain()
-        self._leave_weights()
+        self.leave_weights()
 
-    def _finish_late(self) -> None:
+    def _finish_late(self, *, overwritable: bool = True) -> None:
         """Make visible what was left to the first use of a weight; applies nothing that is not due."""
         if self._waits is not None:
-            self._waits.finish()
+            self._waits.finish(overwritable=overwritable)
+
+    def let_go(self) -> None:
+        """Apply what is pending and end the host engine, or have it done before a weight is used.
+
+        A collector may call this in any thread, also in one that the host engine needs to get on.
+        """
+        pending = self.begun and not self._torn and not self.engine.failed and not self._device.clock.simulated
+        if threading.get_ident() == threading.main_thread().ident:
+            self._flush_and_close() if pending else self.close()
+            return
+        if pending and self._waits is not None:
+            for weight in self.model.weights:
+                self._waits.before_use(weight.parameter, self._flush_and_close, overwritable=False)
+            self._waits.end_step()
+            weakref.finalize(self, self.engine.stop)  # where the weights are collected too
+        else:
+            self._close_hooks()
+            self.engine.stop()
+
+    def _flush_and_close(self) -> None:
+        if self.open and not self._ending:
+            self._ending = True
+            try:
+                self.flush()
+            finally:
+                self.close()
 
     def set_knobs(self, knobs: Mapping[str, Any], groups: Groups) -> int:
         """Change knobs: the next step closes the window under the old ones, then the new ones hold.
@@ -274,17 +303,20 @@ class Training:
         self.hypers = [self.rule.hyper(group) for group in groups]
         self.model.end_watch()
         self._resplit(groups)
-        self._leave_weights()
+        self.leave_weights()
 
     def close(self) -> None:
         """End the host engine without applying what is pending."""
+        self._close_hooks()
+        self.engine.close()
+
+    def _close_hooks(self) -> None:
+        self.open = False
         if self._waits is not None:
             self._waits.remove()
         self.model.end_watch()
         self.gradients.remove()
         self.history.stop_recording()
-        self._finalizer()
-        self.engine.close()
 
     # --- saved and restored ----------------------------------------------------------------------------------------
 
@@ -301,10 +333,24 @@ class Training:
             UnsupportedError: a parameter was given another shape, dtype or device.
         """
         self._refuse_torn()
-        self._finish_late()
+        if not self.open or self.shows_flushed:
+            return  # nothing is under way any more, or it has been waited for
+        self._finish_late(overwritable=False)
         self.model.take_outside_writes(restored=False)
         self.engine.drain()
-        self._leave_weights()
+        self.leave_weights()
+
+    @property
+    def pending_steps(self) -> int:
+        """How many steps have gradients of which the weights show nothing yet, or not everywhere."""
+        entries = [entry for weight in self.model.weights for entry in weight.pending_entries()]
+        entries += [entry for flight in self.model.windows.in_flight for entry in flight.window.entries]
+        return len({entry.step for entry in entries if entry.live()[1]})
+
+    def before_use(self, parameter: nn.Parameter, do: Callable[[], None]) -> None:
+        """Have something done before a weight is used, unless it is overwritten before; after `leave_weights`."""
+        assert self._waits is not None
+        self._waits.before_use(parameter, do, overwritable=True)
 
     def weights_of(self, groups: Groups) -> list[WeightState]:
         """The weights; before the first step what they would be then."""
@@ -361,13 +407,17 @@ class Training:
         self.runtime.deferred_update = config.deferred_update
         self.runtime.log.set_interval(config.longest_window)
         self.model.windows.config = config
-        self._watch_forward()
+        self._watch_uses()
 
-    def _watch_forward(self) -> None:
-        """Let the forward take over waits, where there is anything to wait for."""
-        if self._waits is None and self._module is not None and self.model.windows.buckets:
-            self._waits = LateWeights(self._module, _show_late(weakref.ref(self)))
+    def _watch_uses(self) -> None:
+        """Let the use of weights take over waits, where the model is known."""
+        if self._waits is None:
+            self._waits = LateWeights(self._module, self._show_late)
         self.model.windows.waits = self._waits if self.config.pipeline == "bucket" else None
+
+    def _show_late(self, flight: Flight) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self.model.windows.show_late(flight, self.history.open)
 
     def _take_change(self, change: KnobChange, groups: Groups) -> None:
         """Let new knobs come into force: at the end of the step that closed the window, or before the first."""
@@ -387,22 +437,10 @@ class Training:
         with self.history.open.timed(self._device, "select"):
             self.model.take(self.model.split(groups, self.config), groups)
         self.gradients.stream(weight for weight in self.model.weights if weight.started)
-        self._watch_forward()
+        self._watch_uses()
 
     def _refuse_torn(self) -> None:
         if self._torn:
             raise ZenFlowError(
                 "an earlier step() was interrupted half-way: go on with a new optimizer from saved weights"
             )
-
-
-def _show_late(training: weakref.ref[Training]) -> Callable[[Flight], None]:
-    """What the module's hooks call; they must not keep the optimizer alive."""
-
-    def show(flight: Flight) -> None:
-        owner = training()
-        if owner is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                owner.model.windows.show_late(flight, owner.history.open)
-
-    return show

@@ -11,6 +11,7 @@ from torch import nn
 from zenflow.deferred import DeferredTier
 from zenflow.device import Arrived, Transfer
 from zenflow.errors import UnsupportedError
+from zenflow.host.tasks import LogEntry
 from zenflow.layout import WeightPlan
 from zenflow.ledger import mass
 from zenflow.runtime import Runtime
@@ -65,6 +66,9 @@ class WeightState:
         self._form = _form(parameter)
         self.restored = False
         """Whether its state is from a checkpoint, and was not compared with the weights yet."""
+        self.shown: dict[int, torch.Tensor] | None = None
+        """Where the parameter holds what a flush would make: by the number (counted in this weight) of each bucket that
+        is in flight, what training sees instead, [slots, rows] in the model's dtype in host memory."""
         self.neighbours: list[WeightState] = [self]
         """All weights that share this one's memory, this one included."""
 
@@ -172,7 +176,7 @@ class WeightState:
 
     def watch(self) -> None:
         """Notice from now on what others write, at the end of whatever we write ourselves."""
-        if self._split is not None and not self._split.is_own_master:
+        if self._split is not None and not self._split.is_own_master and not self.restored:
             self._writes.begin(keep=bool(self.in_flight))
 
     def end_watch(self) -> OutsideWrite | None:
@@ -191,7 +195,7 @@ class WeightState:
         return OutsideWrite(before) if written else None
 
     def take_outside_write(self) -> None:
-        """Take the masters from weights that somebody else wrote to, but for the windows that are in flight."""
+        """Take the masters from weights that somebody else wrote to, but for the buckets that are in flight."""
         self.split.reread_masters(self.in_flight)
         self.restored = False
 
@@ -289,6 +293,10 @@ class WeightState:
         return columns
 
     # --- a step ----------------------------------------------------------------------------------------------------
+
+    def pending_entries(self) -> list[LogEntry]:
+        """Of its open window."""
+        return [] if self.deferred is None else [entry for bucket in self.deferred.buckets for entry in bucket.log]
 
     def pending_mass(self) -> int:
         """Mass of the logged gradients, for the ledger."""

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import queue
-import random
 import signal
 import threading
 import time
@@ -15,8 +14,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from zenflow.clock import REAL_CLOCK, Clock, SimulatedClock
+from tests.zenflow.lines import Lines, raising
+from zenflow.clock import REAL_CLOCK, Clock, Queue, SimulatedClock
 from zenflow.errors import DeadlockError
+
+__all__ = ["raising"]
 
 SOON_S = 30.0
 
@@ -329,48 +331,41 @@ def test_an_interrupt_while_the_turn_is_handed_over_comes_afterwards(clock: Simu
     assert back.get() == 1
 
 
-def test_interrupts_anywhere_stop_nobody(clock: SimulatedClock) -> None:
-    there, back, main = clock.queue("there"), clock.queue("back"), threading.main_thread().ident
-    over = threading.Event()
+def rounds(clock: SimulatedClock, there: Queue[float | None], back: Queue[float]) -> None:
+    for _ in range(2):
+        there.put(1.0)
+        back.get()
+        clock.sleep(1)
+
+
+def interrupted(at: int | None) -> int:
+    """Let two threads take turns, interrupt at a line of the clock's, and end in order; how many lines there were."""
+    clock = SimulatedClock()
+    there, back = clock.queue("there"), clock.queue("back")
 
     def serve() -> None:
         while (item := there.get()) is not None:
             clock.sleep(item)
             back.put(item)
 
-    def interrupt() -> None:
-        assert main is not None
-        while not over.wait(random.uniform(0, 2e-3)):
-            signal.pthread_kill(main, signal.SIGINT)
-
-    worker, pest = clock.thread(serve, "worker"), threading.Thread(target=interrupt)
+    worker = clock.thread(serve, "worker")
     worker.start()
-    came = 0
-    try:
-        pest.start()
-        ends_s = time.monotonic() + 1.0
-        while time.monotonic() < ends_s:
-            there.put(1)
-            back.get()
-            clock.sleep(1)
-    except KeyboardInterrupt:
-        came += 1
-    while came:
-        try:
-            while time.monotonic() < ends_s:
-                there.put(1)
-                clock.sleep(1)
-            over.set()
-            pest.join()
-            break
-        except KeyboardInterrupt:
-            came += 1
-    assert came > 20
+    with contextlib.suppress(KeyboardInterrupt), Lines(at, only="zenflow/") as lines:
+        rounds(clock, there, back)
     before_s = clock.now()
-    clock.sleep(1)
+    there.put(1.0)
+    clock.sleep(5)
     there.put(None)
     worker.join()
-    assert clock.now() > before_s
+    assert clock.now() == before_s + 5, f"line {at}"
+    clock.close()
+    return lines.count
+
+
+@pytest.mark.usefixtures("raising")
+def test_an_interrupt_at_any_line_stops_nobody() -> None:
+    for at in range(1, interrupted(None) + 1):
+        interrupted(at)
 
 
 # --- what cannot end -------------------------------------------------------------------------------------------------

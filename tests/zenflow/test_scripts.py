@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
+import subprocess
 import sys
+import textwrap
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +19,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from tests.upstream_ops import ROOT
 from tests.zenflow.script_cases import SETTINGS, Run, Script, Setting, assert_same_reads, oracle, ours
 from tests.zenflow.small import Flat, Stack, seeded
+from zenflow import UnsupportedError, ZenFlowError
+from zenflow.standin import StandIn
 
 
 @pytest.fixture(params=SETTINGS, ids=str)
@@ -399,3 +407,117 @@ def test_a_parametrization_is_added_and_made_final(setting: Setting, with_module
         run.train(3)
 
     compare(script, setting, with_module=with_module)
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_another_backward_leaves_are_thrown_away(
+    setting: Setting, with_module: bool, to_none: bool
+) -> None:
+    """An actor's backward through its critic, or a generator's through its discriminator, after the latter's step."""
+
+    def script(run: Run) -> None:
+        for _ in range(9):
+            run.optimizer.zero_grad(set_to_none=to_none)
+            run.loss().backward()
+            run.take()
+            (run.loss() * 2).backward()
+            run.note(run.weights)
+
+    compare(script, setting, with_module=with_module)
+
+
+def test_the_sum_with_a_gradient_that_a_step_has_taken_is_refused_where_it_is_used(setting: Setting) -> None:
+    run = Run(stack(), ours(setting, with_module=True))
+    run.train(2)
+    for use in (run.take, lambda: nn.utils.clip_grad_norm_(run.weights, 1.0)):
+        run.loss().backward()
+        run.take()
+        run.loss().backward()
+        if any(isinstance(weight.grad, StandIn) for weight in run.weights):  # not where nothing leaves
+            with pytest.raises(UnsupportedError, match="taken by an earlier step and is needed again"):
+                use()
+        run.optimizer.zero_grad()
+    run.train(2)
+    run.optimizer.close()
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_optimizer_closes_the_first_with_nothing_pending(setting: Setting, with_module: bool) -> None:
+    """As where two Trainers train one model in turn, or a notebook's cell is run again."""
+    make = ours(setting, with_module=with_module)
+    run, alone = Run(stack(), make), Run(stack(), make)
+    run.train(6)
+    alone.train(6)
+    alone.optimizer.close()
+    with pytest.warns(UserWarning, match="another ZenFlowAdamW trained some of these parameters: it was closed"):
+        second = make(run.model)
+    for weight, other in zip(run.weights, alone.weights, strict=True):
+        assert torch.equal(weight, other)
+    with pytest.raises(ZenFlowError, match="after close"):
+        run.optimizer.step()
+    run.optimizer.state_dict()
+    for _ in range(3):
+        run.loss().backward()
+        second.step()
+        second.zero_grad()
+    second.close()
+
+
+def test_optimizers_of_different_weights_leave_each_other_alone(setting: Setting) -> None:
+    first, second = (Run(stack(), ours(setting, with_module=True)) for _ in range(2))
+    first.train(6)
+    second.train(6)
+    for run in (first, second):
+        run.optimizer.close()
+    assert all(torch.equal(a, b) for a, b in zip(first.weights, second.weights, strict=True))
+
+
+@pytest.mark.parametrize("how", ["dropped", "collected", "collected in another thread"])
+def test_an_optimizer_that_goes_out_of_scope_leaves_nothing_pending(
+    setting: Setting, with_module: bool, how: str
+) -> None:
+    make = ours(setting, with_module=with_module)
+    run, alone = Run(stack(), make), Run(stack(), make)
+    run.train(6)
+    alone.train(6)
+    alone.optimizer.close()
+    if how != "dropped":
+        run.optimizer.itself = run.optimizer
+    gone = weakref.ref(run.optimizer)
+    del run.optimizer
+    if how == "collected in another thread":
+        collector = threading.Thread(target=gc.collect)
+        collector.start()
+        collector.join()
+    elif how == "collected":
+        gc.collect()
+    assert gone() is None
+    for weight, other in zip(run.weights, alone.weights, strict=True):
+        assert torch.equal(weight, other)
+
+
+def test_the_end_of_the_process_leaves_nothing_pending(tmp_path: Path) -> None:
+    """For what an earlier exit handler saves, which is called later."""
+    script = """
+        import atexit
+        import sys
+        import torch
+        from tests.zenflow.script_cases import SETTINGS, Run, ours
+        from tests.zenflow.small import Stack, seeded
+
+        setting = next(one for one in SETTINGS if one.name == "windows")
+        atexit.register(lambda: torch.save([run.model.state_dict(), alone.model.state_dict()], sys.argv[1]))
+        run, alone = (Run(seeded(Stack, depth=1), ours(setting, with_module=True)) for _ in range(2))
+        run.train(6)
+        alone.train(6)
+        alone.optimizer.close()
+    """
+    saved = tmp_path / "saved.pt"
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script), saved], cwd=ROOT, check=True)
+    run, alone = torch.load(saved, weights_only=True)
+    assert all(torch.equal(run[name], alone[name]) for name in alone)

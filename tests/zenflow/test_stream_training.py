@@ -261,7 +261,7 @@ def test_a_step_without_a_new_gradient_is_refused_and_changes_nothing() -> None:
     run.backward()
     run.optimizer.step()
     before = [parameter.detach().clone() for parameter in run.model.parameters()]
-    with pytest.raises(UnsupportedError, match=r"allowed is zero_grad\(\) between step\(\) and the next backward"):
+    with pytest.raises(UnsupportedError, match=r"allowed is zero_grad\(\) between that step\(\) and the next backward"):
         run.optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
     run.optimizer.zero_grad()

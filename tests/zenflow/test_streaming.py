@@ -197,11 +197,12 @@ def test_a_gradient_is_taken_once(pair: Callable[..., Pair]) -> None:
     both.backward(1)
     streams = both.streams
     streams.take_step()
-    sentence = r"taken by an earlier step, allowed is zero_grad\(\) between step\(\) and the next backward\(\)"
+    sentence = r"taken by an earlier step .* allowed is zero_grad\(\) between that step\(\) and the next backward\(\)"
     with pytest.raises(UnsupportedError, match=sentence):
         streams.streamer.require_current()
+    both.ours(tokens_of(1)).backward()
     with pytest.raises(UnsupportedError, match=sentence):
-        both.ours(tokens_of(1)).backward()
+        streams.streamer.require_current()
     both.each(lambda model: model.zero_grad())
     both.backward(2)
     both.step()

@@ -83,6 +83,7 @@ def our_state_dict(training: TrainingState, config: ZenFlowConfig) -> dict[str, 
         buckets=buckets,
         hypers=[_hyper(rule, group.settings) for group in training.groups],
         weights=weights,
+        flushed=False,
         imported=True,
     )
     groups = _groups(training)

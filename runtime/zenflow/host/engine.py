@@ -174,6 +174,11 @@ class HostEngine:
         """Whether its threads run."""
         return all(thread.is_alive() for thread in self._threads)
 
+    @property
+    def failed(self) -> bool:
+        """Whether a job could not be done."""
+        return self._failure is not None
+
     def on_failure(self, tell: Callable[[HostEngineError], None]) -> None:
         """Have a function told of the first failure, in a thread of the engine."""
         self._failed.append(tell)

@@ -1,0 +1,51 @@
+"""Ctrl-C at a line that a test chooses: every moment at which one could come, without a clock."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+
+class Lines:
+    """Counts the lines of Python that the calling thread runs, and interrupts at one of them.
+
+    Args:
+        at: number of the line, from 1; None: none.
+        only: part of the path of the files whose lines count.
+    """
+
+    def __init__(self, at: int | None = None, only: str = "") -> None:
+        self.count = 0
+        self._at = at
+        self._only = only
+
+    def __enter__(self) -> Lines:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "call" and self._only not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.count += 1
+            if self.count == self._at:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+                return None
+        return self._trace
+
+
+@pytest.fixture
+def raising() -> Iterator[None]:
+    """The handler that Python has by default, whatever the tests were begun with."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -1,0 +1,156 @@
+"""Weights for use without their optimizer: they lack nothing, and taking them changes no bit of the training."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.zenflow.script_cases import SETTINGS, Setting, ours
+from tests.zenflow.small import Stack, seeded, tokens_of
+from zenflow import ZenFlowAdamW
+
+STEPS = 10
+
+
+@pytest.fixture(params=SETTINGS, ids=str)
+def setting(request: pytest.FixtureRequest) -> Setting:
+    value: Setting = request.param
+    return value
+
+
+@pytest.fixture(params=[True, False], ids=["module", "bare"])
+def with_module(request: pytest.FixtureRequest) -> bool:
+    value: bool = request.param
+    return value
+
+
+def train(model: nn.Module, optimizer: ZenFlowAdamW, last: int) -> None:
+    for step in range(optimizer.steps, last):
+        model(tokens_of(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def begun(setting: Setting, last: int, *, with_module: bool, dtype: torch.dtype) -> tuple[nn.Module, ZenFlowAdamW]:
+    model = seeded(Stack, dtype, depth=1)
+    optimizer = ours(setting, with_module=with_module)(model)
+    train(model, optimizer, last)
+    return model, optimizer
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    return [weight.detach().clone() for weight in model.parameters()]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weights_are_those_of_a_flush_and_training_does_not_notice(
+    setting: Setting, with_module: bool, dtype: torch.dtype
+) -> None:
+    plain, plain_optimizer = begun(setting, STEPS, with_module=with_module, dtype=dtype)
+    plain_optimizer.close()
+    model, optimizer = begun(setting, 0, with_module=with_module, dtype=dtype)
+    for last in range(1, STEPS + 1):
+        train(model, optimizer, last)
+        twin, twin_optimizer = begun(setting, last, with_module=with_module, dtype=dtype)
+        seen = weights_of(model)
+        assert same(seen, weights_of(twin))
+        twin_optimizer.close()
+        with optimizer.flushed_weights() as steps:
+            assert same(weights_of(model), weights_of(twin))
+            assert (steps > 0) == (not same(seen, weights_of(twin)))
+            with optimizer.flushed_weights() as again:
+                assert again == 0
+        assert same(weights_of(model), seen)
+    optimizer.close()
+    assert same(weights_of(model), weights_of(plain))
+
+
+def resumed(
+    setting: Setting, saved: dict[str, Any], *, with_module: bool, dtype: torch.dtype, first: str
+) -> tuple[nn.Module, ZenFlowAdamW]:
+    torch.manual_seed(99)
+    model = Stack(depth=1).to(dtype)
+    optimizer = ours(setting, with_module=with_module)(model)
+    for part in ("model", "optimizer") if first == "model" else ("optimizer", "model"):
+        (model if part == "model" else optimizer).load_state_dict(copy.deepcopy(saved[part]))
+    return model, optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+@pytest.mark.parametrize("model_file", ["flushed", "as training sees it"])
+def test_a_run_goes_on_bit_for_bit_from_a_file_that_can_be_used_alone(
+    setting: Setting, with_module: bool, dtype: torch.dtype, first: str, model_file: str
+) -> None:
+    plain, plain_optimizer = begun(setting, STEPS, with_module=with_module, dtype=dtype)
+    expected = weights_of(plain)
+    plain_optimizer.close()
+    for last in (2, 5, 6, 7):
+        model, optimizer = begun(setting, last, with_module=with_module, dtype=dtype)
+        seen = copy.deepcopy(model.state_dict())
+        with optimizer.flushed_weights():
+            saved = {"optimizer": optimizer.state_dict(), "model": copy.deepcopy(model.state_dict())}
+        optimizer.close()
+        assert same(weights_of(model), list(saved["model"].values()))
+        if model_file != "flushed":
+            saved["model"] = seen
+        model, optimizer = resumed(setting, saved, with_module=with_module, dtype=dtype, first=first)
+        assert same(weights_of(model), list(seen.values()))
+        train(model, optimizer, STEPS)
+        assert same(weights_of(model), expected)
+        optimizer.close()
+        assert same(weights_of(model), weights_of(plain))
+
+
+def test_a_state_that_is_saved_again_before_the_model_is_loaded_keeps_the_mark(setting: Setting) -> None:
+    """As Accelerate does, which saves and loads an optimizer where it prepares one."""
+    plain, plain_optimizer = begun(setting, STEPS, with_module=True, dtype=torch.float32)
+    plain_optimizer.close()
+    model, optimizer = begun(setting, 6, with_module=True, dtype=torch.float32)
+    with optimizer.flushed_weights():
+        saved = {"optimizer": optimizer.state_dict(), "model": copy.deepcopy(model.state_dict())}
+    optimizer.close()
+    model, optimizer = resumed(setting, saved, with_module=True, dtype=torch.float32, first="optimizer")
+    optimizer.load_state_dict(optimizer.state_dict())
+    model.load_state_dict(saved["model"])
+    train(model, optimizer, STEPS)
+    optimizer.close()
+    assert same(weights_of(model), weights_of(plain))
+
+
+@pytest.mark.parametrize("model_file", ["flushed", "as training sees it"])
+def test_what_is_written_after_loading_counts(setting: Setting, model_file: str) -> None:
+    results = []
+    for saves in (True, False):
+        model, optimizer = begun(setting, 6, with_module=True, dtype=torch.float32)
+        if saves:
+            with optimizer.flushed_weights() if model_file == "flushed" else nullcontext():
+                saved = {"optimizer": optimizer.state_dict(), "model": copy.deepcopy(model.state_dict())}
+            optimizer.close()
+            model, optimizer = resumed(setting, saved, with_module=True, dtype=torch.float32, first="optimizer")
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(0.5)
+        train(model, optimizer, STEPS)
+        optimizer.close()
+        results.append(weights_of(model))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_error_within_leaves_the_training_as_it_was(setting: Setting) -> None:
+    model, optimizer = begun(setting, 6, with_module=True, dtype=torch.float32)
+    seen = weights_of(model)
+    with pytest.raises(OSError, match="no room"), optimizer.flushed_weights():
+        raise OSError("no room")
+    assert same(weights_of(model), seen)
+    optimizer.close()
