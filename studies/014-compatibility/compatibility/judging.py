@@ -65,7 +65,8 @@ def verdict(cell: Cell, figures: Mapping[str, Any]) -> Verdict:
 def _idiom_verdict(off: float | None) -> Verdict:
     if off is None:
         return Verdict("wrong", "what the script reads is not finite")
-    return Verdict("trains") if off <= READ else Verdict("wrong", f"what the script reads is off by {100 * off:.1g}%")
+    share = float(f"{100 * off:.1g}")
+    return Verdict("trains") if off <= READ else Verdict("wrong", f"what the script reads is off by {share:g}%")
 
 
 def _percent(share: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -62,7 +61,7 @@ class Script:
         self._models.append(model)
         told = self._side.trainer(model)
         arguments = TrainingArguments(
-            output_dir=tempfile.mkdtemp(),
+            output_dir="trainer",
             max_steps=STEPS,
             per_device_train_batch_size=ROWS,
             learning_rate=LR,
