@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.upstream_ops import ROOT
 from tests.zenflow.script_cases import SETTINGS, Run, Script, Setting, assert_same_reads, oracle, ours
-from tests.zenflow.small import Flat, Stack, seeded
+from tests.zenflow.small import Flat, Stack, seeded, tokens_of
 from zenflow import UnsupportedError, ZenFlowError
 from zenflow.standin import StandIn
 
@@ -194,6 +194,33 @@ def test_another_process_reads_shared_memory(setting: Setting, with_module: bool
         for _ in range(9):
             run.step()
             run.note(mapped)
+
+    compare(script, setting, with_module=with_module, build=build)
+
+
+def test_a_compiled_twin_shares_the_weights(setting: Setting, with_module: bool) -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 8)
+            self.outer = nn.Linear(8, 5)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            loss: Tensor = self.outer(torch.tanh(self.inner(tokens[:, :3].float()))).square().mean()
+            return loss
+
+    def script(run: Run) -> None:
+        for _ in range(9):
+            run.step()
+            with torch.no_grad():
+                run.note([twins[-1](tokens_of(99))])
+
+    twins: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        model = seeded(Small)
+        twins.append(torch.jit.script(model))  # reads weights in C++, without torch functions
+        return model
 
     compare(script, setting, with_module=with_module, build=build)
 
