@@ -128,7 +128,7 @@ class Weight:
         now = matrix(self.param.detach(), self.transposed)
         if self.master is None or self.left is None or torch.equal(now, self.left):
             return False
-        due = torch.zeros(self.columns, dtype=torch.bool)
+        due = torch.zeros(self.columns, dtype=torch.bool, device="cpu")
         due[list(self.due)] = True
         moved = torch.where(
             now == self.left, self.master, self.master + self.due_decay * (now.float() - self.left.float())
