@@ -56,7 +56,7 @@ host-tests: setup  ## the tests of csrc alone
 	$(BIN)/cmake --build build/host-tests --target host_tests
 	build/host-tests/host_tests
 
-PROPERTIES := $(addprefix tests/zenflow/test_,$(addsuffix .py,invariants knobs added_groups between_passes auto checkpoint ledger))
+PROPERTIES := $(addprefix tests/zenflow/test_,$(addsuffix .py,invariants knobs added_groups between_passes auto checkpoint ledger script_programs))
 
 KILLS ?= 200
 FAULTS ?= 50

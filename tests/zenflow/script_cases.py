@@ -44,7 +44,7 @@ SETTINGS = [
     _setting("zero_offload", topk_ratio=0.0, update_interval=1, overlap_step=False, pipeline="none"),
     _setting("zero_offload_pipelined", topk_ratio=0.0, update_interval=1, overlap_step=False),
     _setting("twin_flow", topk_ratio=0.0, update_interval=1, overlap_step=False, offload_ratio=0.5),
-    _setting("resident", offload_ratio=0.0),
+    _setting("resident", offload_ratio=0.0, update_interval=1, overlap_step=False),
     _setting("one_step_late", late=True, topk_ratio=0.25, update_interval=1, select_interval=3),
     _setting("windows", late=True, topk_ratio=0.25, update_interval=4, select_interval=4),
     _setting(
