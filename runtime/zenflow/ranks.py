@@ -15,6 +15,7 @@ from zenflow.config import ZenFlowConfig
 from zenflow.device import Device
 from zenflow.errors import RankError, UnsupportedError
 from zenflow.host.cores import allowed_cpus, one_a_core
+from zenflow.layout import can_be_trained
 
 
 class Ranks:
@@ -59,22 +60,23 @@ class Ranks:
         if whole is not tensor:
             tensor.copy_(whole)
 
-    def share(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Begin with the weights of rank 0 everywhere.
+    def share(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+        """Begin with the weights of rank 0 everywhere; what could not be trained stays as it is.
 
         Args:
             parameters: in the same order on all ranks.
+            device: that the ranks communicate from.
 
         Raises:
             UnsupportedError: the ranks have other parameters.
         """
-        own = list(parameters)
-        text = repr([(tuple(one.shape), str(one.dtype), one.requires_grad) for one in own])
+        text = repr([(tuple(one.shape), str(one.dtype), one.requires_grad) for one in parameters])
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-        if self.least(number, own[0].device) != number or self.least(-number, own[0].device) != -number:
+        if self.least(number, device) != number or self.least(-number, device) != -number:
             raise UnsupportedError("the ranks' parameters differ in number, shape, dtype or requires_grad")
-        for parameter in own if self.reduces else ():
-            self.broadcast(parameter.detach())
+        for parameter in parameters if self.reduces else ():
+            if can_be_trained(parameter, device):
+                self.broadcast(parameter.detach())
 
     def cpus(self) -> list[int] | None:
         """The CPUs that this rank's host threads may use, where other ranks of this node would pick the same ones.

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zenflow.host.of_process import OwnProcess
 from zenflow.signals import HeldSignals
 from zenflow.staging import Staged
 from zenflow.standin import StandIn, taken
@@ -240,15 +241,16 @@ class Streamer:
 def _hooks(
     watch: weakref.ref[_Watch],
 ) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
-    """Hooks that do not keep the optimizer alive."""
+    """Hooks that do not keep the optimizer alive, and leave a forked child's gradients whole."""
+    process = OwnProcess()
 
     def before(_: torch.Tensor) -> None:
-        if (owner := watch()) is not None:
+        if (owner := watch()) is not None and process.is_this:
             with HeldSignals(), torch.no_grad():
                 owner.before()
 
     def after(_: torch.Tensor) -> None:
-        if (owner := watch()) is not None:
+        if (owner := watch()) is not None and process.is_this:
             with HeldSignals(), torch.no_grad():
                 owner.after()
 

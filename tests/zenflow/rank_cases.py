@@ -178,6 +178,19 @@ def _large_gradients(rank: int) -> dict[str, Any]:
     return {"gradients": [parameter.grad for parameter in parameters]}
 
 
+def _frozen(rank: int) -> dict[str, Any]:
+    torch.manual_seed(rank)
+    trained, base = nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(3, 4), requires_grad=False)
+    elsewhere = nn.Parameter(torch.empty(4, 4, device="meta"), requires_grad=False)
+    packed = nn.Parameter(torch.full((3, 2), rank, dtype=torch.uint8), requires_grad=False)
+    optimizer = ZenFlowAdamW([elsewhere, packed, base, trained], config=OVERLAPPED)
+    for _ in range(3):
+        trained.grad = torch.full_like(trained, rank - 3.0)
+        optimizer.step()
+    optimizer.close()
+    return {"trained": trained.detach(), "base": base.detach(), "packed": packed.detach()}
+
+
 def _averaged_before_the_step(rank: int) -> dict[str, Any]:
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((3, 5), (7,), (40, 40))]
     optimizer = ZenFlowAdamW(parameters, config=EXACT)
@@ -223,6 +236,7 @@ WORK: dict[str, Callable[[int], Any]] = {
     "overflow": _overflow_on_one,
     "masters": _given_masters,
     "large": _large_gradients,
+    "frozen": _frozen,
     "early": _averaged_before_the_step,
     "rigs": _on_rigs,
     "no room": _no_room_on_one,  # last: it leaves the second rank without room

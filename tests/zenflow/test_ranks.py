@@ -82,6 +82,13 @@ def test_gradients_become_their_mean_and_fp16_does_not_overflow_on_its_way(ranks
         assert all(bool((gradient == 44_000.0).all()) for gradient in results["large"]["gradients"])
 
 
+def test_ranks_begin_with_equal_weights_but_for_what_cannot_be_trained(ranks: Results) -> None:
+    first, second = (results["frozen"] for results in ranks)
+    assert "error" not in first, first
+    assert all(torch.equal(first[name], second[name]) for name in ("trained", "base"))
+    assert [int(results["frozen"]["packed"].max()) for results in ranks] == [0, 1]
+
+
 def test_means_are_averaged_again_only_where_somebody_has_touched_them(ranks: Results) -> None:
     for results in ranks:
         assert results["early"].get("seen") == [
