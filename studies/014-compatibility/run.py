@@ -28,6 +28,7 @@ from studykit import ROOT, Results, code_digest, parser, write_json  # noqa: E40
 
 PACKAGES = ("deepspeed", "torch", "transformers", "accelerate")
 MEASURES = [f"studies/014-compatibility/compatibility/{part}.py" for part in ("cells", "oracle", "training", "worker")]
+MEASURES.append("studies/014-compatibility/compatibility/idioms")
 CODE = ("runtime/zenflow", "zftune/integrations", *MEASURES)
 
 

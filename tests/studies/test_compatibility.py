@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import upstream_ops
-from tests.tiers import everything
+from tests import upstream_ops, zygote
+from tests.tiers import by_day, everything
 
 STUDY = Path(__file__).parents[2] / "studies" / "014-compatibility"
 GOOD = {
@@ -43,15 +45,17 @@ def study() -> Iterator[Any]:
         assert spec.loader is not None
         run = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(run)
-        parts = ("cells", "judging", "oracle", "report", "scripts", "training")
-        yield SimpleNamespace(run=run, **{part: importlib.import_module(f"compatibility.{part}") for part in parts})
+        parts = ["cells", "judging", "oracle", "report", "scripts", "training"]
+        parts += ["idioms.listing", "idioms.script", "idioms.sides"]
+        found = {part: importlib.import_module(f"compatibility.{part}") for part in parts}
+        yield SimpleNamespace(run=run, **{part.rpartition(".")[2]: module for part, module in found.items()})
     finally:
         sys.path[:] = before
 
 
-def cell(study: Any, table: str, row: str, side: str = "zenflow", dtype: str = "fp32") -> Any:
+def cell(study: Any, table: str, row: str, side: str = "zenflow", column: str = "fp32") -> Any:
     (found,) = [
-        one for one in study.cells.tables()[table] if (one.row, one.side, one.dtype) == (row, side, dtype)
+        one for one in study.cells.tables()[table] if (one.row, one.side, one.column) == (row, side, column)
     ]  # fmt: skip
     return found
 
@@ -64,6 +68,7 @@ def test_every_combination_is_there_once(study: Any) -> None:
     for section in ("ZeRO-Offload", "ZenFlow"):
         assert len(tables[section]) == len(study.cells.FEATURES) * 3 * 2
         assert all(one.config["zero_optimization"]["stage"] == 2 for one in tables[section])
+    assert len(tables["idioms"]) == len(study.listing.NAMES) * (len(study.cells.SETTINGS) + 1)
     quick = [one.name for table in study.cells.quick().values() for one in table]
     assert len(quick) == 12
     assert set(quick) <= set(names)
@@ -92,8 +97,22 @@ def test_verdicts(study: Any, figures: dict[str, Any], word: str, note: str) -> 
     assert study.judging.verdict(of, {**GOOD, **figures}) == study.judging.Verdict(word, note)
 
 
+@pytest.mark.parametrize(
+    ("off", "word", "note"),
+    [
+        (9e-6, "trains", ""),
+        (2e-5, "wrong", "what the script reads is off by 0.002%"),
+        (0.31, "wrong", "what the script reads is off by 30%"),
+        (None, "wrong", "what the script reads is not finite"),
+    ],
+)
+def test_verdicts_on_idioms(study: Any, off: float | None, word: str, note: str) -> None:
+    of = cell(study, "idioms", "SAM", column="windows of 4")
+    assert study.judging.verdict(of, {"reads": 3, "off": off, "what": "loss 0"}) == study.judging.Verdict(word, note)
+
+
 def test_16_bits_have_more_room(study: Any) -> None:
-    of = cell(study, "ZeRO-Offload", "optimizer in the ds_config", dtype="bf16")
+    of = cell(study, "ZeRO-Offload", "optimizer in the ds_config", column="bf16")
     assert study.judging.verdict(of, {**GOOD, "off": 9e-3, "apart": 0.04}).word == "trains"
     assert study.judging.verdict(of, {**GOOD, "off": 2e-2}).word == "wrong"
 
@@ -181,14 +200,51 @@ def test_cells_that_train_are_refused_fail_and_hang(study: Any, tmp_path: Path) 
 def test_cells_that_resume_and_that_overflow(study: Any, tmp_path: Path) -> None:
     upstream_ops.need()
     table = [
-        cell(study, "ZeRO-Offload", "save and resume", dtype="bf16"),
-        cell(study, "settings", "loss scale that overflows", dtype="fp16"),
+        cell(study, "ZeRO-Offload", "save and resume", column="bf16"),
+        cell(study, "settings", "loss scale that overflows", column="fp16"),
     ]
     figures = study.run.tried(table, lambda text: None, tmp_path)
     resumed, overflown = (figures[one.name] for one in table)
     assert study.judging.verdict(table[0], resumed) == study.judging.Verdict("trains", "resumed bitwise")
     assert study.judging.verdict(table[1], overflown).word == "trains"
     assert overflown["skipped"] == 8
+
+
+@pytest.mark.parametrize("place", by_day([5], all_of=[*range(7)]))
+def test_idioms_read_what_they_read_with_torch_alone(study: Any, place: int, tmp_path: Path) -> None:
+    upstream_ops.need()
+    setting = list(study.cells.SETTINGS)[place]
+    few = ["average swapped in and back, `.data`", "GAN, two engines", "gradual unfreezing, `add_param_group`"]
+    rows = by_day(few, all_of=[*study.listing.NAMES])
+    table = [cell(study, "idioms", row, column=setting) for row in rows]
+    obeyed = cell(study, "idioms", "`AveragedModel` (EMA)", "plain", study.cells.OFFLOADED)
+    undone = cell(study, "idioms", "nGPT, normalised rows", "plain", study.cells.OFFLOADED)
+    figures = study.run.tried([*table, obeyed, undone], lambda text: None, tmp_path)
+    words = {one.row: study.judging.verdict(one, figures[one.name]).word for one in table}
+    assert words == dict.fromkeys(rows, "trains")
+    assert study.judging.verdict(obeyed, figures[obeyed.name]).word == "trains"
+    assert study.judging.verdict(undone, figures[undone.name]).word == "wrong"
+
+
+@pytest.mark.skipif(not everything(), reason="before a release: a training with DeepSpeed")
+def test_an_idiom_is_a_script_for_zftune_run(study: Any, tmp_path: Path) -> None:
+    upstream_ops.need()
+    of = cell(study, "idioms", "SAM", column=study.cells.OFFLOADED)
+    (tmp_path / "ds_config.json").write_text(json.dumps(of.config))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = {**os.environ, **upstream_ops.environment(), **rank, "ZFTUNE_DB": str(tmp_path / "zftune.db")}
+    script = [sys.executable, str(STUDY / "idiom.py"), "SAM", str(tmp_path / "ds_config.json")]
+    done = zygote.zftune("run", "--", *script, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    printed = dict(line.rsplit(": ", 1) for line in done.stdout.splitlines() if line.startswith(("loss", "weight")))
+    alone = study.sides.Plain(study.sides.oracle(of.config, windowed=False))
+    expected = study.script.Script(alone).run(study.listing.idiom("SAM"))
+    assert len(printed) == len(dict(expected))
+    for what, tensor in dict(expected).items():
+        assert float(printed[what]) == pytest.approx(float(tensor.double().norm()), rel=1e-5)
 
 
 @dataclass

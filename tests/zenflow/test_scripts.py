@@ -9,8 +9,9 @@ import sys
 import textwrap
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.upstream_ops import ROOT
 from tests.zenflow.script_cases import SETTINGS, Run, Script, Setting, assert_same_reads, oracle, ours
-from tests.zenflow.small import Flat, Stack, seeded
+from tests.zenflow.small import Flat, Stack, seeded, tokens_of
 from zenflow import UnsupportedError, ZenFlowError
 from zenflow.standin import StandIn
 
@@ -159,6 +160,69 @@ def test_another_thread_reads(setting: Setting) -> None:
             reader.join()
 
     compare(script, setting, with_module=True)
+
+
+@pytest.fixture
+def _threads_take_turns_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("_threads_take_turns_often")
+def test_another_thread_reads_during_the_next_forward(setting: Setting) -> None:
+    def script(run: Run) -> None:
+        for _ in range(12):
+            run.step()
+            reader = threading.Thread(target=lambda: run.note(weight.detach() for weight in run.weights))
+            reader.start()
+            run.loss()
+            reader.join()
+
+    compare(script, setting, with_module=True, build=lambda: seeded(Stack, depth=2))
+
+
+def test_another_process_reads_shared_memory(setting: Setting, with_module: bool) -> None:
+    def build() -> nn.Module:
+        return stack().share_memory()
+
+    def script(run: Run) -> None:
+        storage: Any = torch.UntypedStorage
+        handles = [storage._share_fd_cpu_(weight.untyped_storage()) for weight in run.weights]
+        mapped = [torch.tensor([]).set_(storage._new_shared_fd_cpu(*handle)) for handle in handles]  # as a process does
+        for _ in range(9):
+            run.step()
+            run.note(mapped)
+
+    compare(script, setting, with_module=with_module, build=build)
+
+
+def test_a_compiled_twin_shares_the_weights(setting: Setting, with_module: bool) -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 8)
+            self.outer = nn.Linear(8, 5)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            loss: Tensor = self.outer(torch.tanh(self.inner(tokens[:, :3].float()))).square().mean()
+            return loss
+
+    def script(run: Run) -> None:
+        for _ in range(9):
+            run.step()
+            with torch.no_grad():
+                run.note([twins[-1](tokens_of(99))])
+
+    twins: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        model = seeded(Small)
+        twins.append(torch.jit.script(model))  # reads weights in C++, without torch functions
+        return model
+
+    compare(script, setting, with_module=with_module, build=build)
 
 
 # --- writes ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from compatibility.idioms.listing import NAMES
+
 SIDES = ("zenflow", "deepspeed", "plain")
 """zftune's backends, and DeepSpeed without zftune."""
 DTYPES = ("fp32", "bf16", "fp16")
@@ -56,11 +58,18 @@ class Cell:
     steps: int = STEPS
     windowed: bool = False
     """Whether updates are deferred, so that the weights need not be AdamW's."""
+    setting: str = ""
+    """Of an idiom, which the row names: one of `SETTINGS`."""
     limit_s: float = 60.0
 
     @property
+    def column(self) -> str:
+        """Of its table, within those of its side."""
+        return self.setting or self.dtype
+
+    @property
     def name(self) -> str:
-        return f"{self.table}: {self.row}, {self.side} {self.dtype}"
+        return f"{self.table}: {self.row}, {self.side} {self.column}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +104,23 @@ FEATURES = {
     "Conv2d": Feature({}, {"model": "convolution"}),
     "unused parameter": Feature({}, {"model": "unused"}),
 }  # fmt: skip
+
+
+OF_IDIOMS = {"type": "AdamW", "params": {"lr": 5e-3, "weight_decay": DECAY}}
+OFFLOADED, TWIN_FLOW = "ZeRO-Offload", "Twin-Flow 0.5"
+SYNCHRONOUS = {"update_interval": 1, "overlap_step": False}
+SETTINGS: dict[str, dict[str, Any] | None] = {
+    OFFLOADED: None,
+    "in DeepSpeed's order": {**SYNCHRONOUS, "topk_ratio": 0.0, "pipeline": "none"},
+    TWIN_FLOW: None,
+    "ZenFlow, nothing deferred": {**SYNCHRONOUS, "topk_ratio": 0.2, "select_interval": 3},
+    "windows of 4": {"topk_ratio": 0.2, "select_interval": 4, "update_interval": 4, "overlap_step": False},
+    "windows of 4, overlapped": {"topk_ratio": 0.2, "select_interval": 4, "update_interval": 4, "overlap_step": True},
+    '"auto", overlapped': {"topk_ratio": 0.2, "overlap_step": True},  # intervals left out: Accelerate refuses the word
+}
+"""The "zenflow" section of each of the idioms' columns."""
+LATE = tuple(SETTINGS)[-3:]
+"""Of these, those whose updates are late: what is right is not AdamW's weights, but `zenflow.reference`'s."""
 
 
 def ds_config(dtype: str, stage: int, zenflow: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -164,12 +190,26 @@ def settings() -> Iterator[Cell]:
         yield Cell(table="settings", row="loss scale that overflows", side=side, dtype="fp16", config=config, steps=20)
 
 
+def idioms() -> Iterator[Cell]:
+    """What scripts do to weights, in fp32: nothing deferred, late updates, and DeepSpeed's ZeRO-Offload."""
+    for row in NAMES:
+        for side, setting in [*(("zenflow", setting) for setting in SETTINGS), ("plain", OFFLOADED)]:
+            config = ds_config("fp32", 2, SETTINGS[setting], optimizer=OF_IDIOMS)
+            if setting == TWIN_FLOW:
+                config["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
+            windowed = setting in LATE
+            yield Cell(
+                table="idioms", row=row, side=side, dtype="fp32", config=config, setting=setting, windowed=windowed
+            )
+
+
 def tables() -> dict[str, list[Cell]]:
     """All cells, by their table."""
     return {
         "stages": list(grid()),
         **{section: list(features(section)) for section in SECTIONS},
         "settings": list(settings()),
+        "idioms": list(idioms()),
     }
 
 

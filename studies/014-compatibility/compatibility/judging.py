@@ -14,6 +14,8 @@ LOSS = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 """How far a loss may be from AdamW's, relative."""
 APART = {"fp32": 1e-2, "bf16": 5e-2, "fp16": 5e-2}
 """How far a weight may be from AdamW's, as a share of how far AdamW moved it."""
+READ = 1e-5
+"""How far an element that an idiom reads may be from what it reads with torch alone, or with the reference."""
 SCRIPTS = 2e-2
 """How far a loss that a script prints may be from that without zftune, relative."""
 FALL = 0.1
@@ -42,6 +44,8 @@ def verdict(cell: Cell, figures: Mapping[str, Any]) -> Verdict:
         if kind == "BadInputError":
             return Verdict("refused", sentence)
         return Verdict("fails", _shortened(" ".join(str(error).split())))
+    if cell.setting:
+        return _idiom_verdict(figures["off"])
     step, apart = figures["not_finite_from"], figures["apart"]
     if step is not None:
         return Verdict("wrong", f"the loss is not finite from step {step} on")
@@ -56,6 +60,13 @@ def verdict(cell: Cell, figures: Mapping[str, Any]) -> Verdict:
     if figures["skipped"] != figures["expected_skipped"]:
         return Verdict("wrong", f"{figures['skipped']} steps are skipped, not {figures['expected_skipped']}")
     return Verdict("trains", _remarks(figures))
+
+
+def _idiom_verdict(off: float | None) -> Verdict:
+    if off is None:
+        return Verdict("wrong", "what the script reads is not finite")
+    share = float(f"{100 * off:.1g}")
+    return Verdict("trains") if off <= READ else Verdict("wrong", f"what the script reads is off by {share:g}%")
 
 
 def _percent(share: float) -> str:

@@ -83,7 +83,7 @@ def expected(cell: Cell) -> dict[str, Any]:
         total = 0.0
         for number in range(cell.passes):
             loss = loss_of(model, cell.passes * step + number, slice(0, ROWS), dtype)
-            (loss * (spike(cell, step) * scale.value / cell.passes)).backward()  # type: ignore[no-untyped-call]
+            (loss * (spike(cell, step) * scale.value / cell.passes)).backward()
             total += loss.item() / cell.passes
         losses.append(total)
         _step(cell, model, masters, optimizer, scale, scheduler)

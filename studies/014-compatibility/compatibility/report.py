@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compatibility import scripts
-from compatibility.cells import DTYPES, SIDES, Cell
+from compatibility.cells import DTYPES, SETTINGS, SIDES, Cell
 from compatibility.judging import Verdict, script_verdict, verdict
 
 BEGIN = "<!-- The tables below are written by run.py. -->"
@@ -18,10 +18,12 @@ TITLES = {
     "ZeRO-Offload": "What scripts do, with ZeRO-Offload at stage 2",
     "ZenFlow": "What scripts do, with ZenFlow at stage 2, nothing deferred",
     "settings": "Settings of ZenFlow and Twin-Flow, and a loss scale that overflows",
+    "idioms": "What scripts do to weights beside training them, fp32",
     "scripts": "Scripts of `examples/`, bf16",
 }
 HEADS = {"zenflow": "zftune, zenflow", "deepspeed": "zftune, deepspeed", "plain": "DeepSpeed alone"}
 WORDS = ("trains", "refused", "wrong", "fails")
+_COLUMNS = (*DTYPES, *SETTINGS)
 _UNTRIED = "-"
 
 Records = Mapping[str, Mapping[str, Any]]
@@ -47,9 +49,9 @@ class Notes:
 
 
 def verdicts(table: Sequence[Cell], figures: Mapping[str, Any]) -> dict[tuple[str, str, str], Verdict]:
-    """By row, side and dtype."""
+    """By row, side and column."""
     return {
-        (cell.row, cell.side, cell.dtype): verdict(cell, figures[cell.name]) for cell in table if cell.name in figures
+        (cell.row, cell.side, cell.column): verdict(cell, figures[cell.name]) for cell in table if cell.name in figures
     }
 
 
@@ -95,11 +97,10 @@ def _summary(found: Mapping[str, Mapping[Any, Verdict]]) -> str:
 
 
 def _table(found: Mapping[tuple[str, str, str], Verdict]) -> str:
-    dtypes = [dtype for dtype in DTYPES if any(key[2] == dtype for key in found)]
     rows, notes = list(dict.fromkeys(row for row, _, _ in found)), Notes()
-    columns = [(side, dtype) for side in SIDES for dtype in dtypes]
+    columns = sorted({key[1:] for key in found}, key=lambda one: (SIDES.index(one[0]), _COLUMNS.index(one[1])))
     lines = [
-        _line(["", *(f"{HEADS[side]}, {dtype}" for side, dtype in columns)]),
+        _line(["", *(f"{HEADS[side]}, {column}" for side, column in columns)]),
         _line(["---"] * (len(columns) + 1)),
     ]
     lines += [_line([row, *(notes.shown(found.get((row, *column))) for column in columns)]) for row in rows]

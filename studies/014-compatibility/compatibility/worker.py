@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ if __name__ == "__main__":  # an overlapped update's process begins by reading t
 from compatibility.cells import Cell
 
 _SHARED = (
+    "compatibility.idioms.comparing",
     "compatibility.oracle",
     "zftune.integrations.deepspeed.online",
     "zftune.integrations.deepspeed.upstream",
@@ -34,13 +36,18 @@ _SHARED = (
 )
 
 
-def _prepare() -> None:
+def _prepare(cells: Sequence[Cell]) -> None:
     """Import and load what forks share, so that they run the same code; nothing that starts a thread."""
     import torch
     from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 
+    from compatibility.idioms.listing import idiom
+
     for module in _SHARED:
         importlib.import_module(module)
+    for cell in cells:
+        if cell.setting:
+            idiom(cell.row)  # some import transformers
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -55,6 +62,8 @@ def attempt(cell: Cell, rank: int, folder: Path) -> dict[str, Any]:
     from deepspeed.accelerator import get_accelerator
 
     import zftune.integrations.deepspeed as zftune_deepspeed
+    from compatibility.idioms.comparing import compared_idiom
+    from compatibility.idioms.sides import slow_link
     from compatibility.oracle import compared
     from compatibility.training import trained
 
@@ -64,6 +73,9 @@ def attempt(cell: Cell, rank: int, folder: Path) -> dict[str, Any]:
     if cell.side in ("zenflow", "deepspeed"):
         zftune_deepspeed.enable(backend="zenflow" if cell.side == "zenflow" else "deepspeed")
     try:
+        if cell.setting:
+            slow_link()
+            return compared_idiom(cell)
         seen = trained(cell, rank, folder)
     except Exception as error:  # noqa: BLE001 - it is the result
         traceback.print_exc()
@@ -139,7 +151,7 @@ def main(file: str) -> None:
         os.dup2(2, 1)  # where DeepSpeed prints is no place for answers
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         cells = [Cell(**given) for given in json.loads(Path(file).read_text(encoding="utf-8"))]
-        _prepare()
+        _prepare(cells)
         for cell in cells:
             answers.write(json.dumps({"name": cell.name, "figures": tried(cell)}) + "\n")
             answers.flush()

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.once import once
 from tests.zftune.integrations.ds_running import ADAMW, ZENFLOW, ds_config, run_cases
 from tests.zftune.integrations.ds_worker import batch, make_model
+from zenflow import ZenFlowConfig
+from zftune.integrations.deepspeed import optimizers
+from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer
 
 STEPS, SAVED_AFTER = 13, 6  # in the middle of a window
 SCALED = {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 4, "hysteresis": 1}
@@ -110,3 +114,20 @@ def test_a_checkpoint_of_zero_is_refused_with_what_to_do(tmp_path: Path) -> None
         "BadInputError: the checkpoint is of ZeRO, allowed is one of the backend zenflow: `zftune checkpoint import` "
         "makes it"
     )
+
+
+def test_a_group_that_joins_has_the_models_names() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
+    model[0].requires_grad_(False)
+    recipe = optimizers.from_config(ds_config(optimizer=ADAMW))
+    assert recipe is not None
+    optimizer = EngineOptimizer(list(model.parameters()), recipe, ZenFlowConfig(), model, None)
+    thawed = list(model[0].requires_grad_(True).parameters())
+    optimizer.add_param_group({"params": [("called otherwise", thawed[0]), ("here", thawed[1])], "lr": 0.5})
+    optimizer.add_param_group({"params": nn.Parameter(torch.ones(2))})
+    named = [group["param_names"] for group in optimizer.state_dict()["param_groups"]]
+    assert named == [["1.weight", "1.bias"], ["0.weight", "0.bias"], ["2.0"]]
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.5, 1e-3]
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": thawed[:1]})
+    optimizer.close()

@@ -32,11 +32,9 @@ class EngineOptimizer(ZenFlowOptimizer):
     """
 
     def __init__(self, params: Any, recipe: Recipe, config: ZenFlowConfig, module: nn.Module, scaler: Any) -> None:
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         groups = _trained(recipe.groups or params)
         super().__init__(groups, recipe.defaults, RULES[recipe.rule], config=config, module=module)
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        for number, group in enumerate(self.param_groups):  # a checkpoint tells whose state is whose
-            group["param_names"] = [names.get(id(p), f"{number}.{i}") for i, p in enumerate(group["params"])]
         self._client: Optimizer | None = recipe.client
         if recipe.client is not None:
             recipe.client.param_groups[:] = self.param_groups  # the same dictionaries: its scheduler drives both
@@ -46,13 +44,18 @@ class EngineOptimizer(ZenFlowOptimizer):
         self._norm: torch.Tensor | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; DeepSpeed's accessors know the parameters then.
+        """Add a group, with the model's names for its parameters: a checkpoint tells whose state is whose.
 
         Raises:
+            ValueError: a parameter is in another group already; as in torch.
             UnsupportedError: a parameter cannot be split.
             ConfigError: a hyperparameter is not allowed.
             HostEngineError: host work failed.
         """
+        given, number = param_group["params"], len(self.param_groups)
+        parameters = [given] if isinstance(given, torch.Tensor) else list(map(_without_name, given))
+        names = [self._names.get(id(parameter), f"{number}.{i}") for i, parameter in enumerate(parameters)]
+        param_group.update(params=parameters, param_names=names)
         super().add_param_group(param_group)
         link(self, self.param_groups[-1]["params"])
 
@@ -153,10 +156,14 @@ def _trained(params: Iterable[Any]) -> list[Any]:
             one["params"] = _trained(given)
             found += [one] if one["params"] else []
             continue
-        parameter = one[1] if isinstance(one, tuple) else one  # with its name
+        parameter = _without_name(one)
         if parameter.requires_grad:
             found.append(parameter)
     return found
+
+
+def _without_name(parameter: Any) -> Any:
+    return parameter[1] if isinstance(parameter, tuple) else parameter
 
 
 class LossScaling:
