@@ -52,7 +52,7 @@ def read(training: Training, parameter: nn.Parameter, group: Mapping[str, Any]) 
         return {
             MASTER: training.runtime.masters.peek(parameter).to("cpu", copy=True),
             **{name: torch.full(parameter.shape, value, dtype=torch.float32, device="cpu") for name, value in moments},
-            STEP: torch.zeros((), device="cpu"),
+            STEP: torch.zeros((), dtype=torch.float32, device="cpu"),
         }
     training.settle()
     tensors = _gathered(training, weight)

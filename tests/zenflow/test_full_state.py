@@ -197,6 +197,20 @@ def test_a_parameter_without_an_update_begins_with_what_is_set(runs: Callable[..
     assert torch.equal(optimizer.full_state(unused)["master"], value)
 
 
+def test_it_is_fp32_on_the_cpu_whatever_the_defaults(runs: Callable[..., Run]) -> None:
+    run = runs(dtype=torch.bfloat16)
+    run.step()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            states = [run.optimizer.full_state(weight) for weight in (*run.weights, run.unused)]
+    finally:
+        torch.set_default_dtype(before)
+    kinds = {(one.dtype, one.device.type) for state in states for one in state.values()}
+    assert kinds == {(torch.float32, "cpu")}
+
+
 def test_what_others_wrote_to_the_weight_is_in_it(runs: Callable[..., Run]) -> None:
     run = runs(dtype=torch.bfloat16, update_interval=1, overlap_step=False)
     run.step(2)

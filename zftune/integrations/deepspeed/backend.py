@@ -180,10 +180,12 @@ def take_over(engine: Any, made: EngineOptimizer, plan: Plan) -> None:
     """
     _average_after_backward(engine, made)
     # It was made without these sections, and scripts ask it for the dtype of its inputs.
-    if plan.precision.dtype == torch.bfloat16:
-        engine._config.bfloat16_config.enabled = True
-    if plan.precision.dtype == torch.float16:
+    if plan.precision.dtype == torch.bfloat16 and hasattr(engine, "_support_torch_style_backward"):
+        engine._config.bfloat16_config.enabled = True  # before 0.19 an engine would not drop gradients then
+    if plan.precision.dtype == torch.float16 and hasattr(engine._config, "float16_config"):
         engine._config.float16_config.enabled = True
+    elif plan.precision.dtype == torch.float16:  # before 0.18
+        engine._config.fp16_enabled = True
     if made.loss_scaler is not None:
         engine.torch_autocast_z0_gradscaler = LossScaling(made)
     _allow_direct_backward(engine, made)
@@ -204,7 +206,9 @@ def _average_after_backward(engine: Any, made: EngineOptimizer) -> None:
 
 
 def _allow_direct_backward(engine: Any, made: EngineOptimizer) -> None:
-    """Let `loss.backward()` and `engine.scale(loss).backward()` work, as they do at stages 1 and 2."""
+    """Let `loss.backward()` and `engine.scale(loss).backward()` work, as they do at stages 1 and 2 from 0.19 on."""
+    if not hasattr(engine, "_support_torch_style_backward"):
+        return
     engine._support_torch_style_backward = True
     original = engine._backward_prologue
 

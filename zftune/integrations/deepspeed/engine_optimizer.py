@@ -108,6 +108,11 @@ class EngineOptimizer(ZenFlowOptimizer):
     def refresh_fp32_params(self) -> None:
         """Nothing is left to do: masters follow whatever is written to the weights."""
 
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, **_: Any) -> None:
+        """What engines before 0.19 leave to an optimizer in 16 bits."""
+        scaled = loss if self.loss_scaler is None else LossScaling(self).scale(loss)
+        scaled.backward(retain_graph=retain_graph)
+
     def destroy(self) -> None:
         """Apply what is pending and end the host engine, as `engine.destroy()` asks."""
         self.close()

@@ -107,8 +107,9 @@ def _masters(optimizer: EngineOptimizer, stage: int) -> dict[str, Any]:
     """Each group's masters behind each other, as one rank of ZeRO has them."""
     flats = []
     for group in optimizer.param_groups:
-        flat = torch.empty(sum(parameter.numel() for parameter in group["params"]), device="cpu")
-        parts = flat.split([parameter.numel() for parameter in group["params"]])
+        lengths = [parameter.numel() for parameter in group["params"]]
+        flat = torch.empty(sum(lengths), dtype=torch.float32, device="cpu")
+        parts = flat.split(lengths)
         for part, parameter in zip(parts, group["params"], strict=True):
             master = optimizer.full_state(parameter)[MASTER]
             part.copy_(reread(master, parameter.detach().cpu()).reshape(-1))  # with what is pending, as the weights

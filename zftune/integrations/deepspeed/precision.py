@@ -122,18 +122,37 @@ def loss_scaler(section: Mapping[str, Any]) -> Any:
         BadInputError: a field has a value that is not allowed.
     """
     from deepspeed.runtime.fp16 import loss_scaler as upstream
-    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 
+    fields = _fields(section)
+    dynamic = fields["loss_scale"] == 0
+    arguments = {
+        upstream.INITIAL_LOSS_SCALE: math.pow(2, fields["initial_scale_power"]),
+        upstream.SCALE_WINDOW: fields["loss_scale_window"],
+        upstream.DELAYED_SHIFT: fields["hysteresis"],
+        upstream.CONSECUTIVE_HYSTERESIS: fields["consecutive_hysteresis"],
+        upstream.MIN_LOSS_SCALE: fields["min_loss_scale"],
+    }
+    return upstream.CreateLossScaler(torch.half, fields["loss_scale"], dynamic, arguments if dynamic else None)
+
+
+_SCALING = {
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "consecutive_hysteresis": False,
+    "min_loss_scale": 1,
+}
+"""What DeepSpeed takes where the "fp16" section leaves it out."""
+
+
+def _fields(section: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+    except ImportError:  # before 0.18, which checks nothing
+        return {name: section.get(name, value) for name, value in _SCALING.items()}
     try:
         fields = DeepSpeedFP16Config(**section)
     except ValueError as error:
         raise BadInputError(f"fp16 is {dict(section)!r}, allowed is what DeepSpeed takes: {error}") from error
-    dynamic = fields.loss_scale == 0
-    arguments = {
-        upstream.INITIAL_LOSS_SCALE: math.pow(2, fields.initial_scale_power),
-        upstream.SCALE_WINDOW: fields.loss_scale_window,
-        upstream.DELAYED_SHIFT: fields.hysteresis,
-        upstream.CONSECUTIVE_HYSTERESIS: fields.consecutive_hysteresis,
-        upstream.MIN_LOSS_SCALE: fields.min_loss_scale,
-    }
-    return upstream.CreateLossScaler(torch.half, fields.loss_scale, dynamic, arguments if dynamic else None)
+    return {name: getattr(fields, name) for name in _SCALING}
