@@ -24,7 +24,7 @@ public:
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // Memory that outlives the engine. Throws std::bad_alloc, std::system_error.
+    // Memory that outlives the engine, and that no forked child has. Throws std::bad_alloc, std::system_error.
     Pages allocate(std::size_t bytes, std::size_t interval_bytes);
 
     // The memory of the columns is the caller's; it must live until the engine is closed.

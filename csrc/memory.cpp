@@ -1,6 +1,7 @@
 #include "memory.hpp"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <new>
@@ -19,7 +20,7 @@ constexpr std::size_t kShared = 4 << 20;     // bytes
 }  // namespace
 
 void FreePages::operator()(std::byte* memory) const noexcept {
-    munmap(memory, bytes);
+    if (getpid() == process) munmap(memory, bytes);
 }
 
 Pages map_pages(std::size_t bytes) {
@@ -29,7 +30,10 @@ Pages map_pages(std::size_t bytes) {
 #if defined(MADV_HUGEPAGE)
     if (length >= kLargePage) madvise(memory, length, MADV_HUGEPAGE);  // a dozen streams would miss the TLB
 #endif
-    return Pages(static_cast<std::byte*>(memory), FreePages{length});
+#if defined(MADV_DONTFORK)
+    madvise(memory, length, MADV_DONTFORK);  // where that fails forks are dear, and right all the same
+#endif
+    return Pages(static_cast<std::byte*>(memory), FreePages{length, getpid()});
 }
 
 void touch_pages(std::byte* memory, std::size_t bytes, std::size_t interval_bytes, const std::vector<int>& cpus) {

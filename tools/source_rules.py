@@ -1,12 +1,14 @@
 """Rules that no linter has, for the sources of this checkout: `python tools/source_rules.py`, a part of `make lint`.
 
-A string that names a CUDA device outside `zenflow.device`, or a `print` in a library, is an error. A file or a function
-that is too long is a warning: it may be the better shape, and somebody has looked.
+A string that names a CUDA device outside `zenflow.device`, a tensor that the runtime makes on the default device, or a
+`print` in a library, is an error. A file or a function that is too long is a warning: it may be the better shape, and
+somebody has looked.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +18,11 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
+# Of torch, what makes tensors where `torch.set_default_device` says.
+FACTORIES = re.compile(
+    r"arange|as_tensor|asarray|empty|empty_strided|eye|full|linspace|logspace|normal|ones|rand|randint|randn|randperm|range|"
+    r"scalar_tensor|tensor|tril_indices|triu_indices|zeros"
+)
 _RUNTIME = Path("runtime") / "zenflow"
 _LIBRARIES = (_RUNTIME, Path("zftune"))
 _OTHERS = (Path("tests"), Path("tools"))
@@ -59,7 +66,7 @@ def _of_python(path: Path, text: str) -> Iterator[Finding]:
     tree = ast.parse(text, str(path))
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     in_library = any(path.is_relative_to(folder) for folder in _LIBRARIES)
-    in_runtime = path.is_relative_to(_RUNTIME) and path.name != "device.py"
+    in_runtime = path.is_relative_to(_RUNTIME)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = _length(node)
@@ -69,7 +76,11 @@ def _of_python(path: Path, text: str) -> Iterator[Finding]:
         elif in_library and isinstance(node, ast.expr) and _is_print(node):
             yield Finding(f"{path}:{node.lineno}", "a library does not print", is_error=True)
         elif in_runtime and isinstance(node, ast.expr) and _names_cuda(node) and id(node) not in prose:
-            yield Finding(f"{path}:{node.lineno}", "only zenflow.device names CUDA devices", is_error=True)
+            if path.name != "device.py":
+                yield Finding(f"{path}:{node.lineno}", "only zenflow.device names CUDA devices", is_error=True)
+        elif in_runtime and isinstance(node, ast.Call) and (factory := _factory_without_device(node)):
+            what = f"torch.{factory} names no device: the user's default one may be another"
+            yield Finding(f"{path}:{node.lineno}", what, is_error=True)
 
 
 def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -89,6 +100,15 @@ def _names_cuda(node: ast.AST) -> bool:
     if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
         return False
     return node.value == "cuda" or node.value.startswith("cuda:")
+
+
+def _factory_without_device(node: ast.Call) -> str | None:
+    """Which function of torch makes a tensor here on whatever device is the default."""
+    made = node.func
+    if not isinstance(made, ast.Attribute) or not isinstance(made.value, ast.Name) or made.value.id != "torch":
+        return None
+    named = any(keyword.arg in (None, "device") for keyword in node.keywords)  # None: **options
+    return made.attr if FACTORIES.fullmatch(made.attr) and not named else None
 
 
 def main(root: Path = ROOT) -> int:

@@ -50,21 +50,22 @@ class AutoInterval:
             return
         device = self._runtime.device.torch_device
         places = {weight: place for place, weight in enumerate(self._weights)}
-        index = self._runtime.send_index(torch.tensor([places[weight] for weight in energies]))
+        index = self._runtime.send_index(torch.tensor([places[weight] for weight in energies], device="cpu"))
         elements = torch.tensor(
             [[weight.plan.rows * weight.plan.selected, weight.plan.rows * weight.plan.deferred] for weight in energies],
             dtype=torch.float32,
+            device="cpu",
         )
         both = torch.stack(list(energies.values()))
         parts = torch.stack([both[:, 0], (both[:, 1] - both[:, 0]).clamp(min=0)], dim=1)
         rms = (parts / self._runtime.device.send(elements)).sqrt()
         if grad_scale is not None:
             rms = rms / torch.as_tensor(grad_scale, device=device).float()
-        step = torch.cat([torch.ones(len(energies), 1, device=device), rms], dim=1)
+        step = torch.cat([torch.ones(len(energies), 1, dtype=torch.float32, device=device), rms], dim=1)
         if skip is not None:
             step = torch.where(skip, torch.zeros_like(step), step)
         if self._sums is None:
-            self._sums = torch.zeros(len(self._weights), 3, device=device)
+            self._sums = torch.zeros(len(self._weights), 3, dtype=torch.float32, device=device)
         self._sums.index_add_(0, index, step)
         self._vote()
 
@@ -106,5 +107,5 @@ class AutoInterval:
         """Go on from saved sums."""
         rows = [list(sums[weight]) or [0.0] * 3 for weight in self._weights]
         if any(sums.values()):
-            self._sums = torch.tensor(rows, device=self._runtime.device.torch_device)
+            self._sums = torch.tensor(rows, dtype=torch.float32, device=self._runtime.device.torch_device)
             self._vote()

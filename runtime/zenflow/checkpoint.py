@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from zenflow.checkpoint_format import HEADER, Header, Saved, SavedEntry, SavedFlight, SavedWeight, shapes
 from zenflow.config import LIVE_KNOBS, ZenFlowConfig
-from zenflow.flushed import adopt
+from zenflow.flushed import Unflush
+from zenflow.full_state import whole_tier
 from zenflow.host.tasks import Control
 from zenflow.layout import ModelPlan
 from zenflow.model import Groups, Split
 from zenflow.rules import Hyper
-from zenflow.state import ColumnState
-from zenflow.tiers import Tier, move_state
+from zenflow.tiers import move_state
 from zenflow.training import Training
 from zenflow.weight import WeightState
 
@@ -50,7 +49,7 @@ def save(training: Training, groups: Groups) -> dict[str, Any]:
         buckets=training.model.windows.buckets,
         hypers=[asdict(hyper) for hyper in training.hypers],
         weights=[_saved_weight(training, weight) for weight in weights],
-        flushed=training.shows_flushed or any(weight.shown is not None for weight in weights),
+        flushed=training.shows_flushed or training.restored_flushed,
         imported=False,
     )
     index = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -92,8 +91,18 @@ def _flights(training: Training, weight: WeightState) -> list[SavedFlight]:
     ]
 
 
+def _shown(weight: WeightState, place: int) -> torch.Tensor:
+    """What training sees of a bucket in flight."""
+    assert weight.deferred is not None
+    if weight.shown is not None:
+        return weight.shown[place]
+    return weight.deferred.on_host(weight.matrix(), weight.deferred.buckets[place].columns)
+
+
 def _tensors(training: Training, weight: WeightState) -> dict[str, Any]:
     rule, plan = training.rule, weight.plan
+    if not weight.started and not weight.parameter.requires_grad:
+        return {"shape": torch.tensor(weight.parameter.shape, dtype=torch.int64, device="cpu")}
     tensors: dict[str, Any] = {
         name: torch.zeros(shape, dtype=dtype, device="cpu")
         for name, (shape, dtype) in shapes(plan, weight.parameter, rule).items()
@@ -102,7 +111,7 @@ def _tensors(training: Training, weight: WeightState) -> dict[str, Any]:
     tensors["log"], tensors["shown"] = (), ()
     if not weight.started:
         return tensors
-    target = _tier(weight, tensors, rule.moment_names)
+    target = whole_tier(plan, tensors, rule.moment_names)
     move_state(training.runtime, weight.split.tiers(), target)
     if plan.columns:
         tensors["importance"].copy_(weight.importance())
@@ -112,20 +121,8 @@ def _tensors(training: Training, weight: WeightState) -> dict[str, Any]:
         slots = weight.deferred.slot_columns
         tensors["slots"][slots] = torch.arange(len(slots), dtype=torch.int32, device="cpu")
         tensors["log"] = tuple(rows for _, rows in weight.deferred.logged())
-        if weight.shown is not None:
-            tensors["shown"] = tuple(weight.shown[flight.bucket] for flight in _flights(training, weight))
+        tensors["shown"] = tuple(_shown(weight, flight.bucket) for flight in _flights(training, weight))
     return tensors
-
-
-def _tier(weight: WeightState, tensors: Mapping[str, Any], moment_names: Sequence[str]) -> Tier:
-    """The saved state of all columns, sharing the memory of the tensors."""
-    plan, streams = weight.plan, [tensors[name] for name in ("master", *moment_names)]
-    if plan.columns:
-        columns = [plan.view(stream).t() for stream in streams]
-    else:
-        columns = [stream.view(1, -1) for stream in streams]
-    state = ColumnState.over(columns, tensors["count"])
-    return Tier(torch.arange(len(tensors["count"]), device="cpu"), state, on_host=True)
 
 
 def resumed(current: Training, saved: Saved, groups: Groups) -> Training:
@@ -185,7 +182,7 @@ def _split_anew(training: Training, saved: Saved, groups: Groups) -> Saved:
         mine = {
             "count": found["count"].cpu()[:1].repeat(columns),
             "slots": slots,
-            "importance": torch.zeros(columns, device="cpu"),
+            "importance": torch.zeros(columns, dtype=torch.float32, device="cpu"),
             "proposed": torch.zeros(columns, dtype=torch.bool, device="cpu"),
         }
         tensors.append({**found, **mine} if weight.started else found)
@@ -204,6 +201,7 @@ def _restore(training: Training, saved: Saved, groups: Groups) -> None:
     training.clock.restore(header.step, header.window_steps)
     training.engine.reach(header.step)
     training.hypers[:] = [_hyper(training, group, values) for group, values in zip(groups, header.hypers, strict=True)]
+    training.restored_flushed = header.flushed
     controls: _Controls = {}
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     known = {weight: header.weights[numbers[id(weight.parameter)]] for weight in training.model.weights}
@@ -236,7 +234,7 @@ def _restore_weight(
     flushed: bool,
 ) -> None:
     host = {name: value.cpu() for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-    source = _tier(weight, host, training.rule.moment_names)
+    source = whole_tier(weight.plan, host, training.rule.moment_names)
     weight.restore(source, host["slots"], flat=saved.flat)
     if weight.plan.columns:
         weight.note_importance(host["importance"].to(weight.parameter.device), None)
@@ -252,10 +250,10 @@ def _restore_weight(
         weight.deferred.restore_entry(rows.cpu(), entry.step, hyper, control)
     for flight in saved.flights:
         training.model.windows.restore(weight, flight)
+    shown = zip(saved.buckets_in_flight, tensors["shown"], strict=True)
+    weight.shown = {bucket: rows.cpu() for bucket, rows in shown}
     if flushed:
-        shown = zip(saved.buckets_in_flight, tensors["shown"], strict=True)
-        weight.shown = {bucket: rows.cpu() for bucket, rows in shown}
-    training.before_use(weight.parameter, partial(adopt, training, weight))
+        training.before_use(weight.parameter, Unflush(training, weight))
 
 
 def _hyper(training: Training, group: Mapping[str, Any], values: Mapping[str, float]) -> Hyper:

@@ -6,10 +6,10 @@ how the state was split:
     {"state": {index: {"master", one tensor a moment, "count", "slots", "importance", "proposed", "log", "shown"}},
      "param_groups": [{hyperparameters, "params": [index, ...]}, ...]}
 
-`count`, `slots`, `importance` and `proposed` have one number a column; `log` is a tuple
-of the open window's gradients of the deferred columns, [deferred, rows] each. `shown` is empty, or where the model's
-file is of flushed weights a tuple of the weights that training sees, [slots, rows] of each bucket in flight. What is
-not a tensor stands in `param_groups[0]["zenflow"]`, as JSON.
+`count`, `slots`, `importance` and `proposed` have one number a column; `log` is a tuple of the open window's gradients
+of the deferred columns, [deferred, rows] each, and `shown` one of the weights that training sees of each bucket in
+flight, [slots, rows] in the model's dtype. A parameter that has always been frozen has its "shape" alone, as int64.
+What is not a tensor stands in `param_groups[0]["zenflow"]`, as JSON.
 """
 
 from __future__ import annotations
@@ -248,8 +248,8 @@ def _check_weight(
             raise CheckpointError(
                 f'{where}["log"] holds something else than gradients of [{plan.deferred}, {plan.rows}]'
             )
-    shown = state.get("shown", ())
-    if not isinstance(shown, (tuple, list)) or (len(shown) not in (0, len(weight.flights))):
+    shown = state.get("shown")
+    if not isinstance(shown, (tuple, list)) or len(shown) != len(weight.flights):
         raise CheckpointError(f'{where}["shown"] has not the {len(weight.flights)} buckets that are in flight')
     if any(not 0 <= bucket < len(plan.bucket_slots) for bucket in weight.buckets_in_flight):
         raise CheckpointError(f"{where} has an update in flight for a bucket that it does not have")

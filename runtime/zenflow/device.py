@@ -7,7 +7,6 @@ emulated accelerator; `CpuDevice` has none, and its waits are not called stalls.
 from __future__ import annotations
 
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from zenflow.clock import REAL_CLOCK, Clock
 from zenflow.errors import UnsupportedError
 from zenflow.host.cores import gpu_numa_node
+from zenflow.host.of_process import finalize
 
 Mark = Any
 """A point on a device's timeline; only its own device can compare two of them."""
@@ -358,7 +358,7 @@ class CudaDevice(Device):
         runtime: Any = torch.cuda.cudart()
         address = array.ctypes.data
         torch.cuda.check_error(runtime.cudaHostRegister(address, array.nbytes, 0))
-        weakref.finalize(array, runtime.cudaHostUnregister, address).atexit = False
+        finalize(array, runtime.cudaHostUnregister, address).atexit = False
 
     def numa_node(self) -> int | None:
         properties = torch.cuda.get_device_properties(self.torch_device)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from zenflow.deferred import Bucket, DeferredTier
-from zenflow.weight import OutsideWrite, WeightState
+from zenflow.weight import WeightState
 
 if TYPE_CHECKING:
     from zenflow.training import Training
-
-Shown = Mapping[int, torch.Tensor]
-"""By the number (counted in its weight) of each bucket in flight: its weights as training sees them."""
 
 
 @contextmanager
@@ -38,57 +35,69 @@ def flushed(training: Training) -> Iterator[int]:
     training.model.end_watch()
     training.shows_flushed = True
     changed: list[tuple[WeightState, Bucket]] = []
-    weights = [weight for weight in training.model.weights if weight.shown is None]  # others were loaded like that
     try:
-        for weight in weights:
-            weight.shown = {}
-            for place, bucket in _pending(weight, weight.in_flight):
-                changed.append((weight, bucket))
-                if bucket.index in weight.in_flight:
-                    weight.shown[place] = _tier(weight).on_host(weight.matrix(), bucket.columns)
-                _show(weight, bucket, _preview(training, weight, bucket))
+        for weight in training.model.weights:
+            if not weight.restored:  # else it was loaded, perhaps like that, and not used yet
+                weight.shown = {}
+                for place, bucket in _pending(weight, weight.in_flight):
+                    changed.append((weight, bucket))
+                    if bucket.index in weight.in_flight:
+                        weight.shown[place] = _tier(weight).on_host(weight.matrix(), bucket.columns)
+                    _show(weight, bucket, _preview(training, weight, bucket))
         yield training.pending_steps
     finally:
         for weight, bucket in changed:
             assert weight.shown is not None
             place = bucket.index - weight.plan.first_bucket
             _show(weight, bucket, weight.shown.get(place, _tier(weight).rounded(bucket)))
-        for weight in weights:
-            weight.shown = None
+        for weight in training.model.weights:
+            if not weight.restored:
+                weight.shown = None
         training.shows_flushed = False
         training.leave_weights()
 
 
-def adopt(training: Training, weight: WeightState) -> None:
-    """Compare a restored weight with its state, before it is used, and notice writes from now on.
+class Unflush:
+    """Gives a restored weight that holds what a file of flushed weights held the values of training.
 
-    The model may have been loaded before or after its optimizer. Elements that are what a file of flushed weights held
-    become what training saw; others that are not what they should be were written by somebody.
+    The model may be loaded before or after its optimizer, so each use of the weight until the next step asks again;
+    that costs something only where somebody has written to it.
 
     Args:
         training: that was restored.
         weight: one of its weights.
     """
-    with torch.inference_mode(False), torch.no_grad():
-        before = None
-        if weight.shown is not None:
-            before = weight.parameter.detach().clone()
-            _unflush(training, weight, weight.shown, before)
-            weight.shown = None
-        weight.take_outside_write()
-        if before is not None and weight.in_flight:
-            training.model.windows.take_outside_write(weight, OutsideWrite(before))
-        weight.watch()
 
+    def __init__(self, training: Training, weight: WeightState) -> None:
+        self._training = training
+        self._weight = weight
+        self._seen: tuple[int, int] | None = None
 
-def _unflush(training: Training, weight: WeightState, shown: Shown, before: torch.Tensor) -> None:
-    """Give a weight that holds flushed values those of training; `before` gets them whatever the weight holds."""
-    for place, bucket in _pending(weight, {place + weight.plan.first_bucket for place in shown}):
-        tier = _tier(weight)
-        held = tier.on_host(weight.matrix(), bucket.columns)
-        seen = shown.get(place, tier.rounded(bucket))
-        _show(weight, bucket, torch.where(held == _preview(training, weight, bucket), seen, held))
-        training.runtime.kernels.scatter(weight.plan.view(before), bucket.columns, seen.to(before.device))
+    def __call__(self) -> bool:
+        """Look at the weight; false, since it may be loaded again."""
+        with torch.inference_mode(False), torch.no_grad():
+            if self._state() != self._seen:
+                self._compare()
+                self._seen = self._state()
+        return False
+
+    def _state(self) -> tuple[int, int]:
+        parameter = self._weight.parameter
+        return parameter._version, parameter.untyped_storage()._cdata
+
+    def _compare(self) -> None:
+        weight, found, alike, elements = self._weight, [], 0, 0
+        for place, bucket in _pending(weight, weight.in_flight):
+            tier = _tier(weight)
+            held = tier.on_host(weight.matrix(), bucket.columns)
+            seen = (weight.shown or {}).get(place, tier.rounded(bucket))
+            from_file = held == _preview(self._training, weight, bucket)
+            found.append((bucket, torch.where(from_file, seen, held)))
+            alike += int(from_file.sum())
+            elements += held.numel()
+        if 2 * alike > elements:  # in 16 bits, what a model holds before it is loaded is alike by chance here and there
+            for bucket, rows in found:
+                _show(weight, bucket, rows)
 
 
 def _pending(weight: WeightState, in_flight: Container[int]) -> list[tuple[int, Bucket]]:

@@ -12,6 +12,7 @@ from zenflow.errors import UnsupportedError
 from zenflow.history import History
 from zenflow.host.tasks import Control
 from zenflow.kernels.base import ColumnUpdate
+from zenflow.layout import DTYPE_NAMES, can_be_trained
 from zenflow.ledger import mass
 from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
@@ -32,14 +33,14 @@ class Gradient:
             staged: what left during backward; None: `.grad` holds all of it.
 
         Raises:
-            UnsupportedError: it is sparse.
+            UnsupportedError: it is sparse, or its parameter was frozen as what cannot be trained.
         """
         self.weight = weight
         self.control: StepControl | None = None
         """Factor and skip flag for this weight."""
         self._runtime = runtime
         self._staged = staged
-        self._whole = _dense(weight) if staged is None else None
+        self._whole = _dense(weight, runtime.device.torch_device) if staged is None else None
         self._energies = None if staged is None else staged.record.energies
 
     @property
@@ -180,10 +181,15 @@ class Gradient:
         return self._staged.selected.t()
 
 
-def _dense(weight: WeightState) -> torch.Tensor:
+def _dense(weight: WeightState, device: torch.device) -> torch.Tensor:
     """`.grad` in strides that the column view can express."""
-    gradient = weight.parameter.grad
+    parameter, gradient = weight.parameter, weight.parameter.grad
     assert gradient is not None
+    if not can_be_trained(parameter, device):  # it was frozen at first
+        raise UnsupportedError(
+            f"parameter {weight.name} has a gradient and is {parameter.dtype} on {parameter.device}, allowed are "
+            f"{DTYPE_NAMES} on {device}; what is frozen may be anything"
+        )
     if gradient.layout != torch.strided:
         raise UnsupportedError(f"parameter {weight.name} has a sparse gradient, allowed are dense ones")
     return gradient if weight.plan.transposed else gradient.contiguous()
@@ -297,7 +303,8 @@ class Gradients:
         """Leave what was collected to a step."""
         self._streamer.hand_over()
         # Those of one step: their copies may run on until the next backward.
-        self._room.nbytes = sum(w.plan.deferred * w.plan.rows * w.parameter.element_size() for w in weights)
+        trained = (weight for weight in weights if weight.parameter.requires_grad)
+        self._room.nbytes = sum(w.plan.deferred * w.plan.rows * w.parameter.element_size() for w in trained)
 
     def restore(self) -> None:
         """Bring everything that has left back into `.grad`, before columns change tier between two steps."""

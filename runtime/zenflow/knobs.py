@@ -100,8 +100,8 @@ def reserve(runtime: Runtime, model: ModelState, split: Split, config: ZenFlowCo
         HostMemoryError: the host has less memory than that.
     """
     in_use = runtime.memory.bytes_by_use
-    plans = split.plan.weights
-    host_bytes = runtime.host_bytes_for(split.plan, split.dtypes, config.longest_window)
+    plans = [plan for plan, _ in split.trained]
+    host_bytes = runtime.host_bytes_for(split.trained, config.longest_window)
     host_bytes += max((_state_bytes(runtime, plan, plan.deferred) for plan in plans), default=0)
     host_bytes = max(0, host_bytes - sum(in_use[use] for use in ("state", "staging", "log")))
     require_host_bytes(host_bytes, "the new split", "lower offload_ratio or update_interval, or raise topk_ratio")
@@ -109,7 +109,7 @@ def reserve(runtime: Runtime, model: ModelState, split: Split, config: ZenFlowCo
     device = runtime.device.torch_device
     if device.type != "cpu":
         new = [_state_bytes(runtime, plan, plan.resident + plan.selected) for plan in plans]
-        now = [weight.plan for weight in model.weights]
+        now = [weight.plan for weight in model.weights if weight.parameter.requires_grad]
         old = [_state_bytes(runtime, plan, plan.resident + plan.selected) for plan in now]
         device_bytes = max(0, sum(new) + max(new, default=0) - sum(old))
         reserved.append(torch.empty(device_bytes, dtype=torch.uint8, device=device))

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +19,7 @@ from zenflow.signals import HeldSignals
 from zenflow.weight import WeightState
 from zenflow.writes import has_other_holders
 
-
-class _Arrive(Protocol):
-    def __call__(self, parameter: nn.Parameter, *, overwritten: bool) -> bool: ...
+_Arrive = Callable[[nn.Parameter], bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -41,9 +39,8 @@ class _Wait:
     """Something that has to happen before a weight is used."""
 
     parameter: nn.Parameter
-    arrive: Callable[[], None]
-    overwritable: bool
-    """Whether all of the weight may be overwritten before."""
+    arrive: Callable[[], bool]
+    """Whether it has happened, or has to be tried again before the next use."""
 
 
 class LateWeights:
@@ -91,20 +88,23 @@ class LateWeights:
                 return False
             if type(parameter) is not nn.Parameter or has_other_holders(parameter):
                 return False
-        self._add(_Wait(parameter, partial(self._show, flight), overwritable=False))
+        self._add(_Wait(parameter, partial(self._shown, flight)))
         flight.late = True
         return True
 
-    def before_use(self, parameter: nn.Parameter, do: Callable[[], None], *, overwritable: bool = False) -> None:
+    def _shown(self, flight: Flight) -> bool:
+        self._show(flight)
+        return True
+
+    def before_use(self, parameter: nn.Parameter, do: Callable[[], bool]) -> None:
         """Have something done before a weight is used, after `end_step`.
 
         Args:
             parameter: of class `Parameter`; of another it is done now.
-            do: what.
-            overwritable: whether the weight may be overwritten as a whole before.
+            do: what; it is done again before the next use, but for a step, where it returns false.
         """
         if type(parameter) is nn.Parameter or issubclass(type(parameter), _Covered):
-            self._add(_Wait(parameter, do, overwritable))
+            self._add(_Wait(parameter, do))
         else:
             do()
 
@@ -116,26 +116,25 @@ class LateWeights:
         for waits in self._late.values():
             waits[0].parameter.__class__ = self._class
 
-    def finish(self, *, overwritable: bool = True) -> None:
-        """Let all that was left happen now.
-
-        Args:
-            overwritable: also what can wait until its weight was overwritten.
-        """
-        for key, waits in list(self._late.items()):
-            if overwritable or not all(wait.overwritable for wait in waits):
-                self._finish_weight(key)
+    def finish(self) -> None:
+        """Let all that was left happen now."""
+        for key in list(self._late):
+            self._finish_weight(key)
 
     def begin_step(self) -> None:
         """Let all that was left happen now, and note which layers' forwards were seen."""
         self.finish()
+        self._give_up()
         self._trusted, self._seen = self._seen, set()
 
-    def remove(self) -> None:
-        """Take the hooks off the module and give the weights up as they are."""
+    def _give_up(self) -> None:
         for waits in self._late.values():
             self._uncover(waits[0].parameter)
         self._late.clear()
+
+    def remove(self) -> None:
+        """Take the hooks off the module and give the weights up as they are."""
+        self._give_up()
         for handle in self._handles:
             handle.remove()
 
@@ -145,28 +144,29 @@ class LateWeights:
         for key in keys if self._late else ():
             self._finish_weight(key)
 
-    def _arrive(self, parameter: nn.Parameter, *, overwritten: bool) -> bool:
-        """Let what was left happen; False where that can come later."""
-        if overwritten and all(wait.overwritable for wait in self._late.get(id(parameter), ())):
-            return False
-        self._finish_weight(id(parameter))
-        self._uncover(parameter)
-        return True
+    def _arrive(self, parameter: nn.Parameter) -> bool:
+        """Let what was left happen; whether the weight is as any parameter now."""
+        if self._finish_weight(id(parameter)):
+            self._uncover(parameter)
+            return True
+        return False
 
-    def _finish_weight(self, key: int) -> None:
+    def _finish_weight(self, key: int) -> bool:
         with HeldSignals(), self._lock:
             waits = self._late.get(key, [])
-            while waits:
-                wait = waits[0]
+            for wait in list(waits):
                 self._uncover(wait.parameter)
+                done = False
                 try:
-                    wait.arrive()
-                except BaseException:
-                    wait.parameter.__class__ = self._class
-                    raise
-                if wait in waits:  # not before, so that an exception loses nothing
+                    done = wait.arrive()
+                finally:
+                    if not done:
+                        wait.parameter.__class__ = self._class
+                if done and wait in waits:  # not before, so that an exception loses nothing
                     waits.remove(wait)
-            self._late.pop(key, None)
+            if not waits:
+                self._late.pop(key, None)
+            return not waits
 
     def _uncover(self, parameter: nn.Parameter) -> None:
         if type(parameter) is self._class:
@@ -212,7 +212,7 @@ def _late_class(arrive: _Arrive) -> type[nn.Parameter]:
     """A class for weights that arrive before they are used; it looks like `Parameter`.
 
     Args:
-        arrive: makes a weight that has this class the plain parameter that it would be; false where that can wait.
+        arrive: makes a weight that has this class the plain parameter that it would be; false where it is not one yet.
     """
 
     class Late(_Covered):
@@ -231,18 +231,18 @@ def _late_class(arrive: _Arrive) -> type[nn.Parameter]:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **(kwargs or {}))
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, cls) and not arrive(leaf, overwritten=func is _T.copy_ and leaf is args[0]):
+                if isinstance(leaf, cls) and not arrive(leaf):
                     with torch._C.DisableTorchFunctionSubclass():
                         return func(*args, **(kwargs or {}))
             return func(*args, **(kwargs or {}))
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-            arrive(self, overwritten=False)
+            arrive(self)
             made: nn.Parameter = nn.Parameter.__deepcopy__(self, memo)
             return made
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            arrive(self, overwritten=False)
+            arrive(self)
             return nn.Parameter.__reduce_ex__(self, protocol)
 
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):

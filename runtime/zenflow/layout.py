@@ -11,6 +11,15 @@ from torch import nn
 
 from zenflow.config import ZenFlowConfig
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of parameters that are trained; what is frozen may have any other."""
+DTYPE_NAMES = "float32, bfloat16 and float16"
+
+
+def can_be_trained(parameter: torch.Tensor, device: torch.device) -> bool:
+    """Whether an optimizer that works with a device could train a parameter, were it not frozen."""
+    return parameter.dtype in DTYPES and parameter.device == device
+
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:

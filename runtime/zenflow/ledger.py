@@ -82,7 +82,7 @@ class Ledger:
 
     def totals(self, name: str) -> tuple[int, int]:
         """Produced and applied so far."""
-        zero = torch.zeros((), dtype=torch.int64)
+        zero = torch.zeros((), dtype=torch.int64, device="cpu")
         with self._lock:
             on_host = self._on_host[name]
         produced, applied = (int(sums.get(name, zero)) for sums in (self._produced, self._applied))

@@ -55,6 +55,12 @@ class GivenMasters:
             self._ranks.broadcast(values)
         return reread(values, weights)
 
+    def peek(self, parameter: nn.Parameter) -> torch.Tensor:
+        """fp32 in a parameter's shape: what its masters would begin with now, by what this rank was given."""
+        weights = parameter.detach()
+        _, given = self._given.get(id(parameter), (None, None))
+        return weights.float() if given is None else reread(given.to(weights.device), weights)
+
     def drop(self) -> None:
         """Let all of it go."""
         self._given.clear()

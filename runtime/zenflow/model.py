@@ -27,9 +27,10 @@ class Split:
     plan: ModelPlan
 
     @property
-    def dtypes(self) -> list[torch.dtype]:
-        """Of each parameter."""
-        return [parameter.dtype for parameter in self.parameters]
+    def trained(self) -> list[tuple[WeightPlan, torch.dtype]]:
+        """Plan and dtype of each parameter that is not frozen now."""
+        pairs = zip(self.parameters, self.plan.weights, strict=True)
+        return [(plan, parameter.dtype) for parameter, plan in pairs if parameter.requires_grad]
 
 
 class ModelState:
@@ -50,12 +51,12 @@ class ModelState:
             config: the knobs.
 
         Raises:
-            UnsupportedError: a parameter is on another device than at the beginning.
+            UnsupportedError: a parameter that is not frozen is on another device than at the beginning.
         """
         ordered = plan_order([parameter for group in groups for parameter in group["params"]], self._module)
         own = self._runtime.device.torch_device
-        devices = {str(parameter.device) for parameter in ordered}
-        if devices != {str(own)}:
+        devices = {str(parameter.device) for parameter in ordered if parameter.requires_grad}
+        if devices - {str(own)}:
             raise UnsupportedError(
                 f"parameters are on {' and '.join(sorted(devices))}, allowed is {own}, where they were at the "
                 "beginning: make the optimizer after moving the model"
@@ -113,7 +114,7 @@ class ModelState:
         for weight, write in [(weight, weight.end_watch()) for weight in self.weights]:
             if weight.restored:
                 if restored:
-                    weight.take_outside_write()
+                    self.windows.take_restored(weight)
             elif write is not None:
                 self.windows.take_outside_write(weight, write)
 
@@ -147,6 +148,13 @@ class ModelState:
         self.weights[:] = ordered
         by_memory: dict[int, list[WeightState]] = {}
         for weight in ordered:
-            by_memory.setdefault(weight.parameter.untyped_storage().data_ptr(), []).append(weight)
-        for weight in ordered:
-            weight.neighbours = by_memory[weight.parameter.untyped_storage().data_ptr()]
+            weight.neighbours = by_memory.setdefault(_memory(weight.parameter), [])
+            weight.neighbours.append(weight)
+
+
+def _memory(parameter: nn.Parameter) -> int:
+    """Where it lies."""
+    try:
+        return parameter.untyped_storage().data_ptr()
+    except RuntimeError:  # a wrapper without memory, as some quantized weights are
+        return id(parameter)

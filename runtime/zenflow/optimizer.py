@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from zenflow import checkpoint, checkpoint_format
+from zenflow import checkpoint, checkpoint_format, full_state
 from zenflow.config import ZenFlowConfig
 from zenflow.device import Device, Mark, device_for
 from zenflow.errors import ConfigError, UnsupportedError, ZenFlowError
 from zenflow.flushed import flushed
+from zenflow.host.of_process import OwnProcess
+from zenflow.layout import DTYPE_NAMES, DTYPES
 from zenflow.ledger import Balance
 from zenflow.ranks import Ranks
 from zenflow.rules import Rule
 from zenflow.signals import HeldSignals
+from zenflow.state_view import StateView
 from zenflow.stats import StepStats
 from zenflow.timeline import Timeline, TimelineRecorder
 from zenflow.training import Training
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_DTYPE_NAMES = "float32, bfloat16 and float16"
-
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -38,9 +39,25 @@ _living: weakref.WeakSet[ZenFlowOptimizer] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    """At the end of the process, leave nothing pending for what is called later."""
+    """At the end of the process, leave nothing pending for what is called later, unless an error ends it."""
     for optimizer in list(_living):
-        optimizer._let_go()
+        if getattr(sys, "last_value", None) is None:
+            optimizer._let_go()
+        else:
+            optimizer.abandon()
+
+
+def _before_fork() -> None:
+    """Let weights arrive that are late: the child has them, but not the threads that bring them."""
+    for optimizer in list(_living):
+        with contextlib.suppress(ZenFlowError):  # which the next step raises again
+            optimizer._arrive()
+
+
+@functools.cache
+def _register() -> None:
+    atexit.register(_end_all)
+    os.register_at_fork(before=_before_fork)
 
 
 def _undivided(method: _Method) -> _Method:
@@ -59,10 +76,12 @@ class ZenFlowOptimizer(Optimizer):
 
     With `update_interval=1, overlap_step=False` it is the rule on fp32 masters, wherever the state lives; with a longer
     window the deferred columns receive the same updates later, at most S + L - 1 steps. Any elementwise rule fits the
-    split; `zenflow.family` holds an optimizer for each.
+    split; `zenflow.family` holds an optimizer for each. A forked child has neither the host state nor the threads: what
+    it calls raises `UnsupportedError`, but for `abandon()`.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16, all on one device.
+        params: parameters or parameter groups, fp32, bf16 or fp16, all on one device. What is frozen may be anything:
+            it is ignored until it is thawed, and must be of such a dtype and there once it has a gradient.
         defaults: the rule's hyperparameters, for groups that do not set their own.
         rule: the update rule.
         config: the knobs; None takes the defaults.
@@ -90,28 +109,33 @@ class ZenFlowOptimizer(Optimizer):
     ) -> None:
         self._rule = rule
         self._built = False
+        self._process = OwnProcess()
         super().__init__(params, defaults)
-        first = next((parameter for group in self.param_groups for parameter in group["params"]), None)
-        if first is None:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if not parameters:
             raise ConfigError("params holds no parameter, allowed is at least one")
+        home = next((parameter.device for parameter in parameters if parameter.requires_grad), parameters[0].device)
         self._module = module
         self._take_over()
         knobs = (config or ZenFlowConfig()).resolved()
         ranks = Ranks.of(knobs)
-        self._training = Training(rule, knobs, module, device or device_for(first.device), ranks=ranks)
+        self._own = Training(rule, knobs, module, device or device_for(home), ranks=ranks)
         if ranks is not None:
-            ranks.share(parameter for group in self.param_groups for parameter in group["params"])
+            ranks.share(parameters, home)
         self._training.gradients.watch(self.param_groups, self._training.model.weights)
         self._built = True
-        if not _living:
-            atexit.register(_end_all)
+        _register()
         _living.add(self)
 
     def _take_over(self) -> None:
         """Close other optimizers that train the same parameters: two would each send the gradients away."""
         mine = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         for other in list(_living):
-            if other._training.open and any(id(p) in mine for group in other.param_groups for p in group["params"]):
+            if (
+                other._process.is_this
+                and other._own.open
+                and any(id(p) in mine for group in other.param_groups for p in group["params"])
+            ):
                 warnings.warn(
                     f"another {type(other).__name__} trained some of these parameters: it was closed, with all of its "
                     "pending updates applied",
@@ -120,14 +144,20 @@ class ZenFlowOptimizer(Optimizer):
                 other.close()
 
     @property
+    def _training(self) -> Training:
+        """What trains. UnsupportedError: in a forked child."""
+        self._process.require()
+        return self._own
+
+    @property
     def config(self) -> ZenFlowConfig:
         """The knobs in force."""
-        return self._training.config
+        return self._own.config
 
     @property
     def device(self) -> Device:
         """The accelerator that it works with."""
-        return self._training.runtime.device
+        return self._own.runtime.device
 
     @property
     def module(self) -> nn.Module | None:
@@ -137,7 +167,7 @@ class ZenFlowOptimizer(Optimizer):
     @property
     def steps(self) -> int:
         """How many steps it has taken, over all runs that it was saved in: the number of the last one."""
-        return self._training.clock.step
+        return self._own.clock.step
 
     @property
     def last_end(self) -> Mark | None:
@@ -182,8 +212,8 @@ class ZenFlowOptimizer(Optimizer):
         try:
             self._rule.check(self.param_groups[-1])
             for parameter in self.param_groups[-1]["params"]:
-                if parameter.dtype not in _DTYPES:
-                    raise UnsupportedError(f"a parameter is {parameter.dtype}, allowed are {_DTYPE_NAMES}")
+                if parameter.requires_grad and parameter.dtype not in DTYPES:
+                    raise UnsupportedError(f"a parameter is {parameter.dtype}, allowed are {DTYPE_NAMES}")
             if self._built:
                 self._training.add_group(self.param_groups)
                 self._training.gradients.watch(self.param_groups, self._training.model.weights)
@@ -191,7 +221,8 @@ class ZenFlowOptimizer(Optimizer):
             self.param_groups.pop()
             raise
         for parameter in self.param_groups[-1]["params"]:
-            self.state[parameter]["held_by"] = "zenflow"  # some tools take an empty state for one that has to be made
+            # Never empty: some tools take an empty state for one that has to be made.
+            self.state[parameter] = StateView(self, parameter, self._rule.moment_names)
 
     @_undivided
     def state_dict(self) -> dict[str, Any]:
@@ -232,7 +263,7 @@ class ZenFlowOptimizer(Optimizer):
                 group.update(values)
             raise
         self._training.close()
-        self._training = training
+        self._own = training
         training.gradients.watch(self.param_groups, training.model.weights)
         training.cover_weights()
 
@@ -270,6 +301,62 @@ class ZenFlowOptimizer(Optimizer):
     # --- beyond torch ----------------------------------------------------------------------------------------------
 
     @_undivided
+    def full_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """One parameter's state in its own shape: copies on the CPU; changes nothing.
+
+        Gradients of the open window are not in it. Those of a closed one are, though its weights may still be on
+        their way to the device. Waits for the host work that was submitted.
+
+        Args:
+            parameter: one of this optimizer's.
+
+        Returns:
+            fp32 "master" and the rule's moments by torch's names, as they begin where there was no update yet; "step",
+            0-dim fp32: the updates of the columns that had most.
+
+        Raises:
+            ConfigError: the parameter is another optimizer's.
+            HostEngineError: host work failed.
+        """
+        return full_state.read(self._training, parameter, self._group_of(parameter))
+
+    @_undivided
+    def set_full_state(self, parameter: nn.Parameter, name: str, value: torch.Tensor) -> None:
+        """Set one parameter's master, and its weight with it, or a moment; gradients of the open window come on top.
+
+        Setting what `full_state` has just returned changes nothing. A new master makes the updates of closed windows
+        visible at once.
+
+        Args:
+            parameter: one of this optimizer's.
+            name: "master", or a moment by torch's name.
+            value: as many elements as the parameter has, in any dtype, on any device; is copied.
+
+        Raises:
+            ConfigError: the parameter is another optimizer's, there is no such name, the size is another, it is a
+                moment of a parameter that was never updated, or the weights are flushed ones (`flushed_weights`).
+            HostEngineError: host work failed.
+        """
+        full_state.write(self._training, parameter, self._group_of(parameter), name, value)
+
+    def _group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        for group in self.param_groups:
+            if any(one is parameter for one in group["params"]):
+                return group
+        raise ConfigError(
+            f"a parameter of shape {tuple(parameter.shape)} is not in the optimizer, allowed is one of its own"
+        )
+
+    @_undivided
+    def average_gradients(self) -> None:
+        """Average `.grad` over the ranks now, on all of them, where `step()` would; that averages only what is new.
+
+        Raises:
+            UnsupportedError: a gradient is sparse.
+        """
+        self._training.average_gradients(self.param_groups)
+
+    @_undivided
     def flush(self) -> None:
         """Close the window and apply every pending host update now.
 
@@ -279,7 +366,7 @@ class ZenFlowOptimizer(Optimizer):
         """
         self._training.flush()
 
-    @contextmanager
+    @contextlib.contextmanager
     def flushed_weights(self) -> Iterator[int]:
         """Let the model hold the weights that a flush would make, for a file that is used without the optimizer.
 
@@ -292,7 +379,7 @@ class ZenFlowOptimizer(Optimizer):
         Raises:
             HostEngineError: host work failed.
         """
-        with ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             with HeldSignals(), torch.inference_mode(False), torch.no_grad():
                 steps = stack.enter_context(flushed(self._training))
             try:
@@ -401,13 +488,21 @@ class ZenFlowOptimizer(Optimizer):
     def __del__(self) -> None:
         self._let_go()
 
+    def _arrive(self) -> None:
+        if self._process.is_this and self._own.open:
+            with HeldSignals(), torch.inference_mode(False), torch.no_grad():
+                self._own.finish_late()
+
     def _let_go(self) -> None:
         """Apply what is pending, since nobody can ask for it any more, and end the host engine."""
-        training: Training | None = getattr(self, "_training", None)
-        if training is not None and training.open:
+        training: Training | None = getattr(self, "_own", None)
+        if training is not None and training.open and self._process.is_this:
             with HeldSignals(), torch.inference_mode(False), torch.no_grad():
                 training.let_go()
 
     def abandon(self) -> None:
-        """End the host engine without applying what is pending, for a model that is no longer needed."""
-        self._training.close()
+        """End the host engine without applying what is pending, for a model that is no longer needed.
+
+        In a forked child this only takes the hooks off its copy of the model.
+        """
+        self._own.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from zenflow.config import ZenFlowConfig
 from zenflow.device import Device
 from zenflow.errors import RankError, UnsupportedError
 from zenflow.host.cores import allowed_cpus, one_a_core
+from zenflow.layout import can_be_trained
 
 
 class Ranks:
@@ -33,6 +35,7 @@ class Ranks:
         own = distributed.get_backend() != "gloo" and distributed.is_gloo_available()
         self._host = distributed.new_group(backend="gloo") if own else None
         self._on_host = own or distributed.get_backend() == "gloo"
+        self._means: list[tuple[weakref.ref[torch.Tensor], int]] = []  # gradients, and their versions then
 
     @classmethod
     def of(cls, config: ZenFlowConfig) -> Ranks | None:
@@ -57,22 +60,23 @@ class Ranks:
         if whole is not tensor:
             tensor.copy_(whole)
 
-    def share(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Begin with the weights of rank 0 everywhere.
+    def share(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+        """Begin with the weights of rank 0 everywhere; what could not be trained stays as it is.
 
         Args:
             parameters: in the same order on all ranks.
+            device: that the ranks communicate from.
 
         Raises:
             UnsupportedError: the ranks have other parameters.
         """
-        own = list(parameters)
-        text = repr([(tuple(one.shape), str(one.dtype), one.requires_grad) for one in own])
+        text = repr([(tuple(one.shape), str(one.dtype), one.requires_grad) for one in parameters])
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-        if self.least(number, own[0].device) != number or self.least(-number, own[0].device) != -number:
+        if self.least(number, device) != number or self.least(-number, device) != -number:
             raise UnsupportedError("the ranks' parameters differ in number, shape, dtype or requires_grad")
-        for parameter in own if self.reduces else ():
-            self.broadcast(parameter.detach())
+        for parameter in parameters if self.reduces else ():
+            if can_be_trained(parameter, device):
+                self.broadcast(parameter.detach())
 
     def cpus(self) -> list[int] | None:
         """The CPUs that this rank's host threads may use, where other ranks of this node would pick the same ones.
@@ -100,21 +104,26 @@ class Ranks:
         torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MIN, group=self._host)
         return int(asked)
 
-    def together(self, error: BaseException | None, device: torch.device) -> None:
+    def together(self, error: BaseException | None, device: torch.device, value: int = 1) -> int:
         """Fail on every rank where one has failed, so that none goes on alone.
 
         Args:
             error: this rank's; None: it has not failed.
             device: that the ranks communicate from.
+            value: this rank's, at least 1.
+
+        Returns:
+            The least of the ranks' values.
 
         Raises:
             RankError: another rank has failed; where this one has, its own error.
         """
-        all_well = self.least(0 if error else 1, device)
+        least = self.least(0 if error else value, device)
         if error is not None:
             raise error
-        if not all_well:
+        if not least:
             raise RankError("another rank failed at this, and says why; nothing has changed here")
+        return least
 
     def any(self, flag: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
         """Whether a flag is set on any rank; stays on the device.
@@ -140,7 +149,7 @@ class Ranks:
         return float(asked)
 
     def reduce(self, parameters: Iterable[nn.Parameter], device: Device) -> None:
-        """Replace each `.grad` by its mean over the ranks, in its own dtype.
+        """Replace each `.grad` by its mean over the ranks, in its own dtype; means that nobody has touched since stay.
 
         A rank without a gradient that another one has takes part with zeros.
 
@@ -156,7 +165,8 @@ class Ranks:
             return
         sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in trained)
         error = UnsupportedError("a gradient is sparse, allowed are dense ones") if sparse else None
-        self.together(error, trained[0].device)
+        if self.together(error, trained[0].device, 2 if self._are_means(trained) else 1) == 2:
+            return
         device.meet(0, self._size, self.latest)
         gradients = [_gradient(parameter) for parameter in self._with_gradient(trained)]
         ahead: list[_Sum] = []
@@ -167,6 +177,15 @@ class Ranks:
                 ahead.pop(0).finish()
         for one in ahead:
             one.finish()
+        self._means = [(weakref.ref(gradient), gradient._version) for gradient in gradients]
+
+    def _are_means(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether all gradients are what `reduce` has left; accumulating counts as a touch."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return len(gradients) == len(self._means) > 0 and all(
+            mean() is gradient and gradient._version == version
+            for gradient, (mean, version) in zip(gradients, self._means, strict=True)
+        )
 
     def _with_gradient(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Those that have a gradient on any rank."""

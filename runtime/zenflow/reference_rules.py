@@ -63,8 +63,8 @@ def adam(w: Tensor, moments: Moments, g: Tensor, counts: Sequence[int], h: Hyper
 def decoupled_adam(w: Tensor, moments: Moments, g: Tensor, counts: Sequence[int], h: Hyper) -> tuple[Tensor, Moments]:
     """AdamW, but for the factor on the weights."""
     m, v = moments
-    step_size = _of_counts(counts, lambda c: h["lr"] / (1 - h["beta1"] ** c))
-    inverse_root = _of_counts(counts, lambda c: 1 / math.sqrt(1 - h["beta2"] ** c))
+    step_size = _of_counts(counts, w, lambda c: h["lr"] / (1 - h["beta1"] ** c))
+    inverse_root = _of_counts(counts, w, lambda c: 1 / math.sqrt(1 - h["beta2"] ** c))
     m = m + (g - m) * (1 - h["beta1"])
     v = v * h["beta2"] + (g * (1 - h["beta2"])) * g
     return w - (m * step_size) / (_root(v) * inverse_root + h["eps"]), (m, v)
@@ -74,7 +74,7 @@ def adagrad(w: Tensor, moments: Moments, g: Tensor, counts: Sequence[int], h: Hy
     """Adagrad."""
     g = _penalised(g, w, h)
     total = moments[0] + g * g
-    rate = _of_counts(counts, lambda c: h["lr"] / (1 + (c - 1) * h["lr_decay"]))
+    rate = _of_counts(counts, w, lambda c: h["lr"] / (1 + (c - 1) * h["lr_decay"]))
     return w - (g * rate) / (_root(total) + h["eps"]), (total,)
 
 
@@ -93,7 +93,7 @@ def sgd(w: Tensor, moments: Moments, g: Tensor, counts: Sequence[int], h: Hyper)
     if h["momentum"] == 0:
         return w - g * h["lr"], moments
     dampened = moments[0] * h["momentum"] + g * (1 - h["dampening"])
-    b = torch.where(torch.tensor([c == 1 for c in counts]), g, dampened)
+    b = torch.where(torch.tensor([c == 1 for c in counts], device=g.device), g, dampened)
     step = g + b * h["momentum"] if h["nesterov"] else b
     return w - step * h["lr"], (b,)
 
@@ -117,9 +117,9 @@ SGD = ReferenceRule(
 )
 
 
-def _of_counts(counts: Sequence[int], scalar: Callable[[int], float]) -> Tensor:
-    """[n] fp32: a scalar of each column, computed in double precision."""
-    return torch.tensor([scalar(c) for c in counts], dtype=torch.float32)
+def _of_counts(counts: Sequence[int], w: Tensor, scalar: Callable[[int], float]) -> Tensor:
+    """[n] fp32 beside the weights: a scalar of each column, computed in double precision."""
+    return torch.tensor([scalar(c) for c in counts], dtype=torch.float32, device=w.device)
 
 
 def _penalised(g: Tensor, w: Tensor, h: Hyper) -> Tensor:

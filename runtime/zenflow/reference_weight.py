@@ -72,7 +72,10 @@ class Weight:
     energy: Energy = field(default_factory=Energy)
 
     def __post_init__(self) -> None:
-        self.scores = torch.zeros(self.columns)  # importance of the newest gradient that counted
+        device = self.param.device
+        self.scores = torch.zeros(
+            self.columns, dtype=torch.float32, device=device
+        )  # importance of the newest gradient that counted
 
     def norm(self, grad: Tensor) -> Tensor:
         """0-dim fp32: L2 norm of the gradient, from the norms of its columns where it has any."""
@@ -179,7 +182,7 @@ class Weight:
         """One update of some columns. grad: `[rows, columns]` fp32, all columns."""
         if self.master is None or not columns:
             return
-        at = torch.tensor(columns)
+        at = torch.tensor(columns, device=grad.device)
         for column in columns:
             self.counts[column] += self.rule.counts(hyper)
         counts = [self.counts[column] for column in columns]
@@ -192,7 +195,7 @@ class Weight:
 
     def show(self, columns: Iterable[int]) -> None:
         """Round the masters of some columns into the weight."""
-        at = torch.tensor(list(columns), dtype=torch.long)
+        at = torch.tensor(list(columns), dtype=torch.long, device=self.param.device)
         if self.master is None or not len(at):
             return
         seen = matrix(self.param.detach(), self.transposed).clone()
@@ -241,9 +244,9 @@ def importance_of(grad: Tensor) -> Tensor:
 
 def energies(grad: Tensor) -> Tensor:
     """[columns] fp32: squared norm of every column. Sums of 64 rows each, in their order, then the sums in theirs."""
-    total = torch.zeros(grad.shape[1])
+    total = torch.zeros(grad.shape[1], dtype=torch.float32, device=grad.device)
     for block in grad.float().square().split(64):
-        subtotal = torch.zeros(grad.shape[1])
+        subtotal = torch.zeros_like(total)
         for row in block:
             subtotal += row
         total += subtotal

@@ -20,7 +20,7 @@ from zenflow.host.limits import require_host_bytes
 from zenflow.host.memory import HostMemory
 from zenflow.host.places import padded
 from zenflow.kernels import Kernels, kernels_for
-from zenflow.layout import ModelPlan
+from zenflow.layout import WeightPlan
 from zenflow.ledger import Ledger
 from zenflow.masters import GivenMasters
 from zenflow.ranks import Ranks
@@ -65,28 +65,26 @@ class Runtime:
             self.traffic.index_bytes += index.nbytes
         return self.device.send(index)
 
-    def host_bytes_for(self, plan: ModelPlan, dtypes: Sequence[torch.dtype], update_interval: int) -> int:
+    def host_bytes_for(self, weights: Sequence[tuple[WeightPlan, torch.dtype]], update_interval: int) -> int:
         """Host memory that a split takes.
 
         Args:
-            plan: the split.
-            dtypes: of each parameter.
+            weights: plan and dtype of each parameter that is trained.
             update_interval: S.
         """
         state_bytes, entries = 0, [0]
-        for weight, dtype in zip(plan.weights, dtypes, strict=True):
+        for weight, dtype in weights:
             elements = weight.deferred * weight.rows
             state_bytes += elements * (4 * (1 + self.rule.moments) + dtype.itemsize) + 4 * weight.deferred
             entries += [padded((high - low) * weight.rows * dtype.itemsize) for low, high in weight.bucket_slots]
         return state_bytes + self.log.capacity_for(entries, update_interval)
 
-    def fitting(self, config: ZenFlowConfig, plan: ModelPlan, dtypes: Sequence[torch.dtype]) -> ZenFlowConfig:
+    def fitting(self, config: ZenFlowConfig, weights: Sequence[tuple[WeightPlan, torch.dtype]]) -> ZenFlowConfig:
         """Refuse a split whose host memory does not fit, before any of it is allocated.
 
         Args:
             config: the knobs.
-            plan: the split.
-            dtypes: of each parameter.
+            weights: plan and dtype of each parameter that is trained.
 
         Returns:
             The knobs; "auto" windows are as short as the log has to be to fit.
@@ -97,7 +95,7 @@ class Runtime:
         """
         longest, error = config.longest_window, None
         try:
-            longest = self._longest_fitting(config, plan, dtypes)
+            longest = self._longest_fitting(config, weights)
         except HostMemoryError as raised:
             error = raised
         if self.ranks is not None:
@@ -111,12 +109,12 @@ class Runtime:
         lag = None if config.apply_lag is None else min(config.apply_lag, longest)
         return replace(config, max_update_interval=longest, apply_lag=lag)
 
-    def _longest_fitting(self, config: ZenFlowConfig, plan: ModelPlan, dtypes: Sequence[torch.dtype]) -> int:
+    def _longest_fitting(self, config: ZenFlowConfig, weights: Sequence[tuple[WeightPlan, torch.dtype]]) -> int:
         longest = config.longest_window
         while True:
             try:
                 require_host_bytes(
-                    self.host_bytes_for(plan, dtypes, longest),
+                    self.host_bytes_for(weights, longest),
                     "the state of the deferred columns",
                     "lower offload_ratio or update_interval, or raise topk_ratio",
                 )

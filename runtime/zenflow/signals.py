@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 # Those whose Python handlers training scripts let raise; not the timers', which may be there to end what hangs.
 _NAMES = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGTERM", "SIGINT")
 HELD = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 
 
+PATIENCE_S = 10.0
+"""How long a signal is held at most while what it would interrupt waits for the host."""
+
+
 class HeldSignals:
     """A context in which the main thread's Python signal handlers wait until it ends; they are called then.
 
     Other threads never run handlers. Contexts may be nested. A second Ctrl-C is not held: whoever insists may have to
-    do with something that hangs.
+    do with something that hangs. Nor is one that `look_for_signals` finds waiting for too long.
 
     Args:
         numbers: which signals.
         patient: hold a second Ctrl-C too.
     """
 
-    __slots__ = ("_before", "_came", "_numbers", "_patient")
+    __slots__ = ("_before", "_came", "_numbers", "_patient", "_since_s")
+
+    _outermost: ClassVar[HeldSignals | None] = None
 
     def __init__(self, numbers: Sequence[int] = HELD, *, patient: bool = False) -> None:
         self._numbers = numbers
         self._patient = patient
         self._before: dict[int, Any] = {}
         self._came: list[int] = []
+        self._since_s = 0.0
 
     def __enter__(self) -> None:
         if threading.get_ident() != threading.main_thread().ident:
@@ -41,6 +49,8 @@ class HeldSignals:
                 if callable(handler):
                     self._before[number] = handler
                     signal.signal(number, self._note)
+            if HeldSignals._outermost is None:
+                HeldSignals._outermost = self
         except BaseException:  # of a handler that was not replaced yet
             self._restore()
             raise
@@ -52,19 +62,37 @@ class HeldSignals:
             self._restore()
         finally:
             self._restore()  # where a new signal's handler has raised meanwhile
-            came, self._came = self._came, []
-            for number in came:
-                signal.raise_signal(number)
+            if HeldSignals._outermost is self:
+                HeldSignals._outermost = None
+            self._deliver()
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def _deliver(self) -> None:
+        came, self._came = self._came, []
+        for number in came:
+            signal.raise_signal(number)
+
+    def look(self) -> None:
+        """Hold nothing any more if it has waited for `PATIENCE_S`."""
+        if self._came and time.monotonic() - self._since_s >= PATIENCE_S:
+            self._restore()
+            self._deliver()
+
     def _note(self, number: int, _: FrameType | None) -> None:
         insists = number == signal.SIGINT and number in self._came and not self._patient
+        if not self._came:
+            self._since_s = time.monotonic()
         if number not in self._came:
             self._came.append(number)
         if insists:
-            self._came.clear()
             self._restore()
-            signal.raise_signal(number)
+            self._deliver()
+
+
+def look_for_signals() -> None:
+    """Called while the main thread waits for the host: let a signal through that is held for too long."""
+    if HeldSignals._outermost is not None and threading.get_ident() == threading.main_thread().ident:
+        HeldSignals._outermost.look()

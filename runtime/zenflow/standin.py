@@ -1,16 +1,19 @@
 """What stands in `.grad` once a gradient has left the device: a tensor without data that knows its norm and its factor.
 
-`clip_grad_norm_`, `get_total_norm`, `GradScaler` and `zero_grad` work with it as with any gradient. Anything else that
-would need the elements is refused with a sentence.
+`clip_grad_norm_`, `get_total_norm`, `GradScaler` and `zero_grad` work with it as with any gradient. Anything else needs
+the elements: until a step takes the gradient it is brought back into `.grad`, which costs the link; later it is refused
+with a sentence.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from zenflow.errors import UnsupportedError
 
@@ -23,7 +26,18 @@ class GradientRecord:
     All of its numbers stay on the device, and nothing waits for them.
     """
 
-    __slots__ = ("_energy", "_gone", "_mixed", "energies", "factor", "name", "unscale", "zeroed")
+    __slots__ = (
+        "_energy",
+        "_gone",
+        "_mixed",
+        "_whole",
+        "bring_back",
+        "energies",
+        "factor",
+        "name",
+        "unscale",
+        "zeroed",
+    )
 
     def __init__(self, name: str, energies: torch.Tensor) -> None:
         """Begin with a gradient as backward left it.
@@ -40,6 +54,9 @@ class GradientRecord:
         """0-dim fp32: the part of `factor` that is GradScaler's."""
         self.zeroed = False
         """Whether `zero_()` was called since."""
+        self.bring_back: Callable[[], torch.Tensor | None] = lambda: None
+        """Puts the gradient into `.grad` again and returns it; None where that is no longer possible."""
+        self._whole: torch.Tensor | None = None
         self._energy: torch.Tensor | None = None
         self._gone = False
         self._mixed = False
@@ -66,6 +83,33 @@ class GradientRecord:
         """Say that backward has added to the gradient after a step had taken it, so that the sum is not to be had."""
         self._mixed = True
 
+    @property
+    def whole(self) -> torch.Tensor | None:
+        """The gradient itself, once it was brought back."""
+        return self._whole
+
+    def returned(self, whole: torch.Tensor) -> None:
+        """Say that the gradient is back: whoever still has a stand-in for it uses this tensor.
+
+        Args:
+            whole: what is in `.grad` now.
+        """
+        self._whole = whole
+
+    def needed(self) -> torch.Tensor:
+        """The gradient itself, brought back if it was not.
+
+        Raises:
+            UnsupportedError: a step has taken it, or another tensor has its place in `.grad`.
+        """
+        if self._whole is None:
+            self.require_current()
+            self._whole = self.bring_back()
+        if self._whole is None:
+            self.require_current()
+            raise taken(self.name)
+        return self._whole
+
     def give_up(self) -> None:
         """Say that another tensor took its place in `.grad`: later uses are refused instead of being lost."""
         self._gone = True
@@ -90,11 +134,11 @@ class GradientRecord:
 class StandIn(torch.Tensor):
     """A gradient without data, in its parameter's shape, strides, dtype and device.
 
-    Norms come out in fp32 whatever the gradient's dtype, unless a dtype is asked for.
+    Norms come out in fp32 whatever the gradient's dtype, unless a dtype is asked for. Its 2-norm, a multiplication or
+    division by a number, GradScaler's check and `zero_()` need no data; any other use brings the gradient back.
 
     Raises:
-        UnsupportedError: it is used for anything but its 2-norm, a multiplication or division by a number, GradScaler's
-            check, or `zero_()`.
+        UnsupportedError: it is used otherwise after a step has taken the gradient.
     """
 
     record: GradientRecord
@@ -123,18 +167,16 @@ class StandIn(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        handler = _HANDLERS.get(func.overloadpacket)
-        if handler is not None and (made := handler(func, *args, **(kwargs or {}))) is not NotImplemented:
-            return made
-        everything = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
-        one = next((part for part in everything if isinstance(part, StandIn)), None)
-        raise _refusal("a parameter" if one is None else one.record.name, func.overloadpacket.__name__)
+        if _any_back(args) or (made := _without_data(func, args, kwargs or {})) is NotImplemented:
+            args, kwargs = tree_map_only(StandIn, lambda one: one.record.needed(), (args, kwargs or {}))
+            return func(*args, **kwargs)
+        return made
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise _refusal(self.record.name, "deepcopy")
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(self.record.needed(), memo)
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise _refusal(self.record.name, "pickle")
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.record.needed().__reduce_ex__(protocol)
 
 
 def taken(name: str) -> UnsupportedError:
@@ -149,18 +191,22 @@ def taken(name: str) -> UnsupportedError:
     )
 
 
-def _refusal(name: str, use: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"the gradient of {name} left the device during backward and was asked for {use}, allowed are its 2-norm, "
-        "mul_ and div_ by a number, GradScaler and zero_grad(); ZenFlowConfig(stream=False) keeps gradients whole"
-    )
+def _without_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    handler = _HANDLERS.get(func.overloadpacket)
+    return NotImplemented if handler is None else handler(func, *args, **kwargs)
 
 
-def _refuser(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: StandIn, *_: object, **__: object) -> NoReturn:
-        raise _refusal(self.record.name, name)
+def _any_back(args: Sequence[Any]) -> bool:
+    """Whether one of these, or of the lists among them, is a stand-in whose gradient was brought back."""
+    everything = (part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else (arg,)))
+    return any(isinstance(part, StandIn) and part.record.whole is not None for part in everything)
 
-    return refuse
+
+def _of_whole(name: str) -> Callable[..., Any]:
+    def use(self: StandIn, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.record.needed(), name)(*args, **kwargs)
+
+    return use
 
 
 # These go to memory without asking any dispatcher; on a tensor without memory some of them crash. Not among them is
@@ -179,7 +225,7 @@ for _name in [
     "__array__",
     "__dlpack__",
 ]:
-    setattr(StandIn, _name, _refuser(_name))
+    setattr(StandIn, _name, _of_whole(_name))
 
 
 # --- what a stand-in answers ---------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zenflow.host.of_process import OwnProcess
 from zenflow.signals import HeldSignals
 from zenflow.staging import Staged
 from zenflow.standin import StandIn, taken
@@ -30,7 +31,17 @@ class Source(Protocol):
 class _Watch:
     """One parameter: its hooks, and where its gradient is in this step."""
 
-    __slots__ = ("__weakref__", "expected", "firings", "handles", "lost", "parameter", "source", "staged")
+    __slots__ = (
+        "__weakref__",
+        "bring_back",
+        "expected",
+        "firings",
+        "handles",
+        "lost",
+        "parameter",
+        "source",
+        "staged",
+    )
 
     def __init__(self, parameter: nn.Parameter, expected: int) -> None:
         self.parameter = parameter
@@ -42,6 +53,7 @@ class _Watch:
         self.firings = 0
         self.expected = expected
         """Firings in a step, as the last step had them."""
+        self.bring_back = _restorer(weakref.ref(self))
 
     def own(self) -> Staged | None:
         """What was staged, if it still is what `.grad` stands for; else it is forgotten."""
@@ -56,11 +68,16 @@ class _Watch:
         if staged is not None and self.source is not None:
             self.source.void(staged)
 
-    def restore(self) -> None:
-        """Put what was staged back into `.grad`."""
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def restore(self) -> torch.Tensor | None:
+        """Put what was staged back into `.grad`; None where nothing is."""
         staged, self.staged = self.own(), None
-        if staged is not None and self.source is not None:
-            self.parameter.grad = self.source.restore(staged)
+        if staged is None or self.source is None:
+            return None
+        whole = self.parameter.grad = self.source.restore(staged)
+        staged.record.returned(whole)
+        return whole
 
     def before(self) -> None:
         """A gradient is about to be added to `.grad`."""
@@ -85,7 +102,18 @@ class _Watch:
         if plain and gradient.dtype == self.parameter.dtype:
             self.staged = self.source.stage(gradient)
         if self.staged is not None:
+            self.staged.record.bring_back = self.bring_back
             self.parameter.grad = StandIn(self.parameter, self.staged.record)
+
+
+def _restorer(watch: weakref.ref[_Watch]) -> Callable[[], torch.Tensor | None]:
+    """What brings a gradient back, without keeping the optimizer alive."""
+
+    def restore() -> torch.Tensor | None:
+        owner = watch()
+        return None if owner is None else owner.restore()
+
+    return restore
 
 
 class Streamer:
@@ -213,15 +241,16 @@ class Streamer:
 def _hooks(
     watch: weakref.ref[_Watch],
 ) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
-    """Hooks that do not keep the optimizer alive."""
+    """Hooks that do not keep the optimizer alive, and leave a forked child's gradients whole."""
+    process = OwnProcess()
 
     def before(_: torch.Tensor) -> None:
-        if (owner := watch()) is not None:
+        if (owner := watch()) is not None and process.is_this:
             with HeldSignals(), torch.no_grad():
                 owner.before()
 
     def after(_: torch.Tensor) -> None:
-        if (owner := watch()) is not None:
+        if (owner := watch()) is not None and process.is_this:
             with HeldSignals(), torch.no_grad():
                 owner.after()
 

@@ -42,7 +42,8 @@ def move_state(runtime: Runtime, sources: Sequence[Tier], target: Tier) -> None:
 
 def _matches(wanted: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions in `wanted` of the columns that are held, and their positions in `held`."""
-    positions = torch.full((1 + max(int(part.max()) if len(part) else 0 for part in (wanted, held)),), -1)
+    length = 1 + max(int(part.max()) if len(part) else 0 for part in (wanted, held))
+    positions = torch.full((length,), -1, device="cpu")
     positions[held] = torch.arange(len(held), device="cpu")
     found = positions[wanted]
     places = (found >= 0).nonzero().squeeze(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from zenflow.device import Arrived, Device, Transfer
 from zenflow.errors import ConfigError, ZenFlowError
 from zenflow.gradients import Gradient, Gradients, set_controls, update_on_device
 from zenflow.history import History
+from zenflow.host.limits import require_host_bytes
 from zenflow.host.tasks import Control
 from zenflow.knobs import KnobChange, prepare, reserve
 from zenflow.late_weights import Flight, LateWeights
@@ -29,6 +31,10 @@ from zenflow.schedule import StepPlan, WindowClock
 from zenflow.selecting import select
 from zenflow.stats import Traffic
 from zenflow.weight import WeightState
+
+PATIENCE_S = 60.0
+"""Most time that the host gets for its work once nobody can ask for anything any more."""
+_logger = logging.getLogger("zenflow")
 
 Live = list[Gradient]
 """Of the parameters that have one in this step."""
@@ -85,6 +91,8 @@ class Training:
         )
         self.shows_flushed = False
         """Whether the weights are those of a flush for the time."""
+        self.restored_flushed = False
+        """Whether it was restored with a model's file of flushed weights, and has taken no step since."""
         self._torn = False  # a step was interrupted half-way
         self.open = True
         """Whether steps can be taken."""
@@ -102,6 +110,7 @@ class Training:
 
         Raises:
             HostEngineError: host work failed, in this step or an earlier one.
+            HostMemoryError: the host has less memory than a parameter needs that was thawed.
             UnsupportedError: a sparse gradient, or a parameter was given another shape, dtype or device.
         """
         if not self.open:
@@ -114,13 +123,14 @@ class Training:
         if self._waits is not None:
             self._waits.begin_step()
         self.history.begin_step()
+        self.average_gradients(groups)
         if self.runtime.ranks is not None:
-            parameters = (parameter for group in groups for parameter in group["params"])
-            self.runtime.ranks.reduce(parameters, self._device)
             found_inf = self.runtime.ranks.any(found_inf, self._device.torch_device)
         live = self.gradients.collect(self.model.weights)
+        self._require_room(live)
         self.hypers = [self.rule.hyper(group) for group in groups]
         self.model.take_outside_writes()
+        self.restored_flushed = False
         self._torn = True
         self.gradients.hand_over(self.model.weights)
         self._take(live, groups, self._control(live, grad_scale, found_inf), grad_scale)
@@ -128,6 +138,16 @@ class Training:
         self.history.end_step(self.clock.step, traffic)
         self.leave_weights()
         self._torn = False
+
+    def average_gradients(self, groups: Groups) -> None:
+        """Average `.grad` over the ranks, unless it was and nobody has touched it since.
+
+        Raises:
+            UnsupportedError: a gradient is sparse.
+        """
+        if self.runtime.ranks is not None:
+            parameters = (parameter for group in groups for parameter in group["params"])
+            self.runtime.ranks.reduce(parameters, self._device)
 
     def leave_weights(self) -> None:
         """Give the weights back to the script, at the end of whatever changes them."""
@@ -138,6 +158,15 @@ class Training:
         """From now on, let what was left to the use of a weight happen before it."""
         if self._waits is not None:
             self._waits.end_step()
+
+    def _require_room(self, live: Live) -> None:
+        """Refuse parameters that were thawed where there is no host memory for them; nothing has changed yet."""
+        late = [(one.weight.plan, one.weight.parameter.dtype) for one in live if not one.weight.started]
+        if late and self.clock.step:
+            nbytes = self.runtime.host_bytes_for(late, self.config.longest_window)
+            require_host_bytes(
+                nbytes, "the state of parameters with their first gradient", "freeze them, or raise topk_ratio"
+            )
 
     def _take(self, live: Live, groups: Groups, control: StepControl | None, grad_scale: torch.Tensor | None) -> None:
         change = self._change
@@ -221,7 +250,7 @@ class Training:
             return
         self._refuse_torn()
         self.gradients.restore()  # columns may change tier below
-        self._finish_late()
+        self.finish_late()
         self.model.take_outside_writes()
         windows, record = self.model.windows, self.history.open
         windows.apply(self.clock.step, record, everything=True)
@@ -229,40 +258,45 @@ class Training:
             plan = StepPlan(self.clock.step, self.clock.window_steps, closes=True, synchronous=True)
             windows.close(plan, self.hypers, windows.resolve_pending(record), {}, record)
             self._end_window()
-            self._finish_late()
+            self.finish_late()
         self.engine.drain()
         self.leave_weights()
 
-    def _finish_late(self, *, overwritable: bool = True) -> None:
+    def finish_late(self) -> None:
         """Make visible what was left to the first use of a weight; applies nothing that is not due."""
         if self._waits is not None:
-            self._waits.finish(overwritable=overwritable)
+            self._waits.finish()
 
     def let_go(self) -> None:
         """Apply what is pending and end the host engine, or have it done before a weight is used.
 
-        A collector may call this in any thread, also in one that the host engine needs to get on.
+        A collector may call this in any thread, also in one that the host engine needs to get on. A host that does not
+        get on is given up after `PATIENCE_S`.
         """
         pending = self.begun and not self._torn and not self.engine.failed and not self._device.clock.simulated
         if threading.get_ident() == threading.main_thread().ident:
+            if pending and not self.engine.drained_within(PATIENCE_S):
+                _logger.warning("updates were given up at the end: the host did not do them in %g s", PATIENCE_S)
+                pending = False
             self._flush_and_close() if pending else self.close()
             return
         if pending and self._waits is not None:
             for weight in self.model.weights:
-                self._waits.before_use(weight.parameter, self._flush_and_close, overwritable=False)
+                self._waits.before_use(weight.parameter, self._flush_and_close)
             self._waits.end_step()
             weakref.finalize(self, self.engine.stop)  # where the weights are collected too
         else:
             self._close_hooks()
             self.engine.stop()
 
-    def _flush_and_close(self) -> None:
+    def _flush_and_close(self) -> bool:
         if self.open and not self._ending:
             self._ending = True
             try:
                 self.flush()
             finally:
                 self.close()
+        return True
 
     def set_knobs(self, knobs: Mapping[str, Any], groups: Groups) -> int:
         """Change knobs: the next step closes the window under the old ones, then the new ones hold.
@@ -335,7 +369,7 @@ class Training:
         self._refuse_torn()
         if not self.open or self.shows_flushed:
             return  # nothing is under way any more, or it has been waited for
-        self._finish_late(overwritable=False)
+        self.finish_late()
         self.model.take_outside_writes(restored=False)
         self.engine.drain()
         self.leave_weights()
@@ -347,10 +381,10 @@ class Training:
         entries += [entry for flight in self.model.windows.in_flight for entry in flight.window.entries]
         return len({entry.step for entry in entries if entry.live()[1]})
 
-    def before_use(self, parameter: nn.Parameter, do: Callable[[], None]) -> None:
-        """Have something done before a weight is used, unless it is overwritten before; after `leave_weights`."""
+    def before_use(self, parameter: nn.Parameter, do: Callable[[], bool]) -> None:
+        """Have something done before each use of a weight until it returns true or a step begins."""
         assert self._waits is not None
-        self._waits.before_use(parameter, do, overwritable=True)
+        self._waits.before_use(parameter, do)
 
     def weights_of(self, groups: Groups) -> list[WeightState]:
         """The weights; before the first step what they would be then."""
@@ -381,7 +415,7 @@ class Training:
 
     def restored_control(self, values: tuple[float, float]) -> Control:
         """A saved step's factor and skip flag."""
-        return Control(torch.tensor(values, dtype=torch.float32), Arrived(self._device.mark(), 8))
+        return Control(torch.tensor(values, dtype=torch.float32, device="cpu"), Arrived(self._device.mark(), 8))
 
     # --- splits ----------------------------------------------------------------------------------------------------
 
@@ -397,7 +431,7 @@ class Training:
             HostMemoryError: the host has less memory than the split needs.
         """
         split = split or self.model.split(groups, self.config)
-        self.config = self.runtime.fitting(self.config, split.plan, split.dtypes)
+        self.config = self.runtime.fitting(self.config, split.trained)
         self.model.take(split, groups)
         self.begun = True
         self._take_knobs(self.config)
@@ -422,7 +456,7 @@ class Training:
     def _take_change(self, change: KnobChange, groups: Groups) -> None:
         """Let new knobs come into force: at the end of the step that closed the window, or before the first."""
         if change.splits:
-            self._finish_late()
+            self.finish_late()
         if change.splits or change.change_threads is not None:
             self.engine.drain()
         if change.change_threads is not None:

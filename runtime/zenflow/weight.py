@@ -63,12 +63,12 @@ class WeightState:
         self._proposal: _Proposal | None = None
         self._scores: torch.Tensor | None = None
         self._writes = WriteWatch(parameter)
-        self._form = _form(parameter)
+        self._form: _Form | None = None  # when its state began
         self.restored = False
         """Whether its state is from a checkpoint, and was not compared with the weights yet."""
         self.shown: dict[int, torch.Tensor] | None = None
-        """Where the parameter holds what a flush would make: by the number (counted in this weight) of each bucket that
-        is in flight, what training sees instead, [slots, rows] in the model's dtype in host memory."""
+        """Where it was restored, or holds what a flush would make for the time: by the number (counted in this weight)
+        of each bucket in flight, what training sees of it, [slots, rows] in the model's dtype in host memory."""
         self.neighbours: list[WeightState] = [self]
         """All weights that share this one's memory, this one included."""
 
@@ -124,6 +124,7 @@ class WeightState:
         return self._split_of(flat=flat, selected=selected, deferred=offloaded[~torch.isin(offloaded, selected)])
 
     def _split_of(self, *, flat: bool, selected: torch.Tensor, deferred: torch.Tensor) -> SplitState:
+        self._form = _form(self.parameter)
         return SplitState(
             self.parameter,
             self.name,
@@ -197,9 +198,10 @@ class WeightState:
     def take_outside_write(self) -> None:
         """Take the masters from weights that somebody else wrote to, but for the buckets that are in flight."""
         self.split.reread_masters(self.in_flight)
-        self.restored = False
+        self.restored, self.shown = False, None
 
     def _require_form(self) -> None:
+        assert self._form is not None
         if (form := _form(self.parameter)) != self._form:
             raise UnsupportedError(
                 f"parameter {self.name} is {_named(form)}, allowed is {_named(self._form)}, as when its training "

@@ -186,6 +186,22 @@ class Windows:
             self._show(flight, flight.due, record, (self._device.mark(), self._device.clock.now()))
         flight.weight.watch()
 
+    def take_restored(self, weight: WeightState) -> None:
+        """Compare a weight with its restored state: what it is not as it was saved, somebody has written.
+
+        Raises:
+            HostEngineError: host work failed.
+        """
+        shown, deferred = weight.shown or {}, weight.deferred
+        weight.take_outside_write()
+        if shown and deferred is not None:
+            before = weight.parameter.detach().clone()
+            for place, rows in shown.items():
+                columns = deferred.buckets[place].columns
+                self._runtime.kernels.scatter(weight.plan.view(before), columns, rows.to(before.device))
+            if not torch.equal(before, weight.parameter.detach()):
+                self._rewrite(weight, before)
+
     def take_outside_write(self, weight: WeightState, write: OutsideWrite) -> None:
         """Let a weight's masters, and what is in flight for it, follow what somebody else wrote.
 

@@ -12,6 +12,7 @@ from tools.source_rules import MAX_FILE_LINES, MAX_FUNCTION_LINES
 LONG_FUNCTION = "def f():\n    '''Text.'''\n" + "    x = 1\n" * MAX_FUNCTION_LINES
 LONG_FILE = "x = 1\n" * (MAX_FILE_LINES + 1)
 NAMES = "'''cuda'''\nx = 'cuda'\ny = 'cuda:0'\nz = 'no cuda here'\n"
+TENSORS = "a = torch.zeros(3)\nb = torch.arange(4, device=x)\nc = torch.ones_like(a)\nd = torch.tensor(1, dtype=y)\n"
 PRINTS = "print(1)\ndevice.print(2)\n"
 
 
@@ -32,6 +33,12 @@ def found(root: Path, name: str, text: str) -> list[tuple[str, bool]]:
         ("runtime/zenflow/a.py", NAMES, [("runtime/zenflow/a.py:2", True), ("runtime/zenflow/a.py:3", True)]),
         ("runtime/zenflow/device.py", NAMES, []),
         ("zftune/a.py", NAMES, []),
+        (
+            "runtime/zenflow/device.py",
+            TENSORS,
+            [("runtime/zenflow/device.py:1", True), ("runtime/zenflow/device.py:4", True)],
+        ),
+        ("tests/a.py", TENSORS, []),
         ("zftune/a/b.py", PRINTS, [("zftune/a/b.py:1", True)]),
         ("tests/a.py", PRINTS, []),
     ],

@@ -178,12 +178,66 @@ def _large_gradients(rank: int) -> dict[str, Any]:
     return {"gradients": [parameter.grad for parameter in parameters]}
 
 
+def _frozen(rank: int) -> dict[str, Any]:
+    torch.manual_seed(rank)
+    trained, base = nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(3, 4), requires_grad=False)
+    elsewhere = nn.Parameter(torch.empty(4, 4, device="meta"), requires_grad=False)
+    packed = nn.Parameter(torch.full((3, 2), rank, dtype=torch.uint8), requires_grad=False)
+    optimizer = ZenFlowAdamW([elsewhere, packed, base, trained], config=OVERLAPPED)
+    for _ in range(3):
+        trained.grad = torch.full_like(trained, rank - 3.0)
+        optimizer.step()
+    optimizer.close()
+    return {"trained": trained.detach(), "base": base.detach(), "packed": packed.detach()}
+
+
+def _averaged_before_the_step(rank: int) -> dict[str, Any]:
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((3, 5), (7,), (40, 40))]
+    optimizer = ZenFlowAdamW(parameters, config=EXACT)
+    sent: list[int] = []
+    whole = ranks._Sum
+
+    def counted(bucket: list[torch.Tensor], size: int) -> Any:
+        sent.append(len(bucket))
+        return whole(bucket, size)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(ranks, "_Sum", counted)
+    seen = []
+
+    def average(act: Callable[[], object]) -> None:
+        act()
+        sent.clear()
+        optimizer.average_gradients()
+        means = [parameter.grad.unique().tolist() for parameter in parameters if parameter.grad is not None]
+        seen.append((sum(sent), means))
+
+    def set_all() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1.0 + rank)
+
+    average(set_all)
+    average(lambda: None)
+    average(lambda: parameters[0].backward(torch.full_like(parameters[0], float(rank))))
+    average(lambda: parameters[1].grad.mul_(3.0) if rank == 1 else None)  # type: ignore[union-attr]
+    sent.clear()
+    optimizer.step()
+    seen.append((sum(sent), []))
+    optimizer.zero_grad()
+    average(set_all)
+    patch.undo()
+    optimizer.abandon()
+    return {"seen": seen}
+
+
 WORK: dict[str, Callable[[int], Any]] = {
     **{name: _Half(config, torch.float32) for name, config in CONFIGS.items()},
     "bf16": _Half(OVERLAPPED, torch.bfloat16),
     "overflow": _overflow_on_one,
     "masters": _given_masters,
     "large": _large_gradients,
+    "frozen": _frozen,
+    "early": _averaged_before_the_step,
     "rigs": _on_rigs,
     "no room": _no_room_on_one,  # last: it leaves the second rank without room
 }

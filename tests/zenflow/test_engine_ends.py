@@ -29,12 +29,13 @@ from tests.zenflow.engine_cases import (
     os_threads,
     until,
 )
-from zenflow import ZenFlowConfig
+from zenflow import ZenFlowConfig, training
 from zenflow.host.eager import EagerBackend
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
+def no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(training, "PATIENCE_S", 0.3)
     with every_thread_ends():
         yield
 
@@ -123,12 +124,14 @@ def test_many_optimizers_one_after_the_other_keep_no_memory() -> None:
 # The end of a process. One interpreter that has imported everything is forked for each script, as imports are slow.
 
 ZYGOTE = """
-import gc, json, os, signal, sys, tempfile, threading, time
+import atexit, gc, json, os, signal, sys, tempfile, threading, time
 import torch
 from torch import nn
 from zenflow import CpuDevice, ZenFlowAdamW, ZenFlowConfig
+from zenflow import signals, training
 from zenflow.host.native import load_native
 
+signals.PATIENCE_S = training.PATIENCE_S = 0.3
 load_native()
 torch.set_num_threads(1)
 torch.optim.AdamW([nn.Parameter(torch.zeros(2))]).step()
@@ -201,7 +204,7 @@ FORKED = """
     held, forked = threading.Event(), threading.Event()
 
     def hold():  # the locks that a thread of the engine may hold just then
-        with optimizer._training.engine._turnstile._changed(), optimizer._training.runtime.memory._count._lock():
+        with optimizer._training.engine._turnstile._changed, optimizer._training.runtime.memory._count._lock:
             held.set()
             forked.wait()
 
@@ -250,6 +253,7 @@ SCRIPTS = {
     "fork": FORKED.format(then="pass"),
     "fork that drops it": FORKED.format(then="del optimizer"),
     "fork that ends it": FORKED.format(then="optimizer.abandon()"),
+    "fork that uses it last": FORKED.format(then="atexit.register(optimizer.close)"),
     "loader": """
         from torch.utils.data import DataLoader
 
@@ -264,7 +268,10 @@ SCRIPTS = {
     """,
 }
 CODES = {"exit": 7, "exception": 1, "interrupt": -2}
+GIVEN_UP = r"updates were given up at the end: the host did not do them in 0\.3 s\n"
 OUTPUTS = {
+    **dict.fromkeys(("queued", "dropped", "exit", "idle daemon"), GIVEN_UP),
+    "fork that uses it last": r"Exception ignored in atexit [^$]*UnsupportedError: process \d+ was forked [^\n]*\n",
     "exception": r"Traceback [^$]*\nValueError: a bad day\n",
     "interrupt": r"Traceback [^$]*\nKeyboardInterrupt\n",
     # A daemon thread that is still training when the process ends may live to tell why it could not go on.

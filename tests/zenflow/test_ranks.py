@@ -82,6 +82,25 @@ def test_gradients_become_their_mean_and_fp16_does_not_overflow_on_its_way(ranks
         assert all(bool((gradient == 44_000.0).all()) for gradient in results["large"]["gradients"])
 
 
+def test_ranks_begin_with_equal_weights_but_for_what_cannot_be_trained(ranks: Results) -> None:
+    first, second = (results["frozen"] for results in ranks)
+    assert "error" not in first, first
+    assert all(torch.equal(first[name], second[name]) for name in ("trained", "base"))
+    assert [int(results["frozen"]["packed"].max()) for results in ranks] == [0, 1]
+
+
+def test_means_are_averaged_again_only_where_somebody_has_touched_them(ranks: Results) -> None:
+    for results in ranks:
+        assert results["early"].get("seen") == [
+            (3, [[1.5], [1.5], [1.5]]),
+            (0, [[1.5], [1.5], [1.5]]),
+            (3, [[2.0], [1.5], [1.5]]),  # accumulated to on both ranks
+            (3, [[2.0], [3.0], [1.5]]),  # multiplied on one of them
+            (0, []),  # by the step
+            (3, [[1.5], [1.5], [1.5]]),
+        ], results["early"]
+
+
 def test_simulated_time_is_that_of_all_ranks(ranks: Results) -> None:
     """Whoever is ready first waits for the other, and both for the network: steps are as long on both, to the digit."""
     first, second = (results["rigs"] for results in ranks)

@@ -170,6 +170,63 @@ def test_whatever_is_done_between_two_steps(pair: Callable[..., Pair], seed: int
         both.step()
 
 
+USES: dict[str, Callable[[Tensor], Any]] = {
+    "abs": lambda g: g.abs(),
+    "add_": lambda g: g.add_(torch.ones_like(g)),
+    "clone": lambda g: g.detach().clone(),
+    "copy_ from": lambda g: torch.empty(g.shape).copy_(g),
+    "copy_ into": lambda g: g.copy_(torch.full(g.shape, 0.3)),
+    "data": lambda g: g.data.sub_(1.0),
+    "deepcopy": copy.deepcopy,
+    "float": lambda g: g.float().mean(),
+    "greatest norm": lambda g: torch.nn.utils.get_total_norm([g], norm_type=float("inf")),
+    "lerp_": lambda g: torch.zeros_like(g).lerp_(g, 0.3),
+    "mul_ by a tensor": lambda g: g.mul_(torch.linspace(0, 1, g.numel()).view(g.shape)),
+    "numpy": lambda g: torch.from_numpy(g.numpy().copy()),
+    "out": lambda g: torch.add(torch.ones(g.shape), 1.0, out=g),
+    "pickle": lambda g: pickle.loads(pickle.dumps(g)),
+    "select": lambda g: g[0],
+    "stack": lambda g: torch.stack([torch.ones_like(g), g]),
+    "tolist": lambda g: torch.tensor(g.tolist()),
+    "view": lambda g: g.view(-1).neg_(),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("use", USES)
+def test_a_use_that_needs_the_elements_brings_the_gradient_back(
+    pair: Callable[..., Pair], use: str, device: str
+) -> None:
+    both = pair(device=device)
+    for step in range(2):
+        both.backward(step)
+        clip_some(both.ours)
+        clip_some(both.plain)
+        used = 0
+        for ours, plain in zip(both.ours.parameters(), both.plain.parameters(), strict=True):
+            held = ours.grad
+            if isinstance(held, StandIn):
+                assert torch.equal(USES[use](held), USES[use](plain.grad))
+                assert type(ours.grad) is Tensor
+                assert torch.equal(held * 1.0, plain.grad)  # what stood in for it has become it
+                held.mul_(0.5)
+                plain.grad.mul_(0.5)
+                used += 1
+        assert used >= 3
+        assert both.streams.log_bytes() == 0
+        both.step()
+
+
+def test_a_gradient_that_a_step_took_does_not_come_back(pair: Callable[..., Pair]) -> None:
+    both = pair()
+    both.backward(1)
+    held = [parameter.grad for parameter in both.ours.parameters() if isinstance(parameter.grad, StandIn)]
+    both.streams.take_step()
+    for gradient in held:
+        with pytest.raises(UnsupportedError, match="was taken by an earlier step and is needed again"):
+            gradient.clone()
+
+
 def test_restore_puts_everything_back(pair: Callable[..., Pair]) -> None:
     both = pair()
     both.backward(1)

@@ -74,7 +74,10 @@ def _names(
 
 
 def _shape(state: Any, number: object, what: str) -> tuple[int, ...]:
-    master = state.get("master") if isinstance(state, Mapping) else None
+    parts = state if isinstance(state, Mapping) else {}
+    master, shape = parts.get("master"), parts.get("shape")
+    if isinstance(shape, torch.Tensor):  # of a parameter that has always been frozen
+        return tuple(shape.tolist())
     if not isinstance(master, torch.Tensor):
         raise BadInputError(f'{what}: state[{number!r}]["master"] is missing: it is truncated, allowed is a whole one')
     return tuple(master.shape)

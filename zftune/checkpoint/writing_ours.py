@@ -120,7 +120,7 @@ def _tensors(weight: Weight, plan: WeightPlan, rule: Rule) -> dict[str, Any]:
         name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes(plan, weight.master, rule).items()
     }
     tensors["slots"].fill_(-1)
-    tensors["log"] = ()
+    tensors["log"], tensors["shown"] = (), ()
     if weight.moments:
         for name, stream in zip(("master", *rule.moment_names), (weight.master, *weight.moments), strict=True):
             tensors[name].copy_(stream)

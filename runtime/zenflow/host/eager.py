@@ -32,7 +32,7 @@ class EagerBackend(Backend):
         return not self._stopped
 
     def allocate(self, nbytes: int, interval_bytes: int) -> NDArray[np.uint8]:
-        return np.zeros(nbytes, dtype=np.uint8)
+        return np.zeros(nbytes, dtype=np.uint8)  # of the heap, which a forked child has to have whole
 
     def register(self, rule: Rule, state: ColumnState) -> int:
         return 0

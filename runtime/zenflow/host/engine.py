@@ -8,7 +8,6 @@ what is finished, so that buckets become visible one by one. Neither works itsel
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,8 +19,10 @@ from zenflow.device import Device, HostSpan, Mark, Transfer
 from zenflow.errors import HostEngineError
 from zenflow.host.backend import Backend
 from zenflow.host.foremost import Foremost, inputs_are_there
+from zenflow.host.of_process import OwnProcess, finalize
 from zenflow.host.tasks import Task
 from zenflow.host.turnstile import Turnstile
+from zenflow.signals import look_for_signals
 
 _TOLD_S = 0.2
 
@@ -99,7 +100,7 @@ class Job:
     def join(self, engine_works: Callable[[], bool]) -> None:
         """Block until the engine is through with this job, or does not work any more."""
         while not self.over.wait(self._device.clock.poll_s) and engine_works():
-            pass
+            look_for_signals()
 
     def wait(self, engine: HostEngine) -> None:
         """Block until the work is done.
@@ -120,7 +121,9 @@ class Job:
 
         Raises:
             HostEngineError: the work failed, or the engine is gone.
+            UnsupportedError: in a forked child, which has no result.
         """
+        engine.process.require()
         self.ask_result()
         self.wait(engine)
         if self.transfer is None or self.delivered is None:
@@ -143,6 +146,8 @@ class HostEngine:
 
     def __init__(self, device: Device, backend: Backend) -> None:
         self.backend = backend
+        self.process = OwnProcess()
+        """The one that has the threads."""
         self._device = device
         clock = device.clock
         self._turnstile = Turnstile(clock)
@@ -167,7 +172,7 @@ class HostEngine:
         for thread in self._threads:
             thread.start()
         # A thread that comes back from native code when the interpreter is gone would end the process badly.
-        self._at_exit = weakref.finalize(self, _end, self._waiting, self._turnstile, backend, self._threads)
+        self._at_exit = finalize(self, _end, self._waiting, self._turnstile, backend, self._threads)
 
     @property
     def alive(self) -> bool:
@@ -266,9 +271,24 @@ class HostEngine:
         """
         self.submit(Job("draining the host engine", self._device, None, nbytes=0, inputs=[])).wait(self)
 
+    def drained_within(self, seconds: float) -> bool:
+        """Whether all that was submitted is done after at most so long.
+
+        Raises:
+            HostEngineError: a job failed, or the engine is gone.
+        """
+        job = self.submit(Job("draining the host engine", self._device, None, nbytes=0, inputs=[]))
+        self.hurry(job)
+        return job.over.wait(seconds)
+
     def stop(self) -> None:
-        """Ask the threads to end after the job that is being done; jobs behind it fail. Any thread may call it."""
+        """Ask the threads to end after the job that is being done; jobs behind it fail. Any thread may call it.
+
+        Does nothing in a forked child, as `close`: there the locks of threads may be held for ever.
+        """
         self._closing = True
+        if not self.process.is_this:
+            return
         self._waiting.put(None)
         self._turnstile.open()
         self.backend.stop()
@@ -276,9 +296,10 @@ class HostEngine:
     def close(self) -> None:
         """End the threads after the job that is being done, and wait for them."""
         self.stop()
-        for thread in self._threads:
-            thread.join()
-        self.backend.close()
+        if self.process.is_this:
+            for thread in self._threads:
+                thread.join()
+            self.backend.close()
 
     def _feed(self) -> None:
         self._enter_thread()

@@ -15,6 +15,7 @@ from zenflow.host.engine import HostEngine
 from zenflow.host.log_pool import Extents, LogPool
 from zenflow.host.memory import HostMemory
 from zenflow.host.places import padded
+from zenflow.signals import look_for_signals
 
 
 class GradientLog:
@@ -166,6 +167,7 @@ class GradientLog:
                 try:
                     place = self._pool.take(nbytes, self._device.clock.poll_s)
                 except TimeoutError:
+                    look_for_signals()
                     self._engine.check()
                     if not self._engine.alive:
                         raise HostEngineError("the host engine's thread is gone; the gradient log is full") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
@@ -13,7 +12,7 @@ import torch
 
 from zenflow.device import Device
 from zenflow.host.backend import Backend
-from zenflow.host.of_process import OfProcess
+from zenflow.host.of_process import finalize
 
 Use = Literal["state", "log", "staging", "migration"]
 USES: tuple[Use, ...] = ("state", "log", "staging", "migration")
@@ -23,22 +22,22 @@ class _Count:
     """Bytes by use; apart from `HostMemory`, which must not be kept alive by the memory that is counted."""
 
     def __init__(self) -> None:
-        self._lock = OfProcess(threading.RLock)  # a collection inside may free memory, as may a forked child
+        self._lock = threading.RLock()  # a collection inside may free memory
         self._bytes: Counter[str] = Counter()
         self.peak_bytes = 0
 
     def add(self, use: Use, nbytes: int) -> None:
-        with self._lock():
+        with self._lock:
             self._bytes[use] += nbytes
             self.peak_bytes = max(self.peak_bytes, self._bytes.total())
 
     def by_use(self) -> dict[str, int]:
-        with self._lock():
+        with self._lock:
             return {use: self._bytes[use] for use in USES}
 
     def until_freed(self, owner: object, use: Use, nbytes: int) -> None:
         self.add(use, nbytes)
-        weakref.finalize(owner, self.add, use, -nbytes).atexit = False
+        finalize(owner, self.add, use, -nbytes).atexit = False
 
 
 class HostMemory:
@@ -64,6 +63,8 @@ class HostMemory:
     ) -> torch.Tensor:
         """Memory that stays for long; zeroed, and reachable for the copy streams where they need it.
 
+        No forked child has it, where the native engine allocates it.
+
         Args:
             shape: of the tensor.
             dtype: of the tensor.
@@ -84,7 +85,7 @@ class HostMemory:
         return torch.from_numpy(array).view(dtype).view(tuple(shape))
 
     def transient(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for columns that move, given back soon."""
+        """Memory for columns that move, given back soon; torch's, so that a forked child has it and may free it."""
         tensor = self._device.host_empty(shape, dtype)
         storage = tensor.untyped_storage()
         self._count.until_freed(storage, "migration", storage.nbytes())

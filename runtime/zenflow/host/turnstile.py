@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from zenflow.clock import Clock
-from zenflow.host.of_process import OfProcess
 
 
 class Turnstile:
@@ -15,18 +14,16 @@ class Turnstile:
 
     def __init__(self, clock: Clock) -> None:
         self._poll_s = clock.poll_s
-        self._changed = OfProcess(
-            lambda: clock.condition("its turn")
-        )  # a forked child ends its copy of the engine, too
+        self._changed = clock.condition("its turn")
         self._step = 0
         self._urgent = 0
         self._open = False
 
     def reach(self, step: int) -> None:
         """Say which step is over."""
-        with self._changed():
+        with self._changed:
             self._step = step
-            self._changed().notify_all()
+            self._changed.notify_all()
 
     def hurry(self, number: int) -> None:
         """Hold nothing back up to a job, since somebody waits for it.
@@ -34,15 +31,15 @@ class Turnstile:
         Args:
             number: of the job, counted from 1 in the order of submission.
         """
-        with self._changed():
+        with self._changed:
             self._urgent = max(self._urgent, number)
-            self._changed().notify_all()
+            self._changed.notify_all()
 
     def open(self) -> None:
         """Hold nothing back any more."""
-        with self._changed():
+        with self._changed:
             self._open = True
-            self._changed().notify_all()
+            self._changed.notify_all()
 
     def wait(self, number: int, not_before: int) -> None:
         """Block until a job may start.
@@ -51,7 +48,7 @@ class Turnstile:
             number: of the job.
             not_before: the step that must be over.
         """
-        with self._changed():
+        with self._changed:
             while not (not_before <= self._step or number <= self._urgent or self._open):
                 # Not for ever: a finalizer that runs in this very thread may open it just before it sleeps.
-                self._changed().wait(self._poll_s)
+                self._changed.wait(self._poll_s)

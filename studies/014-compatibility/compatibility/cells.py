@@ -53,6 +53,8 @@ class Cell:
     spikes: bool = False
     """Whether some batches have gradients many times as large."""
     resume: bool = False
+    weights: str = "module"
+    """Where the script takes them from in the end: module, accessors (which also set what they get) or zero_to_fp32."""
     steps: int = STEPS
     windowed: bool = False
     """Whether updates are deferred, so that the weights need not be AdamW's."""
@@ -94,6 +96,8 @@ FEATURES = {
     "gradient clipping": Feature({"gradient_clipping": CLIP}, {"spikes": True}),
     "gradient accumulation": Feature({"gradient_accumulation_steps": 3}, {"passes": 3}),
     "save and resume": Feature({}, {"resume": True}),
+    "accessors get and set the fp32 state": Feature({}, {"weights": "accessors"}),
+    "fp32 weights by zero_to_fp32": Feature({}, {"weights": "zero_to_fp32"}),
     "two ranks": Feature({}, {"ranks": 2}),
     "tied weights": Feature({}, {"model": "tied"}),
     "frozen parameters": Feature({}, {"model": "frozen"}),

@@ -87,7 +87,10 @@ def expected(cell: Cell) -> dict[str, Any]:
             total += loss.item() / cell.passes
         losses.append(total)
         _step(cell, model, masters, optimizer, scale, scheduler)
-    return {"losses": losses, "weights": weights_of(model), "skipped": scale.skipped}
+    weights = weights_of(model)
+    if cell.weights != "module":  # the script takes the masters
+        weights |= {name: masters[parameter].detach().clone() for name, parameter in model.named_parameters()}
+    return {"losses": losses, "weights": weights, "skipped": scale.skipped}
 
 
 def _step(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,10 +140,53 @@ class Run:
             for number in range(cell.passes):
                 loss = loss_of(self.engine, cell.passes * step + number, self._part, dtype)
                 self.engine.backward(loss * spike(cell, step))
+                if cell.weights == "accessors":
+                    set_gradients(self.model)
                 self.engine.step()
+                if cell.weights == "accessors":
+                    set_state(self.model)
                 total += loss.item() / cell.passes
             losses.append(total)
         return losses
+
+    def weights(self, folder: Path) -> Weights:
+        """As the script takes them, in fp32.
+
+        Args:
+            folder: for a checkpoint.
+        """
+        if self._cell.weights == "accessors":
+            from deepspeed.utils import safe_get_full_fp32_param
+
+            return {name: safe_get_full_fp32_param(one).clone() for name, one in self.model.named_parameters()}
+        if self._cell.weights == "zero_to_fp32":
+            from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+            self.engine.save_checkpoint(str(folder))
+            with contextlib.redirect_stdout(sys.stderr):
+                return {
+                    name: one.float() for name, one in get_fp32_state_dict_from_zero_checkpoint(str(folder)).items()
+                }
+        return weights_of(self.model)
+
+
+def set_gradients(model: nn.Module) -> None:
+    """Every gradient to what it is."""
+    from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+
+    for parameter in model.parameters():
+        safe_set_full_grad(parameter, safe_get_full_grad(parameter).clone())
+
+
+def set_state(model: nn.Module) -> None:
+    """Every master and moment to what it is."""
+    from deepspeed import utils
+
+    for parameter in model.parameters():
+        utils.safe_set_full_fp32_param(parameter, utils.safe_get_full_fp32_param(parameter))
+        for key in ("exp_avg", "exp_avg_sq"):
+            value = utils.safe_get_full_optimizer_state(parameter, key)
+            utils.safe_set_full_optimizer_state(parameter, value, key)
 
 
 def trained(cell: Cell, rank: int, folder: Path) -> dict[str, Any]:
@@ -168,7 +213,7 @@ def trained(cell: Cell, rank: int, folder: Path) -> dict[str, Any]:
         after = again
     seen |= {
         "losses": losses + after,
-        "weights": weights_of(run.model),
+        "weights": run.weights(folder),
         "skipped": int(run.engine.skipped_steps),
     }
     return seen

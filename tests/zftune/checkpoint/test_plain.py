@@ -275,3 +275,19 @@ def test_everything_is_its_loaders(plain: Path, tmp_path: Path) -> None:
             assert torch.allclose(ours_now[name], weight, rtol=0, atol=3e-6 * float(weight.abs().max())), (step, name)
     assert optimizer.config == knobs.resolved()
     optimizer.close()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_frozen_parameters_in_the_groups_have_a_shape_alone(tmp_path: Path, named: bool) -> None:
+    model = Tiny()
+    parameters: Any = model.named_parameters() if named else model.parameters()
+    optimizer = zenflow.ZenFlowAdamW(parameters, lr=LR, betas=BETAS, config=WINDOW, module=model)
+    list(train(model, optimizer, range(PASSES)))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ours.pt")
+    export_checkpoint(str(tmp_path / "ours.pt"), str(tmp_path / "plain.pt"))
+    optimizer.close()
+    exported = load(tmp_path / "plain.pt")
+    for name, value in model.state_dict().items():
+        assert torch.equal(exported["model"][name], value), name
+    trained = [number for number, (_, p) in enumerate(model.named_parameters()) if p.requires_grad]
+    assert sorted(exported["optimizer"]["state"]) == trained

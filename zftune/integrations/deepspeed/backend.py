@@ -18,6 +18,7 @@ from zftune.errors import BadInputError
 from zftune.integrations.deepspeed import optimizers
 from zftune.integrations.deepspeed.choosing import Training, choose, with_knobs
 from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer, LossScaling
+from zftune.integrations.deepspeed.fp32_weights import save_with_fp32
 from zftune.integrations.deepspeed.precision import Precision, cast_inputs, loss_scaler
 from zftune.integrations.deepspeed.reading import micro_batch_of, stage_of
 from zftune.integrations.deepspeed.section import Section
@@ -177,7 +178,7 @@ def take_over(engine: Any, made: EngineOptimizer, plan: Plan) -> None:
         made: its optimizer.
         plan: of the call.
     """
-    engine.enable_backward_allreduce = False  # the runtime reduces, before gradients are staged
+    _average_after_backward(engine, made)
     # It was made without these sections, and scripts ask it for the dtype of its inputs.
     if plan.precision.dtype == torch.bfloat16:
         engine._config.bfloat16_config.enabled = True
@@ -186,8 +187,19 @@ def take_over(engine: Any, made: EngineOptimizer, plan: Plan) -> None:
     if made.loss_scaler is not None:
         engine.torch_autocast_z0_gradscaler = LossScaling(made)
     _allow_direct_backward(engine, made)
+    save_with_fp32(engine, made, plan.stage)
     if plan.precision.casts_inputs and plan.precision.dtype is not None:
         cast_inputs(engine.module, plan.precision.dtype)
+
+
+def _average_after_backward(engine: Any, made: EngineOptimizer) -> None:
+    """Let the runtime average gradients over the ranks, where the engine would: after a step's last backward."""
+
+    def average(*_: Any, **__: Any) -> None:
+        if engine.is_gradient_accumulation_boundary():
+            made.average_gradients()
+
+    engine.allreduce_gradients = average
 
 
 def _allow_direct_backward(engine: Any, made: EngineOptimizer) -> None:

@@ -13,6 +13,7 @@ from zenflow import ZenFlowConfig
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.rules import RULES
 from zftune.errors import BadInputError
+from zftune.integrations.deepspeed.accessors import link, unlink
 from zftune.integrations.deepspeed.optimizers import Recipe
 
 _SCALER = "loss_scaler"
@@ -43,16 +44,20 @@ class EngineOptimizer(ZenFlowOptimizer):
         self._norm: torch.Tensor | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with the model's names for its parameters: a checkpoint tells whose state is whose.
+        """As torch's, with the model's names, by which a checkpoint tells whose state is whose; accessors know it then.
 
         Raises:
-            ValueError: a parameter is in another group already; as in torch.
+            ValueError: a parameter is in another group already.
+            UnsupportedError: a parameter cannot be split.
+            ConfigError: a hyperparameter is not allowed.
+            HostEngineError: host work failed.
         """
         given, number = param_group["params"], len(self.param_groups)
         parameters = [given] if isinstance(given, torch.Tensor) else list(map(_without_name, given))
         names = [self._names.get(id(parameter), f"{number}.{i}") for i, parameter in enumerate(parameters)]
         param_group.update(params=parameters, param_names=names)
         super().add_param_group(param_group)
+        link(self, self.param_groups[-1]["params"])
 
     @property
     def _global_grad_norm(self) -> torch.Tensor | None:
@@ -100,9 +105,13 @@ class EngineOptimizer(ZenFlowOptimizer):
         self.loss_scaler.update_scale(self._overflow)
         return loss
 
+    def refresh_fp32_params(self) -> None:
+        """Nothing is left to do: masters follow whatever is written to the weights."""
+
     def destroy(self) -> None:
         """Apply what is pending and end the host engine, as `engine.destroy()` asks."""
         self.close()
+        unlink(self, (parameter for group in self.param_groups for parameter in group["params"]))
 
     def state_dict(self) -> dict[str, Any]:
         """As zenflow's, and the state of the loss scaler."""

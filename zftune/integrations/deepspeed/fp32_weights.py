@@ -1,0 +1,89 @@
+"""What DeepSpeed's `zero_to_fp32` reads: the engine's checkpoints hold the fp32 weights as ZeRO saves them, too."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zenflow.full_state import MASTER
+
+if TYPE_CHECKING:
+    from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer
+
+_FILE = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+def save_with_fp32(engine: Any, optimizer: EngineOptimizer, stage: int) -> None:
+    """Let `engine.save_checkpoint` write them too, with the script that DeepSpeed drops beside them.
+
+    Args:
+        engine: just made.
+        optimizer: the engine's.
+        stage: of ZeRO, as the ds_config says.
+    """
+    original = engine._save_checkpoint
+
+    @functools.wraps(original)
+    def save(
+        save_dir: Any, tag: Any, client_state: Mapping[str, Any] | None = None, exclude_frozen_parameters: bool = False
+    ) -> Any:
+        if engine.save_non_zero_checkpoint:  # this rank writes the model
+            prefix = "bf16_" if engine.bfloat16_enabled() else ""
+            document = {
+                "optimizer_state_dict": _masters(optimizer, stage),
+                "ds_config": engine.config,
+                "ds_version": _version(),
+            }
+            engine.checkpoint_engine.save(document, str(Path(save_dir, str(tag), prefix + _FILE)))
+            if engine.global_rank == 0:
+                engine._copy_recovery_script(save_dir)
+        about = _about_model(engine, optimizer, frozen=not exclude_frozen_parameters)
+        return original(
+            save_dir,
+            tag,
+            client_state={**about, **(client_state or {})},
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+
+    engine._save_checkpoint = save
+
+
+def _masters(optimizer: EngineOptimizer, stage: int) -> dict[str, Any]:
+    """Each group's masters behind each other, as one rank of ZeRO has them."""
+    flats = []
+    for group in optimizer.param_groups:
+        flat = torch.empty(sum(parameter.numel() for parameter in group["params"]), device="cpu")
+        parts = flat.split([parameter.numel() for parameter in group["params"]])
+        for part, parameter in zip(parts, group["params"], strict=True):
+            part.copy_(optimizer.full_state(parameter)[MASTER].reshape(-1))
+        flats.append(flat)
+    return {
+        "zero_stage": max(1, stage),
+        "partition_count": [1] * len(flats),
+        "single_partition_of_fp32_groups": flats,
+        "ds_version": _version(),
+    }
+
+
+def _about_model(engine: Any, optimizer: EngineOptimizer, *, frozen: bool) -> dict[str, Any]:
+    """What ZeRO's engine adds to the file with the model: whose masters these are, and the weights that have none."""
+    names = engine.param_names
+    trained = [{names[parameter]: parameter.shape for parameter in group["params"]} for group in optimizer.param_groups]
+    known = {name for of_group in trained for name in of_group}
+    rest = {name: parameter for parameter, name in names.items() if name not in known} if frozen else None
+    return {
+        "param_shapes": trained,
+        "frozen_param_shapes": rest and {name: parameter.shape for name, parameter in rest.items()},
+        "frozen_param_fragments": rest and {name: parameter.detach() for name, parameter in rest.items()},
+        "shared_params": engine._get_shared_params(),
+    }
+
+
+def _version() -> str:
+    import deepspeed
+
+    return str(deepspeed.__version__)
