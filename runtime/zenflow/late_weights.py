@@ -63,10 +63,12 @@ class LateWeights:
     def __init__(self, module: nn.Module | None, show: Callable[[Flight], None]) -> None:
         self._show = show
         self._late: dict[int, list[_Wait]] = {}
+        self._covered: dict[int, nn.Parameter] = {}
         self._seen: set[int] = set()
         self._trusted: set[int] = set()
         self._lock = threading.RLock()  # an average of weights may be taken in a thread of its own
         self._class = _late_class(self._arrive)
+        self._accumulators: dict[int, Any] = {}  # held, so that their own references can be told from others
         self._handles = []
         for part in module.modules() if module is not None else ():
             if keys := tuple(id(parameter) for parameter in part.parameters(recurse=False)):
@@ -86,11 +88,20 @@ class LateWeights:
             arrived = transfer is not None and transfer.done()
             if arrived or id(parameter) not in self._trusted or _compiled_something():
                 return False
-            if type(parameter) is not nn.Parameter or has_other_holders(parameter):
+            if type(parameter) is not nn.Parameter or self._is_known_elsewhere(parameter):
                 return False
         self._add(_Wait(parameter, partial(self._shown, flight)))
         flight.late = True
         return True
+
+    def _is_known_elsewhere(self, parameter: nn.Parameter) -> bool:
+        """Whether somebody could read it unnoticed: by an alias, in another process, or in C++ (TorchScript)."""
+        if has_other_holders(parameter) or (parameter.device.type == "cpu" and parameter.is_shared()):
+            return True
+        if id(parameter) not in self._accumulators:
+            self._accumulators[id(parameter)] = _accumulator(parameter)
+        own = 1 if self._accumulators[id(parameter)] is None else 2  # the Python object, and where gradients are summed
+        return int(parameter._use_count()) > own  # type: ignore[attr-defined]
 
     def _shown(self, flight: Flight) -> bool:
         self._show(flight)
@@ -113,7 +124,8 @@ class LateWeights:
 
     def end_step(self) -> None:
         """From now on, let what was left happen before a weight is used."""
-        for waits in self._late.values():
+        for key, waits in self._late.items():
+            self._covered[key] = waits[0].parameter
             waits[0].parameter.__class__ = self._class
 
     def finish(self) -> None:
@@ -128,8 +140,9 @@ class LateWeights:
         self._trusted, self._seen = self._seen, set()
 
     def _give_up(self) -> None:
-        for waits in self._late.values():
-            self._uncover(waits[0].parameter)
+        for parameter in self._covered.values():
+            self._uncover(parameter)
+        self._covered.clear()
         self._late.clear()
 
     def remove(self) -> None:
@@ -147,7 +160,7 @@ class LateWeights:
     def _arrive(self, parameter: nn.Parameter) -> bool:
         """Let what was left happen; whether the weight is as any parameter now."""
         if self._finish_weight(id(parameter)):
-            self._uncover(parameter)
+            self._uncover(parameter)  # where it has the class of an optimizer that is gone
             return True
         return False
 
@@ -155,15 +168,13 @@ class LateWeights:
         with HeldSignals(), self._lock:
             waits = self._late.get(key, [])
             for wait in list(waits):
-                self._uncover(wait.parameter)
-                done = False
-                try:
+                # It stays covered meanwhile, since another thread may want it just then.
+                with torch._C.DisableTorchFunctionSubclass():
                     done = wait.arrive()
-                finally:
-                    if not done:
-                        wait.parameter.__class__ = self._class
                 if done and wait in waits:  # not before, so that an exception loses nothing
                     waits.remove(wait)
+            if not waits and (parameter := self._covered.pop(key, None)) is not None:
+                self._uncover(parameter)
             if not waits:
                 self._late.pop(key, None)
             return not waits
@@ -171,6 +182,13 @@ class LateWeights:
     def _uncover(self, parameter: nn.Parameter) -> None:
         if type(parameter) is self._class:
             parameter.__class__ = nn.Parameter
+
+
+def _accumulator(parameter: nn.Parameter) -> Any:
+    """The node of autograd that sums a parameter's gradients; None where it needs none."""
+    with torch.enable_grad():
+        node = parameter.view_as(parameter).grad_fn
+    return None if node is None else node.next_functions[0][0]
 
 
 def _hooks_of_a_copy() -> LateWeights:

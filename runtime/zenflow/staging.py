@@ -165,6 +165,7 @@ class ColumnStager:
         Returns:
             The gradient in the parameter's shape, strides and dtype.
         """
+        self._runtime.engine.process.require()
         weight, kernels = self._weight, self._runtime.kernels
         plan, record = weight.plan, staged.record
         assert weight.deferred is not None

@@ -18,7 +18,7 @@ from zftune.errors import BadInputError
 from zftune.integrations.deepspeed import optimizers
 from zftune.integrations.deepspeed.choosing import Training, choose, with_knobs
 from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer, LossScaling
-from zftune.integrations.deepspeed.fp32_weights import save_with_fp32
+from zftune.integrations.deepspeed.fp32_weights import save_whole, save_with_fp32
 from zftune.integrations.deepspeed.precision import Precision, cast_inputs, loss_scaler
 from zftune.integrations.deepspeed.reading import micro_batch_of, stage_of
 from zftune.integrations.deepspeed.section import Section
@@ -188,6 +188,7 @@ def take_over(engine: Any, made: EngineOptimizer, plan: Plan) -> None:
         engine.torch_autocast_z0_gradscaler = LossScaling(made)
     _allow_direct_backward(engine, made)
     save_with_fp32(engine, made, plan.stage)
+    save_whole(engine, made)
     if plan.precision.casts_inputs and plan.precision.dtype is not None:
         cast_inputs(engine.module, plan.precision.dtype)
 

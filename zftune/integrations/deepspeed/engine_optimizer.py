@@ -44,10 +44,10 @@ class EngineOptimizer(ZenFlowOptimizer):
         self._norm: torch.Tensor | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, with the model's names, by which a checkpoint tells whose state is whose; accessors know it then.
+        """Add a group, with the model's names for its parameters: a checkpoint tells whose state is whose.
 
         Raises:
-            ValueError: a parameter is in another group already.
+            ValueError: a parameter is in another group already; as in torch.
             UnsupportedError: a parameter cannot be split.
             ConfigError: a hyperparameter is not allowed.
             HostEngineError: host work failed.

@@ -1,20 +1,71 @@
-"""What DeepSpeed's `zero_to_fp32` reads: the engine's checkpoints hold the fp32 weights as ZeRO saves them, too."""
+"""What DeepSpeed's engine saves: weights that lack no update, and the fp32 ones that `zero_to_fp32` reads."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import logging
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zenflow.full_state import MASTER
+from zenflow.state import reread
 
 if TYPE_CHECKING:
     from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer
 
+_logger = logging.getLogger("zftune")
 _FILE = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+_SAVES = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
+_MARK = "__zftune_original__"
+
+
+def save_whole(engine: Any, optimizer: EngineOptimizer) -> None:
+    """Let the files with weights, which may be used alone, hold what is still pending; a resumed run knows it.
+
+    Args:
+        engine: just made.
+        optimizer: the engine's.
+    """
+    for name in _SAVES:
+        original = getattr(engine, name, None)
+        if original is not None:
+            setattr(engine, name, _with_flushed(original, optimizer))
+    accelerate = sys.modules.get("accelerate.accelerator")
+    if accelerate is not None:  # whose Trainer saves the final model by way of it
+        _hook_accelerate(accelerate.Accelerator)
+
+
+def _with_flushed(original: Callable[..., Any], optimizer: EngineOptimizer) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        with optimizer.flushed_weights() as steps:
+            if steps:
+                _logger.warning("the saved weights hold the updates of %d steps that training has yet to see", steps)
+            return original(*args, **kwargs)
+
+    return save
+
+
+def _hook_accelerate(accelerator: Any) -> None:
+    original = getattr(accelerator.get_state_dict, _MARK, accelerator.get_state_dict)
+
+    @functools.wraps(original)
+    def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer
+
+        optimizer = getattr(model, "optimizer", None)
+        if not isinstance(optimizer, EngineOptimizer):
+            return original(self, model, *args, **kwargs)
+        return _with_flushed(original, optimizer)(self, model, *args, **kwargs)
+
+    setattr(get_state_dict, _MARK, original)
+    accelerator.get_state_dict = get_state_dict
 
 
 def save_with_fp32(engine: Any, optimizer: EngineOptimizer, stage: int) -> None:
@@ -59,7 +110,8 @@ def _masters(optimizer: EngineOptimizer, stage: int) -> dict[str, Any]:
         flat = torch.empty(sum(parameter.numel() for parameter in group["params"]), device="cpu")
         parts = flat.split([parameter.numel() for parameter in group["params"]])
         for part, parameter in zip(parts, group["params"], strict=True):
-            part.copy_(optimizer.full_state(parameter)[MASTER].reshape(-1))
+            master = optimizer.full_state(parameter)[MASTER]
+            part.copy_(reread(master, parameter.detach().cpu()).reshape(-1))  # with what is pending, as the weights
         flats.append(flat)
     return {
         "zero_stage": max(1, stage),
