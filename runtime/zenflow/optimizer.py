@@ -262,6 +262,8 @@ class ZenFlowOptimizer(Optimizer):
                 group.clear()
                 group.update(values)
             raise
+        if self._training.open:
+            self._training.gradients.restore()  # what has left of a step to come is its own gradient
         self._training.close()
         self._own = training
         training.gradients.watch(self.param_groups, training.model.weights)

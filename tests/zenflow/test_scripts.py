@@ -23,6 +23,7 @@ from tests.upstream_ops import ROOT
 from tests.zenflow.script_cases import SETTINGS, Run, Script, Setting, assert_same_reads, oracle, ours
 from tests.zenflow.small import Flat, Stack, seeded, tokens_of
 from zenflow import UnsupportedError, ZenFlowError
+from zenflow.reference import ReferenceAdamW
 from zenflow.standin import StandIn
 
 
@@ -469,6 +470,20 @@ def test_the_sum_with_a_gradient_that_a_step_has_taken_is_refused_where_it_is_us
         run.optimizer.zero_grad()
     run.train(2)
     run.optimizer.close()
+
+
+def test_a_state_that_is_loaded_between_backward_and_step_leaves_the_gradient(
+    setting: Setting, with_module: bool
+) -> None:
+    def script(run: Run) -> None:
+        for _ in range(6):
+            run.loss().backward()
+            if not isinstance(run.optimizer, ReferenceAdamW):
+                run.optimizer.load_state_dict(run.optimizer.state_dict())
+            run.take()
+            run.optimizer.zero_grad()
+
+    compare(script, setting, with_module=with_module)
 
 
 # --- optimizers ------------------------------------------------------------------------------------------------------
