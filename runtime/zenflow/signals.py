@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# What the module signal wraps: these are called for each weight, and its enums cost five times as much.
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 import time
@@ -11,11 +13,14 @@ from typing import Any, ClassVar
 
 # Those whose Python handlers training scripts let raise; not the timers', which may be there to end what hangs.
 _NAMES = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGTERM", "SIGINT")
-HELD = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+HELD = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 
 
 PATIENCE_S = 10.0
 """How long a signal is held at most while what it would interrupt waits for the host."""
+
+
+_MAIN = threading.main_thread().ident
 
 
 class HeldSignals:
@@ -26,12 +31,13 @@ class HeldSignals:
 
     Args:
         numbers: which signals.
-        patient: hold a second Ctrl-C too.
+        patient: hold a second Ctrl-C too, also where another context is around this one.
     """
 
-    __slots__ = ("_before", "_came", "_numbers", "_patient", "_since_s")
+    __slots__ = ("_before", "_came", "_inside", "_numbers", "_patient", "_since_s")
 
     _outermost: ClassVar[HeldSignals | None] = None
+    _patient_inside: ClassVar[int] = 0
 
     def __init__(self, numbers: Sequence[int] = HELD, *, patient: bool = False) -> None:
         self._numbers = numbers
@@ -39,36 +45,40 @@ class HeldSignals:
         self._before: dict[int, Any] = {}
         self._came: list[int] = []
         self._since_s = 0.0
+        self._inside = False
 
     def __enter__(self) -> None:
-        if threading.get_ident() != threading.main_thread().ident:
+        if threading.get_ident() != _MAIN:
+            return  # handlers run in the main thread alone
+        if HeldSignals._outermost is not None:  # which holds them already
+            self._inside = self._patient
+            HeldSignals._patient_inside += self._inside
             return
         try:
             for number in self._numbers:
-                handler = signal.getsignal(number)
+                handler = _signal.getsignal(number)
                 if callable(handler):
                     self._before[number] = handler
-                    signal.signal(number, self._note)
-            if HeldSignals._outermost is None:
-                HeldSignals._outermost = self
+                    _signal.signal(number, self._note)
+            HeldSignals._outermost = self
         except BaseException:  # of a handler that was not replaced yet
             self._restore()
             raise
 
     def __exit__(self, *_: object) -> None:
-        if not self._before:
+        HeldSignals._patient_inside -= self._inside
+        if HeldSignals._outermost is not self:
             return
         try:
             self._restore()
         finally:
             self._restore()  # where a new signal's handler has raised meanwhile
-            if HeldSignals._outermost is self:
-                HeldSignals._outermost = None
+            HeldSignals._outermost = None
             self._deliver()
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            _signal.signal(number, handler)
 
     def _deliver(self) -> None:
         came, self._came = self._came, []
@@ -82,7 +92,8 @@ class HeldSignals:
             self._deliver()
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        insists = number == signal.SIGINT and number in self._came and not self._patient
+        patient = self._patient or HeldSignals._patient_inside > 0
+        insists = number == signal.SIGINT and number in self._came and not patient
         if not self._came:
             self._since_s = time.monotonic()
         if number not in self._came:
@@ -94,5 +105,5 @@ class HeldSignals:
 
 def look_for_signals() -> None:
     """Called while the main thread waits for the host: let a signal through that is held for too long."""
-    if HeldSignals._outermost is not None and threading.get_ident() == threading.main_thread().ident:
+    if HeldSignals._outermost is not None and threading.get_ident() == _MAIN:
         HeldSignals._outermost.look()
