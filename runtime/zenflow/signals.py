@@ -69,11 +69,11 @@ class HeldSignals:
         HeldSignals._patient_inside -= self._inside
         if HeldSignals._outermost is not self:
             return
+        HeldSignals._outermost = None  # while signals are held: their handlers may raise at any later line
         try:
             self._restore()
         finally:
             self._restore()  # where a new signal's handler has raised meanwhile
-            HeldSignals._outermost = None
             self._deliver()
 
     def _restore(self) -> None:
