@@ -275,10 +275,7 @@ class Training:
         """
         pending = self.begun and not self._torn and not self.engine.failed and not self._device.clock.simulated
         if threading.get_ident() == threading.main_thread().ident:
-            if pending and not self.engine.drained_within(PATIENCE_S):
-                _logger.warning("updates were given up at the end: the host did not do them in %g s", PATIENCE_S)
-                pending = False
-            self._flush_and_close() if pending else self.close()
+            self._let_go_now(pending=pending)
             return
         if pending and self._waits is not None:
             for weight in self.model.weights:
@@ -288,6 +285,17 @@ class Training:
         else:
             self._close_hooks()
             self.engine.stop()
+
+    def _let_go_now(self, *, pending: bool) -> None:
+        try:
+            if pending and self.engine.drained_within(PATIENCE_S):
+                self._flush_and_close()
+            elif pending:
+                _logger.warning("updates were given up at the end: the host did not do them in %g s", PATIENCE_S)
+        except (ZenFlowError, RuntimeError) as error:  # of weights that have another form, say: nobody can be told else
+            _logger.warning("updates were given up at the end: %s", error)
+        if self.open:
+            self.close()
 
     def _flush_and_close(self) -> bool:
         if self.open and not self._ending:

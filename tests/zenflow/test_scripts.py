@@ -543,6 +543,17 @@ def test_an_optimizer_that_goes_out_of_scope_leaves_nothing_pending(
         assert torch.equal(weight, other)
 
 
+def test_what_cannot_be_applied_when_an_optimizer_is_dropped_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    setting = next(one for one in SETTINGS if one.name == "windows")
+    run = Run(stack(), ours(setting, with_module=True))
+    run.train(6)
+    run.weights[0].data = run.weights[0].data[:, :4]
+    del run.optimizer
+    assert [record.getMessage()[:60] for record in caplog.records] == [
+        "updates were given up at the end: parameter embedding.weight"
+    ]
+
+
 def test_the_end_of_the_process_leaves_nothing_pending(tmp_path: Path) -> None:
     """For what an earlier exit handler saves, which is called later."""
     script = """
