@@ -128,8 +128,8 @@ def channels_last(value: Tensor) -> Tensor:
             r"0 is torch\.float32 of shape \(5, 2, 2, 4\) on cpu, allowed is .*, 3, 2, 4\)",
         ),
         (
-            lambda value: value.double(),
-            r"0 is torch\.float64 of shape .* on cpu, allowed is torch\.float32 of",
+            lambda value: value.half(),
+            r"0 is torch\.float16 of shape .* on cpu, allowed is torch\.float32 of",
         ),
         (channels_last, r"0 has strides \(24, 1, 12, 3\) now, allowed are"),
     ],
