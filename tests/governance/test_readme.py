@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from zftune.rig_files import DEFAULT_RIG
 
@@ -15,9 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_python_example_runs() -> None:
+def test_the_python_example_runs(tmp_path: Path) -> None:
     example = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]  # the others need a Trainer and its data
-    result = subprocess.run([sys.executable, "-W", "error", "-c", example], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert torch.load(tmp_path / "model.pt", weights_only=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("StepStats(step="), result.stdout
 
