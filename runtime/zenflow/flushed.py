@@ -32,7 +32,7 @@ def flushed(training: Training) -> Iterator[int]:
     if not training.begun or not training.open or training.shows_flushed:
         yield 0
         return
-    training.model.end_watch()
+    training.model.stop_watch()
     training.shows_flushed = True
     changed: list[tuple[WeightState, Bucket]] = []
     try:

@@ -93,7 +93,7 @@ def write(
     if torch.equal(values, tensors[name]):
         return
     tensors[name].copy_(values)
-    training.model.end_watch()
+    training.model.stop_watch()
     if name == MASTER:  # what the host has applied is in the masters that are replaced
         training.model.windows.apply(training.clock.step, training.history.open, everything=True)
     weight.split.fill([whole_tier(weight.plan, tensors, training.rule.moment_names)])

@@ -118,10 +118,10 @@ class ModelState:
             elif write is not None:
                 self.windows.take_outside_write(weight, write)
 
-    def end_watch(self) -> None:
-        """Notice nothing more."""
+    def stop_watch(self) -> None:
+        """Notice nothing more, whatever was written since `watch`."""
         for weight in self.weights:
-            weight.end_watch()
+            weight.stop_watch()
 
     def _plans_by_parameter(self, split: Split) -> dict[int, WeightPlan]:
         return {id(parameter): plan for parameter, plan in zip(split.parameters, split.plan.weights, strict=True)}

@@ -343,7 +343,7 @@ class Training:
         self.flush()
         reserved.clear()
         self.hypers = [self.rule.hyper(group) for group in groups]
-        self.model.end_watch()
+        self.model.stop_watch()
         self._resplit(groups)
         self.leave_weights()
 
@@ -356,7 +356,7 @@ class Training:
         self.open = False
         if self._waits is not None:
             self._waits.remove()
-        self.model.end_watch()
+        self.model.stop_watch()
         self.gradients.remove()
         self.history.stop_recording()
 

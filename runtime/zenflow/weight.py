@@ -195,6 +195,10 @@ class WeightState:
             self._require_view()
         return OutsideWrite(before) if written else None
 
+    def stop_watch(self) -> None:
+        """Notice nothing more, whatever was written since."""
+        self._writes.end()
+
     def take_outside_write(self) -> None:
         """Take the masters from weights that somebody else wrote to, but for the buckets that are in flight."""
         self.split.reread_masters(self.in_flight)

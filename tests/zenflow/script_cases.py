@@ -7,13 +7,15 @@ update is late, else `zenflow.reference`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.tiers import everything
 from tests.zenflow.small import tokens_of
 from zenflow import CpuDevice, ZenFlowAdamW, ZenFlowConfig
 from zenflow.device import Arrived, HostSpan, Mark, Transfer
@@ -52,6 +54,17 @@ SETTINGS = [
     ),
     _setting("auto", late=True, topk_ratio=0.25, update_interval="auto", select_interval="auto"),
 ]
+
+
+def in_turn(request: pytest.FixtureRequest, setting: Setting) -> bool:
+    """Of two values the one that a test has with a setting by day, where `request.param` leaves it to that."""
+    if request.param is not None:
+        return bool(request.param)
+    return (SETTINGS.index(setting) + len(request.node.originalname)) % 2 == 0
+
+
+BOTH: Sequence[bool | None] = [True, False] if everything() else [None]
+"""Parameters of a fixture that asks `in_turn`."""
 
 
 class _OnItsWay(Arrived):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.zenflow.script_cases import SETTINGS, Setting, ours
+from tests.tiers import combinations
+from tests.zenflow.script_cases import BOTH, SETTINGS, Setting, in_turn, ours
 from tests.zenflow.small import Stack, seeded, tokens_of
 from zenflow import ZenFlowAdamW
 
@@ -23,10 +24,9 @@ def setting(request: pytest.FixtureRequest) -> Setting:
     return value
 
 
-@pytest.fixture(params=[True, False], ids=["module", "bare"])
-def with_module(request: pytest.FixtureRequest) -> bool:
-    value: bool = request.param
-    return value
+@pytest.fixture(params=BOTH)
+def with_module(request: pytest.FixtureRequest, setting: Setting) -> bool:
+    return in_turn(request, setting)
 
 
 def train(model: nn.Module, optimizer: ZenFlowAdamW, last: int) -> None:
@@ -85,9 +85,14 @@ def resumed(
     return model, optimizer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("first", ["model", "optimizer"])
-@pytest.mark.parametrize("model_file", ["flushed", "as training sees it"])
+@pytest.mark.parametrize(
+    ("dtype", "first", "model_file"),
+    combinations(
+        dtype=[torch.bfloat16, torch.float32],
+        first=["optimizer", "model"],
+        model_file=["flushed", "as training sees it"],
+    ),
+)
 def test_a_run_goes_on_bit_for_bit_from_a_file_that_can_be_used_alone(
     setting: Setting, with_module: bool, dtype: torch.dtype, first: str, model_file: str
 ) -> None:

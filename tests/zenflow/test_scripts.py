@@ -20,7 +20,7 @@ from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, 
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.upstream_ops import ROOT
-from tests.zenflow.script_cases import SETTINGS, Run, Script, Setting, assert_same_reads, oracle, ours
+from tests.zenflow.script_cases import BOTH, SETTINGS, Run, Script, Setting, assert_same_reads, in_turn, oracle, ours
 from tests.zenflow.small import Flat, Stack, seeded, tokens_of
 from zenflow import UnsupportedError, ZenFlowError
 from zenflow.reference import ReferenceAdamW
@@ -33,10 +33,9 @@ def setting(request: pytest.FixtureRequest) -> Setting:
     return value
 
 
-@pytest.fixture(params=[True, False], ids=["module", "bare"])
-def with_module(request: pytest.FixtureRequest) -> bool:
-    value: bool = request.param
-    return value
+@pytest.fixture(params=BOTH)
+def with_module(request: pytest.FixtureRequest, setting: Setting) -> bool:
+    return in_turn(request, setting)
 
 
 def stack() -> nn.Module:
