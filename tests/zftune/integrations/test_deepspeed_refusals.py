@@ -42,11 +42,17 @@ REFUSED = {
         _changed(bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}, gradient_accumulation_steps=2),
         "data_types.grad_accum_dtype is 'fp32'",
     ),
-    "both halves": (_changed(bf16={"enabled": True}, fp16={"enabled": True}), "bf16.enabled and fp16.enabled"),
-    "loss scale": (_changed(fp16={"enabled": True, "loss_scale": -1}), "fp16 is .*allowed is what DeepSpeed takes"),
+    "both halves": (
+        _changed(bf16={"enabled": True}, fp16={"enabled": True}),
+        "fp16.enabled is True, allowed is false where bf16",
+    ),
+    "loss scale": (
+        _changed(fp16={"enabled": True, "loss_scale": -1}),
+        "fp16.loss_scale is -1, allowed is a number >= 0",
+    ),
     "topk": (_zero(zenflow={**ZENFLOW, "topk_ratio": 2}), "topk_ratio is 2, allowed is a number from 0 to 1"),
     "unknown knob": (_zero(zenflow={**ZENFLOW, "top_k": 2}), "zero_optimization.zenflow.top_k is 2"),
-    "ratio": (_zero(offload_optimizer={"device": "cpu", "ratio": 3}), "offload_ratio is 3"),
+    "ratio": (_zero(offload_optimizer={"device": "cpu", "ratio": 3}), "zero_optimization.offload_optimizer.ratio is 3"),
     "buffers": (_changed(data_types={"buffer_dtype": "int8"}), "data_types.buffer_dtype is 'int8'"),
 }
 
@@ -56,7 +62,7 @@ def test_a_config_that_is_not_done_is_one_sentence(name: str) -> None:
     config, sentence = REFUSED[name]
     with pytest.raises(BadInputError, match=sentence) as raised:
         backend.plan(config, Section())
-    assert "\n" not in str(raised.value).split("allowed is what DeepSpeed takes")[0]
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("device", ["cpu"])
