@@ -158,49 +158,46 @@ _FP16: dict[str, bool | int] = {
     "fp16_master_weights_and_grads": False,
 }
 """What DeepSpeed takes where the "fp16" section leaves it out, or says "auto"."""
-_LARGEST_POWER = 127
-"""Of fp32, in which the loss is multiplied."""
+_POWERS = 127
+"""Of 2, either way, that fp32 has numbers for: in it the loss is multiplied."""
 
 
 def _scaling(section: Mapping[str, Any], wrong: list[Refusal]) -> dict[str, Any]:
     """The fields of a section that is switched on, as DeepSpeed reads them: numbers may be words."""
+    said = {name: value for name, value in section.items() if value != "auto"}  # DeepSpeed drops the word
+    dynamic = _number(said.get("loss_scale", 0)) == 0
     found: dict[str, Any] = dict(_FP16)
-    for name, value in section.items():
+    read: float | bool | None
+    for name, value in said.items():
         if name not in _FP16:
-            wrong.append(Refusal.of(f"fp16.{name}", value, f"are the fields {', '.join(_FP16)}"))
-            continue
-        if value == "auto":
-            continue
-        read = truth(value) if isinstance(_FP16[name], bool) else _number(value)
-        allowed = _fault(name, read, dynamic=_number(section.get("loss_scale", 0)) == 0)
-        if allowed is not None:
-            wrong.append(Refusal.of(f"fp16.{name}", value, allowed))
+            read, allowed = None, f"are the fields {', '.join(_FP16)}"
+        elif isinstance(_FP16[name], bool):
+            read, allowed = truth(value), "is true or false"
+        elif name == "loss_scale":
+            read, allowed = _number(value, 0), "is a number >= 0"
+        elif name == "initial_scale_power":
+            read, allowed = _whole(value, -_POWERS, _POWERS), f"is an integer from -{_POWERS} to {_POWERS}"
+        elif dynamic and name in ("loss_scale_window", "min_loss_scale"):
+            read, allowed = _whole(value, 1), "is an integer >= 1"
         else:
-            found[name] = read if name == "loss_scale" or read is None or isinstance(read, bool) else int(read)
+            read, allowed = _whole(value), "is an integer"
+        found[name] = read
+        if read is None:
+            wrong.append(Refusal.of(f"fp16.{name}", value, allowed))
     return found
 
 
-def _fault(name: str, read: float | bool | None, *, dynamic: bool) -> str | None:
-    """What is allowed where a field's value is not."""
-    if isinstance(_FP16[name], bool):
-        return "is true or false" if read is None else None
-    if name == "loss_scale":
-        return "is a number >= 0" if read is None or read < 0 else None
-    whole = read is not None and float(read).is_integer()
-    if name == "initial_scale_power":
-        ok = whole and read is not None and abs(read) <= _LARGEST_POWER
-        return None if ok else f"is an integer from -{_LARGEST_POWER} to {_LARGEST_POWER}"
-    if dynamic and name in ("loss_scale_window", "min_loss_scale"):
-        return None if whole and read is not None and read >= 1 else "is an integer >= 1"
-    return None if whole else "is an integer"
-
-
-def _number(value: Any) -> float | None:
-    """A finite number; None: it is none."""
+def _number(value: Any, least: float = -math.inf, most: float = math.inf) -> float | None:
+    """A finite number within limits; None: it is none."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
         number = float(value)
     except (ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if math.isfinite(number) and least <= number <= most else None
+
+
+def _whole(value: Any, least: float = -math.inf, most: float = math.inf) -> int | None:
+    number = _number(value, least, most)
+    return None if number is None or not number.is_integer() else int(number)
