@@ -6,18 +6,22 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
 from tests.tiers import repeated
 from tests.zftune.check.cases import CASES, OFFLOAD, SAFE, ZENFLOW, ZERO, safe
-from zenflow.rules import RULES
+from zenflow import ZenFlowError
 from zftune.check.checking import check
 from zftune.check.config import filled, is_hugging_face, put
 from zftune.check.findings import MISSING, Finding, path_of
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed import backend as zenflow
 from zftune.integrations.deepspeed import upstream
+from zftune.integrations.deepspeed.choosing import Chosen, with_knobs
+from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer
+from zftune.integrations.deepspeed.optimizers import Recipe
 from zftune.integrations.deepspeed.reading import offload_device
 from zftune.integrations.deepspeed.section import Section
 from zftune.store.types import Backend
@@ -140,7 +144,7 @@ def ds_configs(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def refused(config: dict[str, Any], asked: Backend | None) -> str | None:
-    """The sentence that `zftune run` ends with before DeepSpeed begins; None: it goes on."""
+    """The sentence that `zftune run` ends with, whatever DeepSpeed's engine may say; None: it trains."""
     try:
         section = Section(backend=asked).over(Section.of(config))
         config = filled(config) if is_hugging_face(config) else config  # as its Trainer hands it on
@@ -150,13 +154,24 @@ def refused(config: dict[str, Any], asked: Backend | None) -> str | None:
             for refusal in upstream.refusals(config, online=section.online):
                 return str(refusal)
             return None
-        zenflow.plan(config, section)
+        plan = zenflow.plan(config, section)
         recipe = zenflow.recipe_of(config, None)
-        if recipe is not None:
-            RULES[recipe.rule].check(recipe.defaults)  # which making the optimizer begins with; it has no word for it
-    except BadInputError as error:
+        if recipe is not None:  # else the script passes an optimizer
+            take_a_step(plan, recipe)
+    except (BadInputError, ZenFlowError) as error:
         return str(error)
     return None
+
+
+def take_a_step(plan: zenflow.Plan, recipe: Recipe) -> None:
+    """Make the optimizer, and train: what is refused only then is a refusal too."""
+    module = torch.nn.Linear(3, 5)
+    plan.precision.cast(module)
+    knobs = with_knobs(plan.own, Chosen({}, "of the ds_config"), plan.quality)
+    optimizer = EngineOptimizer(list(module.parameters()), recipe, knobs, module, None)
+    module(torch.randn(2, 3).to(module.weight.dtype)).float().square().sum().backward()
+    optimizer.step()
+    optimizer.close()
 
 
 def told(findings: tuple[Finding, ...], backend: Backend) -> list[Finding]:
