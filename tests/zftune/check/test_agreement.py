@@ -23,6 +23,7 @@ from zftune.integrations.deepspeed.choosing import Chosen, with_knobs
 from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer
 from zftune.integrations.deepspeed.optimizers import Recipe
 from zftune.integrations.deepspeed.reading import offload_device
+from zftune.integrations.deepspeed.refusal import require_none
 from zftune.integrations.deepspeed.section import Section
 from zftune.store.types import Backend
 
@@ -89,7 +90,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "optimizer.params": (MISSING, {}, {"lr": 1e-3, "momentum": 0.9, "nesterov": True}),
     "optimizer.params.lr": (1e-3, "auto", "1e-3"),
     "optimizer.params.betas": ([0.9, 0.999], [0.9], [0.9, 1.0], "auto"),
-    "optimizer.params.eps": (1e-8,),
+    "optimizer.params.eps": (1e-8, 10**400),
     "optimizer.params.weight_decay": (0.1, 0),
     "optimizer.params.momentum": (0.9,),
     "optimizer.params.nesterov": SWITCH,
@@ -151,8 +152,7 @@ def refused(config: dict[str, Any], asked: Backend | None) -> str | None:
         if offload_device(config) == "none":
             return None
         if section.backend == "deepspeed":
-            for refusal in upstream.refusals(config, online=section.online):
-                return str(refusal)
+            require_none(upstream.refusals(config, online=section.online))
             return None
         plan = zenflow.plan(config, section)
         recipe = zenflow.recipe_of(config, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,13 +55,9 @@ def from_config(config: Mapping[str, Any]) -> Recipe | None:
     return recipe
 
 
-def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Each setting of the optimizer that a ds_config names that is refused; none where it names none.
-
-    Args:
-        config: a ds_config.
-    """
-    yield from _read(config)[1]
+def refusals(config: Mapping[str, Any]) -> list[Refusal]:
+    """Each setting that `from_config` refuses, which takes the same."""
+    return _read(config)[1]
 
 
 def _read(config: Mapping[str, Any]) -> tuple[Recipe | None, list[Refusal]]:

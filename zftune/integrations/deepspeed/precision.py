@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +26,17 @@ class Precision:
     """Of floating buffers; None: they stay as they are."""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Precision:
+    def of(cls, config: Mapping[str, Any], *, scales: bool = True) -> Precision:
         """Read it.
+
+        Args:
+            config: a ds_config.
+            scales: whether the loss is scaled here; else nothing but its being switched on is read of "fp16".
 
         Raises:
             BadInputError: a field has a value that is not allowed.
         """
-        found, wrong = _read(config)
+        found, wrong = _read(config, scales)
         require_none(wrong)
         return found
 
@@ -79,22 +83,18 @@ _DTYPES = {
 }
 
 
-def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Each setting of dtypes and of loss scaling that is refused.
-
-    Args:
-        config: a ds_config.
-    """
-    yield from _read(config)[1]
+def refusals(config: Mapping[str, Any], *, scales: bool = True) -> list[Refusal]:
+    """Each setting that `Precision.of` refuses, which takes the same."""
+    return _read(config, scales)[1]
 
 
-def _read(config: Mapping[str, Any]) -> tuple[Precision, list[Refusal]]:
+def _read(config: Mapping[str, Any], scales: bool) -> tuple[Precision, list[Refusal]]:
     wrong: list[Refusal] = []
     bf16, fp16 = enabled(config, "bf16", "bfloat16"), enabled(config, "fp16")
     if bf16 and fp16:
         wrong.append(Refusal("fp16.enabled", "True", "is false where bf16.enabled is true"))
     section = config.get("fp16")
-    scaling = _scaling(section, wrong) if fp16 and isinstance(section, Mapping) else None
+    scaling = _scaling(section, wrong) if fp16 and scales and isinstance(section, Mapping) else None
     types = config.get("data_types")
     buffers = types.get("buffer_dtype") if isinstance(types, Mapping) else None
     if buffers is not None and buffers not in list(_DTYPES):

@@ -37,7 +37,7 @@ def refusals(config: Mapping[str, Any], *, online: bool) -> Iterator[Refusal]:
     if online:
         yield Refusal("zftune.online", "True", 'is false with the backend deepspeed: use "zenflow" for it')
     if offload_device(config) == "cpu":
-        yield from precision.refusals(config)
+        yield from precision.refusals(config, scales=False)
 
 
 def changed(config: Mapping[str, Any], section: Section, module: nn.Module) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def changed(config: Mapping[str, Any], section: Section, module: nn.Module) -> d
                 module=module,
                 backend="deepspeed",
                 stage=stage,
-                dtype=Precision.of(config).word,
+                dtype=Precision.of(config, scales=False).word,
                 micro_batch=micro_batch_of(config, ranks),
                 world_size=ranks,
                 quality=quality,
