@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,6 +26,16 @@ AUTO_SELECT_OVERLAP = 0.8
 
 # What newer DeepSpeed clips to where a ds_config says nothing (older releases did not clip).
 _DEEPSPEED_CLIPPING = 1.0
+
+_ZERO_OFFLOAD = {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False, "pipeline": "none"}
+
+# Where knobs stand in a ds_config that do not stand in its section of ZenFlow.
+_ZENFLOW = "zero_optimization.zenflow."
+_IN_DS_CONFIG = {
+    "offload_ratio": "zero_optimization.offload_optimizer.ratio",
+    "max_grad_norm": "gradient_clipping",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
 
 # These stand elsewhere in a ds_config, or nowhere.
 _NOT_IN_SECTION = {
@@ -123,50 +133,13 @@ class ZenFlowConfig:
     def __post_init__(self, offload: bool) -> None:
         if offload:
             warnings.warn("offload is ignored: the state of selected columns stays on the GPU", stacklevel=3)
-        for name in ("topk_ratio", "offload_ratio", "auto_ratio", "pt_reserved_cores_perc"):
-            _require(
-                self, name, _is_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1, "a number from 0 to 1"
-            )
-        for name in ("select_interval", "update_interval"):
-            _require(
-                self,
-                name,
-                _is_count(getattr(self, name), 1) or getattr(self, name) == "auto",
-                'an integer >= 1 or "auto"',
-            )
-        _require(self, "max_update_interval", _is_count(self.max_update_interval, 1), "an integer >= 1")
-        _require(self, "full_warm_up_rounds", _is_count(self.full_warm_up_rounds, 0), "an integer >= 0")
-        _require(self, "gradient_accumulation_steps", _is_count(self.gradient_accumulation_steps, 1), "an integer >= 1")
-        for name in ("overlap_step", "skip_nonfinite", "ledger", "stream", "reduce_gradients"):
-            _require(self, name, isinstance(getattr(self, name), bool), "true or false")
-        for name, literal in (
-            ("select_strategy", SelectStrategy),
-            ("deferred_update", DeferredUpdate),
-            ("pipeline", Pipeline),
-        ):
-            allowed = get_args(literal)
-            _require(self, name, getattr(self, name) in allowed, " or ".join(f'"{value}"' for value in allowed))
-        norm = self.max_grad_norm
-        _require(self, "max_grad_norm", norm is None or (_is_number(norm) and norm > 0), "a number > 0, or none")
-        _require(
-            self,
-            "steps_per_epoch",
-            self.steps_per_epoch is None or _is_count(self.steps_per_epoch, 1),
-            "an integer >= 1, or none",
-        )
-        for name in ("bucket_bytes", "staging_bytes"):
-            _require(self, name, _is_count(getattr(self, name), 1), "an integer >= 1")
-        threads = self.host_threads
-        threads_ok = threads is None or (_is_count(threads, 1) and threads <= MAX_THREADS)
-        _require(self, "host_threads", threads_ok, f"an integer from 1 to {MAX_THREADS}, or none")
-        lag_ok = self.apply_lag is None or (_is_count(self.apply_lag, 1) and self.apply_lag <= self.longest_window)
-        limit = "max_update_interval" if self.update_interval == "auto" else "update_interval"
-        _require(self, "apply_lag", lag_ok, f"an integer from 1 to {limit} ({self.longest_window}), or none")
+        for name, allowed in _faults(vars(self)):
+            raise ConfigError(f"{name} is {getattr(self, name)!r}, allowed is {allowed}")
 
     @classmethod
     def zero_offload(cls, **knobs: Any) -> ZenFlowConfig:
         """ZeRO-Offload: all state on the host, every step synchronous; in DeepSpeed's order unless `knobs` differ."""
-        return cls(**{"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False, "pipeline": "none", **knobs})
+        return cls(**{**_ZERO_OFFLOAD, **knobs})
 
     @classmethod
     def from_ds_config(cls, source: Mapping[str, Any] | str | Path) -> ZenFlowConfig:
@@ -182,24 +155,10 @@ class ZenFlowConfig:
             ConfigError: the file cannot be read, is not a JSON object, or a field has a value that is not allowed.
         """
         config = source if isinstance(source, Mapping) else _read_json(Path(source))
-        zero = _section(config, "zero_optimization")
-        offload = _section(zero, "offload_optimizer", "zero_optimization.")
-        knobs: dict[str, Any] = {}
-        passes = config.get("gradient_accumulation_steps", 1)
-        if passes is not None and passes != "auto":
-            knobs["gradient_accumulation_steps"] = passes
-        clipping = config.get("gradient_clipping", _DEEPSPEED_CLIPPING)
-        if clipping not in (0, 0.0, None, "auto"):  # the Hugging Face integration writes "auto" and fills it in itself
-            knobs["max_grad_norm"] = clipping
-        device = offload.get("device", "none")
-        if device not in ("none", "cpu"):
-            raise ConfigError(f'zero_optimization.offload_optimizer.device is {device!r}, allowed is "cpu" or "none"')
-        if device == "none":
-            return cls(offload_ratio=0.0, **knobs)
-        knobs["offload_ratio"] = offload.get("ratio", 1.0)
-        if zero.get("zenflow") is None:
-            return cls.zero_offload(pipeline="bucket", **knobs)
-        return cls(**_zenflow_section(_section(zero, "zenflow", "zero_optimization.")), **knobs)
+        knobs, faults = read_ds_config(config)
+        for name, value, allowed in faults:
+            raise ConfigError(f"{name} is {value!r}, allowed {allowed}")
+        return cls(**knobs)
 
     @property
     def longest_window(self) -> int:
@@ -233,24 +192,91 @@ class ZenFlowConfig:
         return replace(self, **knobs)
 
 
-def _zenflow_section(section: Mapping[str, Any]) -> dict[str, Any]:
+def read_ds_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, Any, str]]]:
+    """The knobs that a DeepSpeed configuration asks for, and everything that is wrong with them.
+
+    Args:
+        config: as `ZenFlowConfig.from_ds_config` takes it.
+
+    Returns:
+        The knobs by name. Of each value that is not allowed where it stands, the value, and what is allowed.
+    """
+    faults: list[tuple[str, Any, str]] = []
+    zero = _section(config, "zero_optimization", faults)
+    offload = _section(zero, "offload_optimizer", faults, "zero_optimization.")
+    knobs: dict[str, Any] = {}
+    passes = config.get("gradient_accumulation_steps", 1)
+    if passes is not None and passes != "auto":
+        knobs["gradient_accumulation_steps"] = passes
+    clipping = config.get("gradient_clipping", _DEEPSPEED_CLIPPING)
+    if clipping not in (0, 0.0, None, "auto"):  # the Hugging Face integration writes "auto" and fills it in itself
+        knobs["max_grad_norm"] = clipping
+    device = offload.get("device", "none")
+    if device not in ("none", "cpu"):
+        faults.append(("zero_optimization.offload_optimizer.device", device, 'is "cpu" or "none"'))
+    if device == "none":
+        knobs["offload_ratio"] = 0.0
+    else:
+        knobs["offload_ratio"] = offload.get("ratio", 1.0)
+        if zero.get("zenflow") is None:
+            knobs |= {**_ZERO_OFFLOAD, "pipeline": "bucket"}
+        else:
+            knobs |= _zenflow_section(_section(zero, "zenflow", faults, "zero_optimization."), faults)
+    values = {**{field.name: field.default for field in fields(ZenFlowConfig)}, **knobs}
+    faults += [
+        (_IN_DS_CONFIG.get(name, f"{_ZENFLOW}{name}"), values[name], f"is {allowed}")
+        for name, allowed in _faults(values)
+    ]
+    return knobs, faults
+
+
+def _zenflow_section(section: Mapping[str, Any], faults: list[tuple[str, Any, str]]) -> dict[str, Any]:
     # DeepSpeed's defaults, which differ from ours where a bare ZenFlowConfig() should be usable as it is.
     knobs: dict[str, Any] = {"update_interval": "auto", "overlap_step": False}
     known = ({field.name for field in fields(ZenFlowConfig)} | {"offload"}) - _NOT_IN_SECTION
     for name, value in section.items():
         if name not in known:
-            raise ConfigError(
-                f"zero_optimization.zenflow.{name} is {value!r}, allowed are the fields {', '.join(sorted(known))}"
-            )
-        if value == "auto" and name not in ("select_strategy", "select_interval", "update_interval"):
-            continue  # DeepSpeed drops such a field and takes its default
-        knobs[name] = value
+            faults.append((f"{_ZENFLOW}{name}", value, f"are the fields {', '.join(sorted(known))}"))
+        elif value != "auto" or name in ("select_strategy", "select_interval", "update_interval"):
+            knobs[name] = value  # elsewhere DeepSpeed drops the word and takes its default
     return knobs
 
 
-def _require(config: ZenFlowConfig, name: str, ok: bool, allowed: str) -> None:
-    if not ok:
-        raise ConfigError(f"{name} is {getattr(config, name)!r}, allowed is {allowed}")
+def _faults(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The name of each field whose value is not allowed, and what is."""
+    for name in ("topk_ratio", "offload_ratio", "auto_ratio", "pt_reserved_cores_perc"):
+        if not (_is_number(values[name]) and 0 <= values[name] <= 1):
+            yield name, "a number from 0 to 1"
+    for name in ("select_interval", "update_interval"):
+        if not _is_count(values[name], 1) and values[name] != "auto":
+            yield name, 'an integer >= 1 or "auto"'
+    for name, least in (("max_update_interval", 1), ("full_warm_up_rounds", 0), ("gradient_accumulation_steps", 1)):
+        if not _is_count(values[name], least):
+            yield name, f"an integer >= {least}"
+    for name in ("overlap_step", "skip_nonfinite", "ledger", "stream", "reduce_gradients"):
+        if not isinstance(values[name], bool):
+            yield name, "true or false"
+    for name, literal in (
+        ("select_strategy", SelectStrategy),
+        ("deferred_update", DeferredUpdate),
+        ("pipeline", Pipeline),
+    ):
+        if values[name] not in get_args(literal):
+            yield name, " or ".join(f'"{value}"' for value in get_args(literal))
+    norm, epoch, threads = values["max_grad_norm"], values["steps_per_epoch"], values["host_threads"]
+    if norm is not None and not (_is_number(norm) and norm > 0):
+        yield "max_grad_norm", "a number > 0, or none"
+    if epoch is not None and not _is_count(epoch, 1):
+        yield "steps_per_epoch", "an integer >= 1, or none"
+    for name in ("bucket_bytes", "staging_bytes"):
+        if not _is_count(values[name], 1):
+            yield name, "an integer >= 1"
+    if threads is not None and not (_is_count(threads, 1) and threads <= MAX_THREADS):
+        yield "host_threads", f"an integer from 1 to {MAX_THREADS}, or none"
+    limit = "max_update_interval" if values["update_interval"] == "auto" else "update_interval"
+    lag, longest = values["apply_lag"], values[limit]
+    if lag is not None and _is_count(longest, 1) and not (_is_count(lag, 1) and lag <= longest):
+        yield "apply_lag", f"an integer from 1 to {limit} ({longest}), or none"
 
 
 def _is_number(value: object) -> bool:
@@ -263,13 +289,15 @@ def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _section(config: Mapping[str, Any], name: str, prefix: str = "") -> Mapping[str, Any]:
+def _section(
+    config: Mapping[str, Any], name: str, faults: list[tuple[str, Any, str]], prefix: str = ""
+) -> Mapping[str, Any]:
     value = config.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{prefix}{name} is {value!r}, allowed is a JSON object")
-    return value
+    if isinstance(value, Mapping):
+        return value
+    if value is not None:
+        faults.append((f"{prefix}{name}", value, "is a JSON object"))
+    return {}
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

@@ -61,12 +61,13 @@ def check(
 
 
 def _once(findings: list[Finding]) -> Iterator[Finding]:
-    """Without what the backend zenflow says about a setting that another rule tells of for it."""
+    """Without the refusals of a backend that another rule tells of for it, with a safe value."""
     told = {
-        finding.path
+        (finding.path, backend)
         for finding in findings
-        if finding.rule != rules_own.NAME and finding.severity == "crashes" and "zenflow" in finding.backends
+        if finding.rule not in rules_own.NAMES and finding.severity == "crashes"
+        for backend in finding.backends
     }
     for finding in findings:
-        if finding.rule != rules_own.NAME or finding.path not in told:
+        if finding.rule not in rules_own.NAMES or (finding.path, finding.backends[0]) not in told:
             yield finding

@@ -11,7 +11,6 @@ from zftune.check.config import FILLED, at, leaves
 from zftune.check.findings import MISSING, Change, Finding
 from zftune.check.known import KNOWN, LAST_KNOWN, OWN_KNOBS
 from zftune.check.subject import BOTH, OFFLOAD, OURS, UPSTREAM, ZENFLOW, ZERO, Rule, Subject, change, left_out
-from zftune.errors import BadInputError
 
 _NOT_A_NUMBER = re.compile(r"[+-]?(nan|inf(inity)?),?", re.IGNORECASE)
 _NEEDS_WARM_UP = (0, 19, 6)
@@ -94,21 +93,26 @@ def zftune_section(subject: Subject) -> Iterator[Finding]:
             Change(path, MISSING),
             backends=BOTH,
         )
-    if section is not MISSING and not autos:
-        yield from _bad_section(subject)
+    yield from _bad_section(subject, {(ZERO, "zftune"), *autos})
 
 
-def _bad_section(subject: Subject) -> Iterator[Finding]:
-    from zftune.integrations.deepspeed.section import BEST, Section
+def _bad_section(subject: Subject, told: set[tuple[str, ...]]) -> Iterator[Finding]:
+    from zftune.integrations.deepspeed.section import BEST, refusals
 
-    try:
-        section = Section.of(subject.config)
-    except BadInputError as error:
-        name = str(error).partition(" is ")[0]
-        reason = f"zftune run refuses it: {str(error).removeprefix(name).strip()}."
-        yield subject.finding("zftune-section", name, "crashes", reason, left_out(name), backends=BOTH)
-        return
-    fault = subject.fault_of_preset(section.preset) if subject.fault_of_preset and section.preset else None
+    wrong = list(refusals(subject.config))
+    for refusal in wrong:
+        finding = subject.finding(
+            "zftune-section",
+            refusal.field,
+            "crashes",
+            f"zftune run refuses it: is {refusal.value}, allowed {refusal.allowed}.",
+            left_out(refusal.field),
+            backends=BOTH,
+        )
+        if finding.path not in told:
+            yield finding
+    preset = subject.at("zftune.preset")
+    fault = None if wrong or preset is MISSING or not subject.fault_of_preset else subject.fault_of_preset(preset)
     if fault is not None:
         reason = f"zftune run refuses it: {fault}."
         advice = f'"{BEST}", a name that `zftune presets list` shows, or a preset\'s file'
@@ -154,7 +158,7 @@ def batch(subject: Subject) -> Iterator[Finding]:
     """Settings outside of ZeRO that end every run."""
     params = "optimizer.params.max_grad_norm"
     norm = subject.at(params)
-    if norm is not MISSING:
+    if norm is not MISSING and subject.optimizer is not None:
         mends = [left_out(params)]
         if subject.at("gradient_clipping") is MISSING:
             mends.append(change("gradient_clipping", norm))

@@ -1,23 +1,29 @@
-"""Rules about the backend zenflow, the runtime of `zftune run`: what it refuses, in its own words."""
+"""What `zftune run` refuses, in its own words: whatever it raises the first of is found here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from zftune.check.findings import Change, Finding
-from zftune.check.subject import OURS, Rule, Subject, change
+from zftune.check.subject import OURS, UPSTREAM, Rule, Subject, change
 
-NAME = "backend-zenflow"
+ZENFLOW, DEEPSPEED = NAMES = ("backend-zenflow", "backend-deepspeed")
 
 
-def refused(subject: Subject) -> Iterator[Finding]:
+def zenflow(subject: Subject) -> Iterator[Finding]:
     """A fault where that backend is asked for; else a note, since `zftune run` says so before anything is trained."""
     asked = subject.backend == "zenflow"
     mends: tuple[Change, ...] = (change("zftune.backend", "deepspeed"),) if asked and not subject.forced else ()
-    for sentence in subject.own_refusals if subject.backend != "deepspeed" else ():
-        name, allowed = sentence.partition(" ")[0], sentence.rpartition(", allowed ")[2]
-        reason = f"zftune run refuses it: allowed {allowed}."
-        yield subject.finding(NAME, name, "crashes" if asked else "note", reason, *mends, backends=OURS)
+    for refusal in subject.own_refusals if subject.backend != "deepspeed" else ():
+        reason = f"zftune run refuses it: allowed {refusal.allowed}."
+        yield subject.finding(ZENFLOW, refusal.field, "crashes" if asked else "note", reason, *mends, backends=OURS)
 
 
-RULES: tuple[Rule, ...] = (refused,)
+def deepspeed(subject: Subject) -> Iterator[Finding]:
+    """Where that backend is asked for."""
+    for refusal in subject.upstream_refusals if subject.backend == "deepspeed" else ():
+        reason = f"zftune run refuses it: allowed {refusal.allowed}."
+        yield subject.finding(DEEPSPEED, refusal.field, "crashes", reason, backends=UPSTREAM)
+
+
+RULES: tuple[Rule, ...] = (zenflow, deepspeed)

@@ -12,6 +12,8 @@ from zftune.check.config import at, filled, is_hugging_face
 from zftune.check.findings import MISSING, Change, Finding, Severity, path_of
 from zftune.doctor.deepspeed import GOOD
 from zftune.doctor.versions import numbers
+from zftune.integrations.deepspeed.reading import offload_device
+from zftune.integrations.deepspeed.refusal import Refusal
 from zftune.store.types import Backend
 
 UPSTREAM: tuple[Backend, ...] = ("deepspeed",)
@@ -116,11 +118,28 @@ class Subject:
         return numbers(self.version)
 
     @cached_property
-    def own_refusals(self) -> tuple[str, ...]:
-        """Why the backend zenflow does not take it, a sentence each."""
-        from zftune.check.own import refusals
+    def own_refusals(self) -> tuple[Refusal, ...]:
+        """What the backend zenflow refuses where it trains; nothing where `zftune run` leaves DeepSpeed alone."""
+        from zftune.integrations.deepspeed import optimizers, support
 
-        return tuple(refusals(filled(self.config)))
+        config = self.given
+        if offload_device(config) == "none":
+            return ()
+        return (*support.refusals(config), *optimizers.refusals(config))
+
+    @cached_property
+    def upstream_refusals(self) -> tuple[Refusal, ...]:
+        """What `zftune run` refuses with the backend deepspeed, likewise."""
+        from zftune.integrations.deepspeed import upstream
+
+        if offload_device(self.given) == "none":
+            return ()
+        return tuple(upstream.refusals(self.given, online=self.at("zftune.online") is True))
+
+    @cached_property
+    def given(self) -> Mapping[str, Any]:
+        """What DeepSpeed is given: with Hugging Face's values for "auto"."""
+        return filled(self.config) if self.hugging_face else self.config
 
     def elsewhere(self) -> tuple[Change, ...]:
         """What makes the backend zenflow train it, which has no such fault; nothing where that is not to be had."""

@@ -218,4 +218,9 @@ def _real(value: object, name: str) -> float | None:
             raise UnsupportedError(f"{name} is a tensor on {value.device}; use a float or a CPU tensor")
         real = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
         return float(value) if real else None
-    return None if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # a huge integer
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from tests.zftune.integrations.ds_running import ADAMW, ZENFLOW, ds_config
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed import backend, optimizers, support, upstream
+from zftune.integrations.deepspeed.precision import Precision
 from zftune.integrations.deepspeed.section import Section
 
 
@@ -42,11 +44,17 @@ REFUSED = {
         _changed(bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}, gradient_accumulation_steps=2),
         "data_types.grad_accum_dtype is 'fp32'",
     ),
-    "both halves": (_changed(bf16={"enabled": True}, fp16={"enabled": True}), "bf16.enabled and fp16.enabled"),
-    "loss scale": (_changed(fp16={"enabled": True, "loss_scale": -1}), "fp16 is .*allowed is what DeepSpeed takes"),
+    "both halves": (
+        _changed(bf16={"enabled": True}, fp16={"enabled": True}),
+        "fp16.enabled is True, allowed is false where bf16",
+    ),
+    "loss scale": (
+        _changed(fp16={"enabled": True, "loss_scale": -1}),
+        "fp16.loss_scale is -1, allowed is a number >= 0",
+    ),
     "topk": (_zero(zenflow={**ZENFLOW, "topk_ratio": 2}), "topk_ratio is 2, allowed is a number from 0 to 1"),
     "unknown knob": (_zero(zenflow={**ZENFLOW, "top_k": 2}), "zero_optimization.zenflow.top_k is 2"),
-    "ratio": (_zero(offload_optimizer={"device": "cpu", "ratio": 3}), "offload_ratio is 3"),
+    "ratio": (_zero(offload_optimizer={"device": "cpu", "ratio": 3}), "zero_optimization.offload_optimizer.ratio is 3"),
     "buffers": (_changed(data_types={"buffer_dtype": "int8"}), "data_types.buffer_dtype is 'int8'"),
 }
 
@@ -56,7 +64,54 @@ def test_a_config_that_is_not_done_is_one_sentence(name: str) -> None:
     config, sentence = REFUSED[name]
     with pytest.raises(BadInputError, match=sentence) as raised:
         backend.plan(config, Section())
-    assert "\n" not in str(raised.value).split("allowed is what DeepSpeed takes")[0]
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "loss_scale",
+        "initial_scale_power",
+        "loss_scale_window",
+        "hysteresis",
+        "consecutive_hysteresis",
+        "min_loss_scale",
+        "auto_cast",
+        "opt_level",
+    ],
+)
+def test_loss_scaling_is_read_as_deepspeed_reads_it(name: str) -> None:
+    upstream_config = pytest.importorskip("deepspeed.runtime.precision_config", reason="there is none before 0.18")
+    values: tuple[Any, ...] = (
+        None,
+        -1,
+        0,
+        1,
+        0.5,
+        2.0,
+        -3,
+        "16",
+        " 4 ",
+        "2.5",
+        "x",
+        "auto",
+        "true",
+        "no",
+        1e400,
+        float("nan"),
+        [],
+        {},
+    )
+    for value, scale in product(values, (0, 8, "auto")):
+        section = {"enabled": True, "loss_scale": scale, name: value}
+        try:
+            theirs = upstream_config.DeepSpeedFP16Config(**section)
+        except ValueError:
+            with pytest.raises(BadInputError, match=rf"^fp16\.{name} is "):
+                Precision.of({"fp16": section})
+            continue
+        ours = Precision.of({"fp16": section}).loss_scaling
+        assert ours == {field: getattr(theirs, field) for field in ours or ()}, section
 
 
 @pytest.mark.parametrize("device", ["cpu"])

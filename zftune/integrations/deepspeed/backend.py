@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zenflow import ConfigError, ZenFlowConfig, ZenFlowError
+from zenflow import ZenFlowConfig, ZenFlowError
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed import optimizers
 from zftune.integrations.deepspeed.choosing import Training, choose, with_knobs
@@ -21,8 +21,9 @@ from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer, Loss
 from zftune.integrations.deepspeed.fp32_weights import save_whole, save_with_fp32
 from zftune.integrations.deepspeed.precision import Precision, cast_inputs, loss_scaler
 from zftune.integrations.deepspeed.reading import micro_batch_of, stage_of
+from zftune.integrations.deepspeed.refusal import require_none
 from zftune.integrations.deepspeed.section import Section
-from zftune.integrations.deepspeed.support import INSTEAD, require_supported
+from zftune.integrations.deepspeed.support import INSTEAD, refusals
 from zftune.store.types import Quality
 
 _logger = logging.getLogger("zftune")
@@ -46,7 +47,6 @@ class Plan:
     section: Section
     quality: Quality
     stage: int
-    scaler: Any
     waits: bool
     """Whether the ds_config's ZenFlow section asks for late updates, which the quality does not allow."""
 
@@ -61,24 +61,20 @@ def plan(config: Mapping[str, Any], section: Section) -> Plan:
     Raises:
         BadInputError: something is not allowed, or not done by this backend; one sentence.
     """
-    require_supported(config)
+    require_none(refusals(config))
     precision = Precision.of(config)
     zero = config.get("zero_optimization")
     has_zenflow = isinstance(zero, Mapping) and zero.get("zenflow") is not None
     quality: Quality = section.quality or ("published" if has_zenflow else "exact")
-    try:
-        own = ZenFlowConfig.from_ds_config(config)
-    except ConfigError as error:
-        raise BadInputError(str(error)) from error
+    own = ZenFlowConfig.from_ds_config(config)
     if quality == "exact":
         own = replace(own, update_interval=1, overlap_step=False, apply_lag=None)
     if precision.dtype is not None:
         own = replace(own, skip_nonfinite=True)  # as DeepSpeed does for 16 bits
     for_engine = {name: copy.deepcopy(value) for name, value in config.items() if name not in _OURS}
     for_engine["gradient_clipping"] = 0.0
-    scaler = None if precision.loss_scaling is None else loss_scaler(precision.loss_scaling)
     waits = quality == "exact" and has_zenflow
-    return Plan(for_engine, own, precision, section, quality, int(stage_of(config)), scaler, waits)
+    return Plan(for_engine, own, precision, section, quality, int(stage_of(config)), waits)
 
 
 def recipe_of(config: Mapping[str, Any], optimizer: Any) -> optimizers.Recipe | None:
@@ -135,8 +131,10 @@ class Making:
         """An optimizer of these parameters."""
         recipe = self._recipe or optimizers.from_client(self._callable(parameters))
         config = self._chosen()
+        scaling = self._plan.precision.loss_scaling
+        scaler = None if scaling is None else loss_scaler(scaling)
         try:
-            made = EngineOptimizer(list(_copied(parameters)), recipe, config, self._module, self._plan.scaler)
+            made = EngineOptimizer(list(_copied(parameters)), recipe, config, self._module, scaler)
             made.give_masters(self._masters)
         except ZenFlowError as error:
             raise BadInputError(str(error)) from error

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zenflow.errors import ConfigError
+from zenflow.rules import RULES
 from zftune.errors import BadInputError
+from zftune.integrations.deepspeed.refusal import Refusal, require_none
+from zftune.integrations.deepspeed.support import INSTEAD
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -22,7 +26,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 """As DeepSpeed has them where a ds_config leaves them out; of groups of a passed optimizer, its own come first."""
 _ALLOWED = "Adam, AdamW, Adagrad, Lion and SGD"
 _WITHOUT_EFFECT = ("torch_adam", "fp32_optimizer_states", "foreach", "fused", "capturable", "differentiable")
-_INSTEAD = 'or "zftune": {"backend": "deepspeed"}'
+_PARAMS = "optimizer.params."
+_UNCORRECTED = Refusal(f"{_PARAMS}bias_correction", "False", f"is true with the backend zenflow, {INSTEAD}")
+"""A setting of Adam, which some groups have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,34 +50,56 @@ def from_config(config: Mapping[str, Any]) -> Recipe | None:
     Raises:
         BadInputError: it is not one of those that fit, or has a setting that they do not have.
     """
+    recipe, wrong = _read(config)
+    require_none(wrong)
+    return recipe
+
+
+def refusals(config: Mapping[str, Any]) -> list[Refusal]:
+    """Each setting that `from_config` refuses, which takes the same."""
+    return _read(config)[1]
+
+
+def _read(config: Mapping[str, Any]) -> tuple[Recipe | None, list[Refusal]]:
     section = config.get("optimizer")
     kind = section.get("type") if isinstance(section, Mapping) else None
     if not isinstance(section, Mapping) or kind is None:
-        return None
+        return None, []
+    wrong: list[Refusal] = []
     given = section.get("params") or {}
     if not isinstance(given, Mapping):
-        raise BadInputError(f"optimizer.params is {given!r}, allowed is a JSON object")
+        wrong.append(Refusal.of("optimizer.params", given, "is a JSON object"))
+        given = {}
     values = dict(given)
+    if "max_grad_norm" in values:
+        del values["max_grad_norm"]
+        wrong.append(Refusal(f"{_PARAMS}max_grad_norm", "not DeepSpeed's", "is gradient_clipping"))
     rule = str(kind).lower()
     if rule not in _DEFAULTS:
-        raise BadInputError(f"optimizer.type is {kind!r}, allowed are {_ALLOWED} with the backend zenflow, {_INSTEAD}")
-    if "max_grad_norm" in values:
-        raise BadInputError("optimizer.params.max_grad_norm is not DeepSpeed's, allowed is gradient_clipping")
+        wrong.append(Refusal.of("optimizer.type", kind, f"are {_ALLOWED} with the backend zenflow, {INSTEAD}"))
+        return None, wrong
     decoupled = values.pop("adam_w_mode", True)
     if rule == "adam" and decoupled:
         rule = "adamw"  # as DeepSpeed has it
     defaults = dict(_DEFAULTS[rule])
     if rule == "adamw" and values.get("torch_adam"):
         defaults["weight_decay"] = 0.01  # torch's own then
-    _require_bias_correction(values)
-    for name in _WITHOUT_EFFECT:
+    if not values.get("bias_correction", True):
+        wrong.append(_UNCORRECTED)
+    for name in (*_WITHOUT_EFFECT, "bias_correction"):
         values.pop(name, None)
     for name, value in values.items():
-        if name not in defaults:
-            allowed = ", ".join(defaults)
-            raise BadInputError(f"optimizer.params.{name} is {value!r}, allowed for {kind} are {allowed}")
-        defaults[name] = tuple(value) if isinstance(value, list) else value
-    return Recipe(rule, defaults)
+        if name in defaults:
+            defaults[name] = tuple(value) if isinstance(value, list) else value
+        else:
+            wrong.append(Refusal.of(f"{_PARAMS}{name}", value, f"for {kind} are {', '.join(defaults)}"))
+    try:
+        RULES[rule].check(defaults)
+    except ConfigError as error:
+        name, _, rest = str(error).partition(" is ")
+        value, _, allowed = rest.rpartition(", allowed ")
+        wrong.append(Refusal(f"{_PARAMS}{name}", value, allowed))
+    return Recipe(rule, defaults), wrong
 
 
 def from_client(optimizer: Optimizer) -> Recipe:
@@ -81,8 +109,7 @@ def from_client(optimizer: Optimizer) -> Recipe:
         BadInputError: it is not one of those that fit.
     """
     rule = _rule_of(optimizer)
-    for group in optimizer.param_groups:
-        _require_bias_correction(group)
+    require_none(_UNCORRECTED for group in optimizer.param_groups if not group.get("bias_correction", True))
     known = {name: optimizer.defaults[name] for name in _DEFAULTS[rule] if name in optimizer.defaults}
     return Recipe(rule, {**_DEFAULTS[rule], **known}, optimizer, optimizer.param_groups)
 
@@ -92,7 +119,7 @@ def _rule_of(optimizer: Optimizer) -> str:
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         raise BadInputError(
             f"the optimizer is a {name} with a step() of its own, allowed are {_ALLOWED} with the backend zenflow, "
-            f"{_INSTEAD}"
+            f"{INSTEAD}"
         )
     names = {base.__name__ for base in type(optimizer).__mro__}
     if isinstance(optimizer, torch.optim.AdamW):
@@ -108,12 +135,4 @@ def _rule_of(optimizer: Optimizer) -> str:
     if names & {"DeepSpeedCPULion", "FusedLion", "Lion"}:
         return "lion"
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    raise BadInputError(f"the optimizer is a {name}, allowed are {_ALLOWED} with the backend zenflow, {_INSTEAD}")
-
-
-def _require_bias_correction(values: Mapping[str, Any]) -> None:
-    """Of Adam; a setting that some groups have, which must be true."""
-    if not values.get("bias_correction", True):
-        raise BadInputError(
-            f"optimizer.params.bias_correction is False, allowed is true with the backend zenflow, {_INSTEAD}"
-        )
+    raise BadInputError(f"the optimizer is a {name}, allowed are {_ALLOWED} with the backend zenflow, {INSTEAD}")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zftune.errors import BadInputError
-from zftune.integrations.deepspeed.reading import enabled
+from zftune.integrations.deepspeed.reading import enabled, truth
+from zftune.integrations.deepspeed.refusal import Refusal, require_none
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,30 +21,24 @@ class Precision:
     dtype: torch.dtype | None
     """Of the weights; None: they stay as they are."""
     loss_scaling: Mapping[str, Any] | None
-    """The "fp16" section; None: the loss is not scaled."""
+    """The fields of the "fp16" section, with DeepSpeed's defaults; None: the loss is not scaled."""
     buffers: torch.dtype | None
     """Of floating buffers; None: they stay as they are."""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Precision:
+    def of(cls, config: Mapping[str, Any], *, scales: bool = True) -> Precision:
         """Read it.
+
+        Args:
+            config: a ds_config.
+            scales: whether the loss is scaled here; else nothing but its being switched on is read of "fp16".
 
         Raises:
             BadInputError: a field has a value that is not allowed.
         """
-        bf16, fp16 = enabled(config, "bf16", "bfloat16"), enabled(config, "fp16")
-        if bf16 and fp16:
-            raise BadInputError("bf16.enabled and fp16.enabled are both true, allowed is one of them")
-        section = config.get("fp16")
-        types = config.get("data_types")
-        buffers = types.get("buffer_dtype") if isinstance(types, Mapping) else None
-        if buffers is not None and buffers not in _DTYPES:
-            raise BadInputError(f"data_types.buffer_dtype is {buffers!r}, allowed are {', '.join(_DTYPES)}")
-        return cls(
-            torch.bfloat16 if bf16 else torch.float16 if fp16 else None,
-            dict(section) if fp16 and isinstance(section, Mapping) else None,
-            None if buffers is None else _DTYPES[buffers],
-        )
+        found, wrong = _read(config, scales)
+        require_none(wrong)
+        return found
 
     @property
     def word(self) -> str:
@@ -54,7 +48,7 @@ class Precision:
     @property
     def casts_inputs(self) -> bool:
         """Whether floating inputs of the model are cast to its dtype."""
-        return self.loss_scaling is not None and self.loss_scaling.get("auto_cast") is True
+        return self.loss_scaling is not None and self.loss_scaling["auto_cast"] is True
 
     def cast(self, module: nn.Module) -> dict[nn.Parameter, torch.Tensor]:
         """Cast a model in place.
@@ -89,6 +83,27 @@ _DTYPES = {
 }
 
 
+def refusals(config: Mapping[str, Any], *, scales: bool = True) -> list[Refusal]:
+    """Each setting that `Precision.of` refuses, which takes the same."""
+    return _read(config, scales)[1]
+
+
+def _read(config: Mapping[str, Any], scales: bool) -> tuple[Precision, list[Refusal]]:
+    wrong: list[Refusal] = []
+    bf16, fp16 = enabled(config, "bf16", "bfloat16"), enabled(config, "fp16")
+    if bf16 and fp16:
+        wrong.append(Refusal("fp16.enabled", "True", "is false where bf16.enabled is true"))
+    section = config.get("fp16")
+    scaling = _scaling(section, wrong) if fp16 and scales and isinstance(section, Mapping) else None
+    types = config.get("data_types")
+    buffers = types.get("buffer_dtype") if isinstance(types, Mapping) else None
+    if buffers is not None and buffers not in list(_DTYPES):
+        wrong.append(Refusal.of("data_types.buffer_dtype", buffers, f"are {', '.join(_DTYPES)}"))
+        buffers = None
+    dtype = torch.bfloat16 if bf16 else torch.float16 if fp16 else None
+    return Precision(dtype, scaling, None if buffers is None else _DTYPES[buffers]), wrong
+
+
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the floating tensors that a model is called with, as `fp16.auto_cast` has it.
 
@@ -112,18 +127,14 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     module.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def loss_scaler(section: Mapping[str, Any]) -> Any:
+def loss_scaler(fields: Mapping[str, Any]) -> Any:
     """DeepSpeed's own loss scaler, as it makes it from the "fp16" section.
 
     Args:
-        section: of the ds_config.
-
-    Raises:
-        BadInputError: a field has a value that is not allowed.
+        fields: of the section, as `Precision` has them.
     """
     from deepspeed.runtime.fp16 import loss_scaler as upstream
 
-    fields = _fields(section)
     dynamic = fields["loss_scale"] == 0
     arguments = {
         upstream.INITIAL_LOSS_SCALE: math.pow(2, fields["initial_scale_power"]),
@@ -135,24 +146,58 @@ def loss_scaler(section: Mapping[str, Any]) -> Any:
     return upstream.CreateLossScaler(torch.half, fields["loss_scale"], dynamic, arguments if dynamic else None)
 
 
-_SCALING = {
+_FP16: dict[str, bool | int] = {
+    "enabled": False,
+    "auto_cast": False,
     "loss_scale": 0,
     "initial_scale_power": 16,
     "loss_scale_window": 1000,
     "hysteresis": 2,
     "consecutive_hysteresis": False,
     "min_loss_scale": 1,
+    "fp16_master_weights_and_grads": False,
 }
-"""What DeepSpeed takes where the "fp16" section leaves it out."""
+"""What DeepSpeed takes where the "fp16" section leaves it out, or says "auto"."""
+_POWERS = 127
+"""Of 2, either way, that fp32 has numbers for: in it the loss is multiplied."""
 
 
-def _fields(section: Mapping[str, Any]) -> dict[str, Any]:
+def _scaling(section: Mapping[str, Any], wrong: list[Refusal]) -> dict[str, Any]:
+    """The fields of a section that is switched on, as DeepSpeed reads them: numbers may be words."""
+    said = {name: value for name, value in section.items() if value != "auto"}  # DeepSpeed drops the word
+    dynamic = _number(said.get("loss_scale", 0)) == 0
+    found: dict[str, Any] = dict(_FP16)
+    read: float | bool | None
+    for name, value in said.items():
+        if name not in _FP16:
+            read, allowed = None, f"are the fields {', '.join(_FP16)}"
+        elif isinstance(_FP16[name], bool):
+            read, allowed = truth(value), "is true or false"
+        elif name == "loss_scale":
+            read, allowed = _number(value, 0), "is a number >= 0"
+        elif name == "initial_scale_power":
+            read, allowed = _whole(value, -_POWERS, _POWERS), f"is an integer from -{_POWERS} to {_POWERS}"
+        elif dynamic and name in ("loss_scale_window", "min_loss_scale"):
+            read, allowed = _whole(value, 1), "is an integer >= 1"
+        else:
+            read, allowed = _whole(value), "is an integer"
+        found[name] = read
+        if read is None:
+            wrong.append(Refusal.of(f"fp16.{name}", value, allowed))
+    return found
+
+
+def _number(value: Any, least: float = -math.inf, most: float = math.inf) -> float | None:
+    """A finite number within limits; None: it is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
     try:
-        from deepspeed.runtime.precision_config import DeepSpeedFP16Config
-    except ImportError:  # before 0.18, which checks nothing
-        return {name: section.get(name, value) for name, value in _SCALING.items()}
-    try:
-        fields = DeepSpeedFP16Config(**section)
-    except ValueError as error:
-        raise BadInputError(f"fp16 is {dict(section)!r}, allowed is what DeepSpeed takes: {error}") from error
-    return {name: getattr(fields, name) for name in _SCALING}
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) and least <= number <= most else None
+
+
+def _whole(value: Any, least: float = -math.inf, most: float = math.inf) -> int | None:
+    number = _number(value, least, most)
+    return None if number is None or not number.is_integer() else int(number)

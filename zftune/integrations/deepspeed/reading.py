@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _TRUE = ("true", "1", "1.0", "yes", "on", "t", "y")  # what pydantic takes for true
+_FALSE = ("false", "0", "0.0", "no", "off", "f", "n")
 
 
 def read_config(config: Any) -> dict[str, Any] | None:
@@ -50,8 +51,13 @@ def stage_of(config: Mapping[str, Any]) -> Any:
 def enabled(config: Mapping[str, Any], *names: str) -> bool:
     """Whether a section of one of these names is switched on."""
     sections = [config.get(name) for name in names]
-    words = [str(section.get("enabled", False)).lower() for section in sections if isinstance(section, Mapping)]
-    return any(word in _TRUE for word in words)
+    return any(truth(section.get("enabled")) for section in sections if isinstance(section, Mapping))
+
+
+def truth(value: Any) -> bool | None:
+    """A truth value in any form that DeepSpeed takes; None: it is none."""
+    word = str(value).lower()
+    return True if word in _TRUE else False if word in _FALSE else None
 
 
 def micro_batch_of(config: Mapping[str, Any], ranks: int) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from zftune.errors import BadInputError
+from zftune.integrations.deepspeed.refusal import Refusal, require_none
 from zftune.store.types import Backend, Quality
 
 NAME = "zftune"
@@ -32,14 +32,8 @@ class Section:
         Raises:
             BadInputError: a field or its value is not allowed.
         """
-        section = config.get(NAME)
-        if section is None:
-            return cls()
-        if not isinstance(section, Mapping):
-            raise BadInputError(f"{NAME} is {section!r}, allowed is a JSON object")
-        for name, value in section.items():
-            _check(str(name), value)
-        return cls(**section)
+        require_none(refusals(config))
+        return cls(**(config.get(NAME) or {}))
 
     def over(self, other: Section) -> Section:
         """What this asks for, and what `other` does where this says nothing.
@@ -74,16 +68,32 @@ def require_preset(section: Section) -> None:
         named(store, str(section.preset))
 
 
-def _check(name: str, value: object) -> None:
-    shown = f"{NAME}.{name} is {value!r}"
+def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
+    """What is wrong with the section of a ds_config, and where it stands.
+
+    Args:
+        config: a ds_config.
+    """
+    zero, section = config.get("zero_optimization"), config.get(NAME)
+    if isinstance(zero, Mapping) and NAME in zero:
+        yield Refusal(f"zero_optimization.{NAME}", "there", f'is "{NAME}" at the top level')
+    if section is not None and not isinstance(section, Mapping):
+        yield Refusal.of(NAME, section, "is a JSON object")
+    for name, value in section.items() if isinstance(section, Mapping) else ():
+        allowed = _allowed(name, value)
+        if allowed is not None:
+            yield Refusal.of(f"{NAME}.{name}", value, allowed)
+
+
+def _allowed(name: str, value: object) -> str | None:
+    """What is allowed where a value is not."""
     if name not in _FIELDS:
-        raise BadInputError(f"{shown}, allowed are the fields {', '.join(_FIELDS)}")
+        return f"are the fields {', '.join(_FIELDS)}"
     if value == "auto":
-        raise BadInputError(f'{shown}, allowed is any other word: Hugging Face takes "auto" for its own')
-    if name == "online" and not isinstance(value, bool):
-        raise BadInputError(f"{shown}, allowed is true or false")
-    if name == "preset" and not (isinstance(value, str) and value):
-        raise BadInputError(f'{shown}, allowed is "{BEST}", a name or a file')
-    for field, words in (("quality", get_args(Quality)), ("backend", get_args(Backend))):
-        if name == field and value not in words:
-            raise BadInputError(f"{shown}, allowed are {', '.join(words)}")
+        return 'is any other word: Hugging Face takes "auto" for its own'
+    if name == "online":
+        return None if isinstance(value, bool) else "is true or false"
+    if name == "preset":
+        return None if isinstance(value, str) and value else f'is "{BEST}", a name or a file'
+    words = get_args(Quality if name == "quality" else Backend)
+    return None if value in words else f"are {', '.join(words)}"

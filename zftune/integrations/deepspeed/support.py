@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from zenflow.config import read_ds_config
 from zftune.errors import BadInputError
+from zftune.integrations.deepspeed import precision
 from zftune.integrations.deepspeed.reading import enabled, offload_device, stage_of
+from zftune.integrations.deepspeed.refusal import Refusal
 
 TESTED = ("0.19.6", "0.19.7", "0.19.8")
 """Versions of DeepSpeed that the backend zenflow was tested with."""
@@ -15,6 +18,7 @@ TESTED_UPSTREAM = ("0.19.6",)
 SCRAMBLING = ("0.19.7", "0.19.8")
 """Versions that scramble every 2-D weight at initialisation, under ZenFlow at ZeRO stages 1 and 2."""
 INSTEAD = 'or "zftune": {"backend": "deepspeed"}'
+_WITH = "with the backend zenflow"
 
 _SWITCHES = {
     "amp": 'use "bf16"',
@@ -28,68 +32,66 @@ _ZERO_FEATURES = ("zero_quantized_gradients", "zero_quantized_weights", "zero_hp
 _NOTHING = (None, False, 0, 1, -1)
 
 
-def require_supported(config: Mapping[str, Any]) -> None:
-    """Refuse what the backend zenflow does not do.
-
-    Args:
-        config: a ds_config that offloads.
-
-    Raises:
-        BadInputError: one sentence with the field, its value, and what to use instead.
-    """
-    for sentence in refusals(config):
-        raise BadInputError(sentence)
-
-
-def refusals(config: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each setting that the backend zenflow does not do.
+def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Each setting that the backend zenflow refuses, but for the optimizer, which the script may pass.
 
     Args:
         config: a ds_config that offloads.
     """
-    stage, device = stage_of(config), offload_device(config)
+    knobs = (Refusal.of(*fault) for fault in read_ds_config(config)[1])
+    told = set()
+    for refusal in (
+        *_about_zero(config),
+        *_about_the_run(config),
+        *_about_gradients(config),
+        *precision.refusals(config),
+        *knobs,
+    ):
+        if refusal.field not in told:
+            told.add(refusal.field)
+            yield refusal
+
+
+def _about_zero(config: Mapping[str, Any]) -> Iterator[Refusal]:
+    stage, zero = stage_of(config), config.get("zero_optimization")
     if stage not in (0, 1, 2) or isinstance(stage, bool):
-        yield (
-            f"zero_optimization.stage is {stage!r}, allowed are 0, 1 and 2 with the backend zenflow, which keeps all "
-            f"weights on each GPU: use stage 2, {INSTEAD}"
+        yield Refusal.of(
+            "zero_optimization.stage",
+            stage,
+            f"are 0, 1 and 2 {_WITH}, which keeps all weights on each GPU: use stage 2, {INSTEAD}",
         )
-    if device == "nvme":
-        yield (
-            'zero_optimization.offload_optimizer.device is "nvme", allowed is "cpu" with the backend zenflow: '
-            f"use that, {INSTEAD}"
-        )
-    zero = config.get("zero_optimization")
+    if offload_device(config) == "nvme":
+        yield Refusal("zero_optimization.offload_optimizer.device", '"nvme"', f'is "cpu" {_WITH}: use that, {INSTEAD}')
     zero = zero if isinstance(zero, Mapping) else {}
     for name in _ZERO_FEATURES:
         if zero.get(name) is True or zero.get(name) not in _NOTHING:
-            yield f"zero_optimization.{name} is {zero[name]!r}, allowed is none with the backend zenflow, {INSTEAD}"
+            yield Refusal.of(f"zero_optimization.{name}", zero[name], f"is none {_WITH}, {INSTEAD}")
+
+
+def _about_the_run(config: Mapping[str, Any]) -> Iterator[Refusal]:
     for name, instead in _SWITCHES.items():
         if enabled(config, name):
-            yield f"{name}.enabled is True, allowed is false with the backend zenflow: {instead}, {INSTEAD}"
+            yield Refusal(f"{name}.enabled", "True", f"is false {_WITH}: {instead}, {INSTEAD}")
     compiled = config.get("compile")
     if isinstance(compiled, Mapping) and compiled.get("deepcompile"):
-        yield f"compile.deepcompile is True, allowed is false: use torch.compile on the model's blocks, {INSTEAD}"
+        yield Refusal("compile.deepcompile", "True", f"is false: use torch.compile on the model's blocks, {INSTEAD}")
     if config.get("compression_training"):
-        yield f"compression_training is there, allowed is none with the backend zenflow, {INSTEAD}"
+        yield Refusal("compression_training", "there", f"is none {_WITH}, {INSTEAD}")
     for name in _ABOVE_ONE:
         if config.get(name) not in (None, 1):
-            yield f"{name} is {config[name]!r}, allowed is 1 with the backend zenflow, {INSTEAD}"
+            yield Refusal.of(name, config[name], f"is 1 {_WITH}, {INSTEAD}")
     tensor = config.get("tensor_parallel")
     if isinstance(tensor, Mapping) and tensor.get("autotp_size", 0) not in (0, 1):
-        yield (
-            f"tensor_parallel.autotp_size is {tensor['autotp_size']!r}, allowed is 1 with the backend zenflow, "
-            f"{INSTEAD}"
-        )
-    yield from _about_gradients(config)
+        yield Refusal.of("tensor_parallel.autotp_size", tensor["autotp_size"], f"is 1 {_WITH}, {INSTEAD}")
 
 
-def _about_gradients(config: Mapping[str, Any]) -> Iterator[str]:
+def _about_gradients(config: Mapping[str, Any]) -> Iterator[Refusal]:
     if config.get("sparse_gradients"):
-        yield f"sparse_gradients is True, allowed is false with the backend zenflow, {INSTEAD}"
+        yield Refusal("sparse_gradients", "True", f"is false {_WITH}, {INSTEAD}")
     if config.get("gradient_allreduce_op", "mean") != "mean":
-        yield f'gradient_allreduce_op is {config["gradient_allreduce_op"]!r}, allowed is "mean", {INSTEAD}'
+        yield Refusal.of("gradient_allreduce_op", config["gradient_allreduce_op"], f'is "mean", {INSTEAD}')
     if config.get("managed_gradient_accumulation") is False:
-        yield f"managed_gradient_accumulation is False, allowed is true with the backend zenflow, {INSTEAD}"
+        yield Refusal("managed_gradient_accumulation", "False", f"is true {_WITH}, {INSTEAD}")
     autocast = config.get("torch_autocast")
     if (
         isinstance(autocast, Mapping)
@@ -97,14 +99,15 @@ def _about_gradients(config: Mapping[str, Any]) -> Iterator[str]:
         and "dtype" in autocast
         and autocast["dtype"] != "bfloat16"
     ):
-        yield f'torch_autocast.dtype is {autocast["dtype"]!r}, allowed is "bfloat16" with the backend zenflow'
+        yield Refusal.of("torch_autocast.dtype", autocast["dtype"], f'is "bfloat16" {_WITH}')
     types = config.get("data_types")
     accumulated = types.get("grad_accum_dtype") if isinstance(types, Mapping) else None
     passes = config.get("gradient_accumulation_steps", 1)
     if accumulated not in (None, _dtype_word(config)) and passes not in (None, 1):
-        yield (
-            f"data_types.grad_accum_dtype is {accumulated!r}, allowed is the model's own where the backend zenflow "
-            f"accumulates gradients, {INSTEAD}"
+        yield Refusal.of(
+            "data_types.grad_accum_dtype",
+            accumulated,
+            f"is the model's own where the backend zenflow accumulates gradients, {INSTEAD}",
         )
 
 

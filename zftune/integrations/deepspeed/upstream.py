@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed import support
+from zftune.integrations.deepspeed import precision, support
 from zftune.integrations.deepspeed.choosing import Training, choose
 from zftune.integrations.deepspeed.precision import Precision
 from zftune.integrations.deepspeed.reading import micro_batch_of, offload_device, stage_of
+from zftune.integrations.deepspeed.refusal import Refusal, require_none
 from zftune.integrations.deepspeed.section import NAME, Section
 from zftune.store.types import Quality
 
 _logger = logging.getLogger("zftune")
 _DESTROYS = ("update-interval-auto",)
 """Rules of `zftune check` about weights that become NaN."""
+
+
+def refusals(config: Mapping[str, Any], *, online: bool) -> Iterator[Refusal]:
+    """Each setting that this backend refuses, beside those that end DeepSpeed.
+
+    Args:
+        config: a ds_config that offloads.
+        online: whether it is to be tuned while it trains.
+    """
+    stage = stage_of(config)
+    if stage not in (1, 2, 3):
+        yield Refusal.of("zero_optimization.stage", stage, "are 1, 2 and 3 where DeepSpeed offloads")
+    if online:
+        yield Refusal("zftune.online", "True", 'is false with the backend deepspeed: use "zenflow" for it')
+    if offload_device(config) == "cpu":
+        yield from precision.refusals(config, scales=False)
 
 
 def changed(config: Mapping[str, Any], section: Section, module: nn.Module) -> dict[str, Any]:
@@ -41,10 +58,7 @@ def changed(config: Mapping[str, Any], section: Section, module: nn.Module) -> d
     has_zenflow = isinstance(zero, Mapping) and zero.get("zenflow") is not None
     quality: Quality = section.quality or ("published" if has_zenflow else "exact")
     stage = stage_of(config)
-    if stage not in (1, 2, 3):
-        raise BadInputError(f"zero_optimization.stage is {stage!r}, allowed are 1, 2 and 3 where DeepSpeed offloads")
-    if section.online:
-        raise BadInputError('zftune.online is True, allowed is false with the backend deepspeed: use "zenflow" for it')
+    require_none(refusals(config, online=section.online))
     knobs: Mapping[str, Any] = {}
     sentence = "the knobs are the ds_config's"
     if offload_device(config) == "cpu":
@@ -54,7 +68,7 @@ def changed(config: Mapping[str, Any], section: Section, module: nn.Module) -> d
                 module=module,
                 backend="deepspeed",
                 stage=stage,
-                dtype=Precision.of(config).word,
+                dtype=Precision.of(config, scales=False).word,
                 micro_batch=micro_batch_of(config, ranks),
                 world_size=ranks,
                 quality=quality,
