@@ -51,7 +51,8 @@ class LateWeights:
     nothing of torch functions (a kernel of an extension). Not left to its use is a weight
 
     - whose layer's forward was not seen in the step before, since an extension might read it elsewhere,
-    - whose memory somebody else holds: that alias is a plain tensor, and says nothing when it is read,
+    - whose memory somebody else holds, in this process or another: such an alias says nothing when it is read; nor does
+      code that is not Python's (TorchScript),
     - of another class than `Parameter`, which may have torch functions of its own,
     - once torch.compile has been used: code that was compiled before the hooks were there does not run them.
 
@@ -101,7 +102,8 @@ class LateWeights:
         if id(parameter) not in self._accumulators:
             self._accumulators[id(parameter)] = _accumulator(parameter)
         own = 1 if self._accumulators[id(parameter)] is None else 2  # the Python object, and where gradients are summed
-        return int(parameter._use_count()) > own  # type: ignore[attr-defined]
+        count = getattr(parameter, "_use_count", None)  # not in every torch release
+        return count is None or int(count()) > own
 
     def _shown(self, flight: Flight) -> bool:
         self._show(flight)
