@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -449,6 +450,30 @@ def exported_and_resumed(folder: Path) -> None:
             assert torch.equal(utils.safe_get_full_fp32_param(back.trained[name]), master), name
 
 
+def saved_weights_lack_nothing(folder: Path) -> None:
+    """The file of 16-bit weights, and what Accelerate hands to the Trainer to save; training does not notice."""
+    from accelerate.accelerator import Accelerator
+    from accelerate.utils import DistributedType
+
+    with training("odd", "bf16", zenflow=LATE) as ours:
+        ours.step(4)
+        seen = {name: value.clone() for name, value in ours.model.state_dict().items()}
+        ours.engine.save_16bit_model(str(folder / "bits"), "model.bin")
+        accelerator: Any = SimpleNamespace(
+            distributed_type=DistributedType.DEEPSPEED,
+            deepspeed_config={"zero_optimization": {"stage": 2}},
+            unwrap_model=lambda _: ours.model,
+        )
+        handed = Accelerator.get_state_dict(accelerator, ours.engine)
+        assert all(torch.equal(value, seen[name]) for name, value in ours.model.state_dict().items())
+        ours.engine.optimizer.flush()
+        saved = torch.load(folder / "bits" / "model.bin", weights_only=True)
+        for name, value in ours.model.state_dict().items():
+            assert torch.equal(saved[name], value), name
+            assert torch.equal(handed[name], value), name
+        assert any(not torch.equal(seen[name], value) for name, value in saved.items())
+
+
 # --- two ranks ------------------------------------------------------------------------------------------------------
 
 
@@ -505,6 +530,7 @@ def checks(folder: Path, ranks: int) -> dict[str, Callable[[], None]]:
         "gradients that have left": gradients_that_have_left,
         "masters in windows": masters_in_windows,
         "refusals": refusals,
+        "saved weights lack nothing": lambda: saved_weights_lack_nothing(folder),
         "weights written past torch": weights_written_past_torch,
     }
     for setting in SETTINGS:
