@@ -25,6 +25,10 @@ class WriteWatch:
 
     Memory that torch cannot share lazily, and memory of the CPU that somebody may have had a pointer to before, is
     copied; on another device writes through such a pointer are not noticed.
+
+    On a GPU, not measured yet: kernels that ask for a pointer to write to though they only read (Triton's launchers do)
+    make a weight look written, so that it is copied where it is kept, and compared; some of torch's kernels in Python
+    (`rms_norm`) leave lazy clones to its older ones.
     """
 
     __slots__ = ("_before", "_kept", "_parameter", "_storage", "_version", "_way")
