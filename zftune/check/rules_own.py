@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from zftune.check.findings import Change, Finding
 from zftune.check.subject import OURS, UPSTREAM, Rule, Subject, change
+from zftune.integrations.deepspeed.refusal import INSTEAD
 
 ZENFLOW, DEEPSPEED = NAMES = ("backend-zenflow", "backend-deepspeed")
 
@@ -16,7 +17,8 @@ def zenflow(subject: Subject) -> Iterator[Finding]:
     mends: tuple[Change, ...] = (change("zftune.backend", "deepspeed"),) if asked and not subject.forced else ()
     for refusal in subject.own_refusals if subject.backend != "deepspeed" else ():
         reason = f"zftune run refuses it: allowed {refusal.allowed}."
-        yield subject.finding(ZENFLOW, refusal.field, "crashes" if asked else "note", reason, *mends, backends=OURS)
+        mend = mends if refusal.allowed.endswith(INSTEAD) else ()
+        yield subject.finding(ZENFLOW, refusal.field, "crashes" if asked else "note", reason, *mend, backends=OURS)
 
 
 def deepspeed(subject: Subject) -> Iterator[Finding]:

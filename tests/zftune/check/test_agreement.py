@@ -179,9 +179,12 @@ def told(findings: tuple[Finding, ...], backend: Backend) -> list[Finding]:
 
 
 def named(sentence: str, findings: list[Finding]) -> bool:
-    """Whether one is about the same setting, which stands in the file."""
-    there = [".".join(finding.path) for finding in findings if finding.value is not MISSING]
-    return any(sentence.startswith(f"{dotted} is ") for dotted in there)
+    """Whether one is about the same setting, which stands in the file; but for the stage, 0 where nothing is said."""
+    for finding in findings:
+        dotted = ".".join(finding.path)
+        if sentence.startswith(f"{dotted} is ") and (finding.value is not MISSING or dotted == f"{ZERO}.stage"):
+            return True
+    return False
 
 
 def require_agreement(config: dict[str, Any], asked: Backend | None) -> bool:

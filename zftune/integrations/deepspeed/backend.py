@@ -21,9 +21,9 @@ from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer, Loss
 from zftune.integrations.deepspeed.fp32_weights import save_whole, save_with_fp32
 from zftune.integrations.deepspeed.precision import Precision, cast_inputs, loss_scaler
 from zftune.integrations.deepspeed.reading import micro_batch_of, stage_of
-from zftune.integrations.deepspeed.refusal import require_none
+from zftune.integrations.deepspeed.refusal import INSTEAD, require_none
 from zftune.integrations.deepspeed.section import Section
-from zftune.integrations.deepspeed.support import INSTEAD, refusals
+from zftune.integrations.deepspeed.support import refusals
 from zftune.store.types import Quality
 
 _logger = logging.getLogger("zftune")

@@ -16,6 +16,7 @@ import torch
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed import support
 from zftune.integrations.deepspeed.reading import offload_device, read_config
+from zftune.integrations.deepspeed.refusal import INSTEAD
 from zftune.integrations.deepspeed.section import Section
 
 Wrapped = Callable[..., Any]
@@ -107,7 +108,7 @@ def _with_zenflow(original: Wrapped, given: dict[str, Any], config: dict[str, An
 
     if given.get("mpu") is not None or given.get("mesh_param") is not None:
         raise BadInputError(
-            f"mpu or mesh_param is given, allowed with the backend zenflow is data parallelism only, {support.INSTEAD}"
+            f"mpu or mesh_param is given, allowed with the backend zenflow is data parallelism only, {INSTEAD}"
         )
     _about_version()
     plan = backend.plan(config, section)

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from zenflow.errors import ConfigError
 from zenflow.rules import RULES
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed.refusal import Refusal, require_none
-from zftune.integrations.deepspeed.support import INSTEAD
+from zftune.integrations.deepspeed.refusal import INSTEAD, Refusal, require_none
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
 _DEFAULTS: dict[str, dict[str, Any]] = {

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 from zftune.errors import BadInputError
 
+INSTEAD = 'or "zftune": {"backend": "deepspeed"}'
+"""How what is allowed ends where the other backend does it."""
+
 
 class Refusal(NamedTuple):
     """A setting that is refused, and what is allowed."""

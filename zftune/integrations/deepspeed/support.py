@@ -9,7 +9,7 @@ from zenflow.config import read_ds_config
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed import precision
 from zftune.integrations.deepspeed.reading import enabled, offload_device, stage_of
-from zftune.integrations.deepspeed.refusal import Refusal
+from zftune.integrations.deepspeed.refusal import INSTEAD, Refusal
 
 TESTED = ("0.19.6", "0.19.7", "0.19.8")
 """Versions of DeepSpeed that the backend zenflow was tested with."""
@@ -17,7 +17,6 @@ TESTED_UPSTREAM = ("0.19.6",)
 """Versions whose own ZenFlow and Twin-Flow were."""
 SCRAMBLING = ("0.19.7", "0.19.8")
 """Versions that scramble every 2-D weight at initialisation, under ZenFlow at ZeRO stages 1 and 2."""
-INSTEAD = 'or "zftune": {"backend": "deepspeed"}'
 _WITH = "with the backend zenflow"
 
 _SWITCHES = {
