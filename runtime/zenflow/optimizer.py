@@ -116,12 +116,12 @@ class ZenFlowOptimizer(Optimizer):
             raise ConfigError("params holds no parameter, allowed is at least one")
         home = next((parameter.device for parameter in parameters if parameter.requires_grad), parameters[0].device)
         self._module = module
-        self._take_over()
         knobs = (config or ZenFlowConfig()).resolved()
         ranks = Ranks.of(knobs)
         self._own = Training(rule, knobs, module, device or device_for(home), ranks=ranks)
         if ranks is not None:
             ranks.share(parameters, home)
+        self._take_over()  # nothing is refused any more
         self._training.gradients.watch(self.param_groups, self._training.model.weights)
         self._built = True
         _register()
