@@ -7,7 +7,7 @@ update is late, else `zenflow.reference`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,15 +56,19 @@ SETTINGS = [
 ]
 
 
-def in_turn(request: pytest.FixtureRequest, setting: Setting) -> bool:
-    """Of two values the one that a test has with a setting by day, where `request.param` leaves it to that."""
+@pytest.fixture(params=SETTINGS, ids=str)
+def setting(request: pytest.FixtureRequest) -> Setting:
+    """Each of them."""
+    value: Setting = request.param
+    return value
+
+
+@pytest.fixture(params=[True, False] if everything() else [None])
+def with_module(request: pytest.FixtureRequest, setting: Setting) -> bool:
+    """Whether the optimizer knows the model: both before a release, by day one of them with each setting in turn."""
     if request.param is not None:
         return bool(request.param)
     return (SETTINGS.index(setting) + len(request.node.originalname)) % 2 == 0
-
-
-BOTH: Sequence[bool | None] = [True, False] if everything() else [None]
-"""Parameters of a fixture that asks `in_turn`."""
 
 
 class _OnItsWay(Arrived):

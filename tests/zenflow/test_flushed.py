@@ -11,22 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.tiers import combinations
-from tests.zenflow.script_cases import BOTH, SETTINGS, Setting, in_turn, ours
+from tests.zenflow.script_cases import Setting, ours, setting, with_module
 from tests.zenflow.small import Stack, seeded, tokens_of
 from zenflow import ZenFlowAdamW
 
 STEPS = 10
 
 
-@pytest.fixture(params=SETTINGS, ids=str)
-def setting(request: pytest.FixtureRequest) -> Setting:
-    value: Setting = request.param
-    return value
-
-
-@pytest.fixture(params=BOTH)
-def with_module(request: pytest.FixtureRequest, setting: Setting) -> bool:
-    return in_turn(request, setting)
+__all__ = ["setting", "with_module"]
 
 
 def train(model: nn.Module, optimizer: ZenFlowAdamW, last: int) -> None:

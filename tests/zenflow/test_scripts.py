@@ -20,22 +20,23 @@ from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, 
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.upstream_ops import ROOT
-from tests.zenflow.script_cases import BOTH, SETTINGS, Run, Script, Setting, assert_same_reads, in_turn, oracle, ours
+from tests.zenflow.script_cases import (
+    SETTINGS,
+    Run,
+    Script,
+    Setting,
+    assert_same_reads,
+    oracle,
+    ours,
+    setting,
+    with_module,
+)
 from tests.zenflow.small import Flat, Stack, seeded, tokens_of
 from zenflow import UnsupportedError, ZenFlowError
 from zenflow.reference import ReferenceAdamW
 from zenflow.standin import StandIn
 
-
-@pytest.fixture(params=SETTINGS, ids=str)
-def setting(request: pytest.FixtureRequest) -> Setting:
-    value: Setting = request.param
-    return value
-
-
-@pytest.fixture(params=BOTH)
-def with_module(request: pytest.FixtureRequest, setting: Setting) -> bool:
-    return in_turn(request, setting)
+__all__ = ["setting", "with_module"]
 
 
 def stack() -> nn.Module:
