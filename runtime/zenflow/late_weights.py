@@ -175,11 +175,12 @@ class LateWeights:
                     done = wait.arrive()
                 if done and wait in waits:  # not before, so that an exception loses nothing
                     waits.remove(wait)
-            if not waits and (parameter := self._covered.pop(key, None)) is not None:
+            if waits:
+                return False
+            self._late.pop(key, None)
+            if (parameter := self._covered.pop(key, None)) is not None:
                 self._uncover(parameter)
-            if not waits:
-                self._late.pop(key, None)
-            return not waits
+            return True
 
     def _uncover(self, parameter: nn.Parameter) -> None:
         if type(parameter) is self._class:

@@ -87,7 +87,7 @@ class EngineOptimizer(ZenFlowOptimizer):
 
         Raises:
             HostEngineError: host work failed.
-            UnsupportedError: a sparse gradient, or a weight was written to while its update was in flight.
+            UnsupportedError: a sparse gradient, or a parameter was given another shape, dtype or device.
         """
         if self._client is not None:
             self._client._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn

@@ -7,7 +7,6 @@ import inspect
 import logging
 import os
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +22,6 @@ Wrapped = Callable[..., Any]
 _logger = logging.getLogger("zftune")
 _MARK = "__zftune_original__"
 _FIELDS = ("deepspeed_config", "deepscale_config")
-_made: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""The optimizer of each model that is trained."""
 _listeners: list[Callable[[], None]] = []
 
 
@@ -116,7 +113,6 @@ def _with_zenflow(original: Wrapped, given: dict[str, Any], config: dict[str, An
         _logger.warning("communication_data_type is ignored: gradients are averaged in their own dtype")
     module, optimizer, scheduler = given["model"], given.get("optimizer"), given.get("lr_scheduler")
     backend.require_plain(module)
-    _close_earlier(module)
     recipe = backend.recipe_of(config, optimizer)
     making = backend.Making(plan, recipe, optimizer, module)
     changed = {**given, "optimizer": making}
@@ -126,7 +122,6 @@ def _with_zenflow(original: Wrapped, given: dict[str, Any], config: dict[str, An
         changed["lr_scheduler"] = lambda _: scheduler  # it drives the groups that were adopted
     result = _call(original, changed, plan.config)
     assert making.optimizer is not None
-    _made[module] = weakref.ref(making.optimizer)
     backend.take_over(result[0], making.optimizer, plan)
     if section.online:
         online.attach(result[0], making.optimizer, plan)
@@ -171,14 +166,6 @@ def _join_ranks(given: dict[str, Any]) -> None:
     )
     if accelerator.device_name() != "cpu" and "LOCAL_RANK" in os.environ:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-
-
-def _close_earlier(module: Any) -> None:
-    """Two optimizers cannot share a model's gradients: the earlier one applies what it has pending, and ends."""
-    earlier = _made.pop(module, None)
-    optimizer = None if earlier is None else earlier()
-    if optimizer is not None:
-        optimizer.close()
 
 
 def _about_version() -> None:
