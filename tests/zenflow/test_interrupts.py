@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.tiers import by_day
 from tests.zenflow.lines import Lines, raising
 from tests.zenflow.script_cases import SETTINGS, Setting, ours
 from tests.zenflow.small import Stack, seeded, tokens_of
@@ -47,11 +48,12 @@ def weights_after(model: nn.Module, optimizer: ZenFlowAdamW) -> list[Tensor]:
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_after_an_interrupt_at_any_line_all_can_be_saved_and_goes_on(setting: Setting) -> None:
+    tries = by_day(4, all_of=12)
     model, optimizer = begun(setting, last=FROM)
     with Lines() as lines:
         train(model, optimizer, STEPS - 2)
     expected, came = weights_after(model, optimizer), 0
-    for _ in range(12):
+    for _ in range(tries):
         at = random.randint(1, lines.count)
         model, optimizer = begun(setting, last=FROM)
         try:
@@ -67,7 +69,7 @@ def test_after_an_interrupt_at_any_line_all_can_be_saved_and_goes_on(setting: Se
         optimizer.load_state_dict(saved)
         found = weights_after(model, optimizer)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), f"line {at} of {lines.count}"
-    assert came > 6
+    assert came > tries // 2
 
 
 # --- HeldSignals -----------------------------------------------------------------------------------------------------
