@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -10,6 +9,7 @@ from dataclasses import InitVar, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from zenflow.ds_config import modernized, read_ds_config_file
 from zenflow.errors import ConfigError
 from zenflow.host.cores import MAX_THREADS
 
@@ -154,7 +154,7 @@ class ZenFlowConfig:
         Raises:
             ConfigError: the file cannot be read, is not a JSON object, or a field has a value that is not allowed.
         """
-        config = source if isinstance(source, Mapping) else _read_json(Path(source))
+        config = modernized(source if isinstance(source, Mapping) else read_ds_config_file(source).value)
         knobs, faults = read_ds_config(config)
         for name, value, allowed in faults:
             raise ConfigError(f"{name} is {value!r}, allowed {allowed}")
@@ -298,15 +298,3 @@ def _section(
     if value is not None:
         faults.append((f"{prefix}{name}", value, "is a JSON object"))
     return {}
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"ds_config is '{path}', allowed is a readable JSON file ({error.strerror})") from error
-    except ValueError as error:  # bad JSON or bad UTF-8
-        raise ConfigError(f"ds_config is '{path}', allowed is a file of valid JSON ({error})") from error
-    if not isinstance(config, Mapping):
-        raise ConfigError(f"ds_config is '{path}', allowed is a file that holds a JSON object")
-    return config

@@ -196,7 +196,7 @@ def test_a_file_by_path_and_by_name(tmp_path: Path) -> None:
     [
         (None, "allowed is a readable JSON file (No such file or directory)"),
         (b"{", "allowed is a file of valid JSON"),
-        (b"", "allowed is a file of valid JSON"),
+        (b"", "allowed is a file that holds a JSON object"),
         (b"\x7fELF\x02\x01\x01\x00\xff\xfe", "allowed is a file of valid JSON"),
         (b"[1, 2]", "allowed is a file that holds a JSON object"),
         (b"3", "allowed is a file that holds a JSON object"),

@@ -5,16 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zftune.check import rules_file, rules_intervals, rules_offload, rules_own, rules_precision, rules_zenflow
+from zftune.check import (
+    rules_deepspeed,
+    rules_file,
+    rules_intervals,
+    rules_offload,
+    rules_own,
+    rules_precision,
+    rules_zenflow,
+)
 from zftune.check import rules_zenflow_notes as notes
-from zftune.check.config import Source
 from zftune.check.findings import Finding, Report, by_severity
 from zftune.check.subject import FaultOfPreset, Rule, Subject
-from zftune.doctor.deepspeed import GOOD
+from zftune.integrations.deepspeed.ds_config import Source
+from zftune.integrations.deepspeed.facts import GOOD
 from zftune.store.types import Backend
 
 RULES: tuple[Rule, ...] = (
     *rules_file.RULES,
+    *rules_deepspeed.RULES,
     *rules_intervals.RULES,
     *rules_zenflow.RULES,
     *rules_precision.RULES,
@@ -29,6 +38,7 @@ def check(
     *,
     backend: Backend | None = None,
     version: str | None,
+    world_size: int | None = None,
     fault_of_preset: FaultOfPreset | None = None,
 ) -> Report:
     """What is wrong with a ds_config.
@@ -37,6 +47,7 @@ def check(
         source: the ds_config.
         backend: for which to judge; None: as its "zftune" section says, and for both where that says nothing.
         version: of DeepSpeed; None: it is not installed, and is judged as 0.19.6.
+        world_size: number of ranks; None: any that the batch sizes fit.
         fault_of_preset: tells what is wrong with a preset's name; None: presets are not looked up.
     """
     if not isinstance(source, Source):
@@ -52,22 +63,27 @@ def check(
         forced=backend is not None,
         version=version or GOOD,
         duplicates=source.duplicates,
-        is_json=source.is_json,
+        flaw=source.flaw,
+        through_hugging_face=source.hugging_face,
+        world_size=world_size,
         fault_of_preset=fault_of_preset,
     )
     found = [finding for rule in RULES for finding in rule(subject)]
     kept = [finding for finding in found if chosen is None or chosen in finding.backends]
-    return Report(version, chosen, by_severity(_once(kept)))
+    return Report(version, chosen, by_severity(_once(kept)), subject.outcome)
+
+
+_GENERAL = (*rules_own.NAMES, *rules_deepspeed.NAMES)
+"""Rules that tell of everything which is refused. Others know a better value for some of it, or a better reason."""
 
 
 def _once(findings: list[Finding]) -> Iterator[Finding]:
-    """Without the refusals of a backend that another rule tells of for it, with a safe value."""
-    told = {
-        (finding.path, backend)
-        for finding in findings
-        if finding.rule not in rules_own.NAMES and finding.severity == "crashes"
-        for backend in finding.backends
-    }
-    for finding in findings:
-        if finding.rule not in rules_own.NAMES or (finding.path, finding.backends[0]) not in told:
-            yield finding
+    """Without the refusals, by general rules, of what another rule tells of for the same backend."""
+    told: set[tuple[Any, str]] = set()
+    for finding in sorted(findings, key=lambda one: one.rule in _GENERAL):
+        whom = {(finding.path, backend) for backend in finding.backends}
+        if finding.rule in _GENERAL and whom <= told:
+            continue
+        if finding.severity == "crashes":
+            told |= whom
+        yield finding

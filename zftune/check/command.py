@@ -16,10 +16,12 @@ from zftune.store.types import Backend
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from zftune.check.config import Source
     from zftune.check.subject import FaultOfPreset
+    from zftune.integrations.deepspeed.ds_config import Source
 
-_Config = Annotated[str, typer.Argument(metavar="DS_CONFIG", help="A ds_config.json.")]
+_Config = Annotated[
+    str, typer.Argument(metavar="DS_CONFIG", help="A ds_config.json, or an Accelerate YAML that has one or names one.")
+]
 _Fix = Annotated[bool, typer.Option("--fix", help="Write it with safe values in place; needs -o.")]
 _Output = Annotated[
     str | None,
@@ -31,6 +33,8 @@ _Backend = Annotated[
     str | None,
     typer.Option(help="Judge for zenflow (zftune run's runtime) or deepspeed. Default: as the file says, else both."),
 ]
+_Gpus = Annotated[int | None, typer.Option(help="Number of ranks, which batch sizes have to fit. Default: any.")]
+_All = Annotated[bool, typer.Option("--all", help="Show notes too: what nobody needs to mend.")]
 _Json = Annotated[str | None, typer.Option("--json", metavar="PATH", help="Write the findings as JSON; '-': stdout.")]
 
 
@@ -39,27 +43,41 @@ class _Judge(NamedTuple):
 
     backend: Backend | None
     version: str | None
+    world_size: int | None
     fault_of_preset: FaultOfPreset
 
 
 def check(
-    ds_config: _Config, fix: _Fix = False, output: _Output = None, backend: _Backend = None, json_path: _Json = None
+    ds_config: _Config,
+    fix: _Fix = False,
+    output: _Output = None,
+    backend: _Backend = None,
+    gpus: _Gpus = None,
+    show_all: _All = False,
+    json_path: _Json = None,
 ) -> None:
-    """Name the settings of a ds_config that DeepSpeed ignores, gets wrong or crashes on, each with a safe value."""
+    """Name the settings of a ds_config that DeepSpeed ignores, gets wrong or crashes on, each with a safe value.
+
+    Its last line says what zftune run does with the file. It ends with 1 where something is wrong or refused.
+    """
     chosen = _backend(backend)
+    if gpus is not None and gpus < 1:
+        raise BadInputError(f"--gpus {gpus}: allowed is an integer >= 1")
     _check_paths(fix, output, json_path)
     from rich.console import Console
 
     import zftune
     from zftune.check import checking, screen
-    from zftune.check.config import read
     from zftune.doctor.versions import installed
+    from zftune.integrations.deepspeed.ds_config import read
 
     source, version = read(ds_config), installed("deepspeed")
-    judge = _Judge(chosen, version, functools.cache(_fault_of_preset))
-    report = checking.check(source, backend=judge.backend, version=judge.version, fault_of_preset=judge.fault_of_preset)
+    judge = _Judge(chosen, version, gpus, functools.cache(_fault_of_preset))
+    if fix and source.places is not None:
+        raise BadInputError(f"--fix of '{ds_config}': it is an Accelerate configuration, allowed is a ds_config")
+    report = checking.check(source, **judge._asdict())
     console = Console(stderr=json_path == STANDARD_OUTPUT)
-    console.print(screen.render(report))
+    console.print(screen.render(report, notes=show_all))
     ok, fixed = report.ok, None
     if output is not None:
         ok, fixed = _fix_it(console, source, judge, ds_config, output)
@@ -110,11 +128,9 @@ def _fix_it(
     from zftune.check import fixing, screen
     from zftune.check.findings import shown_path
 
-    config, done, left = fixing.fix(
-        source, backend=judge.backend, version=judge.version, fault_of_preset=judge.fault_of_preset
-    )
+    config, done, left = fixing.fix(source, **judge._asdict())
     path = shown_path((output,))
-    if not done and source.is_json and not source.duplicates:
+    if not done and source.flaw is None and not source.duplicates:
         heading = f"nothing to change, {_copy(source.text, ds_config, output)}: {path}"
     else:
         heading = f"changed in {path}" if done else f"written as plain JSON: {path}"

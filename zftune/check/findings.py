@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
+from zftune.integrations.deepspeed.ds_config import MISSING, SettingPath, shown
+from zftune.integrations.deepspeed.outcome import Outcome
 from zftune.store.types import Backend
 
 SCHEMA_NAME = "zftune.check/1"
@@ -20,31 +20,18 @@ SEVERITIES: tuple[Severity, ...] = ("crashes", "wrong", "ignored", "slow", "note
 _FAULTS = ("crashes", "wrong", "ignored")
 
 
-class Missing(Enum):
-    """The value of a setting that is not there, and of one that is to be left out."""
-
-    MISSING = "left out"
-
-
-MISSING = Missing.MISSING
-Path: TypeAlias = tuple[str, ...]
-
-
-def path_of(dotted: str) -> Path:
-    """The names on the way to a setting."""
-    return tuple(dotted.split("."))
-
-
 @dataclass(frozen=True, slots=True)
 class Change:
     """A setting with another value; MISSING takes it out."""
 
-    path: Path
+    path: SettingPath
     value: Any
 
     def sentence(self) -> str:
         """What is set, in words."""
-        return f"{shown_path(self.path)} {'left out' if self.value is MISSING else f'= {shown(self.value)}'}"
+        return (
+            f"{shown_path(self.path)} {'left out' if self.value is MISSING else f'= {shown(self.value, whole=True)}'}"
+        )
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
@@ -62,7 +49,7 @@ class Finding:
 
     rule: str
     """Its name, the same in every version."""
-    path: Path
+    path: SettingPath
     value: Any
     """As it is in the file; MISSING: it is not there."""
     severity: Severity
@@ -111,6 +98,8 @@ class Report:
     backend: Backend | None
     """For which it was judged; None: for both."""
     findings: tuple[Finding, ...]
+    outcome: Outcome
+    """What `zftune run` does with it."""
 
     @property
     def ok(self) -> bool:
@@ -130,6 +119,7 @@ class Report:
             "deepspeed": self.deepspeed,
             "backend": self.backend,
             "ok": self.ok,
+            "run": {"does": self.outcome.kind, "backend": self.outcome.backend, "says": str(self.outcome)},
             "findings": [finding.document() for finding in self.findings],
             "fixed": fixed,
         }
@@ -140,17 +130,9 @@ def by_severity(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
-def shown_path(path: Path) -> str:
+def shown_path(path: SettingPath) -> str:
     """A setting's name, fit for a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in ".".join(path))
-
-
-def shown(value: Any) -> str:
-    """A value as it stands in the file, cut short."""
-    if isinstance(value, Mapping) and value:
-        return "{...}"
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 48 else text[:45] + "..."
 
 
 def finite(value: Any) -> Any:

@@ -7,16 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from zftune.check.checking import check
-from zftune.check.config import Source, at, put
 from zftune.check.findings import Change, Finding, Report
 from zftune.check.subject import FaultOfPreset
+from zftune.integrations.deepspeed.ds_config import Source, at, put
 from zftune.store.types import Backend
 
 _MOST = 200  # far more than there are settings: a circle of changes must not go on for ever
 
 
 def fix(
-    source: Source, *, backend: Backend | None, version: str | None, fault_of_preset: FaultOfPreset | None = None
+    source: Source,
+    *,
+    backend: Backend | None,
+    version: str | None,
+    world_size: int | None = None,
+    fault_of_preset: FaultOfPreset | None = None,
 ) -> tuple[dict[str, Any], list[tuple[Change, Finding]], Report]:
     """Apply changes one finding after another, since one safe value may need another one.
 
@@ -24,6 +29,7 @@ def fix(
         source: the ds_config; not changed.
         backend: for which to judge.
         version: of DeepSpeed.
+        world_size: number of ranks; None: any.
         fault_of_preset: as `check` takes it.
 
     Returns:
@@ -32,7 +38,10 @@ def fix(
     config = copy.deepcopy(source.config)
     done: list[tuple[Change, Finding]] = []
     for _ in range(_MOST):
-        report = check(config, backend=backend, version=version, fault_of_preset=fault_of_preset)
+        as_it_is = Source(config, hugging_face=source.hugging_face)
+        report = check(
+            as_it_is, backend=backend, version=version, world_size=world_size, fault_of_preset=fault_of_preset
+        )
         helping = [finding for finding in report.findings if _helps(config, finding)]
         finding = min(helping, key=_moves, default=None)
         if finding is None:

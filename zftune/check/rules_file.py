@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-from zftune.check.config import FILLED, at, leaves
-from zftune.check.findings import MISSING, Change, Finding
-from zftune.check.known import KNOWN, LAST_KNOWN, OWN_KNOBS
-from zftune.check.subject import BOTH, OFFLOAD, OURS, UPSTREAM, ZENFLOW, ZERO, Rule, Subject, change, left_out
+from zftune.check.findings import Change, Finding
+from zftune.check.subject import BOTH, UPSTREAM, ZENFLOW, ZERO, Rule, Subject, change, left_out
+from zftune.integrations.deepspeed.ds_config import FILLED, MISSING, leaves
 
 _NOT_A_NUMBER = re.compile(r"[+-]?(nan|inf(inity)?),?", re.IGNORECASE)
-_NEEDS_WARM_UP = (0, 19, 6)
 _MAY_BE_INFINITE = ("steps_per_print",)
 
 
 def text(subject: Subject) -> Iterator[Finding]:
     """Comments, and names that stand twice: `json.load` of Hugging Face and DeepSpeed's own reader differ."""
-    if not subject.is_json:
-        reason = "DeepSpeed reads comments and unquoted names. The Trainer and Accelerate read plain JSON only."
+    if subject.flaw is not None:
+        reason = (
+            f"It is not plain JSON ({subject.flaw}). DeepSpeed reads comments and unquoted names; the Trainer and "
+            "Accelerate do not."
+        )
         severity = subject.hugging_face
         yield Finding(
             rule="not-json",
@@ -41,36 +41,6 @@ def text(subject: Subject) -> Iterator[Finding]:
             backends=BOTH,
             advice="one of them; --fix keeps the last",
         )
-
-
-def unknown(subject: Subject) -> Iterator[Finding]:
-    """Names in sections that DeepSpeed reads strictly."""
-    for dotted, known in KNOWN.items():
-        for name in subject.section(dotted):
-            if name in known or (dotted == ZERO and name == "zftune"):
-                continue
-            yield _unknown(subject, dotted, str(name))
-
-
-def _unknown(subject: Subject, dotted: str, name: str) -> Finding:
-    path = (*dotted.split("."), name)
-    mends: tuple[Change, ...] = (Change(path, MISSING),)
-    reason = f'DeepSpeed has no such setting in "{dotted.rpartition(".")[2]}", and refuses the file.'
-    backends = BOTH if dotted == ZENFLOW else UPSTREAM
-    if dotted == ZENFLOW and name in OWN_KNOBS:
-        reason = "It is a knob of the runtime of zftune run alone. DeepSpeed refuses the file."
-        backends = UPSTREAM
-        mends = subject.elsewhere() or mends
-    newer = subject.release > LAST_KNOWN
-    return Finding(
-        rule="unknown-setting",
-        path=path,
-        value=at(subject.config, path),
-        severity="note" if newer else "crashes",
-        reason=reason if not newer else f"DeepSpeed 0.19.8 has no such setting; {subject.version} may.",
-        backends=backends,
-        changes=() if newer else mends,
-    )
 
 
 def zftune_section(subject: Subject) -> Iterator[Finding]:
@@ -154,23 +124,8 @@ def numbers(subject: Subject) -> Iterator[Finding]:
             )
 
 
-def batch(subject: Subject) -> Iterator[Finding]:
-    """Settings outside of ZeRO that end every run."""
-    params = "optimizer.params.max_grad_norm"
-    norm = subject.at(params)
-    if norm is not MISSING and subject.optimizer is not None:
-        mends = [left_out(params)]
-        if subject.at("gradient_clipping") is MISSING:
-            mends.append(change("gradient_clipping", norm))
-        reason = "DeepSpeed refuses it among the optimizer's settings."
-        yield subject.finding("max-grad-norm", params, "crashes", reason, *mends, backends=BOTH)
-    steps = subject.at("scheduler.params.warmup_num_steps")
-    if isinstance(steps, int) and not isinstance(steps, bool) and steps <= 0 and subject.release >= _NEEDS_WARM_UP:
-        reason = "DeepSpeed 0.19.6 and newer refuse a warm-up of no steps."
-        mend = change("scheduler.params.warmup_num_steps", 1)
-        yield subject.finding(
-            "no-warmup-steps", "scheduler.params.warmup_num_steps", "crashes", reason, mend, backends=BOTH
-        )
+def amp(subject: Subject) -> Iterator[Finding]:
+    """Found where the engine is made, not where the file is read."""
     if subject.enabled("amp") and subject.stage:
         yield subject.finding(
             "amp",
@@ -182,25 +137,4 @@ def batch(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def deprecated(subject: Subject) -> Iterator[Finding]:
-    """Older forms of the sections."""
-    if subject.at(f"{ZERO}.cpu_offload") is True:
-        offload = subject.at(OFFLOAD)
-        there = isinstance(offload, Mapping)
-        mends: list[Change] = [left_out(f"{ZERO}.cpu_offload")]
-        if not there:
-            mends.append(change(f"{OFFLOAD}.device", "cpu"))
-        reason: Any = "The runtime of zftune run does not see this old form, and leaves the training to DeepSpeed."
-        if there:
-            reason = 'DeepSpeed refuses it beside "offload_optimizer".'
-        yield subject.finding(
-            "cpu-offload",
-            f"{ZERO}.cpu_offload",
-            "crashes" if there else "ignored",
-            reason,
-            *mends,
-            backends=UPSTREAM if there else OURS,
-        )
-
-
-RULES: tuple[Rule, ...] = (text, unknown, zftune_section, auto, numbers, batch, deprecated)
+RULES: tuple[Rule, ...] = (text, zftune_section, auto, numbers, amp)

@@ -24,7 +24,7 @@ def windows(steps: float, update: int | None) -> int:
 
 
 def update_interval(subject: Subject) -> Iterator[Finding]:
-    """The default divides by zero accumulation steps, study 002 `auto_interval`; less than 1 is refused."""
+    """The default divides by zero accumulation steps, study 002 `auto_interval`."""
     if subject.zenflow is None:
         return
     value, given = subject.zenflow["update_interval"], subject.at(_UPDATE)
@@ -38,9 +38,6 @@ def update_interval(subject: Subject) -> Iterator[Finding]:
             else "All selected weights are NaN after the first step. Accelerate refuses the word."
         )
         yield subject.finding("update-interval-auto", _UPDATE, "wrong", reason, safe)
-    elif subject.update_interval is None:
-        reason = "DeepSpeed takes an integer from 1 on."
-        yield subject.finding("update-interval-range", _UPDATE, "crashes", reason, safe, backends=BOTH)
 
 
 def strategy(subject: Subject) -> Iterator[Finding]:
@@ -48,13 +45,10 @@ def strategy(subject: Subject) -> Iterator[Finding]:
     if subject.zenflow is None:
         return
     kind, select = subject.zenflow["select_strategy"], subject.zenflow["select_interval"]
-    if kind not in ("auto", "step", "epoch"):
-        reason = "DeepSpeed knows auto, step and epoch."
-        yield subject.finding("select-strategy", _STRATEGY, "crashes", reason, change(_STRATEGY, "step"), backends=BOTH)
-    elif kind == "auto" and is_whole(select):
+    if kind == "auto" and is_whole(select):
         reason = 'With "auto", the default, DeepSpeed raises where select_interval is a number.'
         yield subject.finding("auto-with-interval", _STRATEGY, "crashes", reason, change(_STRATEGY, "step"))
-    elif kind != "auto" and select == "auto":
+    elif kind in ("step", "epoch") and select == "auto":
         safe = 1 if kind == "epoch" else windows(RARE_SELECTION_STEPS, subject.update_interval)
         reason = f'DeepSpeed needs a number with select_strategy "{kind}"; "auto" is the default.'
         yield subject.finding("strategy-without-interval", _SELECT, "crashes", reason, change(_SELECT, safe))
@@ -67,10 +61,8 @@ def select_interval(subject: Subject) -> Iterator[Finding]:
     select, update = subject.zenflow["select_interval"], subject.update_interval
     rare = windows(RARE_SELECTION_STEPS, update)
     if not is_whole(select):
-        if select != "auto":
-            reason = 'DeepSpeed takes an integer or "auto".'
-            yield subject.finding("select-interval", _SELECT, "crashes", reason, change(_SELECT, rare), backends=BOTH)
-    elif select == 0:
+        return
+    if select == 0:
         reason = "The runtime of zftune run takes 1 and more."
         yield subject.finding("select-interval-zero", _SELECT, "crashes", reason, change(_SELECT, rare), backends=OURS)
         yield _selects_once(subject, "To DeepSpeed 0 is never:")
@@ -142,7 +134,6 @@ def warm_up(subject: Subject) -> Iterator[Finding]:
     rounds: Any = subject.zenflow["full_warm_up_rounds"]
     safe: Change = change(_WARM_UP, subject.update_interval or SAFE_UPDATE)
     if not is_whole(rounds):
-        yield subject.finding("warm-up-range", _WARM_UP, "crashes", "DeepSpeed takes an integer.", safe, backends=BOTH)
         return
     if rounds < 0:
         reason = "The runtime of zftune run takes 0 and more."

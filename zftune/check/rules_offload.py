@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zftune.check.findings import MISSING, Change, Finding
+from zftune.check.findings import Change, Finding
 from zftune.check.subject import BOTH, OFFLOAD, ZENFLOW, ZERO, Rule, Subject, change, is_number, left_out
+from zftune.integrations.deepspeed.ds_config import MISSING
 
 SAFE_SUB_GROUP = 100_000_000
 _RATIO = f"{OFFLOAD}.ratio"
@@ -19,9 +20,8 @@ def ratio(subject: Subject) -> Iterator[Finding]:
         return
     whole = change(_RATIO, 1.0)
     if not is_number(value) or not 0 <= value <= 1:
-        reason = "DeepSpeed takes a number from 0 to 1."
-        yield subject.finding("ratio-range", _RATIO, "crashes", reason, whole, backends=BOTH)
-    elif value < 1 and subject.stage != 3:
+        return
+    if value < 1 and subject.stage != 3:
         reason = "DeepSpeed refuses it below stage 3. The runtime of zftune run takes it at stages 0 to 2."
         yield subject.finding("ratio-stage", _RATIO, "crashes", reason, *(subject.elsewhere() or (whole,)))
     elif value < 1 and subject.device != "none":
@@ -82,7 +82,7 @@ def parameters(subject: Subject) -> Iterator[Finding]:
     device = subject.at(f"{section}.device")
     if device in ("cpu", "nvme") and subject.stage != 3:
         reason = "DeepSpeed offloads parameters at stage 3 only."
-        yield subject.finding("offload-param-stage", section, "ignored", reason, left_out(section), backends=BOTH)
+        yield subject.finding("offload-param-stage", section, "note", reason, advice="left out", backends=BOTH)
 
 
 def without_zero(subject: Subject) -> Iterator[Finding]:
@@ -113,6 +113,7 @@ def client_optimizer(subject: Subject) -> Iterator[Finding]:
         and subject.zenflow is None
         and subject.optimizer is None
         and not ready
+        and not subject.hugging_face  # Accelerate makes its CPU Adam of it
     ):
         reason = "DeepSpeed refuses an optimizer from the script that is not its own CPU Adam."
         yield subject.finding(

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zftune.check.findings import Change, Finding
-from zftune.check.subject import OURS, UPSTREAM, Rule, Subject, change
+from zftune.check.subject import OURS, UPSTREAM, Rule, Subject, change, left_out
+from zftune.integrations.deepspeed.ds_config import MISSING
 from zftune.integrations.deepspeed.refusal import INSTEAD
 
 ZENFLOW, DEEPSPEED = NAMES = ("backend-zenflow", "backend-deepspeed")
 
 
 def zenflow(subject: Subject) -> Iterator[Finding]:
-    """A fault where that backend is asked for; else a note, since `zftune run` says so before anything is trained."""
-    asked = subject.backend == "zenflow"
-    mends: tuple[Change, ...] = (change("zftune.backend", "deepspeed"),) if asked and not subject.forced else ()
+    """Unless the other backend is asked for."""
+    elsewhere = () if subject.forced else (change("zftune.backend", "deepspeed"),)
     for refusal in subject.own_refusals if subject.backend != "deepspeed" else ():
         reason = f"zftune run refuses it: allowed {refusal.allowed}."
-        mend = mends if refusal.allowed.endswith(INSTEAD) else ()
-        yield subject.finding(ZENFLOW, refusal.field, "crashes" if asked else "note", reason, *mend, backends=OURS)
+        mends: tuple[Change, ...] = ()
+        if refusal.allowed.endswith(INSTEAD):
+            mends = elsewhere
+        elif subject.at(refusal.field) is not MISSING:
+            mends = (left_out(refusal.field),)
+        yield subject.finding(ZENFLOW, refusal.field, "crashes", reason, *mends, backends=OURS)
 
 
 def deepspeed(subject: Subject) -> Iterator[Finding]:

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zftune.check.findings import MISSING, Finding
+from zftune.check.findings import Finding
 from zftune.check.subject import BOTH, UPSTREAM, ZERO, Rule, Subject, change, is_number, left_out
+from zftune.integrations.deepspeed.ds_config import MISSING
 
 _WORDS = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16", "half"), "fp32": ("fp32", "float32", "float")}
 _LEAVES_LOSS = (0, 19)
 _WINDOW = "fp16.loss_scale_window"
 _DEFAULT_WINDOW = 1000
 _NO_MASTER = 'zftune run\'s runtime has masters for them; or no "zenflow" section'
-
-
-def both(subject: Subject) -> Iterator[Finding]:
-    """Two dtypes at once are refused."""
-    if subject.enabled("fp16") and subject.enabled("bf16", "bfloat16"):
-        reason = "DeepSpeed refuses both at once."
-        yield subject.finding(
-            "two-dtypes", "fp16.enabled", "crashes", reason, change("fp16.enabled", False), backends=BOTH
-        )
 
 
 def bf16(subject: Subject) -> Iterator[Finding]:
@@ -105,4 +97,4 @@ def accumulation_dtype(subject: Subject) -> Iterator[Finding]:
         yield subject.finding("zenflow-accumulation-dtype", dotted, "crashes", reason, left_out(dotted))
 
 
-RULES: tuple[Rule, ...] = (both, bf16, fp16, without_zero, doubling, masters, accumulation_dtype)
+RULES: tuple[Rule, ...] = (bf16, fp16, without_zero, doubling, masters, accumulation_dtype)

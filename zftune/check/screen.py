@@ -9,8 +9,9 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from zftune.check.findings import MISSING, SEVERITIES, Change, Finding, Report, Severity, shown, shown_path
-from zftune.check.known import KNOWN_VERSIONS
+from zftune.check.findings import SEVERITIES, Change, Finding, Report, Severity, shown_path
+from zftune.integrations.deepspeed.ds_config import MISSING, shown
+from zftune.integrations.deepspeed.tables import versions
 
 _MAX_WIDTH = 110
 _STYLES: dict[Severity, str] = {
@@ -28,12 +29,15 @@ _HEADINGS: dict[Severity, str] = {
     "note": "to be known",
 }
 
-_WORDS = {"note": "to be known"}
 
+def render(report: Report, *, notes: bool = False) -> RenderableType:
+    """The findings, grouped by severity, what sums them up, and a last line with what `zftune run` does.
 
-def render(report: Report) -> RenderableType:
-    """The findings, grouped by severity, and a last line that sums them up."""
-    return _Screen(list(_findings(report)))
+    Args:
+        report: what was found.
+        notes: whether to show what nobody needs to mend.
+    """
+    return _Screen(list(_findings(report, notes)))
 
 
 def render_changes(heading: str, changes: Sequence[Change], left: Report) -> RenderableType:
@@ -63,16 +67,16 @@ class _Screen:
         yield from console.render(Group(*self._parts), options.update_width(width))
 
 
-def _findings(report: Report) -> Iterator[RenderableType]:
+def _findings(report: Report, notes: bool) -> Iterator[RenderableType]:
     judged = {
         None: "judged for zftune run (backend zenflow) and for DeepSpeed's own runtime",
         "zenflow": "judged for zftune run (backend zenflow)",
         "deepspeed": "judged for DeepSpeed's own runtime",
     }[report.backend]
     version = "DeepSpeed is not installed" if report.deepspeed is None else f"DeepSpeed {report.deepspeed}"
-    known = "" if report.deepspeed in (None, *KNOWN_VERSIONS) else f", by what is known of {', '.join(KNOWN_VERSIONS)}"
-    yield Text(f"{version}, {judged}{known}.", style="dim")
-    for severity in SEVERITIES:
+    asked = "" if report.deepspeed in (None, *versions()) else ", by its own word"
+    yield Text(f"{version}, {judged}{asked}.", style="dim")
+    for severity in SEVERITIES if notes else SEVERITIES[:-1]:
         group = [finding for finding in report.findings if finding.severity == severity]
         if group:
             yield Rule(Text(_HEADINGS[severity], style=_STYLES[severity]), align="left", style="dim")
@@ -80,11 +84,15 @@ def _findings(report: Report) -> Iterator[RenderableType]:
                 yield _entry(finding, report)
     yield Text()
     yield _sum(report, "found")
+    hidden = sum(finding.severity == "note" for finding in report.findings)
+    if hidden and not notes:
+        yield Text(f"{hidden} {'note' if hidden == 1 else 'notes'} more with --all.", style="dim")
+    yield Text(f"Under zftune run it {report.outcome}.")
 
 
 def _entry(finding: Finding, report: Report) -> RenderableType:
     value = " (not there)" if finding.value is MISSING else f" = {shown(finding.value)}"
-    if finding.value is MISSING and finding.rule in ("not-json", "duplicate-name"):
+    if finding.value is MISSING and finding.rule in ("not-json", "duplicate-name", "not-judged"):
         value = ""
     head = Text.assemble((shown_path(finding.path), "bold"), value)
     if report.backend is None:
@@ -103,8 +111,8 @@ def _whom(finding: Finding) -> str:
 
 
 def _sum(report: Report, found: str) -> Text:
-    counts = {name: sum(finding.severity == name for finding in report.findings) for name in SEVERITIES}
-    words = ", ".join(f"{_WORDS.get(name, name)} {counts[name]}" for name in SEVERITIES if counts[name])
+    counts = {name: sum(finding.severity == name for finding in report.findings) for name in SEVERITIES[:-1]}
+    words = ", ".join(f"{name} {counts[name]}" for name in counts if counts[name])
     if report.ok:
         return Text(f"No fault {found}{f' ({words})' if words else ''}.", style="bold green")
     return Text(f"{found[:1].upper()}{found[1:]}: {words}.", style="bold red")

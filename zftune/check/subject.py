@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from zftune.check.config import at, filled, is_hugging_face
-from zftune.check.findings import MISSING, Change, Finding, Severity, path_of
-from zftune.doctor.deepspeed import GOOD
-from zftune.doctor.versions import numbers
-from zftune.integrations.deepspeed.reading import offload_device
+from zftune.check.findings import Change, Finding, Severity
+from zftune.doctor.versions import installed, numbers
+from zftune.integrations.deepspeed.asking import AskingError, ask
+from zftune.integrations.deepspeed.ds_config import MISSING, Source, at, given, is_hugging_face, offload_device, path_of
+from zftune.integrations.deepspeed.facts import GOOD, ZENFLOW_DEFAULTS
+from zftune.integrations.deepspeed.outcome import Outcome, outcome
 from zftune.integrations.deepspeed.refusal import Refusal
+from zftune.integrations.deepspeed.section import Section
+from zftune.integrations.deepspeed.tables import newest, table
+from zftune.integrations.deepspeed.verdict import Fault, faults, undecided
 from zftune.store.types import Backend
 
 UPSTREAM: tuple[Backend, ...] = ("deepspeed",)
@@ -27,23 +31,13 @@ OFFLOAD = f"{ZERO}.offload_optimizer"
 FaultOfPreset: TypeAlias = Callable[[str], str | None]
 """What is wrong with a preset of this name, in words; None: nothing is."""
 
-DEFAULTS: dict[str, Any] = {
-    "topk_ratio": 0.1,
-    "select_strategy": "auto",
-    "select_interval": "auto",
-    "update_interval": "auto",
-    "overlap_step": False,
-    "offload": False,
-    "full_warm_up_rounds": 0,
-}
-
 
 @dataclass(frozen=True)
 class Subject:
     """What is judged, and for whom.
 
-    `backend` None judges for both; `forced` says that it comes from the command line. Without `fault_of_preset` presets
-    are not looked up.
+    `backend` None judges for both; `forced` says that it comes from the command line. `flaw` says why the text is not
+    plain JSON. `world_size` None is any number of ranks. Without `fault_of_preset` presets are not looked up.
     """
 
     config: Mapping[str, Any]
@@ -51,7 +45,9 @@ class Subject:
     forced: bool = False
     version: str = GOOD
     duplicates: tuple[str, ...] = ()
-    is_json: bool = True
+    flaw: str | None = None
+    through_hugging_face: bool = False
+    world_size: int | None = None
     fault_of_preset: FaultOfPreset | None = None
 
     def at(self, dotted: str) -> Any:
@@ -70,7 +66,7 @@ class Subject:
     @cached_property
     def hugging_face(self) -> bool:
         """Whether it is of the Trainer or Accelerate."""
-        return is_hugging_face(self.config)
+        return self.through_hugging_face or is_hugging_face(self.config)
 
     @cached_property
     def stage(self) -> int:
@@ -83,9 +79,7 @@ class Subject:
     @cached_property
     def device(self) -> str:
         """Where upstream keeps the optimizer's state."""
-        if self.at(f"{ZERO}.cpu_offload") is True:
-            return "cpu"
-        device = self.at(f"{OFFLOAD}.device")
+        device = offload_device(self.config)
         return device if device in ("cpu", "nvme") else "none"
 
     @cached_property
@@ -94,7 +88,7 @@ class Subject:
         section = self.at(ZENFLOW)
         if not isinstance(section, Mapping):
             return None
-        return {**DEFAULTS, **{name: value for name, value in section.items() if value != "auto"}}
+        return {**ZENFLOW_DEFAULTS, **{name: value for name, value in section.items() if value != "auto"}}
 
     @property
     def flattens(self) -> bool:
@@ -104,7 +98,7 @@ class Subject:
     @cached_property
     def update_interval(self) -> int | None:
         """In steps; None where it is no number that upstream takes."""
-        return _count((self.zenflow or DEFAULTS)["update_interval"])
+        return _count((self.zenflow or ZENFLOW_DEFAULTS)["update_interval"])
 
     @cached_property
     def optimizer(self) -> str | None:
@@ -118,28 +112,63 @@ class Subject:
         return numbers(self.version)
 
     @cached_property
+    def outcome(self) -> Outcome:
+        """What `zftune run` does with it."""
+        return outcome(self.given, Section(backend=self.backend if self.forced else None), self.faults)
+
+    @cached_property
     def own_refusals(self) -> tuple[Refusal, ...]:
         """What the backend zenflow refuses where it trains; nothing where `zftune run` leaves DeepSpeed alone."""
-        from zftune.integrations.deepspeed import optimizers, support
-
-        config = self.given
-        if offload_device(config) == "none":
-            return ()
-        return (*support.refusals(config), *optimizers.refusals(config))
+        return self._refusals("zenflow")
 
     @cached_property
     def upstream_refusals(self) -> tuple[Refusal, ...]:
         """What `zftune run` refuses with the backend deepspeed, likewise."""
-        from zftune.integrations.deepspeed import upstream
+        return self._refusals("deepspeed")
 
-        if offload_device(self.given) == "none":
-            return ()
-        return tuple(upstream.refusals(self.given, online=self.at("zftune.online") is True))
+    def _refusals(self, backend: Backend) -> tuple[Refusal, ...]:
+        done = outcome(self.given, Section(backend=backend))
+        return done.refusals if done.backend is not None else ()
+
+    @cached_property
+    def faults(self) -> tuple[Fault, ...]:
+        """What DeepSpeed itself refuses: by the table of its version, else by the installed one's own word."""
+        known = table(self.version)
+        if known is not None and not self._sections_to_ask:
+            return tuple(faults(self.given, known, self.world_size))
+        if self._answers is not None:
+            return tuple(self._answers)
+        return tuple(faults(self.given, known or newest(), self.world_size))
+
+    @property
+    def is_guessed(self) -> bool:
+        """Whether `faults` are another version's, since nobody knows this one."""
+        return table(self.version) is None and self._answers is None
+
+    @cached_property
+    def undecided(self) -> tuple[str, ...]:
+        """Sections that no table is about, where DeepSpeed could not be asked either."""
+        return self._sections_to_ask if self._sections_to_ask and self._answers is None else ()
+
+    @cached_property
+    def _sections_to_ask(self) -> tuple[str, ...]:
+        return undecided(self.given)
+
+    @cached_property
+    def _answers(self) -> list[Fault] | None:
+        """None: there is no DeepSpeed to be asked, or it is another one than what is judged for."""
+        if installed("deepspeed") != self.version:
+            return None
+        try:
+            (answers,) = ask([self.given], self.world_size or 1)
+        except AskingError:
+            return None
+        return [Fault(tuple(one["path"] or ("the file",)), f"something else: {one['error']}") for one in answers]
 
     @cached_property
     def given(self) -> Mapping[str, Any]:
         """What DeepSpeed is given: with Hugging Face's values for "auto"."""
-        return filled(self.config) if self.hugging_face else self.config
+        return given(Source(dict(self.config), hugging_face=self.hugging_face))
 
     def elsewhere(self) -> tuple[Change, ...]:
         """What makes the backend zenflow train it, which has no such fault; nothing where that is not to be had."""

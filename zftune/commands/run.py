@@ -7,8 +7,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -16,7 +16,9 @@ from zftune.commands.profile import ProfileCommand
 from zftune.errors import BadInputError, ZftuneError
 from zftune.json_output import check_output_path
 
-_CONFIG_OPTIONS = ("--deepspeed", "--deepspeed_config", "--deepspeed-config", "--ds_config", "--ds-config")
+if TYPE_CHECKING:
+    from zftune.integrations.deepspeed.ds_config import Source
+    from zftune.integrations.deepspeed.section import Section
 
 __all__ = ["ProfileCommand", "run"]
 
@@ -57,7 +59,7 @@ def run(
         raise BadInputError("CMD '': is missing, allowed is a program with its arguments, such as: -- python train.py")
     asked = {"backend": backend, "preset": preset, "quality": quality, "online": online or None}
     asked = {name: value for name, value in asked.items() if value is not None}
-    _check(asked, command)
+    _check(asked, command, os.environ)
     steering = _steering(asked, schedule, export_schedule)
     environment = dict(os.environ)
     if environment.get(agent.DISABLE) != "1":
@@ -128,28 +130,32 @@ def _steering(asked: dict[str, Any], schedule: str | None, export_schedule: str 
     return {name: os.path.abspath(path) for name, path in given.items() if path is not None}  # noqa: PTH100
 
 
-def _check(asked: dict[str, Any], command: Sequence[str]) -> None:
-    """What can be known before anything starts: each section's fields, and whether its preset is there.
+def _check(asked: dict[str, Any], command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """What can be known before anything starts: each section's fields, whether its preset is there, what is refused.
 
     Raises:
         BadInputError: one is not allowed.
     """
-    from zftune.integrations.deepspeed.reading import read_config
+    from zftune.integrations.deepspeed.named import named_by
     from zftune.integrations.deepspeed.section import NAME, Section, require_preset
 
     section = Section.of({NAME: asked})
-    for path in _ds_configs(command):
-        config = read_config(path)
-        if config is not None:
-            section = section.over(Section.of(config))
+    for source in named_by(command, environment):
+        _require_not_refused(source, section)
+        section = section.over(Section.of(source.config))
     require_preset(section)
 
 
-def _ds_configs(command: Sequence[str]) -> list[str]:
-    """Files that follow the options by which scripts are given a ds_config."""
-    found = []
-    for option, value in zip(command, [*command[1:], ""], strict=True):
-        name, _, joined = option.partition("=")
-        if name in _CONFIG_OPTIONS and (joined or value).endswith(".json"):
-            found.append(joined or value)
-    return [path for path in found if os.path.isfile(path)]  # noqa: PTH113 - a string, as it was typed
+def _require_not_refused(source: Source, section: Section) -> None:
+    from zftune.doctor.versions import installed
+    from zftune.integrations.deepspeed.ds_config import given
+    from zftune.integrations.deepspeed.outcome import outcome
+    from zftune.integrations.deepspeed.tables import table
+    from zftune.integrations.deepspeed.verdict import faults, undecided
+
+    config = given(source)
+    known = table(installed("deepspeed") or "")
+    decided = known is not None and not undecided(config)
+    done = outcome(config, section, faults(config, known) if known is not None and decided else ())
+    if done.kind == "refused":
+        raise BadInputError(f"'{source.path or source.through}': {done.refusals[0]}")

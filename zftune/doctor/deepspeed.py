@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 from zftune.doctor.check import Check
 from zftune.doctor.versions import installed, numbers
+from zftune.integrations.deepspeed.facts import GOOD, NEWEST_KNOWN, SCRAMBLING
 
-GOOD = "0.19.6"
-_LAST_KNOWN = (0, 19, 8)
-_SCRAMBLES = ((0, 19, 7), (0, 19, 8))
+_LAST_KNOWN = numbers(NEWEST_KNOWN)
 
 
 def checks() -> Iterator[Check]:
@@ -43,7 +42,7 @@ def _version(version: str) -> Check:
 def defects(version: str) -> Iterator[Check]:
     """What is known to be wrong in a version of DeepSpeed."""
     release = numbers(version)
-    if release in _SCRAMBLES:
+    if version.partition("+")[0] in SCRAMBLING:
         yield Check(
             name="ZenFlow weights",
             status="broken",

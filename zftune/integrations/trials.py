@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from zftune.integrations.deepspeed.reading import offloads, read_config
+from zftune.integrations.deepspeed.ds_config import offloads, read_given
 
 if TYPE_CHECKING:
     from zftune.agent.trial import Trial
@@ -72,7 +72,7 @@ def _hook_config(trial: Trial, inside: _Inside, module: Any) -> None:
         @functools.wraps(original)
         def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it stands for one
             if inside.depth:
-                read = read_config(config)
+                read = read_given(config)
                 if read is not None and offloads(read):
                     config = trial.config(read, str(getattr(sys.modules.get("deepspeed"), "__version__", "0")))
             original(self, config, *args, **kwargs)

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zftune.errors import BadInputError
@@ -35,24 +34,6 @@ class Applied:
     config: dict[str, Any]
     notes: list[str] = field(default_factory=list)
     """A sentence for each thing that upstream does differently, or that was changed beside the knobs."""
-
-
-def read_ds_config(path: str) -> dict[str, Any]:
-    """A ds_config from a file.
-
-    Raises:
-        BadInputError: it cannot be read, or holds no JSON object.
-    """
-    allowed = "allowed is a ds_config: a JSON object in a file"
-    try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInputError(f"'{path}': cannot be read ({error.strerror or error}), {allowed}") from error
-    except (ValueError, RecursionError) as error:
-        raise BadInputError(f"'{path}': is not JSON, {allowed}") from error
-    if not isinstance(config, dict):
-        raise BadInputError(f"'{path}': holds no JSON object, {allowed}")
-    return config
 
 
 def apply(

@@ -9,7 +9,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from zftune.errors import BadInputError
-from zftune.store.apply import apply, read_ds_config
+from zftune.integrations.deepspeed.ds_config import read
+from zftune.store.apply import apply
 from zftune.store.document import escaped, read_preset
 from zftune.store.lookup import differences, knobs_here
 from zftune.store.presets import near_names
@@ -99,7 +100,7 @@ def apply_preset(store: Store, ds_config: str, wish: Wish) -> AppliedPreset:
     from zftune.telemetry.fingerprint import hw_id
     from zftune.telemetry.hardware import hardware
 
-    config, machine = read_ds_config(ds_config), hardware()
+    config, machine = read(ds_config).config, hardware()
     preset = _chosen(store, wish, hw_id(machine))
     others = _differences(preset, config, wish, hw_id(machine))
     if others and not wish.provisional:

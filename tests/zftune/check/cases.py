@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from zftune.check.config import put
-from zftune.check.findings import MISSING, path_of
+from zftune.integrations.deepspeed.ds_config import MISSING, path_of, put
 
 SAFE = Path(__file__).parent / "safe"
 ZERO = "zero_optimization"
@@ -71,22 +70,22 @@ INVALID = "ValidationError"
 INTERVALS = (
     _zf("update-interval-auto", {ZF_U: "auto"}, "figure"),
     _zf("update-interval-auto", {ZF_U: MISSING}, "figure"),
-    _zf("update-interval-range", {ZF_U: 0}, "parse", INVALID),
-    _zf("update-interval-range", {ZF_U: -1}, "parse", INVALID),
-    _zf("update-interval-range", {ZF_U: "four"}, "parse", INVALID),
-    _zf("update-interval-range", {ZF_U: 4.5}, "parse", INVALID),
-    _zf("select-strategy", {STRATEGY: "steps"}, "parse", INVALID),
+    _zf("refused-by-deepspeed", {ZF_U: 0}, "parse", INVALID),
+    _zf("refused-by-deepspeed", {ZF_U: -1}, "parse", INVALID),
+    _zf("refused-by-deepspeed", {ZF_U: "four"}, "parse", INVALID),
+    _zf("refused-by-deepspeed", {ZF_U: 4.5}, "parse", INVALID),
+    _zf("refused-by-deepspeed", {STRATEGY: "steps"}, "parse", INVALID),
     _zf("auto-with-interval", {STRATEGY: "auto"}, "train", "Warning"),
     _zf("auto-with-interval", {STRATEGY: MISSING}, "train", "Warning"),
     _zf("strategy-without-interval", {ZF_S: "auto"}, "train", "ValueError"),
     _zf("strategy-without-interval", {ZF_S: MISSING}, "train", "ValueError"),
     _zf("strategy-without-interval", {ZF_S: "auto", STRATEGY: "epoch"}, "train", "ValueError"),
-    _zf("select-interval", {ZF_S: "often"}, "parse", INVALID),
-    _zf("select-interval", {ZF_S: 40.5}, "parse", INVALID),
+    _zf("refused-by-deepspeed", {ZF_S: "often"}, "parse", INVALID),
+    _zf("refused-by-deepspeed", {ZF_S: 40.5}, "parse", INVALID),
     _zf("select-below-update", {ZF_S: 2}, "train", "ValueError"),
     _zf("select-below-update", {ZF_S: -8}, "train", "ValueError"),
     _zf("selects-often", {ZF_S: 32}, "elsewhere"),
-    _zf("warm-up-range", {ZF_W: "some"}, "parse", INVALID),
+    _zf("refused-by-deepspeed", {ZF_W: "some"}, "parse", INVALID),
     Bad("broken-windows", "zenflow-overlapped", {ZF_S: 258}, "elsewhere"),
     Bad("broken-windows", "zenflow-overlapped", {ZF_W: 3}, "elsewhere"),
     Bad("overlap-without-warm-up", "zenflow-overlapped", {ZF_W: 0}, "elsewhere"),
@@ -95,8 +94,8 @@ INTERVALS = (
 
 AROUND_ZENFLOW = (
     _zf("topk-auto", {TOPK: "auto"}, "figure"),
-    _zf("topk-range", {TOPK: 1.5}, "parse", INVALID),
-    _zf("topk-range", {TOPK: "much"}, "parse", INVALID),
+    _zf("refused-by-deepspeed", {TOPK: 1.5}, "parse", INVALID),
+    _zf("refused-by-deepspeed", {TOPK: "much"}, "parse", INVALID),
     _zf("topk-limit", {TOPK: 0}, "parse", INVALID),
     _zf("topk-limit", {TOPK: 1}, "parse", INVALID),
     _zf("zenflow-stage-0", {f"{ZERO}.stage": 0}, "train", "AttributeError"),
@@ -119,7 +118,7 @@ AROUND_ZENFLOW = (
     _zf("zenflow-reduce-scatter", {f"{ZERO}.reduce_scatter": False}, "train", "TypeError"),
     _zf("zenflow-reduce-scatter", {f"{ZERO}.reduce_scatter": False, f"{ZERO}.stage": 1}, "train", "TypeError"),
     _zf("zenflow-offload", {f"{ZENFLOW}.offload": True, f"{ZERO}.overlap_comm": MISSING}, "train", "AssertionError"),
-    _zf("zenflow-sum", {"gradient_allreduce_op": "sum"}, "parse", "ValueError"),
+    _zf("refused-by-deepspeed", {"gradient_allreduce_op": "sum"}, "parse", "ValueError"),
     _zf("zenflow-parallel", {"tensor_parallel": {"autotp_size": 2}}, "elsewhere",
         path="tensor_parallel.autotp_size", mended=False),
     _zf("zenflow-clipping", {"gradient_clipping": 1.0}, "elsewhere"),
@@ -138,7 +137,7 @@ AROUND_ZENFLOW = (
 
 OFFLOADING = (
     Bad("ratio-stage", "zero2-offload", {RATIO: 0.5}, "parse", INVALID),
-    Bad("ratio-range", "twin-flow", {RATIO: 1.5}, "parse", INVALID),
+    Bad("refused-by-deepspeed", "twin-flow", {RATIO: 1.5}, "parse", INVALID),
     Bad("ratio-zenflow", "twin-flow", {ZENFLOW: safe("zenflow-sequential")[ZERO]["zenflow"]}, "train",
         "AssertionError", path=RATIO),
     Bad("ratio-nvme", "twin-flow", {f"{OFFLOAD}.device": "nvme"}, "elsewhere", path=RATIO),
@@ -146,7 +145,6 @@ OFFLOADING = (
     Bad("ratio-inert", "twin-flow", {f"{ZERO}.sub_group_size": MISSING}, "figure", path=RATIO),
     Bad("ratio-scheduler", "twin-flow", {"scheduler": safe("scheduler")["scheduler"]}, "figure", path=RATIO),
     Bad("nvme-stage", "zero2-offload", {f"{OFFLOAD}.device": "nvme"}, "figure"),
-    Bad("offload-param-stage", "zero2-offload", {f"{ZERO}.offload_param": {"device": "cpu"}}, "elsewhere"),
     Bad("offload-stage-0", "zero2-offload", {f"{ZERO}.stage": 0}, "elsewhere"),
 )  # fmt: skip
 
@@ -157,6 +155,18 @@ SCALING = (
 )  # fmt: skip
 
 THE_FILE = (
+    Bad("misplaced-section", "zero2-offload", {"zenflow": {"topk_ratio": 0.1}}, "elsewhere"),
+    Bad("misplaced-section", "zero2-offload", {f"{ZERO}.zero_allow_untested_optimizer": True}, "parse", INVALID),
+    Bad("refused-by-deepspeed", "zero2-offload", {OFFLOAD: "cpu"}, "parse", INVALID),
+    Bad("refused-by-deepspeed", "zero2-offload", {"communication_data_type": "bfp16"}, "parse", "ValueError"),
+    Bad("refused-by-deepspeed", "fp16-offload", {"fp16.min_loss_scale": 0.5}, "parse", INVALID),
+    Bad("refused-by-deepspeed", "zero2-offload", {"optimizer.type": "SGD", PARAMS: {"lr": 0.1}}, "train",
+        "AssertionError"),
+    Bad("refused-by-deepspeed", "zero2-offload", {"optimizer.type": "OneBitAdam"}, "train", "AssertionError",
+        mended=False),
+    Bad("unknown-setting", "zero2-offload", {"comms_logger": {"enabled": False, "prof_step": 1}}, "parse", INVALID,
+        path="comms_logger.prof_step"),
+    Bad("unknown-setting", "zero2-offload", {"compile": {"disable": True}}, "parse", INVALID, path="compile.disable"),
     Bad("unknown-setting", "zero2-offload", {f"{ZERO}.stages": 2}, "parse", INVALID),
     Bad("unknown-setting", "zero2-offload", {f"{OFFLOAD}.ration": 0.5}, "parse", INVALID),
     Bad("unknown-setting", "zero3-offload", {f"{ZERO}.offload_param.path": "x"}, "parse", INVALID),
@@ -171,13 +181,14 @@ THE_FILE = (
     Bad("auto-not-filled", "hugging-face", {f"{OFFLOAD}.pin_memory": "auto"}, "accelerate"),
     Bad("auto-not-filled", "hugging-face", {f"{ZENFLOW}.update_interval": "auto"}, "accelerate", mended=False),
     Bad("not-a-number", "zero2-offload", {f"{PARAMS}.lr": float("nan")}, "figure", mended=False),
-    Bad("max-grad-norm", "zero2-offload", {f"{PARAMS}.max_grad_norm": 1.0}, "train", "ValueError"),
-    Bad("no-warmup-steps", "scheduler", {"scheduler.params.warmup_num_steps": 0}, "train", "ValueError"),
+    Bad("refused-by-deepspeed", "zero2-offload", {f"{PARAMS}.max_grad_norm": 1.0}, "train", "ValueError"),
+    Bad("refused-by-deepspeed", "scheduler", {"scheduler.params.warmup_num_steps": 0}, "train", "ValueError"),
     Bad(
         "amp", "zero2-offload", {"amp": {"enabled": True}}, "train", "AssertionError", path="amp.enabled", mended=False
     ),
-    Bad("cpu-offload", "zero2-offload", {f"{ZERO}.cpu_offload": True}, "parse", "AssertionError"),
-    Bad("two-dtypes", "fp16-offload", {"bf16": {"enabled": True}}, "parse", "AssertionError", path="fp16.enabled"),
-)
+    Bad("refused-by-deepspeed", "zero2-offload", {f"{ZERO}.cpu_offload": True}, "parse", "AssertionError"),
+    Bad("refused-by-deepspeed", "fp16-offload", {"bf16": {"enabled": True}}, "parse", "AssertionError",
+        path="fp16.enabled"),
+)  # fmt: skip
 
 CASES = (*INTERVALS, *AROUND_ZENFLOW, *OFFLOADING, *SCALING, *THE_FILE)

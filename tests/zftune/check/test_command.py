@@ -115,7 +115,7 @@ def test_fix_says_what_it_cannot_mend(zftune: Run, tmp_path: Path) -> None:
 
 
 SLOW = (
-    '{"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},\r\n'
+    '{"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},\r\n'
     ' "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": false}}}\r\n'
 )
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.zftune.check.cases import safe
 from zftune.check.checking import check
-from zftune.check.config import filled, is_hugging_face, leaves, read
 from zftune.errors import BadInputError
+from zftune.integrations.deepspeed.ds_config import filled, is_hugging_face, leaves, read
 
 
 def written(folder: Path, text: str) -> str:
@@ -26,7 +26,7 @@ def rules(source: Any) -> dict[str, str]:
 
 def test_plain_json(tmp_path: Path) -> None:
     source = read(written(tmp_path, json.dumps(safe("zero2-offload"))))
-    assert (source.config, source.duplicates, source.is_json) == (safe("zero2-offload"), (), True)
+    assert (source.config, source.duplicates, source.flaw) == (safe("zero2-offload"), (), None)
 
 
 def test_comments_are_hjson_which_hugging_face_does_not_read(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_nan_is_a_word_to_deepspeed(tmp_path: Path) -> None:
     source = read(written(tmp_path, '{"optimizer": {"params": {"lr": NaN\n}}, "steps_per_print": 1}'))
     assert source.config["optimizer"]["params"]["lr"] == "NaN"
     assert rules(source)["not-a-number"] == "crashes"
-    assert rules({"steps_per_print": float("inf")}) == {}  # as Accelerate writes it
+    assert rules({"train_batch_size": 1, "steps_per_print": float("inf")}) == {}  # as Accelerate writes it
 
 
 @pytest.mark.parametrize("text", ["[1]", "hello", "", '{"a": ', "{]"])

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.zftune.integrations.ds_running import ADAMW, ZENFLOW, ds_config
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed import backend, optimizers, support, upstream
+from zftune.integrations.deepspeed import backend, facts, optimizers, support, upstream
 from zftune.integrations.deepspeed.precision import Precision
 from zftune.integrations.deepspeed.section import Section
 
@@ -178,7 +178,7 @@ def test_adam_is_adamw_unless_it_says_otherwise() -> None:
     assert coupled.rule == "adam"
 
 
-@pytest.mark.parametrize("version", support.SCRAMBLING)
+@pytest.mark.parametrize("version", facts.SCRAMBLING)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_upstreams_zenflow_is_refused_where_it_scrambles_weights(version: str, stage: int) -> None:
     config = ds_config(stage=stage, zenflow=ZENFLOW)

@@ -15,7 +15,8 @@ from tests import upstream_ops, zygote
 from tests.zftune.store.examples import KNOBS
 from zenflow import ZenFlowConfig
 from zftune.errors import BadInputError
-from zftune.store.apply import Applied, apply, read_ds_config
+from zftune.integrations.deepspeed.ds_config import read
+from zftune.store.apply import Applied, apply
 
 ROOT = Path(__file__).parents[3]
 DS_CONFIG: dict[str, Any] = {
@@ -165,12 +166,12 @@ def test_what_upstream_cannot_train_is_refused(path: str, value: Any, part: str)
 
 def test_bad_files(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
-    for content, part in (("[]", "holds no JSON object"), ("{", "is not JSON"), (None, "cannot be read")):
+    for content, part in (("[]", "holds no JSON object"), ("{", "is neither JSON"), (None, "cannot be read")):
         path.unlink(missing_ok=True)
         if content is not None:
             path.write_text(content)
         with pytest.raises(BadInputError, match=part):
-            read_ds_config(str(path))
+            read(str(path))
 
 
 def test_stock_deepspeed_trains_with_it(tmp_path: Path) -> None:

@@ -17,17 +17,17 @@ from zenflow import ZenFlowConfig, ZenFlowError
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed import optimizers
 from zftune.integrations.deepspeed.choosing import Training, choose, with_knobs
+from zftune.integrations.deepspeed.ds_config import micro_batch_of, stage_of
 from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer, LossScaling
 from zftune.integrations.deepspeed.fp32_weights import save_whole, save_with_fp32
+from zftune.integrations.deepspeed.outcome import quality_of
 from zftune.integrations.deepspeed.precision import Precision, cast_inputs, loss_scaler
-from zftune.integrations.deepspeed.reading import micro_batch_of, stage_of
 from zftune.integrations.deepspeed.refusal import INSTEAD, require_none
 from zftune.integrations.deepspeed.section import Section
-from zftune.integrations.deepspeed.support import refusals
+from zftune.integrations.deepspeed.support import TAKEN_OVER, refusals
 from zftune.store.types import Quality
 
 _logger = logging.getLogger("zftune")
-_OURS = ("bf16", "bfloat16", "fp16", "data_types", "optimizer", "zero_optimization", "zftune")
 _PROMISES = {
     "exact": "exact: the weights are those of the plain optimizer",
     "published": "published: updates of unimportant columns come late, within what the ZenFlow section allows",
@@ -65,13 +65,13 @@ def plan(config: Mapping[str, Any], section: Section) -> Plan:
     precision = Precision.of(config)
     zero = config.get("zero_optimization")
     has_zenflow = isinstance(zero, Mapping) and zero.get("zenflow") is not None
-    quality: Quality = section.quality or ("published" if has_zenflow else "exact")
+    quality = quality_of(config, section)
     own = ZenFlowConfig.from_ds_config(config)
     if quality == "exact":
         own = replace(own, update_interval=1, overlap_step=False, apply_lag=None)
     if precision.dtype is not None:
         own = replace(own, skip_nonfinite=True)  # as DeepSpeed does for 16 bits
-    for_engine = {name: copy.deepcopy(value) for name, value in config.items() if name not in _OURS}
+    for_engine = {name: copy.deepcopy(value) for name, value in config.items() if name not in TAKEN_OVER}
     for_engine["gradient_clipping"] = 0.0
     waits = quality == "exact" and has_zenflow
     return Plan(for_engine, own, precision, section, quality, int(stage_of(config)), waits)

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from zenflow.ds_config import modernized
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed import support
-from zftune.integrations.deepspeed.reading import offload_device, read_config
+from zftune.integrations.deepspeed.ds_config import offload_device, read_given
+from zftune.integrations.deepspeed.facts import TESTED
+from zftune.integrations.deepspeed.outcome import outcome
 from zftune.integrations.deepspeed.refusal import INSTEAD
 from zftune.integrations.deepspeed.section import Section
 
@@ -79,7 +81,8 @@ def _wrapped(original: Wrapped, asked: Section, ends: Callable[[], None] | None)
             if ends is None:
                 raise
             ends()
-            sys.stderr.write(f"zftune: {error}\n")
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks have the same ds_config
+                sys.stderr.write(f"zftune: {error}\n")
             raise SystemExit(2) from error
 
     return initialize
@@ -90,8 +93,12 @@ def _initialize(original: Wrapped, given: dict[str, Any], asked: Section) -> Any
     if config is None or given.get("model") is None:
         return original(**given)
     section = asked.over(Section.of(config))
-    if offload_device(config) == "none" or not _has_optimizer(given, config):
-        return original(**given)  # there is no optimizer state on the host
+    config = modernized(config)
+    if not _has_optimizer(given, config):
+        return original(**given)  # there is nothing to train
+    if offload_device(config) == "none":
+        _logger.info("zftune: this training %s", outcome(config, section))
+        return original(**given)
     _join_ranks(given)
     if section.backend == "deepspeed":
         from zftune.integrations.deepspeed import upstream
@@ -132,7 +139,7 @@ def _config_of(given: dict[str, Any]) -> dict[str, Any] | None:
     found = [given.get("config"), given.get("config_params")]
     found += [getattr(given.get("args"), name, None) for name in _FIELDS]
     asked = next((one for one in found if one is not None), None)
-    return None if asked is None else read_config(asked)
+    return None if asked is None else read_given(asked)
 
 
 def _has_optimizer(given: dict[str, Any], config: dict[str, Any]) -> bool:
@@ -170,9 +177,9 @@ def _join_ranks(given: dict[str, Any]) -> None:
 
 def _about_version() -> None:
     version = str(getattr(sys.modules.get("deepspeed"), "__version__", ""))
-    if version.partition("+")[0] not in support.TESTED:
+    if version.partition("+")[0] not in TESTED:
         _logger.warning(
             "DeepSpeed %s: the backend zenflow was tested with %s",
             version or "of unknown version",
-            ", ".join(support.TESTED),
+            ", ".join(TESTED),
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zftune.integrations.deepspeed.reading import enabled, truth
+from zftune.integrations.deepspeed.ds_config import enabled, truth
 from zftune.integrations.deepspeed.refusal import Refusal, require_none
 
 

@@ -1,4 +1,4 @@
-"""What the backend zenflow does not do under DeepSpeed, a sentence each; and the versions it was tested with."""
+"""What the backend zenflow does not do under DeepSpeed, a sentence each."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from typing import Any
 from zenflow.config import read_ds_config
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed import precision
-from zftune.integrations.deepspeed.reading import enabled, offload_device, stage_of
+from zftune.integrations.deepspeed.ds_config import enabled, offload_device, stage_of
+from zftune.integrations.deepspeed.facts import SCRAMBLING, TESTED_UPSTREAM
 from zftune.integrations.deepspeed.refusal import INSTEAD, Refusal
 
-TESTED = ("0.19.6", "0.19.7", "0.19.8")
-"""Versions of DeepSpeed that the backend zenflow was tested with."""
-TESTED_UPSTREAM = ("0.19.6",)
-"""Versions whose own ZenFlow and Twin-Flow were."""
-SCRAMBLING = ("0.19.7", "0.19.8")
-"""Versions that scramble every 2-D weight at initialisation, under ZenFlow at ZeRO stages 1 and 2."""
+TAKEN_OVER = ("bf16", "bfloat16", "fp16", "data_types", "optimizer", "zero_optimization", "zftune")
+"""Sections that the backend zenflow reads itself: the engine is made without them."""
 _WITH = "with the backend zenflow"
 
 _SWITCHES = {

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed import precision, support
+from zftune.integrations.deepspeed import facts, precision, support
 from zftune.integrations.deepspeed.choosing import Training, choose
+from zftune.integrations.deepspeed.ds_config import micro_batch_of, offload_device, shown, stage_of
+from zftune.integrations.deepspeed.outcome import quality_of
 from zftune.integrations.deepspeed.precision import Precision
-from zftune.integrations.deepspeed.reading import micro_batch_of, offload_device, stage_of
 from zftune.integrations.deepspeed.refusal import Refusal, require_none
 from zftune.integrations.deepspeed.section import NAME, Section
-from zftune.store.types import Quality
 
 _logger = logging.getLogger("zftune")
 _DESTROYS = ("update-interval-auto",)
@@ -54,9 +54,7 @@ def changed(config: Mapping[str, Any], section: Section, module: nn.Module) -> d
     from zftune.store.apply import apply
 
     version = str(getattr(sys.modules.get("deepspeed"), "__version__", "")).partition("+")[0]
-    zero = config.get("zero_optimization")
-    has_zenflow = isinstance(zero, Mapping) and zero.get("zenflow") is not None
-    quality: Quality = section.quality or ("published" if has_zenflow else "exact")
+    quality = quality_of(config, section)
     stage = stage_of(config)
     require_none(refusals(config, online=section.online))
     knobs: Mapping[str, Any] = {}
@@ -84,9 +82,9 @@ def changed(config: Mapping[str, Any], section: Section, module: nn.Module) -> d
             _logger.info("zftune: %s", note)
     support.refuse_scrambling(result, version)
     _refuse_what_cannot_work(result, version)
-    if version not in support.TESTED_UPSTREAM:
+    if version not in facts.TESTED_UPSTREAM:
         _logger.warning(
-            "DeepSpeed %s: the backend deepspeed was tested with %s", version, ", ".join(support.TESTED_UPSTREAM)
+            "DeepSpeed %s: the backend deepspeed was tested with %s", version, ", ".join(facts.TESTED_UPSTREAM)
         )
     _logger.info("zftune: backend deepspeed, quality %s; %s", quality, sentence)
     return result
@@ -99,7 +97,7 @@ def _refuse_what_cannot_work(config: Mapping[str, Any], version: str) -> None:
         BadInputError: something is.
     """
     from zftune.check.checking import check
-    from zftune.check.findings import shown, shown_path
+    from zftune.check.findings import shown_path
 
     faults = [one for one in check(config, backend="deepspeed", version=version or None).findings if one.is_fault]
     for fault in faults:

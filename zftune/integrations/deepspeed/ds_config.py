@@ -1,0 +1,374 @@
+"""ds_configs as people have them: in a file, in an Accelerate configuration, in the arguments of a call."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from zenflow import ConfigError
+from zenflow.ds_config import decode, modernized, parse
+from zftune.errors import BadInputError
+
+_ALLOWED = "allowed is a ds_config (a JSON object) or an Accelerate configuration (YAML)"
+_TRUE = ("true", "1", "1.0", "yes", "on", "t", "y")  # what pydantic takes for true
+_FALSE = ("false", "0", "0.0", "no", "off", "f", "n")
+
+
+class Missing(Enum):
+    """The value of a setting that is not there, and of one that is to be left out."""
+
+    MISSING = "left out"
+
+
+MISSING = Missing.MISSING
+SettingPath: TypeAlias = tuple[str, ...]
+
+# What the Hugging Face Trainer or Accelerate puts a value in for, and a value that is as good as theirs.
+FILLED: dict[str, Any] = {
+    "train_batch_size": 1,
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "steps_per_print": 2_000_000_000,
+    "optimizer.params.lr": 1e-3,
+    "optimizer.params.betas": [0.9, 0.999],
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "scheduler.params.warmup_min_lr": 0.0,
+    "scheduler.params.warmup_max_lr": 1e-3,
+    "scheduler.params.warmup_num_steps": 10,
+    "scheduler.params.total_num_steps": 100,
+    "bf16.enabled": False,
+    "fp16.enabled": False,
+    "zero_optimization.stage": 2,
+    "zero_optimization.reduce_bucket_size": 500_000_000,
+    "zero_optimization.stage3_prefetch_bucket_size": 50_000_000,
+    "zero_optimization.stage3_param_persistence_threshold": 100_000,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+    "zero_optimization.offload_optimizer.device": "none",
+    "zero_optimization.offload_optimizer.nvme_path": None,
+    "zero_optimization.offload_param.device": "none",
+    "zero_optimization.offload_param.nvme_path": None,
+}
+# These are nothing to DeepSpeed itself, which ends or takes a default: whoever writes them uses Hugging Face.
+_TELLTALES = tuple(name for name in FILLED if not name.startswith("zero_optimization."))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A ds_config, and what is to be known of where it stands."""
+
+    config: dict[str, Any]
+    path: str | None = None
+    """Of the file in which it stands: where an Accelerate configuration names a JSON, of that."""
+    duplicates: tuple[str, ...] = ()
+    """Names that stand twice in one object."""
+    flaw: str | None = None
+    """Why it is not plain JSON, which is all that Hugging Face reads; None: it is."""
+    text: str = ""
+    """As it stands in the file."""
+    through: str | None = None
+    """The Accelerate or training configuration by which it was found."""
+    places: Mapping[str, str] | None = None
+    """Where settings stand in an Accelerate configuration that is the ds_config itself, by their names with dots."""
+    hugging_face: bool = False
+    """Whether Accelerate or the Trainer hands it on, whatever it says."""
+
+
+def read(path: str) -> Source:
+    """A ds_config from a file: JSON or Hjson, or an Accelerate or training configuration that has one or names one.
+
+    Raises:
+        BadInputError: it cannot be read, or is something else.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8")  # its line ends as they are
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadInputError(f"'{path}': cannot be read ({reason}), {_ALLOWED}") from error
+    if Path(path).suffix.lower() in (".yaml", ".yml"):
+        return _from_yaml(path, text)
+    try:
+        parsed = parse(text)
+    except ConfigError as error:
+        raise BadInputError(f"'{path}': {error}, {_ALLOWED}") from error
+    if not isinstance(parsed.value, Mapping) or not text.strip():  # to Hjson an empty file is an object
+        raise BadInputError(f"'{path}': holds no JSON object, {_ALLOWED}")
+    if parsed.flaw is None and names_another(parsed.value):
+        return _through(path, parsed.value)
+    _refuse_others(path, parsed.value)
+    return Source(dict(parsed.value), path, parsed.duplicates, parsed.flaw, text)
+
+
+def read_given(config: Any) -> dict[str, Any] | None:
+    """A ds_config in any form that `deepspeed.initialize` takes, as a copy; None: DeepSpeed will say what is wrong.
+
+    Args:
+        config: a dictionary, a path, or URL-safe base64 of (H)JSON.
+    """
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config))
+    try:
+        found = parse(Path(config).read_text(encoding="utf-8") if _is_path(config) else decode(config)).value
+    except (OSError, ValueError, TypeError, ConfigError):
+        return None
+    return dict(found) if isinstance(found, Mapping) else None
+
+
+def _is_path(config: Any) -> bool:
+    try:
+        return Path(config).exists()
+    except OSError:  # too long for a name: base64
+        return False
+
+
+# Files by which a ds_config is found
+
+
+def _from_yaml(path: str, text: str) -> Source:
+    import yaml
+
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark is not None else "its first line"
+        raise BadInputError(f"'{path}': is not YAML ({where}), {_ALLOWED}") from error
+    if not isinstance(value, Mapping) or not names_another(value):
+        raise BadInputError(f'\'{path}\': is YAML without a "deepspeed_config" or "deepspeed", {_ALLOWED}')
+    return _through(path, value)
+
+
+def names_another(value: Mapping[str, Any]) -> bool:
+    """Whether it is of Accelerate, or the arguments of a training: a ds_config has none of these."""
+    return "deepspeed_config" in value or "distributed_type" in value or "deepspeed" in value
+
+
+def _through(path: str, value: Mapping[str, Any]) -> Source:
+    """What an Accelerate configuration, or the arguments of a Trainer, axolotl or another, make DeepSpeed read."""
+    found = value.get("deepspeed")
+    if found is not None and "deepspeed_config" not in value:
+        if isinstance(found, Mapping):
+            return Source(dict(found), path, through=path, hugging_face=True)
+        return _pointed_at(path, found, "deepspeed")
+    section = value.get("deepspeed_config")
+    if str(value.get("distributed_type", "DEEPSPEED")).upper() != "DEEPSPEED" or not isinstance(section, Mapping):
+        kind = value.get("distributed_type")
+        raise BadInputError(
+            f"'{path}': is an Accelerate configuration with distributed_type {kind}, allowed is DEEPSPEED with a "
+            '"deepspeed_config" section'
+        )
+    if section.get("deepspeed_config_file") not in (None, "none"):
+        return _pointed_at(path, section["deepspeed_config_file"], "deepspeed_config.deepspeed_config_file")
+    return Source(of_accelerate(section, value), path, through=path, places=_PLACES, hugging_face=True)
+
+
+def _pointed_at(path: str, target: Any, field: str) -> Source:
+    if not isinstance(target, str):
+        raise BadInputError(f"'{path}': {field} is {target!r}, allowed is the path of a ds_config")
+    places = (Path(target), Path(path).parent / target)  # from where the training is started; else beside the file
+    there = next((str(place) for place in places if place.is_file()), None)
+    if there is None:
+        raise BadInputError(f"'{path}': {field} is {target!r}, which is not there, allowed is the path of a ds_config")
+    if Path(there).suffix.lower() in (".yaml", ".yml"):
+        raise BadInputError(f"'{path}': {field} is {target!r}, allowed is the path of a JSON file")
+    found = read(there)
+    return Source(found.config, there, found.duplicates, found.flaw, found.text, through=path, hugging_face=True)
+
+
+_PLACES = {
+    "zero_optimization.stage": "deepspeed_config.zero_stage",
+    "zero_optimization.offload_optimizer.device": "deepspeed_config.offload_optimizer_device",
+    "zero_optimization.offload_optimizer.nvme_path": "deepspeed_config.offload_optimizer_nvme_path",
+    "zero_optimization.offload_param": "deepspeed_config.offload_param_device",
+    "zero_optimization.offload_param.device": "deepspeed_config.offload_param_device",
+    "zero_optimization.offload_param.nvme_path": "deepspeed_config.offload_param_nvme_path",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "deepspeed_config.zero3_save_16bit_model",
+    "gradient_accumulation_steps": "deepspeed_config.gradient_accumulation_steps",
+    "gradient_clipping": "deepspeed_config.gradient_clipping",
+    "bf16.enabled": "mixed_precision",
+    "fp16.enabled": "mixed_precision",
+}
+
+
+def of_accelerate(section: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """The ds_config that Accelerate's plugin makes of the section "deepspeed_config", which names no file.
+
+    Args:
+        section: its settings.
+        whole: the configuration that it stands in.
+    """
+    zero: dict[str, Any] = {"stage": section.get("zero_stage", 2)}
+    for name in ("optimizer", "param"):
+        device = str(section.get(f"offload_{name}_device", "none")).lower()
+        zero[f"offload_{name}"] = {"device": device}
+        if device == "nvme":
+            zero[f"offload_{name}"]["nvme_path"] = section.get(f"offload_{name}_nvme_path", "none")
+    saves = section.get("zero3_save_16bit_model")
+    zero["stage3_gather_16bit_weights_on_model_save"] = False if saves is None else saves
+    precision = str(whole.get("mixed_precision", "no")).lower()
+    config: dict[str, Any] = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": section.get("gradient_accumulation_steps", "auto"),
+        "zero_optimization": zero,
+    }
+    if section.get("gradient_clipping"):
+        config["gradient_clipping"] = section["gradient_clipping"]
+    if precision in ("bf16", "fp8"):
+        config["bf16"] = {"enabled": True}
+    elif precision == "fp16":
+        config["fp16"] = {"enabled": True, "auto_cast": True}
+    return config
+
+
+_OTHERS = {
+    "a model's config.json": (("model_type",), ("architectures",)),
+    "a package.json": (("name", "version"), ("dependencies",), ("devDependencies",)),
+    "a tokenizer's file": (("tokenizer_class",), ("added_tokens_decoder",)),
+    "a model's generation_config.json": (("bos_token_id",), ("eos_token_id",)),
+    "an index of weights": (("weight_map",),),
+}
+
+
+def _refuse_others(path: str, value: Mapping[str, Any]) -> None:
+    for what, signs in _OTHERS.items():
+        if any(all(name in value for name in sign) for sign in signs) and "zero_optimization" not in value:
+            raise BadInputError(f"'{path}': is {what}, {_ALLOWED}")
+
+
+# What a ds_config says
+
+
+def at(config: Mapping[str, Any], path: SettingPath) -> Any:
+    """A setting's value; MISSING where it is not there."""
+    value: Any = config
+    for name in path:
+        if not isinstance(value, Mapping) or name not in value:
+            return MISSING
+        value = value[name]
+    return value
+
+
+def path_of(dotted: str) -> SettingPath:
+    """The names on the way to a setting."""
+    return tuple(dotted.split("."))
+
+
+def shown(value: Any, *, whole: bool = False) -> str:
+    """A value as it stands in a file, cut short.
+
+    Args:
+        value: of a setting.
+        whole: whether sections are shown too.
+    """
+    if isinstance(value, Mapping) and value and not whole:
+        return "{...}"
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 48 else text[:45] + "..."
+
+
+def put(config: dict[str, Any], path: SettingPath, value: Any) -> None:
+    """Set a setting, or take it out; sections on the way are made where they are not there.
+
+    Args:
+        config: is changed.
+        path: of the setting.
+        value: MISSING takes it out.
+    """
+    *sections, name = path
+    for section in sections:
+        inner = config.get(section)
+        if not isinstance(inner, dict):
+            if value is MISSING:
+                return
+            inner = config[section] = {}
+        config = inner
+    if value is MISSING:
+        config.pop(name, None)
+    else:
+        config[name] = value
+
+
+def leaves(value: Any, path: SettingPath = ()) -> Iterator[tuple[SettingPath, Any]]:
+    """Every setting that is no section, and its path."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from leaves(inner, (*path, str(name)))
+    else:
+        yield path, value
+
+
+def is_hugging_face(config: Mapping[str, Any]) -> bool:
+    """Whether it is of the Trainer or Accelerate: they put values in where it says "auto"."""
+    return any(at(config, path_of(name)) == "auto" for name in _TELLTALES)
+
+
+def filled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with a value wherever Hugging Face puts one in."""
+    changed: dict[str, Any] = json.loads(json.dumps(config, default=str))
+    for dotted, value in FILLED.items():
+        if at(changed, path_of(dotted)) == "auto":
+            put(changed, path_of(dotted), value)
+    return changed
+
+
+def given(source: Source) -> dict[str, Any]:
+    """What DeepSpeed is given: with the values that Hugging Face puts in, among them batch sizes that fit."""
+    if not source.hugging_face and not is_hugging_face(source.config):
+        return dict(source.config)
+    changed = filled(source.config)
+    whole, micro = "train_batch_size", "train_micro_batch_size_per_gpu"
+    if source.config.get(whole) == "auto":
+        del changed[whole]
+    elif whole in changed and source.config.get(micro) == "auto":
+        del changed[micro]
+    return changed
+
+
+def offload_device(config: Mapping[str, Any]) -> str:
+    """Where a ds_config has the optimizer's state: "none", "cpu" or "nvme"."""
+    zero = modernized({"zero_optimization": config.get("zero_optimization")})["zero_optimization"]
+    offload = zero.get("offload_optimizer") if isinstance(zero, Mapping) else None
+    return str(offload.get("device", "none")) if isinstance(offload, Mapping) else "none"
+
+
+def offloads(config: Mapping[str, Any]) -> bool:
+    """Whether it is of a training whose optimizer is on the CPU: a reference model's has nothing to tune."""
+    return offload_device(config) == "cpu"
+
+
+def stage_of(config: Mapping[str, Any]) -> Any:
+    """The ZeRO stage that a ds_config says, whatever it is."""
+    zero = config.get("zero_optimization")
+    if isinstance(zero, bool):
+        return int(zero)
+    return zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+
+
+def enabled(config: Mapping[str, Any], *names: str) -> bool:
+    """Whether a section of one of these names is switched on."""
+    sections = [config.get(name) for name in names]
+    return any(truth(section.get("enabled")) for section in sections if isinstance(section, Mapping))
+
+
+def truth(value: Any) -> bool | None:
+    """A truth value in any form that DeepSpeed takes; None: it is none."""
+    word = str(value).lower()
+    return True if word in _TRUE else False if word in _FALSE else None
+
+
+def micro_batch_of(config: Mapping[str, Any], ranks: int) -> int:
+    """Sequences of a backward pass on each rank, from what DeepSpeed finds them from; 1 where that is not said."""
+    given = config.get("train_micro_batch_size_per_gpu")
+    if isinstance(given, int):
+        return max(1, given)
+    whole, passes = config.get("train_batch_size"), config.get("gradient_accumulation_steps", 1)
+    if isinstance(whole, int) and isinstance(passes, int) and passes > 0:
+        return max(1, whole // (passes * ranks))
+    return 1
