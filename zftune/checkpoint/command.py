@@ -42,7 +42,8 @@ def import_(
 ) -> None:
     """Make a checkpoint of ours from a folder of ZeRO-1 or ZeRO-2, or a file {"model", "optimizer"} of torch's AdamW.
 
-    TO is such a file where it ends in .pt, else a folder that DeepSpeed's engine loads under `zftune run`.
+    TO is such a file where it ends in .pt, else a folder that DeepSpeed's engine loads under `zftune run`. What else
+    lies in the folder FROM, such as a Trainer's state, is copied into that.
     """
     _check_json(json_path)
 
@@ -68,7 +69,8 @@ def export(
 ) -> None:
     """Make a plain checkpoint, or a folder of ZeRO-2, from one of ours; pending updates are applied.
 
-    Plain is a file {"model": fp32 masters by name, "optimizer": a state_dict of torch.optim.AdamW}.
+    Plain is a file {"model": fp32 masters by name, "optimizer": a state_dict of torch.optim.AdamW}. What else lies in
+    the folder FROM is copied into a folder of ZeRO-2.
     """
     _check_json(json_path)
 
@@ -101,6 +103,9 @@ def _report(convert: Callable[[], Converted], json_path: str | None) -> None:
         f"after {done.steps} steps.",
         err=to_stderr,
     )
+    if done.copied:
+        names = dict.fromkeys(name.partition("/")[0] for name in done.copied)
+        typer.echo(f"Copied as they were: {', '.join(names)}.", err=to_stderr)
     for note in done.notes:
         typer.echo(f"note: {note}", err=True)
     if json_path is not None:

@@ -15,11 +15,12 @@ from zftune.checkpoint.plain import plain_document, read_plain
 from zftune.checkpoint.reading_ours import read_ours
 from zftune.checkpoint.reading_zero import ds_config as ds_config_of
 from zftune.checkpoint.reading_zero import read_zero
-from zftune.checkpoint.sources import MODEL_STATES, open_source
+from zftune.checkpoint.rest import Rest, rest_of
+from zftune.checkpoint.sources import Source, open_source
 from zftune.checkpoint.state import TrainingState
 from zftune.checkpoint.writing import check_target, save_file, save_folder
-from zftune.checkpoint.writing_ours import first_knobs, our_state_dict
-from zftune.checkpoint.writing_zero import deepspeed_version, engine_state, zero_documents
+from zftune.checkpoint.writing_ours import first_knobs, our_documents, our_state_dict
+from zftune.checkpoint.writing_zero import zero_documents
 from zftune.errors import BadInputError
 
 To = Literal["plain", "zero"]
@@ -38,6 +39,8 @@ class Converted:
     groups: int
     weights: int
     elements: int
+    copied: tuple[str, ...]
+    """Files of a folder that are in it as they were."""
     notes: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
@@ -52,6 +55,7 @@ class Converted:
             "groups": self.groups,
             "weights": self.weights,
             "elements": self.elements,
+            "copied": list(self.copied),
             "notes": list(self.notes),
         }
 
@@ -73,20 +77,18 @@ def import_checkpoint(source: str, output: str, *, ds_config: str | None = None,
     opened = open_source(source, trust=trust)
     if opened.form == "ours":
         raise BadInputError(f"{opened.what}: is a checkpoint of ours already, allowed are ZeRO-1, ZeRO-2 and plain")
+    is_file = target.suffix in _FILE_SUFFIXES
+    rest = Rest() if is_file else rest_of(opened.folder, opened.tag)
     with _reading(opened.what):
         training = read_zero(opened, trust=trust) if opened.form == "zero" else read_plain(opened.document, opened.what)
     optimizer = our_state_dict(training, first_knobs(ds_config or _own_config(opened.document)))
-    model = training.tensors(masters=False)
-    if _is_file(target):
+    if is_file:
         if training.loss_scaler:
             training.notes.append(f"the loss scale, {training.loss_scaler['cur_scale']:g}, is not in a file")
-        save_file({"model": model, "optimizer": optimizer}, target)
+        save_file({"model": training.tensors(masters=False), "optimizer": optimizer}, target)
     else:
-        if training.loss_scaler:
-            optimizer["loss_scaler"] = training.loss_scaler  # as the engine's optimizer keeps it
-        document = engine_state(training, model, deepspeed_version(training), ranks=1)
-        save_folder({MODEL_STATES: {**document, "optimizer": optimizer}}, _tag(training), target)
-    return _converted(training, opened.form, "ours", target)
+        save_folder(our_documents(training, optimizer), _tag(opened, training), target, rest)
+    return _converted(training, opened.form, "ours", target, rest)
 
 
 def export_checkpoint(
@@ -114,6 +116,7 @@ def export_checkpoint(
     opened = open_source(source, trust=trust)
     if opened.form != "ours":
         raise BadInputError(f"{opened.what}: is not a checkpoint of ours, allowed is what our optimizers saved")
+    rest = Rest() if to == "plain" else rest_of(opened.folder, opened.tag)
     tensors = None if model is None else _model(model, trust=trust)
     with _reading(opened.what):
         training = read_ours(opened, tensors)
@@ -122,11 +125,11 @@ def export_checkpoint(
     else:
         if "loss_scaler" in opened.document["optimizer"]:
             training.notes.append("the loss scale is not taken over: DeepSpeed begins with that of its configuration")
-        save_folder(zero_documents(training, ranks), _tag(training), target)
-    return _converted(training, "ours", to, target)
+        save_folder(zero_documents(training, ranks), _tag(opened, training), target, rest)
+    return _converted(training, "ours", to, target, rest)
 
 
-def _converted(training: TrainingState, source_form: str, target_form: str, target: Path) -> Converted:
+def _converted(training: TrainingState, source_form: str, target_form: str, target: Path, rest: Rest) -> Converted:
     weights = list(training.weights)
     return Converted(
         source_form=source_form,
@@ -137,7 +140,8 @@ def _converted(training: TrainingState, source_form: str, target_form: str, targ
         groups=len(training.groups),
         weights=len(weights),
         elements=sum(weight.master.numel() for weight in weights),
-        notes=tuple(training.notes),
+        copied=tuple(rest.found),
+        notes=(*training.notes, *rest.notes),
     )
 
 
@@ -157,12 +161,8 @@ def _own_config(document: Mapping[str, Any]) -> dict[str, Any] | None:
     return wanted if config else None
 
 
-def _is_file(target: Path) -> bool:
-    return target.suffix in _FILE_SUFFIXES
-
-
-def _tag(training: TrainingState) -> str:
-    return f"global_step{training.engine.get('global_steps', training.steps)}"
+def _tag(source: Source, training: TrainingState) -> str:
+    return source.tag or f"global_step{training.engine.get('global_steps', training.steps)}"
 
 
 @contextmanager

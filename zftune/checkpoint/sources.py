@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from zftune.checkpoint.loading import load
+from zftune.checkpoint.rest import LATEST
 from zftune.errors import BadInputError
 
 HEADER = "zenflow"
@@ -30,6 +32,10 @@ class Source:
     """`mp_rank_00_model_states.pt`, or the file."""
     parts: tuple[Path, ...] = ()
     """Each rank's file, of ZeRO."""
+    folder: Path | None = None
+    """Where more may lie; None of a file, and where the inner folder was given."""
+    tag: str | None = None
+    """The inner folder's name then."""
 
 
 def open_source(path: str, *, trust: bool) -> Source:
@@ -44,7 +50,10 @@ def open_source(path: str, *, trust: bool) -> Source:
     """
     place, what = Path(path), f"FROM '{path}'"
     if place.is_dir():
-        return _open_folder(_tag_folder(place, what), what, trust=trust)
+        tag = _latest(place, what)
+        if tag is None:
+            return _open_folder(place, what, trust=trust)
+        return replace(_open_folder(place / tag, what, trust=trust), folder=place, tag=tag)
     if not place.is_file():
         raise BadInputError(f"{what}: is not there, {_FORMS}")
     document = load(place, trust=trust)
@@ -72,14 +81,17 @@ def model_of(document: Mapping[str, Any], what: str) -> Mapping[str, Any]:
     return model
 
 
-def _tag_folder(folder: Path, what: str) -> Path:
-    latest = folder / "latest"
+def _latest(folder: Path, what: str) -> str | None:
+    """The name of the inner folder that is to be converted; None: it is this one."""
+    latest = folder / LATEST
     if not latest.is_file():
-        return folder
+        return None
     tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+    if tag != Path(tag).name or tag == os.pardir:  # a folder of that name will be written
+        raise BadInputError(f"{what}: its latest is '{tag}', allowed is the name of a folder in it")
     if not tag or not (folder / tag).is_dir():
         raise BadInputError(f"{what}: its latest is '{tag}', which is not there, allowed is a whole checkpoint")
-    return folder / tag
+    return tag
 
 
 def _open_folder(folder: Path, what: str, *, trust: bool) -> Source:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from zftune.checkpoint.rest import LATEST, Rest
 from zftune.errors import BadInputError, ZftuneError
 
 
@@ -47,13 +48,14 @@ def save_file(document: Any, target: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def save_folder(documents: Mapping[str, Any], tag: str, target: Path) -> None:
+def save_folder(documents: Mapping[str, Any], tag: str, target: Path, rest: Rest) -> None:
     """Write a folder as DeepSpeed's engine does: a folder of that tag, and a file that says it is the latest.
 
     Args:
         documents: by file name.
         tag: the inner folder's name.
         target: the outer folder.
+        rest: what else belongs into it.
 
     Raises:
         ZftuneError: it cannot be written; nothing is there then.
@@ -64,7 +66,8 @@ def save_folder(documents: Mapping[str, Any], tag: str, target: Path) -> None:
         inner.mkdir(parents=True)
         for name, document in documents.items():
             _save(document, inner / name)
-        (partial / "latest").write_text(tag, encoding="utf-8")
+        rest.copy_to(partial)
+        (partial / LATEST).write_text(tag, encoding="utf-8")
         partial.replace(target)
     except (OSError, RuntimeError) as error:
         raise _unwritten(target, error) from error

@@ -17,6 +17,8 @@ from zenflow.checkpoint_format import HEADER, Header, SavedWeight, shapes
 from zenflow.layout import WeightPlan
 from zenflow.rules import RULES as ZENFLOW_RULES
 from zenflow.rules import Rule
+from zftune.checkpoint.engine_files import engine_state, in_bf16, masters_alone, optimizer_file
+from zftune.checkpoint.sources import MODEL_STATES
 from zftune.checkpoint.state import TrainingState, Weight
 from zftune.errors import BadInputError
 
@@ -89,6 +91,27 @@ def our_state_dict(training: TrainingState, config: ZenFlowConfig) -> dict[str, 
     groups = _groups(training)
     groups[0][HEADER] = header.to_json()
     return {"state": state, "param_groups": groups}
+
+
+def our_documents(training: TrainingState, optimizer: dict[str, Any]) -> dict[str, Any]:
+    """The files of a checkpoint as DeepSpeed's engine saves it under `zftune run`, by name.
+
+    Args:
+        training: the run.
+        optimizer: as `our_state_dict` has it.
+    """
+    model = training.tensors(masters=False)
+    if training.loss_scaler:
+        optimizer = {**optimizer, "loss_scaler": training.loss_scaler}  # as the engine's optimizer keeps it
+    masters = [
+        torch.cat([torch.empty(0), *(weight.master.reshape(-1) for weight in group.weights)])
+        for group in training.groups
+    ]
+    engine = engine_state(training, training.groups, model, ranks=1)
+    return {
+        MODEL_STATES: {**engine, "optimizer": optimizer},
+        optimizer_file(0, bf16=in_bf16(training)): masters_alone(masters, engine["ds_config"], engine["ds_version"]),
+    }
 
 
 def _groups(training: TrainingState) -> list[dict[str, Any]]:

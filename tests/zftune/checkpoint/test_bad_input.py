@@ -71,6 +71,7 @@ def test_a_conversion_says_what_it_did(plain: Path, tmp_path: Path) -> None:
         "groups": 2,
         "weights": 6,
         "elements": 342,
+        "copied": [],
         "notes": [],
     }
     assert "6 weights of 342 elements in 2 groups, rule adamw, after 2 steps." in result.stderr

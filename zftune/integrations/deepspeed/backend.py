@@ -187,7 +187,7 @@ def take_over(engine: Any, made: EngineOptimizer, plan: Plan) -> None:
     if made.loss_scaler is not None:
         engine.torch_autocast_z0_gradscaler = LossScaling(made)
     _allow_direct_backward(engine, made)
-    save_with_fp32(engine, made, plan.stage)
+    save_with_fp32(engine, made)
     save_whole(engine, made)
     if plan.precision.casts_inputs and plan.precision.dtype is not None:
         cast_inputs(engine.module, plan.precision.dtype)

@@ -13,13 +13,12 @@ import torch
 
 from zenflow.full_state import MASTER
 from zenflow.state import reread
+from zftune.checkpoint.engine_files import masters_alone, optimizer_file
 
 if TYPE_CHECKING:
     from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer
 
 _logger = logging.getLogger("zftune")
-_FILE = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-
 
 _SAVES = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
 _MARK = "__zftune_original__"
@@ -68,13 +67,12 @@ def _hook_accelerate(accelerator: Any) -> None:
     accelerator.get_state_dict = get_state_dict
 
 
-def save_with_fp32(engine: Any, optimizer: EngineOptimizer, stage: int) -> None:
+def save_with_fp32(engine: Any, optimizer: EngineOptimizer) -> None:
     """Let `engine.save_checkpoint` write them too, with the script that DeepSpeed drops beside them.
 
     Args:
         engine: just made.
         optimizer: the engine's.
-        stage: of ZeRO, as the ds_config says.
     """
     original = engine._save_checkpoint
 
@@ -83,15 +81,13 @@ def save_with_fp32(engine: Any, optimizer: EngineOptimizer, stage: int) -> None:
         save_dir: Any, tag: Any, client_state: Mapping[str, Any] | None = None, exclude_frozen_parameters: bool = False
     ) -> Any:
         if engine.save_non_zero_checkpoint:  # this rank writes the model
-            prefix = "bf16_" if engine.bfloat16_enabled() else ""
-            document = {
-                "optimizer_state_dict": _masters(optimizer, stage),
-                "ds_config": engine.config,
-                "ds_version": _version(),
-            }
-            engine.checkpoint_engine.save(document, str(Path(save_dir, str(tag), prefix + _FILE)))
+            document = masters_alone(_masters(optimizer), engine.config, _version())
+            name = optimizer_file(0, bf16=engine.bfloat16_enabled())
+            engine.checkpoint_engine.save(document, str(Path(save_dir, str(tag), name)))
             if engine.global_rank == 0:
-                engine._copy_recovery_script(save_dir)
+                engine._copy_recovery_script(
+                    save_dir
+                )  # which DeepSpeed does where it saves ZeRO's parts, thus not here
         about = _about_model(engine, optimizer, frozen=not exclude_frozen_parameters)
         return original(
             save_dir,
@@ -103,7 +99,7 @@ def save_with_fp32(engine: Any, optimizer: EngineOptimizer, stage: int) -> None:
     engine._save_checkpoint = save
 
 
-def _masters(optimizer: EngineOptimizer, stage: int) -> dict[str, Any]:
+def _masters(optimizer: EngineOptimizer) -> list[torch.Tensor]:
     """Each group's masters behind each other, as one rank of ZeRO has them."""
     flats = []
     for group in optimizer.param_groups:
@@ -114,12 +110,7 @@ def _masters(optimizer: EngineOptimizer, stage: int) -> dict[str, Any]:
             master = optimizer.full_state(parameter)[MASTER]
             part.copy_(reread(master, parameter.detach().cpu()).reshape(-1))  # with what is pending, as the weights
         flats.append(flat)
-    return {
-        "zero_stage": max(1, stage),
-        "partition_count": [1] * len(flats),
-        "single_partition_of_fp32_groups": flats,
-        "ds_version": _version(),
-    }
+    return flats
 
 
 def _about_model(engine: Any, optimizer: EngineOptimizer, *, frozen: bool) -> dict[str, Any]:

@@ -1,0 +1,147 @@
+"""A Trainer's checkpoints with DeepSpeed, there and back: the Trainer itself goes on from what was made of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the demo extra is not installed")
+
+from tests import upstream_ops, zygote
+from tests.once import once
+from tests.zftune.integrations.trainer_run import SAVE_EVERY, STEPS
+from tests.zftune.integrations.trainers import furthest
+from zftune.checkpoint.converting import export_checkpoint, import_checkpoint
+
+LR = 1e-2  # the trainers'
+_AUTO = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+_BASE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+}
+CONFIGS = {
+    "bf16": {**_BASE, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": _AUTO}},
+    "own": {**_BASE, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True},
+}
+"""DeepSpeed makes the optimizer; the Trainer makes it, and the scheduler, which it saves in a file of its own."""
+NEAR = {"bf16": 5e-2, "own": 1e-4}
+"""Of masters, in learning rates: bf16 gradients that are clipped are rounded once more by DeepSpeed."""
+MIDDLE, LATER = f"checkpoint-{SAVE_EVERY}", f"checkpoint-{2 * SAVE_EVERY}"
+REST = {
+    "config.json", "generation_config.json", "model.safetensors", "rng_state.pth", "trainer_state.json",
+    "training_args.bin", "zero_to_fp32.py",
+}  # fmt: skip
+RUNS = ("plain", "ours", "back")
+
+
+def run(folder: Path, name: str, checkpoint: Path | None, *, ours: bool = False) -> None:
+    """Train into a folder, under `zftune run` or as upstream does."""
+    (folder / name).mkdir()
+    words: list[str | Path] = ["-m", "tests.zftune.integrations.trainer_run", folder / name]
+    words += [json.dumps(CONFIGS[folder.name]), *([checkpoint] if checkpoint else [])]
+    if ours:
+        words = ["-c", zygote.MAIN, "run", "--backend", "zenflow", "--", sys.executable, *words]
+    environment = {**os.environ, **upstream_ops.environment(), "ZFTUNE_DB": str(folder / "db"), "OMP_NUM_THREADS": "1"}
+    (process,) = zygote.ranks(1, words, env=environment, exec_in_place=ours)
+    with process:
+        assert process.wait(300) == 0, process.stdout[-3000:] + process.stderr[-6000:]
+
+
+def chain(folder: Path) -> Path:
+    """Each configuration: begun and resumed by DeepSpeed; by us from its import; by DeepSpeed from our export."""
+    for name in CONFIGS:
+        place = folder / name
+        place.mkdir()
+        run(place, "begun", None)
+        run(place, "plain", place / "begun" / MIDDLE)
+        import_checkpoint(str(place / "begun" / MIDDLE), str(place / "imported"))
+        run(place, "ours", place / "imported", ours=True)
+        export_checkpoint(str(place / "ours" / LATER), str(place / "exported"), to="zero")
+        run(place, "back", place / "exported")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    upstream_ops.need()
+    return once(tmp_path_factory, "trainer-with-deepspeed", chain)
+
+
+def seen_by(folder: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(folder / name / "seen.pt", weights_only=True)
+    return found
+
+
+def column(seen: dict[str, Any], name: str) -> list[float]:
+    return [entry[name] for entry in seen["log"]]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_trainer_goes_on_as_deepspeed_does(trainings: Path, name: str) -> None:
+    """From an import under `zftune run`, and from an export of what that saved: steps, rates, losses, weights."""
+    folder = trainings / name
+    begun, plain, ours, back = (seen_by(folder, run) for run in ("begun", *RUNS))
+    assert [one["optimizer"] for one in (plain, ours, back)] == [
+        "DeepSpeedZeroOptimizer", "EngineOptimizer", "DeepSpeedZeroOptimizer"
+    ]  # fmt: skip
+    assert column(plain, "loss") == column(begun, "loss")  # so a resumed run can be known by its losses
+    for other in (ours, back):
+        assert other["step"] == STEPS
+        assert column(other, "step") == list(range(1, STEPS + 1))
+        assert column(other, "learning_rate") == column(plain, "learning_rate")
+        assert column(other, "loss") == pytest.approx(column(plain, "loss"), rel=1e-3 if name == "bf16" else 1e-6)
+        assert furthest(other["masters"], plain["masters"]) < NEAR[name] * LR
+    state = torch.load(folder / "begun" / MIDDLE / f"global_step{SAVE_EVERY}" / "mp_rank_00_model_states.pt")
+    assert furthest({n: state["module"][n] for n in plain["masters"]}, plain["masters"]) > LR
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_everything_else_is_in_the_folder(trainings: Path, name: str) -> None:
+    folder = trainings / name
+    also = {"scheduler.pt"} if name == "own" else set()
+    for source, target in (
+        (folder / "begun" / MIDDLE, folder / "imported"),
+        (folder / "ours" / LATER, folder / "exported"),
+    ):
+        inner = (source / "latest").read_text()
+        assert (target / "latest").read_text() == inner
+        assert {path.name for path in target.iterdir()} == {*REST, *also, "latest", inner}
+        for file in REST | also:
+            assert (target / file).read_bytes() == (source / file).read_bytes(), file
+            assert not (target / file).samefile(source / file), file
+        assert os.access(target / "zero_to_fp32.py", os.X_OK)
+
+
+def by_script(folder: Path, out: Path) -> dict[str, torch.Tensor]:
+    """As the script's own words say: `python zero_to_fp32.py . output_dir/`."""
+    zygote.run([folder / "zero_to_fp32.py", ".", out], cwd=folder, check=True)
+    found: dict[str, torch.Tensor] = torch.load(out / "pytorch_model.bin", weights_only=True)
+    return found
+
+
+def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], names: Iterable[str]) -> None:
+    for name in names:
+        assert found[name].dtype == torch.float32, name
+        assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_deepspeeds_script_in_the_folder_makes_the_masters(trainings: Path, tmp_path: Path, name: str) -> None:
+    """Of a Trainer's folder that we saved, of an imported and of an exported one."""
+    folder = trainings / name
+    last = seen_by(folder, "ours")["masters"]
+    equal(by_script(folder / "ours" / f"checkpoint-{STEPS}", tmp_path / "saved"), last, last)
+    deepspeeds = by_script(folder / "begun" / MIDDLE, tmp_path / "begun")
+    equal(by_script(folder / "imported", tmp_path / "imported"), deepspeeds, last)
+    of_later = by_script(folder / "ours" / LATER, tmp_path / "later")
+    equal(by_script(folder / "exported", tmp_path / "exported"), of_later, last)
+    assert not torch.equal(of_later["lm_head.weight"], deepspeeds["lm_head.weight"])

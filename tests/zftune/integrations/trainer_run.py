@@ -1,0 +1,51 @@
+"""The Trainer with DeepSpeed, in a process of its own.
+
+python -m tests.zftune.integrations.trainer_run FOLDER CONFIG [CHECKPOINT]
+
+It trains into FOLDER, from CHECKPOINT on if there is one, and leaves what it saw in FOLDER/seen.pt.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STEPS, SAVE_EVERY = 8, 3
+
+
+def main() -> None:
+    folder, config, *checkpoint = sys.argv[1:]
+    torch.set_num_threads(1)
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    from tests.zftune.integrations.trainers import trainer
+
+    ds_config: dict[str, Any] = json.loads(config)
+    made = trainer(
+        Path(folder),
+        None,
+        deepspeed=ds_config,
+        bf16="bf16" in ds_config,
+        max_steps=STEPS,
+        save_strategy="steps",
+        save_steps=SAVE_EVERY,
+    )
+    for part in made.model.modules():
+        if hasattr(part, "attention_dropout"):
+            part.attention_dropout = 0.3  # losses need the random numbers that the checkpoint has
+    made.train(resume_from_checkpoint=checkpoint[0] if checkpoint else None)
+    seen = {
+        "log": [entry for entry in made.state.log_history if "loss" in entry],
+        "step": made.state.global_step,
+        "optimizer": type(made.deepspeed.optimizer).__name__,
+        "masters": {name: safe_get_full_fp32_param(p).clone() for name, p in made.model.named_parameters()},
+    }
+    torch.save(seen, Path(folder, "seen.pt"))
+
+
+if __name__ == "__main__":
+    main()
