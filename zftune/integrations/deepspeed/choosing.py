@@ -129,6 +129,30 @@ def _named(store: Store, training: Training, name: str) -> Chosen:
     return Chosen(knobs, sentence if about_cores is None else f"{sentence}; {about_cores}")
 
 
+def late_knobs(own: ZenFlowConfig, quality: Quality, device: torch.device) -> tuple[ZenFlowConfig, str]:
+    """The knobs to begin with where late updates are allowed and neither ds_config nor preset says which.
+
+    Args:
+        own: the ds_config's, under which every update is waited for.
+        quality: "published" or "loose".
+        device: that the model is on.
+
+    Returns:
+        The knobs, and where they come from.
+    """
+    from zftune.hiding.following import FIRST_STEPS
+    from zftune.hiding.planned import late_defaults
+    from zftune.hiding.words import named
+
+    if device.type != "cpu":
+        return own, f"the planner finds knobs in {FIRST_STEPS} steps, each of which waits for every update"
+    late = late_defaults(quality, own)
+    return (
+        late,
+        f"the knobs are the default of this quality ({named(late)}), since on a plain CPU there is nothing to plan",
+    )
+
+
 def with_knobs(own: ZenFlowConfig, chosen: Chosen, quality: Quality) -> ZenFlowConfig:
     """The ds_config's knobs with a preset's.
 

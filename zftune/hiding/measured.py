@@ -1,0 +1,115 @@
+"""What the first steps of a run that waits for every update show: all that a plan for late ones is made from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from zenflow import StepStats, ZenFlowConfig
+from zenflow.host.limits import available_host_bytes
+from zenflow.optimizer import ZenFlowOptimizer
+from zenflow.timeline import Lane, Timeline
+from zftune.errors import ZftuneError
+from zftune.planner import ModelFacts, Rates
+from zftune.planner.choosing import HEADROOM
+from zftune.tuner.facts import Seen, device_limit
+from zftune.tuner.forecast import UNLIMITED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A run, by value: the planner works in another process."""
+
+    model: ModelFacts
+    config: ZenFlowConfig
+    step_ms: float
+    rates: Rates
+    """As they were: compute with the runtime's own kernels in it, a host that other ranks use too."""
+    device_bytes: int
+    """Device memory that other knobs may take beyond what these need."""
+    host_bytes: int
+    """Host memory that the optimizer has or may still take."""
+
+    @property
+    def share(self) -> float:
+        """Of a step that the device waits for host and link."""
+        return max(0.0, 1 - self.rates.compute_ms / self.step_ms)
+
+
+def waits_for_all(config: ZenFlowConfig) -> bool:
+    """Whether a step waits for every update that the host makes for it, and there are some."""
+    return config.update_interval == 1 and not config.overlap_step and config.offload_ratio > 0
+
+
+def measured(optimizer: ZenFlowOptimizer, steps: Sequence[StepStats], timeline: Timeline | None) -> Measured:
+    """Read it, without waiting.
+
+    Args:
+        optimizer: that trains.
+        steps: of it, alike.
+        timeline: of some of its steps.
+
+    Raises:
+        ZftuneError: they show too little to plan by.
+    """
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    module = optimizer.module or nn.ParameterList(parameters)
+    model = ModelFacts.from_module(type(module).__name__, module)
+    seen = Seen(optimizer.config, tuple(steps), has_loss=False)
+    if timeline is None or not seen.compute_ms > 0:
+        raise ZftuneError("no step shows what it waits for")
+    rates = Rates(
+        forward_ms=seen.compute_ms / 3,  # backward does twice the arithmetic
+        backward_ms=seen.compute_ms * 2 / 3,
+        d2h_gbps=_link_gbps(timeline, "d2h"),
+        h2d_gbps=_link_gbps(timeline, "h2d"),
+        host_gbps=1.0,
+        element_bytes=model.element_bytes,
+        link_in_host=False,
+    )
+    return Measured(
+        model=model,
+        config=optimizer.config,
+        step_ms=seen.step_ms,
+        rates=replace(rates, host_gbps=_host_gbps(steps, rates)),
+        device_bytes=_device_bytes(optimizer),
+        host_bytes=_host_bytes(optimizer),
+    )
+
+
+def _device_bytes(optimizer: ZenFlowOptimizer) -> int:
+    limit, peak = device_limit(optimizer), optimizer.device.peak_bytes()
+    return UNLIMITED if limit is None or peak is None else max(0, limit - peak)
+
+
+def _host_bytes(optimizer: ZenFlowOptimizer) -> int:
+    own, free = optimizer.host_bytes(), available_host_bytes()
+    if free is None:
+        return UNLIMITED
+    share = (1 - HEADROOM) * free / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return own["state"] + own["log"] + own["staging"] + round(share)
+
+
+def _link_gbps(timeline: Timeline, lane: Lane) -> float:
+    """Of the copies that began while it was recorded."""
+    spans = [span for span in timeline.lanes.get(lane, ()) if span.begin_ms > 0 and span.nbytes]
+    busy_ms = sum(span.end_ms - span.begin_ms for span in spans)
+    if not busy_ms > 0:
+        raise ZftuneError(f"no copy ({lane}) was seen")
+    return sum(span.nbytes or 0 for span in spans) / busy_ms / 1e6
+
+
+def _host_gbps(steps: Sequence[StepStats], at_one: Rates) -> float:
+    """With which the planner finds the time that updates took, whatever limited them and whatever the rule is.
+
+    Args:
+        steps: each of whose updates is of one gradient.
+        at_one: rates with 1 GB/s.
+    """
+    elements, taken_ms = sum(one.host_elements for one in steps), sum(one.host_ms for one in steps)
+    if not elements or not taken_ms > 0:
+        raise ZftuneError("the host updated nothing")
+    return at_one.host_ms(elements, 1) / taken_ms
