@@ -18,7 +18,7 @@ from zenflow import ZenFlowConfig, ZenFlowError
 from zftune.agent import NOBODY, ONLINE
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed import optimizers
-from zftune.integrations.deepspeed.choosing import Training, choose, late_knobs, with_knobs
+from zftune.integrations.deepspeed.choosing import OWN_KNOBS, Training, choose, late_knobs, with_knobs
 from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer, LossScaling
 from zftune.integrations.deepspeed.fp32_weights import save_whole, save_with_fp32
 from zftune.integrations.deepspeed.precision import Precision, cast_inputs, loss_scaler
@@ -170,7 +170,8 @@ class Making:
                 sentence += ", but for update_interval 1 and overlap_step false, which exact needs"
         elif plan.late is None and not chosen.knobs and not _has_tuner(plan.section):
             self.follows = True
-            config, sentence = late_knobs(config, plan.quality, self._torch_device)
+            config, late = late_knobs(config, plan.quality, self._torch_device)
+            sentence = sentence.replace(OWN_KNOBS, late)
         _logger.info("zftune: backend zenflow, quality %s; %s", _PROMISES[plan.quality], sentence)
         return config
 

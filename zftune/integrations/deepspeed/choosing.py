@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zftune.store.types import Backend, Key, Preset, Quality
 
 _logger = logging.getLogger("zftune")
+OWN_KNOBS = "the knobs are the ds_config's"
 _TRAJECTORY = ("topk_ratio", "update_interval", "overlap_step", "apply_lag")
 
 
@@ -107,7 +108,7 @@ def _best(store: Store, training: Training, *, asked: bool) -> Chosen:
     match = find(query, store.presets())
     if match is None:
         none = "no preset is for this model on this hardware yet (zftune tune makes one)"
-        return Chosen({}, f"{none}, so the knobs are the ds_config's" if asked else "the knobs are the ds_config's")
+        return Chosen({}, f"{none}, so {OWN_KNOBS}" if asked else OWN_KNOBS)
     return Chosen(match.knobs, match.reason)
 
 
@@ -145,7 +146,7 @@ def late_knobs(own: ZenFlowConfig, quality: Quality, device: torch.device) -> tu
     from zftune.hiding.words import named
 
     if device.type != "cpu":
-        return own, f"the planner finds knobs in {FIRST_STEPS} steps, each of which waits for every update"
+        return own, f"the planner finds the knobs in {FIRST_STEPS} steps, each of which waits for every update"
     late = late_defaults(quality, own)
     return (
         late,
