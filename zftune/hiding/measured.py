@@ -6,17 +6,23 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
-from zenflow import StepStats, ZenFlowConfig
+from zenflow import Device, EmulatedAccelerator, StepStats, ZenFlowConfig
 from zenflow.host.limits import available_host_bytes
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.timeline import Lane, Timeline
 from zftune.errors import ZftuneError
 from zftune.planner import ModelFacts, Rates
 from zftune.planner.choosing import HEADROOM
+from zftune.planner.here import device_gbps
+from zftune.planner.rates import device_work_ms
+from zftune.planner.split import totals_of
 from zftune.tuner.facts import Seen, device_limit
 from zftune.tuner.forecast import UNLIMITED
+
+_COPY_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +32,10 @@ class Measured:
     model: ModelFacts
     config: ZenFlowConfig
     step_ms: float
+    busy_ms: float
+    """Of it the device's own work, the runtime's kernels included."""
     rates: Rates
-    """As they were: compute with the runtime's own kernels in it, a host that other ranks use too."""
+    """As they were, of a host that other ranks use too."""
     device_bytes: int
     """Device memory that other knobs may take beyond what these need."""
     host_bytes: int
@@ -36,7 +44,7 @@ class Measured:
     @property
     def share(self) -> float:
         """Of a step that the device waits for host and link."""
-        return max(0.0, 1 - self.rates.compute_ms / self.step_ms)
+        return max(0.0, 1 - self.busy_ms / self.step_ms)
 
 
 def waits_for_all(config: ZenFlowConfig) -> bool:
@@ -45,7 +53,7 @@ def waits_for_all(config: ZenFlowConfig) -> bool:
 
 
 def measured(optimizer: ZenFlowOptimizer, steps: Sequence[StepStats], timeline: Timeline | None) -> Measured:
-    """Read it, without waiting.
+    """Read it; on a GPU the device is waited for, once.
 
     Args:
         optimizer: that trains.
@@ -61,23 +69,44 @@ def measured(optimizer: ZenFlowOptimizer, steps: Sequence[StepStats], timeline: 
     seen = Seen(optimizer.config, tuple(steps), has_loss=False)
     if timeline is None or not seen.compute_ms > 0:
         raise ZftuneError("no step shows what it waits for")
+    config = optimizer.config
     rates = Rates(
-        forward_ms=seen.compute_ms / 3,  # backward does twice the arithmetic
-        backward_ms=seen.compute_ms * 2 / 3,
+        forward_ms=0.0,
+        backward_ms=0.0,
         d2h_gbps=_link_gbps(timeline, "d2h"),
         h2d_gbps=_link_gbps(timeline, "h2d"),
         host_gbps=1.0,
+        device_gbps=_device_gbps(optimizer.device),
         element_bytes=model.element_bytes,
         link_in_host=False,
     )
+    kernels_ms = device_work_ms(rates, totals_of(model, config), config.longest_window, stream=config.stream)
+    compute_ms = max(0.0, seen.compute_ms - kernels_ms)
     return Measured(
         model=model,
-        config=optimizer.config,
+        config=config,
         step_ms=seen.step_ms,
-        rates=replace(rates, host_gbps=_host_gbps(steps, rates)),
+        busy_ms=seen.compute_ms,
+        rates=replace(
+            rates,
+            forward_ms=compute_ms / 3,  # backward does twice the arithmetic
+            backward_ms=compute_ms * 2 / 3,
+            host_gbps=_host_gbps(steps, rates),
+        ),
         device_bytes=_device_bytes(optimizer),
         host_bytes=_host_bytes(optimizer),
     )
+
+
+def _device_gbps(device: Device) -> float | None:
+    """None: the runtime's kernels count as compute that no knob changes."""
+    if isinstance(device, EmulatedAccelerator):
+        return device.rig.device_gbps
+    try:
+        with torch.cuda.device(device.torch_device):
+            return device_gbps(_COPY_BYTES)
+    except RuntimeError:  # there is no room for the copies
+        return None
 
 
 def _device_bytes(optimizer: ZenFlowOptimizer) -> int:

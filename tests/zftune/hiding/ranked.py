@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -50,7 +51,7 @@ def train(rank: int, quality: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
     rates = {"link_d2h_gbps": 0.01, "link_h2d_gbps": 0.01, "host_gbps": 0.02 / (1 + rank)}
-    rig = Rig("made up", "", forward_ms=1.0, backward_ms=1.0, scale=1.0, device_gbps=None, **rates)  # type: ignore[arg-type]
+    rig = Rig("made up", "", forward_ms=1.0, backward_ms=1.0, scale=1.0, device_gbps=None, **rates)
     device = EmulatedAccelerator(rig)
     config = ZenFlowConfig.zero_offload(pipeline="bucket")
     optimizer = ZenFlowAdamW(module.parameters(), lr=1e-2, config=config, module=module, device=device)
@@ -72,10 +73,9 @@ def train(rank: int, quality: Any) -> dict[str, Any]:
 
 def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    following.Thinker = _Inline  # type: ignore[assignment, misc]
-    store = torch.distributed.FileStore(str(folder / "store"), RANKS)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    found = {quality: train(rank, quality) for quality in ("exact", "published")}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    with patch.object(following, "Thinker", _Inline):
+        found = {quality: train(rank, quality) for quality in ("exact", "published")}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 

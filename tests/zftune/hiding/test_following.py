@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,16 @@ from zftune.workload import load_text
 
 EXACT = ZenFlowConfig.zero_offload(pipeline="bucket")
 RIGS = ("host-bound", "llama2-7b-4xa100", "qwen2.5-1.5b-2xa100")
-MORE = ("contended", "device-bound", "host-heavy", "link-bound", "llama3-8b-gh200", "slow-core", "slow-link")
+MORE = (
+    "contended",
+    "device-bound",
+    "host-heavy",
+    "link-bound",
+    "llama3-8b-gh200",
+    "long-run",
+    "slow-core",
+    "slow-link",
+)
 PROMISE = re.compile(
     r"zftune: the device waits (?P<waits>[\d.]+)% of a step for the host; `--quality published` hides it: about "
     r"[\d.]+× the speed, (?P<late>[\d.,]+) ms a step instead of (?P<now>[\d.,]+) ms \((?P<knobs>.*)\)"
@@ -69,14 +78,14 @@ def test_the_line_says_what_published_then_wins(rig: str, mini_model: Path, line
         for _ in range(FIRST_STEPS + 4):
             training.step()
         now_ms, config = step_ms(training.optimizer, 8), training.optimizer.config
+        stall = statistics.fmean(sum((one.stall_ms or {}).values()) for one in training.optimizer.history()[-8:])
     (line,) = lines()
     promise = PROMISE.fullmatch(line)
     assert promise is not None, line
     promised = {name: float(promise[name].replace(",", "")) for name in ("waits", "late", "now")}
     assert config == EXACT.resolved()
     assert promised["now"] == pytest.approx(now_ms, rel=0.01)
-    compute_ms = training.rig.forward_ms + training.rig.backward_ms  # type: ignore[union-attr]
-    assert promised["waits"] / 100 == pytest.approx(1 - compute_ms / now_ms, abs=0.06)  # the runtime's kernels compute
+    assert promised["waits"] / 100 == pytest.approx(stall / now_ms, abs=0.01)
 
     with training_on(rig, mini_model) as training:
         follow(training.optimizer, "published")
@@ -92,20 +101,20 @@ def test_the_line_says_what_published_then_wins(rig: str, mini_model: Path, line
             training.step()
         late_ms = step_ms(training.optimizer, every)  # with one selection in them
     assert not waits_for_all(late)
-    assert late_ms < 0.8 * now_ms
+    assert late_ms < now_ms / 1.1
     assert promised["now"] / promised["late"] == pytest.approx(now_ms / late_ms, rel=0.1)
 
 
 class Loop:
     """A small model on an emulated accelerator, or on the CPU as it is."""
 
-    def __init__(self, config: ZenFlowConfig = EXACT, **rates: float) -> None:
+    def __init__(self, config: ZenFlowConfig = EXACT, rates: Mapping[str, float] | None = None) -> None:
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
         self.device: EmulatedAccelerator | None = None
         if rates:
             self.device = EmulatedAccelerator(
-                Rig("made up", "", forward_ms=1.0, backward_ms=1.0, scale=1.0, device_gbps=None, **rates)  # type: ignore[arg-type]
+                Rig("made up", "", forward_ms=1.0, backward_ms=1.0, scale=1.0, device_gbps=None, **rates)
             )
         self.optimizer = ZenFlowAdamW(
             self.module.parameters(), lr=1e-2, config=config, module=self.module, device=self.device
@@ -134,8 +143,8 @@ FAST_HOST = {"link_d2h_gbps": 100.0, "link_h2d_gbps": 100.0, "host_gbps": 100.0}
 def loop() -> Iterator[Callable[..., Loop]]:
     made: list[Loop] = []
 
-    def make(*given: Any, **rates: float) -> Loop:
-        made.append(Loop(*given, **rates))
+    def make(rates: Mapping[str, float] | None = None, config: ZenFlowConfig = EXACT) -> Loop:
+        made.append(Loop(config, rates))
         return made[-1]
 
     yield make
@@ -151,7 +160,7 @@ def test_on_a_plain_cpu_there_is_nothing_to_hide_behind(
 
 
 def test_a_small_win_is_not_praised(loop: Callable[..., Loop], lines: Callable[[], list[str]]) -> None:
-    training = loop(**FAST_HOST)
+    training = loop(FAST_HOST)
     follow(training.optimizer, "exact")
     training.train(FIRST_STEPS + 2)
     (line,) = lines()
@@ -161,10 +170,10 @@ def test_a_small_win_is_not_praised(loop: Callable[..., Loop], lines: Callable[[
 def test_where_nothing_is_waited_for_nothing_is_said(loop: Callable[..., Loop], lines: Callable[[], list[str]]) -> None:
     late, whole = ZenFlowConfig(update_interval=4), ZenFlowConfig.zero_offload(offload_ratio=0.0)
     for config in (late, whole):
-        training = loop(config, **SLOW_HOST)
+        training = loop(SLOW_HOST, config)
         follow(training.optimizer, "exact")
         training.train(FIRST_STEPS + 2)
-    tuned, changed = loop(**SLOW_HOST), loop(**SLOW_HOST)
+    tuned, changed = loop(SLOW_HOST), loop(SLOW_HOST)
     follow(tuned.optimizer, "exact")
     with zftune.attach(tuned.optimizer, store=False):
         tuned.train(FIRST_STEPS + 2)
@@ -178,7 +187,7 @@ def test_where_nothing_is_waited_for_nothing_is_said(loop: Callable[..., Loop], 
 
 def test_knobs_that_are_known_are_forecast(loop: Callable[..., Loop], lines: Callable[[], list[str]]) -> None:
     section = ZenFlowConfig(topk_ratio=0.25, update_interval="auto", max_update_interval=8)
-    training = loop(**SLOW_HOST)
+    training = loop(SLOW_HOST)
     follow(training.optimizer, "exact", section)
     training.train(FIRST_STEPS + 2)
     (line,) = lines()
@@ -191,7 +200,7 @@ def test_what_cannot_be_planned_is_the_default(
     loop: Callable[..., Loop], lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(following, "measured", lambda *_: 1 / 0)
-    training = loop(**SLOW_HOST)
+    training = loop(SLOW_HOST)
     follow(training.optimizer, "loose")
     training.train(FIRST_STEPS)
     assert waits_for_all(training.optimizer.config)
@@ -205,7 +214,7 @@ def test_what_cannot_be_planned_is_the_default(
 def test_knobs_without_memory_are_passed_over(
     loop: Callable[..., Loop], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = loop(**SLOW_HOST)
+    training = loop(SLOW_HOST)
     tried: list[dict[str, Any]] = []
 
     def refuse(**knobs: Any) -> int:
@@ -222,11 +231,11 @@ def test_knobs_without_memory_are_passed_over(
 
 
 def test_a_run_that_is_gone_on_with_keeps_its_knobs(loop: Callable[..., Loop], lines: Callable[[], list[str]]) -> None:
-    saving = loop(**SLOW_HOST)
+    saving = loop(SLOW_HOST)
     follow(saving.optimizer, "published")
     saving.train(FIRST_STEPS + 5)
     assert len(lines()) == 1
-    again = loop(**SLOW_HOST)
+    again = loop(SLOW_HOST)
     follow(again.optimizer, "published")
     again.module.load_state_dict(saving.module.state_dict())
     again.optimizer.load_state_dict(saving.optimizer.state_dict())
