@@ -76,7 +76,7 @@ class _Following:
         self._recorder: TimelineRecorder | None = None
         self._measured: Measured | None = None
         self._thinking: Background[list[Planned]] | None = None
-        self._why_not = ""
+        self._answer: _Answer | None = None
         self._over = quality == "exact" and not self._is_first
         self._pid = os.getpid()
         if not self._over:
@@ -87,7 +87,7 @@ class _Following:
             return
         if self._count.after_step():  # a saved state was loaded
             self._from = self._count.followed - 1
-            self._recorder = self._thinking = None
+            self._recorder = self._thinking = self._answer = None
         taken = self._count.followed - self._from
         if taken < FIRST_STEPS:
             if taken == _SLOW - _TIMED and self._recorder is None and self._is_first:
@@ -98,26 +98,27 @@ class _Following:
             self._go_on(optimizer, taken - FIRST_STEPS)
 
     def _go_on(self, optimizer: ZenFlowOptimizer, since: int) -> None:
-        answer = self._answer(optimizer) if self._is_first else None
-        if self._quality == "exact":
-            if answer is not None:
-                self._over = True
-                self._tell(optimizer, answer)
-            return
-        if self._several:
+        if self._is_first and self._answer is None:
+            self._answer = self._ask(optimizer)
+        answer = self._answer
+        if self._several and self._quality != "exact":
             if since % _AGREE_EVERY:
                 return
             told = [answer]
             torch.distributed.broadcast_object_list(told, src=0)
             (answer,) = told
-        if answer is not None:
-            self._over = True
+        if answer is None:
+            return
+        self._over = True
+        if self._quality == "exact":
+            self._tell(optimizer, answer)
+        else:
             self._take(optimizer, answer)
 
     # --- the first rank ----------------------------------------------------------------------------------------------
 
-    def _answer(self, optimizer: ZenFlowOptimizer) -> _Answer | None:
-        """None: it is not there yet. Never raises but of the training's own, or other ranks would wait."""
+    def _ask(self, optimizer: ZenFlowOptimizer) -> _Answer | None:
+        """None: there is no answer yet. What fails here must not, or other ranks would wait for this one."""
         try:
             if self._thinking is None:
                 self._thinking = self._begin(optimizer)
@@ -125,7 +126,7 @@ class _Following:
                 return None
             assert self._measured is not None
             return _Answer(self._thinking.result, self._measured.step_ms)
-        except ZenFlowError:
+        except ZenFlowError:  # the training's own
             raise
         except ZftuneError as error:
             return _Answer([], why_not=str(error))
@@ -134,7 +135,8 @@ class _Following:
             return _Answer([], why_not=type(error).__name__)
 
     def _begin(self, optimizer: ZenFlowOptimizer) -> Background[list[Planned]]:
-        timeline = None if self._recorder is None else self._recorder.timeline()
+        recorder, self._recorder = self._recorder, None
+        timeline = None if recorder is None else recorder.timeline()
         self._measured = found = measured(optimizer, optimizer.history()[-_MEASURED:], timeline)
         clock, late, quality = optimizer.device.clock, self._late, self._quality
 

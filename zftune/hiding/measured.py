@@ -23,6 +23,7 @@ from zftune.tuner.facts import Seen, device_limit
 from zftune.tuner.forecast import UNLIMITED
 
 _COPY_BYTES = 1 << 26
+_RANKS_HERE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # of torchrun, of DeepSpeed's launcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +119,8 @@ def _host_bytes(optimizer: ZenFlowOptimizer) -> int:
     own, free = optimizer.host_bytes(), available_host_bytes()
     if free is None:
         return UNLIMITED
-    share = (1 - HEADROOM) * free / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return own["state"] + own["log"] + own["staging"] + round(share)
+    ranks = next((int(os.environ[name]) for name in _RANKS_HERE if os.environ.get(name, "").isdigit()), 1)
+    return own["state"] + own["log"] + own["staging"] + round((1 - HEADROOM) * free / max(1, ranks))
 
 
 def _link_gbps(timeline: Timeline, lane: Lane) -> float:

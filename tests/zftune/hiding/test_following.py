@@ -102,7 +102,7 @@ def test_the_line_says_what_published_then_wins(rig: str, mini_model: Path, line
         late_ms = step_ms(training.optimizer, every)  # with one selection in them
     assert not waits_for_all(late)
     assert late_ms < now_ms / 1.1
-    assert promised["now"] / promised["late"] == pytest.approx(now_ms / late_ms, rel=0.1)
+    assert promised["now"] / promised["late"] == pytest.approx(now_ms / late_ms, rel=0.05)
 
 
 class Loop:
