@@ -31,6 +31,7 @@ _SECOND_LOOK = 32
 
 Choice = tuple[ZenFlowConfig, Prediction]
 _BLOG_COVERAGE, _BLOG_TOPK = 0.889, 0.01
+_SHARES = {"exact": 0.0, "published": 1.0, "loose": 2.0}
 
 
 def assumed_coverage(topk_ratio: float) -> float:
@@ -48,6 +49,15 @@ def published_budget(coverage: Callable[[float], float]) -> float:
     """(1 - coverage) * mean staleness of the published setting, k = 0.1 and S = 4."""
     window = 4
     return (1 - coverage(0.1)) * ((window - 1) / 2 + (window + 1) / 2)
+
+
+def budget_of(quality: str) -> float:
+    """Of "exact", "published" or "loose", with the assumed coverage.
+
+    Args:
+        quality: one of them.
+    """
+    return _SHARES[quality] * published_budget(assumed_coverage)
 
 
 def fits(prediction: Prediction, machine: Machine, headroom: float = HEADROOM) -> bool:
@@ -72,6 +82,7 @@ def choose(
     coverage: Callable[[float], float] = assumed_coverage,
     memory_headroom: float = HEADROOM,
     rates: Rates | None = None,
+    base: ZenFlowConfig | None = None,
 ) -> list[Choice]:
     """The settings that fit, best first: those within 2% of the fastest by least mean staleness, then least device
     memory, then least host memory; after them the slower ones by step time.
@@ -87,6 +98,7 @@ def choose(
         coverage: share of the gradient's energy in the top k columns.
         memory_headroom: share of device and host memory that stays free.
         rates: other ones than those that follow from machine and job.
+        base: of a run that trains: of its knobs only those that set what is late change. None: all may.
 
     Returns:
         Empty where nothing fits.
@@ -95,7 +107,7 @@ def choose(
         BadInputError: the machine has fewer GPUs than the job.
     """
     rates = rates or Rates.of(model, machine, job)
-    search = _Search(model, machine, job, rates, memory_headroom)
+    search = _Search(model, machine, job, rates, memory_headroom, base)
     candidates = [one for one in search.candidates() if (1 - coverage(one.config.topk_ratio)) * one.staleness <= budget]
     # A long window hides most, so the fastest are known first; then the least stale that could be as fast.
     found = search.look(sorted(candidates, key=lambda one: (one.floor_ms, -one.staleness)), _FIRST_LOOK)
@@ -138,15 +150,24 @@ class _Candidate:
 class _Search:
     """Looks at settings by their lower bounds first, and simulates those that are worth it."""
 
-    def __init__(self, model: ModelFacts, machine: Machine, job: Job, rates: Rates, headroom: float) -> None:
+    def __init__(
+        self,
+        model: ModelFacts,
+        machine: Machine,
+        job: Job,
+        rates: Rates,
+        headroom: float,
+        base: ZenFlowConfig | None,
+    ) -> None:
         self._model, self._machine, self._job, self._rates, self._headroom = model, machine, job, rates, headroom
+        self._base = base
         self._seen: set[ZenFlowConfig] = set()
 
     def candidates(self) -> Iterator[_Candidate]:
         """Every setting of the grid that could fit."""
         device, host = limits(self._machine, self._headroom)
         sizes: dict[tuple[float, float], Memory] = {}
-        for config in grid():
+        for config in grid() if self._base is None else late_grid(self._base):
             split = totals_of(self._model, config)
             if not split.deferred and config.offload_ratio:
                 continue
@@ -180,7 +201,7 @@ class _Search:
 
     def _roomier(self, config: ZenFlowConfig, prediction: Prediction) -> Choice:
         """The setting with room on the device for all weights that arrive in a step, where that is worth it."""
-        if prediction.stall_ms_by_cause["h2d"] <= _WORTH * prediction.step_ms:
+        if self._base is not None or prediction.stall_ms_by_cause["h2d"] <= _WORTH * prediction.step_ms:
             return config, prediction
         shown: Counter[int] = Counter()
         for piece in split_of(self._model, config).pieces:
@@ -198,13 +219,23 @@ def grid() -> Iterator[ZenFlowConfig]:
     """The settings that the planner considers."""
     yield ZenFlowConfig.zero_offload(offload_ratio=0.0, pipeline="bucket")
     for offload_ratio in OFFLOAD_RATIOS[:-1]:
-        for topk_ratio in TOPK_RATIOS:
-            yield ZenFlowConfig.zero_offload(topk_ratio=topk_ratio, offload_ratio=offload_ratio, pipeline="bucket")
-            for interval in INTERVALS:
-                for lag in sorted({1, -(-interval // 2), interval}):
-                    yield ZenFlowConfig(
-                        topk_ratio=topk_ratio,
-                        offload_ratio=offload_ratio,
-                        update_interval=interval,
-                        apply_lag=None if lag == interval else lag,
-                    )
+        yield from late_grid(ZenFlowConfig(offload_ratio=offload_ratio))
+
+
+def late_grid(base: ZenFlowConfig) -> Iterator[ZenFlowConfig]:
+    """Those among them that differ from a setting only in what is late, and in what never is.
+
+    Args:
+        base: the setting.
+    """
+    for topk_ratio in TOPK_RATIOS:
+        yield replace(base, topk_ratio=topk_ratio, update_interval=1, overlap_step=False, apply_lag=None)
+        for interval in INTERVALS:
+            for lag in sorted({1, -(-interval // 2), interval}):
+                yield replace(
+                    base,
+                    topk_ratio=topk_ratio,
+                    update_interval=interval,
+                    overlap_step=True,
+                    apply_lag=None if lag == interval else lag,
+                )

@@ -41,7 +41,7 @@ def machine_here() -> Machine:
     figures: dict[str, tuple[Any, str]] = {
         "gpus": (torch.cuda.device_count(), "the GPUs that CUDA sees"),
         "device_memory_bytes": (total, f"the driver; {used} bytes of it are in use now"),
-        "device_gbps": (_device_gbps(), "measured: copies within device memory"),
+        "device_gbps": (device_gbps(), "measured: copies within device memory"),
         "compute_tflops": (_product_tflops(), f"measured: a bf16 product of {_MATRIX} x {_MATRIX} matrices"),
         "compute_share": (_TRAINING_SHARE, "estimate: of a large product's rate; give --compute-ms to replace it"),
         "link_d2h_gbps": (down, "measured: copies to pinned memory"),
@@ -89,12 +89,17 @@ def _link_gbps() -> tuple[float, float]:
     return down, _LINK_BYTES / _median_ms(lambda: far.copy_(near, non_blocking=True)) / 1e6
 
 
-def _device_gbps() -> float:
+def device_gbps(nbytes: int = _LINK_BYTES) -> float:
+    """Of the current GPU's memory, by copies within it.
+
+    Args:
+        nbytes: of each; twice as much is taken.
+    """
     import torch
 
-    source = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=torch.device(torch.cuda.current_device()))
+    source = torch.empty(nbytes, dtype=torch.uint8, device=torch.device(torch.cuda.current_device()))
     target = torch.empty_like(source)
-    return 2 * _LINK_BYTES / _median_ms(lambda: target.copy_(source)) / 1e6
+    return 2 * nbytes / _median_ms(lambda: target.copy_(source)) / 1e6
 
 
 def _product_tflops() -> float:

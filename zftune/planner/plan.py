@@ -11,11 +11,10 @@ from zenflow import ZenFlowConfig
 from zftune.planner.choosing import (
     HEADROOM,
     Choice,
-    assumed_coverage,
+    budget_of,
     choose,
     fits,
     limits,
-    published_budget,
 )
 from zftune.planner.facts import Job, Machine, ModelFacts, Prediction
 from zftune.planner.predicting import predict
@@ -32,7 +31,6 @@ _SMALLEST = ZenFlowConfig.zero_offload(pipeline="bucket")
 _CURVE_TOPK, _CURVE_RATIOS, _CURVE_S = (0.0, 0.05, 0.1, 0.2), (1.0, 0.5), (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
 _CURVE_PIECES = 32
 _ALTERNATIVES = 4
-_SHARES = {"exact": 0.0, "published": 1.0, "loose": 2.0}
 _KNOBS = (
     "topk_ratio",
     "update_interval",
@@ -66,7 +64,7 @@ def make_plan(
     Raises:
         BadInputError: the machine has fewer GPUs than the job.
     """
-    budget = _SHARES[quality] * published_budget(assumed_coverage)
+    budget = budget_of(quality)
     found = choose(model, machine, job, budget=budget, memory_headroom=headroom)
     baselines = {name: predict(model, machine, job, config) for name, config in BASELINES.items()}
     smallest = predict(model, machine, job, _SMALLEST)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zenflow import CoverageCurve
 
 _KNOTS = (0.005, 0.015, 0.03, 0.075, 0.25, 0.5, 0.6, 0.75, 1.0)
-_UNLIMITED = 1 << 50  # bytes: an emulated accelerator has no memory of its own
+UNLIMITED = 1 << 50  # bytes: an emulated accelerator has no memory of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +82,37 @@ class PlannerForecast:
 
 def rig_machine(rig: Rig) -> Machine:
     """An emulated accelerator as a machine: its rates, and this host's memory."""
+    host_bytes = available_host_bytes() or UNLIMITED
+    return machine_of(rig.name, "emulated accelerator", Rates.of_rig(rig), host_memory_bytes=host_bytes)
+
+
+def machine_of(
+    name: str, gpu: str, rates: Rates, *, host_memory_bytes: int, device_memory_bytes: int = UNLIMITED
+) -> Machine:
+    """A machine of which no more is known than how fast a training is on it.
+
+    Args:
+        name: of the machine.
+        gpu: of its kind.
+        rates: of the training.
+        host_memory_bytes: that it may have.
+        device_memory_bytes: that it may have.
+    """
     return Machine(
-        name=rig.name,
+        name=name,
         source={"host_memory_bytes": "what this process may still allocate"},
-        gpu="emulated accelerator",
+        gpu=gpu,
         gpus=1,
-        device_memory_bytes=_UNLIMITED,
-        device_gbps=rig.device_gbps or 0.0,
+        device_memory_bytes=device_memory_bytes,
+        device_gbps=rates.device_gbps or 0.0,
         compute_tflops=0.0,
         compute_share=0.0,
-        link_d2h_gbps=rig.link_d2h_gbps,
-        link_h2d_gbps=rig.link_h2d_gbps,
-        host_gbps=rig.host_gbps,
+        link_d2h_gbps=rates.d2h_gbps,
+        link_h2d_gbps=rates.h2d_gbps,
+        host_gbps=rates.host_gbps,
         host_update_gelements_s=0.0,
         cores=1,
-        host_memory_bytes=available_host_bytes() or _UNLIMITED,
+        host_memory_bytes=host_memory_bytes,
         comm_gbps=0.0,
     )
 

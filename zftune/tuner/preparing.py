@@ -115,6 +115,7 @@ def prepare(
         base, wishes.quality, coverage=facts.coverage or assumed_coverage, has_loss=facts.has_loss,
         threads=thread_choices(_usable_cores() if facts.here is None else facts.here.usable_cores),
         offload_ratios=ratio_choices(base, tune_memory=wishes.tune_memory),
+        zenflow_section=not base.synchronous,  # else nothing could come late in "published"
     )  # fmt: skip
     forecast = _forecast(facts, base, notices)
     rates = forecast.rates if isinstance(forecast, PlannerForecast) else None

@@ -19,11 +19,16 @@ from zftune.store.document import document_of
 
 OWN = (ZENFLOW["topk_ratio"], ZENFLOW["update_interval"])
 PROVEN, THEIRS = (0.4, 2), (0.3, 3)
+PUBLISHED, LOOSE = (0.1, 4), (0.1, 8)
 
 
 def _config(**section: Any) -> Any:
     config = ds_config("bf16", zenflow=ZENFLOW, optimizer=ADAMW)
     return {**config, "zftune": section} if section else config
+
+
+def _plain(quality: str, stage: int) -> Any:
+    return {**ds_config("bf16", stage=stage, optimizer=ADAMW), "zftune": {"quality": quality}}
 
 
 CASES = {
@@ -37,6 +42,10 @@ CASES = {
     "whole batch": {"config": {"train_batch_size": 4, **_config()}},
     "quality exact": {"config": _config(quality="exact", preset="best")},
     "late in exact": {"config": _config(quality="exact", preset="theirs")},
+    "plain, published": {"config": _plain("published", 1)},
+    "plain, loose": {"config": _plain("loose", 1)},
+    "plain, with a preset": {"config": _plain("published", 2)},
+    "plain, exact": {"config": _plain("exact", 2)},
     "misspelt": {"config": _config(preset="thiers")},
 }
 
@@ -86,6 +95,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("another stage", OWN),
         ("another batch", OWN),
         ("whole batch", PROVEN),
+        ("plain, published", PUBLISHED),
+        ("plain, loose", LOOSE),
+        ("plain, with a preset", PROVEN),
+        ("plain, exact", (0.0, 1)),
     ],
 )
 def test_what_it_trains_with(seen: dict[str, Any], name: str, knobs: tuple[float, int]) -> None:

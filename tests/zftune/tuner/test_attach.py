@@ -205,6 +205,17 @@ def test_what_a_synchronous_optimizer_asks_for(attach: Attach, caplog: pytest.Lo
     assert caplog.messages[0].startswith("zftune tunes with quality exact")
 
 
+def test_a_synchronous_optimizer_may_become_as_late_as_it_is_asked_to(attach: Attach) -> None:
+    loop = Loop(ZenFlowConfig.zero_offload(host_threads=1))
+    tuner = attach(loop, quality="published", most_measurements=1)
+    loop.run(tuner, until=lambda: tuner.live is not None)
+    tuner.close()
+    assert tuner.search is not None
+    space = tuner.search.book.space
+    assert space.violation(Setting(topk_ratio=0.1, update_interval=4, apply_lag=4)) is None
+    assert space.violation(Setting(topk_ratio=0.1, update_interval=8, apply_lag=8)) is not None
+
+
 def test_what_is_refused(attach: Attach) -> None:
     loop = Loop()
     plain: Any = torch.optim.AdamW(loop.module.parameters())

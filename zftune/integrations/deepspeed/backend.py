@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,9 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zenflow import ZenFlowConfig, ZenFlowError
+from zftune.agent import NOBODY, ONLINE
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed import optimizers
-from zftune.integrations.deepspeed.choosing import Training, choose, with_knobs
+from zftune.integrations.deepspeed.choosing import OWN_KNOBS, Training, choose, late_knobs, with_knobs
 from zftune.integrations.deepspeed.ds_config import micro_batch_of, stage_of
 from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer, LossScaling
 from zftune.integrations.deepspeed.fp32_weights import save_whole, save_with_fp32
@@ -30,7 +32,7 @@ from zftune.store.types import Quality
 _logger = logging.getLogger("zftune")
 _PROMISES = {
     "exact": "exact: the weights are those of the plain optimizer",
-    "published": "published: updates of unimportant columns come late, within what the ZenFlow section allows",
+    "published": "published: updates of unimportant columns come late",
     "loose": "loose: updates of unimportant columns come late, twice as much as published",
 }
 
@@ -43,12 +45,12 @@ class Plan:
     """For the engine: without what is done by the runtime."""
     own: ZenFlowConfig
     """The ds_config's knobs."""
+    late: ZenFlowConfig | None
+    """Those of its ZenFlow section, whatever the quality is; None: it has none."""
     precision: Precision
     section: Section
     quality: Quality
     stage: int
-    waits: bool
-    """Whether the ds_config's ZenFlow section asks for late updates, which the quality does not allow."""
 
 
 def plan(config: Mapping[str, Any], section: Section) -> Plan:
@@ -66,15 +68,16 @@ def plan(config: Mapping[str, Any], section: Section) -> Plan:
     zero = config.get("zero_optimization")
     has_zenflow = isinstance(zero, Mapping) and zero.get("zenflow") is not None
     quality = quality_of(config, section)
-    own = ZenFlowConfig.from_ds_config(config)
+    own = late = ZenFlowConfig.from_ds_config(config)
+    if precision.dtype is not None:
+        own = late = replace(own, skip_nonfinite=True)  # as DeepSpeed does for 16 bits
     if quality == "exact":
         own = replace(own, update_interval=1, overlap_step=False, apply_lag=None)
-    if precision.dtype is not None:
-        own = replace(own, skip_nonfinite=True)  # as DeepSpeed does for 16 bits
     for_engine = {name: copy.deepcopy(value) for name, value in config.items() if name not in TAKEN_OVER}
     for_engine["gradient_clipping"] = 0.0
-    waits = quality == "exact" and has_zenflow
-    return Plan(for_engine, own, precision, section, quality, int(stage_of(config)), waits)
+    return Plan(
+        for_engine, own, late if has_zenflow else None, precision, section, quality, int(stage_of(config))
+    )  # fmt: skip
 
 
 def recipe_of(config: Mapping[str, Any], optimizer: Any) -> optimizers.Recipe | None:
@@ -126,6 +129,10 @@ class Making:
         self._module = module
         self._masters = plan.precision.cast(module)
         self.optimizer: EngineOptimizer | None = None
+        self.follows = False
+        """Whether its first steps are to show what late updates win (`zftune.hiding`)."""
+        self.late: ZenFlowConfig | None = None
+        """Knobs that a run with quality published would have; None: those that the planner finds."""
 
     def __call__(self, parameters: Any) -> EngineOptimizer:
         """An optimizer of these parameters."""
@@ -157,10 +164,32 @@ class Making:
         chosen = choose(training, plan.section)
         config = with_knobs(plan.own, chosen, plan.quality)
         sentence = chosen.sentence
-        if plan.waits:
-            sentence += ", but for update_interval 1 and overlap_step false, which exact needs"
+        if plan.quality == "exact":
+            self.follows, self.late = True, self._late(training)
+            if plan.late is not None:
+                sentence += ", but for update_interval 1 and overlap_step false, which exact needs"
+        elif plan.late is None and not chosen.knobs and not _has_tuner(plan.section):
+            self.follows = True
+            config, late = late_knobs(config, plan.quality, self._torch_device)
+            sentence = sentence.replace(OWN_KNOBS, late)
         _logger.info("zftune: backend zenflow, quality %s; %s", _PROMISES[plan.quality], sentence)
         return config
+
+    @property
+    def _torch_device(self) -> torch.device:
+        return next(self._module.parameters()).device
+
+    def _late(self, training: Training) -> ZenFlowConfig | None:
+        plan = self._plan
+        if self._torch_device.type == "cpu":
+            return None  # nobody will ask
+        chosen = choose(replace(training, quality="published"), plan.section)
+        return with_knobs(plan.late or plan.own, chosen, "published") if chosen.knobs else plan.late
+
+
+def _has_tuner(section: Section) -> bool:
+    """Whether somebody else sets knobs: a search, or a schedule."""
+    return section.online or os.environ.get(ONLINE) == NOBODY
 
 
 def _copied(parameters: Any) -> Iterable[Any]:

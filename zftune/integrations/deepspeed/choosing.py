@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zftune.store.types import Backend, Key, Preset, Quality
 
 _logger = logging.getLogger("zftune")
+OWN_KNOBS = "the knobs are the ds_config's"
 _TRAJECTORY = ("topk_ratio", "update_interval", "overlap_step", "apply_lag")
 
 
@@ -107,7 +108,7 @@ def _best(store: Store, training: Training, *, asked: bool) -> Chosen:
     match = find(query, store.presets())
     if match is None:
         none = "no preset is for this model on this hardware yet (zftune tune makes one)"
-        return Chosen({}, f"{none}, so the knobs are the ds_config's" if asked else "the knobs are the ds_config's")
+        return Chosen({}, f"{none}, so {OWN_KNOBS}" if asked else OWN_KNOBS)
     return Chosen(match.knobs, match.reason)
 
 
@@ -127,6 +128,30 @@ def _named(store: Store, training: Training, name: str) -> Chosen:
     elif preset.imported:
         sentence += ", provisional: it was imported, not measured here"
     return Chosen(knobs, sentence if about_cores is None else f"{sentence}; {about_cores}")
+
+
+def late_knobs(own: ZenFlowConfig, quality: Quality, device: torch.device) -> tuple[ZenFlowConfig, str]:
+    """The knobs to begin with where late updates are allowed and neither ds_config nor preset says which.
+
+    Args:
+        own: the ds_config's, under which every update is waited for.
+        quality: "published" or "loose".
+        device: that the model is on.
+
+    Returns:
+        The knobs, and where they come from.
+    """
+    from zftune.hiding.following import FIRST_STEPS
+    from zftune.hiding.planned import late_defaults
+    from zftune.hiding.words import named
+
+    if device.type != "cpu":
+        return own, f"the planner finds the knobs in {FIRST_STEPS} steps, each of which waits for every update"
+    late = late_defaults(quality, own)
+    return (
+        late,
+        f"the knobs are the default of this quality ({named(late)}), since on a plain CPU there is nothing to plan",
+    )
 
 
 def with_knobs(own: ZenFlowConfig, chosen: Chosen, quality: Quality) -> ZenFlowConfig:

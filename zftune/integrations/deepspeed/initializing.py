@@ -132,6 +132,10 @@ def _with_zenflow(original: Wrapped, given: dict[str, Any], config: dict[str, An
     backend.take_over(result[0], making.optimizer, plan)
     if section.online:
         online.attach(result[0], making.optimizer, plan)
+    elif making.follows:
+        from zftune.hiding.following import follow
+
+        follow(making.optimizer, plan.quality, making.late)
     return result
 
 
