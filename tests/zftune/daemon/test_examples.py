@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from tests.zftune.daemon.daemons import SOON_S, zftune
 
