@@ -66,6 +66,7 @@ soak: setup  ## OPERATIONS (10000), EXAMPLES_FACTOR (30) as many cases, KILLS (2
 	$(BIN)/python -m tests.zenflow.soak --operations $(OPERATIONS)
 	ZENFLOW_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(BIN)/pytest $(PROPERTIES) -m hypothesis --timeout 0 \
 		--hypothesis-show-statistics
+	ZFTUNE_TESTS=all $(BIN)/pytest tests/zftune/check -m hypothesis --timeout 0 --hypothesis-show-statistics
 	ZFTUNE_KILLS=$(KILLS) $(BIN)/pytest tests/zftune/store/test_processes.py tests/zftune/tuner/test_killed.py \
 		-k killed --timeout 0
 	ZFTUNE_FAULTS=$(FAULTS) $(BIN)/pytest -n $(WORKERS) tests/zftune/daemon/faults --timeout 0

@@ -216,7 +216,7 @@ def require_agreement(config: dict[str, Any], asked: Backend | None) -> bool:
     return sentence is not None
 
 
-@settings(max_examples=by_day(300, all_of=3000), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=by_day(150, all_of=3000), deadline=None, suppress_health_check=list(HealthCheck))
 @given(config=ds_configs(), asked=st.sampled_from([None, "zenflow", "deepspeed"]))
 @example(config={**safe("zero2-offload"), "zftune": {"backend": "deepspeed", "online": True}}, asked=None)
 @example(config={**safe("zero2-offload"), "fp16": {"enabled": True, "loss_scale": -1}}, asked="zenflow")

@@ -35,7 +35,7 @@ def test_the_corpus_has_every_section_and_more_than_150_configs() -> None:
     assert known.names - {"train_batch_size", "bf16"} <= varied | {"zero_optimization"}
 
 
-@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("version", by_day(("0.16.0", "0.17.6", "0.19.6", versions()[-1]), all_of=versions()))
 def test_verdicts_are_those_that_were_recorded(version: str) -> None:
     known = table(version)
     assert known is not None
@@ -121,7 +121,7 @@ def ds_configs(draw: st.DrawFn) -> dict[str, Any]:
     return config
 
 
-@settings(max_examples=by_day(300, all_of=3000), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=by_day(150, all_of=3000), deadline=None, suppress_health_check=list(HealthCheck))
 @given(config=ds_configs(), world_size=st.sampled_from([1, 2, 3, 8]))
 def test_random_ds_configs_are_judged_as_deepspeed_does(config: dict[str, Any], world_size: int) -> None:
     known = table(metadata.version("deepspeed"))
