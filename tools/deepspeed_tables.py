@@ -95,6 +95,7 @@ def _table() -> dict[str, Any]:
         "names": sorted(names),
         "optimizers": _optimizers(),
         "own_optimizers": sorted(DEEPSPEED_OPTIMIZERS),
+        "removed": _removed(sections),
         "relations": [name for name, config in RELATIONS.items() if asking.first_error(config, 1) is not None],
     }
 
@@ -244,6 +245,18 @@ def _type(annotation: Any, models: dict[str, Any]) -> Any:
     known = {type(None): "none", bool: "bool", int: "int", float: "float", str: "str", list: "list", dict: "dict",
              tuple: "tuple", object: "object", typing.Any: "object", Path: "path"}  # fmt: skip
     return known.get(annotation, "other")
+
+
+def _removed(sections: Mapping[str, str]) -> list[str]:
+    """Settings that other versions had in a section, and that this one refuses whatever they say, were it "auto"."""
+    tables: dict[str, Any] = json.loads(PATH.read_text()) if PATH.exists() else {"versions": {}}
+    found = set()
+    for digests in tables["versions"].values():
+        parts = {name: tables["parts"][digest] for name, digest in digests.items()}
+        for dotted, model in parts["sections"].items():
+            if dotted in sections:
+                found |= {f"{dotted}.{name}" for name in parts[f"model {model}"]["fields"]}
+    return sorted(dotted for dotted in found if not _takes(tuple(dotted.split(".")), "auto"))
 
 
 def _scheduler(name: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from zftune.integrations.deepspeed.ds_config import MISSING, at, is_hugging_face
 from zftune.integrations.deepspeed.facts import OWN_KNOBS
 from zftune.integrations.deepspeed.support import TAKEN_OVER
 from zftune.integrations.deepspeed.tables import newest
-from zftune.integrations.deepspeed.verdict import BATCH, Fault
+from zftune.integrations.deepspeed.verdict import BATCH, NONE, Fault
 
 REFUSED, UNKNOWN = NAMES = ("refused-by-deepspeed", "unknown-setting")
 """Names of the rule; other rules that tell of the same setting come first."""
@@ -26,7 +26,8 @@ def refused(subject: Subject) -> Iterator[Finding]:
             continue  # its value is the Trainer's
         reason = f"DeepSpeed refuses it: it takes {fault.allowed}."
         if fault.unknown and len(fault.path) > 1:
-            reason = f'DeepSpeed refuses it: there is no such setting in "{fault.path[-2]}".'
+            named = "" if fault.allowed == NONE else f" It takes {fault.allowed}."
+            reason = f'DeepSpeed refuses it: there is no such setting in "{fault.path[-2]}".{named}'
         if fault.path[:2] == ("zero_optimization", "zenflow") and fault.path[-1] in OWN_KNOBS:
             reason = "It is a knob of the runtime of zftune run alone. DeepSpeed refuses the file."
         mends = () if subject.is_guessed else tuple(_mends(subject, fault))

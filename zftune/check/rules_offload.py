@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from zftune.check.findings import Change, Finding
 from zftune.check.subject import BOTH, OFFLOAD, ZENFLOW, ZERO, Rule, Subject, change, is_number, left_out
-from zftune.integrations.deepspeed.ds_config import MISSING
+from zftune.integrations.deepspeed.ds_config import MISSING, path_of
 
 SAFE_SUB_GROUP = 100_000_000
 _RATIO = f"{OFFLOAD}.ratio"
@@ -87,6 +87,8 @@ def parameters(subject: Subject) -> Iterator[Finding]:
 
 def without_zero(subject: Subject) -> Iterator[Finding]:
     """DeepSpeed's host Adam then meets weights on the GPU, which it refuses; on a CPU it works."""
+    if any(fault.path == path_of(f"{ZERO}.stage") for fault in subject.faults):
+        return
     if subject.stage == 0 and subject.device != "none" and subject.zenflow is None:
         reason = "Without a ZeRO stage nothing moves to the host, and the host's Adam refuses weights on a GPU."
         yield subject.finding("offload-stage-0", f"{ZERO}.stage", "crashes", reason, change(f"{ZERO}.stage", 2))

@@ -147,10 +147,8 @@ def test_what_fix_writes_of_the_rest() -> None:
 
 
 def require_mended(config: dict[str, Any], name: str) -> None:
-    mended, done, left = fix(Source(config), backend="deepspeed", version=VERSION)
-    refused = asking.first_error(as_handed_on(mended), 1) is not None
-    assert left.ok != refused or not left.ok, (name, mended)
-    if refused:
+    mended, done, left = fix(Source(config), backend="deepspeed", version=VERSION, world_size=1)
+    if asking.first_error(as_handed_on(mended), 1) is not None:
         assert not left.ok, (name, done, mended)
 
 

@@ -114,6 +114,15 @@ def _check_optimizer(read: Any) -> None:
         import torch
 
         kind([torch.nn.Parameter(torch.zeros(1))], **settings)
+    else:
+        _require_numbers(settings)
+
+
+def _require_numbers(settings: Mapping[str, Any]) -> None:
+    """What DeepSpeed's own optimizers do with these in C++, without compiling it."""
+    first, second = settings.get("betas", (0, 0))
+    for value in (first, second, *(settings.get(name, 0) for name in ("lr", "eps", "weight_decay"))):
+        value + 0.0
 
 
 def _optimizer_class(read: Any, name: str, settings: dict[str, Any]) -> Any:

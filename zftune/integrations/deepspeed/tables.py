@@ -56,6 +56,7 @@ RELATIONS: dict[str, dict[str, Any]] = {
     "sum at stage 3": {**_BATCH, "gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}},
     "sum with ZenFlow": {**_BATCH, "gradient_allreduce_op": "sum", "zero_optimization": _ZENFLOW},
     "sum with DeepCompile": {**_BATCH, "gradient_allreduce_op": "sum", "compile": {"deepcompile": True}},
+    "no sequences in parallel": {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 0},
     "torch's optimizers are untested": {**_BATCH, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 1}},
 }
 """Settings that some versions refuse together, an example each."""
@@ -78,6 +79,8 @@ class Table:
     """Settings of each class."""
     own_optimizers: tuple[str, ...]
     """Names that stand for one of DeepSpeed's, in any case; others are torch's."""
+    removed: frozenset[str]
+    """With dots: settings that older versions had, refused by name."""
     relations: frozenset[str]
     models: Mapping[str, Mapping[str, Any]] = field(repr=False)
     """As they are described."""
@@ -111,6 +114,7 @@ def table(version: str) -> Table | None:
         names=frozenset(parts["names"]),
         optimizers={name: tuple(settings) for name, settings in parts["optimizers"].items()},
         own_optimizers=tuple(parts["own_optimizers"]),
+        removed=frozenset(parts["removed"]),
         relations=frozenset(parts["relations"]),
         models=models,
     )

@@ -13,6 +13,8 @@ from zftune.integrations.deepspeed.ds_config import MISSING, SettingPath, at
 from zftune.integrations.deepspeed.tables import ASKED, Table, kind_of
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+NONE = "none of that name"
+"""What is allowed of a setting that DeepSpeed does not know."""
 _ZERO = "zero_optimization"
 _MASTERS = {f"{name} masters": (name, f"{name}_master_weights_and_grads") for name in ("fp16", "bf16")}
 
@@ -58,6 +60,9 @@ def undecided(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _of_models(config: Mapping[str, Any], table: Table) -> Iterator[Fault]:
+    for dotted in table.removed:
+        if at(config, tuple(dotted.split("."))) is not MISSING:
+            yield Fault(tuple(dotted.split(".")), NONE, unknown=True)
     for dotted, model in table.sections.items():
         path = tuple(dotted.split("."))
         value = at(config, path)
@@ -78,7 +83,7 @@ def _of_model(path: SettingPath, value: Mapping[str, Any], model: type[BaseModel
         for one in error.errors():
             where = _given(value, tuple(str(name) for name in one["loc"]), missing=one["type"] == "missing")
             unknown = one["type"] == "extra_forbidden"
-            allowed = "no such setting" if unknown else _allowed(table, model.__name__, where, one["msg"])
+            allowed = NONE if unknown else _allowed(table, model.__name__, where, one["msg"])
             yield Fault((*path, *where), allowed, unknown)
         return
     yield from _twice(path, value, model, table)
@@ -311,10 +316,12 @@ def _of_batch(config: Mapping[str, Any], table: Table, world_size: int | None) -
     ranks: float | None = world_size
     if "sequence_parallel_size" in config and "sequence_parallel_size" in table.names:
         size = config["sequence_parallel_size"]
-        if not isinstance(size, (int, float)) or size <= 0:
+        wrong_size = not isinstance(size, (int, float)) or size == 0
+        if (wrong_size and "no sequences in parallel" in table.relations) or (not wrong_size and size < 0):
             yield Fault(("sequence_parallel_size",), "an integer >= 1")
             return
-        ranks = None if ranks is None else ranks / size
+        if ranks is not None:
+            ranks = 1 if wrong_size else ranks / size  # older versions go on with one rank where they cannot divide
     whole, micro, passes = (given.get(name) for name in BATCH)
     if whole is None and micro is None:
         yield Fault(("train_micro_batch_size_per_gpu",), "a file that says it, or train_batch_size")
@@ -375,9 +382,7 @@ def _settings_of(name: str, settings: dict[str, Any], config: Mapping[str, Any],
         return
     for setting, value in settings.items():
         if setting not in known:
-            yield Fault(
-                (*path, setting), f"for {name} {', '.join(one for one in known if one != 'params')}", unknown=True
-            )
+            yield Fault((*path, setting), f"{_choice(known)} for {name}", unknown=True)
         elif not _is_setting(setting, value, torchs=key.startswith("torch ")):
             yield Fault((*path, setting), _SETTINGS[setting])
     untested = key.startswith("torch ") and name not in table.own_optimizers and key != "torch Adam"
@@ -441,7 +446,7 @@ def _of_scheduler(config: Mapping[str, Any], table: Table) -> Iterator[Fault]:
         return
     for name, value in settings.items():
         if name not in known:
-            yield Fault(("scheduler", "params", name), f"for {kind} {', '.join(known)}", unknown=True)
+            yield Fault(("scheduler", "params", name), f"{_choice(known)} for {kind}", unknown=True)
         elif not _takes(known[name], value):
             yield Fault(("scheduler", "params", name), _kinds_phrase(known[name]))
     for name, taken in known.items():
