@@ -158,4 +158,4 @@ def _require_not_refused(source: Source, section: Section) -> None:
     decided = known is not None and not undecided(config)
     done = outcome(config, section, faults(config, known) if known is not None and decided else ())
     if done.kind == "refused":
-        raise BadInputError(f"'{source.path or source.through}': {done.refusals[0]}")
+        raise BadInputError(f"'{source.path or source.through}': {done.placed(source.places or {}).refusals[0]}")
