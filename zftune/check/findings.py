@@ -52,11 +52,14 @@ class Change:
         }
 
 
+_IN_A_FILE = ", in a file that deepspeed_config_file names"
+
+
 def _beside(change: Change) -> str:
     """Where to change what an Accelerate configuration does not have."""
     if change.path == ("zftune", "backend"):
         return f"zftune run --backend {change.value}"
-    return f"{change.sentence()} in a file that deepspeed_config_file names"
+    return change.sentence() + _IN_A_FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,16 +100,20 @@ class Finding:
         """
         if not places:
             return self
-        place = places.get(".".join(self.path), Place(".".join(self.path), self.value))
+        dotted = ".".join(self.path)
+        place = places.get(dotted, Place(dotted, self.value))
         changes = [(change, change.placed(places)) for change in self.changes]
         elsewhere = (_beside(change) for change, placed in changes if placed is None)
+        advice = self.advice
+        if advice and dotted not in places:
+            advice += _IN_A_FILE
         return replace(
             self,
             path=path_of(place.name),
             value=place.value,
             reason=in_accelerate(self.reason),
             changes=tuple(placed for _, placed in changes if placed is not None),
-            advice="; ".join(filter(None, (*elsewhere, self.advice))),
+            advice="; ".join(filter(None, (*elsewhere, advice))),
         )
 
     def document(self) -> dict[str, Any]:
