@@ -59,10 +59,11 @@ def run(
         raise BadInputError("CMD '': is missing, allowed is a program with its arguments, such as: -- python train.py")
     asked = {"backend": backend, "preset": preset, "quality": quality, "online": online or None}
     asked = {name: value for name, value in asked.items() if value is not None}
-    _check(asked, command, os.environ)
-    steering = _steering(asked, schedule, export_schedule)
     environment = dict(os.environ)
-    if environment.get(agent.DISABLE) != "1":
+    disabled = environment.get(agent.DISABLE) == "1"
+    _check(asked, () if disabled else command, environment)
+    steering = _steering(asked, schedule, export_schedule)
+    if not disabled:
         if online:
             _require_daemon()
             environment[agent.ONLINE] = "daemon"
