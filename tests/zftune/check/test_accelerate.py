@@ -97,7 +97,7 @@ YAMLS = {
         ),
         "refused",
         "deepspeed_config.zero_stage is 3",
-        ("deepspeed_config.zero_stage = 3", "deepspeed_config.offload_optimizer_device = nvme"),
+        ("deepspeed_config.zero_stage = 3", "deepspeed_config.offload_optimizer_nvme_path = /local_nvme"),
     ),
     "a stage that is none": Yaml(
         deepspeed("'no'", "zero_stage: 4", "offload_optimizer_device: cpu"),
