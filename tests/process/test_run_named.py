@@ -57,7 +57,7 @@ import argparse, os
 import deepspeed, torch
 
 parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
-parser.add_argument("--local_rank")
+parser.add_argument("--local_rank", type=int)
 args = parser.parse_args()
 model = torch.nn.Linear(8, 8)
 weights = [parameter.detach().clone() for parameter in model.parameters()]
