@@ -70,7 +70,8 @@ def check(
     )
     found = [finding for rule in RULES for finding in rule(subject)]
     kept = [finding for finding in found if chosen is None or chosen in finding.backends]
-    return Report(version, chosen, by_severity(_once(kept)), subject.outcome)
+    told, places = by_severity(_once(kept)), source.places or {}
+    return Report(version, chosen, tuple(one.placed(places) for one in told), subject.outcome.placed(places))
 
 
 _GENERAL = (*rules_own.NAMES, *rules_deepspeed.NAMES)

@@ -73,8 +73,9 @@ def check(
 
     source, version = read(ds_config), installed("deepspeed")
     judge = _Judge(chosen, version, gpus, functools.cache(_fault_of_preset))
-    if fix and source.places is not None:
-        raise BadInputError(f"--fix of '{ds_config}': it is an Accelerate configuration, allowed is a ds_config")
+    if fix and source.through is not None:
+        other = f"names '{source.path}'" if source.path != ds_config else "is of Accelerate or a training"
+        raise BadInputError(f"--fix of '{ds_config}': it {other}, allowed is a ds_config")
     report = checking.check(source, **judge._asdict())
     console = Console(stderr=json_path == STANDARD_OUTPUT)
     console.print(screen.render(report, notes=show_all))

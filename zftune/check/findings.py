@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from zftune.integrations.deepspeed.ds_config import MISSING, SettingPath, shown
-from zftune.integrations.deepspeed.outcome import Outcome
+from zftune.integrations.deepspeed.ds_config import MISSING, Place, SettingPath, path_of, shown
+from zftune.integrations.deepspeed.outcome import Outcome, in_accelerate
 from zftune.store.types import Backend
 
 SCHEMA_NAME = "zftune.check/1"
@@ -33,6 +33,15 @@ class Change:
             f"{shown_path(self.path)} {'left out' if self.value is MISSING else f'= {shown(self.value, whole=True)}'}"
         )
 
+    def placed(self, places: Mapping[str, Place]) -> Change | None:
+        """The same where Accelerate reads it; None: it has no such setting."""
+        place = places.get(".".join(self.path))
+        if place is None:
+            return None
+        if place.name == "mixed_precision":
+            return Change((place.name,), self.path[0] if self.value is True else "no")
+        return Change(path_of(place.name), self.value)
+
     def document(self) -> dict[str, Any]:
         """As JSON."""
         removed = self.value is MISSING
@@ -41,6 +50,16 @@ class Change:
             "remove": removed,
             "value": None if removed else finite(self.value),
         }
+
+
+_IN_A_FILE = ", in a file that deepspeed_config_file names"
+
+
+def _beside(change: Change) -> str:
+    """Where to change what an Accelerate configuration does not have."""
+    if change.path == ("zftune", "backend"):
+        return f"zftune run --backend {change.value}"
+    return change.sentence() + _IN_A_FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +91,30 @@ class Finding:
         """What to do about it; empty: nothing."""
         changes = ", ".join(change.sentence() for change in self.changes)
         return "; ".join(part for part in (changes, self.advice) if part)
+
+    def placed(self, places: Mapping[str, Place]) -> Finding:
+        """The same in the names that settings have where Accelerate reads them.
+
+        Args:
+            places: of settings, as `Source` has them; nothing changes where there are none.
+        """
+        if not places:
+            return self
+        dotted = ".".join(self.path)
+        place = places.get(dotted, Place(dotted, self.value))
+        changes = [(change, change.placed(places)) for change in self.changes]
+        elsewhere = (_beside(change) for change, placed in changes if placed is None)
+        advice = self.advice
+        if advice and dotted not in places:
+            advice += _IN_A_FILE
+        return replace(
+            self,
+            path=path_of(place.name),
+            value=place.value,
+            reason=in_accelerate(self.reason),
+            changes=tuple(placed for _, placed in changes if placed is not None),
+            advice="; ".join(filter(None, (*elsewhere, advice))),
+        )
 
     def document(self) -> dict[str, Any]:
         """As JSON."""

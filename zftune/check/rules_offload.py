@@ -76,6 +76,26 @@ def nvme(subject: Subject) -> Iterator[Finding]:
         yield subject.finding("nvme-stage", _DEVICE, "ignored", reason, change(_DEVICE, "cpu"), *more, backends=BOTH)
 
 
+def no_path(subject: Subject) -> Iterator[Finding]:
+    """`accelerate launch` hands no path on, and its plugin takes the word "none" for one."""
+    for name in ("optimizer", "param"):
+        section = f"{ZERO}.offload_{name}"
+        if (
+            subject.stage == 3
+            and subject.at(f"{section}.device") == "nvme"
+            and subject.at(f"{section}.nvme_path") == "none"
+        ):
+            yield subject.finding(
+                "nvme-path",
+                f"{section}.nvme_path",
+                "wrong",
+                'DeepSpeed is given the path "none", a folder where the training is started: `accelerate launch` '
+                "does not hand on what its configuration says.",
+                advice=f"ACCELERATE_DEEPSPEED_OFFLOAD_{name.upper()}_NVME_PATH in the environment, "
+                "or a ds_config that deepspeed_config_file names",
+            )
+
+
 def parameters(subject: Subject) -> Iterator[Finding]:
     """Parameters are offloaded at stage 3 alone."""
     section = f"{ZERO}.offload_param"
@@ -127,4 +147,4 @@ def client_optimizer(subject: Subject) -> Iterator[Finding]:
         )
 
 
-RULES: tuple[Rule, ...] = (ratio, nvme, parameters, without_zero, speed, client_optimizer)
+RULES: tuple[Rule, ...] = (ratio, nvme, no_path, parameters, without_zero, speed, client_optimizer)

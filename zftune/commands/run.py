@@ -59,10 +59,11 @@ def run(
         raise BadInputError("CMD '': is missing, allowed is a program with its arguments, such as: -- python train.py")
     asked = {"backend": backend, "preset": preset, "quality": quality, "online": online or None}
     asked = {name: value for name, value in asked.items() if value is not None}
-    _check(asked, command, os.environ)
-    steering = _steering(asked, schedule, export_schedule)
     environment = dict(os.environ)
-    if environment.get(agent.DISABLE) != "1":
+    disabled = environment.get(agent.DISABLE) == "1"
+    _check(asked, () if disabled else command, environment)
+    steering = _steering(asked, schedule, export_schedule)
+    if not disabled:
         if online:
             _require_daemon()
             environment[agent.ONLINE] = "daemon"
@@ -158,4 +159,4 @@ def _require_not_refused(source: Source, section: Section) -> None:
     decided = known is not None and not undecided(config)
     done = outcome(config, section, faults(config, known) if known is not None and decided else ())
     if done.kind == "refused":
-        raise BadInputError(f"'{source.path or source.through}': {done.refusals[0]}")
+        raise BadInputError(f"'{source.path or source.through}': {done.placed(source.places or {}).refusals[0]}")

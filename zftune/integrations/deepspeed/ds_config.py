@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from zenflow import ConfigError
 from zenflow.ds_config import decode, modernized, parse
@@ -59,6 +59,15 @@ FILLED: dict[str, Any] = {
 _TELLTALES = tuple(name for name in FILLED if not name.startswith("zero_optimization."))
 
 
+class Place(NamedTuple):
+    """Where a setting of Accelerate's stands."""
+
+    name: str
+    """With dots, of its file; else an option of the command line."""
+    value: Any
+    """As it stands there; MISSING: it does not, and a default is taken."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A ds_config, and what is to be known of where it stands."""
@@ -73,9 +82,9 @@ class Source:
     text: str = ""
     """As it stands in the file."""
     through: str | None = None
-    """The Accelerate or training configuration by which it was found."""
-    places: Mapping[str, str] | None = None
-    """Where settings stand in an Accelerate configuration that is the ds_config itself, by their names with dots."""
+    """By what it was found: an Accelerate or training configuration, or what stands on a command line."""
+    places: Mapping[str, Place] | None = None
+    """Of settings, by their names with dots, where Accelerate makes the ds_config of its own."""
     hugging_face: bool = False
     """Whether Accelerate or the Trainer hands it on, whatever it says."""
 
@@ -131,41 +140,82 @@ def _is_path(config: Any) -> bool:
 
 
 def _from_yaml(path: str, text: str) -> Source:
-    import yaml
-
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark is not None else "its first line"
-        raise BadInputError(f"'{path}': is not YAML ({where}), {_ALLOWED}") from error
+    value = read_yaml(path, text)
     if not isinstance(value, Mapping) or not names_another(value):
         raise BadInputError(f'\'{path}\': is YAML without a "deepspeed_config" or "deepspeed", {_ALLOWED}')
     return _through(path, value)
 
 
+def read_yaml(path: str, text: str) -> Any:
+    """What a YAML, or a JSON, says.
+
+    Raises:
+        BadInputError: it is neither.
+    """
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark is not None else "its first line"
+        raise BadInputError(f"'{path}': is not YAML ({where}), {_ALLOWED}") from error
+
+
 def names_another(value: Mapping[str, Any]) -> bool:
     """Whether it is of Accelerate, or the arguments of a training: a ds_config has none of these."""
-    return "deepspeed_config" in value or "distributed_type" in value or "deepspeed" in value
+    return "deepspeed_config" in value or "distributed_type" in value or value.get("deepspeed") is not None
 
 
 def _through(path: str, value: Mapping[str, Any]) -> Source:
     """What an Accelerate configuration, or the arguments of a Trainer, axolotl or another, make DeepSpeed read."""
-    found = value.get("deepspeed")
-    if found is not None and "deepspeed_config" not in value:
-        if isinstance(found, Mapping):
-            return Source(dict(found), path, through=path, hugging_face=True)
-        return _pointed_at(path, found, "deepspeed")
-    section = value.get("deepspeed_config")
-    if str(value.get("distributed_type", "DEEPSPEED")).upper() != "DEEPSPEED" or not isinstance(section, Mapping):
-        kind = value.get("distributed_type")
+    if "deepspeed_config" in value or "distributed_type" in value:
+        return through_accelerate(path, value)
+    found = value["deepspeed"]
+    if isinstance(found, Mapping):
+        return Source(dict(found), path, through=path, hugging_face=True)
+    return _pointed_at(path, found, "deepspeed")
+
+
+def through_accelerate(path: str, whole: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> Source:
+    """What Accelerate makes DeepSpeed read.
+
+    Args:
+        path: of its configuration; without one, what the command line is called.
+        whole: the configuration, which may be empty.
+        options: of `accelerate launch`, which come before it; None: it is not known how it is launched.
+
+    Raises:
+        BadInputError: Accelerate does without DeepSpeed, or ends.
+    """
+    section, given = whole.get("deepspeed_config"), dict(options or {})
+    if options is None and (str(whole.get("distributed_type")).upper() != "DEEPSPEED" or not isinstance(section, dict)):
+        kind = whole.get("distributed_type")
         raise BadInputError(
-            f"'{path}': is an Accelerate configuration with distributed_type {kind}, allowed is DEEPSPEED with a "
-            '"deepspeed_config" section'
+            f"'{path}': is an Accelerate configuration {'with' if kind is not None else 'without'} distributed_type"
+            f'{"" if kind is None else f" {kind}"}, allowed is DEEPSPEED with a "deepspeed_config" section'
         )
-    if section.get("deepspeed_config_file") not in (None, "none"):
-        return _pointed_at(path, section["deepspeed_config_file"], "deepspeed_config.deepspeed_config_file")
-    return Source(of_accelerate(section, value), path, through=path, places=_PLACES, hugging_face=True)
+    section = section if isinstance(section, dict) else {}
+    file = given.get("deepspeed_config_file", section.get("deepspeed_config_file"))
+    if file in (None, "none"):
+        settings = {**section, **given}
+        precision = given.get("mixed_precision", whole.get("mixed_precision"))
+        places = {name: _place(dotted, whole, given) for name, dotted in _PLACES.items()}
+        config = of_accelerate(settings, {"mixed_precision": precision})
+        return Source(config, path, through=path, places=places, hugging_face=True)
+    beside = [f"deepspeed_config.{name}" for name in _NOT_BESIDE if section.get(name) is not None]
+    if whole.get("mixed_precision") is not None and "mixed_precision" not in given:
+        beside.append("mixed_precision")
+    if beside:
+        raise BadInputError(
+            f"'{path}': {beside[0]} is there beside a deepspeed_config_file, allowed by Accelerate is the file alone"
+        )
+    return _pointed_at(path, file, "deepspeed_config.deepspeed_config_file")
+
+
+def _place(dotted: str, whole: Mapping[str, Any], options: Mapping[str, Any]) -> Place:
+    name = path_of(dotted)[-1]
+    return Place(f"--{name}", options[name]) if name in options else Place(dotted, at(whole, path_of(dotted)))
 
 
 def _pointed_at(path: str, target: Any, field: str) -> Source:
@@ -191,9 +241,19 @@ _PLACES = {
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "deepspeed_config.zero3_save_16bit_model",
     "gradient_accumulation_steps": "deepspeed_config.gradient_accumulation_steps",
     "gradient_clipping": "deepspeed_config.gradient_clipping",
-    "bf16.enabled": "mixed_precision",
-    "fp16.enabled": "mixed_precision",
+    **dict.fromkeys(("bf16", "bf16.enabled", "fp16", "fp16.enabled", "fp16.auto_cast"), "mixed_precision"),
 }
+_NOT_BESIDE = (
+    "zero_stage",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "offload_optimizer_device",
+    "offload_param_device",
+    "offload_optimizer_nvme_path",
+    "offload_param_nvme_path",
+    "zero3_save_16bit_model",
+)
+"""Settings that Accelerate refuses beside a file."""
 
 
 def of_accelerate(section: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,28 +263,36 @@ def of_accelerate(section: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[
         section: its settings.
         whole: the configuration that it stands in.
     """
-    zero: dict[str, Any] = {"stage": section.get("zero_stage", 2)}
+    said = {name: number_of(value) for name, value in section.items() if value is not None}
+    zero: dict[str, Any] = {"stage": said.get("zero_stage", 2)}
     for name in ("optimizer", "param"):
-        device = str(section.get(f"offload_{name}_device", "none")).lower()
-        zero[f"offload_{name}"] = {"device": device}
-        if device == "nvme":
-            zero[f"offload_{name}"]["nvme_path"] = section.get(f"offload_{name}_nvme_path", "none")
-    saves = section.get("zero3_save_16bit_model")
-    zero["stage3_gather_16bit_weights_on_model_save"] = False if saves is None else saves
-    precision = str(whole.get("mixed_precision", "no")).lower()
+        device = str(said.get(f"offload_{name}_device", "none")).lower()
+        # `accelerate launch` does not hand a path on: the plugin's default is a folder of this name.
+        zero[f"offload_{name}"] = {"device": device, "nvme_path": "none" if device == "nvme" else None}
+    zero["stage3_gather_16bit_weights_on_model_save"] = str(said.get("zero3_save_16bit_model")).lower() == "true"
+    precision = str(whole.get("mixed_precision")).lower()
     config: dict[str, Any] = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": section.get("gradient_accumulation_steps", "auto"),
+        "gradient_accumulation_steps": said.get("gradient_accumulation_steps", "auto"),
         "zero_optimization": zero,
+        "steps_per_print": float("inf"),
+        "bf16": {"enabled": precision in ("bf16", "fp8")},
+        "fp16": {"enabled": True, "auto_cast": True} if precision == "fp16" else {"enabled": False},
     }
-    if section.get("gradient_clipping"):
-        config["gradient_clipping"] = section["gradient_clipping"]
-    if precision in ("bf16", "fp8"):
-        config["bf16"] = {"enabled": True}
-    elif precision == "fp16":
-        config["fp16"] = {"enabled": True, "auto_cast": True}
+    if said.get("gradient_clipping", "auto"):
+        config["gradient_clipping"] = said.get("gradient_clipping", "auto")
     return config
+
+
+def number_of(value: Any) -> Any:
+    """A number that stands as a word in a file or on a command line."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
 
 
 _OTHERS = {

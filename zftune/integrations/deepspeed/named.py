@@ -7,122 +7,127 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zenflow import ConfigError
+from zenflow.ds_config import decode, parse
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed.ds_config import Source, of_accelerate, read
+from zftune.integrations.deepspeed.ds_config import Source, number_of, read, read_yaml, through_accelerate
 
-_OPTIONS = (
-    "--deepspeed",
-    "--deepspeed_config",
-    "--deepspeed-config",
-    "--deepspeed_config_file",
-    "--deepspeed-config-file",
-    "--ds_config",
-    "--ds-config",
-)
-_ACCELERATE_OPTIONS = (
+_FLAG = "--deepspeed"  # to DeepSpeed's own parser; others take a value after it
+_OPTIONS = ("--deepspeed_config", "--deepspeed_config_file", "--ds_config")
+_OF_ACCELERATE = (
+    "deepspeed_config_file",
     "zero_stage",
     "offload_optimizer_device",
     "offload_param_device",
-    "offload_optimizer_nvme_path",
-    "offload_param_nvme_path",
     "gradient_accumulation_steps",
     "gradient_clipping",
     "zero3_save_16bit_model",
+    "mixed_precision",
 )
+_OTHER_KINDS = ("--cpu", "--multi_gpu", "--tpu", "--tpu_use_cluster", "--use_fsdp", "--use_megatron_lm")
+_JSON = (".json", ".hjson")
 _SUFFIXES = (".json", ".yaml", ".yml")
 _LARGEST_BYTES = 1 << 20  # of the arguments of a training; data in JSON is more
 
 
 def named_by(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[Source]:
-    """Each ds_config that a command names: after an option, in an Accelerate configuration, in a file of arguments.
+    """Each ds_config that a command names: by an option of its script, in a file of arguments, else by Accelerate.
 
-    Files that are not there, or hold something else, are the training's own matter.
+    What is not there, or is something else, is the training's own matter.
 
     Args:
         command: a program and its arguments.
         environment: in which it is run.
+
+    Raises:
+        BadInputError: a JSON that an option names is none, or Accelerate ends.
     """
-    options = list(_options(command))
-    values = [value for name, value in options if name in _OPTIONS]
-    for value in values:
-        if Path(value).suffix in _SUFFIXES and Path(value).is_file():
-            yield from _read(value, hugging_face=False)
-    if values:
-        return
-    if _is_accelerate(command):
-        yield from _through_accelerate(dict(options), environment)
-        return
-    for word in command[1:]:
-        if Path(word).suffix in _SUFFIXES and _may_be_arguments(word):
-            yield from (source for source in _read(word, hugging_face=True) if source.through is not None)
+    launch, words = _split(command)
+    options = list(_options(words))
+    values = [pair for pair in options if pair[0] in _OPTIONS] or [pair for pair in options if pair[0] == _FLAG]
+    found = [source for option, value in values if (source := _given(option, value)) is not None]
+    found = found or list(_recipes([*words[1:], *(value for _, value in options)]))
+    yield from found
+    if launch is not None and not found:
+        yield from _through_accelerate(dict(_options(launch)), environment)
 
 
-def _options(command: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for option, value in zip(command, [*command[1:], ""], strict=True):
+def _split(command: Sequence[str]) -> tuple[Sequence[str] | None, Sequence[str]]:
+    """What `accelerate launch` is told, and its script with arguments; None: it is not there, and all is the script."""
+    names = [Path(word).name for word in command]
+    for at, name in enumerate(names):
+        if name in ("accelerate-launch", "accelerate.commands.launch"):
+            rest = command[at + 1 :]
+        elif name in ("accelerate", "accelerate.commands.accelerate_cli") and names[at + 1 : at + 2] == ["launch"]:
+            rest = command[at + 2 :]
+        else:
+            continue
+        script = (at for at, word in enumerate(rest) if word.endswith(".py") or word in ("-m", "--module"))
+        end = next(script, len(rest))
+        return rest[:end], rest[end:]
+    return None, command
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for option, value in zip(words, [*words[1:], ""], strict=True) if words else ():
         name, _, joined = option.partition("=")
         if name.startswith("--"):
-            yield name, joined or value
+            yield name.replace("-", "_").replace("__", "--", 1), joined or value
 
 
-def _read(path: str, *, hugging_face: bool) -> Iterator[Source]:
+def _given(option: str, value: str) -> Source | None:
+    """A file, or the ds_config itself: as JSON, which Hugging Face takes, or in base64, as DeepSpeed does."""
+    if _is_file(value):
+        try:
+            return read(value)
+        except BadInputError:
+            if Path(value).suffix in _JSON:
+                raise
+            return None
     try:
-        yield read(path)
-    except BadInputError:
-        if not hugging_face:
-            raise
+        text = value if value.startswith("{") else decode(value)
+        config = parse(text).value if text.startswith("{") else None
+    except (ValueError, ConfigError):
+        return None
+    return Source(dict(config), through=option) if isinstance(config, Mapping) else None
 
 
-def _may_be_arguments(word: str) -> bool:
+def _recipes(words: Sequence[str]) -> Iterator[Source]:
+    """Arguments of a Trainer, LLaMA-Factory, axolotl or another, in a file."""
+    for word in dict.fromkeys(words):
+        if Path(word).suffix in _SUFFIXES and _is_file(word) and Path(word).stat().st_size <= _LARGEST_BYTES:
+            try:
+                source = read(word)
+            except BadInputError:
+                continue
+            if source.through is not None:
+                yield source
+
+
+def _is_file(word: str) -> bool:
     try:
-        return Path(word).is_file() and Path(word).stat().st_size <= _LARGEST_BYTES
-    except OSError:
+        return Path(word).is_file()
+    except (OSError, ValueError):  # too long for a name
         return False
 
 
-def _is_accelerate(command: Sequence[str]) -> bool:
-    words = [Path(word).name for word in command]
-    at = next((at for at, word in enumerate(words) if word in ("accelerate", "accelerate.commands.launch")), None)
-    return at is not None and (words[at] != "accelerate" or "launch" in words[at + 1 : at + 2])
-
-
-def _through_accelerate(options: dict[str, str], environment: Mapping[str, str]) -> Iterator[Source]:
+def _through_accelerate(options: Mapping[str, str], environment: Mapping[str, str]) -> Iterator[Source]:
     """As `accelerate launch` puts it together: its file, or that of `accelerate config`, then its options."""
-    path = options.get("--config_file", options.get("--config-file", _default_file(environment)))
-    found: Source | None = None
-    if Path(path).is_file():
-        try:
-            found = read(path)
-        except BadInputError:
-            if "--use_deepspeed" not in options:
-                return  # it is of something else than DeepSpeed
-    given = {name: options[f"--{name}"] for name in _ACCELERATE_OPTIONS if f"--{name}" in options}
-    if found is not None and (found.places is None or not given):
-        yield found
-    elif found is not None or "--use_deepspeed" in options:
-        section, whole = _section_of(path) if found is not None else ({}, {})
-        if "--mixed_precision" in options:
-            whole = {**whole, "mixed_precision": options["--mixed_precision"]}
-        config = of_accelerate({**section, **{name: _number(value) for name, value in given.items()}}, whole)
-        yield Source(config, through="accelerate launch", hugging_face=True)
-
-
-def _section_of(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    import yaml
-
-    whole = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    return dict(whole["deepspeed_config"]), dict(whole)
+    path, whole = options.get("--config_file") or _default_file(environment), {}
+    if _is_file(path):
+        found = read_yaml(path, Path(path).read_text(encoding="utf-8", errors="replace"))
+        whole = found if isinstance(found, dict) else {}
+    of_file = whole.get("distributed_type") == "DEEPSPEED" and not any(kind in options for kind in _OTHER_KINDS)
+    if "--use_deepspeed" not in options and not of_file:
+        return
+    given: dict[str, Any] = {name: number_of(options[f"--{name}"]) for name in _OF_ACCELERATE if f"--{name}" in options}
+    section = whole.get("deepspeed_config") or {}
+    file = given.get("deepspeed_config_file", section.get("deepspeed_config_file"))
+    if file in (None, "none") or _is_file(str(file)):
+        yield through_accelerate(path if whole else "accelerate launch", whole, given)
 
 
 def _default_file(environment: Mapping[str, str]) -> str:
-    cache = environment.get("XDG_CACHE_HOME") or os.path.join(environment.get("HOME", ""), ".cache")  # noqa: PTH118
-    home = environment.get("HF_HOME") or f"{cache}/huggingface"
-    return f"{home}/accelerate/default_config.yaml"
-
-
-def _number(word: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    return {"true": True, "false": False}.get(word.lower(), word)
+    cache = environment.get("XDG_CACHE_HOME", "~/.cache")
+    home = environment.get("HF_HOME", f"{cache}/huggingface")
+    return os.path.expanduser(f"{home}/accelerate/default_config.yaml")  # noqa: PTH111

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from zenflow.ds_config import modernized
 from zftune.integrations.deepspeed import optimizers, section, support
-from zftune.integrations.deepspeed.ds_config import MISSING, at, offload_device, shown
-from zftune.integrations.deepspeed.refusal import Refusal
+from zftune.integrations.deepspeed.ds_config import MISSING, Place, at, offload_device, shown
+from zftune.integrations.deepspeed.refusal import INSTEAD, Refusal
 from zftune.integrations.deepspeed.section import NAME, Section
 from zftune.integrations.deepspeed.verdict import BATCH, Fault
 from zftune.store.types import Backend, Quality
+
+_DEVICE = "zero_optimization.offload_optimizer.device"
+_STAYS = "so the optimizer's state stays on the GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,16 @@ class Outcome:
     """Why it is left alone."""
     refusals: tuple[Refusal, ...] = ()
     """All of them; a training ends with the first."""
+
+    def placed(self, places: Mapping[str, Place]) -> Outcome:
+        """The same in the names that settings have where Accelerate reads them.
+
+        Args:
+            places: of settings, as `Source` has them; nothing changes where there are none.
+        """
+        reason = f"{_placed(_DEVICE, places)}, {_STAYS}" if self.kind == "left" and places else self.reason
+        refusals = tuple(_refusal_in(refusal, places) for refusal in self.refusals if places) or self.refusals
+        return replace(self, reason=reason, refusals=refusals)
 
     def __str__(self) -> str:
         if self.kind == "refused":
@@ -87,5 +100,27 @@ def _nothing_to_do(config: Mapping[str, Any]) -> str:
     zero = config.get("zero_optimization")
     offload = zero.get("offload_optimizer") if isinstance(zero, Mapping) else None
     if isinstance(offload, Mapping):
-        return 'zero_optimization.offload_optimizer.device is "none", so the optimizer\'s state stays on the GPU'
-    return "zero_optimization.offload_optimizer is not there, so the optimizer's state stays on the GPU"
+        return f'{_DEVICE} is "none", {_STAYS}'
+    return f"zero_optimization.offload_optimizer is not there, {_STAYS}"
+
+
+def in_accelerate(text: str) -> str:
+    """What is advised, where there is no "zftune" section: Accelerate's configuration has none.
+
+    Args:
+        text: of a sentence.
+    """
+    return text.replace(INSTEAD, "or zftune run --backend deepspeed")
+
+
+def _refusal_in(refusal: Refusal, places: Mapping[str, Place]) -> Refusal:
+    place = places.get(refusal.field)
+    if place is None:
+        return refusal._replace(allowed=in_accelerate(refusal.allowed))
+    value = "not there" if place.value is MISSING else shown(place.value)
+    return Refusal(place.name, value, in_accelerate(refusal.allowed))
+
+
+def _placed(field: str, places: Mapping[str, Place]) -> str:
+    name, value = places[field]
+    return f"{name} is {'not there' if value is MISSING else shown(value)}"

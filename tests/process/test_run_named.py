@@ -1,0 +1,150 @@
+"""The ds_config that a command names, under each launcher: refused before anything starts, trained, or left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiers, upstream_ops, zygote
+
+PYTHON = sys.executable
+TRAINED: dict[str, Any] = {
+    "train_batch_size": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+}
+ZERO = TRAINED["zero_optimization"]
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "stage 3": ({**TRAINED, "zero_optimization": {**ZERO, "stage": 3}}, "zero_optimization.stage is 3, allowed are"),
+    "a value": (
+        {**TRAINED, "flops_profiler": {"enabled": "perhaps"}},
+        'flops_profiler.enabled is "perhaps", allowed by DeepSpeed is true or false',
+    ),
+    "a section": ({**TRAINED, "zftune": {"quality": "best"}}, "zftune.quality is 'best', allowed are exact"),
+}
+LAUNCHERS: dict[str, tuple[str, ...]] = {
+    "python": (PYTHON,),
+    "deepspeed": (PYTHON, "-m", "deepspeed.launcher.runner", "--num_gpus", "1"),
+    "torchrun": (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--standalone"),
+    "accelerate": (PYTHON, "-m", "accelerate.commands.launch", "--config_file", "acc.yaml"),
+}
+WAYS: dict[str, tuple[str, ...]] = {
+    "deepspeed": ("--deepspeed", "ds.json"),
+    "joined": ("--deepspeed=ds.json",),
+    "flag": ("--deepspeed", "--deepspeed_config", "ds.json"),
+    "arguments": ("args.json",),
+    "accelerate": (),
+}
+YAML = """
+distributed_type: DEEPSPEED
+num_processes: 1
+num_machines: 1
+machine_rank: 0
+use_cpu: false
+deepspeed_config:
+  deepspeed_config_file: ds.json
+"""
+SCRIPT = """
+open("began", "a").close()
+import argparse, os
+import deepspeed, torch
+
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--local_rank", type=int)
+args = parser.parse_args()
+model = torch.nn.Linear(8, 8)
+weights = [parameter.detach().clone() for parameter in model.parameters()]
+if "ACCELERATE_USE_DEEPSPEED" in os.environ:
+    from accelerate import Accelerator
+    from accelerate.utils import DummyOptim
+    accelerator = Accelerator()
+    data = torch.utils.data.DataLoader(torch.randn(2, 8), batch_size=2)
+    engine, *_ = accelerator.prepare(model, DummyOptim(model.parameters()), data)
+else:
+    engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+for _ in range(2):
+    engine.backward(engine(torch.randn(2, 8)).square().mean())
+    engine.step()
+assert not any(torch.equal(*pair) for pair in zip(weights, model.parameters()))
+print("trained")
+"""
+
+
+def run(folder: Path, config: Any, launcher: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """A training with a ds_config, under `zftune run`."""
+    for name, text in {
+        "train.py": SCRIPT,
+        "acc.yaml": YAML,
+        "args.json": json.dumps({"deepspeed": "ds.json", "output_dir": "out"}),
+        "ds.json": config if isinstance(config, str) else json.dumps(config),
+    }.items():
+        (folder / name).write_text(text)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, **upstream_ops.environment(), "HF_HOME": "cache", "OMP_NUM_THREADS": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ZFTUNE_DB": str(folder / "z.db")}
+    if launcher == "python":
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    command = [*LAUNCHERS[launcher], "train.py", *words]
+    return zygote.zftune("run", "--", *command, env=environment, cwd=folder, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "way", "fault"),
+    [
+        *tiers.combinations(launcher=LAUNCHERS, way=[way for way in WAYS if way != "accelerate"], fault=REFUSED),
+        *(("accelerate", "accelerate", fault) for fault in REFUSED),
+    ],
+)
+def test_what_is_refused_never_starts(tmp_path: Path, launcher: str, way: str, fault: str) -> None:
+    config, sentence = REFUSED[fault]
+    done = run(tmp_path, config, launcher, *WAYS[way])
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith(f"zftune: 'ds.json': {sentence}"), done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "began").exists()
+
+
+def test_what_is_no_json_never_starts(tmp_path: Path) -> None:
+    done = run(tmp_path, "{]", "python", "--deepspeed", "ds.json")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("zftune: 'ds.json': is neither JSON")
+    assert not (tmp_path / "began").exists()
+
+
+def test_nothing_is_refused_where_zftune_is_switched_off(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(REFUSED["stage 3"][0]))
+    words = ("run", "--", PYTHON, "-c", "print('began')", "--deepspeed", "ds.json")
+    for switch, code, out in (("1", 0, "began\n"), ("0", 2, "")):
+        done = zygote.zftune(*words, env={**os.environ, "ZFTUNE_DISABLE": switch}, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (code, out), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("launcher", "left"),
+    tiers.by_day(
+        [("python", False), ("torchrun", True)],
+        all_of=[(launcher, left) for launcher in LAUNCHERS for left in (False, True)],
+    ),
+)
+def test_what_is_not_refused_trains(tmp_path: Path, launcher: str, left: bool) -> None:
+    upstream_ops.need()
+    config = {**TRAINED, "zero_optimization": {"stage": 1}} if left else TRAINED
+    config = {
+        **config,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, **({"torch_adam": True} if left else {})}},
+    }
+    done = run(tmp_path, config, launcher, *(() if launcher == "accelerate" else WAYS["flag"]))
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said[-3000:]
+    assert done.stdout.count("trained\n") == 1
+    assert said.count("left to DeepSpeed: zero_optimization.offload_optimizer is not there") == left
+    assert said.count("zftune: backend zenflow, quality exact") == (not left)
