@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.conftest import PYTHON, ZFTUNE, Run, environment
+from tests.tiers import by_day
 
 STEPS = "import steps; steps.train(); "
 
@@ -73,16 +74,19 @@ def test_names_of_folders_and_scripts(profile: Run, tmp_path: Path, name: str) -
     assert "script.py" not in ended.err  # the agent names it; nobody else may
 
 
+ODD: list[dict[str, str | None]] = [
+    {"PYTHONPATH": None}, {"PYTHONPATH": ""}, {"PYTHONPATH": "/nonesuch::"}, {"TMPDIR": "/nonesuch"},
+    {"HOME": None}, {"PYTHONHASHSEED": "0"}, {"PYTHONINSPECT": ""},
+    {"TERM": "dumb"}, {"COLUMNS": "1"}, {"COLUMNS": "x"}, {"LC_ALL": "C"}, {"PYTHONIOENCODING": "ascii"},
+    {"LANG": "nonesuch"}, {"PYTHONWARNINGS": "error"}, {"PYTHONDONTWRITEBYTECODE": "1"}, {"PYTHONUTF8": "0"},
+    {"ZFTUNE_AGENT_DIR": "/nonesuch"}, {"ZFTUNE_AGENT_STEPS": "x"}, {"CUDA_VISIBLE_DEVICES": ""},
+    {"CUDA_VISIBLE_DEVICES": "7,GPU-nonesuch,-1"}, {"NO_COLOR": "1"},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "env",
-    [
-        {"PYTHONPATH": None}, {"PYTHONPATH": ""}, {"PYTHONPATH": "/nonesuch::"}, {"TMPDIR": "/nonesuch"},
-        {"HOME": None}, {"PYTHONHASHSEED": "0"}, {"PYTHONINSPECT": ""},
-        {"TERM": "dumb"}, {"COLUMNS": "1"}, {"COLUMNS": "x"}, {"LC_ALL": "C"}, {"PYTHONIOENCODING": "ascii"},
-        {"LANG": "nonesuch"}, {"PYTHONWARNINGS": "error"}, {"PYTHONDONTWRITEBYTECODE": "1"}, {"PYTHONUTF8": "0"},
-        {"ZFTUNE_AGENT_DIR": "/nonesuch"}, {"ZFTUNE_AGENT_STEPS": "x"}, {"CUDA_VISIBLE_DEVICES": ""},
-        {"CUDA_VISIBLE_DEVICES": "7,GPU-nonesuch,-1"}, {"NO_COLOR": "1"},
-    ],
+    by_day(ODD[::3], all_of=ODD),
     ids=lambda env: "=".join(map(str, *env.items())),
 )  # fmt: skip
 def test_odd_environments(profile: Run, tmp_path: Path, env: dict[str, str | None]) -> None:

@@ -214,7 +214,7 @@ def test_cells_that_resume_and_that_overflow(study: Any, tmp_path: Path) -> None
 def test_idioms_read_what_they_read_with_torch_alone(study: Any, place: int, tmp_path: Path) -> None:
     upstream_ops.need()
     setting = list(study.cells.SETTINGS)[place]
-    few = ["average swapped in and back, `.data`", "GAN, two engines", "gradual unfreezing, `add_param_group`"]
+    few = ["average swapped in and back, `.data`"]
     rows = by_day(few, all_of=[*study.listing.NAMES])
     table = [cell(study, "idioms", row, column=setting) for row in rows]
     obeyed = cell(study, "idioms", "`AveragedModel` (EMA)", "plain", study.cells.OFFLOADED)

@@ -47,7 +47,7 @@ def test_thinking_steps_are_compared_with_plain_ones_at_the_same_place(livecost:
     assert livecost.gaps.extra([one for one in gap if one.kind != "thinking"], closes) is None
 
 
-def test_a_step_that_waits_while_somebody_thinks_shows(livecost: Any) -> None:
+def test_a_step_that_waits_while_somebody_thinks_shows(livecost: Any, every_fault: None) -> None:
     class WaitingDesk(livecost.searching.PatientDesk):  # type: ignore[misc]
         thoughts = 0
 

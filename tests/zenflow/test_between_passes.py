@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, note
 from torch import Tensor, nn
 
+from tests.tiers import by_day
 from tests.zenflow.knob_cases import draw_knobs
 from tests.zenflow.small import Stack, assert_same_run, seeded, tokens_of
 from tests.zenflow.test_invariants import RANDOMS, thorough
@@ -113,7 +114,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("kind", "where"), PLACES)
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passes", by_day([2], all_of=[1, 2]))
 def test_i2_each_thing_at_each_place(passes: int, kind: str, where: Where) -> None:
     what = {"topk_ratio": 0.6, "offload_ratio": 0.7} if kind == "knobs" else None
     for step in (5, 6):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
+from tests.tiers import by_day
 from tests.zenflow.cases import same_bits
 from tests.zenflow.family_cases import OTHERS, OURS
 from tests.zenflow.small import Stack, assert_same_run, seeded, tokens_of
@@ -75,7 +76,7 @@ def by_names(model: nn.Module, optimizer: Any, folder: Path) -> tuple[nn.Module,
 
 
 @pytest.mark.parametrize("through", [by_safetensors, by_names])
-@pytest.mark.parametrize("stop", [1, 4, 6, 8, 11])
+@pytest.mark.parametrize("stop", by_day([1, 6], all_of=[1, 4, 6, 8, 11]))
 def test_i3_of_a_real_model(stop: int, through: Through, tmp_path: Path) -> None:
     assert_same_run(train(stop, through, tmp_path), train(None, through, tmp_path))
 

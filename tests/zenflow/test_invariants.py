@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, event, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.tiers import repeated
+from tests.tiers import by_day, repeated
 from tests.zenflow.cases import (
     FIXED_CASES,
     Case,
@@ -140,7 +140,7 @@ def test_i2_does_not_depend_on_the_hosts_speed(seed: int, rule: str, slow_host: 
 
 
 @pytest.mark.parametrize(("rule", "seed"), [*(("adamw", seed) for seed in range(4)), *((rule, 4) for rule in OTHERS)])
-@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize("threads", by_day([2, 8], all_of=[1, 2, 8]))
 def test_i2_does_not_depend_on_threads_and_their_delays(
     threads: int, rule: str, seed: int, native_host: Callable[..., Make]
 ) -> None:

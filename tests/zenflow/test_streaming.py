@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.tiers import repeated
 from tests.zenflow.small import Stack, seeded, tokens_of
 from tests.zenflow.stream_cases import DEVICES, MODELS, Pair, Shared, Streams
 from zenflow import UnsupportedError
@@ -158,7 +159,7 @@ def anything(rng: random.Random) -> Callable[[nn.Module], object]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(repeated(24)))
 def test_whatever_is_done_between_two_steps(pair: Callable[..., Pair], seed: int, device: str) -> None:
     rng = random.Random(seed)
     both = pair(rng.choice(list(MODELS)), device=device, seed=seed, least=rng.choice([1, 1, 2]))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiers import by_day
 from tests.zftune.conftest import MINI_POSITIONS, MINI_TIMELINE, rig_text
 from zftune import __version__, cli
 
@@ -227,7 +228,9 @@ def test_what_may_not_be_read_or_written_is_refused(zftune: Run, folder: Path, o
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--max-grad-norm 0", "--config half.json", "--model hollow", "--json empty"],
+    by_day(
+        ["--config half.json"], all_of=["--max-grad-norm 0", "--config half.json", "--model hollow", "--json empty"]
+    ),
 )
 def test_the_installed_command_ends_likewise(zftune: Run, folder: Path, arguments: str) -> None:
     before = contents(folder)

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from zftune.integrations.deepspeed.section import Section
 
 __all__ = ["ProfileCommand", "run"]
+_SIGNS = (".json", ".hjson", ".yaml", ".yml", "deepspeed", "ds_config", "ds-config", "accelerate")
+"""One of these is in a word of every command that names a ds_config."""
 
 
 def run(
@@ -137,14 +139,21 @@ def _check(asked: dict[str, Any], command: Sequence[str], environment: Mapping[s
     Raises:
         BadInputError: one is not allowed.
     """
-    from zftune.integrations.deepspeed.named import named_by
     from zftune.integrations.deepspeed.section import NAME, Section, require_preset
 
     section = Section.of({NAME: asked})
-    for source in named_by(command, environment):
+    for source in _named(command, environment):
         _require_not_refused(source, section)
         section = section.over(Section.of(source.config))
     require_preset(section)
+
+
+def _named(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[Source]:
+    if not any(sign in word for word in command for sign in _SIGNS):
+        return  # what reads ds_configs loads torch, which takes a second
+    from zftune.integrations.deepspeed.named import named_by
+
+    yield from named_by(command, environment)
 
 
 def _require_not_refused(source: Source, section: Section) -> None:

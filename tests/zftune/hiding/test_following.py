@@ -71,7 +71,7 @@ def step_ms(optimizer: ZenFlowAdamW, steps: int) -> float:
     return statistics.fmean(one.step_ms or 0.0 for one in optimizer.history(wait=True)[-steps:])
 
 
-@pytest.mark.parametrize("rig", by_day(RIGS, all_of=(*RIGS, *MORE)))
+@pytest.mark.parametrize("rig", by_day(RIGS[:1], all_of=(*RIGS, *MORE)))
 def test_the_line_says_what_published_then_wins(rig: str, mini_model: Path, lines: Callable[[], list[str]]) -> None:
     with training_on(rig, mini_model) as training:
         follow(training.optimizer, "exact")

@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="the demo extra is not installed")
 
 from transformers import Trainer
 
+from tests.tiers import by_day
 from tests.zftune.integrations.trainers import (
     EXACT,
     LATE,
@@ -56,7 +57,7 @@ def losses(of: Any) -> list[float]:
     return [entry["loss"] for entry in of.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("passes", by_day([3], all_of=[1, 3]))
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16-autocast"])
 def test_exact_is_torchs_adamw(tmp_path: Path, passes: int, autocast: bool) -> None:
     """Clipped, under the Trainer's own scheduler, accumulated or not; 64 sequences end in a step of fewer passes."""

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 import zftune
+from tests.tiers import by_day
 from tests.zftune.integrations.trainers import EXACT, LATE, furthest, same, tiny_model, trained, trainer, weights
 from zenflow import EmulatedAccelerator, Rig, ZenFlowAdamW
 from zftune.errors import BadInputError
@@ -33,7 +34,7 @@ def file_of(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("saves", [False, True], ids=["by the user", "by the Trainer"])
+@pytest.mark.parametrize("saves", by_day([True], all_of=[False, True]), ids=str)
 def test_what_is_saved_at_the_end_holds_every_update(tmp_path: Path, saves: bool) -> None:
     without = trained(tmp_path / "without", late)
     lacking = weights(without.model)
@@ -60,7 +61,7 @@ def test_checkpoints_on_the_way_are_not_flushed(tmp_path: Path) -> None:
     assert same(weights(resumed.model), weights(whole.model))
 
 
-@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+@pytest.mark.parametrize("strategy", by_day(["steps"], all_of=["steps", "epoch"]))
 def test_the_best_model_is_left_alone(tmp_path: Path, strategy: str) -> None:
     """Early stopping ends the run after an evaluation; what is pending then is not for the weights that are loaded."""
     early = EarlyStoppingCallback(early_stopping_patience=2)

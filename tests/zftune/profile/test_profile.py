@@ -280,7 +280,7 @@ def test_a_baseline_that_does_not_fit_is_null_with_its_reason(
         run_profile(options, rig="none", steps=1, config=read_config(None, {"offload_ratio": 0.0}))
 
 
-def test_a_system_that_is_this_run_is_measured_once(options: ProfileOptions) -> None:
+def test_a_system_that_is_this_run_is_measured_once(options: ProfileOptions, every_fault: None) -> None:
     names: list[str] = []
 
     def on_system(name: str) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiers import by_day
 from tests.zftune.report.documents import cpu_profile, gpu_profile, rig_profile
 from zftune.errors import ZftuneError
 from zftune.profile.schema import validate
@@ -290,7 +291,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is ins
 
 
 @needs_chromium
-@pytest.mark.parametrize("size", ["1400,2200", "420,2600"])
+@pytest.mark.parametrize("size", by_day(["420,2600"], all_of=["1400,2200", "420,2600"]))
 def test_a_browser_draws_it_without_errors(document: dict[str, Any], size: str, tmp_path: Path) -> None:
     write_html(document, tmp_path / "report.html")
     drawn, console = browse(tmp_path / "report.html", tmp_path, size)

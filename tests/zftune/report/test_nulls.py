@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiers import by_day
 from tests.zftune.report.documents import cpu_profile, gpu_profile, rig_profile
 from zftune.errors import ProfileError
 from zftune.profile.schema import validate
@@ -52,7 +53,7 @@ def is_valid(document: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("build", [rig_profile, cpu_profile, gpu_profile])
+@pytest.mark.parametrize("build", by_day([gpu_profile], all_of=[rig_profile, cpu_profile, gpu_profile]))
 def test_a_null_in_any_place_that_may_be_null(build: Callable[[int], dict[str, Any]]) -> None:
     document = build(4)
     document["series"] = {source: rows and rows[:3] for source, rows in document["series"].items()}

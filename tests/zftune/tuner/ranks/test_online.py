@@ -134,7 +134,7 @@ def test_two_ranks_are_tuned_alike_and_replayed_bit_for_bit(folder: Path) -> Non
         assert all("tunes" not in one.stderr for one in ranks)
 
 
-def test_where_a_rank_is_killed_the_others_do_not_hang(folder: Path) -> None:
+def test_where_a_rank_is_killed_the_others_do_not_hang(folder: Path, every_fault: None) -> None:
     schedule = folder / "schedule.json"
     with forked(folder, "--online", "--export-schedule", schedule.name, "--", "train.py 1000000 1") as ranks:
         ends = time.monotonic() + 120

@@ -42,7 +42,9 @@ def command(project: Path) -> list[str]:
     return ["train.py", "--deepspeed_config", "ds.json", "--notes", str(notes)]
 
 
-def test_a_search_over_upstreams_zenflow(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_over_upstreams_zenflow(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_fault: None
+) -> None:
     """The user's interval of 2 is made slow, so that another one is adopted; nothing of the trials is left."""
     monkeypatch.setenv("TEST_SLEEPS", json.dumps({"2": 0.1}))
     before = training.content(project)
