@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests import forked
+from tests.zenflow.sharded_cases import what_is_said
 from zenflow import CpuDevice, EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig, knobs, ranks, runtime
 from zenflow.errors import HostMemoryError
 from zenflow.ranks import Ranks
@@ -241,17 +242,19 @@ WORK: dict[str, Callable[[int], Any]] = {
     "rigs": _on_rigs,
     "no room": _no_room_on_one,  # last: it leaves the second rank without room
 }
+APART: dict[str, Callable[[int], Any]] = {"sharded": lambda _: what_is_said()}
+"""What has ranks of its own, since it imports much."""
 
 
-def results_of_ranks(folder: Path) -> Results:
-    """What each rank finds, by the name of the work."""
+def results_of_ranks(folder: Path, *names: str) -> Results:
+    """What each rank finds, by the name of the work: all of `WORK`, or what is named."""
     # The second is forked by the first, and both are one script: they wait for each other.
     script = f"""
 import os
 import torch._dynamo  # which a first step imports
 from tests.zenflow.rank_cases import take_part
 second = os.fork()
-take_part(0 if second else 1, {str(folder)!r})
+take_part(0 if second else 1, {str(folder)!r}, {names or tuple(WORK)!r})
 if second:
     print(os.waitpid(second, 0)[1])
 """
@@ -260,15 +263,15 @@ if second:
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 
-def take_part(rank: int, folder: str) -> None:
-    """All the work of one rank."""
+def take_part(rank: int, folder: str, names: tuple[str, ...]) -> None:
+    """The work of one rank."""
     torch.set_num_threads(1)
     here = Path(folder)
     torch.distributed.init_process_group("gloo", init_method=f"file://{here / 'store'}", rank=rank, world_size=RANKS)
     results = {}
-    for name, work in WORK.items():
+    for name in names:
         try:
-            results[name] = work(rank)
+            results[name] = (WORK | APART)[name](rank)
         except Exception as error:  # noqa: BLE001 - told to the parent
             results[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
     torch.save(results, here / f"rank{rank}.pt")
