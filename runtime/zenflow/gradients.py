@@ -278,7 +278,12 @@ class Gradients:
         self._streamer.expect(weight.parameter, firings)
 
     def stream(self, weights: Iterable[WeightState]) -> None:
-        """Send the gradients of weights that have started away, from the next ones on."""
+        """Send the gradients of weights that have started away, from the next ones on; the log has room from now on.
+
+        Raises:
+            MemoryError: the host has less memory.
+        """
+        self._runtime.log.fill()
         for weight in weights if self._stream else ():
             if weight.deferred is None:
                 self._streamer.leave_alone(weight.parameter)

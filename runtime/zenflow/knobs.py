@@ -10,7 +10,6 @@ import torch
 from zenflow.config import ZenFlowConfig
 from zenflow.errors import ZenFlowError
 from zenflow.host.cores import HostCores, host_cores
-from zenflow.host.limits import require_host_bytes
 from zenflow.layout import WeightPlan
 from zenflow.model import Groups, ModelState, Split
 from zenflow.runtime import Runtime
@@ -50,20 +49,22 @@ def prepare(runtime: Runtime, model: ModelState, new: ZenFlowConfig, groups: Gro
         HostEngineError: threads could not be started.
         RankError: another rank could not get it.
     """
-    if runtime.ranks is None:
-        return _prepare(runtime, model, new, groups, old)
-    change, error = None, None
-    try:
-        change = _prepare(runtime, model, new, groups, old)
-    except (ZenFlowError, MemoryError, torch.OutOfMemoryError) as raised:
-        error = raised
-    runtime.ranks.together(error, runtime.device.torch_device)
-    assert change is not None
+    change = KnobChange(new, splits(old, new), runtime.cores, None, [])
+    split, host_bytes = None, 0  # before the first step, which sees to the memory
+    if model.weights and change.splits:
+        split = model.split(groups, new)
+        host_bytes = _require_room(runtime, split, new)
+    elif model.weights and new.longest_window > old.longest_window:
+        missing = runtime.log.bytes_for(new.longest_window) - runtime.log.allocated_bytes
+        runtime.require_host_bytes([max(0, missing)], "the gradient log", "lower update_interval")
+    _on_all_ranks(runtime, lambda: _get(runtime, model, change, old, split, host_bytes))
     return change
 
 
-def _prepare(runtime: Runtime, model: ModelState, new: ZenFlowConfig, groups: Groups, old: ZenFlowConfig) -> KnobChange:
-    change = KnobChange(new, splits(old, new), runtime.cores, None, [])
+def _get(
+    runtime: Runtime, model: ModelState, change: KnobChange, old: ZenFlowConfig, split: Split | None, host_bytes: int
+) -> None:
+    new = change.config
     if (old.host_threads, old.pt_reserved_cores_perc) != (new.host_threads, new.pt_reserved_cores_perc):
         change.cores = host_cores(
             reserved_share=new.pt_reserved_cores_perc,
@@ -72,19 +73,23 @@ def _prepare(runtime: Runtime, model: ModelState, new: ZenFlowConfig, groups: Gr
             affinity=runtime.cpus,
         )
         change.change_threads = runtime.engine.backend.prepare(list(change.cores.cpus))
-    if not model.weights:
-        return change  # the first step sees to the memory
-    if change.splits:
-        change.reserve = reserve(runtime, model, model.split(groups, new), new)
-    elif new.longest_window > old.longest_window:
-        _reserve_log(runtime, new)
-    return change
+    if split is not None:
+        change.reserve = _allocate(runtime, model, split, host_bytes)
+    elif model.weights and new.longest_window > old.longest_window:
+        runtime.log.reserve(new.longest_window)
 
 
-def _reserve_log(runtime: Runtime, new: ZenFlowConfig) -> None:
-    missing = runtime.log.bytes_for(new.longest_window) - runtime.log.allocated_bytes
-    require_host_bytes(max(0, missing), "the gradient log", "lower update_interval")
-    runtime.log.reserve(new.longest_window)
+def _on_all_ranks(runtime: Runtime, get: Callable[[], object]) -> None:
+    """Get something, on all ranks or with an error on all."""
+    error = None
+    try:
+        get()
+    except (ZenFlowError, MemoryError, torch.OutOfMemoryError) as raised:
+        error = raised
+    if runtime.ranks is not None:
+        runtime.ranks.together(error, runtime.device.torch_device)
+    elif error is not None:
+        raise error
 
 
 def reserve(runtime: Runtime, model: ModelState, split: Split, config: ZenFlowConfig) -> list[torch.Tensor]:
@@ -98,17 +103,30 @@ def reserve(runtime: Runtime, model: ModelState, split: Split, config: ZenFlowCo
 
     Raises:
         HostMemoryError: the host has less memory than that.
+        RankError: another rank could not get it.
     """
+    host_bytes = _require_room(runtime, split, config)
+    reserved: list[torch.Tensor] = []
+    _on_all_ranks(runtime, lambda: reserved.extend(_allocate(runtime, model, split, host_bytes)))
+    return reserved
+
+
+def _require_room(runtime: Runtime, split: Split, config: ZenFlowConfig) -> int:
+    """Host bytes that another split needs more than there is; refused where they do not fit."""
     in_use = runtime.memory.bytes_by_use
-    plans = [plan for plan, _ in split.trained]
     host_bytes = runtime.host_bytes_for(split.trained, config.longest_window)
-    host_bytes += max((_state_bytes(runtime, plan, plan.deferred) for plan in plans), default=0)
+    host_bytes += max((_state_bytes(runtime, plan, plan.deferred) for plan, _ in split.trained), default=0)
     host_bytes = max(0, host_bytes - sum(in_use[use] for use in ("state", "staging", "log")))
-    require_host_bytes(host_bytes, "the new split", "lower offload_ratio or update_interval, or raise topk_ratio")
+    advice = "lower offload_ratio or update_interval, or raise topk_ratio"
+    runtime.require_host_bytes([host_bytes], "the new split", advice)
+    return host_bytes
+
+
+def _allocate(runtime: Runtime, model: ModelState, split: Split, host_bytes: int) -> list[torch.Tensor]:
     reserved = [runtime.memory.empty((host_bytes,), torch.uint8, "state")]
     device = runtime.device.torch_device
     if device.type != "cpu":
-        new = [_state_bytes(runtime, plan, plan.resident + plan.selected) for plan in plans]
+        new = [_state_bytes(runtime, plan, plan.resident + plan.selected) for plan, _ in split.trained]
         now = [weight.plan for weight in model.weights if weight.parameter.requires_grad]
         old = [_state_bytes(runtime, plan, plan.resident + plan.selected) for plan in now]
         device_bytes = max(0, sum(new) + max(new, default=0) - sum(old))

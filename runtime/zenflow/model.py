@@ -13,6 +13,7 @@ from zenflow.config import ZenFlowConfig
 from zenflow.errors import UnsupportedError
 from zenflow.layout import ModelPlan, WeightPlan, conv1d_weights, plan_model, plan_order
 from zenflow.runtime import Runtime
+from zenflow.sharded import require_whole
 from zenflow.weight import WeightState
 from zenflow.windows import Windows
 
@@ -51,9 +52,11 @@ class ModelState:
             config: the knobs.
 
         Raises:
-            UnsupportedError: a parameter that is not frozen is on another device than at the beginning.
+            UnsupportedError: a parameter that is not frozen is on another device than at the beginning, or one was
+                sharded since.
         """
         ordered = plan_order([parameter for group in groups for parameter in group["params"]], self._module)
+        require_whole(ordered)
         own = self._runtime.device.torch_device
         devices = {str(parameter.device) for parameter in ordered if parameter.requires_grad}
         if devices - {str(own)}:

@@ -26,6 +26,7 @@ from zenflow.layout import DTYPE_NAMES, DTYPES
 from zenflow.ledger import Balance
 from zenflow.ranks import Ranks
 from zenflow.rules import Rule
+from zenflow.sharded import require_whole
 from zenflow.signals import HeldSignals
 from zenflow.state_view import StateView
 from zenflow.stats import StepStats
@@ -80,8 +81,9 @@ class ZenFlowOptimizer(Optimizer):
     it calls raises `UnsupportedError`, but for `abandon()`.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16, all on one device. What is frozen may be anything:
-            it is ignored until it is thawed, and must be of such a dtype and there once it has a gradient.
+        params: parameters or parameter groups, fp32, bf16 or fp16, all on one device, none of them sharded. What is
+            frozen may be of any dtype and anywhere: it is ignored until it is thawed, and must be of such a dtype and
+            there once it has a gradient.
         defaults: the rule's hyperparameters, for groups that do not set their own.
         rule: the update rule.
         config: the knobs; None takes the defaults.
@@ -91,7 +93,7 @@ class ZenFlowOptimizer(Optimizer):
 
     Raises:
         ConfigError: a hyperparameter or knob is not allowed.
-        UnsupportedError: a parameter's dtype or device.
+        UnsupportedError: a parameter's dtype or device, or it is sharded (FSDP, DTensor, ZeRO stage 3).
     """
 
     # GradScaler then leaves unscaling and skipping to us, through `grad_scale` and `found_inf`.
@@ -203,7 +205,7 @@ class ZenFlowOptimizer(Optimizer):
         """Add a parameter group; after the first step this flushes, and splits the model anew.
 
         Raises:
-            UnsupportedError: a parameter cannot be split.
+            UnsupportedError: a parameter cannot be split, or is sharded.
             ConfigError: a hyperparameter is not allowed.
             HostMemoryError: the host has less memory than the new split needs.
             HostEngineError: host work failed.
@@ -211,6 +213,7 @@ class ZenFlowOptimizer(Optimizer):
         super().add_param_group(param_group)
         try:
             self._rule.check(self.param_groups[-1])
+            require_whole(self.param_groups[-1]["params"])
             for parameter in self.param_groups[-1]["params"]:
                 if parameter.requires_grad and parameter.dtype not in DTYPES:
                     raise UnsupportedError(f"a parameter is {parameter.dtype}, allowed are {DTYPE_NAMES}")

@@ -6,7 +6,7 @@ import hashlib
 import socket
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ from zenflow.device import Device
 from zenflow.errors import RankError, UnsupportedError
 from zenflow.host.cores import allowed_cpus, one_a_core
 from zenflow.layout import can_be_trained
+
+_Found = TypeVar("_Found")
 
 
 class Ranks:
@@ -85,13 +87,22 @@ class Ranks:
             Of each physical core one; None: all that its affinity allows.
         """
         mine = (socket.gethostname(), allowed_cpus())
-        everybodys: list[Any] = [None] * self._size
-        torch.distributed.all_gather_object(everybodys, mine, group=self._host)
+        everybodys = self.everybodys(mine)
         alike = [rank for rank, theirs in enumerate(everybodys) if theirs == mine]
         cores = one_a_core(mine[1])
         if len(alike) == 1 or len(cores) < len(alike):
             return None
         return list(cores[alike.index(torch.distributed.get_rank()) :: len(alike)])
+
+    def everybodys(self, mine: _Found) -> list[_Found]:
+        """What each rank has, by rank.
+
+        Args:
+            mine: this rank's; can be pickled.
+        """
+        found: list[Any] = [None] * self._size
+        torch.distributed.all_gather_object(found, mine, group=self._host)
+        return found
 
     def least(self, value: int, device: torch.device) -> int:
         """The least of all ranks' values.

@@ -10,13 +10,12 @@ import torch
 
 from zenflow.config import ZenFlowConfig
 from zenflow.device import Device, Transfer
-from zenflow.errors import HostMemoryError
 from zenflow.history import History
 from zenflow.host.backend import choose_backend
 from zenflow.host.cores import HostCores, host_cores
 from zenflow.host.engine import HostEngine
 from zenflow.host.gradient_log import GradientLog
-from zenflow.host.limits import require_host_bytes
+from zenflow.host.limits import Claim, first_fitting
 from zenflow.host.memory import HostMemory
 from zenflow.host.places import padded
 from zenflow.kernels import Kernels, kernels_for
@@ -79,6 +78,23 @@ class Runtime:
             entries += [padded((high - low) * weight.rows * dtype.itemsize) for low, high in weight.bucket_slots]
         return state_bytes + self.log.capacity_for(entries, update_interval)
 
+    def require_host_bytes(self, needs: Sequence[int], what: str, advice: str) -> int:
+        """Refuse what would not fit, on all ranks where it would not on one node; to be called before any allocates.
+
+        Args:
+            needs: bytes that this rank may be about to allocate, the best first.
+            what: who needs them; the subject of the sentence.
+            advice: what to lower; ends the sentence.
+
+        Returns:
+            The number of the first that fits on all ranks.
+
+        Raises:
+            HostMemoryError: none does.
+        """
+        mine = Claim.of(needs)
+        return first_fitting([mine] if self.ranks is None else self.ranks.everybodys(mine), what, advice)
+
     def fitting(self, config: ZenFlowConfig, weights: Sequence[tuple[WeightPlan, torch.dtype]]) -> ZenFlowConfig:
         """Refuse a split whose host memory does not fit, before any of it is allocated.
 
@@ -90,40 +106,21 @@ class Runtime:
             The knobs; "auto" windows are as short as the log has to be to fit.
 
         Raises:
-            HostMemoryError: naming the bytes that are needed and available.
-            ZenFlowError: it does not fit on another rank.
+            HostMemoryError: naming the bytes that are needed and available; on all ranks.
         """
-        longest, error = config.longest_window, None
-        try:
-            longest = self._longest_fitting(config, weights)
-        except HostMemoryError as raised:
-            error = raised
-        if self.ranks is not None:
-            self.ranks.together(error, self.device.torch_device)
-            longest = self.ranks.least(longest, self.device.torch_device)
-        elif error is not None:
-            raise error
+        lengths = range(config.longest_window, 0, -1) if config.update_interval == "auto" else [config.longest_window]
+        longest = lengths[
+            self.require_host_bytes(
+                [self.host_bytes_for(weights, length) for length in lengths],
+                "the state of the deferred columns",
+                "lower offload_ratio or update_interval, or raise topk_ratio",
+            )
+        ]
         if longest == config.longest_window:
             return config
         warnings.warn(f"windows have at most {longest} steps: the host has no memory for a longer log", stacklevel=2)
         lag = None if config.apply_lag is None else min(config.apply_lag, longest)
         return replace(config, max_update_interval=longest, apply_lag=lag)
-
-    def _longest_fitting(self, config: ZenFlowConfig, weights: Sequence[tuple[WeightPlan, torch.dtype]]) -> int:
-        longest = config.longest_window
-        while True:
-            try:
-                require_host_bytes(
-                    self.host_bytes_for(weights, longest),
-                    "the state of the deferred columns",
-                    "lower offload_ratio or update_interval, or raise topk_ratio",
-                )
-            except HostMemoryError:
-                if config.update_interval != "auto" or longest == 1:
-                    raise
-                longest -= 1
-            else:
-                return longest
 
 
 def make_runtime(

@@ -18,7 +18,6 @@ from zenflow.device import Arrived, Device, Transfer
 from zenflow.errors import ConfigError, ZenFlowError
 from zenflow.gradients import Gradient, Gradients, set_controls, update_on_device
 from zenflow.history import History
-from zenflow.host.limits import require_host_bytes
 from zenflow.host.tasks import Control
 from zenflow.knobs import KnobChange, prepare, reserve
 from zenflow.late_weights import Flight, LateWeights
@@ -164,8 +163,8 @@ class Training:
         late = [(one.weight.plan, one.weight.parameter.dtype) for one in live if not one.weight.started]
         if late and self.clock.step:
             nbytes = self.runtime.host_bytes_for(late, self.config.longest_window)
-            require_host_bytes(
-                nbytes, "the state of parameters with their first gradient", "freeze them, or raise topk_ratio"
+            self.runtime.require_host_bytes(
+                [nbytes], "the state of parameters with their first gradient", "freeze them, or raise topk_ratio"
             )
 
     def _take(self, live: Live, groups: Groups, control: StepControl | None, grad_scale: torch.Tensor | None) -> None:

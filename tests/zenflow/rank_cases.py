@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 from torch import nn
 
 from tests import forked
-from zenflow import CpuDevice, EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig, knobs, ranks, runtime
+from tests.zenflow.sharded_cases import what_is_said
+from zenflow import CpuDevice, EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig, ranks
 from zenflow.errors import HostMemoryError
+from zenflow.host import limits, memory
 from zenflow.ranks import Ranks
 
 STEPS, RANKS, BATCH = 11, 2, 6
@@ -86,6 +89,10 @@ def _on_rigs(rank: int) -> dict[str, Any]:
     return {"step_ms": step_ms, "buckets": buckets, "weights": model.state_dict()}
 
 
+NODE_BYTES = 20_000
+"""Enough for one of two ranks with windows of three steps."""
+
+
 EXACT = ZenFlowConfig.zero_offload(bucket_bytes=700, max_grad_norm=0.5)
 OVERLAPPED = ZenFlowConfig(topk_ratio=0.3, update_interval=3, select_interval=4, bucket_bytes=700)
 AUTO = ZenFlowConfig(topk_ratio=0.3, update_interval="auto", select_interval="auto", max_update_interval=5)
@@ -129,24 +136,66 @@ def _no_room_on_one(rank: int) -> dict[str, Any]:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
+    patch = pytest.MonkeyPatch()
     if rank == 1:
 
         def refuse(*_: object) -> None:
             raise HostMemoryError("no room here")
 
-        patch = pytest.MonkeyPatch()
-        patch.setattr(knobs, "require_host_bytes", refuse)
-        patch.setattr(runtime, "require_host_bytes", refuse)
+        patch.setattr(memory.HostMemory, "empty", refuse)
     try:
         optimizer.set_knobs(topk_ratio=0.6)
     except Exception as error:  # noqa: BLE001 - it is the result
         said = str(error)
     else:
         said = "nothing"
+    patch.undo()
     optimizer.step()
     kept = optimizer.config.topk_ratio
     optimizer.abandon()
     return {"said": said, "kept": kept}
+
+
+def _no_room_on_the_node(rank: int) -> dict[str, Any]:
+    """What is said, and the longest window, where only the second rank sees how little its node has."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True):
+
+        def leave(nbytes: int) -> None:
+            bound = limits.Bound(nbytes if rank else 1 << 50, "what the test leaves", shared=True)
+            patch.setattr(limits, "_bounds", lambda _: [bound])
+
+        leave(NODE_BYTES)
+        first = [_begun(config) for config in (OVERLAPPED, AUTO)]
+        leave(1 << 50)
+        optimizer, _ = _begun(OVERLAPPED)
+        leave(1)
+        added = [nn.Parameter(torch.zeros(400, 300))]
+        later = [
+            _refusal(lambda: optimizer.set_knobs(topk_ratio=0.1)),
+            _refusal(lambda: optimizer.set_knobs(update_interval=9)),
+            _refusal(lambda: optimizer.add_param_group({"params": added})),
+        ]
+        optimizer.step()
+        optimizer.abandon()
+    longest = [one.config.longest_window for one, _ in first]
+    return {"first": [said for _, said in first], "longest": longest, "later": later}
+
+
+def _begun(config: ZenFlowConfig) -> tuple[ZenFlowAdamW, str]:
+    """What has tried a step, and what that said."""
+    model = model_of(0)
+    optimizer = ZenFlowAdamW(model.parameters(), lr=1e-2, config=config, module=model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return optimizer, _refusal(optimizer.step)
+
+
+def _refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except HostMemoryError as error:
+        return str(error)
+    return ""
 
 
 def _given_masters(rank: int) -> dict[str, Any]:
@@ -239,19 +288,22 @@ WORK: dict[str, Callable[[int], Any]] = {
     "frozen": _frozen,
     "early": _averaged_before_the_step,
     "rigs": _on_rigs,
-    "no room": _no_room_on_one,  # last: it leaves the second rank without room
+    "no room": _no_room_on_one,
+    "no room on the node": _no_room_on_the_node,
 }
+APART: dict[str, Callable[[int], Any]] = {"sharded": lambda _: what_is_said()}
+"""What has ranks of its own, since it imports much."""
 
 
-def results_of_ranks(folder: Path) -> Results:
-    """What each rank finds, by the name of the work."""
+def results_of_ranks(folder: Path, *names: str) -> Results:
+    """What each rank finds, by the name of the work: all of `WORK`, or what is named."""
     # The second is forked by the first, and both are one script: they wait for each other.
     script = f"""
 import os
 import torch._dynamo  # which a first step imports
 from tests.zenflow.rank_cases import take_part
 second = os.fork()
-take_part(0 if second else 1, {str(folder)!r})
+take_part(0 if second else 1, {str(folder)!r}, {names or tuple(WORK)!r})
 if second:
     print(os.waitpid(second, 0)[1])
 """
@@ -260,15 +312,15 @@ if second:
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 
-def take_part(rank: int, folder: str) -> None:
-    """All the work of one rank."""
+def take_part(rank: int, folder: str, names: tuple[str, ...]) -> None:
+    """The work of one rank."""
     torch.set_num_threads(1)
     here = Path(folder)
     torch.distributed.init_process_group("gloo", init_method=f"file://{here / 'store'}", rank=rank, world_size=RANKS)
     results = {}
-    for name, work in WORK.items():
+    for name in names:
         try:
-            results[name] = work(rank)
+            results[name] = (WORK | APART)[name](rank)
         except Exception as error:  # noqa: BLE001 - told to the parent
             results[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
     torch.save(results, here / f"rank{rank}.pt")

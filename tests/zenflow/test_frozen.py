@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.zenflow.cases import same_bits
-from zenflow import ConfigError, HostMemoryError, UnsupportedError, ZenFlowAdamW, ZenFlowConfig, runtime, training
+from zenflow import ConfigError, HostMemoryError, UnsupportedError, ZenFlowAdamW, ZenFlowConfig, runtime
 
 HYPER: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 CONFIGS: dict[str, ZenFlowConfig] = {
@@ -217,7 +217,12 @@ def test_they_are_saved_as_a_shape_and_loaded(saved_after: int) -> None:
 
 def test_no_host_memory_is_wanted_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted: list[int] = []
-    monkeypatch.setattr(runtime, "require_host_bytes", lambda nbytes, *_: wanted.append(nbytes))
+
+    def want(_: runtime.Runtime, needs: list[int], *__: str) -> int:
+        wanted.extend(needs)
+        return 0
+
+    monkeypatch.setattr(runtime.Runtime, "require_host_bytes", want)
     for others in ([], [nn.Parameter(torch.zeros(500, 400), requires_grad=False)]):
         weight = nn.Parameter(torch.zeros(30, 20))
         weight.grad = torch.ones_like(weight)
@@ -228,8 +233,8 @@ def test_no_host_memory_is_wanted_for_them(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_one_that_is_thawed_is_refused_where_there_is_no_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(nbytes: int, what: str, lower: str) -> None:
-        raise HostMemoryError(f"{what} needs {nbytes} bytes")
+    def refuse(_: runtime.Runtime, needs: list[int], what: str, lower: str) -> int:
+        raise HostMemoryError(f"{what} needs {needs[0]} bytes")
 
     twins = Twins()
     optimizer = ZenFlowAdamW(twins.groups, config=CONFIGS["windows"], **HYPER)
@@ -238,7 +243,7 @@ def test_one_that_is_thawed_is_refused_where_there_is_no_room_for_it(monkeypatch
         twins.freeze(step < 4)
         twins.gradients()
         if step == 4:
-            monkeypatch.setattr(training, "require_host_bytes", refuse)
+            monkeypatch.setattr(runtime.Runtime, "require_host_bytes", refuse)
             with pytest.raises(
                 HostMemoryError, match=r"the state of parameters with their first gradient needs [0-9]{4} bytes"
             ):

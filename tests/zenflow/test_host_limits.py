@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests import forked
 from tests.zenflow.machine import NO_LIMIT_V1, Machine
 from zenflow import HostMemoryError, ZenFlowError
-from zenflow.host.limits import available_host_bytes, require_host_bytes
+from zenflow.host.limits import Bound, Claim, available_host_bytes, first_fitting
 
 GIB = 1 << 30
 
@@ -19,6 +19,10 @@ GIB = 1 << 30
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
+
+
+def require_host_bytes(needed_bytes: int, what: str, advice: str, root: Path) -> None:
+    assert first_fitting([Claim.of([needed_bytes], root)], what, advice) == 0
 
 
 def meminfo(machine: Machine, available_bytes: int) -> None:
@@ -152,6 +156,52 @@ def test_the_refusal_is_one_sentence_with_both_figures(machine: Machine) -> None
     )
     assert isinstance(caught.value, MemoryError)
     assert isinstance(caught.value, ZenFlowError)
+
+
+# Several ranks.
+
+MACHINE = "MemAvailable of the machine"
+
+
+def claim(needs: list[int], *bounds: Bound, name: str = "a", boot: str = "1") -> Claim:
+    return Claim(tuple(needs), (name, boot), bounds)
+
+
+def machine_has(nbytes: int) -> Bound:
+    return Bound(nbytes, MACHINE, shared=True)
+
+
+def test_ranks_of_one_node_share_its_memory() -> None:
+    ranks = [claim([GIB], machine_has(4 * GIB - rank)) for rank in range(4)]
+    assert first_fitting([claim([GIB], machine_has(4 * GIB))] * 4, "the log", "lower it") == 0
+    with pytest.raises(HostMemoryError) as caught:  # the least that one of them saw
+        first_fitting(ranks, "the log", "lower it")
+    assert str(caught.value) == (
+        f"the log needs {4 * GIB} bytes of host memory on a, up to {GIB} for each of its 4 ranks, available are "
+        f"{4 * GIB - 3} ({MACHINE}), allowed {GIB - 1} for each; lower it"
+    )
+
+
+def test_ranks_of_other_nodes_do_not_count() -> None:
+    here = [claim([GIB], machine_has(GIB))]
+    assert first_fitting([*here, claim([GIB], machine_has(GIB), name="b")], "it", "lower it") == 0
+    assert first_fitting([*here, claim([GIB], machine_has(GIB), boot="2")], "it", "lower it") == 0
+
+
+def test_a_limit_of_the_process_is_its_own() -> None:
+    own = Bound(GIB, '"Max address space" of the process', shared=False)
+    assert first_fitting([claim([GIB], own, machine_has(2 * GIB))] * 2, "it", "lower it") == 0
+    with pytest.raises(
+        HostMemoryError, match=rf"^it needs {GIB + 1} bytes of host memory, available are {GIB} \(\"Max"
+    ):
+        first_fitting([claim([GIB], own), claim([GIB + 1], own)], "it", "lower it")
+
+
+def test_the_first_of_several_needs_that_fits_everywhere_is_taken() -> None:
+    roomy = claim([3, 2, 1], machine_has(100), name="b")
+    assert first_fitting([roomy, *[claim([3, 2, 1], machine_has(5))] * 2], "it", "lower it") == 1
+    with pytest.raises(HostMemoryError, match="needs 2 bytes of host memory on a, up to 1 for each of its 2 ranks"):
+        first_fitting([roomy, *[claim([3, 2, 1], machine_has(1))] * 2], "it", "lower it")
 
 
 SIZES = st.integers(0, 1 << 50)

@@ -271,7 +271,7 @@ found["threads"] = refusal(lambda: optimizer_of(10, host_threads=4096), HostEngi
 optimizer = optimizer_of(500)
 optimizer.step()
 limit(MIB)
-found["lost"] = refusal(lambda: [optimizer.step() for _ in range(4)], MemoryError)
+found["lost"] = refusal(lambda: optimizer._training.runtime.memory.empty((9 * MIB,), torch.uint8, "log"), MemoryError)
 optimizer.abandon()
 limit(100 * MIB)
 print(json.dumps(found))

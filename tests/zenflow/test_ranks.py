@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from tests.zenflow.rank_cases import (
+    AUTO,
     BATCH,
     COMM_GBPS,
     COMM_LATENCY_US,
     COMPUTE_MS,
     CONFIGS,
     EXACT,
+    NODE_BYTES,
     RANKS,
     Results,
     batches_of,
@@ -64,6 +68,22 @@ def test_knobs_change_on_all_ranks_or_on_none(ranks: Results) -> None:
     first, second = (results["no room"] for results in ranks)
     assert first == {"said": "another rank failed at this, and says why; nothing has changed here", "kept": 0.3}
     assert second == {"said": "no room here", "kept": 0.3}
+
+
+def test_memory_of_a_node_is_that_of_its_ranks_together_and_all_are_refused_alike(ranks: Results) -> None:
+    first, second = (results["no room on the node"] for results in ranks)
+    assert "error" not in first, first
+    assert first == second
+    (refused, shortened), later = first["first"], first["later"]
+    both = r"needs (\d+) bytes of host memory on \S+, up to (\d+) for each of its 2 ranks"
+    found = re.match(rf"the state of the deferred columns {both}, available are {NODE_BYTES} \(what", refused)
+    assert found is not None, refused
+    assert int(found[1]) == 2 * int(found[2]) > NODE_BYTES > int(found[2])
+    assert f"allowed {NODE_BYTES // 2} for each; lower offload_ratio" in refused
+    assert shortened == ""
+    assert first["longest"][1] < AUTO.longest_window
+    for what, sentence in zip(("new split", "gradient log", "new split"), later, strict=True):
+        assert re.match(rf"the {what} {both}, available are 1 ", sentence), sentence
 
 
 def test_given_masters_are_those_of_the_first_rank(ranks: Results) -> None:

@@ -17,6 +17,7 @@ from zftune.planner.choosing import (
     limits,
 )
 from zftune.planner.facts import Job, Machine, ModelFacts, Prediction
+from zftune.planner.memory import host_bytes
 from zftune.planner.predicting import predict
 from zftune.planner.rates import Rates
 from zftune.planner.simulate import simulate
@@ -83,7 +84,7 @@ def make_plan(
             name: _setting(BASELINES[name], prediction, machine, headroom) for name, prediction in baselines.items()
         },
         "least": _setting(_SMALLEST, smallest, machine, headroom),
-        "verdict": verdict(found, baselines, smallest, machine, headroom),
+        "verdict": [*verdict(found, baselines, smallest, machine, headroom), *not_yet(model, job, found, host)],
         "curves": None,
     }
 
@@ -134,6 +135,28 @@ def verdict(
         need = without.memory.device_bytes / 2**30
         sentences.append(f"Without offloading it would need {need:,.0f} GiB of each GPU, which it does not have.")
     return sentences
+
+
+def not_yet(model: ModelFacts, job: Job, found: Sequence[Choice], host: float) -> list[str]:
+    """What several ranks do otherwise than is predicted, in sentences.
+
+    Args:
+        model: what is trained.
+        job: batch and ranks.
+        found: what was chosen, the best first.
+        host: bytes of host memory that may be used.
+    """
+    if job.gpus == 1:
+        return []
+    config = found[0][0] if found else _SMALLEST
+    need = job.gpus * sum(host_bytes(model, config).values())
+    fit = "fits" if need <= host else "does not fit"
+    sentence = (
+        f"This is for {job.gpus} ranks that share the optimizer's state, which zenflow does not do yet: today each of "
+        f"them holds all of it ({need / 2**30:,.1f} GiB of host memory together, which {fit}), keeps every gradient "
+        "until step(), and sends and updates all of them."
+    )
+    return [sentence]
 
 
 def _nothing_fits(smallest: Prediction, machine: Machine, headroom: float) -> str:

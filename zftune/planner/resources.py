@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from zenflow.host.places import Piece, Places, tight
+from zenflow.host.places import ALIGN_BYTES, Piece, Places, tight
 
 
 @dataclass(slots=True)
@@ -125,6 +125,9 @@ class Log:
     def _follow(self) -> None:
         """Find out where everything lies."""
         self._places = Places(self._capacity)
+        whole = self._capacity // ALIGN_BYTES * ALIGN_BYTES  # one segment, which the first step allocates
+        self._places.count_segment(whole)
+        self._places.give([(self._places.add_segment(whole), whole)])
         for entry in self._past:
             if entry >= 0:
                 self._place(entry)
@@ -138,9 +141,6 @@ class Log:
         choice = self._places.choose(self._sizes[entry])
         if choice is None:
             return False
-        pieces, fresh = choice
-        self._places.take(pieces, fresh)
-        if fresh:
-            pieces.append((self._places.add_segment(fresh), fresh))
-        self._pieces[entry] = pieces
+        self._pieces[entry], _ = choice
+        self._places.take(*choice)
         return True

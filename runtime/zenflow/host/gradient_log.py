@@ -1,4 +1,4 @@
-"""The gradient log's memory: planned as weights start, taken entry by entry, waited for where the host is behind."""
+"""The gradient log's memory: allocated as weights start, taken entry by entry, waited for where the host is behind."""
 
 from __future__ import annotations
 
@@ -37,8 +37,13 @@ class GradientLog:
         self._device = device
         self._history = history
         self._update_interval = update_interval
-        self._entries: Counter[int] = Counter()  # how many buckets have entries of so many bytes
-        self._pool = LogPool(0, lambda nbytes: memory.empty((nbytes,), torch.uint8, "log"), clock=device.clock)
+        entries: Counter[int] = Counter()
+        self._entries = entries  # how many buckets have entries of so many bytes
+
+        def allocate(nbytes: int) -> torch.Tensor:
+            return memory.empty((nbytes,), torch.uint8, "log", max(entries, default=nbytes))
+
+        self._pool = LogPool(0, allocate, clock=device.clock)
         engine.on_failure(self._pool.fail)
 
     @property
@@ -53,9 +58,12 @@ class GradientLog:
             entry_bytes: of one step's gradient; 0: the bucket is gone.
             instead_of: what was planned for that bucket before.
         """
-        self._entries[padded(entry_bytes)] += 1
-        self._entries[padded(instead_of)] -= 1
-        self._entries = +self._entries
+        if entry_bytes:
+            self._entries[padded(entry_bytes)] += 1
+        if instead_of:
+            self._entries.subtract([padded(instead_of)])
+            if not self._entries[padded(instead_of)]:
+                del self._entries[padded(instead_of)]
         self._resize()
 
     def set_interval(self, update_interval: int) -> None:
@@ -80,6 +88,14 @@ class GradientLog:
             MemoryError: the host has less memory.
         """
         self._pool.reserve(self.bytes_for(update_interval))
+
+    def fill(self) -> None:
+        """Get all the memory that is planned now: a hook of backward is no place to allocate it.
+
+        Raises:
+            MemoryError: the host has less memory.
+        """
+        self._pool.fill()
 
     def bytes_for(self, update_interval: int) -> int:
         """Bytes of the log for windows of another length, with the buckets that are planned."""

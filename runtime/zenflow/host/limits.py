@@ -1,10 +1,14 @@
-"""How much host memory this process may still allocate, and the refusal of what would not fit."""
+"""How much host memory this process and ranks beside it may still allocate, and the refusal of what does not fit."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import socket
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from zenflow.errors import HostMemoryError
 from zenflow.host.cgroup import Cgroup, as_int, cgroups, read_int, read_text
@@ -19,6 +23,38 @@ _MEMORY_FILES = {
 _RESOURCE_LIMITS = (("Max address space", "VmSize"), ("Max data size", "VmData"))
 
 
+class Bound(NamedTuple):
+    """What is left of one resource."""
+
+    nbytes: int
+    source: str
+    """Where the figure comes from."""
+    shared: bool
+    """Whether ranks on the same node that name the same source take from the same bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one rank is about to allocate, and what bounds it."""
+
+    needs: tuple[int, ...]
+    """Bytes: the one that it would like best, and what it could do with instead."""
+    node: tuple[str, str]
+    """Its machine's name, and something that another machine of the same name does not have."""
+    bounds: tuple[Bound, ...]
+
+    @classmethod
+    def of(cls, needs: Sequence[int], root: Path = Path("/")) -> Claim:
+        """This process's.
+
+        Args:
+            needs: bytes, the best first.
+            root: folder that stands for "/".
+        """
+        boot = read_text(root / "proc/sys/kernel/random/boot_id") or ""
+        return cls(tuple(needs), (socket.gethostname(), boot.strip()), tuple(_bounds(root)))
+
+
 def available_host_bytes(root: Path = Path("/")) -> int | None:
     """Bytes that this process may still allocate, or None where nothing is known.
 
@@ -28,49 +64,75 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: folder that stands for "/".
     """
-    return min((nbytes for nbytes, _ in _bounds(root)), default=None)
+    return min((bound.nbytes for bound in _bounds(root)), default=None)
 
 
-def require_host_bytes(needed_bytes: int, what: str, advice: str, root: Path = Path("/")) -> None:
-    """Refuse an allocation that would not fit; where nothing is known about the host's memory, everything fits.
+def first_fitting(claims: Sequence[Claim], what: str, advice: str) -> int:
+    """Refuse what would not fit if all ranks allocated it; where nothing is known about the memory, everything fits.
 
     Args:
-        needed_bytes: what is about to be allocated.
+        claims: of all ranks, which have as many needs each. From the same ones every rank draws the same conclusion.
         what: who needs it; the subject of the sentence.
         advice: what to lower; ends the sentence.
-        root: folder that stands for "/".
+
+    Returns:
+        The number of the first of the needs that fits on all ranks.
 
     Raises:
-        HostMemoryError: less is available; names both figures, what bounds the memory, and the advice.
+        HostMemoryError: none does; names what the last needs, what is available, what bounds it, and the advice.
     """
-    available, source = min(_bounds(root), default=(needed_bytes, ""))
-    if needed_bytes > available:
-        raise HostMemoryError(
-            f"{what} needs {needed_bytes} bytes of host memory, available are {available} ({source}); {advice}"
-        )
+    refusals = [_refusal(claims, number, what) for number in range(len(claims[0].needs))]
+    if None in refusals:
+        return refusals.index(None)
+    raise HostMemoryError(f"{refusals[-1]}; {advice}")
 
 
-def _bounds(root: Path) -> Iterator[tuple[int, str]]:
-    """Each known bound in bytes, and where it comes from."""
+def _refusal(claims: Sequence[Claim], number: int, what: str) -> str | None:
+    """Why a need does not fit, by what has least left for a rank; None where it fits."""
+    resources: defaultdict[tuple[object, ...], list[tuple[int, Bound]]] = defaultdict(list)
+    for rank, claim in enumerate(claims):
+        for bound in claim.bounds:
+            key = (*claim.node, bound.source, None if bound.shared else rank)
+            resources[key].append((claim.needs[number], bound))
+    scarce: list[tuple[int, str]] = []
+    for (name, *_), sharers in resources.items():
+        total, ranks = sum(needed for needed, _ in sharers), len(sharers)
+        available, source, _ = min(bound for _, bound in sharers)
+        if total <= available:
+            continue
+        sentence = f"{what} needs {total} bytes of host memory, available are {available} ({source})"
+        if ranks > 1:
+            most = max(needed for needed, _ in sharers)
+            sentence = (
+                f"{what} needs {total} bytes of host memory on {name}, up to {most} for each of its {ranks} ranks, "
+                f"available are {available} ({source}), allowed {available // ranks} for each"
+            )
+        scarce.append((available // ranks, sentence))
+    return min(scarce)[1] if scarce else None
+
+
+def _bounds(root: Path) -> Iterator[Bound]:
+    """Each that is known."""
     free = _kib(root / "proc/meminfo", "MemAvailable")
     if free is not None:
-        yield free, "MemAvailable of the machine"
+        yield Bound(free, "MemAvailable of the machine", shared=True)
     for group in cgroups("memory", root):
         yield from _group_bound(group)
     for limit, use in _RESOURCE_LIMITS:
         allowed = _resource_limit(limit, root)
         if allowed is not None:
-            yield max(0, allowed - (_kib(root / "proc/self/status", use) or 0)), f'"{limit}" of the process'
+            left = max(0, allowed - (_kib(root / "proc/self/status", use) or 0))
+            yield Bound(left, f'"{limit}" of the process', shared=False)
 
 
-def _group_bound(group: Cgroup) -> Iterator[tuple[int, str]]:
+def _group_bound(group: Cgroup) -> Iterator[Bound]:
     limit_file, use_file, cache = _MEMORY_FILES[group.version]
     limit = read_int(group.folder / limit_file)
     if limit is None or not 0 <= limit < _NO_LIMIT_BYTES:
         return
     # Unknown use counts as none: what is left is at most the limit.
     in_use = (read_int(group.folder / use_file) or 0) - (_statistic(group.folder / "memory.stat", cache) or 0)
-    yield max(0, limit - max(0, in_use)), f"{limit_file} of the control group {group.folder}"
+    yield Bound(max(0, limit - max(0, in_use)), f"{limit_file} of the control group {group.folder}", shared=True)
 
 
 def _statistic(path: Path, key: str) -> int | None:

@@ -134,12 +134,11 @@ class LogPool:
         with self._changed:
             self._reserved_bytes = padded(nbytes, self._align)
             self._trim()
-            fresh = max(0, self._reserved_bytes - self.allocated_bytes)
-            self._places.count_segment(fresh)
-        if fresh:
-            base = self._grow(fresh, [])
-            with self._changed:
-                self._release([(base, fresh)])
+        self._allocate_up_to(self._reserved_bytes)
+
+    def fill(self) -> None:
+        """Allocate the whole capacity now, so that no later take does; for the taking thread."""
+        self._allocate_up_to(self.capacity_bytes // self._align * self._align)
 
     def fail(self, error: BaseException) -> None:
         """Let every waiting and later take raise an error (the first one given); `give` still works."""
@@ -153,6 +152,15 @@ class LogPool:
             if self.taken_bytes:
                 raise ValueError(f"{self.taken_bytes} bytes are taken, allowed is to clear a pool that is all free")
             self._drop()
+
+    def _allocate_up_to(self, nbytes: int) -> None:
+        with self._changed:
+            fresh = max(0, nbytes - self.allocated_bytes)
+            self._places.count_segment(fresh)
+        if fresh:
+            base = self._grow(fresh, [])
+            with self._changed:
+                self._release([(base, fresh)])
 
     def _needed(self, nbytes: int) -> int:
         if nbytes < 1:

@@ -13,10 +13,12 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from zenflow import ZenFlowConfig
 from zftune.errors import BadInputError
 from zftune.planner import Job, Machine, ModelFacts, make_plan
 from zftune.planner.command import plan
-from zftune.planner.plan import SCHEMA, curves
+from zftune.planner.plan import SCHEMA, curves, not_yet
+from zftune.planner.predicting import predict
 from zftune.planner.screen import render
 from zftune.report.plan import curves_chart, plan_html
 
@@ -65,6 +67,22 @@ def test_the_screen_fits_and_says_what_to_do(document: dict[str, Any]) -> None:
         document["verdict"][0][:40],
     ):
         assert word in text, word
+
+
+def test_several_ranks_are_told_that_each_holds_all_of_the_state(document: dict[str, Any]) -> None:
+    model, config = ModelFacts.from_name(MODEL), ZenFlowConfig(topk_ratio=0.1, update_interval=3)
+    alone = predict(model, Machine.load("a100-80-sxm"), Job(seq=512), config)
+    together = 4 * alone.memory.host_bytes
+    for host, fit in ((together, "fits"), (together - 1, "does not fit")):
+        (sentence,) = not_yet(model, Job(gpus=4), [(config, alone)], host)
+        memory = f"{together / 2**30:,.1f} GiB of host memory together, which {fit}"
+        assert f"today each of them holds all of it ({memory})" in sentence
+    assert not_yet(model, Job(gpus=1), [(config, alone)], 0) == []
+    found = make_plan(model, Machine.load("a100-80-sxm"), Job(seq=512, gpus=2), quality="exact")
+    assert found["verdict"][-1].startswith(
+        "This is for 2 ranks that share the optimizer's state, which zenflow does not"
+    )
+    assert "does not do yet" not in " ".join(document["verdict"])
 
 
 def test_the_page_needs_nothing_else(document: dict[str, Any]) -> None:

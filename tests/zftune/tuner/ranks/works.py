@@ -146,22 +146,23 @@ def silent(rank: int) -> dict[str, Any]:
 
 
 def short_of_memory(rank: int) -> dict[str, Any]:
-    """Rank 1 cannot have another split or a longer window."""
+    """Rank 1 cannot have another split or another window."""
     training = Training(rank)
-    original = knobs._prepare
+    original = knobs._get
 
-    def refuse(runtime: Any, model: Any, new: ZenFlowConfig, groups: Any, old: ZenFlowConfig) -> Any:
+    def refuse(runtime: Any, model: Any, change: Any, old: Any, split: Any, host_bytes: int) -> None:
+        new = change.config
         if (new.topk_ratio, new.update_interval) != (OWN.topk_ratio, OWN.update_interval):
             raise HostMemoryError("the host has 3 bytes")
-        return original(runtime, model, new, groups, old)
+        original(runtime, model, change, old, split, host_bytes)
 
     if rank == 1:
-        knobs._prepare = refuse
+        knobs._get = refuse
     try:
         training.run(lambda: not training.tuner.searching)
         return training.told()
     finally:
-        knobs._prepare = original
+        knobs._get = original
 
 
 def wrong_elsewhere(rank: int) -> dict[str, Any]:
