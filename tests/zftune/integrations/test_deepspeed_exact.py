@@ -39,6 +39,8 @@ def _cases() -> dict[str, Any]:
         pairs[f"{precision} {kind}"] = _pair(config, optimizer=kind, steps=STEPS[precision], **OPTIMIZERS[kind])
     pairs["warmup"] = _pair(ds_config(optimizer=ADAMW, scheduler=WARMUP), steps=8)
     pairs["stage 1"] = _pair(ds_config(stage=1, optimizer=ADAMW), steps=6)
+    old = {**ds_config(optimizer=ADAMW), "zero_optimization": {"stage": 2, "cpu_offload": True}}
+    pairs["cpu_offload"] = _pair(old, steps=4)
     pairs["accumulation"] = _pair(ds_config(optimizer=ADAMW, gradient_accumulation_steps=3), passes=3, steps=6)
     pairs["no clipping"] = _pair(ds_config(optimizer=ADAMW, gradient_clipping=0.0), steps=6)
     pairs["overflow"] = _pair({**ds_config("fp16", optimizer=ADAMW), "fp16": OVERFLOWS}, steps=20, scheduler="callable")
