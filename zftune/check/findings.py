@@ -18,6 +18,8 @@ SEVERITIES: tuple[Severity, ...] = ("crashes", "wrong", "ignored", "slow", "note
 """In a word, the worst first. "crashes": refused, or the run ends. "wrong": it trains, otherwise than the setting says.
 "ignored": without effect. "slow": costs time only. "note": to be known; nothing to mend."""
 _FAULTS = ("crashes", "wrong", "ignored")
+THE_FILE: SettingPath = ("the file",)
+"""Stands for a setting where a finding is about none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from zftune.check.findings import Change, Finding
+from zftune.check.findings import THE_FILE, Change, Finding
 from zftune.check.subject import BOTH, UPSTREAM, ZENFLOW, ZERO, Rule, Subject, change, left_out
 from zftune.integrations.deepspeed.ds_config import FILLED, MISSING, leaves
 
@@ -24,7 +24,7 @@ def text(subject: Subject) -> Iterator[Finding]:
         severity = subject.hugging_face
         yield Finding(
             rule="not-json",
-            path=("the file",),
+            path=THE_FILE,
             value=MISSING,
             severity="crashes" if severity else "note",
             reason=reason,

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from zftune.check.findings import SEVERITIES, Change, Finding, Report, Severity, shown_path
+from zftune.check.findings import SEVERITIES, THE_FILE, Change, Finding, Report, Severity, shown_path
 from zftune.integrations.deepspeed.ds_config import MISSING, shown
 from zftune.integrations.deepspeed.tables import versions
 
@@ -92,7 +92,7 @@ def _findings(report: Report, notes: bool) -> Iterator[RenderableType]:
 
 def _entry(finding: Finding, report: Report) -> RenderableType:
     value = " (not there)" if finding.value is MISSING else f" = {shown(finding.value)}"
-    if finding.value is MISSING and finding.rule in ("not-json", "duplicate-name", "not-judged"):
+    if finding.value is MISSING and (finding.path == THE_FILE or finding.rule == "duplicate-name"):
         value = ""
     head = Text.assemble((shown_path(finding.path), "bold"), value)
     if report.backend is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from zftune.check.findings import Change, Finding, Severity
+from zftune.check.findings import THE_FILE, Change, Finding, Severity
 from zftune.doctor.versions import installed, numbers
 from zftune.integrations.deepspeed.asking import AskingError, ask
 from zftune.integrations.deepspeed.ds_config import MISSING, Source, at, given, is_hugging_face, offload_device, path_of
@@ -113,8 +113,10 @@ class Subject:
 
     @cached_property
     def outcome(self) -> Outcome:
-        """What `zftune run` does with it."""
-        return outcome(self.given, Section(backend=self.backend if self.forced else None), self.faults)
+        """What `zftune run` does with it, which asks no DeepSpeed before it starts: that would take seconds."""
+        known = table(self.version) is not None and not self._sections_to_ask
+        asked = Section(backend=self.backend if self.forced else None)
+        return outcome(self.given, asked, self.faults if known else ())
 
     @cached_property
     def own_refusals(self) -> tuple[Refusal, ...]:
@@ -163,7 +165,7 @@ class Subject:
             (answers,) = ask([self.given], self.world_size or 1)
         except AskingError:
             return None
-        return [Fault(tuple(one["path"] or ("the file",)), f"something else: {one['error']}") for one in answers]
+        return [Fault(tuple(one["path"] or THE_FILE), f"something else: {one['error']}") for one in answers]
 
     @cached_property
     def given(self) -> Mapping[str, Any]:
