@@ -258,20 +258,22 @@ def accelerator() -> Iterator[EmulatedAccelerator]:
     device.close()
 
 
+DELAY_S = 0.3
+
+
 @pytest.mark.parametrize("emulated", [False, True])
 def test_the_wait_for_a_late_thread_is_accounted_for(emulated: bool, request: pytest.FixtureRequest) -> None:
     plain = Plain(CONFIGS["sync"], request.getfixturevalue("accelerator") if emulated else None)
     plain.step()
-    plain.inject("delay", 2, 0.3)
+    plain.inject("delay", 2, DELAY_S)
     plain.step()
     plain.optimizer.close()
-    first, last = plain.optimizer.history(wait=True)
-    assert last.cpu_wait_ms > 250
-    assert first.cpu_wait_ms < 250
+    _, last = plain.optimizer.history(wait=True)
+    least_ms = 0.9e3 * DELAY_S  # a busy machine makes it more, never less
+    assert last.cpu_wait_ms > least_ms
     if emulated:
-        assert first.stall_ms is not None
         assert last.stall_ms is not None
-        assert first.stall_ms["host"] < 250 < last.stall_ms["host"]
-        assert sum(last.stall_ms.values()) - last.stall_ms["host"] < 100
+        assert last.stall_ms["host"] > least_ms
+        assert last.stall_ms["d2h"] + last.stall_ms["h2d"] < last.stall_ms["host"]
     else:
         assert last.stall_ms is None

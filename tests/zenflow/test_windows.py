@@ -53,7 +53,7 @@ class GatedHost(CpuDevice):
     def hold(self, optimizer: ZenFlowAdamW) -> None:
         self.gate.clear()
         # Else the next step's gradients would have to wait for room in the log, which only the host can make.
-        optimizer._training.runtime.log._pool.resize(1 << 30)
+        optimizer._training.runtime.log._pool.resize(1 << 22)
 
     def join(self, transfer: Transfer, tensor: Tensor) -> None:
         self.taken.append("backward" if in_backward() else self.phase)
