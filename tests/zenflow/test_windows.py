@@ -51,6 +51,7 @@ class GatedHost(CpuDevice):
         return span
 
     def hold(self, optimizer: ZenFlowAdamW) -> None:
+        optimizer._training.engine.drain()  # what comes to the gate is of the step to come, however slow the machine
         self.gate.clear()
         # Else the next step's gradients would have to wait for room in the log, which only the host can make.
         optimizer._training.runtime.log._pool.resize(1 << 22)
