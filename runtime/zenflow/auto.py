@@ -8,7 +8,9 @@ import torch
 
 from zenflow.config import AUTO_UPDATE_INTERVAL, ZenFlowConfig
 from zenflow.device import Transfer
+from zenflow.layout import WeightPlan
 from zenflow.runtime import Runtime
+from zenflow.sharded import whole_shape
 from zenflow.weight import WeightState
 
 
@@ -52,7 +54,7 @@ class AutoInterval:
         places = {weight: place for place, weight in enumerate(self._weights)}
         index = self._runtime.send_index(torch.tensor([places[weight] for weight in energies], device="cpu"))
         elements = torch.tensor(
-            [[weight.plan.rows * weight.plan.selected, weight.plan.rows * weight.plan.deferred] for weight in energies],
+            [[rows * plan.selected, rows * plan.deferred] for rows, plan in map(_whole_rows_and_plan, energies)],
             dtype=torch.float32,
             device="cpu",
         )
@@ -109,3 +111,8 @@ class AutoInterval:
         if any(sums.values()):
             self._sums = torch.tensor(rows, dtype=torch.float32, device=self._runtime.device.torch_device)
             self._vote()
+
+
+def _whole_rows_and_plan(weight: WeightState) -> tuple[int, WeightPlan]:
+    """Energies are those of whole columns, of which this rank may hold some rows."""
+    return whole_shape(weight.parameter).numel() // weight.plan.columns, weight.plan

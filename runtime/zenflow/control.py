@@ -71,7 +71,7 @@ def step_control(
     if grad_scale is not None:
         factor = torch.as_tensor(grad_scale, device=device).float().reshape(()).reciprocal()
     if found_inf is not None:
-        skip = torch.as_tensor(found_inf, device=device).reshape(()) != 0
+        skip = as_flag(found_inf, device)
     if max_grad_norm is not None or skip_nonfinite:
         norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients])) * factor
         if skip_nonfinite:
@@ -80,6 +80,17 @@ def step_control(
         if max_grad_norm is not None:
             factor = factor * (max_grad_norm / (norm + _NORM_EPS)).clamp(max=1.0)
     return StepControl(factor, skip, norm)
+
+
+def as_flag(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """0-dim bool on a device: whether a number of one element is not 0.
+
+    Args:
+        value: on any device; of GradScaler over sharded gradients, a DTensor.
+        device: where the flag is wanted.
+    """
+    local = value.to_local() if hasattr(value, "to_local") else value
+    return torch.as_tensor(local, device=device).reshape(()) != 0
 
 
 def scaled_control(control: StepControl | None, factor: torch.Tensor | None) -> StepControl | None:

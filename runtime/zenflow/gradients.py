@@ -42,6 +42,7 @@ class Gradient:
         self._staged = staged
         self._whole = _dense(weight, runtime.device.torch_device) if staged is None else None
         self._energies = None if staged is None else staged.record.energies
+        self._norm: torch.Tensor | None = None  # over all ranks, without `factor`
 
     @property
     def left(self) -> bool:
@@ -71,8 +72,20 @@ class Gradient:
             self._runtime.device.charge(self.whole().nbytes)
         return self._energies
 
+    def take_whole(self, energies: torch.Tensor) -> None:
+        """Go on with the energies of whole columns, of which this rank holds some rows.
+
+        Args:
+            energies: [columns] fp32; of a parameter without a column view, one number.
+        """
+        if self.weight.plan.columns:
+            self._energies = energies
+        self._norm = energies.sum().sqrt()
+
     def norm(self) -> torch.Tensor:
         """0-dim fp32: its L2 norm, with `factor`; the same to a bit whether it has left or not, however it is split."""
+        if self._norm is not None:
+            return self._norm if self.factor is None else self._norm * self.factor.abs()
         if self._staged is not None:
             return self._staged.record.norm()
         if self.weight.plan.columns:

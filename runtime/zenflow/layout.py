@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zenflow.config import ZenFlowConfig
+from zenflow.sharded import model_parameter, whole_shape
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of parameters that are trained; what is frozen may have any other."""
@@ -26,6 +27,7 @@ class WeightPlan:
     """The split of one parameter. A parameter without a column view has 0 columns and is wholly resident."""
 
     rows: int
+    """Those that this rank holds: all, or a block of them, which may be empty."""
     columns: int
     transposed: bool
     """Whether the parameter is stored [columns, rows] (a transformers Conv1D)."""
@@ -79,8 +81,8 @@ def plan_order(parameters: Sequence[nn.Parameter], module: nn.Module | None) -> 
     """The parameters in forward order: the module's registration order, then those outside it as given."""
     if module is None:
         return list(parameters)
-    given = {id(parameter) for parameter in parameters}
-    inside = [parameter for parameter in module.parameters() if id(parameter) in given]
+    given = {id(model_parameter(parameter)): parameter for parameter in parameters}
+    inside = [given[id(parameter)] for parameter in module.parameters() if id(parameter) in given]
     seen = {id(parameter) for parameter in inside}
     return inside + [parameter for parameter in parameters if id(parameter) not in seen]
 
@@ -105,6 +107,9 @@ def plan_model(parameters: Iterable[nn.Parameter], config: ZenFlowConfig, transp
     Residents are whole weights from the front: their gradients come last in backward and their weights are
     needed first in forward, so they shorten the exposed tail. The last one is split by columns.
 
+    Where ranks hold rows of the parameters, all of them make the same plan but for the number of rows: columns and
+    buckets, and with these every due step, are those of the whole parameters.
+
     Args:
         parameters: in forward order.
         config: `topk_ratio`, `offload_ratio` and `bucket_bytes` are used.
@@ -112,23 +117,25 @@ def plan_model(parameters: Iterable[nn.Parameter], config: ZenFlowConfig, transp
     """
     parameters = list(parameters)
     shapes = [_matrix_shape(parameter, id(parameter) in transposed) for parameter in parameters]
-    live = [p.numel() for p, shape in zip(parameters, shapes, strict=True) if shape and p.requires_grad]
-    left = sum(live) - round_half_up(config.offload_ratio * sum(live))
+    sizes = [whole_shape(parameter).numel() for parameter in parameters]
+    live = sum(n for p, n, shape in zip(parameters, sizes, shapes, strict=True) if shape and p.requires_grad)
+    left = live - round_half_up(config.offload_ratio * live)
     plans: list[WeightPlan] = []
     buckets = 0
-    for parameter, shape in zip(parameters, shapes, strict=True):
+    for parameter, size, shape in zip(parameters, sizes, shapes, strict=True):
         if shape is None:
             plans.append(WeightPlan(0, 0, False, 0, 0, 1, buckets))
             continue
         rows, columns = shape
+        whole_rows = size // columns
         if not parameter.requires_grad:  # thawed later perhaps: it must not shift the split of the others
             resident = round_half_up((1 - config.offload_ratio) * columns)
-        elif parameter.numel() <= left:
-            resident, left = columns, left - parameter.numel()
+        elif size <= left:
+            resident, left = columns, left - size
         else:
-            resident, left = min(columns, round_half_up(left / rows)), 0
+            resident, left = min(columns, round_half_up(left / whole_rows)), 0
         selected = selected_columns(columns - resident, config.topk_ratio)
-        slots = max(1, config.bucket_bytes // (rows * parameter.element_size()))
+        slots = max(1, config.bucket_bytes // (whole_rows * parameter.element_size()))
         plan = WeightPlan(rows, columns, id(parameter) in transposed, resident, selected, slots, buckets)
         buckets += len(plan.bucket_slots)
         plans.append(plan)
@@ -144,13 +151,14 @@ def selected_columns(offloaded: int, topk_ratio: float) -> int:
 
 def _matrix_shape(parameter: nn.Parameter, transposed: bool) -> tuple[int, int] | None:
     """[rows, columns] of the column view, or None where there is none."""
-    if parameter.dim() < 2 or parameter.numel() == 0:
+    if parameter.dim() < 2 or whole_shape(parameter).numel() == 0:
         return None
     if transposed:
         return parameter.shape[1], parameter.shape[0]
     columns = parameter.shape[-1]
+    rows = parameter.numel() // columns
     try:
-        parameter.detach().view(-1, columns)
+        parameter.detach().view(rows, columns)
     except RuntimeError:  # strides that no 2-D view can express
         return None
-    return parameter.numel() // columns, columns
+    return rows, columns

@@ -13,7 +13,7 @@ from zenflow.config import ZenFlowConfig
 from zenflow.errors import UnsupportedError
 from zenflow.layout import ModelPlan, WeightPlan, conv1d_weights, plan_model, plan_order
 from zenflow.runtime import Runtime
-from zenflow.sharded import require_whole
+from zenflow.sharded import model_parameter, require_whole
 from zenflow.weight import WeightState
 from zenflow.windows import Windows
 
@@ -141,7 +141,7 @@ class ModelState:
                 known.get(id(parameter))
                 or WeightState(
                     parameter,
-                    names.get(id(parameter), str(number)),
+                    names.get(id(model_parameter(parameter)), str(number)),
                     plan,
                     group,
                     self._runtime,

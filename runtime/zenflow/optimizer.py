@@ -26,7 +26,7 @@ from zenflow.layout import DTYPE_NAMES, DTYPES
 from zenflow.ledger import Balance
 from zenflow.ranks import Ranks
 from zenflow.rules import Rule
-from zenflow.sharded import require_whole
+from zenflow.sharded import Shards, require_known, require_whole
 from zenflow.signals import HeldSignals
 from zenflow.state_view import StateView
 from zenflow.stats import StepStats
@@ -81,7 +81,8 @@ class ZenFlowOptimizer(Optimizer):
     it calls raises `UnsupportedError`, but for `abandon()`.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16, all on one device, none of them sharded. What is
+        params: parameters or parameter groups, fp32, bf16 or fp16, all on one device; whole, or all of them sharded by
+            rows over all ranks (`fully_shard`, FSDP2): then this optimizer works on the rows of its rank. What is
             frozen may be of any dtype and anywhere: it is ignored until it is thawed, and must be of such a dtype and
             there once it has a gradient.
         defaults: the rule's hyperparameters, for groups that do not set their own.
@@ -93,7 +94,8 @@ class ZenFlowOptimizer(Optimizer):
 
     Raises:
         ConfigError: a hyperparameter or knob is not allowed.
-        UnsupportedError: a parameter's dtype or device, or it is sharded (FSDP, DTensor, ZeRO stage 3).
+        UnsupportedError: a parameter's dtype or device, or it is sharded otherwise (FSDP1, tensor parallel plans, ZeRO
+            stage 3, rows on the host).
     """
 
     # GradScaler then leaves unscaling and skipping to us, through `grad_scale` and `found_inf`.
@@ -118,16 +120,47 @@ class ZenFlowOptimizer(Optimizer):
             raise ConfigError("params holds no parameter, allowed is at least one")
         home = next((parameter.device for parameter in parameters if parameter.requires_grad), parameters[0].device)
         self._module = module
-        knobs = (config or ZenFlowConfig()).resolved()
-        ranks = Ranks.of(knobs)
-        self._own = Training(rule, knobs, module, device or device_for(home), ranks=ranks)
-        if ranks is not None:
-            ranks.share(parameters, home)
+        self._own = self._made((config or ZenFlowConfig()).resolved(), device or device_for(home))
         self._take_over()  # nothing is refused any more
-        self._training.gradients.watch(self.param_groups, self._training.model.weights)
+        self._training.gradients.watch(self._groups, self._training.model.weights)
         self._built = True
         _register()
         _living.add(self)
+
+    def _made(self, config: ZenFlowConfig, device: Device) -> Training:
+        """A run of the parameters as they are now, with the weights of rank 0 where all ranks have the same."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        shards = Shards.of(parameters)
+        ranks = Ranks.of(config, sharded=shards is not None)
+        made = Training(self._rule, config, self._module, device, ranks=ranks, shards=shards)
+        if ranks is not None:
+            ranks.share(parameters, device.torch_device)
+        return made
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        """The groups with what is trained here: of sharded parameters, the rows of this rank."""
+        shards = self._own.shards
+        return self.param_groups if shards is None else shards.groups(self.param_groups)
+
+    def _rows(self, parameter: nn.Parameter) -> nn.Parameter:
+        return parameter if self._own.shards is None else self._own.shards.rows(parameter)
+
+    def _follow_sharding(self) -> None:
+        """Begin anew before the first step, where somebody has sharded the model and swapped the groups' parameters."""
+        before = self._own
+        if before.begun or before.shards is not None:
+            return
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        require_known(parameters)
+        if Shards.of(parameters) is None:
+            return
+        self._own = self._made(before.made_with, before.runtime.device)
+        before.close()
+        self._training.gradients.watch(self._groups, [])
+        self.state.clear()
+        for parameter in parameters:
+            self.state[parameter] = StateView(self, parameter, self._rule.moment_names)
 
     def _take_over(self) -> None:
         """Close other optimizers that train the same parameters: two would each send the gradients away."""
@@ -189,14 +222,15 @@ class ZenFlowOptimizer(Optimizer):
 
         Args:
             masters: of some parameters, in their shapes, on any device; kept until the first step reads them. Elements
-                that do not round to what the parameter holds then are ignored.
+                that do not round to what the parameter holds then are ignored. Of sharded ones DTensors, or the rows of
+                this rank.
 
         Raises:
             ConfigError: a step was taken, or a tensor has another shape than its parameter.
         """
         if self._training.begun:
             raise ConfigError(f"give_masters() was called after step {self.steps}, allowed is before the first")
-        self._training.runtime.masters.give(masters)
+        self._training.runtime.masters.give({self._rows(p): _local(master) for p, master in masters.items()})
 
     # --- torch.optim.Optimizer -------------------------------------------------------------------------------------
 
@@ -213,13 +247,15 @@ class ZenFlowOptimizer(Optimizer):
         super().add_param_group(param_group)
         try:
             self._rule.check(self.param_groups[-1])
-            require_whole(self.param_groups[-1]["params"])
+            require_known(self.param_groups[-1]["params"])
             for parameter in self.param_groups[-1]["params"]:
                 if parameter.requires_grad and parameter.dtype not in DTYPES:
                     raise UnsupportedError(f"a parameter is {parameter.dtype}, allowed are {DTYPE_NAMES}")
             if self._built:
-                self._training.add_group(self.param_groups)
-                self._training.gradients.watch(self.param_groups, self._training.model.weights)
+                require = require_whole if self._own.shards is None else self._own.shards.require
+                require(self.param_groups[-1]["params"])
+                self._training.add_group(self._groups)
+                self._training.gradients.watch(self._groups, self._training.model.weights)
         except (ZenFlowError, MemoryError):
             self.param_groups.pop()
             raise
@@ -237,7 +273,7 @@ class ZenFlowOptimizer(Optimizer):
         Raises:
             HostEngineError: host work failed.
         """
-        return checkpoint.save(self._training, self.param_groups)
+        return checkpoint.save(self._training, self._groups)
 
     @_undivided
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -254,12 +290,12 @@ class ZenFlowOptimizer(Optimizer):
             ConfigError: a hyperparameter or a combination of knobs is not allowed.
             HostMemoryError: the host has less memory.
         """
-        saved = checkpoint_format.read(state_dict, self.param_groups, self._rule)
+        saved = checkpoint_format.read(state_dict, self._groups, self._rule)
         before = [dict(group) for group in self.param_groups]
         for group, values in zip(self.param_groups, saved.groups, strict=True):
             group.update(values)
         try:
-            training = checkpoint.resumed(self._training, saved, self.param_groups)
+            training = checkpoint.resumed(self._training, saved, self._groups)
         except BaseException:
             for group, values in zip(self.param_groups, before, strict=True):
                 group.clear()
@@ -269,7 +305,7 @@ class ZenFlowOptimizer(Optimizer):
             self._training.gradients.restore()  # what has left of a step to come is its own gradient
         self._training.close()
         self._own = training
-        training.gradients.watch(self.param_groups, training.model.weights)
+        training.gradients.watch(self._groups, training.model.weights)
         training.cover_weights()
 
     @overload
@@ -282,6 +318,7 @@ class ZenFlowOptimizer(Optimizer):
         Raises:
             HostEngineError: host work failed, in this step or an earlier one.
             UnsupportedError: a sparse gradient, or a parameter was given another shape, dtype or device.
+            RankError: another rank failed in the step before, which was skipped.
         """
         loss = None
         if closure is not None:
@@ -290,7 +327,8 @@ class ZenFlowOptimizer(Optimizer):
         with HeldSignals(), torch.inference_mode(False), torch.no_grad():
             # GradScaler sets and deletes these two around step().
             scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-            self._training.step(self.param_groups, scale, found_inf)
+            self._follow_sharding()
+            self._training.step(self._groups, scale, found_inf)
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
@@ -323,7 +361,7 @@ class ZenFlowOptimizer(Optimizer):
             ConfigError: the parameter is another optimizer's.
             HostEngineError: host work failed.
         """
-        return full_state.read(self._training, parameter, self._group_of(parameter))
+        return full_state.read(self._training, self._rows(parameter), self._group_of(parameter))
 
     @_undivided
     def set_full_state(self, parameter: nn.Parameter, name: str, value: torch.Tensor) -> None:
@@ -342,7 +380,7 @@ class ZenFlowOptimizer(Optimizer):
                 moment of a parameter that was never updated, or the weights are flushed ones (`flushed_weights`).
             HostEngineError: host work failed.
         """
-        full_state.write(self._training, parameter, self._group_of(parameter), name, value)
+        full_state.write(self._training, self._rows(parameter), self._group_of(parameter), name, _local(value))
 
     def _group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         for group in self.param_groups:
@@ -359,7 +397,7 @@ class ZenFlowOptimizer(Optimizer):
         Raises:
             UnsupportedError: a gradient is sparse.
         """
-        self._training.average_gradients(self.param_groups)
+        self._training.average_gradients(self._groups)
 
     @_undivided
     def flush(self) -> None:
@@ -412,7 +450,7 @@ class ZenFlowOptimizer(Optimizer):
             HostMemoryError: the host has less memory than they need.
             HostEngineError: threads could not be started, or host work failed.
         """
-        return self._training.set_knobs(knobs, self.param_groups)
+        return self._training.set_knobs(knobs, self._groups)
 
     def stats(self) -> StepStats | None:
         """The newest step that could be resolved without waiting; None before the first."""
@@ -511,3 +549,9 @@ class ZenFlowOptimizer(Optimizer):
         In a forked child this only takes the hooks off its copy of the model.
         """
         self._own.close()
+
+
+def _local(values: torch.Tensor) -> torch.Tensor:
+    """The rows of this rank where values are a DTensor."""
+    rows: torch.Tensor = values.to_local() if hasattr(values, "to_local") else values
+    return rows

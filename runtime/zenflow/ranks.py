@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zenflow.config import ZenFlowConfig
+from zenflow.control import as_flag
 from zenflow.device import Device
 from zenflow.errors import RankError, UnsupportedError
 from zenflow.host.cores import allowed_cpus, one_a_core
@@ -26,13 +27,16 @@ class Ranks:
     Args:
         bucket_bytes: gradients are reduced together up to this size.
         reduces: whether gradients are averaged here; else somebody else has done it.
+        sharded: whether each rank has rows of its own, instead of all having the same.
     """
 
-    def __init__(self, bucket_bytes: int, *, reduces: bool) -> None:
+    def __init__(self, bucket_bytes: int, *, reduces: bool, sharded: bool) -> None:
         distributed = torch.distributed
-        self.reduces = reduces
+        self.reduces = reduces and not sharded
+        self.sharded = sharded
+        self.size = distributed.get_world_size()
+        """How many there are."""
         self._bucket_bytes = bucket_bytes
-        self._size = distributed.get_world_size()
         # What the host decides on must not wait for the device.
         own = distributed.get_backend() != "gloo" and distributed.is_gloo_available()
         self._host = distributed.new_group(backend="gloo") if own else None
@@ -40,16 +44,17 @@ class Ranks:
         self._means: list[tuple[weakref.ref[torch.Tensor], int]] = []  # gradients, and their versions then
 
     @classmethod
-    def of(cls, config: ZenFlowConfig) -> Ranks | None:
+    def of(cls, config: ZenFlowConfig, *, sharded: bool) -> Ranks | None:
         """The ranks of this process; None where it is alone.
 
         Args:
             config: the knobs.
+            sharded: whether each has rows of its own.
         """
         distributed = torch.distributed
         if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
             return None
-        return cls(config.bucket_bytes, reduces=config.reduce_gradients)
+        return cls(config.bucket_bytes, reduces=config.reduce_gradients, sharded=sharded)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite a tensor with that of rank 0.
@@ -63,10 +68,10 @@ class Ranks:
             tensor.copy_(whole)
 
     def share(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
-        """Begin with the weights of rank 0 everywhere; what could not be trained stays as it is.
+        """Begin with the weights of rank 0 everywhere, unless each has its own; what could not be trained stays.
 
         Args:
-            parameters: in the same order on all ranks.
+            parameters: the model's, in the same order on all ranks.
             device: that the ranks communicate from.
 
         Raises:
@@ -100,7 +105,7 @@ class Ranks:
         Args:
             mine: this rank's; can be pickled.
         """
-        found: list[Any] = [None] * self._size
+        found: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(found, mine, group=self._host)
         return found
 
@@ -145,9 +150,19 @@ class Ranks:
         """
         if flag is None:
             return None
-        common = (torch.as_tensor(flag, device=device).reshape(1) != 0).float()
+        common = as_flag(flag, device).reshape(1).float()
         torch.distributed.all_reduce(common, torch.distributed.ReduceOp.MAX)
         return common.reshape(())
+
+    def add_up(self, values: torch.Tensor, device: Device) -> None:
+        """Replace values by their sum over the ranks.
+
+        Args:
+            values: on the device, of the same size on all ranks.
+            device: of this rank; told of what is waited for.
+        """
+        device.meet(values.nbytes, self.size, self.latest)
+        torch.distributed.all_reduce(values)
 
     def latest(self, value: float) -> float:
         """The greatest of all ranks' values.
@@ -178,12 +193,12 @@ class Ranks:
         error = UnsupportedError("a gradient is sparse, allowed are dense ones") if sparse else None
         if self.together(error, trained[0].device, 2 if self._are_means(trained) else 1) == 2:
             return
-        device.meet(0, self._size, self.latest)
+        device.meet(0, self.size, self.latest)
         gradients = [_gradient(parameter) for parameter in self._with_gradient(trained)]
         ahead: list[_Sum] = []
         for bucket in _buckets(gradients, self._bucket_bytes):
-            ahead.append(_Sum(bucket, self._size))
-            device.meet(sum(gradient.nbytes for gradient in bucket), self._size, self.latest)
+            ahead.append(_Sum(bucket, self.size))
+            device.meet(sum(gradient.nbytes for gradient in bucket), self.size, self.latest)
             if len(ahead) > 1:  # one is on its way while the next is packed; more would only take memory
                 ahead.pop(0).finish()
         for one in ahead:

@@ -162,7 +162,7 @@ def make_runtime(
         config.deferred_update,
         cores,
         ranks,
-        GivenMasters(ranks),
+        GivenMasters(None if ranks is not None and ranks.sharded else ranks),
         cpus,
         ledger,
     )

@@ -1,41 +1,241 @@
-"""Parameters of which somebody else holds the whole: what they are, and that they are refused."""
+"""Parameters of which each rank holds a block of rows: FSDP2's (`fully_shard`). Other shards are refused."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 
 from zenflow.errors import UnsupportedError
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-def require_whole(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse parts of weights before anything is written to them: each rank's are its own.
+
+class Rows(nn.Parameter):
+    """This rank's rows of a DTensor, as a parameter whose memory is the DTensor's own.
+
+    The optimizer works on them as on any parameter. `grad` and `requires_grad` are the DTensor's, so that what others
+    do to either (a clip, `zero_grad`, freezing) is seen in both.
+    """
+
+    whole: DTensor
+    """The parameter that the model has."""
+
+    def __new__(cls, whole: nn.Parameter) -> Rows:
+        """Take the rows that this rank holds.
+
+        Args:
+            whole: a DTensor, of rows.
+        """
+        made: Rows = torch.Tensor._make_subclass(cls, _local(whole), False)
+        made.whole = cast("DTensor", whole)
+        return made
+
+    def __init__(self, whole: nn.Parameter) -> None: ...
+
+    @property
+    def whole_rows(self) -> int:
+        """Rows of all ranks together; of a parameter with two dimensions or more."""
+        return self.whole.shape[:-1].numel()
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The rows of the DTensor's gradient."""
+        gradient = self.whole.grad
+        return None if gradient is None else _local(gradient)
+
+    @grad.setter
+    def grad(self, rows: torch.Tensor | None) -> None:
+        self.whole.grad = None if rows is None else self.wrapped(rows)
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether the DTensor is trained."""
+        return self.whole.requires_grad
+
+    def wrapped(self, rows: torch.Tensor) -> DTensor:
+        """Rows as a part of what all ranks have.
+
+        Args:
+            rows: in this tensor's shape, in any dtype, on any device; a stand-in for a gradient stays one.
+        """
+        from torch.distributed.tensor import DTensor
+
+        # As FSDP2 makes its own: `from_local` would ask a stand-in for its elements.
+        return DTensor(rows, self.whole._spec, requires_grad=False)
+
+    def follow(self) -> None:
+        """Take over the memory that the DTensor has by now: `load_state_dict(assign=True)`, `to()`, padding."""
+        local = _local(self.whole)
+        moved = local.data_ptr() != self.data_ptr() or local.dtype != self.dtype or local.shape != self.shape
+        if moved or local.device != self.device:
+            self.data = local
+
+
+def model_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """The model's own: the DTensor whose rows a parameter is, or the parameter itself."""
+    return cast(nn.Parameter, parameter.whole) if isinstance(parameter, Rows) else parameter
+
+
+def whole_shape(parameter: torch.Tensor) -> torch.Size:
+    """A parameter's shape over all ranks."""
+    return parameter.whole.shape if isinstance(parameter, Rows) else parameter.shape
+
+
+class Shards:
+    """This rank's rows of all parameters of an optimizer.
+
+    Args:
+        mesh: of the ranks that hold rows of the same weights, all ranks there are; its first dimension may be one of
+            replicas (HSDP).
+    """
+
+    def __init__(self, mesh: Any) -> None:
+        self._mesh = mesh
+        self._rows: dict[int, Rows] = {}
+
+    @classmethod
+    def of(cls, parameters: Sequence[nn.Parameter]) -> Shards | None:
+        """Those of an optimizer's parameters; None where none of them is sharded.
+
+        Args:
+            parameters: all of the optimizer's.
+
+        Raises:
+            UnsupportedError: some are sharded and others are trained and not; or they are sharded otherwise.
+        """
+        first = next((parameter for parameter in parameters if _is_dtensor(parameter)), None)
+        if first is None:
+            return None
+        made = cls(cast("DTensor", first).device_mesh)
+        made.require(parameters)
+        return made
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks have the same rows."""
+        return 1 if self._mesh.ndim == 1 else int(self._mesh.size(0))
+
+    def require(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuse what is not sharded as the others are; what is frozen may be whole.
+
+        Args:
+            parameters: of the optimizer.
+
+        Raises:
+            UnsupportedError: one is.
+        """
+        for parameter in parameters:
+            if not _is_dtensor(parameter):
+                if parameter.requires_grad:
+                    raise UnsupportedError(
+                        f"a parameter of shape {tuple(parameter.shape)} is whole and others are sharded, allowed are "
+                        "parameters of one fully_shard (FSDP2) or whole ones; what is frozen may be either"
+                    )
+            elif cast("DTensor", parameter).device_mesh != self._mesh:
+                raise UnsupportedError(
+                    f"{_described(parameter)}, and others are on another mesh; allowed is one mesh for all parameters"
+                )
+
+    def groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Parameter groups with rows in place of the DTensors.
+
+        Args:
+            groups: the optimizer's.
+        """
+        return [{**group, "params": [self.rows(parameter) for parameter in group["params"]]} for group in groups]
+
+    def rows(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer works on for one of its parameters."""
+        if not _is_dtensor(parameter):
+            return parameter
+        if id(parameter) not in self._rows:
+            self._rows[id(parameter)] = Rows(parameter)
+        return self._rows[id(parameter)]
+
+    def follow(self) -> None:
+        """Take over the memory that the parameters have by now."""
+        for rows in self._rows.values():
+            rows.follow()
+
+
+def require_known(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse parts of weights that the runtime cannot work on, before anything is written to them.
 
     Args:
         parameters: of an optimizer, frozen ones too.
 
     Raises:
-        UnsupportedError: one belongs to FSDP, a tensor parallel plan or ZeRO stage 3.
+        UnsupportedError: one belongs to FSDP1, a tensor parallel plan or ZeRO stage 3, or its rows are on the host.
     """
     for parameter in parameters:
-        kind = _kind(parameter)
-        if kind is not None:
+        # FSDP1 marks its flat parameters and, with use_orig_params=True, their views; torch has no public question.
+        if getattr(parameter, "_fsdp_flattened", False):
+            kind = "a part of torch's FullyShardedDataParallel (FSDP1)"
+        elif hasattr(parameter, "ds_id"):
+            kind = "partitioned by DeepSpeed's ZeRO stage 3"
+        else:
+            if _is_dtensor(parameter):
+                _require_rows(cast("DTensor", parameter))
+            continue
+        raise UnsupportedError(
+            f"a parameter of shape {tuple(parameter.shape)} is {kind}, allowed are parameters of fully_shard (FSDP2), "
+            "and whole ones that all ranks have alike, as under DistributedDataParallel"
+        )
+
+
+def require_whole(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse what was sharded after training had begun with whole parameters.
+
+    Args:
+        parameters: of an optimizer whose others are whole.
+
+    Raises:
+        UnsupportedError: one is sharded.
+    """
+    for parameter in parameters:
+        if _is_dtensor(parameter):
             raise UnsupportedError(
-                f"a parameter of shape {tuple(parameter.shape)} is {kind}, allowed are whole parameters that all ranks "
-                "have alike, as under DistributedDataParallel"
+                f"{_described(parameter)} and others of the optimizer are whole, allowed is fully_shard() of the model "
+                "before the optimizer is made"
             )
 
 
-def _kind(parameter: torch.Tensor) -> str | None:
-    """What a parameter is; None: a whole one."""
-    # FSDP1 marks its flat parameters and, with use_orig_params=True, their views; torch has no public question for it.
-    if getattr(parameter, "_fsdp_flattened", False):
-        return "a part of torch's FullyShardedDataParallel (FSDP1)"
+def _require_rows(parameter: DTensor) -> None:
+    mesh = parameter.device_mesh
+    *replicas, last = parameter.placements
+    rows = type(last).__name__ == "Shard" and last.is_shard(0)  # of FSDP2 over tensor parallel parts: another type
+    everybody = mesh.size() == torch.distributed.get_world_size()
+    if mesh.ndim > 2 or not rows or not everybody or any(not one.is_replicate() for one in replicas):
+        raise UnsupportedError(
+            f"{_described(parameter)}, allowed is fully_shard (FSDP2) by rows over all "
+            f"{torch.distributed.get_world_size()} ranks, with replicas (HSDP) or without"
+        )
+    if parameter.device.type != mesh.device_type:
+        raise UnsupportedError(
+            f"a parameter of shape {tuple(parameter.shape)} is on {parameter.device} and its mesh on "
+            f"{mesh.device_type}, allowed is fully_shard() without offload_policy: the weights stay on the device, and "
+            "their state goes to the host"
+        )
+
+
+def _described(parameter: Any) -> str:
+    placements = ", ".join(repr(placement) for placement in parameter.placements)
+    return (
+        f"a parameter of shape {tuple(parameter.shape)} is a DTensor ({placements} over "
+        f"{parameter.device_mesh.size()} ranks)"
+    )
+
+
+def _local(sharded: torch.Tensor) -> torch.Tensor:
+    """The tensor itself that a DTensor is around: `to_local()` may give a view of it."""
+    return cast("DTensor", sharded)._local_tensor
+
+
+def _is_dtensor(parameter: torch.Tensor) -> bool:
     tensors = sys.modules.get("torch.distributed.tensor")  # who has not imported it has none of them
-    if tensors is not None and isinstance(parameter, tensors.DTensor):
-        placements = ", ".join(repr(placement) for placement in parameter.placements)
-        ranks = parameter.device_mesh.size()
-        return f"a DTensor ({placements} over {ranks} ranks) of fully_shard (FSDP2) or a tensor parallel plan"
-    return "partitioned by DeepSpeed's ZeRO stage 3" if hasattr(parameter, "ds_id") else None
+    return tensors is not None and isinstance(parameter, tensors.DTensor)

@@ -17,6 +17,8 @@ from zenflow.tiers import Tier, move_state
 class SplitState:
     """The three tiers of one parameter, of which any may be missing; owns their states, but no schedule.
 
+    Where this rank has no row of the parameter, nothing but the choice of columns is kept, which is that of all ranks.
+
     Moments and counts are those of a beginning until `fill`; masters come from `read_masters` or `fill`.
 
     Args:
@@ -60,11 +62,11 @@ class SplitState:
         self._own_master = False
         if flat:
             self.resident = ColumnState(self._flat_master(), runtime.rule.moments, initial)
-        elif plan.resident:
+        elif plan.resident and plan.rows:
             self.resident = self._device_state(plan.resident)
-        if plan.selected:
+        if plan.selected and plan.rows:
             self.selected = self._device_state(plan.selected)
-        if plan.deferred:
+        if plan.deferred and plan.rows:
             self.deferred = DeferredTier(name, plan, parameter.dtype, deferred, runtime, initial)
 
     def _flat_master(self) -> torch.Tensor:
@@ -164,8 +166,8 @@ class SplitState:
 
     def same_counts(self) -> bool:
         """Whether all columns were updated equally often, so that one count can stand for all; waits for the device."""
-        counts = torch.cat([tier.state.count.cpu() for tier in self.tiers()])
-        return bool((counts == counts[0]).all())
+        counts = [tier.state.count.cpu() for tier in self.tiers()]
+        return not counts or torch.cat(counts).unique().numel() == 1
 
     def fill(self, sources: Sequence[Tier]) -> None:
         """Take over the state of all columns from where it lies; blocks until it is here."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zenflow.host.of_process import OwnProcess
+from zenflow.sharded import Rows
 from zenflow.signals import HeldSignals
 from zenflow.staging import Staged
 from zenflow.standin import StandIn, taken
@@ -34,6 +35,7 @@ class _Watch:
     __slots__ = (
         "__weakref__",
         "bring_back",
+        "error",
         "expected",
         "firings",
         "handles",
@@ -53,6 +55,8 @@ class _Watch:
         self.firings = 0
         self.expected = expected
         """Firings in a step, as the last step had them."""
+        self.error: Exception | None = None
+        """Why a gradient could not leave, kept for the step; it is whole in `.grad`."""
         self.bring_back = _restorer(weakref.ref(self))
 
     def own(self) -> Staged | None:
@@ -71,8 +75,12 @@ class _Watch:
     @torch.inference_mode(False)
     @torch.no_grad()
     def restore(self) -> torch.Tensor | None:
-        """Put what was staged back into `.grad`; None where nothing is."""
+        """Put what was staged back into `.grad`, or zeros in place of what was zeroed; None where nothing is."""
         staged, self.staged = self.own(), None
+        gradient = self.parameter.grad
+        if staged is None and isinstance(gradient, StandIn) and gradient.record.zeroed:
+            zeros = self.parameter.grad = torch.zeros_like(self.parameter, requires_grad=False)
+            return zeros
         if staged is None or self.source is None:
             return None
         whole = self.parameter.grad = self.source.restore(staged)
@@ -142,11 +150,7 @@ class Streamer:
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in self._watches:
                 watch = self._watches[id(parameter)] = _Watch(parameter, self._known.pop(id(parameter), self._least))
-                before, after = _hooks(weakref.ref(watch))
-                watch.handles = [
-                    parameter.register_hook(before),
-                    parameter.register_post_accumulate_grad_hook(after),
-                ]
+                watch.handles = _registered(watch)
 
     def expected(self, parameter: nn.Parameter) -> int:
         """How many firings the next step of a parameter is expected to have."""
@@ -188,8 +192,11 @@ class Streamer:
 
         Raises:
             UnsupportedError: a parameter's `.grad` stands for a gradient that an earlier step took.
+            Exception: what kept a gradient of sharded rows from leaving.
         """
         for watch in self._watches.values():
+            if watch.error is not None:
+                raise watch.error
             gradient = watch.parameter.grad
             if watch.own() is None and isinstance(gradient, StandIn) and not gradient.record.zeroed:
                 raise taken(gradient.record.name)
@@ -236,6 +243,30 @@ class Streamer:
             if watch.staged is not None:
                 watch.staged.record.give_up()
         self._watches.clear()
+
+
+def _registered(watch: _Watch) -> list[Any]:
+    """Handles of the hooks that tell a parameter's watch of its gradients."""
+    parameter = watch.parameter
+    before, after = _hooks(weakref.ref(watch))
+    if not isinstance(parameter, Rows):
+        return [parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)]
+    # FSDP2 adds the gradient itself, and asks a stand-in for it where it does; then it runs these hooks of the DTensor
+    # behind the reduce-scatter of its unit. What raises there would leave the other ranks in the next collective.
+    return [parameter.whole.register_post_accumulate_grad_hook(_kept(weakref.ref(watch), after))]
+
+
+def _kept(watch: weakref.ref[_Watch], hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """A hook that leaves its error to the step."""
+
+    def keeping(parameter: torch.Tensor) -> None:
+        try:
+            hook(parameter)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the step raises it
+            if (owner := watch()) is not None:
+                owner.error = error
+
+    return keeping
 
 
 def _hooks(

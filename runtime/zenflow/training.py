@@ -13,7 +13,7 @@ from torch import nn
 
 from zenflow.auto import AutoInterval
 from zenflow.config import ZenFlowConfig
-from zenflow.control import StepControl, step_control
+from zenflow.control import StepControl, as_flag, step_control
 from zenflow.device import Arrived, Device, Transfer
 from zenflow.errors import ConfigError, ZenFlowError
 from zenflow.gradients import Gradient, Gradients, set_controls, update_on_device
@@ -23,11 +23,13 @@ from zenflow.knobs import KnobChange, prepare, reserve
 from zenflow.late_weights import Flight, LateWeights
 from zenflow.ledger import Balance
 from zenflow.model import Groups, ModelState, Split
+from zenflow.rank_sums import RankSums
 from zenflow.ranks import Ranks
 from zenflow.rules import Hyper, Rule
 from zenflow.runtime import make_runtime
 from zenflow.schedule import StepPlan, WindowClock
 from zenflow.selecting import select
+from zenflow.sharded import Shards
 from zenflow.stats import Traffic
 from zenflow.weight import WeightState
 
@@ -49,6 +51,7 @@ class Training:
         device: the accelerator.
         made_with: the knobs that the user asked for in the beginning; None: these.
         ranks: that train the same model; None where there is one.
+        shards: the rows that this rank holds; None: whole parameters.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Training:
         device: Device,
         made_with: ZenFlowConfig | None = None,
         ranks: Ranks | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.config = config
         """The knobs in force."""
@@ -71,6 +75,9 @@ class Training:
         self.model = ModelState(self.runtime, module)
         self.clock = WindowClock(config)
         self.auto = AutoInterval(self.runtime, self.model.weights)
+        self.shards = shards
+        """The rows that this rank holds, where the parameters are sharded."""
+        self._sums = None if shards is None else RankSums(self.runtime, shards)
         self._module = module
         self._device = device
         self.begun = False
@@ -85,7 +92,7 @@ class Training:
         self.gradients = Gradients(
             self.runtime,
             self.history,
-            stream=config.stream and ranks is None,  # backward gives each rank its own gradient only
+            stream=config.stream and (ranks is None or ranks.sharded),  # of whole ones, backward gives each its own
             least_firings=config.gradient_accumulation_steps,
         )
         self.shows_flushed = False
@@ -111,21 +118,24 @@ class Training:
             HostEngineError: host work failed, in this step or an earlier one.
             HostMemoryError: the host has less memory than a parameter needs that was thawed.
             UnsupportedError: a sparse gradient, or a parameter was given another shape, dtype or device.
+            RankError: another rank failed in the step before.
         """
         if not self.open:
             raise ZenFlowError("step() was called after close(), allowed is a new optimizer")
-        self.engine.check()
         self._refuse_torn()
+        self._follow_ranks()
         if not self.begun:
             self.begin(groups)
-        self._device.begin_step()
-        if self._waits is not None:
-            self._waits.begin_step()
-        self.history.begin_step()
-        self.average_gradients(groups)
+        if self._sums is None:
+            live = self._live(groups)
+        else:
+            of_rows, failed = self._live_of_rows(self._sums, groups)
+            if of_rows is None:
+                return
+            live = of_rows
+            found_inf = failed if found_inf is None else failed | as_flag(found_inf, failed.device)
         if self.runtime.ranks is not None:
             found_inf = self.runtime.ranks.any(found_inf, self._device.torch_device)
-        live = self.gradients.collect(self.model.weights)
         self._require_room(live)
         self.hypers = [self.rule.hyper(group) for group in groups]
         self.model.take_outside_writes()
@@ -137,6 +147,32 @@ class Training:
         self.history.end_step(self.clock.step, traffic)
         self.leave_weights()
         self._torn = False
+
+    def _live(self, groups: Groups) -> Live:
+        """The gradients of a step that begins."""
+        self.engine.check()
+        self._device.begin_step()
+        if self._waits is not None:
+            self._waits.begin_step()
+        self.history.begin_step()
+        self.average_gradients(groups)
+        return self.gradients.collect(self.model.weights)
+
+    def _live_of_rows(self, sums: RankSums, groups: Groups) -> tuple[Live | None, torch.Tensor]:
+        """The same of sharded weights; None where this rank cannot take the step, which then all ranks skip."""
+        live: Live | None = None
+        error = None
+        try:
+            live = self._live(groups)
+        except (ZenFlowError, MemoryError, RuntimeError) as raised:  # raised once all ranks know
+            error = raised
+        return live, sums.take(self.model.weights, live or [], self.clock.step + 1, error)
+
+    def _follow_ranks(self) -> None:
+        """Stop where a rank has failed, and work on the memory that sharded parameters have by now."""
+        if self._sums is not None and self.shards is not None:
+            self._sums.require_well()
+            self.shards.follow()
 
     def average_gradients(self, groups: Groups) -> None:
         """Average `.grad` over the ranks, unless it was and nobody has touched it since.
@@ -248,6 +284,7 @@ class Training:
         if not self.begun:
             return
         self._refuse_torn()
+        self._follow_ranks()
         self.gradients.restore()  # columns may change tier below
         self.finish_late()
         self.model.take_outside_writes()
@@ -374,6 +411,7 @@ class Training:
             UnsupportedError: a parameter was given another shape, dtype or device.
         """
         self._refuse_torn()
+        self._follow_ranks()
         if not self.open or self.shows_flushed:
             return  # nothing is under way any more, or it has been waited for
         self.finish_late()
@@ -403,7 +441,7 @@ class Training:
 
     def another(self, config: ZenFlowConfig) -> Training:
         """A run that has not begun, of the same model on the same device."""
-        made = Training(self.rule, config, self._module, self._device, self.made_with, self.runtime.ranks)
+        made = Training(self.rule, config, self._module, self._device, self.made_with, self.runtime.ranks, self.shards)
         made.runtime.masters = self.runtime.masters  # of weights that have not begun
         return made
 

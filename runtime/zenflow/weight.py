@@ -289,8 +289,11 @@ class WeightState:
         return int(torch.isin(self.split.selected_columns, self.proposed()).sum())
 
     def resolve_pending(self) -> Move | None:
-        """Take the pending selection, waiting for it; None where it changes nothing."""
-        assert self.deferred is not None
+        """Take the pending selection, waiting for it; None where no state moves with it."""
+        if self.deferred is None:  # there are no rows here
+            self.split.selected_columns = self._take_proposal()
+            self.split.selected_index = self._runtime.send_index(self.split.selected_columns)
+            return None
         return plan_move(self.split.selected_columns, self.deferred.slot_columns, self._take_proposal())
 
     def _take_proposal(self) -> torch.Tensor:

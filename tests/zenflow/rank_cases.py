@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests import forked
 from tests.zenflow.sharded_cases import what_is_said
 from zenflow import CpuDevice, EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig, ranks
 from zenflow.errors import HostMemoryError
@@ -21,8 +17,6 @@ from zenflow.host import limits, memory
 from zenflow.ranks import Ranks
 
 STEPS, RANKS, BATCH = 11, 2, 6
-
-Results = list[dict[str, Any]]
 
 
 def model_of(seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -221,7 +215,7 @@ def _large_gradients(rank: int) -> dict[str, Any]:
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in sizes]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 40_000.0 + 8_000.0 * rank)
-    found = Ranks.of(OVERLAPPED)
+    found = Ranks.of(OVERLAPPED, sharded=False)
     assert found is not None
     found.reduce(parameters, CpuDevice())
     return {"gradients": [parameter.grad for parameter in parameters]}
@@ -290,38 +284,6 @@ WORK: dict[str, Callable[[int], Any]] = {
     "rigs": _on_rigs,
     "no room": _no_room_on_one,
     "no room on the node": _no_room_on_the_node,
+    "sharded": lambda _: what_is_said(),
 }
-APART: dict[str, Callable[[int], Any]] = {"sharded": lambda _: what_is_said()}
-"""What has ranks of its own, since it imports much."""
-
-
-def results_of_ranks(folder: Path, *names: str) -> Results:
-    """What each rank finds, by the name of the work: all of `WORK`, or what is named."""
-    # The second is forked by the first, and both are one script: they wait for each other.
-    script = f"""
-import os
-import torch._dynamo  # which a first step imports
-from tests.zenflow.rank_cases import take_part
-second = os.fork()
-take_part(0 if second else 1, {str(folder)!r}, {names or tuple(WORK)!r})
-if second:
-    print(os.waitpid(second, 0)[1])
-"""
-    done = forked.run(script, environment={"GLOO_SOCKET_IFNAME": "lo", **os.environ}, warnings="default")
-    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
-
-
-def take_part(rank: int, folder: str, names: tuple[str, ...]) -> None:
-    """The work of one rank."""
-    torch.set_num_threads(1)
-    here = Path(folder)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{here / 'store'}", rank=rank, world_size=RANKS)
-    results = {}
-    for name in names:
-        try:
-            results[name] = (WORK | APART)[name](rank)
-        except Exception as error:  # noqa: BLE001 - told to the parent
-            results[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-    torch.save(results, here / f"rank{rank}.pt")
-    torch.distributed.destroy_process_group()
+"""What all ranks do together; `sharded` has ranks of its own, since it imports much."""

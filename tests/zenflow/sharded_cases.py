@@ -11,14 +11,28 @@ from torch import nn
 from zenflow import UnsupportedError, ZenFlowAdamW
 
 CPU = torch.device("cpu")
-WHOLE = r", allowed are whole parameters that all ranks have alike, as under DistributedDataParallel"
-FSDP1 = r"a parameter of shape \([0-9, ]+\) is a part of torch's FullyShardedDataParallel \(FSDP1\)" + WHOLE
-DTENSOR = (
-    r"a parameter of shape \(\d+, 13\) is a DTensor \(Shard\(dim=0\) over {ranks} ranks\) of fully_shard \(FSDP2\) or "
-    r"a tensor parallel plan" + WHOLE
+ALLOWED = (
+    r", allowed are parameters of fully_shard \(FSDP2\), and whole ones that all ranks have alike, as under "
+    "DistributedDataParallel"
 )
-REPLICATED = DTENSOR.replace(r"Shard\(dim=0\)", r"Replicate\(\)")
-ZERO3 = r"a parameter of shape \(20, 13\) is partitioned by DeepSpeed's ZeRO stage 3" + WHOLE
+FSDP1 = r"a parameter of shape \([0-9, ]+\) is a part of torch's FullyShardedDataParallel \(FSDP1\)" + ALLOWED
+ZERO3 = r"a parameter of shape \(20, 13\) is partitioned by DeepSpeed's ZeRO stage 3" + ALLOWED
+PLACED = (
+    r"a parameter of shape \(\d+, 1\d\) is a DTensor \({placements} over {ranks} ranks\), allowed is fully_shard "
+    r"\(FSDP2\) by rows over all {ranks} ranks, with replicas \(HSDP\) or without"
+)
+REPLICATED = PLACED.replace("{placements}", r"Replicate\(\)")
+COLUMNS = PLACED.replace("{placements}", r"Shard\(dim=1\)")
+MIXED = (
+    r"a parameter of shape \(6, 20\) is whole and others are sharded, allowed are parameters of one fully_shard "
+    r"\(FSDP2\) or whole ones; what is frozen may be either|a parameter of shape \(20, 13\) is a DTensor "
+    r"\(Shard\(dim=0\) over {ranks} ranks\) and others of the optimizer are whole, allowed is fully_shard\(\) of the "
+    "model before the optimizer is made"
+)
+ELSEWHERE = (
+    r"a parameter of shape \(20, 13\) is on meta and its mesh on cpu, allowed is fully_shard\(\) without "
+    "offload_policy: the weights stay on the device, and their state goes to the host"
+)
 
 
 def _model() -> nn.Module:
@@ -37,12 +51,22 @@ def _views() -> list[nn.Parameter]:
     return list(FullyShardedDataParallel(_model(), device_id=CPU, use_orig_params=True).parameters())
 
 
-def _rows() -> list[nn.Parameter]:
+def _columns() -> list[nn.Parameter]:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    layer = nn.Linear(14, 20, bias=False)
+    fully_shard(layer, mesh=_mesh(), shard_placement_fn=lambda _: Shard(1))
+    return list(layer.parameters())
+
+
+def _rows_elsewhere() -> list[nn.Parameter]:
     from torch.distributed.fsdp import fully_shard
 
-    model = _model()
-    fully_shard(model, mesh=_mesh())
-    return list(model.parameters())
+    with torch.device("meta"):
+        layer = nn.Linear(13, 20, bias=False)
+    fully_shard(layer, mesh=_mesh())
+    return list(layer.parameters())
 
 
 def _tensor_parallel() -> list[nn.Parameter]:
@@ -73,8 +97,9 @@ def _mesh() -> Any:
 SHARDED: dict[str, tuple[Callable[[], list[nn.Parameter]], str]] = {
     "flat": (_flat, FSDP1),
     "views of flat": (_views, FSDP1),
-    "rows": (_rows, DTENSOR),
-    "tensor parallel": (_tensor_parallel, DTENSOR),
+    "columns": (_columns, COLUMNS),
+    "rows elsewhere": (_rows_elsewhere, ELSEWHERE),
+    "tensor parallel": (_tensor_parallel, MIXED),
     "replicated": (_replicated, REPLICATED),
     "zero 3": (_of_zero3, ZERO3),
 }
@@ -97,7 +122,7 @@ def _said(make: Callable[[], list[nn.Parameter]]) -> dict[str, Any]:
     optimizer.param_groups[0]["params"] = sharded  # as Accelerate does between constructor and first step
     said.append(_refusal(optimizer.step))
     optimizer.abandon()
-    kept = all(torch.equal(old, _local(new)) for old, new in zip(before, sharded, strict=True))
+    kept = all(old.is_meta or torch.equal(old, _local(new)) for old, new in zip(before, sharded, strict=True))
     return {"said": said, "kept": kept, "groups": groups}
 
 

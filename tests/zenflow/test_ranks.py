@@ -17,18 +17,19 @@ from tests.zenflow.rank_cases import (
     EXACT,
     NODE_BYTES,
     RANKS,
-    Results,
+    WORK,
     batches_of,
     loss_of,
     model_of,
-    results_of_ranks,
 )
+from tests.zenflow.rank_runs import Results, results_of_ranks
 from zenflow import ConfigError, ZenFlowAdamW, ZenFlowConfig
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return results_of_ranks(tmp_path_factory.mktemp("ranks"))
+    names = [name for name in WORK if name != "sharded"]
+    return results_of_ranks(tmp_path_factory.mktemp("ranks"), "tests.zenflow.rank_cases", names, RANKS)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests import forked
-from tests.zenflow.rank_cases import results_of_ranks
+from tests.zenflow.rank_runs import results_of_ranks
 from tests.zenflow.sharded_cases import SHARDED
 
 ALONE = """
@@ -34,7 +34,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, A
 
 
 def _on_two(folder: Path) -> list[dict[str, Any]]:
-    results = results_of_ranks(folder, "sharded")
+    results = results_of_ranks(folder, "tests.zenflow.rank_cases", ["sharded"], 2)
     return [one["sharded"] for one in results]
 
 

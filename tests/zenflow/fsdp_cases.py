@@ -1,0 +1,239 @@
+"""Training runs over FSDP2, each rank with its rows, and the same of one process with the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.zenflow.family_cases import OURS
+from zenflow import ZenFlowConfig, ZenFlowOptimizer
+
+STEPS, BATCH, LENGTH, VOCABULARY, WIDTH = 11, 8, 6, 31, 10
+
+
+class Block(nn.Module):
+    """Weights of 7, 5, 3 and 10 rows: on 4 ranks uneven, and one of them has no row of the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 7)
+        self.conv = nn.Conv1d(7, 5, 2, padding=1)
+        self.down = nn.Linear(5, 3, bias=False)
+        self.out = nn.Linear(3, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = nn.functional.gelu(self.up(x)).transpose(1, 2)
+        inner = torch.tanh(self.conv(inner)[..., :-1].transpose(1, 2))
+        rest: Tensor = x + self.out(torch.tanh(self.down(inner)))
+        normed: Tensor = self.norm(rest)
+        return normed
+
+
+class Odd(nn.Module):
+    """A language model with a tied head, a frozen layer, and parameters of every shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, *, recompute: bool = False) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        logits: Tensor = self.head(x + self.frozen(x) * self.scale)
+        return logits
+
+
+@dataclass(frozen=True)
+class Case:
+    """A script."""
+
+    config: ZenFlowConfig
+    rule: str = "adamw"
+    passes: int = 1
+    reduces: str = "always"
+    """Whether each backward pass reduces the gradients over the ranks, or the "last" of a step only."""
+    clip: float | None = None
+    """The norm of torch's `clip_grad_norm_`."""
+    to_none: bool = True
+    scaler: bool = False
+    recompute: bool = False
+    knobs: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """What is set before a step."""
+    dtype: torch.dtype = torch.float32
+    replicas: int = 1
+
+
+EXACT = ZenFlowConfig.zero_offload(bucket_bytes=700, max_grad_norm=0.5)
+OVERLAPPED = ZenFlowConfig(topk_ratio=0.3, update_interval=3, select_interval=4, bucket_bytes=300, ledger=True)
+CLIPPED = replace(OVERLAPPED, max_grad_norm=0.5)
+AUTO = ZenFlowConfig(topk_ratio=0.3, update_interval="auto", select_interval="auto", max_update_interval=5)
+
+CASES = {
+    "exact": Case(EXACT),
+    "exact with a selection": Case(replace(EXACT, topk_ratio=0.25)),
+    "on the device": Case(replace(EXACT, offload_ratio=0.0)),
+    "overlapped": Case(OVERLAPPED),
+    "clipped": Case(CLIPPED),
+    "clipped by torch": Case(OVERLAPPED, clip=0.5),
+    "twin flow": Case(replace(OVERLAPPED, offload_ratio=0.5, update_interval=2)),
+    "early": Case(replace(OVERLAPPED, apply_lag=1)),
+    "warm up": Case(replace(OVERLAPPED, full_warm_up_rounds=4)),
+    "mean": Case(replace(OVERLAPPED, deferred_update="mean")),
+    "not streamed": Case(replace(OVERLAPPED, stream=False)),
+    "auto": Case(AUTO),
+    "accumulated": Case(CLIPPED, passes=2),
+    "accumulated and said": Case(replace(CLIPPED, gradient_accumulation_steps=2), passes=2),
+    "reduced once": Case(CLIPPED, passes=3, reduces="last"),
+    "zeroed": Case(CLIPPED, passes=2, to_none=False),
+    "scaled": Case(CLIPPED, scaler=True),
+    "recomputed": Case(OVERLAPPED, recompute=True),
+    "knobs": Case(
+        OVERLAPPED,
+        knobs={
+            3: {"topk_ratio": 0.6},
+            5: {"update_interval": 2, "host_threads": 2},
+            7: {"offload_ratio": 0.5},
+            9: {"offload_ratio": 1.0, "topk_ratio": 0.1, "select_interval": 2},
+        },
+    ),
+    **{rule: Case(CLIPPED, rule=rule) for rule in OURS if rule != "adamw"},
+}
+"""Those in which ranks are compared with one process."""
+
+
+def tokens_of(step: int, number: int) -> Tensor:
+    """A batch."""
+    generator = torch.Generator().manual_seed(1000 * step + number)
+    return torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: Tensor, *, recompute: bool) -> Tensor:
+    """Mean over a batch."""
+    logits = model(tokens[:, :-1], recompute=recompute)
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> Odd:
+    """The same everywhere."""
+    torch.manual_seed(3)
+    return Odd().to(dtype)
+
+
+def sharded(model: Odd, *, replicas: int = 1, **policy: Any) -> Odd:
+    """Over all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    size = torch.distributed.get_world_size()
+    if replicas > 1:
+        mesh = init_device_mesh("cpu", (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (size,))
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh, **policy)
+    return model
+
+
+class Run:
+    """A model and its optimizer, and what has been seen of them."""
+
+    def __init__(self, case: Case, model: Odd, part: slice) -> None:
+        self.case, self.model, self._part = case, model, part
+        self.optimizer: ZenFlowOptimizer = OURS[case.rule](
+            model.parameters(), lr=1e-2, weight_decay=0.1, config=case.config, module=model
+        )
+        self._scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2, enabled=case.scaler)
+        self.norms: list[float] = []
+        self.selected: list[dict[str, list[int]]] = []
+        """By weight, after each step."""
+
+    def step(self, number: int) -> None:
+        case, model, optimizer = self.case, self.model, self.optimizer
+        if number in case.knobs:
+            optimizer.set_knobs(**case.knobs[number])
+        optimizer.zero_grad(set_to_none=case.to_none)
+        for index in range(case.passes):
+            if case.reduces == "last" and hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(index == case.passes - 1)
+            loss = loss_of(model, tokens_of(number, index)[self._part], recompute=case.recompute) / case.passes
+            self._scaler.scale(loss).backward()
+        if case.clip is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+            self.norms.append(float(whole(norm)))
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        if optimizer.grad_norm is not None:
+            self.norms.append(float(optimizer.grad_norm))
+        self.selected.append(self._selection())
+
+    def _selection(self) -> dict[str, list[int]]:
+        weights = self.optimizer._training.model.weights
+        return {
+            weight.name: sorted(weight.split.selected_columns.tolist())
+            for weight in weights
+            if weight.started and weight.split.selected is not None
+        }
+
+    def steps(self, first: int, last: int) -> Run:
+        for number in range(first, last + 1):
+            self.step(number)
+        return self
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole ones, on all ranks."""
+        return {name: whole(value).clone() for name, value in self.model.state_dict().items()}
+
+    def found(self) -> dict[str, Any]:
+        """All that is compared, after a flush; ends the optimizer."""
+        steps = self.optimizer.history(wait=True)
+        self.optimizer.flush()
+        ledger = self.optimizer.ledger() if self.optimizer.config.ledger else {}
+        found = {
+            "weights": self.weights(),
+            "norms": self.norms,
+            "selected": self.selected,
+            "left": [(one.d2h_bytes, one.h2d_bytes) for one in steps],
+            "state": self.optimizer.host_bytes()["state"],
+            "unbalanced": [name for name, balance in ledger.items() if not balance.balanced or balance.pending],
+        }
+        self.optimizer.abandon()
+        return found
+
+
+def whole(value: Tensor) -> Tensor:
+    """A tensor of all ranks."""
+    found: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return found
+
+
+def alone(case: Case) -> dict[str, Any]:
+    """One process with the whole batch."""
+    return Run(case, model_of(case.dtype), slice(None)).steps(1, STEPS).found()
+
+
+def my_part(rank: int) -> slice:
+    """Of each batch."""
+    share = BATCH // torch.distributed.get_world_size()
+    return slice(rank * share, (rank + 1) * share)
+
+
+def together(case: Case, rank: int) -> dict[str, Any]:
+    """One rank of several."""
+    model = sharded(model_of(case.dtype), replicas=case.replicas)
+    return Run(case, model, my_part(rank)).steps(1, STEPS).found()
+
+
+WORK: dict[str, Callable[[int], Any]] = {name: partial(together, case) for name, case in CASES.items()}
