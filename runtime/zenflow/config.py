@@ -126,7 +126,7 @@ class ZenFlowConfig:
     gradient_accumulation_steps: int = 1
     """Backward passes before a step, if you accumulate; where it is more, that is learnt from the step before."""
     reduce_gradients: bool = True
-    """Average gradients over the ranks in `step()`; False: somebody else has (DistributedDataParallel)."""
+    """Average gradients over the ranks in `step()`; False: somebody else has. FSDP2 and DDP are recognised."""
     offload: InitVar[bool] = False
     """DeepSpeed's: accepted and ignored with a warning, since the state of selected columns stays on the GPU."""
 

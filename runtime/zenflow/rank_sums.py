@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
+from zenflow.control import as_flag
 from zenflow.device import Transfer
 from zenflow.errors import RankError
 from zenflow.gradients import Gradient
@@ -20,17 +22,19 @@ class _Told(NamedTuple):
 
     step: int
     words: torch.Tensor
-    """[1 + weights] fp32: ranks that failed, then ranks with a gradient of each weight."""
+    """[1 + weights] fp32: ranks that failed, and ranks with a gradient of each weight."""
     transfer: Transfer
     names: list[str]
+    error: Exception | None
+    """What this rank has told the others."""
 
 
 class RankSums:
     """Sums over the ranks what each knows of its rows alone; owns the flags by which a failure reaches all of them.
 
     Importance, norms, coverage and Zen-auto come from the energies of whole columns, so all ranks choose alike. What a
-    rank could not do does not stop the others in a collective: the step is skipped on all ranks, on the device, and all
-    raise at the beginning of the next one, or of whatever else asks for `require_well`.
+    rank could not do does not leave the others in a collective: it takes part in one more, by which the step is skipped
+    on all ranks, on the device, and all raise at the beginning of the step after that.
 
     Args:
         runtime: shared by all weights.
@@ -41,14 +45,23 @@ class RankSums:
         self._runtime = runtime
         self._shards = shards
         self._told: _Told | None = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None
+        """Why this rank cannot go on, until all know."""
 
     @property
     def _size(self) -> int:
         return 1 if self._runtime.ranks is None else self._runtime.ranks.size
 
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Keep an error until all ranks know, instead of raising it here."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised once all know
+            self.error = error
+
     def take(
-        self, weights: Sequence[WeightState], live: Sequence[Gradient], step: int, error: Exception | None
+        self, weights: Sequence[WeightState], live: Sequence[Gradient], step: int, found_inf: torch.Tensor | None
     ) -> torch.Tensor:
         """Give each gradient the energies of its whole columns.
 
@@ -56,48 +69,55 @@ class RankSums:
             weights: all, in plan order, which is the same on all ranks.
             live: this rank's gradients of the step; none where it has failed.
             step: its number.
-            error: why this rank cannot take the step; None: it can.
+            found_inf: of one element, not 0 where this rank wants the step skipped; None: it does not.
 
         Returns:
             0-dim bool on the device: whether the step has to be skipped, on all ranks alike.
         """
         device = self._runtime.device
         gradients = {gradient.weight: gradient for gradient in live}
-        words = torch.tensor([error is not None, *(weight in gradients for weight in weights)], device="cpu").float()
+        told = torch.tensor([self.error is not None, *(weight in gradients for weight in weights)], device="cpu")
+        words = device.send(told.float())
+        skip = torch.zeros_like(words[:1]) if found_inf is None else as_flag(found_inf, words.device).float().reshape(1)
         trained = [weight for weight in weights if weight.parameter.requires_grad]
         parts = [_energies(weight, gradients.get(weight)) for weight in trained]
-        flat = torch.cat([device.send(words), *parts])
+        flat = torch.cat([skip, words, *parts])
         if self._runtime.ranks is not None:
             self._runtime.ranks.add_up(flat, device)
-        words, energies = flat.split([len(words), len(flat) - len(words)])
+        skip, words, energies = flat.split([1, len(words), len(flat) - len(words) - 1])
         if self._shards.replicas > 1:  # each has counted the same rows
             energies = energies / self._shards.replicas
         for weight, whole in zip(trained, energies.split([*map(len, parts)]), strict=True):
             if weight in gradients:
                 gradients[weight].take_whole(whole)
-        self._error = error
-        self._told = _Told(step, *self._runtime.fetch(words.clone()), [weight.name for weight in weights])
+        self._told = _Told(step, *self._runtime.fetch(words.clone()), [one.name for one in weights], self.error)
         self._runtime.traffic.index_bytes += words.nbytes
-        failed: torch.Tensor = (words[0] > 0) | ((words[1:] > 0) & (words[1:] < self._size)).any()
-        return failed
+        torn = (words[1:] > 0) & (words[1:] < self._size)
+        skipped: torch.Tensor = torch.cat([skip > 0, words[:1] > 0, torn]).any()
+        return skipped
 
-    def require_well(self) -> None:
+    def require_well(self, *, alone: bool = False) -> None:
         """Refuse to go on after a step that a rank could not take; waits for what the ranks said.
+
+        Args:
+            alone: the others are not waiting for this rank, which may raise what they do not know yet.
 
         Raises:
             RankError: another rank failed, or has gradients of other parameters; where this one failed, its own error.
         """
+        if alone and self.error is not None:
+            raise self.error
         if self._told is None:
             return
-        step, words, transfer, names = self._told
+        step, words, transfer, names, error = self._told
         self._runtime.device.block_on(transfer)
         failed, *having = words.tolist()
-        if self._error is not None:
-            raise self._error
+        if error is not None:
+            raise error
         if failed:
             raise RankError(
-                f"{failed:.0f} of {self._size} ranks failed at step {step}, and say why; it was skipped on all: go "
-                "on with a new optimizer, from a checkpoint"
+                f"step {step} failed on {failed:.0f} of {self._size} ranks, which say why; it was skipped on all of "
+                "them: go on with a new optimizer, from a checkpoint"
             )
         for name, count in zip(names, having, strict=True):
             if 0 < count < self._size:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
-import socket
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from zenflow.config import ZenFlowConfig
 from zenflow.control import as_flag
 from zenflow.device import Device
 from zenflow.errors import RankError, UnsupportedError
-from zenflow.host.cores import allowed_cpus, one_a_core
+from zenflow.host.cores import CpuClaim, dealt_cpus
 from zenflow.layout import can_be_trained
 
 _Found = TypeVar("_Found")
@@ -37,6 +37,7 @@ class Ranks:
         self.size = distributed.get_world_size()
         """How many there are."""
         self._bucket_bytes = bucket_bytes
+        self._looked = False  # for somebody else who averages
         # What the host decides on must not wait for the device.
         own = distributed.get_backend() != "gloo" and distributed.is_gloo_available()
         self._host = distributed.new_group(backend="gloo") if own else None
@@ -85,19 +86,16 @@ class Ranks:
             if can_be_trained(parameter, device):
                 self.broadcast(parameter.detach())
 
-    def cpus(self) -> list[int] | None:
-        """The CPUs that this rank's host threads may use, where other ranks of this node would pick the same ones.
+    def cpus(self, numa_node: int | None) -> tuple[int, ...] | None:
+        """The CPUs that this rank's host threads may use, where other ranks of this machine would pick the same ones.
+
+        Args:
+            numa_node: that this rank's device is attached to.
 
         Returns:
             Of each physical core one; None: all that its affinity allows.
         """
-        mine = (socket.gethostname(), allowed_cpus())
-        everybodys = self.everybodys(mine)
-        alike = [rank for rank, theirs in enumerate(everybodys) if theirs == mine]
-        cores = one_a_core(mine[1])
-        if len(alike) == 1 or len(cores) < len(alike):
-            return None
-        return list(cores[alike.index(torch.distributed.get_rank()) :: len(alike)])
+        return dealt_cpus(self.everybodys(CpuClaim.of_process(numa_node)), torch.distributed.get_rank())
 
     def everybodys(self, mine: _Found) -> list[_Found]:
         """What each rank has, by rank.
@@ -187,6 +185,8 @@ class Ranks:
             UnsupportedError: a gradient is sparse.
         """
         trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if self.reduces and not self._looked:
+            self.reduces, self._looked = not _averaged_by_ddp(trained), True
         if not self.reduces or not trained:
             return
         sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in trained)
@@ -219,6 +219,17 @@ class Ranks:
         anywhere = here if self._on_host else here.to(parameters[0].device)
         torch.distributed.all_reduce(anywhere, torch.distributed.ReduceOp.MAX, group=self._host)
         return [parameter for parameter, one in zip(parameters, anywhere.tolist(), strict=True) if one]
+
+
+def _averaged_by_ddp(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether DistributedDataParallel averages all of them during backward.
+
+    It leaves no mark on a parameter, so its instances are looked for, once.
+    """
+    ddp = nn.parallel.DistributedDataParallel
+    wrapped = [one for one in gc.get_objects() if issubclass(type(one), ddp)]
+    averaged = {id(parameter) for one in wrapped for parameter in one.module.parameters()}
+    return bool(averaged) and all(id(parameter) in averaged for parameter in parameters)
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -43,7 +43,7 @@ class Runtime:
     ranks: Ranks | None
     """Those that train the same model; None where there is one."""
     masters: GivenMasters
-    cpus: list[int] | None
+    cpus: tuple[int, ...] | None
     """Those that are this rank's share of the node; None: all that are allowed."""
     ledger: Ledger | None = None
     """Accounts for every gradient, where that is asked for."""
@@ -139,7 +139,7 @@ def make_runtime(
         ConfigError: `$ZENFLOW_NATIVE` or `$ZENFLOW_KERNELS` has a value that is not allowed.
         HostEngineError: the engine could not be started.
     """
-    cpus = None if ranks is None else ranks.cpus()
+    cpus = None if ranks is None else ranks.cpus(device.numa_node())
     cores = host_cores(
         reserved_share=config.pt_reserved_cores_perc,
         numa_node=device.numa_node(),

@@ -13,7 +13,7 @@ from torch import nn
 
 from zenflow.auto import AutoInterval
 from zenflow.config import ZenFlowConfig
-from zenflow.control import StepControl, as_flag, step_control
+from zenflow.control import StepControl, step_control
 from zenflow.device import Arrived, Device, Transfer
 from zenflow.errors import ConfigError, ZenFlowError
 from zenflow.gradients import Gradient, Gradients, set_controls, update_on_device
@@ -122,20 +122,41 @@ class Training:
         """
         if not self.open:
             raise ZenFlowError("step() was called after close(), allowed is a new optimizer")
-        self._refuse_torn()
-        self._follow_ranks()
+        if self._sums is not None:
+            self._step_of_rows(self._sums, groups, grad_scale, found_inf)
+            return
+        self.engine.check()
+        self._require_well()
         if not self.begun:
             self.begin(groups)
-        if self._sums is None:
-            live = self._live(groups)
-        else:
-            of_rows, failed = self._live_of_rows(self._sums, groups)
-            if of_rows is None:
-                return
-            live = of_rows
-            found_inf = failed if found_inf is None else failed | as_flag(found_inf, failed.device)
+        live = self._live(groups)
         if self.runtime.ranks is not None:
             found_inf = self.runtime.ranks.any(found_inf, self._device.torch_device)
+        self._take_step(live, groups, grad_scale, found_inf)
+
+    def _step_of_rows(
+        self, sums: RankSums, groups: Groups, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None
+    ) -> None:
+        """A step of sharded weights: no rank raises alone, and none leaves the others in a collective."""
+        sums.require_well()
+        self._follow_shards()
+        if not self.begun:
+            self.begin(groups)
+        live: Live = []
+        if sums.error is None:
+            with sums.keeping():
+                self.engine.check()
+                live = self._live(groups)
+        skip = sums.take(self.model.weights, live, self.clock.step + 1, found_inf)
+        if sums.error is None:
+            with sums.keeping():
+                self._take_step(live, groups, grad_scale, skip)
+        if sums.error is not None:
+            self.gradients.remove()  # the step that tells the others has gradients, but no room for them on the host
+
+    def _take_step(
+        self, live: Live, groups: Groups, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None
+    ) -> None:
         self._require_room(live)
         self.hypers = [self.rule.hyper(group) for group in groups]
         self.model.take_outside_writes()
@@ -150,7 +171,6 @@ class Training:
 
     def _live(self, groups: Groups) -> Live:
         """The gradients of a step that begins."""
-        self.engine.check()
         self._device.begin_step()
         if self._waits is not None:
             self._waits.begin_step()
@@ -158,21 +178,19 @@ class Training:
         self.average_gradients(groups)
         return self.gradients.collect(self.model.weights)
 
-    def _live_of_rows(self, sums: RankSums, groups: Groups) -> tuple[Live | None, torch.Tensor]:
-        """The same of sharded weights; None where this rank cannot take the step, which then all ranks skip."""
-        live: Live | None = None
-        error = None
-        try:
-            live = self._live(groups)
-        except (ZenFlowError, MemoryError, RuntimeError) as raised:  # raised once all ranks know
-            error = raised
-        return live, sums.take(self.model.weights, live or [], self.clock.step + 1, error)
-
-    def _follow_ranks(self) -> None:
-        """Stop where a rank has failed, and work on the memory that sharded parameters have by now."""
-        if self._sums is not None and self.shards is not None:
-            self._sums.require_well()
+    def _follow_shards(self) -> None:
+        """Work on the memory that sharded parameters have by now."""
+        if self.shards is not None:
             self.shards.follow()
+
+    def _require_well(self) -> None:
+        """Refuse to go on with a step that was interrupted, here or on another rank."""
+        if self._sums is not None:
+            self._sums.require_well(alone=True)
+        if self._torn:
+            raise ZenFlowError(
+                "an earlier step() was interrupted half-way: go on with a new optimizer from saved weights"
+            )
 
     def average_gradients(self, groups: Groups) -> None:
         """Average `.grad` over the ranks, unless it was and nobody has touched it since.
@@ -283,8 +301,8 @@ class Training:
         """
         if not self.begun:
             return
-        self._refuse_torn()
-        self._follow_ranks()
+        self._require_well()
+        self._follow_shards()
         self.gradients.restore()  # columns may change tier below
         self.finish_late()
         self.model.take_outside_writes()
@@ -410,8 +428,8 @@ class Training:
             HostEngineError: host work failed.
             UnsupportedError: a parameter was given another shape, dtype or device.
         """
-        self._refuse_torn()
-        self._follow_ranks()
+        self._require_well()
+        self._follow_shards()
         if not self.open or self.shows_flushed:
             return  # nothing is under way any more, or it has been waited for
         self.finish_late()
@@ -517,9 +535,3 @@ class Training:
             self.model.take(self.model.split(groups, self.config), groups)
         self.gradients.stream(weight for weight in self.model.weights if weight.started)
         self._watch_uses()
-
-    def _refuse_torn(self) -> None:
-        if self._torn:
-            raise ZenFlowError(
-                "an earlier step() was interrupted half-way: go on with a new optimizer from saved weights"
-            )

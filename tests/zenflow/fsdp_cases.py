@@ -152,6 +152,7 @@ class Run:
 
     def __init__(self, case: Case, model: Odd, part: slice) -> None:
         self.case, self.model, self._part = case, model, part
+        self._fsdp: Any = model if hasattr(model, "set_requires_gradient_sync") else None
         self.optimizer: ZenFlowOptimizer = OURS[case.rule](
             model.parameters(), lr=1e-2, weight_decay=0.1, config=case.config, module=model
         )
@@ -159,6 +160,8 @@ class Run:
         self.norms: list[float] = []
         self.selected: list[dict[str, list[int]]] = []
         """By weight, after each step."""
+        self.factor = 1.0
+        """Of the loss."""
 
     def step(self, number: int) -> None:
         case, model, optimizer = self.case, self.model, self.optimizer
@@ -166,10 +169,10 @@ class Run:
             optimizer.set_knobs(**case.knobs[number])
         optimizer.zero_grad(set_to_none=case.to_none)
         for index in range(case.passes):
-            if case.reduces == "last" and hasattr(model, "set_requires_gradient_sync"):
-                model.set_requires_gradient_sync(index == case.passes - 1)
+            if case.reduces == "last" and self._fsdp is not None:
+                self._fsdp.set_requires_gradient_sync(index == case.passes - 1)
             loss = loss_of(model, tokens_of(number, index)[self._part], recompute=case.recompute) / case.passes
-            self._scaler.scale(loss).backward()
+            self._scaler.scale(loss * self.factor).backward()
         if case.clip is not None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), case.clip)
             self.norms.append(float(whole(norm)))
@@ -205,8 +208,8 @@ class Run:
             "weights": self.weights(),
             "norms": self.norms,
             "selected": self.selected,
-            "left": [(one.d2h_bytes, one.h2d_bytes) for one in steps],
-            "state": self.optimizer.host_bytes()["state"],
+            "link_bytes": [(one.d2h_bytes, one.h2d_bytes) for one in steps],
+            "state_bytes": self.optimizer.host_bytes()["state"],
             "unbalanced": [name for name, balance in ledger.items() if not balance.balanced or balance.pending],
         }
         self.optimizer.abandon()
@@ -236,4 +239,61 @@ def together(case: Case, rank: int) -> dict[str, Any]:
     return Run(case, model, my_part(rank)).steps(1, STEPS).found()
 
 
-WORK: dict[str, Callable[[int], Any]] = {name: partial(together, case) for name, case in CASES.items()}
+REPEATED = replace(CLIPPED, update_interval=2, offload_ratio=0.8)
+
+
+def repeated(rank: int) -> dict[str, Any]:
+    """The weights of runs that differ in nothing that may count."""
+    configs = {threads: replace(REPEATED, host_threads=threads) for threads in (1, 2)}
+    runs = [together(Case(configs[threads]), rank) for threads in (1, 1, 2)]
+    return {"weights": [run["weights"] for run in runs]}
+
+
+def with_replicas(rank: int) -> dict[str, Any]:
+    """Two by half of the ranks; and what this rank holds, to be compared with its replica's."""
+    run = Run(Case(CLIPPED, replicas=2), sharded(model_of(), replicas=2), my_part(rank)).steps(1, STEPS)
+    run.optimizer.flush()
+    rows = [local(value).clone() for value in run.model.state_dict().values()]
+    return {"rows": rows, **run.found()}
+
+
+def rounded(rank: int) -> dict[str, Any]:
+    """bf16 weights with the masters of fp32 rows; gradients are reduced in fp32, or in bf16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    found: dict[str, Any] = {}
+    for name, reduce_dtype in (("fp32", torch.float32), ("bf16", None)):
+        model = sharded(model_of(), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        masters = {parameter: parameter.detach().clone() for parameter in trained}
+        model.to(torch.bfloat16)
+        run = Run(Case(replace(OVERLAPPED, max_grad_norm=1.0)), model, my_part(rank))
+        run.optimizer.give_masters(masters)
+        run.optimizer.param_groups[0]["lr"] = 0.0
+        run.step(1)
+        given = [torch.equal(_master(run, parameter), local(masters[parameter])) for parameter in trained]
+        run.optimizer.param_groups[0]["lr"] = 1e-2
+        run.steps(2, STEPS)
+        run.optimizer.flush()
+        kept = [torch.equal(_master(run, parameter).bfloat16(), local(parameter.detach())) for parameter in trained]
+        dtypes = {str(parameter.dtype) for parameter in model.parameters()}
+        found[name] = {"dtypes": sorted(dtypes), "given": given, "kept": kept, **run.found()}
+    return found
+
+
+def _master(run: Run, parameter: nn.Parameter) -> Tensor:
+    return local(run.optimizer.full_state(parameter)["master"])
+
+
+def local(value: Tensor) -> Tensor:
+    """A tensor of this rank."""
+    found: Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return found
+
+
+WORK: dict[str, Callable[[int], Any]] = {
+    **{name: partial(together, case) for name, case in CASES.items()},
+    "repeated": repeated,
+    "with replicas": with_replicas,
+    "rounded": rounded,
+}

@@ -273,6 +273,37 @@ def _averaged_before_the_step(rank: int) -> dict[str, Any]:
     return {"seen": seen}
 
 
+def _under_ddp(rank: int) -> dict[str, Any]:
+    """The model of which DDP averages, the same by hand, and how often this runtime has averaged."""
+    half = BATCH // RANKS
+    found: dict[str, Any] = {"sums": []}
+    for averages in (True, False):
+        model = nn.Linear(13, 7) if averages else nn.parallel.DistributedDataParallel(nn.Linear(13, 7))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+        optimizer = ZenFlowAdamW(model.parameters(), lr=1e-2, config=OVERLAPPED, module=model)
+        sums = 0
+        with pytest.MonkeyPatch.context() as patch:
+            whole = ranks._Sum
+
+            def counted(*arguments: Any, whole: Any = whole) -> Any:
+                nonlocal sums
+                sums += 1
+                return whole(*arguments)
+
+            patch.setattr(ranks, "_Sum", counted)
+            for x, y in batches_of(torch.float32):
+                optimizer.zero_grad()
+                part = slice(rank * half, (rank + 1) * half)
+                (model(x[part]) - y[part]).square().mean().backward()
+                optimizer.step()
+        optimizer.close()
+        found["sums"].append(sums)
+        found["ours" if averages else "ddp"] = [parameter.detach().clone() for parameter in model.parameters()]
+    return found
+
+
 WORK: dict[str, Callable[[int], Any]] = {
     **{name: _Half(config, torch.float32) for name, config in CONFIGS.items()},
     "bf16": _Half(OVERLAPPED, torch.bfloat16),
@@ -282,6 +313,7 @@ WORK: dict[str, Callable[[int], Any]] = {
     "frozen": _frozen,
     "early": _averaged_before_the_step,
     "rigs": _on_rigs,
+    "ddp": _under_ddp,
     "no room": _no_room_on_one,
     "no room on the node": _no_room_on_the_node,
     "sharded": lambda _: what_is_said(),

@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 
 from tests.zenflow.machine import Machine
 from zenflow import ConfigError
-from zenflow.host.cores import HostCores, cpu_quota, format_cpulist, gpu_numa_node, host_cores, parse_cpulist
+from zenflow.host.cores import (
+    CpuClaim,
+    HostCores,
+    cpu_quota,
+    dealt_cpus,
+    format_cpulist,
+    gpu_numa_node,
+    host_cores,
+    parse_cpulist,
+)
 
 # Two sockets of four cores with two siblings each, in the two usual numberings.
 APART = [(core, core + 8) for core in range(8)]  # the second siblings after all the first
@@ -84,6 +93,29 @@ def test_only_the_cpus_of_the_node(machine: Machine) -> None:
         cores = cores_of(machine, affinity, numa_node=node)
         assert (cores.cpus, cores.numa_node) == (tuple(range(8)), None)
     assert cpus_of(machine, {1, 2}, numa_node=1) == [1, 2]  # none of its CPUs is allowed
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ((0, 0, 1, 1), [(0, 2), (1, 3), (4, 6), (5, 7)]),  # two GPUs at each socket: all cores are used, at home
+        ((0, 1, 1, 1), [None, (4, 7), (5,), (6,)]),  # the first has its socket for itself, as far as its GPU says
+        ((0, 1, None, 1), [(0, 4), (1, 5), (2, 6), (3, 7)]),  # who does not know its node takes from both
+        ((None,) * 3, [(0, 3, 6), (1, 4, 7), (2, 5)]),
+        ((0,) * 5, [None] * 5),  # more than the socket has cores
+    ],
+)
+def test_cores_are_dealt_among_the_ranks_at_their_node(
+    machine: Machine, nodes: tuple[int | None, ...], expected: list[tuple[int, ...] | None]
+) -> None:
+    machine.cores(APART)
+    machine.nodes("0-3,8-11", "4-7,12-15")
+    claims = [CpuClaim("here", tuple(range(16)), node) for node in nodes]
+    assert [dealt_cpus(claims, number, machine.root) for number in range(len(claims))] == expected
+    elsewhere = CpuClaim("elsewhere", tuple(range(16)), 0)
+    bound = CpuClaim("here", (0, 8), 0)  # by its launcher, which has dealt the cores itself
+    others = [elsewhere, *claims, bound]
+    assert [dealt_cpus(others, number, machine.root) for number in range(len(others))] == [None, *expected, None]
 
 
 @pytest.mark.parametrize(

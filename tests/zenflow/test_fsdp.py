@@ -7,34 +7,90 @@ from typing import Any
 import pytest
 import torch
 
-from tests.zenflow.fsdp_cases import CASES, alone
+from tests.tiers import everything
+from tests.zenflow.fsdp_cases import CASES, Odd, alone
 from tests.zenflow.rank_runs import Results, results_of_ranks
 
-RANKS = (2, 4)
+RANKS = (2, 4, 8) if everything() else (2, 4)
+BY_DAY_ON_4 = ("exact", "clipped", "twin flow", "auto", "zeroed", "scaled", "knobs", "sgd")
+"""There uneven and empty shards are what is new."""
+
+
+def names_on(size: int) -> list[str]:
+    return list(CASES) if size == 2 or everything() else list(BY_DAY_ON_4)
 
 
 @pytest.fixture(scope="module", params=RANKS, ids="on {}".format)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("ranks")
-    return results_of_ranks(folder, "tests.zenflow.fsdp_cases", list(CASES), request.param)
+    more = {2: ["repeated", "rounded"], 4: ["with replicas"]}
+    names = names_on(request.param) + more.get(request.param, [])
+    results = results_of_ranks(folder, "tests.zenflow.fsdp_cases", names, request.param)
+    for result in results:
+        for found in result.values():
+            assert "error" not in found, found["trace"]
+    return results
 
 
 @pytest.fixture(scope="module")
 def by_one() -> dict[str, dict[str, Any]]:
-    return {}
+    """What one process finds, by the name of the case."""
+    return {name: alone(case) for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_ranks_are_one_with_the_whole_batch(ranks: Results, by_one: dict[str, dict[str, Any]], name: str) -> None:
-    for results in ranks:
-        assert "error" not in results[name], results[name]["trace"]
-    if name not in by_one:
-        by_one[name] = alone(CASES[name])
-    expected, first = by_one[name], ranks[0][name]
-    assert first["selected"] == expected["selected"]
-    torch.testing.assert_close(first["norms"], expected["norms"], rtol=1e-6, atol=0.0)
+def require_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """The same but for rounding: sums over halves of a batch are rounded otherwise than over all of it."""
+    assert found["selected"] == expected["selected"]
+    torch.testing.assert_close(found["norms"], expected["norms"], rtol=1e-6, atol=0.0)
     for key, value in expected["weights"].items():
-        torch.testing.assert_close(
-            first["weights"][key], value, rtol=0.0, atol=1e-4, msg=lambda said, key=key: f"{key}: {said}"
-        )
-    assert not any(results[name]["unbalanced"] for results in ranks)
+        torch.testing.assert_close(found["weights"][key], value, rtol=0.0, atol=1e-4, msg=lambda said: f"{key}: {said}")  # noqa: B023 - called at once
+
+
+def test_ranks_are_one_with_the_whole_batch(ranks: Results, by_one: dict[str, dict[str, Any]]) -> None:
+    for name in names_on(len(ranks)):
+        require_close(ranks[0][name], by_one[name])
+        assert not any(result[name]["unbalanced"] for result in ranks)
+
+
+def test_a_rank_has_its_share_of_the_bytes(ranks: Results, by_one: dict[str, dict[str, Any]]) -> None:
+    """Over all ranks as many as one process has: nothing is held, sent or updated twice."""
+    columns = sum(weight.shape[-1] for weight in Odd().parameters() if weight.dim() > 1)
+    for name in ("exact", "clipped"):
+        expected = by_one[name]
+        for step, total in enumerate(expected["link_bytes"]):
+            parts = [result[name]["link_bytes"][step] for result in ranks]
+            assert [sum(part) for part in zip(*parts, strict=True)] == list(total)
+        state_bytes = [result[name]["state_bytes"] for result in ranks]
+        # Each rank counts the updates of every column.
+        assert expected["state_bytes"] <= sum(state_bytes) <= expected["state_bytes"] + 4 * columns * len(ranks)
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_runs_repeat_whatever_the_number_of_threads(ranks: Results) -> None:
+    for result in ranks:
+        first, *others = result["repeated"]["weights"]
+        for other in others:
+            assert all(torch.equal(first[key], other[key]) for key in first)
+
+
+@pytest.mark.parametrize("ranks", [4], indirect=True)
+def test_replicas_are_equal_to_the_bit_and_train_as_one(ranks: Results, by_one: dict[str, dict[str, Any]]) -> None:
+    found = [result["with replicas"] for result in ranks]
+    require_close(found[0], by_one["clipped"])
+    for rank in (0, 1):
+        pairs = zip(found[rank]["rows"], found[rank + 2]["rows"], strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+@pytest.mark.parametrize("reduced_in", ["fp32", "bf16"])
+def test_rounded_rows_have_the_masters_of_the_fp32_ones(
+    ranks: Results, by_one: dict[str, dict[str, Any]], reduced_in: str
+) -> None:
+    for result in ranks:
+        found = result["rounded"][reduced_in]
+        assert found["dtypes"] == ["torch.bfloat16"]
+        assert all(found["given"])
+        assert all(found["kept"])
+    sent = [sum(result["rounded"][reduced_in]["link_bytes"][5][0] for result in ranks)]
+    assert 2 * sent[0] == by_one["clipped"]["link_bytes"][5][0]

@@ -17,6 +17,7 @@ from tests.zenflow.rank_cases import (
     EXACT,
     NODE_BYTES,
     RANKS,
+    STEPS,
     WORK,
     batches_of,
     loss_of,
@@ -167,3 +168,11 @@ def test_masters_of_another_shape_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"allowed is torch.float32 of its parameter's shape \(20, 13\)"):
         optimizer.give_masters({next(model.parameters()): torch.zeros(2)})
     optimizer.abandon()
+
+
+def test_what_ddp_has_averaged_is_left_as_it_is(ranks: Results) -> None:
+    for results in ranks:
+        assert "error" not in results["ddp"], results["ddp"]["trace"]
+        assert results["ddp"]["sums"] == [STEPS, 0]
+        for ours, ddp in zip(results["ddp"]["ours"], results["ddp"]["ddp"], strict=True):
+            torch.testing.assert_close(ours, ddp, rtol=1e-5, atol=1e-6)

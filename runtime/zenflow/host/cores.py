@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection
+import socket
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -177,6 +178,50 @@ def allowed_cpus() -> tuple[int, ...]:
     if hasattr(os, "sched_getaffinity"):  # Linux
         return tuple(sorted(os.sched_getaffinity(0)))
     return (-1,) * (os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuClaim:
+    """What one of several processes would take its host threads' CPUs from."""
+
+    machine: str
+    allowed: tuple[int, ...]
+    numa_node: int | None
+    """Its GPU's."""
+
+    @classmethod
+    def of_process(cls, numa_node: int | None) -> CpuClaim:
+        """This process's.
+
+        Args:
+            numa_node: the GPU's.
+        """
+        return cls(socket.gethostname(), allowed_cpus(), numa_node)
+
+
+def dealt_cpus(claims: Sequence[CpuClaim], number: int, root: Path = Path("/")) -> tuple[int, ...] | None:
+    """The CPUs that are left to a process where others would take the same ones: cores are dealt in turn.
+
+    The cores of a NUMA node are dealt among the processes whose GPU is on it; all cores among all, where somebody's
+    node is not known.
+
+    Args:
+        claims: of all processes, in the same order for each.
+        number: of this one's.
+        root: folder that stands for "/".
+
+    Returns:
+        Of each physical core one; None: all that the affinity allows, since nobody else takes them or they are too few.
+    """
+    mine = claims[number]
+    near = {claim.numa_node: _on_node(mine.allowed, claim.numa_node, root) for claim in claims}
+    rivals = [at for at, one in enumerate(claims) if (one.machine, one.allowed) == (mine.machine, mine.allowed)]
+    pool = mine.allowed
+    if all(near[claims[at].numa_node] for at in rivals):
+        rivals = [at for at in rivals if claims[at].numa_node == mine.numa_node]
+        pool = near[mine.numa_node]
+    cores = one_a_core(pool, root)
+    return None if len(rivals) == 1 or len(cores) < len(rivals) else cores[rivals.index(number) :: len(rivals)]
 
 
 def _on_node(cpus: tuple[int, ...], node: int | None, root: Path) -> tuple[int, ...]:

@@ -1,0 +1,97 @@
+"""What goes wrong on one rank of several over FSDP2, and what each of them is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.zenflow.fsdp_cases import EXACT, Case, Run, model_of, my_part, sharded
+from zenflow import HostMemoryError
+from zenflow.host.native import NativeBackend
+from zenflow.staging import ColumnStager
+
+AT, STEPS, RANK = 4, 7, 1
+"""The step in which it goes wrong, the last one that is tried, and the rank."""
+
+
+def _gradient_that_cannot_leave(run: Run, patch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise HostMemoryError("the host has less memory")
+
+    patch.setattr(ColumnStager, "stage", refuse)
+
+
+def _missing_gradient(run: Run, _: pytest.MonkeyPatch) -> None:
+    weight: Any = run.model.get_parameter("blocks.0.up.weight")
+    weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+
+
+def _host_that_fails(run: Run, _: pytest.MonkeyPatch) -> None:
+    backend = run.optimizer._training.engine.backend
+    assert isinstance(backend, NativeBackend)
+    backend.engine.inject("fail", 0, 0.0, 0)
+
+
+def _step_that_fails_half_way(run: Run, patch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("something is wrong here")
+
+    patch.setattr(run.optimizer._training.model.windows, "apply", fail)
+
+
+FAULTS: dict[str, Callable[[Run, pytest.MonkeyPatch], None]] = {
+    "gradient that cannot leave": _gradient_that_cannot_leave,
+    "missing gradient": _missing_gradient,
+    "host that fails": _host_that_fails,
+    "step that fails half-way": _step_that_fails_half_way,
+}
+
+
+def failing(fault: Callable[[Run, pytest.MonkeyPatch], None], rank: int) -> dict[str, Any]:
+    """By step what this rank was told, and then by `flush` and `state_dict`; and the weights after each step."""
+    run = Run(Case(EXACT), sharded(model_of()), my_part(rank))
+    told: dict[str, str] = {}
+    weights = []
+    with pytest.MonkeyPatch.context() as patch:
+        for number in range(1, STEPS + 1):
+            if number == AT and rank == RANK:
+                fault(run, patch)
+            error = _error(partial(run.step, number))
+            if error:
+                told[str(number)] = error
+                break
+            weights.append(run.weights())
+        told["flush"], told["state_dict"] = _error(run.optimizer.flush), _error(run.optimizer.state_dict)
+    run.optimizer.abandon()
+    return {"told": told, "weights": weights}
+
+
+def _error(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - it is the result
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def not_finite(rank: int) -> dict[str, Any]:
+    """The weights before and after a step in which one rank's batch has an infinite loss, and after the next."""
+    run = Run(Case(replace(EXACT, skip_nonfinite=True)), sharded(model_of()), my_part(rank)).steps(1, AT)
+    weights = [run.weights()]
+    for factor in (torch.inf if rank == RANK else 1.0, 1.0):
+        run.factor = factor
+        run.step(AT)
+        weights.append(run.weights())
+    run.optimizer.abandon()
+    return {"weights": weights}
+
+
+WORK: dict[str, Callable[[int], Any]] = {
+    **{name: partial(failing, fault) for name, fault in FAULTS.items()},
+    "not finite": not_finite,
+}
