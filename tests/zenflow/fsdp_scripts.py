@@ -1,0 +1,183 @@
+"""Scripts over FSDP2 that read and write weights as they like, with this optimizer and with `torch.optim.AdamW`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.zenflow.fsdp_cases import (
+    EXACT,
+    OVERLAPPED,
+    STEPS,
+    Case,
+    Odd,
+    Run,
+    local,
+    loss_of,
+    model_of,
+    my_part,
+    sharded,
+    tokens_of,
+    whole,
+)
+from zenflow import ZenFlowAdamW
+from zenflow.device import in_backward
+from zenflow.host.memory import HostMemory
+from zenflow.staging import ColumnStager
+
+HYPER: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+Script = Callable[[Odd, Make], Iterator[object]]
+"""Trains; what it yields is compared."""
+
+
+def _step(model: Odd, optimizer: torch.optim.Optimizer, number: int) -> None:
+    rank = torch.distributed.get_rank()
+    optimizer.zero_grad()
+    loss_of(model, tokens_of(number, 0)[my_part(rank)], recompute=False).backward()
+    optimizer.step()
+
+
+def _trained(model: Odd, make: Make, between: Callable[[int], object] = lambda _: None) -> torch.optim.Optimizer:
+    optimizer = make(model)
+    for number in range(1, STEPS + 1):
+        _step(model, optimizer, number)
+        between(number)
+    return optimizer
+
+
+def _average(model: Odd, make: Make) -> Iterator[object]:
+    """An average of the whole weights, read right after each step in all the ways that there are."""
+    average: dict[str, Tensor] = {}
+
+    def read(number: int) -> None:
+        ways: list[Callable[[Any], Tensor]] = [
+            lambda p: p.detach().full_tensor(),
+            lambda p: whole(p.data),
+            lambda p: whole(p.detach() * 1.0),
+        ]
+        for name, parameter in model.named_parameters():
+            value = ways[number % len(ways)](parameter)
+            average[name] = value.clone() if number == 1 else average[name].lerp(value, 0.3)
+
+    _trained(model, make, read)
+    yield average
+
+
+def _clamped(model: Odd, make: Make) -> Iterator[object]:
+    """Writes to the DTensor, to its rows, and to its data, between the steps."""
+
+    @torch.no_grad()
+    def write(number: int) -> None:
+        for parameter in model.parameters():
+            if number % 3 == 0:
+                parameter.clamp_(-0.2, 0.2)
+            elif number % 3 == 1:
+                local(parameter).mul_(0.9)
+            else:
+                parameter.data.add_(0.01)
+
+    _trained(model, make, write)
+    yield {}
+
+
+def _loaded(model: Odd, make: Make) -> Iterator[object]:
+    """Saved weights are loaded in the middle of training: copied, and put in place of the rows."""
+    kept: dict[str, Tensor] = {}
+
+    def load(number: int) -> None:
+        if number == 2:
+            kept.update({name: value.clone() for name, value in model.state_dict().items()})
+        if number in (4, 7):
+            model.load_state_dict({name: value.clone() for name, value in kept.items()}, assign=number == 7)
+
+    _trained(model, make, load)
+    yield {name: whole(value) for name, value in kept.items()}
+
+
+def _swapped(model: Odd, make: Make) -> Iterator[object]:
+    """The optimizer is made first, and the model sharded then, as Accelerate does."""
+    optimizer = make(model)
+    before = [name for name, _ in model.named_parameters()]
+    sharded(model)
+    by_name = dict(model.named_parameters())
+    optimizer.param_groups[0]["params"] = [by_name[name] for name in before]
+    for number in range(1, STEPS + 1):
+        _step(model, optimizer, number)
+    yield sorted(len(optimizer.state[parameter]) > 0 for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _evaluated(model: Odd, make: Make) -> Iterator[object]:
+    """A forward right after each step, which gathers what the step has made."""
+    losses: list[float] = []
+
+    def evaluate(number: int) -> None:
+        with torch.no_grad():
+            losses.append(float(loss_of(model, tokens_of(99, number), recompute=False)))
+
+    _trained(model, make, evaluate)
+    yield torch.tensor(losses)
+
+
+SCRIPTS: dict[str, Script] = {
+    "average": _average,
+    "clamped": _clamped,
+    "loaded": _loaded,
+    "swapped": _swapped,
+    "evaluated": _evaluated,
+}
+
+
+def _both(script: Script, _: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    makes: dict[str, Make] = {
+        "torch": lambda model: torch.optim.AdamW(model.parameters(), **HYPER),
+        "ours": lambda model: ZenFlowAdamW(
+            model.parameters(), **HYPER, config=replace(EXACT, max_grad_norm=None), module=model
+        ),
+    }
+    for name, make in makes.items():
+        model = model_of() if script is _swapped else sharded(model_of())
+        yielded = list(script(model, make))
+        found[name] = {"yielded": yielded, "weights": {key: whole(value) for key, value in model.state_dict().items()}}
+    return found
+
+
+def reserved(rank: int) -> dict[str, Any]:
+    """In which steps gradients left, and host memory was allocated, during backward; and in which otherwise."""
+    found: Counter[tuple[str, bool, int]] = Counter()
+    number = 0
+
+    def noted(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def do(*args: Any, **kwargs: Any) -> Any:
+            found[what, in_backward(), number] += 1
+            return call(*args, **kwargs)
+
+        return do
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("empty", "transient"):
+            patch.setattr(HostMemory, name, noted("allocated", getattr(HostMemory, name)))
+        patch.setattr(ColumnStager, "stage", noted("left", ColumnStager.stage))
+        run = Run(Case(replace(OVERLAPPED, select_interval=1000, ledger=False)), sharded(model_of()), my_part(rank))
+        for number in range(1, STEPS + 1):
+            run.step(number)
+    run.optimizer.abandon()
+    return {
+        f"{what} {'in' if inside else 'after'} backward": sorted(at for *key, at in found if key == [what, inside])
+        for what in ("allocated", "left")
+        for inside in (True, False)
+    }
+
+
+WORK: dict[str, Callable[[int], Any]] = {
+    **{name: partial(_both, script) for name, script in SCRIPTS.items()},
+    "reserved": reserved,
+}

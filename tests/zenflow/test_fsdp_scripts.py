@@ -1,0 +1,39 @@
+"""Whatever a script over FSDP2 does with its weights, it finds what `torch.optim.AdamW` would have made of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.zenflow.fsdp_cases import STEPS
+from tests.zenflow.fsdp_scripts import SCRIPTS, WORK
+from tests.zenflow.rank_runs import Results, results_of_ranks
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    results = results_of_ranks(tmp_path_factory.mktemp("ranks"), "tests.zenflow.fsdp_scripts", list(WORK), RANKS)
+    for result in results:
+        for found in result.values():
+            assert "error" not in found, found["trace"]
+    return results
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_finds_what_torch_would_have_made(ranks: Results, name: str) -> None:
+    for result in ranks:
+        ours, expected = result[name]["ours"], result[name]["torch"]
+        assert ours["weights"].keys() == expected["weights"].keys()
+        torch.testing.assert_close(ours, expected, rtol=0.0, atol=1e-5)
+
+
+def test_gradients_leave_in_backward_and_only_the_first_step_allocates(ranks: Results) -> None:
+    for result in ranks:
+        assert result["reserved"] == {
+            "allocated in backward": [],
+            "allocated after backward": [1],
+            "left in backward": list(range(2, STEPS + 1)),
+            "left after backward": [],
+        }
