@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -126,13 +127,60 @@ def _evaluated(model: Odd, make: Make) -> Iterator[object]:
     yield torch.tensor(losses)
 
 
+def _accelerated(model: Odd, make: Make) -> Iterator[object]:
+    """Accelerate shards the model, swaps the optimizer's parameters, and clips."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, DistributedType
+
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    launched = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    os.environ.update({name: str(value) for name, value in launched.items()}, MASTER_PORT="1")  # the group is there
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    # On a CPU it takes another way than FSDP, by a look at the devices; what comes then is what it does on GPUs.
+    AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+    accelerator.device_placement = False
+    prepared, optimizer = accelerator.prepare(model, make(model))
+    norms = []
+    for number in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(prepared, tokens_of(number, 0)[my_part(rank)], recompute=False))
+        norms.append(float(whole(accelerator.clip_grad_norm_(prepared.parameters(), 0.5))))
+        optimizer.step()
+    yield torch.tensor(norms)
+
+
+def _mixed(model: Odd, make: Make) -> Iterator[object]:
+    """fp32 rows that are gathered in bf16, their gradients reduced in fp32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    _trained(model, make)
+    yield {}
+
+
 SCRIPTS: dict[str, Script] = {
     "average": _average,
     "clamped": _clamped,
     "loaded": _loaded,
     "swapped": _swapped,
     "evaluated": _evaluated,
+    "mixed": _mixed,
+    "accelerated": _accelerated,
 }
+UNSHARDED = (_swapped, _mixed, _accelerated)
+"""Those that shard the model themselves."""
 
 
 def _both(script: Script, _: int) -> dict[str, Any]:
@@ -144,7 +192,7 @@ def _both(script: Script, _: int) -> dict[str, Any]:
         ),
     }
     for name, make in makes.items():
-        model = model_of() if script is _swapped else sharded(model_of())
+        model = model_of() if script in UNSHARDED else sharded(model_of())
         yielded = list(script(model, make))
         found[name] = {"yielded": yielded, "weights": {key: whole(value) for key, value in model.state_dict().items()}}
     return found

@@ -12,16 +12,19 @@ from typing import Any
 
 import torch
 
-from tests import forked
+from tests import forked, zygote
 
 Results = list[dict[str, Any]]
 """Of each rank: what it found, by the name of the work."""
 
+ROOT = Path(__file__).parents[2]
 TIMEOUT = timedelta(seconds=60)
 """After which a rank gives up the others."""
 
 
-def results_of_ranks(folder: Path, module: str, names: Sequence[str], ranks: int) -> Results:
+def results_of_ranks(
+    folder: Path, module: str, names: Sequence[str], ranks: int, *, with_accelerate: bool = False
+) -> Results:
     """What each rank finds.
 
     Args:
@@ -29,6 +32,7 @@ def results_of_ranks(folder: Path, module: str, names: Sequence[str], ranks: int
         module: whose `WORK` has functions of the rank by name.
         names: of the work, in order.
         ranks: how many.
+        with_accelerate: their work imports Accelerate, and with it all that it finds; torch alone is there sooner.
     """
     # All are forked by the first, and all are one script: they wait for each other.
     script = f"""
@@ -47,7 +51,11 @@ take_part(rank, {ranks}, {str(folder)!r}, {module!r}, {tuple(names)!r})
 if not rank:
     print(*(os.waitpid(process, 0)[1] for process in others))
 """
-    done = forked.run(script, environment={"GLOO_SOCKET_IFNAME": "lo", **os.environ}, warnings="default")
+    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    if with_accelerate:
+        done = zygote.run(["-c", script], env=environment, cwd=ROOT)
+    else:
+        done = forked.run(script, environment=environment, warnings="default")
     expected = " ".join(["0"] * (ranks - 1)) + "\n"
     assert (done.returncode, done.stdout) == (0, expected), done.stderr
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]

@@ -14,7 +14,12 @@ RANKS = 3
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    results = results_of_ranks(tmp_path_factory.mktemp("ranks"), "tests.zenflow.fsdp_scripts", list(WORK), RANKS)
+    module, alone = "tests.zenflow.fsdp_scripts", [name for name in WORK if name != "accelerated"]
+    results = results_of_ranks(tmp_path_factory.mktemp("ranks"), module, alone, RANKS)
+    names = ["accelerated"]
+    under = results_of_ranks(tmp_path_factory.mktemp("accelerate"), module, names, RANKS, with_accelerate=True)
+    for result, more in zip(results, under, strict=True):
+        result.update(more)
     for result in results:
         for found in result.values():
             assert "error" not in found, found["trace"]
