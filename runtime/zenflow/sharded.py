@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+LEAST_TORCH = (2, 9)
+"""On a CPU older ones sum the gradients of ranks instead of averaging them (2.7, 2.8), or have no FSDP2."""
+
+
 class Rows(nn.Parameter):
     """This rank's rows of a DTensor, as a parameter whose memory is the DTensor's own.
 
@@ -206,6 +210,11 @@ def require_whole(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _require_rows(parameter: DTensor) -> None:
+    if _torch_version() < LEAST_TORCH:
+        raise UnsupportedError(
+            f"a parameter is a DTensor and torch is {torch.__version__}, allowed is torch "
+            f"{'.'.join(map(str, LEAST_TORCH))} or newer for sharded parameters"
+        )
     mesh = parameter.device_mesh
     *replicas, last = parameter.placements
     rows = type(last).__name__ == "Shard" and last.is_shard(0)  # of FSDP2 over tensor parallel parts: another type
@@ -223,6 +232,11 @@ def _require_rows(parameter: DTensor) -> None:
         )
 
 
+def _torch_version() -> tuple[int, ...]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 def _described(parameter: Any) -> str:
     placements = ", ".join(repr(placement) for placement in parameter.placements)
     return (
@@ -237,5 +251,9 @@ def _local(sharded: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dtensor(parameter: torch.Tensor) -> bool:
-    tensors = sys.modules.get("torch.distributed.tensor")  # who has not imported it has none of them
-    return tensors is not None and isinstance(parameter, tensors.DTensor)
+    # Who has not imported it has none of them; before torch 2.5 it is where it was private.
+    for module in ("torch.distributed.tensor", "torch.distributed._tensor"):
+        kind = getattr(sys.modules.get(module), "DTensor", None)
+        if kind is not None:
+            return isinstance(parameter, kind)
+    return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -106,9 +107,20 @@ SHARDED: dict[str, tuple[Callable[[], list[nn.Parameter]], str]] = {
 """By name: makes the parameters, and what their refusal is, but for `ranks`."""
 
 
+def _rows() -> list[nn.Parameter]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = _model()
+    fully_shard(model, mesh=_mesh())
+    return list(model.parameters())
+
+
 def what_is_said() -> dict[str, dict[str, Any]]:
     """Of each case: the sentences of the constructor, of `add_param_group` and of a first step, and what moved."""
-    return {name: _said(make) for name, (make, _) in SHARDED.items()}
+    said = {name: _said(make) for name, (make, _) in SHARDED.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.8.1+cu128")
+        return {**said, "older torch": _said(_rows)}
 
 
 def _said(make: Callable[[], list[nn.Parameter]]) -> dict[str, Any]:

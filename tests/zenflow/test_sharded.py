@@ -50,3 +50,12 @@ def test_sharded_parameters_are_refused_and_left_alone(
         assert len(found["said"]) == 3
         assert all(re.fullmatch(expected, sentence) for sentence in found["said"]), found["said"]
         assert (found["kept"], found["groups"]) == (True, 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_torch_is_named_that_is_too_old_for_sharded_parameters(
+    said: dict[int, list[dict[str, Any]]], ranks: int
+) -> None:
+    sentence = "a parameter is a DTensor and torch is 2.8.1+cu128, allowed is torch 2.9 or newer for sharded parameters"
+    for everything in said[ranks]:
+        assert everything["older torch"] == {"said": [sentence] * 3, "kept": True, "groups": 1}
