@@ -157,7 +157,7 @@ class ZenFlowOptimizer(Optimizer):
             return
         self._own = self._made(before.made_with, before.runtime.device)
         before.close()
-        self._training.gradients.watch(self._groups, [])
+        self._own.gradients.watch(self._groups, [])
         self.state.clear()
         for parameter in parameters:
             self.state[parameter] = StateView(self, parameter, self._rule.moment_names)
@@ -182,6 +182,7 @@ class ZenFlowOptimizer(Optimizer):
     def _training(self) -> Training:
         """What trains. UnsupportedError: in a forked child."""
         self._process.require()
+        self._follow_sharding()
         return self._own
 
     @property
@@ -327,7 +328,6 @@ class ZenFlowOptimizer(Optimizer):
         with HeldSignals(), torch.inference_mode(False), torch.no_grad():
             # GradScaler sets and deletes these two around step().
             scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-            self._follow_sharding()
             self._training.step(self._groups, scale, found_inf)
         return loss
 

@@ -39,8 +39,6 @@ class Rows(nn.Parameter):
         made.whole = cast("DTensor", whole)
         return made
 
-    def __init__(self, whole: nn.Parameter) -> None: ...
-
     @property
     def whole_rows(self) -> int:
         """Rows of all ranks together; of a parameter with two dimensions or more."""

@@ -56,8 +56,8 @@ if not rank:
         done = zygote.run(["-c", script], env=environment, cwd=ROOT)
     else:
         done = forked.run(script, environment=environment, warnings="default")
-    expected = " ".join(["0"] * (ranks - 1)) + "\n"
-    assert (done.returncode, done.stdout) == (0, expected), done.stderr
+    printed = done.stdout.splitlines()  # some torch releases tell of their connections there
+    assert (done.returncode, printed[-1:]) == (0, [" ".join(["0"] * (ranks - 1))]), done.stderr
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
