@@ -225,7 +225,38 @@ def reserved(rank: int) -> dict[str, Any]:
     }
 
 
+def collectives(rank: int) -> dict[str, Any]:
+    """Bytes of this runtime's own collectives in each step, and of the gradients."""
+    from torch.distributed.fsdp import fully_shard
+
+    calls: list[list[int]] = []
+    whole_call = torch.distributed.all_reduce
+
+    def noted(values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls[-1].append(values.nbytes)
+        return whole_call(values, *args, **kwargs)
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("a collective that nobody expects")
+
+    model: Any = nn.Sequential(nn.Linear(16, 2100), nn.Tanh(), nn.Linear(2100, 2100, bias=False))
+    fully_shard(model)
+    optimizer = ZenFlowAdamW(model.parameters(), config=replace(OVERLAPPED, ledger=False), module=model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "all_reduce", noted)
+        for _ in range(3):
+            calls.append([])
+            model(torch.randn(3, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for name in ("all_gather_object", "broadcast", "all_gather", "barrier"):
+                patch.setattr(torch.distributed, name, refused)  # the first step has to agree on memory
+    optimizer.abandon()
+    return {"calls": calls, "gradient_bytes": 4 * sum(p.numel() for p in model.parameters())}
+
+
 WORK: dict[str, Callable[[int], Any]] = {
     **{name: partial(_both, script) for name, script in SCRIPTS.items()},
     "reserved": reserved,
+    "collectives": collectives,
 }
