@@ -92,8 +92,8 @@ class RankSums:
                 gradients[weight].take_whole(whole)
         self._told = _Told(step, *self._runtime.fetch(words.clone()), [one.name for one in weights], self.error)
         self._runtime.traffic.index_bytes += words.nbytes
-        torn = (words[1:] > 0) & (words[1:] < self._size)
-        skipped: torch.Tensor = torch.cat([skip > 0, words[:1] > 0, torn]).any()
+        torn = (words[1:] > 0) & (words[1:] < self._size)  # a rank that failed has told of none
+        skipped: torch.Tensor = torch.cat([skip > 0, torn]).any()
         return skipped
 
     def require_well(self, *, alone: bool = False) -> None:
