@@ -261,7 +261,7 @@ def test_a_refusal_says_what_is_wrong_in_one_sentence() -> None:
 
 
 def test_a_file_of_the_release_before_sharding_goes_on() -> None:
-    """Saved at step 6 of 12, in an open window and with updates in flight, by the code before weights had row shards."""
+    """Saved at step 6 of 12, in an open window and with updates in flight, by the code before row shards."""
     saved = torch.load(Path(__file__).parent / "data" / "optimizer2.pt", weights_only=True)
     model = Stack(width=12, depth=1)
     model.load_state_dict(saved["model"])
