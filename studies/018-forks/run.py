@@ -10,7 +10,8 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -73,6 +74,22 @@ def advise(address: int, nbytes: int, advice: int) -> None:
         raise OSError(ctypes.get_errno(), "madvise")
 
 
+@contextmanager
+def kept_from_children(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """While it lasts no child that is forked has the memory of tensors, which have to live as long.
+
+    Afterwards malloc may use the memory again: a later child that lacked what lies there then would crash.
+    """
+    pieces = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+    try:
+        for piece in pieces:
+            advise(*piece, mmap.MADV_DONTFORK)
+        yield
+    finally:
+        for piece in pieces:
+            advise(*piece, mmap.MADV_DOFORK)
+
+
 class Inherited(native.NativeBackend):
     """Host memory as it was before it was kept from children."""
 
@@ -90,11 +107,13 @@ class Training:
         shape = size.side, size.side
         self._weights = [nn.Parameter(torch.randn(shape).bfloat16()) for _ in range(size.weights)]
         self._gradients = [torch.randn(shape).bfloat16() for _ in self._weights]
-        # On a GPU the model's memory is not the host's, so that no child has or copies it: here neither.
-        for tensor in (*self._weights, *self._gradients):
-            advise(tensor.data_ptr(), tensor.nbytes, mmap.MADV_DONTFORK)
         config = ZenFlowConfig(topk_ratio=0.0, update_interval=1, overlap_step=False, host_threads=2, stream=False)
         self.optimizer = ZenFlowAdamW(self._weights, lr=1e-4, config=config)
+
+    @property
+    def of_the_model(self) -> list[torch.Tensor]:
+        """Its weights and gradients."""
+        return [*self._weights, *self._gradients]
 
     def step(self) -> dict[str, float]:
         """Its seconds, and of all threads seconds of a processor and page faults."""
@@ -132,9 +151,15 @@ def train(side: str, size: Size, turns: Connection) -> None:
     """In a process of its own: a step when it is its turn, and memory after each epoch."""
     with mock.patch.object(native, "NativeBackend", Inherited if side == INHERITED else native.NativeBackend):
         training = Training(size)
+    # On a GPU the model's memory is not the host's, so that no child has or copies it: here neither.
+    with kept_from_children(training.of_the_model):
+        take_turns(training, 0 if side == NONE else 2, size, turns)
+
+
+def take_turns(training: Training, workers: int, size: Size, turns: Connection) -> None:
+    """What `train` does once there is an optimizer."""
     for _ in range(2):
         training.step()
-    workers = 0 if side == NONE else 2
     context = "fork" if workers else None
     turns.send(memory())
     for _ in range(size.epochs):

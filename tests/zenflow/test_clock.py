@@ -230,18 +230,29 @@ def test_a_finalizer_may_put_and_set_wherever_it_runs(clock: SimulatedClock) -> 
     worker = clock.thread(lambda: [items.get() for _ in range(200)], "worker")
     worker.start()
 
+    ended: list[Callable[[], None]] = []
+
     class Thing:
         def __init__(self) -> None:
             self.circle = self
 
+    def end(say: Callable[[], None]) -> None:
+        say()
+        ended.append(say)
+
+    def collect_all(count: int) -> None:
+        until = time.monotonic() + SOON_S
+        while len(ended) < count and time.monotonic() < until:
+            gc.collect()  # in vain while the worker is about it
+
     gc.set_threshold(1)  # in the middle of anything that allocates, deciding whose turn it is as well
     try:
         for _ in range(200):
-            weakref.finalize(Thing(), items.put, None)
+            weakref.finalize(Thing(), end, lambda: items.put(None))
             clock.sleep(1)
-        gc.collect()
-        weakref.finalize(Thing(), event.set)
-        gc.collect()
+        collect_all(200)
+        weakref.finalize(Thing(), end, event.set)
+        collect_all(201)
         assert event.wait(1)
         worker.join(10)
     finally:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from tests.mappings import pages_kept_from_children
 from tests.zenflow import script_cases
 from tests.zenflow.cases import same_bits
 from tests.zenflow.small import Stack, seeded
@@ -164,6 +165,18 @@ def test_no_child_has_the_host_memory(run: Run) -> None:
     assert len(run.addresses()) > 8
     assert all(map(is_there, run.addresses()))
     assert child(lambda: [*map(is_there, run.addresses())]) == str([False] * len(run.addresses()))
+
+
+@pytest.mark.parametrize("nbytes", [1, mmap.PAGESIZE + 1, (2 << 20) + 1])
+def test_where_freed_memory_was_children_lack_nothing(nbytes: int) -> None:
+    """Others' memory lies there next."""
+    backend = NativeBackend(load_native(), [-1])
+    array = backend.allocate(nbytes, nbytes)
+    pages = set(range(array.ctypes.data, array.ctypes.data + nbytes, mmap.PAGESIZE))
+    assert pages <= pages_kept_from_children()
+    del array
+    assert not pages & pages_kept_from_children()
+    backend.close()
 
 
 def test_a_child_costs_its_parent_no_copy() -> None:
