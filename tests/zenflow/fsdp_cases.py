@@ -69,6 +69,8 @@ class Case:
     """The norm of torch's `clip_grad_norm_`."""
     to_none: bool = True
     scaler: bool = False
+    infinite: int | None = None
+    """The step whose loss is."""
     recompute: bool = False
     knobs: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """What is set before a step."""
@@ -98,7 +100,7 @@ CASES = {
     "accumulated and said": Case(replace(CLIPPED, gradient_accumulation_steps=2), passes=2),
     "reduced once": Case(CLIPPED, passes=3, reduces="last"),
     "zeroed": Case(CLIPPED, passes=2, to_none=False),
-    "scaled": Case(CLIPPED, scaler=True),
+    "scaled": Case(CLIPPED, scaler=True, infinite=4),
     "recomputed": Case(OVERLAPPED, recompute=True),
     "knobs": Case(
         OVERLAPPED,
@@ -172,7 +174,8 @@ class Run:
             if case.reduces == "last" and self._fsdp is not None:
                 self._fsdp.set_requires_gradient_sync(index == case.passes - 1)
             loss = loss_of(model, tokens_of(number, index)[self._part], recompute=case.recompute) / case.passes
-            self._scaler.scale(loss * self.factor).backward()
+            factor = torch.inf if number == case.infinite else self.factor
+            self._scaler.scale(loss * factor).backward()
         if case.clip is not None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), case.clip)
             self.norms.append(float(whole(norm)))
@@ -208,7 +211,8 @@ class Run:
             "weights": self.weights(),
             "norms": self.norms,
             "selected": self.selected,
-            "link_bytes": [(one.d2h_bytes, one.h2d_bytes) for one in steps],
+            "d2h_bytes": [one.d2h_bytes for one in steps],
+            "h2d_bytes": sum(one.h2d_bytes for one in steps) + self.optimizer._training.runtime.traffic.h2d_bytes,
             "state_bytes": self.optimizer.host_bytes()["state"],
             "unbalanced": [name for name, balance in ledger.items() if not balance.balanced or balance.pending],
         }

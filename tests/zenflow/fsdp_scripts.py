@@ -90,14 +90,17 @@ def _clamped(model: Odd, make: Make) -> Iterator[object]:
 
 
 def _loaded(model: Odd, make: Make) -> Iterator[object]:
-    """Saved weights are loaded in the middle of training: copied, and put in place of the rows."""
+    """Saved weights are loaded in the middle of training, and the model gets other memory."""
     kept: dict[str, Tensor] = {}
 
     def load(number: int) -> None:
         if number == 2:
             kept.update({name: value.clone() for name, value in model.state_dict().items()})
-        if number in (4, 7):
-            model.load_state_dict({name: value.clone() for name, value in kept.items()}, assign=number == 7)
+        if number == 4:
+            model.load_state_dict(kept)
+        if number in (6, 9):  # as when it goes to another device and back
+            model.zero_grad()
+            model._apply(torch.clone)
 
     _trained(model, make, load)
     yield {name: whole(value) for name, value in kept.items()}
@@ -113,6 +116,15 @@ def _swapped(model: Odd, make: Make) -> Iterator[object]:
     for number in range(1, STEPS + 1):
         _step(model, optimizer, number)
     yield sorted(len(optimizer.state[parameter]) > 0 for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _moved(model: Odd, make: Make) -> Iterator[object]:
+    """The model gets other memory before the first step of an optimizer that has been made."""
+    optimizer = make(model)
+    model._apply(lambda values: values * 0.5)
+    for number in range(1, STEPS + 1):
+        _step(model, optimizer, number)
+    yield {}
 
 
 def _evaluated(model: Odd, make: Make) -> Iterator[object]:
@@ -175,6 +187,7 @@ SCRIPTS: dict[str, Script] = {
     "clamped": _clamped,
     "loaded": _loaded,
     "swapped": _swapped,
+    "moved": _moved,
     "evaluated": _evaluated,
     "mixed": _mixed,
     "accelerated": _accelerated,
