@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -93,6 +93,8 @@ def _loaded(model: Odd, make: Make) -> Iterator[object]:
     """Saved weights are loaded in the middle of training, and the model gets other memory."""
     kept: dict[str, Tensor] = {}
 
+    module: Any = model
+
     def load(number: int) -> None:
         if number == 2:
             kept.update({name: value.clone() for name, value in model.state_dict().items()})
@@ -100,7 +102,7 @@ def _loaded(model: Odd, make: Make) -> Iterator[object]:
             model.load_state_dict(kept)
         if number in (6, 9):  # as when it goes to another device and back
             model.zero_grad()
-            model._apply(torch.clone)
+            module._apply(torch.clone)
 
     _trained(model, make, load)
     yield {name: whole(value) for name, value in kept.items()}
@@ -120,8 +122,8 @@ def _swapped(model: Odd, make: Make) -> Iterator[object]:
 
 def _moved(model: Odd, make: Make) -> Iterator[object]:
     """The model gets other memory before the first step of an optimizer that has been made."""
-    optimizer = make(model)
-    model._apply(lambda values: values * 0.5)
+    optimizer, module = make(model), cast(Any, model)
+    module._apply(lambda values: values * 0.5)
     for number in range(1, STEPS + 1):
         _step(model, optimizer, number)
     yield {}
