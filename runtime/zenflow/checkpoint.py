@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from zenflow.checkpoint_format import HEADER, Header, Saved, SavedEntry, SavedFlight, SavedWeight, shapes
+from zenflow.checkpoint_format import BY_COLUMN, HEADER, Header, Saved, SavedEntry, SavedFlight, SavedWeight, shapes
 from zenflow.config import LIVE_KNOBS, ZenFlowConfig
 from zenflow.flushed import Unflush
 from zenflow.full_state import whole_tier
@@ -16,9 +17,16 @@ from zenflow.host.tasks import Control
 from zenflow.layout import ModelPlan
 from zenflow.model import Groups, Split
 from zenflow.rules import Hyper
+from zenflow.sharded import Rows, whole_shape
 from zenflow.tiers import move_state
 from zenflow.training import Training
 from zenflow.weight import WeightState
+
+OPEN = (
+    "a state_dict() of sharded parameters was taken in the middle of a window: torch.distributed.checkpoint could not "
+    "load it again, allowed is flush() before, zenflow.distributed.save(), or a file for each rank"
+)
+"""A warning."""
 
 _Controls = dict[tuple[int, float, float], Control]
 """By step and values: a weight whose gradient the user multiplied has its own."""
@@ -55,6 +63,8 @@ def save(training: Training, groups: Groups) -> dict[str, Any]:
     index = {id(parameter): number for number, parameter in enumerate(parameters)}
     packed = [{**group, "params": [index[id(parameter)] for parameter in group["params"]]} for group in groups]
     packed[0][HEADER] = header.to_json()
+    if training.shards is not None and any(weight.log or weight.flights for weight in header.weights):
+        warnings.warn(OPEN, stacklevel=4)
     return {
         "state": {number: _tensors(training, weight) for number, weight in enumerate(weights)},
         "param_groups": packed,
@@ -63,8 +73,12 @@ def save(training: Training, groups: Groups) -> dict[str, Any]:
 
 def _saved_weight(training: Training, weight: WeightState) -> SavedWeight:
     entries = [] if weight.deferred is None else [entry for entry, _ in weight.deferred.logged()]
+    rows = weight.parameter
+    plan = weight.plan
+    if isinstance(rows, Rows) and plan.columns:  # a header is the same on all ranks
+        plan = replace(plan, rows=rows.whole_rows)
     return SavedWeight(
-        plan=weight.plan,
+        plan=plan,
         started=weight.started,
         flat=weight.started and weight.split.flat,
         pending=weight.pending,
@@ -100,9 +114,29 @@ def _shown(weight: WeightState, place: int) -> torch.Tensor:
 
 
 def _tensors(training: Training, weight: WeightState) -> dict[str, Any]:
-    rule, plan = training.rule, weight.plan
     if not weight.started and not weight.parameter.requires_grad:
-        return {"shape": torch.tensor(weight.parameter.shape, dtype=torch.int64, device="cpu")}
+        return {"shape": torch.tensor(whole_shape(weight.parameter), dtype=torch.int64, device="cpu")}
+    tensors = _tensors_here(training, weight)
+    return _of_all_ranks(weight, weight.parameter, tensors) if isinstance(weight.parameter, Rows) else tensors
+
+
+def _of_all_ranks(weight: WeightState, rows: Rows, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Rows of this rank as parts of what all ranks have, which `torch.distributed.checkpoint` can share out anew."""
+    found = {
+        name: rows.wrapped(value) if isinstance(value, torch.Tensor) and name not in BY_COLUMN else value
+        for name, value in tensors.items()
+    }
+    for name in ("log", "shown"):  # no tuples, of which it would keep one rank's
+        parts = (columns.reshape(len(columns), *rows.shape[:-1]) for columns in tensors[name])
+        found[name] = {str(number): rows.wrapped_columns(part) for number, part in enumerate(parts)}
+    if weight.started and rows.has_none:
+        del found["count"]  # which ranks know that have rows
+    return found
+
+
+def _tensors_here(training: Training, weight: WeightState) -> dict[str, Any]:
+    """Of the rows of this rank."""
+    rule, plan = training.rule, weight.plan
     tensors: dict[str, Any] = {
         name: torch.zeros(shape, dtype=dtype, device="cpu")
         for name, (shape, dtype) in shapes(plan, weight.parameter, rule).items()
@@ -117,9 +151,9 @@ def _tensors(training: Training, weight: WeightState) -> dict[str, Any]:
         tensors["importance"].copy_(weight.importance())
     if weight.pending:
         tensors["proposed"][weight.proposed()] = True
+    slots = weight.split.slot_columns
+    tensors["slots"][slots] = torch.arange(len(slots), dtype=torch.int32, device="cpu")
     if weight.deferred is not None:
-        slots = weight.deferred.slot_columns
-        tensors["slots"][slots] = torch.arange(len(slots), dtype=torch.int32, device="cpu")
         tensors["log"] = tuple(rows for _, rows in weight.deferred.logged())
         tensors["shown"] = tuple(_shown(weight, flight.bucket) for flight in _flights(training, weight))
     return tensors
@@ -179,13 +213,16 @@ def _split_anew(training: Training, saved: Saved, groups: Groups) -> Saved:
         if plan.columns:
             slots[plan.resident :] = torch.arange(plan.deferred, dtype=torch.int32, device="cpu")
         weights.append(replace(weight, plan=plan, flat=weight.started and plan.resident == plan.columns))
-        mine = {
+        tensors.append(found)
+        if not weight.started:
+            continue
+        tensors[-1] = {
+            **found,
             "count": found["count"].cpu()[:1].repeat(columns),
             "slots": slots,
             "importance": torch.zeros(columns, dtype=torch.float32, device="cpu"),
             "proposed": torch.zeros(columns, dtype=torch.bool, device="cpu"),
         }
-        tensors.append({**found, **mine} if weight.started else found)
     header = replace(saved.header, weights=weights, buckets=split.plan.buckets)
     return replace(saved, header=header, tensors=tensors)
 

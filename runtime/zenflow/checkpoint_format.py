@@ -9,6 +9,12 @@ how the state was split:
 `count`, `slots`, `importance` and `proposed` have one number a column; `log` is a tuple of the open window's gradients
 of the deferred columns, [deferred, rows] each, and `shown` one of the weights that training sees of each bucket in
 flight, [slots, rows] in the model's dtype. A parameter that has always been frozen has its "shape" alone, as int64.
+
+Of parameters that are sharded over ranks, master and moments are DTensors as the parameter is, on the CPU. `log` and
+`shown` are dictionaries by number, "0", "1" and so on, of DTensors of [columns, *leading dimensions] that are sharded
+by the second of these dimensions. The rest is the same on all ranks, but that one without a row of a parameter does not
+know its `count`, `log` and `shown`, nor what is said about these in the JSON, whose plans are of the whole parameters.
+
 What is not a tensor stands in `param_groups[0]["zenflow"]`, as JSON.
 """
 
@@ -16,7 +22,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -25,10 +31,13 @@ from zenflow.config import ZenFlowConfig
 from zenflow.errors import CheckpointError, ConfigError
 from zenflow.layout import WeightPlan
 from zenflow.rules import Rule
+from zenflow.sharded import Rows, local_rows
 
 FORMAT = "zenflow.optimizer/2"
 HEADER = "zenflow"
 """The key of the JSON in the first parameter group."""
+BY_COLUMN = ("count", "slots", "importance", "proposed")
+"""What has one number a column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,22 +197,64 @@ def read(state_dict: object, groups: Sequence[Mapping[str, Any]], rule: Rule) ->
     parameters = [parameter for group in groups for parameter in group["params"]]
     if len(header.weights) != len(parameters):
         raise CheckpointError(f"the state_dict names {len(header.weights)} parameters, allowed are {len(parameters)}")
-    tensors = []
-    for key, weight, parameter in zip(keys, header.weights, parameters, strict=True):
-        found = _of_parameter(state, key)
+    weights, tensors = [], []
+    for key, known, parameter in zip(keys, header.weights, parameters, strict=True):
+        weight, found = known, _of_parameter(state, key)
+        if isinstance(parameter, Rows):
+            weight, found = _of_this_rank(f"state[{key!r}]", weight, found, parameter)
         if weight.started:
             _check_weight(key, weight, found, parameter, rule)
+        weights.append(weight)
         tensors.append(found)
     kept = [{name: value for name, value in group.items() if name not in ("params", HEADER)} for group in saved_groups]
     for group, hyper in zip(groups, kept, strict=True):
         rule.hyper({**group, **hyper})  # no more than step() asks for: a schedule may have left what check() refuses
-    return Saved(header, kept, tensors)
+    return Saved(replace(header, weights=weights), kept, tensors)
 
 
 def _of_parameter(state: Mapping[Any, Any], key: object) -> Mapping[str, Any]:
     """A parameter's tensors; torch.distributed.checkpoint puts what is no tensor under the number's text."""
     parts = [part for part in (state.get(key), state.get(str(key))) if isinstance(part, Mapping)]
     return {name: value for part in parts for name, value in part.items()}
+
+
+def _of_this_rank(
+    where: str, weight: SavedWeight, state: Mapping[str, Any], rows: Rows
+) -> tuple[SavedWeight, Mapping[str, Any]]:
+    """What concerns a rank's rows of a sharded parameter, in the form that a whole one has."""
+    plan, shape = weight.plan, tuple(rows.whole.shape)
+    if plan.columns and (plan.transposed or (plan.rows, plan.columns) != (rows.whole_rows, shape[-1])):
+        raise CheckpointError(
+            f"{where} is split as {plan.rows} x {plan.columns}, allowed is {rows.whole_rows} x {shape[-1]}, as the "
+            "parameter is of all ranks"
+        )
+    plan = replace(plan, rows=rows.numel() // plan.columns) if plan.columns else plan
+    found = {
+        name: _here(f'{where}["{name}"]', value, shape) for name, value in state.items() if name not in ("log", "shown")
+    }
+    if rows.has_none:
+        count = torch.zeros(max(1, plan.columns), dtype=torch.int32, device="cpu")
+        return replace(weight, plan=plan, log=[], flights=[]), {**found, "count": count, "log": (), "shown": ()}
+    for name, expected in (("log", weight.log), ("shown", weight.flights)):
+        parts = state.get(name) or {}
+        if not isinstance(parts, Mapping) or parts.keys() != {str(number) for number in range(len(expected))}:
+            raise CheckpointError(
+                f'{where}["{name}"] has not the {len(expected)} parts of the open window, allowed is a state_dict of '
+                "this rank, one that was saved after flush(), or a folder of zenflow.distributed.save()"
+            )
+        columns = [_here(f'{where}["{name}"]', parts[str(number)], shape[:-1]) for number in range(len(parts))]
+        found[name] = tuple(part.flatten(1) if isinstance(part, torch.Tensor) else part for part in columns)
+    return replace(weight, plan=plan), found
+
+
+def _here(where: str, value: Any, shape: Sequence[int]) -> Any:
+    """This rank's part of a DTensor whose last dimensions are these; anything else as it is."""
+    if not hasattr(value, "to_local"):
+        return value
+    last = list(value.shape[max(0, value.dim() - len(shape)) :])
+    if last != list(shape):
+        raise CheckpointError(f"{where} ends with the dimensions {last}, allowed are {list(shape)}")
+    return local_rows(value)
 
 
 def shapes(plan: WeightPlan, parameter: torch.Tensor, rule: Rule) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

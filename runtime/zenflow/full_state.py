@@ -10,6 +10,7 @@ from torch import nn
 
 from zenflow.errors import ConfigError
 from zenflow.layout import WeightPlan
+from zenflow.sharded import Rows
 from zenflow.state import ColumnState
 from zenflow.tiers import Tier, move_state
 from zenflow.training import Training
@@ -43,9 +44,20 @@ def read(training: Training, parameter: nn.Parameter, group: Mapping[str, Any]) 
         parameter: one of its own.
         group: the parameter's.
 
+    Returns:
+        Of sharded ones DTensors, but for the step.
+
     Raises:
         HostEngineError: host work failed.
     """
+    tensors = _here(training, parameter, group)
+    if isinstance(parameter, Rows):
+        tensors |= {name: parameter.wrapped(tensors[name]) for name in (MASTER, *training.rule.moment_names)}
+    return tensors
+
+
+def _here(training: Training, parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Of the rows of this rank."""
     rule, weight = training.rule, _started(training, parameter)
     if weight is None:
         moments = zip(rule.moment_names, rule.initial(group), strict=True)
@@ -106,7 +118,7 @@ def _begin_with(
     training: Training, parameter: nn.Parameter, group: Mapping[str, Any], name: str, values: torch.Tensor
 ) -> None:
     """Set what a parameter that was never updated begins with."""
-    if torch.equal(values, read(training, parameter, group)[name]):
+    if torch.equal(values, _here(training, parameter, group)[name]):
         return
     if name != MASTER:
         raise ConfigError(f"{name} of a parameter was set before its first update, allowed is after it")
@@ -125,6 +137,6 @@ def _gathered(training: Training, weight: WeightState) -> dict[str, torch.Tensor
     tensors = {
         name: torch.empty(weight.parameter.shape, dtype=torch.float32, device="cpu") for name in (MASTER, *moment_names)
     }
-    tensors["count"] = torch.empty(max(1, weight.plan.columns), dtype=torch.int32, device="cpu")
+    tensors["count"] = torch.zeros(max(1, weight.plan.columns), dtype=torch.int32, device="cpu")
     move_state(training.runtime, weight.split.tiers(), whole_tier(weight.plan, tensors, moment_names))
     return tensors

@@ -45,6 +45,11 @@ class Rows(nn.Parameter):
         return self.whole.shape[:-1].numel()
 
     @property
+    def has_none(self) -> bool:
+        """Whether other ranks have rows of it and this one has not."""
+        return not self.numel() and bool(self.whole.numel())
+
+    @property
     def grad(self) -> torch.Tensor | None:
         """The rows of the DTensor's gradient."""
         gradient = self.whole.grad
@@ -70,6 +75,22 @@ class Rows(nn.Parameter):
         # As FSDP2 makes its own: `from_local` would ask a stand-in for its elements.
         return DTensor(rows, self.whole._spec, requires_grad=False)
 
+    def wrapped_columns(self, columns: torch.Tensor) -> DTensor:
+        """This rank's rows of some columns as a part of what all ranks have.
+
+        Args:
+            columns: [n, *leading dimensions of this tensor] in any dtype, on any device.
+        """
+        from torch.distributed.tensor import DTensor, Shard
+
+        spec = self.whole._spec
+        shape = torch.Size([len(columns), *self.whole.shape[:-1]])
+        meta = cast(Any, spec.tensor_meta)._replace(
+            shape=shape, stride=torch.empty(shape, device="meta").stride(), dtype=columns.dtype
+        )
+        spec = type(spec)(spec.mesh, (*spec.placements[:-1], Shard(1)), meta)
+        return DTensor(columns, spec, requires_grad=False)
+
     def follow(self) -> None:
         """Take over the memory that the DTensor has by now: `load_state_dict(assign=True)`, `to()`, padding."""
         local = _local(self.whole)
@@ -81,6 +102,12 @@ class Rows(nn.Parameter):
 def model_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """The model's own: the DTensor whose rows a parameter is, or the parameter itself."""
     return cast(nn.Parameter, parameter.whole) if isinstance(parameter, Rows) else parameter
+
+
+def local_rows(values: torch.Tensor) -> torch.Tensor:
+    """The rows of this rank where values are a DTensor; else the values."""
+    rows: torch.Tensor = values.to_local() if hasattr(values, "to_local") else values
+    return rows
 
 
 def whole_shape(parameter: torch.Tensor) -> torch.Size:

@@ -10,6 +10,7 @@ from torch import nn
 from zenflow.deferred import DeferredTier
 from zenflow.layout import WeightPlan
 from zenflow.runtime import Runtime
+from zenflow.selection import Move
 from zenflow.state import ColumnState, reread
 from zenflow.tiers import Tier, move_state
 
@@ -55,6 +56,8 @@ class SplitState:
         self.selected_columns = selected
         self.selected_index = runtime.send_index(selected)
         """`selected_columns` on the device."""
+        self.slot_columns = deferred
+        """[plan.deferred] int64 on the CPU: the column in each host slot, which other ranks may have alone."""
         self._parameter = parameter
         self._plan = plan
         self._runtime = runtime
@@ -138,6 +141,15 @@ class SplitState:
     def _reread(self, state: ColumnState | None, columns: torch.Tensor) -> None:
         if state is not None and not self._own_master:
             state.master.copy_(reread(state.master, columns))
+
+    def exchange(self, move: Move) -> None:
+        """Choose other columns; their state has moved, or there is none here."""
+        self.selected_columns[move.places] = move.to_selected
+        self.selected_index = self._runtime.send_index(self.selected_columns)
+        if self.deferred is not None:
+            self.deferred.rename(move)
+        else:
+            self.slot_columns[move.slots] = move.to_deferred
 
     # --- other splits ----------------------------------------------------------------------------------------------
 

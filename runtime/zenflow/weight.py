@@ -290,11 +290,11 @@ class WeightState:
 
     def resolve_pending(self) -> Move | None:
         """Take the pending selection, waiting for it; None where no state moves with it."""
-        if self.deferred is None:  # there are no rows here
-            self.split.selected_columns = self._take_proposal()
-            self.split.selected_index = self._runtime.send_index(self.split.selected_columns)
+        move = plan_move(self.split.selected_columns, self.split.slot_columns, self._take_proposal())
+        if move is not None and self.deferred is None:  # there are no rows here
+            self.split.exchange(move)
             return None
-        return plan_move(self.split.selected_columns, self.deferred.slot_columns, self._take_proposal())
+        return move
 
     def _take_proposal(self) -> torch.Tensor:
         columns = self.proposed()
@@ -348,9 +348,7 @@ class WeightState:
         places = self._runtime.send_index(move.places)
         split.selected.unpack(places, state)
         self.scatter(self._runtime.send_index(move.to_selected), split.selected.master.index_select(0, places))
-        split.selected_columns[move.places] = move.to_selected
-        split.selected_index = self._runtime.send_index(split.selected_columns)
-        split.deferred.rename(move)
+        split.exchange(move)
 
 
 def wrote(weights: Sequence[WeightState]) -> None:
