@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from zenflow import checkpoint, checkpoint_format, full_state
+from zenflow import checkpoint, checkpoint_format, full_state, torch_state
 from zenflow.config import ZenFlowConfig
 from zenflow.device import Device, Mark, device_for
 from zenflow.errors import ConfigError, UnsupportedError, ZenFlowError
@@ -26,7 +26,7 @@ from zenflow.layout import DTYPE_NAMES, DTYPES
 from zenflow.ledger import Balance
 from zenflow.ranks import Ranks
 from zenflow.rules import Rule
-from zenflow.sharded import Shards, require_known, require_whole
+from zenflow.sharded import Shards, local_rows, require_known, require_whole
 from zenflow.signals import HeldSignals
 from zenflow.state_view import StateView
 from zenflow.stats import StepStats
@@ -113,6 +113,7 @@ class ZenFlowOptimizer(Optimizer):
     ) -> None:
         self._rule = rule
         self._built = False
+        self._speaks_torch = False
         self._process = OwnProcess()
         super().__init__(params, defaults)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -191,6 +192,11 @@ class ZenFlowOptimizer(Optimizer):
         return self._own.config
 
     @property
+    def rule(self) -> Rule:
+        """The update rule."""
+        return self._rule
+
+    @property
     def device(self) -> Device:
         """The accelerator that it works with."""
         return self._own.runtime.device
@@ -231,7 +237,7 @@ class ZenFlowOptimizer(Optimizer):
         """
         if self._training.begun:
             raise ConfigError(f"give_masters() was called after step {self.steps}, allowed is before the first")
-        self._training.runtime.masters.give({self._rows(p): _local(master) for p, master in masters.items()})
+        self._training.runtime.masters.give({self._rows(p): local_rows(master) for p, master in masters.items()})
 
     # --- torch.optim.Optimizer -------------------------------------------------------------------------------------
 
@@ -269,12 +275,16 @@ class ZenFlowOptimizer(Optimizer):
         """All state in torch's form: copies on the CPU, whatever step of a window it is.
 
         Waits for the host work that was submitted, applies nothing that is not due and flushes nothing. Save the model
-        of the same moment with it; `zenflow.checkpoint_format` describes what it holds.
+        of the same moment with it. `zenflow.checkpoint_format` describes what it holds: of sharded parameters, what
+        this rank has. `zenflow.distributed.save` writes a checkpoint of all ranks.
 
         Raises:
             HostEngineError: host work failed.
+            ConfigError: within `torch_state()`, updates are pending.
         """
-        return checkpoint.save(self._training, self._groups)
+        self._follow_sharding()
+        save = torch_state.save if self._speaks_torch else checkpoint.save
+        return save(self._training, self._groups)
 
     @_undivided
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -290,8 +300,10 @@ class ZenFlowOptimizer(Optimizer):
             CheckpointError: it is truncated or not of this optimizer. As with the others, nothing has changed then.
             ConfigError: a hyperparameter or a combination of knobs is not allowed.
             HostMemoryError: the host has less memory.
+            RankError: another rank could not load it.
         """
-        saved = checkpoint_format.read(state_dict, self._groups, self._rule)
+        self._follow_sharding()
+        saved = self._read(state_dict)
         before = [dict(group) for group in self.param_groups]
         for group, values in zip(self.param_groups, saved.groups, strict=True):
             group.update(values)
@@ -308,6 +320,23 @@ class ZenFlowOptimizer(Optimizer):
         self._own = training
         training.gradients.watch(self._groups, training.model.weights)
         training.cover_weights()
+
+    def _read(self, state_dict: Mapping[str, Any]) -> checkpoint_format.Saved:
+        """What a state_dict holds, refused on all ranks where it is on one."""
+        ranks = self._training.runtime.ranks
+        error: ZenFlowError | None = None
+        try:
+            if self._speaks_torch:
+                saved = torch_state.read(self._training, state_dict, self._groups)
+            else:
+                saved = checkpoint_format.read(state_dict, self._groups, self._rule)
+        except ZenFlowError as raised:
+            error = raised
+        if ranks is not None:
+            ranks.together(error, self.device.torch_device)
+        elif error:
+            raise error
+        return saved
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -354,8 +383,9 @@ class ZenFlowOptimizer(Optimizer):
             parameter: one of this optimizer's.
 
         Returns:
-            fp32 "master" and the rule's moments by torch's names, as they begin where there was no update yet; "step",
-            0-dim fp32: the updates of the columns that had most.
+            fp32 "master" and the rule's moments by torch's names, as they begin where there was no update yet, of
+            sharded parameters DTensors; "step", 0-dim fp32: the updates of the columns that had most, 0 on a rank
+            without rows.
 
         Raises:
             ConfigError: the parameter is another optimizer's.
@@ -373,14 +403,15 @@ class ZenFlowOptimizer(Optimizer):
         Args:
             parameter: one of this optimizer's.
             name: "master", or a moment by torch's name.
-            value: as many elements as the parameter has, in any dtype, on any device; is copied.
+            value: as many elements as the parameter has, in any dtype, on any device; is copied. Of a sharded one a
+                DTensor, or the rows of this rank.
 
         Raises:
             ConfigError: the parameter is another optimizer's, there is no such name, the size is another, it is a
                 moment of a parameter that was never updated, or the weights are flushed ones (`flushed_weights`).
             HostEngineError: host work failed.
         """
-        full_state.write(self._training, self._rows(parameter), self._group_of(parameter), name, _local(value))
+        full_state.write(self._training, self._rows(parameter), self._group_of(parameter), name, local_rows(value))
 
     def _group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         for group in self.param_groups:
@@ -430,6 +461,24 @@ class ZenFlowOptimizer(Optimizer):
             finally:
                 with HeldSignals(), torch.inference_mode(False), torch.no_grad():
                     stack.close()
+
+    @contextlib.contextmanager
+    def torch_state(self) -> Iterator[None]:
+        """Let `state_dict()` and `load_state_dict()` exchange state with torch's optimizer of the same name.
+
+        Both are that optimizer's, step and moments, as torch's functions for distributed checkpoints take them; on all
+        ranks. fp32 masters, selection and knobs are not in it: what is loaded begins with the weights' values. Where
+        columns were updated differently often (`deferred_update="mean"`), the step is that of those that had most.
+
+        Raises:
+            ConfigError: from `state_dict()`: updates are pending, allowed is after `flush()`.
+            UnsupportedError: from both: the rule is not AdamW, Adam or Adagrad.
+        """
+        self._speaks_torch = True
+        try:
+            yield
+        finally:
+            self._speaks_torch = False
 
     @_undivided
     def set_knobs(self, **knobs: Any) -> int:
@@ -549,9 +598,3 @@ class ZenFlowOptimizer(Optimizer):
         In a forked child this only takes the hooks off its copy of the model.
         """
         self._own.close()
-
-
-def _local(values: torch.Tensor) -> torch.Tensor:
-    """The rows of this rank where values are a DTensor."""
-    rows: torch.Tensor = values.to_local() if hasattr(values, "to_local") else values
-    return rows
