@@ -68,6 +68,7 @@ soak: setup  ## OPERATIONS (10000), EXAMPLES_FACTOR (30) as many cases, KILLS (2
 		--hypothesis-show-statistics
 	ZFTUNE_TESTS=all $(BIN)/pytest tests/zftune/check -m hypothesis --timeout 0 --hypothesis-show-statistics
 	ZFTUNE_KILLS=$(KILLS) $(BIN)/pytest tests/zftune/store/test_processes.py tests/zftune/tuner/test_killed.py \
+		tests/zenflow/test_fsdp_ends.py \
 		-k killed --timeout 0
 	ZFTUNE_FAULTS=$(FAULTS) $(BIN)/pytest -n $(WORKERS) tests/zftune/daemon/faults --timeout 0
 	ZFTUNE_FUZZ_S=$(FUZZ_S) $(BIN)/pytest -n $(WORKERS) tests/zftune/daemon/test_api.py \
