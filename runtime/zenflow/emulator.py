@@ -443,7 +443,9 @@ class _Gather(_Collective):
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
         self._network.gather(self._unit, output_tensor.nbytes, group.size())
-        return torch.distributed.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        distributed: Any = torch.distributed
+        gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)  # its newer name
+        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class _Scatter(_Collective):
@@ -451,7 +453,9 @@ class _Scatter(_Collective):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         self._network.scatter(input_tensor.nbytes, group.size())
-        return torch.distributed.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        distributed: Any = torch.distributed
+        scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
+        return scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def _units(module: nn.Module) -> list[Any]:
