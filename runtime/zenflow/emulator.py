@@ -5,6 +5,9 @@ backward are done for real and their layers' times are added to it; the runtime'
 rate. A copy starts when both its stream and the data are ready by that reckoning, and a link thread delivers it when a
 link of the rig's rate would. So a wait is a wait of one thread for another, and its length follows from the rig.
 
+Of a model that is sharded by FSDP2, simulated time has the collectives as well: each of torch's own calls, in its
+bytes, at the rate of the rig's network, beside the compute that torch's streams let it go beside.
+
 By a simulated clock nothing sleeps and nothing is late. By the machine's own, times are pads around the real work:
 where that took longer the segment is late; the clock then wins and the run counts it.
 """
@@ -12,6 +15,7 @@ where that took longer the segment is late; the clock then wins and the run coun
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections import deque
@@ -21,10 +25,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from zenflow.clock import Clock, Queue, SimulatedClock
 from zenflow.device import Device, HostSpan, Mark, Transfer, in_backward
-from zenflow.errors import ZenFlowError
+from zenflow.errors import UnsupportedError, ZenFlowError
+from zenflow.ranks import latest
 from zenflow.rig import Rig
 
 
@@ -184,13 +190,24 @@ class EmulatedAccelerator(Device):
         self._host_t = 0.0
         self._worked_s = time.thread_time()
         self._pads: _Pads | None = None
+        self._network: _Network | None = None
         self._d2h = _Link(self.clock, "d2h", rig.link_d2h_gbps, rig.link_noise)
         self._h2d = _Link(self.clock, "h2d", rig.link_h2d_gbps, rig.link_noise)
 
     def attach(self, module: nn.Module) -> None:
-        """Pad this module's forward and backward passes to the rig's times, spread over its layers."""
+        """Pad this module's forward and backward passes to the rig's times, spread over its layers.
+
+        Args:
+            module: whole, or after `fully_shard` (FSDP2), whose collectives then take the time of the rig's network.
+
+        Raises:
+            UnsupportedError: FSDP2 has replicas (HSDP), or is of a torch that does not show its collectives.
+        """
         self._pads = _Pads(module, self.rig, self._segment)
         module.register_forward_hook(self._count_memory)
+        units = _units(module)
+        if units:
+            self._network = _Network(self, module, units)
 
     def set_rig(self, rig: Rig) -> None:
         """Go on as another rig, from the next step on; call it between `step()` and the next forward pass.
@@ -229,7 +246,7 @@ class EmulatedAccelerator(Device):
         self.clock.sleep_until(mark)
 
     def d2h(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        return self.observed("d2h", self._d2h.copy(source, target, self._compute_t + self._ahead_s()))
+        return self.observed("d2h", self._d2h.copy(source, target, self._ready_t()))
 
     def h2d(self, source: torch.Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, torch.Tensor]:
         tensor = torch.empty_like(source)
@@ -249,9 +266,18 @@ class EmulatedAccelerator(Device):
         """Work that goes on while the training thread waits in backward: half a layer's, on average."""
         return self._ahead_s() / 2
 
+    def _ready_t(self) -> float:
+        """When a gradient that there is now is whole."""
+        reduced_t = 0.0 if self._network is None else self._network.reduced_t
+        return max(self._compute_t + self._ahead_s(), reduced_t)
+
     def _ahead_s(self) -> float:
-        """Work that the compute stream was given in backward and that is not in its time yet."""
-        return self._pads.backward_ahead_s() if self._pads is not None and in_backward() else 0.0
+        """Work that the compute stream was given in backward and that is not in its time yet.
+
+        A sharded gradient is there when the backward of its unit is over.
+        """
+        ahead = self._pads is not None and self._network is None and in_backward()
+        return self._pads.backward_ahead_s() if self._pads is not None and ahead else 0.0
 
     def join(self, transfer: Transfer, tensor: torch.Tensor) -> None:
         transfer.wait()
@@ -280,6 +306,8 @@ class EmulatedAccelerator(Device):
     def begin_step(self) -> None:
         if self._pads is not None:
             self._pads.finish_backward()
+        if self._network is not None:
+            self._compute_t = max(self._compute_t, self._network.reduced_t)
 
     def charge(self, nbytes: int) -> None:
         if self.rig.device_gbps is not None:
@@ -291,10 +319,13 @@ class EmulatedAccelerator(Device):
         if not nbytes:
             self.clock.sleep_until(latest(self.clock.now()))
             return
-        share = 2 * (ranks - 1) / ranks  # that a rank sends: reduce-scatter, then all-gather
+        sent = 2 * nbytes * (ranks - 1) / ranks  # reduce-scatter, then all-gather
+        self._compute_t = latest(self._compute_t) + self._sending_s(sent)
+
+    def _sending_s(self, nbytes: float) -> float:
+        """Of a collective in which a rank sends so much."""
         rate = self.rig.comm_gbps
-        seconds = self.rig.comm_latency_us / 1e6 + (0.0 if rate is None else share * nbytes / (rate * 1e9))
-        self._compute_t = latest(self._compute_t) + seconds
+        return self.rig.comm_latency_us / 1e6 + (0.0 if rate is None else nbytes / (rate * 1e9))
 
     def peak_bytes(self) -> int | None:
         return None if self.memory is None else self.memory.peak_bytes
@@ -323,6 +354,124 @@ class EmulatedAccelerator(Device):
         self.slack.add(worked_s, pad_s, None if self.clock.simulated else margin_s)
         if margin_s < 0:
             self._compute_t -= margin_s
+
+
+class _Network:
+    """FSDP2's collectives in simulated time: one after the other, in the order in which they are asked for.
+
+    What they lie beside is what torch's streams allow. In forward a unit (what `fully_shard` was called on) is gathered
+    from when the unit before the last one had its weights; in backward from when the last one had; a reduce-scatter
+    lies beside the backward of the next unit, at whose end the compute stream waits for it. The root's all-gather and
+    the last reduce-scatter lie beside nothing.
+    """
+
+    def __init__(self, device: EmulatedAccelerator, module: nn.Module, units: Sequence[Any]) -> None:
+        self._device = device
+        self._free_t = 0.0
+        self.reduced_t = 0.0
+        """When the last gradients that were asked for are whole."""
+        self._gathered: dict[Any, float] = {}
+        """Units that nobody has needed since, and when they are there."""
+        self._needed: Any = None
+        """The last unit whose compute began, or begins."""
+        self._shown: deque[float] = deque([0.0, 0.0], maxlen=2)
+        """When the last two units had their weights."""
+        if not device.clock.simulated:
+            return  # the processes really wait for each other
+        module.register_forward_pre_hook(self._begin_forward, prepend=True)
+        for unit in units:
+            unit.set_custom_all_gather(_Gather(self, unit))
+            unit.set_custom_reduce_scatter(_Scatter(self))
+            # Before FSDP2's own hooks, which ask for what is not there, and for the unit after it.
+            unit.register_forward_pre_hook(self._need_forward, prepend=True)
+            unit.register_forward_hook(self._need_backward, prepend=True)
+
+    def gather(self, unit: Any, nbytes: int, ranks: int) -> None:
+        """Begin with an all-gather of so many bytes in all."""
+        self._gathered[unit] = self._take(self._shown[-1 if in_backward() else 0], nbytes, ranks)
+        if unit is self._needed:
+            self._wait(unit)
+
+    def scatter(self, nbytes: int, ranks: int) -> None:
+        """Begin with a reduce-scatter of so many bytes on each rank."""
+        device = self._device
+        device._compute_t = max(device._compute_t, self.reduced_t)  # the last one's buffers are free then
+        self.reduced_t = self._take(device._compute_t, nbytes, ranks)
+
+    def _take(self, ready_t: float, nbytes: int, ranks: int) -> float:
+        begin = latest(max(self._free_t, ready_t))
+        self._free_t = begin + self._device._sending_s(nbytes * (ranks - 1) / ranks)
+        return self._free_t
+
+    def _begin_forward(self, *_: Any) -> None:
+        if not in_backward():
+            self._shown.extend([self._device._compute_t] * 2)
+
+    def _need_forward(self, unit: Any, _: Any) -> None:
+        self._need(unit)
+
+    def _need_backward(self, unit: Any, _: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._need(unit))
+
+    def _need(self, unit: Any) -> None:
+        self._needed = unit
+        if unit in self._gathered:
+            self._wait(unit)
+
+    def _wait(self, unit: Any) -> None:
+        device = self._device
+        device._compute_t = max(device._compute_t, self._gathered.pop(unit))
+        self._shown.append(device._compute_t)
+
+
+class _Collective:
+    """What FSDP2 asks of one that is not its own."""
+
+    def __init__(self, network: _Network) -> None:
+        self._network = network
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Collective):
+    def __init__(self, network: _Network, unit: Any) -> None:
+        super().__init__(network)
+        self._unit = unit
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
+        self._network.gather(self._unit, output_tensor.nbytes, group.size())
+        distributed: Any = torch.distributed
+        gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)  # its newer name
+        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _Scatter(_Collective):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        self._network.scatter(input_tensor.nbytes, group.size())
+        distributed: Any = torch.distributed
+        scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
+        return scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def _units(module: nn.Module) -> list[Any]:
+    """What `fully_shard` was called on."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has none
+    unit = getattr(fsdp, "FSDPModule", ())
+    units = [part for part in module.modules() if isinstance(part, unit)]
+    if units and not hasattr(units[0], "set_custom_reduce_scatter"):
+        raise UnsupportedError(
+            f"torch is {torch.__version__}, allowed for fully_shard on a rig is one that has "
+            "FSDPModule.set_custom_reduce_scatter"
+        )
+    meshes = [parameter.device_mesh for parameter in module.parameters() if hasattr(parameter, "device_mesh")]
+    if any(mesh.ndim > 1 for mesh in meshes):
+        raise UnsupportedError("the model has replicas (HSDP), allowed on a rig is fully_shard over one row of ranks")
+    return units
 
 
 class _Pads:

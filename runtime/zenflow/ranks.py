@@ -168,9 +168,7 @@ class Ranks:
         Args:
             value: this rank's.
         """
-        asked = torch.tensor([value], dtype=torch.float64, device="cpu")
-        torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX, group=self._host)
-        return float(asked)
+        return latest(value, self._host)
 
     def reduce(self, parameters: Iterable[nn.Parameter], device: Device) -> None:
         """Replace each `.grad` by its mean over the ranks, in its own dtype; means that nobody has touched since stay.
@@ -230,6 +228,18 @@ def _averaged_by_ddp(parameters: Iterable[nn.Parameter]) -> bool:
     wrapped = [one for one in gc.get_objects() if issubclass(type(one), ddp)]
     averaged = {id(parameter) for one in wrapped for parameter in one.module.parameters()}
     return bool(averaged) and all(id(parameter) in averaged for parameter in parameters)
+
+
+def latest(value: float, group: Any = None) -> float:
+    """The greatest of all ranks' values.
+
+    Args:
+        value: this rank's.
+        group: one of gloo; None: the default group is.
+    """
+    asked = torch.tensor([value], dtype=torch.float64, device="cpu")
+    torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX, group=group)
+    return float(asked)
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import statistics
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import upstream_ops
+from tests import upstream_ops, zygote
 from tests.process.conftest import PYTHON, Run
 from tests.tiers import by_day
 
 ROOT = Path(__file__).parents[2]
+RANKS = "fsdp2_zenflow.py"
 EXAMPLES = ["deepspeed_zenflow.py", "deepspeed_zero_offload.py", "hf_trainer.py", "plain_pytorch.py"]
 RUN_ELSEWHERE = {
     "accelerate_zenflow.py": "tests/zftune/integrations",
@@ -31,7 +35,7 @@ def env() -> dict[str, str | None]:
 
 
 def test_every_example_is_run_somewhere() -> None:
-    assert sorted(path.name for path in (ROOT / "examples").glob("*.py")) == sorted([*EXAMPLES, *RUN_ELSEWHERE])
+    assert sorted(path.name for path in (ROOT / "examples").glob("*.py")) == sorted([*EXAMPLES, *RUN_ELSEWHERE, RANKS])
     for place in RUN_ELSEWHERE.values():
         assert (ROOT / place).exists()
 
@@ -64,6 +68,30 @@ def test_an_example(profile: Run, tmp_path: Path, env: dict[str, str | None], na
     knows_its_system(document, name)
     assert html.stat().st_size > 1000
     assert json.loads(trace.read_text())
+
+
+def test_the_example_for_several_ranks() -> None:
+    """Rank 0 speaks for both, each of which has half of the model and of its state."""
+    words: list[str | Path] = [ROOT / "examples" / RANKS, "--steps", "11", "--batch", "2", "--length", "64"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    said: dict[int, str] = {}
+    for ranks in (1, 2):
+        with ExitStack() as stack:
+            begun = [stack.enter_context(one) for one in zygote.ranks(ranks, words, env=environment)]
+            assert [one.wait(120) for one in begun] == [0] * ranks, [one.stderr[-4000:] for one in begun]
+            assert not any(one.stdout for one in begun[1:])
+            said[ranks] = begun[0].stdout
+    found: dict[int, list[int]] = {}
+    for ranks, text in said.items():
+        first, last = re.findall(r"^step \d+: loss ([0-9.]+)$", text, re.MULTILINE)
+        assert float(last) < 0.9 * float(first)
+        numbers = re.search(rf"rank 0 of {ranks} has ([0-9,]+) of ([0-9,]+) parameters, and took ([0-9,]+) bytes", text)
+        assert numbers is not None, text
+        found[ranks] = [int(number.replace(",", "")) for number in numbers.groups()]
+        assert len(stopwatch_ms(text.encode())) == 11
+    (own, whole, state), (half, whole_again, half_state) = found[1], found[2]
+    assert own == whole == whole_again == 2 * half
+    assert half_state == pytest.approx(state / 2, rel=0.05)
 
 
 def stopwatch_ms(out: bytes) -> list[float]:

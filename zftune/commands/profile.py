@@ -66,6 +66,7 @@ _BOTH = ("command", "steps", "with_baselines", *_OUTPUTS)
 _NO_KNOBS = {
     "config",
     "rig",
+    "ranks",
     "real_time",
     "model",
     "text",
@@ -95,6 +96,9 @@ _Rig = Annotated[
     str | None,
     _workload("Emulated accelerator: a name, a TOML file, or 'none'. Default: the GPU, else llama2-7b-4xa100."),
 ]
+_Ranks = Annotated[
+    int, _workload("Ranks on this machine, each on a rig of its own with its rows of the model (FSDP2). Default: 1.")
+]
 _RealTime = Annotated[
     bool, _workload_flag("--real-time", "Pad the real work to the rig's times, instead of simulating time.")
 ]
@@ -113,6 +117,7 @@ def profile(
     with_baselines: _Baselines = None,
     config: Annotated[str | None, _workload("A ds_config.json whose knobs to use.")] = None,
     rig: _Rig = None,
+    ranks: _Ranks = 1,
     real_time: _RealTime = False,
     model: _Model = None,
     text: Annotated[str | None, _workload("File or folder to train on. Default: Python's standard library.")] = None,

@@ -63,13 +63,13 @@ def floor(rates: Rates, split: Split, config: ZenFlowConfig) -> Floor:
         "h2d": rates.up_ms(own) / window,
         "host": rates.host_ms(own, window) / window,
     }
-    if rates.comm_gbps is not None:
-        loads["comm"] = collective_ms(rates, split, window)
+    if rates.ranks > 1:
+        loads["comm"] = collective_ms(rates, split)
     s_min = least_window(rates, own, compute)
     bound_by = max(loads, key=lambda name: loads[name])
     step = loads[bound_by]
     if own and not config.overlap_step:
-        alone = compute - rates.scatter_ms(split.deferred) / window
+        alone = compute - rates.scatter_ms(own) / window
         if config.pipeline == "none":
             step = max(step, alone + loads["host"] + loads["h2d"])
         else:  # forward goes on as far as weights are there
@@ -77,12 +77,14 @@ def floor(rates: Rates, split: Split, config: ZenFlowConfig) -> Floor:
     return Floor(loads, step, s_min, bound_by)
 
 
-def collective_ms(rates: Rates, split: Split, window: int) -> float:
-    """Time a step in collectives: gradients of deferred and resident columns are reduce-scattered to their owners,
-    selected columns all-reduced, and updated weights gathered.
+def collective_ms(rates: Rates, split: Split) -> float:
+    """Time a step in collectives: FSDP2 gathers each unit (but the last one again for backward) and reduce-scatters its
+    gradients, and the ranks add up the columns' energies.
     """
-    once = rates.reduce_ms(split.deferred + split.resident) + 2 * rates.reduce_ms(split.selected)
-    return once + rates.reduce_ms(split.resident) + rates.reduce_ms(split.deferred) / window
+    gathers = [rates.share_ms(elements) for elements in split.gathered]
+    again = sum(gathers[:-1]) if rates.reshard else 0.0
+    reduced = sum(rates.share_ms(elements) for elements in split.reduced if elements)
+    return sum(gathers) + again + reduced + rates.add_up_ms(split.words)
 
 
 def mean_staleness(split: Split, config: ZenFlowConfig) -> float:

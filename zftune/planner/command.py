@@ -26,6 +26,9 @@ def plan(
     seq: Annotated[int, typer.Option(help="Tokens a sequence.")] = 2048,
     micro_batch: Annotated[int, typer.Option(help="Sequences a step on each GPU.")] = 1,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Backward recomputes activations.")] = False,
+    reshard: Annotated[
+        bool, typer.Option(help="Several GPUs gather layers again for backward (FSDP2's reshard_after_forward).")
+    ] = True,
     dtype: Annotated[str, typer.Option(help="Of the parameters: bf16, fp16 or fp32.")] = "bf16",
     compute_ms: Annotated[
         float | None, typer.Option(help="Forward and backward of a step, measured. Default: from the GPU's rate.")
@@ -45,7 +48,16 @@ def plan(
         if path is not None:
             check_output_path(path, option, standard_output=option == "--json")
     _check(dtype, quality, compute_ms)
-    job = _job(gpus=gpus, seq=seq, micro_batch=micro_batch, checkpointing=checkpointing, compute_ms=compute_ms)
+    if gpus == 1 and not reshard:
+        raise BadInputError("--no-reshard: allowed only with --gpus 2 or more, one GPU gathers nothing")
+    job = _job(
+        gpus=gpus,
+        seq=seq,
+        micro_batch=micro_batch,
+        checkpointing=checkpointing,
+        reshard=reshard,
+        compute_ms=compute_ms,
+    )
     facts, machine = _inputs(model, hardware, dtype)
     document = _document(facts, machine, job, quality, with_curves=json_path is not None or html_path is not None)
     if json_path != STANDARD_OUTPUT:
@@ -69,7 +81,7 @@ def _check(dtype: str, quality: str, compute_ms: float | None) -> None:
         raise BadInputError(f"--compute-ms {compute_ms}: allowed is a number above 0, below 1e9")
 
 
-def _job(*, gpus: int, seq: int, micro_batch: int, checkpointing: bool, compute_ms: float | None) -> Job:
+def _job(*, gpus: int, seq: int, micro_batch: int, **more: Any) -> Job:
     from zftune.planner.facts import Job
 
     for option, value, most in (
@@ -79,7 +91,7 @@ def _job(*, gpus: int, seq: int, micro_batch: int, checkpointing: bool, compute_
     ):
         if not 1 <= value <= most:
             raise BadInputError(f"{option} {value}: allowed is an integer from 1 to {most}")
-    return Job(seq=seq, micro_batch=micro_batch, gpus=gpus, checkpointing=checkpointing, compute_ms=compute_ms)
+    return Job(seq=seq, micro_batch=micro_batch, gpus=gpus, **more)
 
 
 def _inputs(model: str, hardware: str, dtype: str) -> tuple[ModelFacts, Machine]:

@@ -215,8 +215,11 @@ class Job:
     micro_batch: int = 1
     """Sequences a step on each GPU."""
     gpus: int = 1
+    """Several share the weights, by rows (FSDP2)."""
     checkpointing: bool = False
     """Whether backward recomputes the activations of each layer."""
+    reshard: bool = True
+    """Whether several GPUs gather a layer's weights again for backward, FSDP2's default; else they are kept."""
     compute_ms: float | None = None
     """c, where it was measured: forward and backward of a step, without any optimizer."""
     forward_ms: float | None = None

@@ -4,11 +4,15 @@ The device holds the weights; fp32 master, moments and counts of resident and se
 indices; gradients; packed gradients that wait for the link; updated weights that arrive; activations. Its caching
 allocator rounds: blocks to 512 bytes, into segments of 2 MiB (below 1 MiB), 20 MiB (below 10 MiB) or a multiple of
 2 MiB; each stream has segments of its own.
+
+Several devices each have rows of that (FSDP2), and what is gathered or not reduced yet: the layer that computes and two
+that are gathered ahead, the gradients of one layer and of one that is being reduced, and what no layer has.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -18,7 +22,7 @@ from zenflow.layout import ModelPlan, WeightPlan
 from zftune.planner.activations import activations
 from zftune.planner.facts import Job, Memory, ModelFacts
 from zftune.planner.rates import MOMENTS
-from zftune.planner.split import model_plan
+from zftune.planner.split import model_plan, totals_of
 
 CONTEXT_BYTES = 600 << 20
 """CUDA context, kernels and the libraries' workspaces, outside of the allocator: an estimate."""
@@ -29,6 +33,8 @@ _SPLINTERS = 0.06
 _STREAMS = 3
 _STATE = 4 * (1 + MOMENTS)  # bytes of fp32 state of an element
 _INDEX = 8
+_AHEAD = 2  # units that FSDP2 gathers before the last one has computed
+_REDUCED = 3
 _SCORES = 12  # importance, kept and new, and its sums, fp32 a column
 
 
@@ -57,62 +63,81 @@ def memory(model: ModelFacts, job: Job, config: ZenFlowConfig, *, packed: float,
 
 
 def host_bytes(model: ModelFacts, config: ZenFlowConfig, *, ranks: int = 1) -> dict[str, int]:
-    """Host memory of all ranks by use, exactly as one rank's runtime plans it (several: each has its share).
+    """Host memory of all ranks together by use, exactly as their runtimes plan it.
 
     Args:
         model: its weights.
         config: the knobs; the log is that of the longest window.
-        ranks: among which the deferred columns are divided.
+        ranks: each of which has its rows of every weight (FSDP2).
     """
-    state, staging, entries, largest = _host_sums(model, config.topk_ratio, config.offload_ratio, config.bucket_bytes)
-    return {"state": state, "log": config.longest_window * (entries + ranks * largest), "staging": staging}
+    found = [0, 0, 0]
+    for part, count in Counter(_alike(model, ranks)).items():
+        sums = _host_sums(model, config.topk_ratio, config.offload_ratio, config.bucket_bytes, part, ranks)
+        for use, nbytes in enumerate(sums):
+            found[use] += count * nbytes
+    state, staging, entries = found
+    return {"state": state, "log": config.longest_window * entries, "staging": staging}
+
+
+@lru_cache(maxsize=8)
+def _alike(model: ModelFacts, ranks: int) -> list[int]:
+    """Of each rank the first one that has as many rows of every weight."""
+    heights = [shape[0] for shape in model.weights if shape]
+    first: dict[tuple[int, ...], int] = {}
+    return [first.setdefault(tuple(_rows_of(rows, rank, ranks) for rows in heights), rank) for rank in range(ranks)]
+
+
+def _rows_of(rows: int, rank: int, ranks: int) -> int:
+    """How many of a weight's rows a rank has: as many as the others, and the last ones what is left."""
+    share = -(-rows // ranks)
+    return max(0, min(share, rows - rank * share))
 
 
 @lru_cache(maxsize=512)
 def _host_sums(
-    model: ModelFacts, topk_ratio: float, offload_ratio: float, bucket_bytes: int
-) -> tuple[int, int, int, int]:
-    """Bytes of state, of staging, of a step's log entries, and of the largest of them."""
+    model: ModelFacts, topk_ratio: float, offload_ratio: float, bucket_bytes: int, rank: int, ranks: int
+) -> tuple[int, int, int]:
+    """Bytes of a rank's state, of its staging, and of a step's log entries and the largest of them."""
     config = ZenFlowConfig(topk_ratio=topk_ratio, offload_ratio=offload_ratio, bucket_bytes=bucket_bytes)
     state = staging = 0
     entries = [0]
-    for weight in model_plan(model, config).weights:
-        elements = weight.deferred * weight.rows
+    for shape, weight in zip(model.weights, model_plan(model, config).weights, strict=True):
+        rows = weight.rows * _rows_of(shape[0], rank, ranks) // shape[0] if weight.deferred else 0
+        elements = weight.deferred * rows
         state += _STATE * elements + 4 * weight.deferred
         staging += model.element_bytes * elements
-        entries += [padded((high - low) * weight.rows * model.element_bytes) for low, high in weight.bucket_slots]
-    return state, staging, sum(entries), max(entries)
+        entries += [padded((high - low) * rows * model.element_bytes) for low, high in weight.bucket_slots]
+    return state, staging, sum(entries) + max(entries)
 
 
 def device_bytes(
     model: ModelFacts, plan: ModelPlan, job: Job, config: ZenFlowConfig, *, packed: float, arrived: float
 ) -> dict[str, int]:
     """Memory of a device by use, at the moment at which it needs most."""
-    weights = segments(model.element_bytes * math.prod(shape) for shape in model.weights)
-    frozen = segments([model.element_bytes * (model.parameters - model.trainable)])
-    state = segments(size for sizes in map(_state_tensors, *_each(model, plan, job)) for size in sizes)
+    ranks = job.gpus
+    weights = segments(model.element_bytes * -(-math.prod(shape) // ranks) for shape in model.weights)
+    frozen = segments([model.element_bytes * (model.parameters - model.trainable) // ranks])
+    state = segments(size for sizes in _state_tensors(model, plan, ranks) for size in sizes)
     steady = _steady(model, plan, job, config, packed=packed, arrived=arrived)
-    first = _first_step(model, plan, config)
+    first = _first_step(model, plan, config, ranks)
     return {
         "context": CONTEXT_BYTES,
         "weights": weights + frozen,
+        "gathered": _gathered_bytes(model, config, job),
         "state": state,
         **(steady if sum(steady.values()) >= sum(first.values()) else first),
         "segments": _STREAMS * _MEDIUM_SEGMENT,
     }
 
 
-def state_bytes(model: ModelFacts, config: ZenFlowConfig, *, ranks: int = 1) -> int:
-    """What the runtime keeps on a device for good, without what an allocator adds.
+def state_bytes(model: ModelFacts, config: ZenFlowConfig) -> int:
+    """What the runtime keeps on the only device for good, without what an allocator adds.
 
     Args:
         model: its weights.
         config: the knobs.
-        ranks: among which residents are divided.
     """
-    elements = (math.prod(shape) for shape in model.weights)
-    weights = model_plan(model, config).weights
-    return sum(sum(_state_tensors(count, weight, ranks)) for count, weight in zip(elements, weights, strict=True))
+    return sum(map(sum, _state_tensors(model, model_plan(model, config), 1)))
 
 
 def segments(sizes: Iterable[int]) -> int:
@@ -131,19 +156,29 @@ def segments(sizes: Iterable[int]) -> int:
     return large + medium_segments * _MEDIUM_SEGMENT + -(-small // _SMALL_SEGMENT) * _SMALL_SEGMENT
 
 
-def _each(model: ModelFacts, plan: ModelPlan, job: Job) -> tuple[list[int], tuple[WeightPlan, ...], list[int]]:
-    return [math.prod(shape) for shape in model.weights], plan.weights, [job.gpus] * len(model.weights)
+def _state_tensors(model: ModelFacts, plan: ModelPlan, ranks: int) -> list[list[int]]:
+    """Of each parameter: sizes of what the runtime keeps of it on the device."""
+    elements = (math.prod(shape) for shape in model.weights)
+    return [_state_of(count, weight, ranks) for count, weight in zip(elements, plan.weights, strict=True)]
 
 
-def _state_tensors(elements: int, weight: WeightPlan, ranks: int) -> list[int]:
-    """Sizes of what the runtime keeps on the device for one parameter."""
+def _state_of(elements: int, weight: WeightPlan, ranks: int) -> list[int]:
     if weight.resident == weight.columns:  # also without a column view: one row with one count
         return [4 * -(-elements // ranks)] * (1 + MOMENTS) + [4]
     sizes = [_INDEX * weight.selected, _INDEX * weight.deferred, _SCORES * weight.columns]
-    for columns in (-(-weight.resident // ranks), weight.selected):
+    for columns in (weight.resident, weight.selected):
         if columns:
-            sizes += [4 * columns * weight.rows] * (1 + MOMENTS) + [4 * columns]
+            sizes += [4 * columns * -(-weight.rows // ranks)] * (1 + MOMENTS) + [4 * columns]
     return [size for size in sizes if size]
+
+
+def _gathered_bytes(model: ModelFacts, config: ZenFlowConfig, job: Job) -> int:
+    """Weights of which several devices have more than their rows."""
+    if job.gpus == 1:
+        return 0
+    *layers, rest = totals_of(model, config).gathered
+    kept = _AHEAD * max(layers) + sum(layers) if not job.reshard else (1 + _AHEAD) * max(layers)
+    return segments([model.element_bytes * (rest + kept)])
 
 
 def _gradients(model: ModelFacts, plan: ModelPlan, config: ZenFlowConfig) -> tuple[list[int], list[int], int]:
@@ -163,34 +198,41 @@ def _steady(
     """The greatest need of a steady backward: activations shrink as gradients grow."""
     acts = activations(model, job)
     kept, largest, _ = _gradients(model, plan, config)
-    layers = model.layers
+    layers, ranks = model.layers, job.gpus
+    units = [model.element_bytes * elements for elements in totals_of(model, config).reduced]
     per_layer = acts.checkpoint if job.checkpointing else acts.layer
     most, best = -1, (0, 0)
     gradients = 0
     for stage in reversed(range(layers + 1)):
         gradients += kept[stage]
         working = acts.head if stage == layers else acts.working + (acts.layer if job.checkpointing else 0)
-        # Three: the weight's gradient as it is made, in full, and packed.
-        held, made = per_layer * min(stage + 1, layers) + working, gradients + 3 * largest[stage]
+        held = per_layer * min(stage + 1, layers) + working
+        if ranks == 1:  # three: the weight's gradient as it is made, in full, and packed
+            made = gradients + 3 * largest[stage]
+        else:  # of the layer, of it as it is sent, and of the one before, which is being reduced; the rest's to the end
+            made = gradients // ranks + units[-1] + _REDUCED * (units[stage] if stage < layers else 0)
         if held + made > most:
             most, best = held + made, (held, made)
     held, made = best
     return {
         "activations": round(held * (1 + _SPLINTERS)),
         "gradients": round(made * (1 + _SPLINTERS)),
-        "packed": round(packed * (1 + _SPLINTERS)) if config.stream else _deferred_bytes(model, plan),
+        "packed": round(packed * (1 + _SPLINTERS)) if config.stream else _deferred_bytes(model, plan) // ranks,
         "arriving": segments([round(arrived * (1 + _SPLINTERS))]),
     }
 
 
-def _first_step(model: ModelFacts, plan: ModelPlan, config: ZenFlowConfig) -> dict[str, int]:
+def _first_step(model: ModelFacts, plan: ModelPlan, config: ZenFlowConfig, ranks: int) -> dict[str, int]:
     """The first step keeps every gradient in full: weights are split only in it. Activations are gone then.
 
     Packed gradients that wait for the link are left out: where memory is short, the allocator waits for their copies.
     """
-    whole = model.element_bytes * model.trainable
-    largest = _gradients(model, plan, config)[2]
-    return {"activations": 0, "gradients": segments([whole]) + 3 * largest, "packed": 0, "arriving": 0}
+    whole = model.element_bytes * model.trainable // ranks
+    # Of several ranks the rest's gradients are reduced at last: as they are, and as they are sent.
+    most = 3 * _gradients(model, plan, config)[2]
+    if ranks > 1:
+        most = 2 * model.element_bytes * totals_of(model, config).reduced[-1]
+    return {"activations": 0, "gradients": segments([whole]) + most, "packed": 0, "arriving": 0}
 
 
 def _deferred_bytes(model: ModelFacts, plan: ModelPlan) -> int:

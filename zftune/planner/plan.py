@@ -84,7 +84,7 @@ def make_plan(
             name: _setting(BASELINES[name], prediction, machine, headroom) for name, prediction in baselines.items()
         },
         "least": _setting(_SMALLEST, smallest, machine, headroom),
-        "verdict": [*verdict(found, baselines, smallest, machine, headroom), *not_yet(model, job, found, host)],
+        "verdict": [*verdict(found, baselines, smallest, machine, headroom), *of_ranks(model, job, found, host)],
         "curves": None,
     }
 
@@ -137,8 +137,8 @@ def verdict(
     return sentences
 
 
-def not_yet(model: ModelFacts, job: Job, found: Sequence[Choice], host: float) -> list[str]:
-    """What several ranks do otherwise than is predicted, in sentences.
+def of_ranks(model: ModelFacts, job: Job, found: Sequence[Choice], host: float) -> list[str]:
+    """How several ranks share the model, and what they need that do not, in sentences.
 
     Args:
         model: what is trained.
@@ -151,12 +151,17 @@ def not_yet(model: ModelFacts, job: Job, found: Sequence[Choice], host: float) -
     config = found[0][0] if found else _SMALLEST
     need = job.gpus * sum(host_bytes(model, config).values())
     fit = "fits" if need <= host else "does not fit"
-    sentence = (
-        f"This is for {job.gpus} ranks that share the optimizer's state, which zenflow does not do yet: today each of "
-        f"them holds all of it ({need / 2**30:,.1f} GiB of host memory together, which {fit}), keeps every gradient "
-        "until step(), and sends and updates all of them."
+    gathered = "gathered again for backward" if job.reshard else "kept until backward"
+    shared = (
+        f"This is for {job.gpus} ranks over PyTorch's FSDP2 (fully_shard of each layer and of the model), each with "
+        f"its rows of every weight; layers are {gathered}."
     )
-    return [sentence]
+    replicated = (
+        "Ranks that are not sharded, as under DistributedDataParallel or with zftune run, hold all of the state each: "
+        f"{need / 2**30:,.1f} GiB of host memory together, which {fit}. Each of them keeps every gradient until "
+        f"step(), and sends and updates all: {job.gpus} times the work of link and host."
+    )
+    return [shared, replicated]
 
 
 def _nothing_fits(smallest: Prediction, machine: Machine, headroom: float) -> str:

@@ -27,7 +27,13 @@ class Rates:
     device_gbps: float | None = None
     """None: the runtime's device kernels take no time."""
     comm_gbps: float | None = None
+    """None: what ranks send to each other takes no time."""
+    comm_latency_ms: float = 0.0
+    """Of a collective."""
     ranks: int = 1
+    """Each has its rows of every weight (FSDP2)."""
+    reshard: bool = True
+    """Whether layers are gathered again for backward."""
     element_bytes: int = 2
     link_in_host: bool = True
     """Whether the link's own traffic takes host memory bandwidth (not on a rig)."""
@@ -46,12 +52,13 @@ class Rates:
             device_gbps=machine.device_gbps,
             comm_gbps=machine.comm_gbps if job.gpus > 1 else None,
             ranks=job.gpus,
+            reshard=job.reshard,
             element_bytes=model.element_bytes,
         )
 
     @classmethod
-    def of_rig(cls, rig: Rig, element_bytes: int = 2) -> Rates:
-        """Of an emulated accelerator."""
+    def of_rig(cls, rig: Rig, element_bytes: int = 2, *, ranks: int = 1, reshard: bool = True) -> Rates:
+        """Of an emulated accelerator, or of each of several ranks that have one like it."""
         return cls(
             forward_ms=rig.forward_ms,
             backward_ms=rig.backward_ms,
@@ -59,6 +66,10 @@ class Rates:
             h2d_gbps=rig.link_h2d_gbps,
             host_gbps=rig.host_gbps,
             device_gbps=rig.device_gbps,
+            comm_gbps=rig.comm_gbps if ranks > 1 else None,
+            comm_latency_ms=rig.comm_latency_us / 1e3 if ranks > 1 else 0.0,
+            ranks=ranks,
+            reshard=reshard,
             element_bytes=element_bytes,
             link_in_host=False,
         )
@@ -117,11 +128,19 @@ class Rates:
         """Of reading gradients for their importance, and keeping some of them."""
         return self.device_ms(self.element_bytes * (scored + 2 * kept))
 
-    def reduce_ms(self, elements: float) -> float:
-        """Of a reduce-scatter (or an all-gather) of elements among all ranks: each sends all but its own share."""
-        if self.comm_gbps is None:
+    def share_ms(self, elements: float) -> float:
+        """Of a reduce-scatter, or an all-gather, of elements among all ranks: each sends all but its own share."""
+        return self._collective_ms(self.element_bytes * elements)
+
+    def add_up_ms(self, words: float) -> float:
+        """Of an all-reduce of fp32 numbers: a reduce-scatter, then an all-gather."""
+        return self._collective_ms(2 * 4 * words)
+
+    def _collective_ms(self, nbytes: float) -> float:
+        if self.ranks == 1:
             return 0.0
-        return self.element_bytes * elements * (self.ranks - 1) / self.ranks / self.comm_gbps / 1e6
+        sending = 0.0 if self.comm_gbps is None else nbytes * (self.ranks - 1) / self.ranks / self.comm_gbps / 1e6
+        return self.comm_latency_ms + sending
 
 
 def compute_ms(model: ModelFacts, machine: Machine, job: Job) -> tuple[float, float]:
@@ -143,14 +162,15 @@ def compute_ms(model: ModelFacts, machine: Machine, job: Job) -> tuple[float, fl
 
 def device_work_ms(rates: Rates, split: Split, window: int, *, stream: bool) -> float:
     """Of the runtime's kernels in a step, on average over a window."""
-    staged = (
-        rates.stage_ms(split.scored, split.kept) if stream else rates.device_ms(rates.element_bytes * split.selecting)
-    )
-    on_device = split.resident + split.selected
-    moved = rates.pack_ms(split.deferred / rates.ranks) + rates.scatter_ms(split.deferred) / window
-    return staged + moved + rates.update_ms(on_device if rates.ranks == 1 else sharded(rates, split))
+    staged = rates.stage_ms(split.scored, split.kept) if stream else 0.0
+    moved = rates.pack_ms(split.deferred) + rates.scatter_ms(split.deferred) / window
+    updated = rates.update_ms(split.resident + split.selected)
+    return (staged + moved + updated) / rates.ranks + score_ms(rates, split, stream=stream)
 
 
-def sharded(rates: Rates, split: Split) -> float:
-    """Elements that a rank updates on the device: its share of the residents, and everybody's selected columns."""
-    return split.resident / rates.ranks + split.selected
+def score_ms(rates: Rates, split: Split, *, stream: bool) -> float:
+    """Of reading for their importance, in `step()`, the gradients that have not left; ranks add up that of all."""
+    if rates.ranks > 1:
+        left = split.scored if stream else 0
+        return rates.device_ms(rates.element_bytes * (split.matrices - left)) / rates.ranks
+    return 0.0 if stream else rates.device_ms(rates.element_bytes * split.selecting)

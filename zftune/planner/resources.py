@@ -7,6 +7,7 @@ of work is known as soon as it comes, and no queue of events has to be kept.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zenflow.host.places import ALIGN_BYTES, Piece, Places, tight
@@ -25,6 +26,47 @@ class Server:
         self.free_at = begin + duration
         self.busy += duration
         return begin, self.free_at
+
+
+class Collectives:
+    """FSDP2's, on a network that takes one after the other, as the emulated accelerator has them.
+
+    Args:
+        gather_ms: of each unit's all-gather; the last unit is what no layer has.
+        reduce_ms: of its reduce-scatter.
+    """
+
+    def __init__(self, gather_ms: Sequence[float], reduce_ms: Sequence[float]) -> None:
+        self._gather_ms, self._reduce_ms = gather_ms, reduce_ms
+        self._network = Server()
+        self._there = [0.0] * len(gather_ms)
+        self._shown = [0.0, 0.0]
+        self.reduced = 0.0
+        """When the last gradients that were reduced are whole."""
+
+    def begin_forward(self, now: float) -> None:
+        """Nothing of a step is gathered before."""
+        self._shown = [now, now]
+
+    def gather(self, unit: int, *, ahead: int) -> None:
+        """Ask for a unit's weights, which come when so many units before it have theirs, the last or the one before."""
+        self._there[unit] = self._network.serve(self._shown[-ahead], self._gather_ms[unit])[1]
+
+    def there(self, unit: int) -> float:
+        """When a unit has its weights."""
+        return self._there[unit]
+
+    def show(self, now: float) -> None:
+        """A unit's compute begins."""
+        self._shown = [self._shown[1], now]
+
+    def reduce(self, unit: int, now: float) -> None:
+        """Reduce the gradients of a unit, after the last ones."""
+        self.reduced = self._network.serve(now, self._reduce_ms[unit])[1]
+
+    def add_up(self, now: float, duration: float) -> float:
+        """Add up what the ranks tell each other; when it is there."""
+        return self._network.serve(now, duration)[1]
 
 
 @dataclass(slots=True)

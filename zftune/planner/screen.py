@@ -31,6 +31,7 @@ _CAUSES = {
 }
 _USES = {
     "weights": "weights",
+    "gathered": "gathered weights",
     "state": "state",
     "activations": "activations",
     "gradients": "gradients",

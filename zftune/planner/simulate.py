@@ -4,6 +4,9 @@ It follows the runtime's schedule: gradients leave as backward produces them (or
 steps, pieces are shown after step e_w + 1 + floor(b * min(L, n_w) / B), weights cross the link in the step before, as
 many as staging has room for, the log has room for S steps and S times the largest bucket. The host takes the foremost
 piece whose gradients are there; it waits for the foremost of all where nothing is lost by it. Selections do not change.
+
+Several ranks are alike: one is followed. Its layers are units of FSDP2, gathered for forward and backward; a layer's
+gradients leave when they are reduced. Waits for late weights are not left to forward.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from dataclasses import dataclass, field
 from zenflow import ZenFlowConfig
 from zenflow.host.places import padded
 from zftune.planner.facts import CAUSES
-from zftune.planner.rates import Rates, sharded
-from zftune.planner.resources import Log, Room, Server
+from zftune.planner.rates import Rates, score_ms
+from zftune.planner.resources import Collectives, Log, Room, Server
 from zftune.planner.split import Piece, Split
 
 _LEAST_STEPS = 24
@@ -69,7 +72,6 @@ class _State:
     down: Server = field(default_factory=Server)
     up: Server = field(default_factory=Server)
     host: Server = field(default_factory=Server)
-    comm: Server = field(default_factory=Server)
     stall: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     flights: list[_Flight] = field(default_factory=list)
     wanted: deque[_Flight] = field(default_factory=deque)
@@ -87,6 +89,12 @@ class _State:
             self.stall[cause] += until - queued - self.now
             self.now = until - queued
 
+    def stand(self, until: float, cause: str) -> None:
+        """Let the compute stream wait, and not the thread."""
+        if until > self.now:
+            self.stall[cause] += until - self.now
+            self.now = until
+
 
 def simulate(rates: Rates, split: Split, config: ZenFlowConfig, *, module: bool = True) -> Steady:
     """Run the pipeline until it is steady and measure whole windows of it.
@@ -100,16 +108,19 @@ def simulate(rates: Rates, split: Split, config: ZenFlowConfig, *, module: bool 
     return _Pipeline(rates, split, config, module=module).run()
 
 
-def _send_of(rates: Rates, piece: Piece) -> tuple[float, float, float, float, int]:
-    """Of one rank: packing, copy and collective in ms, bytes of the copy and of the log's entry."""
+def _send_of(rates: Rates, piece: Piece) -> tuple[float, float, float, int]:
+    """Of one rank: packing and copy in ms, bytes of the copy and of the log's entry."""
     own = piece.elements / rates.ranks
     return (
         rates.pack_ms(own),
         rates.down_ms(own),
-        rates.reduce_ms(piece.elements),
         rates.element_bytes * own,
-        padded(round(piece.log_bytes / rates.ranks)),
+        _entry_bytes(piece.log_bytes, rates),
     )
+
+
+def _entry_bytes(whole: int, rates: Rates) -> int:
+    return padded(round(whole / rates.ranks))
 
 
 class _Pipeline:
@@ -120,7 +131,10 @@ class _Pipeline:
         self.steady = False
         self.state = _State()
         own = split.deferred / rates.ranks
-        self.log = Log(math.ceil(self.window * (split.log_step_bytes / rates.ranks + split.largest_log_bytes)))
+        self.network = None
+        if rates.ranks > 1:
+            passes = (split.gathered, split.reduced)
+            self.network = Collectives(*([rates.share_ms(one) if one else 0.0 for one in of] for of in passes))
         self.logged: list[list[int]] = [[] for _ in split.pieces]
         """Of each piece, the open window's entries."""
         self.staging = Room(rates.element_bytes * own)
@@ -131,6 +145,8 @@ class _Pipeline:
         self.begun = -math.inf
         """When the host began with its last piece."""
         self.sends = [_send_of(rates, piece) for piece in split.pieces]
+        largest = _entry_bytes(split.largest_log_bytes, rates)
+        self.log = Log(self.window * (sum(send[-1] for send in self.sends) + largest))
         self.before_layers: list[int] = []
         for number, piece in enumerate(split.pieces):
             (self.before_layers if piece.before_layers else self.by_stage[piece.stage]).append(number)
@@ -140,7 +156,7 @@ class _Pipeline:
         """When each piece's newest gradient is on the host."""
         self.copied = [0.0] * len(split.pieces)
         """When each piece's last result had left the host."""
-        self.in_forward = module and config.pipeline == "bucket"
+        self.in_forward = module and config.pipeline == "bucket" and rates.ranks == 1
         self.updates = self.window if config.deferred_update == "replay" else 1
 
     def run(self) -> Steady:
@@ -176,15 +192,31 @@ class _Pipeline:
     def _forward(self) -> None:
         state, layers = self.state, self.split.layers
         late, state.late = state.late, []
+        if self.network is not None:
+            self.network.begin_forward(state.now)
+            self.network.gather(layers, ahead=2)
+            self._need(layers)
         for stage in range(layers + 1):
             for flight in [flight for flight in late if flight.piece.stage == stage]:
                 self._show(flight)
             if stage < layers:
+                if self.network is not None:
+                    self.network.gather(stage, ahead=2)
+                    self._need(stage)
                 state.now += self.rates.forward_ms / layers
+
+    def _need(self, unit: int) -> None:
+        """Begin with a unit's compute."""
+        assert self.network is not None
+        self.state.stand(self.network.there(unit), "comm")
+        self.network.show(self.state.now)
 
     def _backward(self) -> None:
         """A layer's own work follows the staging of its gradients, which are whole when that work is done."""
         pad = self.rates.backward_ms / self.split.layers
+        if self.network is not None:
+            self._backward_of_units(self.network, pad)
+            return
         for stage in reversed(range(self.split.layers)):
             if stage == self.split.layers - 1:
                 self._stage(self.by_stage[self.split.layers], pad)
@@ -192,21 +224,37 @@ class _Pipeline:
             self.state.now += pad
         self._stage(self.before_layers, 0.0)
 
+    def _backward_of_units(self, network: Collectives, pad: float) -> None:
+        """Of FSDP2: a unit's gradients are reduced when its backward is over, and then staged; the rest's at last."""
+        layers, again = self.split.layers, self.rates.reshard
+        if again:
+            network.gather(layers - 1, ahead=1)
+        for stage in reversed(range(layers)):
+            if again:
+                self._need(stage)
+                if stage:
+                    network.gather(stage - 1, ahead=1)
+            self.state.now += pad
+            self._reduce(network, stage, self.by_stage[stage])
+        self._reduce(network, layers, self.before_layers + self.by_stage[layers])
+
+    def _reduce(self, network: Collectives, unit: int, numbers: list[int]) -> None:
+        if self.split.reduced[unit]:
+            self.state.stand(network.reduced, "comm")  # the last one's buffers are free then
+            network.reduce(unit, self.state.now)
+        self._stage(numbers, 0.0)
+
     def _stage(self, numbers: list[int], pad: float) -> None:
         if not self.streams:
             return
-        kept = 0
-        for number in reversed(numbers):
+        for number in reversed(numbers) if self.network is None else numbers:
             piece = self.split.pieces[number]
-            self.state.now += self.rates.stage_ms(piece.scored, piece.kept)
-            kept += piece.kept
+            self.state.now += self.rates.stage_ms(piece.scored, piece.kept) / self.rates.ranks
             self._send(number, ahead=pad)
-        if self.rates.ranks > 1 and kept:
-            self.state.comm.serve(self.state.now + pad, 2 * self.rates.reduce_ms(kept))
 
     def _send(self, number: int, *, ahead: float) -> None:
         """Pack a piece and queue its copy; what waits in backward still has half a layer to work off."""
-        state, (pack_ms, down_ms, reduce_ms, nbytes, log_bytes) = self.state, self.sends[number]
+        state, (pack_ms, down_ms, nbytes, log_bytes) = self.state, self.sends[number]
         if self.streams and (room := self.staging.when(state.thread, nbytes, alone=True)) > state.thread:
             state.wait(room, "d2h", queued=ahead / 2)
         packed_at = state.now
@@ -215,9 +263,7 @@ class _Pipeline:
         if there > state.thread:
             state.wait(there, "host", queued=ahead / 2)
         self.logged[number].append(entry)
-        ready = state.now + ahead
-        if self.rates.ranks > 1:
-            ready = state.comm.serve(ready, reduce_ms)[1]
+        ready = max(state.now + ahead, 0.0 if self.network is None else self.network.reduced)
         _, end = state.down.serve(ready, down_ms)
         self.arrived[number] = end
         if self.streams:
@@ -232,8 +278,11 @@ class _Pipeline:
         state = self.state
         closes = step % self.window == 0
         state.thread = max(state.thread, self.last_end)  # it is ahead by a step at most
-        if not self.streams:
-            state.now += self.rates.device_ms(self.rates.element_bytes * self.split.selecting)
+        if self.network is not None:
+            state.stand(self.network.reduced, "comm")
+        state.now += score_ms(self.rates, self.split, stream=self.streams)
+        if self.network is not None:
+            state.stand(self.network.add_up(state.now, self.rates.add_up_ms(self.split.words)), "comm")
         if step == 1:
             self._read_masters()
         behind = state.last_down > state.now
@@ -260,15 +309,8 @@ class _Pipeline:
             self.state.host.serve(end, self.rates.read_ms(own))
 
     def _update(self) -> None:
-        """Resident and selected columns, whose reduced gradients have to be there first."""
-        state, rates = self.state, self.rates
-        if rates.ranks > 1:
-            if not self.streams:
-                state.comm.serve(state.now, 2 * rates.reduce_ms(self.split.selected + self.split.resident))
-            state.wait(state.comm.free_at, "comm")
-        state.now += rates.update_ms(sharded(rates, self.split))
-        if rates.ranks > 1:
-            state.wait(state.comm.serve(state.now, rates.reduce_ms(self.split.resident))[1], "comm")
+        """Resident and selected columns."""
+        self.state.now += self.rates.update_ms(self.split.resident + self.split.selected) / self.rates.ranks
 
     # --- windows ---------------------------------------------------------------------------------------------------
 
@@ -277,7 +319,9 @@ class _Pipeline:
         in_turn = synchronous and self.config.pipeline == "none"
         arrived = [state.down.free_at] * len(self.arrived) if in_turn else self.arrived
         flights: dict[int, _Flight] = {}
-        inputs = [max(pair) for pair in zip(arrived, self.copied, strict=True)]
+        # Whether ranks skip the step they know at its end, and the host behind all of its gradients.
+        told = state.down.free_at if self.network is not None and self.streams else 0.0
+        inputs = [max(told, *pair) for pair in zip(arrived, self.copied, strict=True)]
         left = list(range(len(self.split.pieces)))
         chosen = max(state.now, self.begun)
         in_order = not synchronous and self._rest_comes_soon(inputs, chosen)
@@ -362,9 +406,7 @@ class _Pipeline:
             self._send_up(flight)
         assert flight.up is not None
         self._wait_for(flight, flight.up[1])
-        if self.rates.ranks > 1:
-            state.wait(state.comm.serve(flight.up[1], self.rates.reduce_ms(flight.piece.elements))[1], "comm")
-        state.now += self.rates.scatter_ms(flight.piece.elements)
+        state.now += self.rates.scatter_ms(flight.piece.elements) / self.rates.ranks
         self.copied[flight.number] = flight.up[1]
         state.asked_bytes -= self._bytes(flight)
         self._send_wanted()

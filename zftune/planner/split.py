@@ -60,11 +60,14 @@ class Split:
     """Of the largest bucket, padded."""
     largest_bucket: int
     """In elements."""
-
-    @property
-    def log_step_bytes(self) -> int:
-        """Of one step's entries."""
-        return sum(piece.log_bytes for piece in self.pieces)
+    matrices: int = 0
+    """Elements of weights that have columns."""
+    words: int = 0
+    """Numbers that ranks add up in a step: energies of columns, whether to skip it, who failed or has a gradient."""
+    gathered: tuple[int, ...] = ()
+    """Elements of each unit of FSDP2: the layers', in forward order, and of the rest."""
+    reduced: tuple[int, ...] = ()
+    """Those of them that are trained."""
 
 
 @lru_cache(maxsize=8)
@@ -98,13 +101,18 @@ class _Buckets:
 @lru_cache(maxsize=512)
 def _buckets(model: ModelFacts, topk_ratio: float, offload_ratio: float, bucket_bytes: int) -> _Buckets:
     plan = _model_plan(model, topk_ratio, offload_ratio, bucket_bytes)
-    resident = selected = selecting = scored = kept = 0
+    resident = selected = selecting = scored = kept = matrices = 0
+    words = 2
+    reduced = [0] * (model.layers + 1)
     buckets: list[Piece] = []
     for number, (shape, weight, stage) in enumerate(zip(model.weights, plan.weights, model.stages, strict=True)):
         elements = math.prod(shape)
         resident += elements - weight.offloaded * weight.rows
         selected += weight.selected * weight.rows
         selecting += elements if weight.selected and weight.deferred else 0
+        matrices += elements if weight.columns else 0
+        words += 1 + max(1, weight.columns)
+        reduced[model.layers if number < model.before_layers else stage] += elements
         for low, high in weight.bucket_slots:
             size = (high - low) * weight.rows
             log_bytes = padded(size * model.element_bytes)
@@ -113,6 +121,7 @@ def _buckets(model: ModelFacts, topk_ratio: float, offload_ratio: float, bucket_
             staged = elements, elements - weight.deferred * weight.rows
             buckets[-1] = replace(buckets[-1], scored=staged[0], kept=staged[1])  # which the simulator sends first
             scored, kept = scored + staged[0], kept + staged[1]
+    frozen = (model.parameters - model.trainable) // model.layers  # which have no place in a model's facts
     totals = Split(
         pieces=(),
         layers=model.layers,
@@ -125,6 +134,10 @@ def _buckets(model: ModelFacts, topk_ratio: float, offload_ratio: float, bucket_
         buckets=len(buckets),
         largest_log_bytes=max((bucket.log_bytes for bucket in buckets), default=0),
         largest_bucket=max((bucket.elements for bucket in buckets), default=0),
+        matrices=matrices,
+        words=words,
+        gathered=(*(elements + frozen for elements in reduced[:-1]), reduced[-1]),
+        reduced=tuple(reduced),
     )
     return _Buckets(tuple(buckets), totals)
 

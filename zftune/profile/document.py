@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from zenflow import Rig
 from zftune.profile import derive
 from zftune.profile.measure import Measurement, Task
@@ -28,6 +30,7 @@ def build_document(
     task: Task,
     own: Measurement,
     baselines: Mapping[str, Measurement | None] | None,
+    ranks: list[dict[str, Any]],
     *,
     device_name: str,
     sampling: Sampling,
@@ -39,6 +42,7 @@ def build_document(
         own: the run under the given knobs.
         baselines: the others, by their names in `BASELINES`, None for one that the GPU's memory was too small for;
             None if they were not measured.
+        ranks: what each of them measured, as `everybodys` gives it.
         device_name: the GPU's name, or what stands for one.
         sampling: what was sampled meanwhile.
 
@@ -62,6 +66,7 @@ def build_document(
         "rig": None if rig is None else _rig(rig, [own, *fitting.values()]),
         "steps": {"measured": len(own.stats), "discarded": own.discarded},
         "throughput": _throughput(task, own),
+        "ranks": ranks,
         **_own(own, rig, workload.module, missing),
         "practicality": _speed(fitting, "no_offload", own),
         "baselines": None if baselines is None else _baselines(fitting, own, missing),
@@ -75,6 +80,26 @@ def build_document(
     document["verdict"] = verdict(document)
     validate(document)
     return document
+
+
+def everybodys(task: Task, own: Measurement) -> list[dict[str, Any]]:
+    """The step times of each rank; called by all of them.
+
+    Args:
+        task: of this rank.
+        own: what it has measured.
+    """
+    mine = {
+        "rank": task.rank,
+        "steps": len(own.stats),
+        "step_ms": derive.step_ms(own.step_ms),
+        "phases_ms": derive.mean_of([step["phases_ms"] for step in _per_step(own)]),
+    }
+    if task.ranks == 1:
+        return [mine]
+    found: list[Any] = [None] * task.ranks
+    torch.distributed.all_gather_object(found, mine)
+    return found
 
 
 def _own(own: Measurement, rig: Rig | None, module: Any, missing: dict[str, str]) -> dict[str, Any]:
@@ -95,7 +120,6 @@ def _own(own: Measurement, rig: Rig | None, module: Any, missing: dict[str, str]
         "memory": _memory(own, missing),
         "selection": derive.selection(own.stats, missing),
         "staleness": derive.staleness(own.stats, missing),
-        "ranks": [{"rank": 0, "steps": len(own.stats), "step_ms": step_ms, "phases_ms": phases_ms}],
         "per_step": per_step,
         "timeline": own.timeline,
     }
@@ -140,7 +164,7 @@ def _rig(rig: Rig, runs: Sequence[Measurement]) -> dict[str, Any]:
 
 def _throughput(task: Task, run: Measurement) -> dict[str, float]:
     steps_per_s = 1e3 / statistics.fmean(run.step_ms)
-    return {"steps_per_s": steps_per_s, "tokens_per_s": steps_per_s * task.micro_batch * task.sequence}
+    return {"steps_per_s": steps_per_s, "tokens_per_s": steps_per_s * task.ranks * task.micro_batch * task.sequence}
 
 
 def _stall(run: Measurement) -> dict[str, Any] | None:

@@ -44,6 +44,10 @@ class Task:
     torch_device: torch.device
     rig: RigSpec | None
     """None: the device itself."""
+    ranks: int = 1
+    """How many have their rows of the model, each on a rig of its own."""
+    rank: int = 0
+    """Which of them this one is."""
     real_time: bool = False
     """Whether a rig pads real work by the machine's clock, and does not simulate time."""
 
@@ -63,9 +67,10 @@ class Task:
         return workload
 
     def feed(self, workload: Workload) -> Iterator[Batch]:
-        """The text as batches for this model; the same ones every time."""
+        """The text as batches for this model; the same ones every time, and each rank its own."""
         tokens = workload.encode(self.corpus)
-        return batches(tokens, micro_batch=self.micro_batch, sequence=self.sequence, seed=self.seed)
+        seed = (self.seed * self.ranks + self.rank) % (1 << 63)
+        return batches(tokens, micro_batch=self.micro_batch, sequence=self.sequence, seed=seed)
 
     def rig_for(self, workload: Workload) -> Rig | None:
         """The rig with the rates that fit this model."""
@@ -164,6 +169,8 @@ def _measure_once(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep
     gc.collect()  # the last run's model, before the next one takes its place
     workload = task.build()
     feed = task.feed(workload)
+    if task.ranks > 1:
+        workload.shard()
     with ExitStack() as cleanup:
         device = task.device_for(workload)
         cleanup.callback(device.close)

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ import torch
 from zenflow import ConfigError, ZenFlowConfig
 from zenflow.device import default_torch_device, device_name
 from zftune.errors import BadInputError, ProfileError
-from zftune.profile.document import BASELINES, build_document
+from zftune.profile.companions import several_ranks
+from zftune.profile.document import BASELINES, build_document, everybodys
 from zftune.profile.measure import Measurement, OnStep, Task, measure
 from zftune.profile.sampling import Sampling
 from zftune.rig_files import DEFAULT_RIG, load_rig
@@ -43,6 +45,8 @@ class ProfileOptions:
     seed: int = 0
     rig: str | None = None
     """A name, a file or "none"; None: the default rig where there is no GPU."""
+    ranks: int = 1
+    """Each on a rig of its own, with its rows of the model (FSDP2)."""
     real_time: bool = False
     """Whether a rig pads real work by the machine's clock, and does not simulate time."""
     baselines: bool = True
@@ -56,18 +60,39 @@ def profile(options: ProfileOptions, on_system: OnSystem) -> dict[str, Any]:
         ProfileError: the run could not be accepted (see `measure`).
     """
     task, name_of_device = task_of(options)
-    systems = {OWN: options.config} | (_baseline_configs(options.config) if options.baselines else {})
-    runs: dict[ZenFlowConfig, Measurement | None] = {}
-    with Sampling(lambda: [os.getpid()], simulated=task.simulated) as sampling:
-        for name, config in systems.items():
-            if config not in runs:
-                steps = options.steps if name == OWN else min(options.steps, SYNCHRONOUS_STEPS)
-                runs[config] = _measure_if_it_fits(task, config, steps, on_system(name))
-    own = runs[options.config]
+    others = partial(_measure_beside, options)
+    with (
+        Sampling(lambda: [os.getpid()], simulated=task.simulated) as sampling,
+        several_ranks(options.ranks, others),
+    ):
+        runs = _runs(task, options, on_system)
+        own = runs[options.config]
+        ranks = everybodys(task, own) if own is not None else []
     if own is None:
         raise ProfileError("the run does not fit into the GPU's memory; use a smaller --micro-batch or --sequence")
-    baselines = {name: runs[systems[name]] for name in BASELINES} if options.baselines else None
-    return build_document(task, own, baselines, device_name=name_of_device, sampling=sampling)
+    baselines = {name: runs[_systems(options)[name]] for name in BASELINES} if options.baselines else None
+    return build_document(task, own, baselines, ranks, device_name=name_of_device, sampling=sampling)
+
+
+def _systems(options: ProfileOptions) -> dict[str, ZenFlowConfig]:
+    return {OWN: options.config} | (_baseline_configs(options.config) if options.baselines else {})
+
+
+def _runs(task: Task, options: ProfileOptions, on_system: OnSystem) -> dict[ZenFlowConfig, Measurement | None]:
+    runs: dict[ZenFlowConfig, Measurement | None] = {}
+    for name, config in _systems(options).items():
+        if config not in runs:
+            steps = options.steps if name == OWN else min(options.steps, SYNCHRONOUS_STEPS)
+            runs[config] = _measure_if_it_fits(task, config, steps, on_system(name))
+    return runs
+
+
+def _measure_beside(options: ProfileOptions, rank: int) -> None:
+    """What another rank than the first does."""
+    task = dataclasses.replace(task_of(options)[0], rank=rank)
+    own = _runs(task, options, lambda _name: lambda _done, _total: None)[options.config]
+    if own is not None:
+        everybodys(task, own)
 
 
 def _measure_if_it_fits(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep) -> Measurement | None:
@@ -106,6 +131,11 @@ def task_of(options: ProfileOptions) -> tuple[Task, str]:
     torch_device = _torch_device(options.rig)
     if options.real_time and (options.rig == "none" or torch_device.type != "cpu"):
         raise BadInputError("--real-time: allowed only on a rig, a device has no other time")
+    if options.ranks > 1 and (options.rig == "none" or torch_device.type != "cpu" or options.real_time):
+        raise BadInputError(
+            f"--ranks {options.ranks}: allowed only on a rig in simulated time; profile your own with "
+            "zftune profile -- torchrun ..."
+        )
     on_gpu = torch_device.type != "cpu"
     rig_name = None if options.rig == "none" or on_gpu else options.rig or DEFAULT_RIG
     rig = None if rig_name is None else load_rig(rig_name)  # before the text, which takes longer to read
@@ -118,6 +148,7 @@ def task_of(options: ProfileOptions) -> tuple[Task, str]:
         seed=options.seed,
         torch_device=torch_device,
         rig=rig,
+        ranks=options.ranks,
         real_time=options.real_time,
     )
     return task, device_name(torch_device) + ("" if rig is None else " (emulated accelerator)")
@@ -135,6 +166,7 @@ def _check(options: ProfileOptions) -> None:
     """Refuse at once what needs neither the model nor the text to be seen as wrong."""
     for name, value, least in (
         ("steps", options.steps, 1),
+        ("ranks", options.ranks, 1),
         ("micro-batch", options.micro_batch, 1),
         ("sequence", options.sequence, 2),
     ):

@@ -123,8 +123,9 @@ def _subject(document: Document) -> Iterator[str]:
     workload, command = document["workload"], document["command"]
     if command is not None and command["script"] is not None:
         yield command["script"]
-    if command is not None and command["ranks"] > 1:
-        yield f"{command['ranks']} ranks"
+    ranks = len(document["ranks"]) if command is None else command["ranks"]
+    if ranks > 1:
+        yield f"{ranks} ranks"
     parameters = workload["parameters"]
     known = (workload["model"], None if parameters is None else f"{amount(parameters)} parameters", workload["dtype"])
     yield from (part for part in known if part is not None)
@@ -242,6 +243,8 @@ def _note_lines(document: Document) -> Iterator[Text]:
         yield Text.assemble(
             (f"Emulated: times come from the rig {rig['name']}, not from a GPU:", "bold yellow"), f" {_rig(rig)}"
         )
+        if (ranks := len(document["ranks"])) > 1:
+            yield Text(f"Each of {ranks} ranks has such a rig and its rows of the model; figures are those of rank 0.")
     by_reason: dict[str, list[str]] = {}
     for name, reason in document["missing"].items():
         if not name.startswith(_RAW):

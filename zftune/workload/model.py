@@ -75,6 +75,21 @@ class Workload:
         loss: Tensor = output.loss
         return loss
 
+    def shard(self, **policy: Any) -> None:
+        """Leave each rank of torch.distributed's default group its rows of every weight: FSDP2, layer by layer.
+
+        Args:
+            policy: as for `fully_shard`.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(next(self.module.parameters()).device.type, (torch.distributed.get_world_size(),))
+        lists = (part for part in self.module.modules() if isinstance(part, nn.ModuleList))
+        layers = max(lists, key=lambda part: sum(p.numel() for p in part.parameters()), default=())
+        for unit in (*layers, self.module):
+            fully_shard(unit, mesh=mesh, **policy)
+
     def describe(self, *, micro_batch: int, sequence: int, text: str) -> dict[str, Any]:
         """The "workload" of a profile document."""
         return {

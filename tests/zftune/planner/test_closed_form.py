@@ -9,7 +9,7 @@ import pytest
 from tests.zftune.planner.conftest import MEGA, toy_machine, toy_rates, toy_split
 from zenflow import ZenFlowConfig
 from zftune.planner import Job, ModelFacts, Rates
-from zftune.planner.closed_form import floor, greatest_staleness, least_window, mean_staleness
+from zftune.planner.closed_form import collective_ms, floor, greatest_staleness, least_window, mean_staleness
 from zftune.planner.rates import compute_ms
 
 GIGA = 10**9
@@ -115,5 +115,15 @@ def test_ranks_share_the_host_and_have_links_of_their_own() -> None:
     found = Rates.of(model, machine, Job(gpus=4))
     assert (found.host_gbps, found.update_gelements_s, found.d2h_gbps) == (25.0, 12.5, 25.0)
     # Of 1e9 elements each of four ranks sends three quarters: 1.5 GB at 20 GB/s.
-    assert found.reduce_ms(GIGA) == pytest.approx(75.0)
-    assert Rates.of(model, machine, Job()).reduce_ms(GIGA) == 0.0
+    assert found.share_ms(GIGA) == pytest.approx(75.0)
+    assert found.add_up_ms(GIGA) == pytest.approx(300.0)  # fp32, there and back
+    assert Rates.of(model, machine, Job()).share_ms(GIGA) == 0.0
+
+
+def test_the_collectives_are_fsdp2s() -> None:
+    # Two layers of 1e9 elements each and a rest of half of that, trained but for half of the layers.
+    half = GIGA // 2
+    split = replace(toy_split(MEGA), gathered=(GIGA, GIGA, half), reduced=(half, half, half), words=10**6)
+    four = replace(rates(), ranks=4, comm_gbps=20.0)
+    assert collective_ms(four, split) == pytest.approx(75.0 * (2.5 + 2 + 1.5) + 0.3)
+    assert collective_ms(replace(four, reshard=False), split) == pytest.approx(75.0 * (2.5 + 1.5) + 0.3)

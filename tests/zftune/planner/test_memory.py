@@ -119,11 +119,31 @@ def test_host_memory_is_what_the_runtime_allocates(seed: int) -> None:
         device.close()
 
 
-def test_ranks_share_the_state_and_each_have_a_largest_bucket() -> None:
+def test_ranks_share_all_but_a_count_of_each_column() -> None:
     config = ZenFlowConfig(topk_ratio=0.0, update_interval=2, bucket_bytes=1 << 17)
     one, four = (host_bytes(facts((1024, 1024)), config, ranks=ranks) for ranks in (1, 4))
-    assert (one["state"], one["staging"]) == (four["state"], four["staging"])
-    assert four["log"] - one["log"] == 2 * 3 * 64 * 1024 * 2
+    assert (one["staging"], one["log"]) == (four["staging"], four["log"])
+    assert four["state"] - one["state"] == 3 * 4 * 1024
+
+
+def test_rows_that_do_not_divide_evenly() -> None:
+    # 5 rows on 4 ranks: 2, 2, 1 and none, of 8 columns in one bucket; entries are multiples of 64 bytes.
+    found = host_bytes(facts((5, 8)), ZenFlowConfig(topk_ratio=0.0, update_interval=1), ranks=4)
+    assert found == {"state": 12 * 40 + 4 * 4 * 8, "staging": 2 * 40, "log": 3 * 2 * 64}
+
+
+def test_a_device_of_four_has_its_rows_and_what_is_gathered() -> None:
+    # Two layers of 64 MiB and a rest of 32: beside a quarter of all, the rest and a layer with two ahead of it; or all.
+    shapes = (4096, 4096), (4096, 4096), (4096, 4096), (4096, 4096), (4096, 4096)
+    model = facts(*shapes, layers=2, stages=(0, 0, 1, 1, 2))
+    config = ZenFlowConfig(topk_ratio=0.1, update_interval=2)
+    plan = model_plan(model, config)
+    jobs = [Job(seq=1, gpus=gpus, reshard=again) for gpus, again in ((1, True), (4, True), (4, False))]
+    one, four, kept = (device_bytes(model, plan, job, config, packed=0, arrived=0) for job in jobs)
+    assert (one["weights"], one["gathered"]) == (5 * 32 * MIB, 0)
+    assert (four["weights"], four["gathered"]) == (3 * 20 * MIB, (32 + 3 * 64) * MIB)  # 40 MiB, in segments
+    assert kept["gathered"] == (32 + 2 * 64 + 2 * 64) * MIB
+    assert four["state"] < one["state"] / 3
 
 
 def test_pinned_memory_and_what_a_reselection_takes() -> None:

@@ -17,7 +17,7 @@ from zenflow import ZenFlowConfig
 from zftune.errors import BadInputError
 from zftune.planner import Job, Machine, ModelFacts, make_plan
 from zftune.planner.command import plan
-from zftune.planner.plan import SCHEMA, curves, not_yet
+from zftune.planner.plan import SCHEMA, curves, of_ranks
 from zftune.planner.predicting import predict
 from zftune.planner.screen import render
 from zftune.report.plan import curves_chart, plan_html
@@ -69,20 +69,24 @@ def test_the_screen_fits_and_says_what_to_do(document: dict[str, Any]) -> None:
         assert word in text, word
 
 
-def test_several_ranks_are_told_that_each_holds_all_of_the_state(document: dict[str, Any]) -> None:
+def test_several_ranks_are_told_what_they_share_and_what_others_need(document: dict[str, Any]) -> None:
     model, config = ModelFacts.from_name(MODEL), ZenFlowConfig(topk_ratio=0.1, update_interval=3)
     alone = predict(model, Machine.load("a100-80-sxm"), Job(seq=512), config)
     together = 4 * alone.memory.host_bytes
     for host, fit in ((together, "fits"), (together - 1, "does not fit")):
-        (sentence,) = not_yet(model, Job(gpus=4), [(config, alone)], host)
+        shared, replicated = of_ranks(model, Job(gpus=4), [(config, alone)], host)
+        assert shared.endswith("layers are gathered again for backward.")
         memory = f"{together / 2**30:,.1f} GiB of host memory together, which {fit}"
-        assert f"today each of them holds all of it ({memory})" in sentence
-    assert not_yet(model, Job(gpus=1), [(config, alone)], 0) == []
-    found = make_plan(model, Machine.load("a100-80-sxm"), Job(seq=512, gpus=2), quality="exact")
-    assert found["verdict"][-1].startswith(
-        "This is for 2 ranks that share the optimizer's state, which zenflow does not"
-    )
-    assert "does not do yet" not in " ".join(document["verdict"])
+        assert f"hold all of the state each: {memory}." in replicated
+        assert replicated.endswith("4 times the work of link and host.")
+    assert of_ranks(model, Job(gpus=1), [(config, alone)], 0) == []
+    job = Job(seq=512, gpus=2, reshard=False)
+    found = make_plan(model, Machine.load("a100-80-sxm"), job, quality="exact")
+    assert found["verdict"][-2].startswith("This is for 2 ranks over PyTorch's FSDP2")
+    assert found["verdict"][-2].endswith("layers are kept until backward.")
+    assert "ranks" not in " ".join(document["verdict"])
+    # What two ranks need together is what one would, but for the counts of columns.
+    assert predict(model, Machine.load("a100-80-sxm"), job, config).memory.host_bytes < 1.001 * together / 4
 
 
 def test_the_page_needs_nothing_else(document: dict[str, Any]) -> None:
@@ -141,6 +145,7 @@ def test_what_does_not_fit_ends_with_1_and_says_what_is_missing() -> None:
     [
         (["--gpus", "0"], "--gpus 0: allowed is an integer from 1"),
         (["--gpus", "2"], "--gpus 2: allowed are 1 to 1"),
+        (["--no-reshard"], "--no-reshard: allowed only with --gpus 2 or more"),
         (["--seq", "-1"], "--seq -1"),
         (["--micro-batch", "0"], "--micro-batch 0"),
         (["--dtype", "int8"], "--dtype 'int8': allowed are bf16"),

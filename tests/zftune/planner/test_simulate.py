@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,17 +191,21 @@ def test_no_schedule_beats_the_closed_form() -> None:
 
 
 def test_four_ranks_move_a_quarter_each_and_pay_for_collectives() -> None:
-    # A link of 20 ms and a host of 48 ms for all elements are 5 and 12 for a rank; the collectives of 8 ms follow.
-    one = toy_rates(d2h=20, h2d=16, host=48)
-    four = Rates(**{**_fields(one), "ranks": 4, "comm_gbps": 2 * 0.75 / 8})
-    found = simulate(four, toy_split(MEGA), ZenFlowConfig.zero_offload())
-    # After backward: reduce-scatter 8, down 5, host 12, up 4, gather 8.
-    assert found.step_ms == pytest.approx(30 + 8 + 5 + 12 + 4 + 8)
-    assert found.stall_ms["comm"] == pytest.approx(8 + 8)
-
-
-def _fields(rates: Rates) -> dict[str, Any]:
-    return {name: getattr(rates, name) for name in Rates.__slots__}
+    # A link of 20 ms and a host of 48 ms for all elements are 5 and 12 for a rank; a layer's collective takes 2 ms.
+    four = replace(toy_rates(d2h=20, h2d=16, host=48), ranks=4, comm_gbps=0.375)
+    units = (MEGA // 2, MEGA // 2, 0)
+    split = replace(toy_split(MEGA // 2, MEGA // 2), gathered=units, reduced=units)
+    found = simulate(four, split, ZenFlowConfig.zero_offload())
+    # Layer 0 is gathered until 2, layer 1 beside its forward; both again for backward, which ends at 32. Gradients are
+    # reduced at 24 and 34, and on the host at 26.5 and 36.5.
+    assert found.step_ms == pytest.approx(36.5 + 12 + 4)
+    assert stalls(found) == {"comm": 2 + 2, "d2h": 2.5, "host": 12, "h2d": 4}
+    # A slow network: layer 1 is gathered from 20 to 40, again from 40 to 60; layer 0 again to 80. Layer 1's gradients
+    # are reduced from 80 to 100, layer 0's to 120.
+    slow = simulate(replace(four, comm_gbps=0.0375), split, ZenFlowConfig.zero_offload())
+    assert slow.step_ms == pytest.approx(120 + 2.5 + 12 + 4)
+    kept = simulate(replace(four, comm_gbps=0.0375, reshard=False), split, ZenFlowConfig.zero_offload())
+    assert kept.step_ms == pytest.approx(40 + 5 + 10 + 20 + 20 + 2.5 + 12 + 4)
 
 
 # --- measured ---------------------------------------------------------------------------------------------------------

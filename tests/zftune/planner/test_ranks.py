@@ -1,0 +1,186 @@
+"""Predictions for several ranks over FSDP2, beside what two of them do: bytes, host memory, and steps on rigs."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.tiers import by_day
+from tests.zenflow.rank_runs import Results, results_of_ranks
+from zenflow import EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig
+from zftune.planner import ModelFacts, Rates
+from zftune.planner.closed_form import floor
+from zftune.planner.memory import host_bytes
+from zftune.planner.simulate import simulate
+from zftune.planner.split import split_of
+
+RANKS, WIDTH, LAYERS, VOCABULARY = 2, 32, 4, 64
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.norm(x + self.down(torch.relu(self.up(x))))
+        return normed
+
+
+class Layered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList([Layer() for _ in range(LAYERS)])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+def model_of() -> Layered:
+    torch.manual_seed(0)
+    return Layered().to(torch.bfloat16)
+
+
+RIG = Rig(
+    "ranks",
+    "",
+    forward_ms=10.0,
+    backward_ms=20.0,
+    link_d2h_gbps=4e-6,
+    link_h2d_gbps=4e-6,
+    host_gbps=3e-5,
+    device_gbps=1e-3,
+    scale=1.0,
+    comm_gbps=2e-5,
+    comm_latency_us=20.0,
+)
+SLOW = replace(RIG, comm_gbps=3e-6, comm_latency_us=300.0)
+
+
+@dataclass(frozen=True)
+class Setting:
+    config: ZenFlowConfig
+    rig: Rig = RIG
+    reshard: bool = True
+
+
+def windows(interval: int, **knobs: Any) -> ZenFlowConfig:
+    return ZenFlowConfig(**{"topk_ratio": 0.1, "update_interval": interval, "select_interval": 1 << 20, **knobs})
+
+
+ALL = {
+    "in turn": Setting(ZenFlowConfig.zero_offload(bucket_bytes=2000)),
+    "pipelined": Setting(ZenFlowConfig.zero_offload(pipeline="bucket", bucket_bytes=2000)),
+    "windows": Setting(windows(4, bucket_bytes=2000)),
+    "early": Setting(windows(4, apply_lag=1, bucket_bytes=2000)),
+    "whole": Setting(windows(4, stream=False, bucket_bytes=2000)),
+    "half": Setting(windows(2, offload_ratio=0.5, bucket_bytes=2000)),
+    "on the device": Setting(ZenFlowConfig.zero_offload(offload_ratio=0.0, pipeline="bucket")),
+    "kept": Setting(windows(4, bucket_bytes=2000), reshard=False),
+    "slow network": Setting(windows(4, bucket_bytes=2000), rig=SLOW),
+    "slow network, kept": Setting(windows(4, bucket_bytes=2000), rig=SLOW, reshard=False),
+}
+SETTINGS = by_day(
+    {name: ALL[name] for name in ("pipelined", "windows", "half", "slow network, kept")},
+    all_of=ALL,
+)
+STEPS = 24
+
+
+def train(setting: Setting, rank: int) -> dict[str, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = model_of()
+    for unit in (*model.layers, model):
+        fully_shard(unit, reshard_after_forward=setting.reshard and unit is not model)
+    model.to(torch.bfloat16)
+    device = EmulatedAccelerator(setting.rig)
+    optimizer = ZenFlowAdamW(model.parameters(), lr=1e-3, config=setting.config, module=model, device=device)
+    device.attach(model)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randint(0, VOCABULARY, (2, 4), generator=generator)).backward()
+        optimizer.step()
+        host = optimizer.host_bytes()
+    steps = optimizer.history(wait=True)[STEPS // 2 :]
+    optimizer.close()
+    device.close()
+    return {
+        "step_ms": statistics.fmean(one.step_ms for one in steps if one.step_ms is not None),
+        "d2h": [one.d2h_bytes for one in steps],
+        "h2d": [one.h2d_bytes for one in steps],
+        "host": host,
+        "host_bytes": sum(one.host_bytes for one in steps),
+    }
+
+
+WORK = {name: partial(train, setting) for name, setting in SETTINGS.items()}
+"""What all ranks do together."""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    found = results_of_ranks(tmp_path_factory.mktemp("ranks"), "tests.zftune.planner.test_ranks", list(WORK), RANKS)
+    for results in found:
+        for result in results.values():
+            assert "error" not in result, result["trace"]
+    return found
+
+
+def facts() -> ModelFacts:
+    return ModelFacts.from_module("layered", model_of())
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_steps_are_those_of_ranks_on_rigs(ranks: Results, name: str) -> None:
+    """Apart from the numbers that the host is told in a step, 4 bytes of each weight, which are much in a toy."""
+    setting = SETTINGS[name]
+    rates = Rates.of_rig(setting.rig, ranks=RANKS, reshard=setting.reshard)
+    split = split_of(facts(), setting.config, pieces=1 << 20)
+    steady, least = simulate(rates, split, setting.config), floor(rates, split, setting.config)
+    for results in ranks:
+        assert results[name]["step_ms"] == pytest.approx(steady.step_ms, rel=0.005)
+        assert least.step_ms <= 1.001 * results[name]["step_ms"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_bytes_are_those_that_the_ranks_count(ranks: Results, name: str) -> None:
+    setting, model = SETTINGS[name], facts()
+    split, window = split_of(model, setting.config), setting.config.longest_window
+    nbytes = model.element_bytes * split.deferred
+    for down in zip(*(results[name]["d2h"] for results in ranks), strict=True):
+        assert sum(down) == nbytes
+    up = [sum(ups) for ups in zip(*(results[name]["h2d"] for results in ranks), strict=True)]
+    assert {sum(up[first : first + window]) for first in range(0, len(up), window)} == {nbytes}
+    # 26 + 2 S bytes a window, on all hosts together.
+    work = (26 + 2 * window) * split.deferred * len(up) // window
+    assert sum(results[name]["host_bytes"] for results in ranks) == work
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_host_memory_is_that_of_all_ranks(ranks: Results, name: str) -> None:
+    expected = host_bytes(facts(), SETTINGS[name].config, ranks=RANKS)
+    found = {use: sum(results[name]["host"][use] for results in ranks) for use in expected}
+    assert {use: found[use] for use in ("state", "staging")} == {use: expected[use] for use in ("state", "staging")}
+    assert found["log"] <= expected["log"]
+
+
+def test_each_of_two_ranks_sends_half(ranks: Results) -> None:
+    for one, other in itertools.pairwise(results["windows"]["d2h"] for results in ranks):
+        assert one == pytest.approx(other, rel=0.01)
