@@ -26,8 +26,8 @@ def by_day(few: _Cases, *, all_of: _Cases) -> _Cases:
 
 
 def repeated(count: int) -> int:
-    """How often something random is tried: so often before a release, by day a third of that, at least twice."""
-    return by_day(min(count, max(2, count // 3)), all_of=count)
+    """How often something random is tried: so often before a release, by day a quarter of that, at least twice."""
+    return by_day(min(count, max(2, count // 4)), all_of=count)
 
 
 def combinations(**axes: Iterable[Any]) -> list[tuple[Any, ...]]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.tiers import by_day
 from tests.zenflow.fsdp_cases import (
     AUTO,
     CLIPPED,
@@ -36,7 +37,7 @@ from zenflow import ZenFlowAdamW, ZenFlowConfig, ZenFlowError, distributed
 FOLDER = "ZENFLOW_TEST_CHECKPOINTS"
 """The environment's: where they are."""
 
-CASES = {
+ALL_CASES = {
     "overlapped": Case(replace(OVERLAPPED, bucket_bytes=100)),
     "twin flow": Case(replace(CLIPPED, offload_ratio=0.5, update_interval=5, apply_lag=4), rule="lion"),
     "auto": Case(AUTO),
@@ -45,13 +46,14 @@ CASES = {
     "whole": Case(replace(OVERLAPPED, topk_ratio=0.2)),
 }
 """Saved in the middle of a window, with buckets in flight and a selection or a change of knobs pending."""
+CASES = by_day({name: ALL_CASES[name] for name in ("overlapped", "mean", "knobs", "whole")}, all_of=ALL_CASES)
 WHOLE = ("whole",)
 """Not sharded where it is saved: each rank has all of it."""
 FLUSHED = ("mean",)
 """Saved while the model holds what a flush would make of it."""
 STOPS = (5, 7)
 """After which they are saved."""
-ON_FOUR = ("overlapped", "mean")
+ON_FOUR = by_day(("overlapped",), all_of=("overlapped", "mean"))
 """Of these, runs of four ranks are saved too, of which one has no row of some weights."""
 GONE_ON = [(name, stop) for name in CASES for stop in (STOPS if name == "overlapped" else STOPS[-1:])]
 """What is taken up on other ranks."""
