@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from zenflow.host.tasks import Control
+from zenflow.sharded import local_rows
 
 # torch.nn.utils.clip_grad_norm_ uses the same.
 _NORM_EPS = 1e-6
@@ -89,8 +90,7 @@ def as_flag(value: torch.Tensor, device: torch.device) -> torch.Tensor:
         value: on any device; of GradScaler over sharded gradients, a DTensor.
         device: where the flag is wanted.
     """
-    local = value.to_local() if hasattr(value, "to_local") else value
-    return torch.as_tensor(local, device=device).reshape(()) != 0
+    return torch.as_tensor(local_rows(value), device=device).reshape(()) != 0
 
 
 def scaled_control(control: StepControl | None, factor: torch.Tensor | None) -> StepControl | None:

@@ -92,7 +92,7 @@ class Rows(nn.Parameter):
         return DTensor(columns, spec, requires_grad=False)
 
     def follow(self) -> None:
-        """Take over the memory that the DTensor has by now: `load_state_dict(assign=True)`, `to()`, padding."""
+        """Take over the memory that the DTensor has by now, after `to()` or padding."""
         local = _local(self.whole)
         moved = local.data_ptr() != self.data_ptr() or local.dtype != self.dtype or local.shape != self.shape
         if moved or local.device != self.device:
