@@ -80,19 +80,20 @@ def test_an_interpreter_that_keeps_the_agent_out(profile: Run, flag: str) -> Non
     ended.says("so zftune's agent cannot start")
 
 
-@pytest.mark.parametrize(
-    ("text", "seen"),
-    [
-        ("import builtins; builtins.theirs = 7", b"7\n"),
-        ("print('from theirs')", b"from theirs\nnone\n"),
-        ("raise RuntimeError('theirs is broken')", b"none\n"),
-        ("import nonesuch_module", b"none\n"),
-        ("import sys; sys.exit(0)", None),
-        ("this is no python", b"none\n"),
-    ],
-    ids=["good", "prints", "raises", "import", "exits", "syntax"],
-)
-def test_a_sitecustomize_of_the_users(profile: Run, tmp_path: Path, text: str, seen: bytes | None) -> None:
+SITECUSTOMIZE: dict[str, tuple[str, bytes | None]] = {
+    "good": ("import builtins; builtins.theirs = 7", b"7\n"),
+    "prints": ("print('from theirs')", b"from theirs\nnone\n"),
+    "raises": ("raise RuntimeError('theirs is broken')", b"none\n"),
+    "import": ("import nonesuch_module", b"none\n"),
+    "exits": ("import sys; sys.exit(0)", None),
+    "syntax": ("this is no python", b"none\n"),
+}
+"""Of a user, and what the training then prints; None: it does not begin."""
+
+
+@pytest.mark.parametrize("kind", by_day(["good", "raises", "exits"], all_of=list(SITECUSTOMIZE)))
+def test_a_sitecustomize_of_the_users(profile: Run, tmp_path: Path, kind: str) -> None:
+    text, seen = SITECUSTOMIZE[kind]
     folder = tmp_path / "site"
     folder.mkdir()
     # zftune is Python too, and has one of the user's as well: only the command's own start counts here.

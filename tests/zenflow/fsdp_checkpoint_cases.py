@@ -46,7 +46,7 @@ ALL_CASES = {
     "whole": Case(replace(OVERLAPPED, topk_ratio=0.2)),
 }
 """Saved in the middle of a window, with buckets in flight and a selection or a change of knobs pending."""
-CASES = by_day({name: ALL_CASES[name] for name in ("overlapped", "mean", "knobs", "whole")}, all_of=ALL_CASES)
+CASES = by_day({name: ALL_CASES[name] for name in ("overlapped", "mean")}, all_of=ALL_CASES)
 WHOLE = ("whole",)
 """Not sharded where it is saved: each rank has all of it."""
 FLUSHED = ("mean",)

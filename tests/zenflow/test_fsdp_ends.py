@@ -22,7 +22,7 @@ from tests.tiers import by_day
 from tests.zenflow.fsdp_ends import EVERY, FOLDER, LAST, TIMEOUT, undisturbed
 from tests.zenflow.rank_runs import ROOT, results_of_ranks
 
-KILLS = int(os.environ.get("ZFTUNE_KILLS", by_day("2", all_of="20")))
+KILLS = int(os.environ.get("ZFTUNE_KILLS", by_day("1", all_of="20")))
 RANKS = 4
 ENDS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGUSR1)
 ELSEWHERE = (3, 8)
