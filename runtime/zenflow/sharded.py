@@ -202,14 +202,15 @@ def require_known(parameters: Iterable[torch.Tensor]) -> None:
         UnsupportedError: one belongs to FSDP1, a tensor parallel plan or ZeRO stage 3, or its rows are on the host.
     """
     for parameter in parameters:
+        if _is_dtensor(parameter):
+            _require_rows(cast("DTensor", parameter))
+            continue
         # FSDP1 marks its flat parameters and, with use_orig_params=True, their views; torch has no public question.
         if getattr(parameter, "_fsdp_flattened", False):
             kind = "a part of torch's FullyShardedDataParallel (FSDP1)"
         elif hasattr(parameter, "ds_id"):
             kind = "partitioned by DeepSpeed's ZeRO stage 3"
         else:
-            if _is_dtensor(parameter):
-                _require_rows(cast("DTensor", parameter))
             continue
         raise UnsupportedError(
             f"a parameter of shape {tuple(parameter.shape)} is {kind}, allowed are parameters of fully_shard (FSDP2), "

@@ -75,17 +75,18 @@ def optimizer_file(rank: int, *, bf16: bool) -> str:
     return f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
-def masters_alone(masters: Sequence[torch.Tensor], config: object, version: str) -> dict[str, Any]:
-    """Such a file's content with all of the masters and no more, which is what `zero_to_fp32` reads of it.
+def masters_alone(masters: Sequence[torch.Tensor], config: object, version: str, ranks: int = 1) -> dict[str, Any]:
+    """Such a file's content with masters and no more, which is what `zero_to_fp32` reads of it.
 
     Args:
-        masters: each group's, behind each other in one fp32 vector.
+        masters: each group's, behind each other in one fp32 vector; of several ranks, this one's part of it.
         config: DeepSpeed's.
         version: DeepSpeed's.
+        ranks: whose files belong together.
     """
     part = {
         "zero_stage": STAGE,
-        "partition_count": [1] * len(masters),
+        "partition_count": [ranks] * len(masters),
         "single_partition_of_fp32_groups": list(masters),
         "ds_version": version,
     }

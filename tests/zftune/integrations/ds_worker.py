@@ -6,7 +6,8 @@ CASES.json holds {name: case}; OUT.pt then holds {name: what was seen}. Keys of 
 "ours" (enable() first), "enable" (its arguments), "optimizer" (json, instance, callable, or a class's name),
 "scheduler" (instance, callable), "steps", "passes" (backward passes of a step), "load" and "save" (folders),
 "save_after", "die" (kill -9 after saving), "form" (of the config: dict, path, base64, args), "model" (plain, odd),
-"backward" (engine, scaled, direct), "twice" (initialize a second time, on the same model).
+"backward" (engine, scaled, direct), "twice" (initialize a second time, on the same model), "init" (the dtype in which
+`deepspeed.zero.Init` makes the model).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 from torch import nn
 
 from tests import upstream_ops
+from zftune.integrations.fsdp2 import whole
 
 LR = 1e-3
 WIDTH = 24
@@ -132,7 +134,11 @@ def train(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if case.get("ours"):
         zftune_deepspeed.enable(**case.get("enable", {}))
     affinity, threads = os.sched_getaffinity(0), _threads()
-    model = make_model(case.get("model", "plain"))
+    if case.get("init"):
+        with deepspeed.zero.Init(config_dict_or_path=case["config"], dtype=getattr(torch, case["init"])):
+            model = make_model(case.get("model", "plain"))
+    else:
+        model = make_model(case.get("model", "plain"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine, optimizer, _, scheduler = deepspeed.initialize(
@@ -151,7 +157,7 @@ def train(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             _step(engine, model, case, seen)
     seen |= {
         "skipped": engine.skipped_steps,
-        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+        "weights": weights_of(model),
         "engine_dtypes": [str(dtype) for dtype in engine.get_data_types()],
         "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
         "optimizer": type(optimizer).__name__,
@@ -160,7 +166,7 @@ def train(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
     if type(optimizer).__name__ == "EngineOptimizer":
         optimizer.flush()
-        seen["flushed"] = {name: value.clone() for name, value in model.state_dict().items()}
+        seen["flushed"] = weights_of(model)
         seen |= {name: getattr(optimizer.config, name) for name in ("topk_ratio", "update_interval")}
     engine.destroy()
     seen["affinity_kept"] = os.sched_getaffinity(0) == affinity
@@ -169,6 +175,11 @@ def train(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         time.sleep(0.01)
     seen["threads"] = _threads() - threads
     return seen
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole copies."""
+    return {name: whole(value).clone() for name, value in model.state_dict().items()}
 
 
 def _step(engine: Any, model: nn.Module, case: dict[str, Any], seen: dict[str, Any]) -> None:

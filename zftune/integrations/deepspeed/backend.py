@@ -6,7 +6,8 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,19 +18,24 @@ from torch.optim import Optimizer
 from zenflow import ZenFlowConfig, ZenFlowError
 from zftune.agent import NOBODY, ONLINE
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed import optimizers
+from zftune.integrations import fsdp2
+from zftune.integrations.deepspeed import optimizers, sharded_files
 from zftune.integrations.deepspeed.choosing import OWN_KNOBS, Training, choose, late_knobs, with_knobs
-from zftune.integrations.deepspeed.ds_config import micro_batch_of, stage_of
+from zftune.integrations.deepspeed.ds_config import micro_batch_of, stage_of, truth
 from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer, LossScaling
 from zftune.integrations.deepspeed.fp32_weights import save_whole, save_with_fp32
 from zftune.integrations.deepspeed.outcome import quality_of
-from zftune.integrations.deepspeed.precision import Precision, cast_inputs, loss_scaler
+from zftune.integrations.deepspeed.precision import Precision, cast_inputs, dtype_named, loss_scaler
 from zftune.integrations.deepspeed.refusal import INSTEAD, require_none
 from zftune.integrations.deepspeed.section import Section
 from zftune.integrations.deepspeed.support import TAKEN_OVER, refusals
+from zftune.integrations.fsdp2 import Sharded
 from zftune.store.types import Quality
 
 _logger = logging.getLogger("zftune")
+_GATHERS = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
+_SHARDED = 3
+"""The stage of ZeRO whose weights are."""
 _PROMISES = {
     "exact": "exact: the weights are those of the plain optimizer",
     "published": "published: updates of unimportant columns come late",
@@ -51,6 +57,10 @@ class Plan:
     section: Section
     quality: Quality
     stage: int
+    reduced_in: torch.dtype | None
+    """In which gradients are summed over ranks; None: in their own."""
+    gathers: bool
+    """Whether whole weights of stage 3 may be saved in 16 bits."""
 
 
 def plan(config: Mapping[str, Any], section: Section) -> Plan:
@@ -76,8 +86,16 @@ def plan(config: Mapping[str, Any], section: Section) -> Plan:
     for_engine = {name: copy.deepcopy(value) for name, value in config.items() if name not in TAKEN_OVER}
     for_engine["gradient_clipping"] = 0.0
     return Plan(
-        for_engine, own, late if has_zenflow else None, precision, section, quality, int(stage_of(config))
-    )  # fmt: skip
+        config=for_engine,
+        own=own,
+        late=late if has_zenflow else None,
+        precision=precision,
+        section=section,
+        quality=quality,
+        stage=int(stage_of(config)),
+        reduced_in=dtype_named(config.get("communication_data_type")),
+        gathers=isinstance(zero, Mapping) and any(truth(zero.get(name)) for name in _GATHERS),
+    )
 
 
 def recipe_of(config: Mapping[str, Any], optimizer: Any) -> optimizers.Recipe | None:
@@ -95,21 +113,77 @@ def recipe_of(config: Mapping[str, Any], optimizer: Any) -> optimizers.Recipe | 
     return optimizers.from_client(optimizer) if isinstance(optimizer, Optimizer) else None
 
 
-def require_plain(module: nn.Module) -> None:
+def require_plain(module: nn.Module, stage: int) -> None:
     """Refuse models that DeepSpeed has cut up.
 
+    Args:
+        module: as the script passes it.
+        stage: of ZeRO.
+
     Raises:
-        BadInputError: it is a pipeline, or was made under `deepspeed.zero.Init`.
+        BadInputError: it is a pipeline, or was made under `deepspeed.zero.Init` without stage 3.
     """
-    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+    if stage != _SHARDED and any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
         raise BadInputError(
-            "the model was made under deepspeed.zero.Init, allowed with the backend zenflow is a model made without, "
-            f"{INSTEAD}"
+            "the model was made under deepspeed.zero.Init, allowed with the backend zenflow is that with "
+            f"zero_optimization.stage 3, {INSTEAD}"
         )
     for part in module.modules():
         found = {base.__name__ for base in type(part).__mro__} & {"PipelineModule", "MoE", "AutoEPMoELayer"}
         for name in found if any(base.__module__.startswith("deepspeed") for base in type(part).__mro__) else ():
             raise BadInputError(f"the model holds a {name}, allowed is none with the backend zenflow, {INSTEAD}")
+
+
+def shard(plan: Plan, module: nn.Module) -> Sharded | None:
+    """At stage 3, leave each of several ranks its rows of the model.
+
+    Args:
+        plan: of the call.
+        module: changed in place.
+
+    Returns:
+        None: it is whole.
+
+    Raises:
+        BadInputError: it has parameters that cannot be cut up, or torch is too old.
+    """
+    ranks = torch.distributed.get_world_size()
+    if plan.stage != _SHARDED:
+        return None
+    if ranks == 1:
+        fsdp2.make_whole(module)
+        return None
+    from deepspeed.accelerator import get_accelerator
+
+    from zftune.integrations.deepspeed import zero3
+
+    fsdp2.require_torch()
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    made = fsdp2.shard(
+        module,
+        init_device_mesh(get_accelerator().device_name(), (ranks,)),
+        dtype=plan.precision.dtype,
+        reshard_after_forward=True,
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=plan.reduced_in),
+    )
+    zero3.mark(module)
+    return made
+
+
+@contextmanager
+def staying(module: nn.Module) -> Iterator[None]:
+    """Within it `module.to()` does nothing: the weights are where they belong, and torch would make new ones of them.
+
+    Args:
+        module: that FSDP2 has sharded.
+    """
+    module.to = lambda *_, **__: module  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.to
 
 
 class Making:
@@ -120,14 +194,23 @@ class Making:
         recipe: None: `callable_` gives the optimizer to copy.
         callable_: as the script passes it.
         module: the model.
+        sharded: what became of its parameters; None: they are whole.
     """
 
-    def __init__(self, plan: Plan, recipe: optimizers.Recipe | None, callable_: Any, module: nn.Module) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        recipe: optimizers.Recipe | None,
+        callable_: Any,
+        module: nn.Module,
+        sharded: Sharded | None,
+    ) -> None:
         self._plan = plan
         self._recipe = recipe
         self._callable = callable_
         self._module = module
-        self._masters = plan.precision.cast(module)
+        self._sharded = sharded
+        self._masters = plan.precision.cast(module) | (sharded.masters if sharded is not None else {})
         self.optimizer: EngineOptimizer | None = None
         self.follows = False
         """Whether its first steps are to show what late updates win (`zftune.hiding`)."""
@@ -136,12 +219,15 @@ class Making:
 
     def __call__(self, parameters: Any) -> EngineOptimizer:
         """An optimizer of these parameters."""
-        recipe = self._recipe or optimizers.from_client(self._callable(parameters))
+        given = list(parameters) if self._sharded is None else self._sharded.now(parameters)
+        recipe = self._recipe or optimizers.from_client(self._callable(given))
+        if self._sharded is not None and recipe.groups is not None:
+            recipe = replace(recipe, groups=self._sharded.now(recipe.groups))
         config = self._chosen()
         scaling = self._plan.precision.loss_scaling
         scaler = None if scaling is None else loss_scaler(scaling)
         try:
-            made = EngineOptimizer(list(_copied(parameters)), recipe, config, self._module, scaler)
+            made = EngineOptimizer(list(_copied(given)), recipe, config, self._module, scaler)
             made.give_masters(self._masters)
         except ZenFlowError as error:
             raise BadInputError(str(error)) from error
@@ -172,6 +258,9 @@ class Making:
             self.follows = True
             config, late = late_knobs(config, plan.quality, self._torch_device)
             sentence = sentence.replace(OWN_KNOBS, late)
+        if self._sharded is not None:
+            weights_bytes = f"{self._sharded.bytes / 1e9:.3g} GB of weights on each"
+            sentence += f"; sharded by FSDP2 over {self._sharded.ranks} ranks, {weights_bytes}"
         _logger.info("zftune: backend zenflow, quality %s; %s", _PROMISES[plan.quality], sentence)
         return config
 
@@ -217,6 +306,8 @@ def take_over(engine: Any, made: EngineOptimizer, plan: Plan) -> None:
         engine.torch_autocast_z0_gradscaler = LossScaling(made)
     _allow_direct_backward(engine, made)
     save_with_fp32(engine, made)
+    if plan.stage == _SHARDED:
+        sharded_files.take_over(engine, made, gathers=plan.gathers)
     save_whole(engine, made)
     if plan.precision.casts_inputs and plan.precision.dtype is not None:
         cast_inputs(engine.module, plan.precision.dtype)

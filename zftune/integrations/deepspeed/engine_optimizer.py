@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -15,8 +17,10 @@ from zenflow.rules import RULES
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed.accessors import link, unlink
 from zftune.integrations.deepspeed.optimizers import Recipe
+from zftune.integrations.deepspeed.sharded_files import load_folder
 
 _SCALER = "loss_scaler"
+_IN_FOLDER = "in_folder"
 _SAVED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -42,6 +46,7 @@ class EngineOptimizer(ZenFlowOptimizer):
         """DeepSpeed's; None where the loss is not scaled."""
         self._overflow = False
         self._norm: torch.Tensor | None = None
+        self._folder: Path | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with the model's names for its parameters: a checkpoint tells whose state is whose.
@@ -118,9 +123,27 @@ class EngineOptimizer(ZenFlowOptimizer):
         self.close()
         unlink(self, (parameter for group in self.param_groups for parameter in group["params"]))
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank has rows of the parameters."""
+        return any(hasattr(parameter, "placements") for group in self.param_groups for parameter in group["params"])
+
+    @contextmanager
+    def kept_in(self, folder: Path) -> Iterator[None]:
+        """Within it a `state_dict()` holds no state: that is in a folder, which is loaded with it.
+
+        Args:
+            folder: as `zenflow.distributed` writes it.
+        """
+        self._folder = folder
+        try:
+            yield
+        finally:
+            self._folder = None
+
     def state_dict(self) -> dict[str, Any]:
         """As zenflow's, and the state of the loss scaler."""
-        state = super().state_dict()
+        state: dict[str, Any] = {_IN_FOLDER: True} if self._folder is not None else super().state_dict()
         if self.loss_scaler is not None:
             state[_SCALER] = {
                 name: getattr(self.loss_scaler, name) for name in _SAVED if hasattr(self.loss_scaler, name)
@@ -134,7 +157,7 @@ class EngineOptimizer(ZenFlowOptimizer):
             state_dict: as `state_dict()` gave it.
 
         Raises:
-            BadInputError: the checkpoint holds no optimizer, as ZeRO's have it elsewhere.
+            BadInputError: the checkpoint holds no optimizer, as ZeRO's have it elsewhere, or its folder is not there.
             CheckpointError: it is truncated or not of this optimizer.
         """
         if state_dict is None:
@@ -142,7 +165,10 @@ class EngineOptimizer(ZenFlowOptimizer):
                 "the checkpoint is of ZeRO, allowed is one of the backend zenflow: `zftune checkpoint import` makes it"
             )
         scaler = state_dict.get(_SCALER, {})
-        super().load_state_dict({name: value for name, value in state_dict.items() if name != _SCALER})
+        if _IN_FOLDER in state_dict:
+            load_folder(self, self._folder)
+        else:
+            super().load_state_dict({name: value for name, value in state_dict.items() if name != _SCALER})
         for name, value in scaler.items() if self.loss_scaler is not None else ():
             setattr(self.loss_scaler, name, value)
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zenflow.full_state import MASTER
+from zenflow.sharded import local_rows
 from zenflow.state import reread
 from zftune.checkpoint.engine_files import masters_alone, optimizer_file
+from zftune.integrations.fsdp2 import whole
 
 if TYPE_CHECKING:
     from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer
@@ -80,9 +82,11 @@ def save_with_fp32(engine: Any, optimizer: EngineOptimizer) -> None:
     def save(
         save_dir: Any, tag: Any, client_state: Mapping[str, Any] | None = None, exclude_frozen_parameters: bool = False
     ) -> Any:
-        if engine.save_non_zero_checkpoint:  # this rank writes the model
-            document = masters_alone(_masters(optimizer), engine.config, _version())
-            name = optimizer_file(0, bf16=engine.bfloat16_enabled())
+        by_rows = optimizer.is_sharded
+        if by_rows or engine.save_non_zero_checkpoint:  # this rank writes the model
+            rank, ranks = (engine.global_rank, engine.world_size) if by_rows else (0, 1)
+            document = masters_alone(_masters(optimizer), engine.config, _version(), ranks)
+            name = optimizer_file(rank, bf16=engine.bfloat16_enabled())
             engine.checkpoint_engine.save(document, str(Path(save_dir, str(tag), name)))
             if engine.global_rank == 0:
                 engine._copy_recovery_script(
@@ -100,29 +104,36 @@ def save_with_fp32(engine: Any, optimizer: EngineOptimizer) -> None:
 
 
 def _masters(optimizer: EngineOptimizer) -> list[torch.Tensor]:
-    """Each group's masters behind each other, as one rank of ZeRO has them."""
+    """Each group's masters behind each other, as one rank of ZeRO has them; of sharded ones this rank's rows."""
     flats = []
-    for group in optimizer.param_groups:
-        lengths = [parameter.numel() for parameter in group["params"]]
+    for group in _groups(optimizer):
+        lengths = [local_rows(parameter.detach()).numel() for parameter in group]
         flat = torch.empty(sum(lengths), dtype=torch.float32, device="cpu")
         parts = flat.split(lengths)
-        for part, parameter in zip(parts, group["params"], strict=True):
-            master = optimizer.full_state(parameter)[MASTER]
-            part.copy_(reread(master, parameter.detach().cpu()).reshape(-1))  # with what is pending, as the weights
+        for part, parameter in zip(parts, group, strict=True):
+            master = local_rows(optimizer.full_state(parameter)[MASTER])
+            shown = local_rows(parameter.detach()).cpu()
+            part.copy_(reread(master, shown).reshape(-1))  # with what is pending, as the weights
         flats.append(flat)
     return flats
+
+
+def _groups(optimizer: EngineOptimizer) -> list[list[Any]]:
+    """The parameters of each group; a group for each that is sharded: ranks' parts of a group are joined in turn."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    return [[parameter] for group in groups for parameter in group] if optimizer.is_sharded else groups
 
 
 def _about_model(engine: Any, optimizer: EngineOptimizer, *, frozen: bool) -> dict[str, Any]:
     """What ZeRO's engine adds to the file with the model: whose masters these are, and the weights that have none."""
     names = engine.param_names
-    trained = [{names[parameter]: parameter.shape for parameter in group["params"]} for group in optimizer.param_groups]
+    trained = [{names[parameter]: parameter.shape for parameter in group} for group in _groups(optimizer)]
     known = {name for of_group in trained for name in of_group}
     rest = {name: parameter for parameter, name in names.items() if name not in known} if frozen else None
     return {
         "param_shapes": trained,
         "frozen_param_shapes": rest and {name: parameter.shape for name, parameter in rest.items()},
-        "frozen_param_fragments": rest and {name: parameter.detach() for name, parameter in rest.items()},
+        "frozen_param_fragments": rest and {name: whole(parameter.detach()) for name, parameter in rest.items()},
         "shared_params": engine._get_shared_params(),
     }
 

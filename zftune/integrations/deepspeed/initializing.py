@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -116,18 +117,20 @@ def _with_zenflow(original: Wrapped, given: dict[str, Any], config: dict[str, An
         )
     _about_version()
     plan = backend.plan(config, section)
-    if config.get("communication_data_type") is not None and torch.distributed.get_world_size() > 1:
-        _logger.warning("communication_data_type is ignored: gradients are averaged in their own dtype")
     module, optimizer, scheduler = given["model"], given.get("optimizer"), given.get("lr_scheduler")
-    backend.require_plain(module)
+    backend.require_plain(module, plan.stage)
     recipe = backend.recipe_of(config, optimizer)
-    making = backend.Making(plan, recipe, optimizer, module)
+    sharded = backend.shard(plan, module)
+    if sharded is None and plan.reduced_in is not None and torch.distributed.get_world_size() > 1:
+        _logger.warning("communication_data_type is ignored: gradients are averaged in their own dtype")
+    making = backend.Making(plan, recipe, optimizer, module, sharded)
     changed = {**given, "optimizer": making}
     if recipe is not None and recipe.client is not None and given.get("model_parameters") is None:
         changed["model_parameters"] = list(module.parameters())
     if scheduler is not None and not inspect.isfunction(scheduler) and hasattr(scheduler, "step"):
         changed["lr_scheduler"] = lambda _: scheduler  # it drives the groups that were adopted
-    result = _call(original, changed, plan.config)
+    with contextlib.nullcontext() if sharded is None else backend.staying(module):
+        result = _call(original, changed, plan.config)
     assert making.optimizer is not None
     backend.take_over(result[0], making.optimizer, plan)
     if section.online:

@@ -104,6 +104,15 @@ def _read(config: Mapping[str, Any], scales: bool) -> tuple[Precision, list[Refu
     return Precision(dtype, scaling, None if buffers is None else _DTYPES[buffers]), wrong
 
 
+def dtype_named(word: Any) -> torch.dtype | None:
+    """What DeepSpeed means by a word; None: nothing, or what it does not know.
+
+    Args:
+        word: such as "fp32" or "bfloat16".
+    """
+    return _DTYPES.get(word) if isinstance(word, str) else None
+
+
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the floating tensors that a model is called with, as `fp16.auto_cast` has it.
 

@@ -50,15 +50,14 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
 
 def _about_zero(config: Mapping[str, Any]) -> Iterator[Refusal]:
     stage, zero = stage_of(config), config.get("zero_optimization")
-    if stage not in (0, 1, 2) or isinstance(stage, bool):
-        yield Refusal.of(
-            "zero_optimization.stage",
-            stage,
-            f"are 0, 1 and 2 {_WITH}, which keeps all weights on each GPU: use stage 2, {INSTEAD}",
-        )
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        yield Refusal.of("zero_optimization.stage", stage, f"are 0, 1, 2 and 3 {_WITH}, {INSTEAD}")
     if offload_device(config) == "nvme":
         yield Refusal("zero_optimization.offload_optimizer.device", '"nvme"', f'is "cpu" {_WITH}: use that, {INSTEAD}')
     zero = zero if isinstance(zero, Mapping) else {}
+    weights = zero.get("offload_param")
+    if isinstance(weights, Mapping) and weights.get("device") == "nvme":
+        yield Refusal("zero_optimization.offload_param.device", '"nvme"', f'are "none" and "cpu" {_WITH}, {INSTEAD}')
     for name in _ZERO_FEATURES:
         if zero.get(name) is True or zero.get(name) not in _NOTHING:
             yield Refusal.of(f"zero_optimization.{name}", zero[name], f"is none {_WITH}, {INSTEAD}")

@@ -1,0 +1,161 @@
+"""Checkpoints of ZeRO stage 3: the optimizer by rows in a folder of the tag, the model in a file that scripts expect.
+
+On any number of ranks, and resumed on any other.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zenflow import distributed
+from zftune.errors import BadInputError
+from zftune.integrations.fsdp2 import whole
+
+if TYPE_CHECKING:
+    from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer
+
+_logger = logging.getLogger("zftune")
+FOLDER = "zenflow"
+"""Beside the files of a tag."""
+
+
+def whole_state_dict(module: nn.Module, *, trained_only: bool = False) -> dict[str, Any]:
+    """A model's `state_dict` with whole weights, on the CPU; to be called on all ranks.
+
+    Args:
+        module: whose weights may be DTensors.
+        trained_only: leave out those that are frozen.
+
+    Returns:
+        On the first rank; elsewhere nothing.
+    """
+    found: dict[str, Any] = {}
+    copies: dict[int, torch.Tensor] = {}  # what is tied stays tied
+    is_first = torch.distributed.get_rank() == 0
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            found[name] = value
+        elif not (trained_only and isinstance(value, nn.Parameter) and not value.requires_grad):
+            if id(value) not in copies:
+                values = whole(value.detach())
+                copies[id(value)] = values.cpu() if is_first else torch.empty(0)
+            found[name] = copies[id(value)]
+    return found if is_first else {}
+
+
+def load_whole(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> None:
+    """Load whole weights into a model whose weights may be DTensors; nothing is sent.
+
+    Args:
+        module: all ranks have the same.
+        state_dict: as `whole_state_dict` gives it.
+        strict: as of `load_state_dict`.
+
+    Raises:
+        RuntimeError: a name or a shape is another; as in torch.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, strict=strict)
+    set_model_state_dict(module, dict(state_dict), options=options)
+
+
+def take_over(engine: Any, optimizer: EngineOptimizer, *, gathers: bool) -> None:
+    """Let an engine save and load as one of stage 3 does.
+
+    Args:
+        engine: just made.
+        optimizer: the engine's.
+        gathers: whether the ds_config lets whole weights be saved in 16 bits.
+    """
+    _give_weights(engine, gathers)
+    _save_in_folder(engine, optimizer)
+    _load_from_folder(engine, optimizer)
+
+
+def _give_weights(engine: Any, gathers: bool) -> None:
+    original = engine.save_16bit_model
+
+    def state_dict(*_: Any, exclude_frozen_parameters: bool = False, **__: Any) -> dict[str, Any]:
+        return whole_state_dict(engine.module, trained_only=exclude_frozen_parameters)
+
+    @functools.wraps(original)
+    def save_16bit_model(save_dir: Any, save_filename: str = "pytorch_model.bin", *args: Any, **kwargs: Any) -> Any:
+        if not gathers:
+            _logger.warning(
+                "%s was not saved, allowed with stage3_gather_16bit_weights_on_model_save true",
+                Path(save_dir, save_filename),
+            )
+            return False
+        return original(save_dir, save_filename, *args, **kwargs)
+
+    engine.module_state_dict = state_dict
+    engine._zero3_consolidated_16bit_state_dict = lambda exclude_frozen_parameters=False: (
+        state_dict(exclude_frozen_parameters=exclude_frozen_parameters) or None
+    )
+    engine.zero_gather_16bit_weights_on_model_save = lambda: gathers
+    engine.save_16bit_model = save_16bit_model
+
+
+def _save_in_folder(engine: Any, optimizer: EngineOptimizer) -> None:
+    original = engine._save_checkpoint
+
+    @functools.wraps(original)
+    def save(save_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> Any:
+        folder = Path(save_dir, str(tag), FOLDER)
+        distributed.save(engine.module, optimizer, folder)
+        with optimizer.kept_in(folder):
+            return original(save_dir, tag, *args, **kwargs)
+
+    engine._save_checkpoint = save
+
+
+def _load_from_folder(engine: Any, optimizer: EngineOptimizer) -> None:
+    original = engine._load_checkpoint
+
+    @functools.wraps(original)
+    def load(load_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> Any:
+        folder = Path(load_dir, str(tag), FOLDER)
+        mapped = torch.utils.serialization.config.patch("load.mmap", True)  # type: ignore[attr-defined]  # made by torch
+        with mapped, optimizer.kept_in(folder):  # a rank reads no more than its rows
+            return original(load_dir, tag, *args, **kwargs)
+
+    def load_module_state_dict(checkpoint: Any, strict: bool = True, custom_load_fn: Any = None, **_: Any) -> None:
+        import deepspeed
+
+        if custom_load_fn is None:
+            load_whole(engine.module, checkpoint["module"], strict=strict)
+            return
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+            custom_load_fn(src=checkpoint["module"], dst=engine.module)
+
+    engine._load_checkpoint = load
+    engine.load_module_state_dict = load_module_state_dict
+
+
+def load_folder(optimizer: EngineOptimizer, folder: Path | None) -> None:
+    """Go on from what lies in the folder of a tag.
+
+    Args:
+        optimizer: knows its model.
+        folder: None: nobody said where it is.
+
+    Raises:
+        BadInputError: it is not there.
+        CheckpointError: it cannot be read, or is of another model.
+        RankError: another rank could not load it.
+    """
+    if folder is None or not folder.is_dir():
+        raise BadInputError(
+            f"the optimizer's state lies in the folder {FOLDER} of the checkpoint, which is not there, allowed is "
+            "engine.load_checkpoint() of all of the tag's folder"
+        )
+    assert optimizer.module is not None
+    distributed.load(optimizer.module, optimizer, folder)

@@ -1,0 +1,118 @@
+"""Weights of FSDP2 for scripts that expect those of ZeRO stage 3.
+
+`deepspeed.zero.GatheredParameters`, and whoever asks whether a weight is cut up, look for attributes of the parameter:
+`ds_id`, `ds_status`, `all_gather`, `partition` and others. With them a weight is whole within that context, and what
+the script writes to it there comes to the rows, as under ZeRO.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from zenflow.sharded import local_rows
+from zftune.integrations.fsdp2 import own_rows
+
+
+class Gathered(DTensor):
+    """What a parameter is while it is gathered: whatever a script does with it is done with the whole weight."""
+
+    __slots__ = ()
+    whole: torch.Tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _OF_THE_PARAMETER:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = pytree.tree_map_only(cls, lambda gathered: gathered.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_OF_THE_PARAMETER = {
+    method
+    for name in ("grad", "requires_grad")
+    for method in (getattr(torch.Tensor, name).__get__, getattr(torch.Tensor, name).__set__)
+} | {torch.Tensor.requires_grad_}
+
+
+def mark(module: nn.Module) -> None:
+    """Give parameters what scripts and DeepSpeed ask those of ZeRO stage 3 for, but for the optimizer's state.
+
+    Args:
+        module: that FSDP2 has sharded; the same on all ranks.
+    """
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    for number, (name, parameter) in enumerate(module.named_parameters()):
+        given: dict[str, Any] = {
+            "ds_id": number,
+            "ds_shape": parameter.shape,
+            "ds_numel": parameter.numel(),
+            "ds_status": ZeroParamStatus.NOT_AVAILABLE,  # so the engine leaves out what it would send to all ranks
+            "ds_persist": False,
+            "ds_process_group": deepspeed.comm.get_world_group(),
+            "all_gather": _AllGather(module, name),
+            "partition": _Partition(module, name),
+        }
+        for attribute, value in given.items():
+            setattr(parameter, attribute, value)
+
+
+class _OfParameter:
+    """Finds its parameter by name: a weak reference to it would keep `module.to()` from moving it."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = weakref.ref(module), name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()  # of a copy of the parameter: loads anywhere, with weights_only too
+
+    def _asked(self, parameters: Iterable[Any] | None) -> list[Any]:
+        if parameters is not None:
+            return list(parameters)
+        module = self._module()
+        return [] if module is None else [module.get_parameter(self._name)]
+
+
+class _AllGather(_OfParameter):
+    def __call__(self, param_list: Iterable[nn.Parameter] | None = None, async_op: bool = False, **_: Any) -> Any:
+        """Let parameters be whole; waits, whatever `async_op` says."""
+        for parameter in self._asked(param_list):
+            if not isinstance(parameter, Gathered):
+                with torch.no_grad():
+                    whole = parameter.full_tensor().clone()
+                parameter.__class__ = Gathered
+                parameter.whole = whole
+                parameter.ds_status = type(parameter.ds_status).AVAILABLE
+        return [] if async_op else None
+
+
+class _Partition(_OfParameter):
+    def __call__(
+        self, param_list: Iterable[nn.Parameter] | None = None, has_been_updated: bool = False, **_: Any
+    ) -> None:
+        """Leave each rank its rows of them; of what was written, too, where it says that something was."""
+        for parameter in self._asked(param_list):
+            if isinstance(parameter, Gathered):
+                _give_back(parameter, has_been_updated)
+
+
+def _give_back(parameter: Any, updated: bool) -> None:
+    whole = parameter.whole
+    del parameter.whole
+    parameter.__class__ = DTensor
+    parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE
+    rows, held = own_rows(whole, parameter), local_rows(parameter.detach())
+    if updated and not torch.equal(rows, held):  # most say so to save memory
+        held.copy_(rows)

@@ -1,0 +1,289 @@
+"""A model over several ranks by torch's FSDP2 (`fully_shard`): what is gathered at once, and whose rows are whose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from zenflow.sharded import LEAST_TORCH, local_rows
+from zftune.errors import BadInputError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+def units_of(module: nn.Module) -> list[nn.Module]:
+    """Parts of a model whose weights are to be gathered at once, in the order of the model; the rest is one more.
+
+    They are the blocks that transformers names (`_no_split_modules`), else the entries of the longest list of modules,
+    by parameters. A part that shares a weight with what lies outside of it is none.
+
+    Args:
+        module: before `fully_shard`.
+    """
+    names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    blocks = list(_outermost(module, names))
+    if not blocks:
+        lists = (part for part in module.modules() if isinstance(part, nn.ModuleList))
+        blocks = list(max(lists, key=lambda part: sum(p.numel() for p in part.parameters()), default=()))
+    return [block for block in dict.fromkeys(blocks) if _is_closed(block, module)]
+
+
+def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if type(child).__name__ in names:
+            yield child
+        else:
+            yield from _outermost(child, names)
+
+
+def _is_closed(block: nn.Module, module: nn.Module) -> bool:
+    """Whether it has weights, and nothing outside of it has them too."""
+    inside, own = set(block.modules()), {id(parameter) for parameter in block.parameters()}
+    outside = (part for part in module.modules() if part not in inside)
+    return bool(own) and own.isdisjoint(id(p) for part in outside for p in part.parameters(recurse=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """What became of a model's parameters."""
+
+    ranks: int
+    replaced: list[tuple[nn.Parameter, nn.Parameter]] = field(default_factory=list)
+    """The old one, which a script may keep and which is empty now, and the new one."""
+    masters: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    """fp32 rows of this rank, on the CPU, of trained parameters that were rounded."""
+
+    @property
+    def bytes(self) -> int:
+        """Of this rank's rows."""
+        return sum(local_rows(new).nbytes for _, new in self.replaced)
+
+    def now(self, parameters: Any) -> list[Any]:
+        """Parameters, or groups of them, with the new ones for the old ones.
+
+        Args:
+            parameters: as an optimizer takes them; with names, too.
+        """
+        by_id = {id(old): new for old, new in self.replaced}
+
+        def of(one: Any) -> Any:
+            if isinstance(one, dict):
+                given = one["params"]
+                return {**one, "params": of(given) if isinstance(given, torch.Tensor) else list(map(of, given))}
+            return (one[0], of(one[1])) if isinstance(one, tuple) else by_id.get(id(one), one)
+
+        return list(map(of, parameters))
+
+
+def shard(module: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = None, **policy: Any) -> Sharded:
+    """Leave each rank its rows of every weight, one unit after the other: no more than one is whole on the device.
+
+    Of whole weights each rank takes its rows of the first rank's. What `deepspeed.zero.Init` has cut up stays on its
+    rank where the parts are rows; where they are not, it is gathered once, one weight at a time.
+
+    Args:
+        module: on any device; changed in place, its weights are DTensors afterwards.
+        mesh: of all ranks.
+        dtype: that floating weights are cast to; None: they keep theirs.
+        policy: as for `fully_shard`.
+
+    Raises:
+        BadInputError: a parameter has no dimension, or trained ones of a unit are of several dtypes.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    if isinstance(module, FSDPModule):  # by an earlier call
+        return Sharded(mesh.size(), [(parameter, parameter) for parameter in module.parameters()])
+    made, places = Sharded(mesh.size()), _places(module)
+    for unit in (*units_of(module), module):
+        own = [parameter for parameter in unit.parameters() if id(parameter) in places]
+        _require_fitting(module, own, dtype)
+        cut = {id(old): _cut(old, places[id(old)], mesh, dtype) for old in own}
+        fully_shard(unit, mesh=mesh, **policy)
+        for old in own:
+            rows, master = cut[id(old)]
+            new = _sharded(places.pop(id(old)), rows)
+            made.replaced.append((old, new))
+            if master is not None and new.requires_grad:
+                made.masters[new] = master
+            old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+            if hasattr(old, "ds_tensor"):
+                old.ds_tensor = None
+    return made
+
+
+def require_torch() -> None:
+    """Refuse a torch without what is needed.
+
+    Raises:
+        BadInputError: it is too old.
+    """
+    found = tuple(map(int, torch.__version__.split(".")[:2]))
+    if found < LEAST_TORCH:
+        raise BadInputError(
+            f"ZeRO stage 3 on several ranks with torch {torch.__version__}, allowed with the backend zenflow is torch "
+            f"{'.'.join(map(str, LEAST_TORCH))} or newer, or stage 2"
+        )
+
+
+def make_whole(module: nn.Module) -> None:
+    """Undo `deepspeed.zero.Init` of a model that one rank has alone; parameters stay the same objects.
+
+    Args:
+        module: changed in place.
+    """
+    for parameter in module.parameters():
+        if hasattr(parameter, "ds_id"):
+            parameter.data = _rows_of_zero(parameter, 0, 1)
+            for name in [name for name in vars(parameter) if name.startswith("ds_")]:
+                delattr(parameter, name)  # by which scripts tell what is cut up
+
+
+Place = tuple[nn.Module, str]
+
+
+def _places(module: nn.Module) -> dict[int, list[Place]]:
+    """Where each parameter stands, by its `id`."""
+    found: dict[int, list[Place]] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append((part, name))
+    return found
+
+
+def _require_fitting(module: nn.Module, own: list[Any], dtype: torch.dtype | None) -> None:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for parameter in own:
+        if not _shape(parameter):
+            raise BadInputError(
+                f"{names[id(parameter)]} has no dimension, allowed with ZeRO stage 3 are parameters with one or more: "
+                "make it one of shape (1,)"
+            )
+    dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in own if one.requires_grad})
+    if dtype is None and len(dtypes) > 1:
+        raise BadInputError(
+            f"the trained parameters beside {names[id(own[0])]} are of dtypes {', '.join(dtypes)}, allowed with ZeRO "
+            "stage 3 is one"
+        )
+
+
+def _cut(
+    old: Any, places: list[Place], mesh: DeviceMesh, dtype: torch.dtype | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Make a parameter ready for `fully_shard`.
+
+    Returns:
+        This rank's rows where `fully_shard` is not to cut them; and those of its fp32 values, on the CPU, where it is
+        rounded.
+    """
+    rank, ranks, on_zero = mesh.get_local_rank(), mesh.size(), hasattr(old, "ds_id")
+    target = dtype if dtype is not None and old.is_floating_point() else old.dtype
+    if on_zero:
+        rows = _rows_of_zero(old, rank, ranks)
+        without_memory = torch.empty(old.ds_shape, dtype=target, device="meta")
+        _put(places, nn.Parameter(without_memory, requires_grad=old.requires_grad))
+    else:
+        whole = old.data.to(mesh.device_type).contiguous()
+        torch.distributed.broadcast(whole, 0)
+        rows, old.data = rows_of(whole, rank, ranks), whole.to(target)
+    rounded = rows.dtype == torch.float32 and target != torch.float32
+    master = rows.to("cpu", copy=True) if rounded else None
+    return (rows.to(mesh.device_type, target).clone() if on_zero else None), master
+
+
+def rows_of(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """The rows that a rank has of a weight, as FSDP2 deals them: a view.
+
+    Args:
+        whole: of one dimension or more.
+        rank: whose they are.
+        ranks: how many share it.
+    """
+    parts = whole.chunk(ranks)
+    return parts[rank] if rank < len(parts) else whole[:0]
+
+
+def gathered(rows: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """The whole of which each rank has rows, on the parameter's device; to be called on all ranks.
+
+    Args:
+        rows: this rank's, in any dtype, on any device.
+        parameter: a DTensor, whose rows they are like.
+    """
+    return as_dtensor(rows, parameter).full_tensor()
+
+
+def as_dtensor(rows: torch.Tensor, parameter: nn.Parameter) -> DTensor:
+    """Rows of this rank as a part of the whole, on the parameter's device.
+
+    Args:
+        rows: in any dtype, on any device.
+        parameter: a DTensor, whose rows they are like.
+    """
+    from torch.distributed.tensor import DTensor
+
+    like = cast("DTensor", parameter)
+    rows = rows.to(like.device_mesh.device_type)
+    return DTensor.from_local(
+        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def whole(values: torch.Tensor) -> torch.Tensor:
+    """All of a DTensor, to be called on all ranks; else the values themselves."""
+    found: torch.Tensor = values.full_tensor() if hasattr(values, "full_tensor") else values
+    return found
+
+
+def own_rows(values: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's rows of a whole: a view.
+
+    Args:
+        values: of the whole, as many elements as the parameter has.
+        parameter: a DTensor.
+    """
+    mesh = cast("DTensor", parameter).device_mesh
+    return rows_of(values.view(parameter.shape), mesh.get_local_rank(), mesh.size())
+
+
+def _rows_of_zero(old: Any, rank: int, ranks: int) -> torch.Tensor:
+    """Of what `deepspeed.zero.Init` has cut up: equal parts of the flat weight, the last ones padded."""
+    shape, is_whole = torch.Size(old.ds_shape), old.ds_status.name == "AVAILABLE"
+    if not is_whole and (ranks == 1 or len(shape) == 1 or shape[0] % ranks == 0):
+        part: torch.Tensor = old.ds_tensor.data.reshape(-1)
+        begin = min(rank * len(part), shape.numel())
+        length = min(len(part), shape.numel() - begin)
+        return part[:length].view(length // max(1, shape[1:].numel()), *shape[1:])
+    if not is_whole:
+        old.all_gather([old])
+    rows = rows_of(old.data.view(shape), rank, ranks).clone()
+    if not is_whole:
+        old.partition([old])
+    return rows
+
+
+def _put(places: list[Place], parameter: nn.Parameter) -> None:
+    for part, name in places:
+        part._parameters[name] = parameter
+
+
+def _sharded(places: list[Place], rows: torch.Tensor | None) -> nn.Parameter:
+    """What `fully_shard` has put there, with rows of its own where they are given."""
+    part, name = places[0]
+    made = part._parameters[name]
+    assert made is not None
+    if rows is not None:
+        made = nn.Parameter(as_dtensor(rows, made), requires_grad=made.requires_grad)
+        _put(places, made)
+    return made
+
+
+def _shape(parameter: Any) -> torch.Size:
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
