@@ -7,7 +7,7 @@ CASES.json holds {name: case}; OUT.pt then holds {name: what was seen}. Keys of 
 "scheduler" (instance, callable), "steps", "passes" (backward passes of a step), "load" and "save" (folders),
 "save_after", "die" (kill -9 after saving), "form" (of the config: dict, path, base64, args), "model" (plain, odd),
 "backward" (engine, scaled, direct), "twice" (initialize a second time, on the same model), "init" (the dtype in which
-`deepspeed.zero.Init` makes the model).
+`deepspeed.zero.Init` makes the model), "visit" (before which step a script does what it may at stage 3).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from tests import upstream_ops
+from tests.zftune.integrations import ds_stage3
 from zftune.integrations.fsdp2 import whole
 
 LR = 1e-3
@@ -153,7 +154,9 @@ def train(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         seen: dict[str, Any] = {"losses": [], "lrs": [], "scales": [], "norms": []}
         if case.get("load"):
             seen["client_state"] = engine.load_checkpoint(case["load"])[1]
-        for _ in range(case.get("steps", 12)):
+        for number in range(case.get("steps", 12)):
+            if number == case.get("visit"):
+                seen["visit"] = ds_stage3.visited(engine, model, folder)
             _step(engine, model, case, seen)
     seen |= {
         "skipped": engine.skipped_steps,

@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.serialization import config as serialization
 
 from zenflow import distributed
 from zftune.errors import BadInputError
@@ -123,8 +125,7 @@ def _load_from_folder(engine: Any, optimizer: EngineOptimizer) -> None:
     @functools.wraps(original)
     def load(load_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> Any:
         folder = Path(load_dir, str(tag), FOLDER)
-        mapped = torch.utils.serialization.config.patch("load.mmap", True)  # type: ignore[attr-defined]  # made by torch
-        with mapped, optimizer.kept_in(folder):  # a rank reads no more than its rows
+        with _mapped(True), optimizer.kept_in(folder):  # a rank reads no more than its rows
             return original(load_dir, tag, *args, **kwargs)
 
     def load_module_state_dict(checkpoint: Any, strict: bool = True, custom_load_fn: Any = None, **_: Any) -> None:
@@ -158,4 +159,11 @@ def load_folder(optimizer: EngineOptimizer, folder: Path | None) -> None:
             "engine.load_checkpoint() of all of the tag's folder"
         )
     assert optimizer.module is not None
-    distributed.load(optimizer.module, optimizer, folder)
+    with _mapped(False):  # streams are read, too
+        distributed.load(optimizer.module, optimizer, folder)
+
+
+def _mapped(asked: bool) -> AbstractContextManager[None]:
+    """Whether torch maps the files that it loads."""
+    patched: AbstractContextManager[None] = serialization.patch("load.mmap", asked)  # type: ignore[attr-defined]
+    return patched

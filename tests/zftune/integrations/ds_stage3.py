@@ -1,0 +1,98 @@
+"""What scripts do with the weights of ZeRO stage 3, between two steps of a `ds_worker`."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zftune.integrations.fsdp2 import whole
+
+
+def weights_in_context(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies, as scripts take them."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return {name: parameter.data.cpu().clone() for name, parameter in model.named_parameters()}
+
+
+def read(engine: Any, model: nn.Module) -> dict[str, Any]:
+    """Whole weights in whichever way they are asked for."""
+    import deepspeed
+
+    parameter = model.get_parameter("inner.weight")
+    found: dict[str, Any] = {"outside": whole(parameter.detach()).clone(), "context": weights_in_context(model)}
+    with deepspeed.zero.GatheredParameters(parameter):
+        buffer = io.BytesIO()
+        torch.save(parameter, buffer)
+        buffer.seek(0)
+        found |= {
+            "detached": parameter.detach().clone(),
+            "copied": copy.deepcopy(parameter.data),
+            "saved": torch.load(buffer, weights_only=True).detach(),
+            "product": (parameter @ torch.ones(parameter.shape[1])).detach(),
+            "is a parameter": isinstance(parameter, nn.Parameter) and parameter.requires_grad,
+            "shape": list(parameter.shape),
+        }
+    return found
+
+
+def written(engine: Any, model: nn.Module) -> dict[str, Any]:
+    """What is written by one rank for all, and what is written by nobody's leave."""
+    import deepspeed
+
+    is_first = torch.distributed.get_rank() == 0
+    weight, bias = model.get_parameter("inner.weight"), model.get_parameter("inner.bias")
+    with deepspeed.zero.GatheredParameters([weight, bias], modifier_rank=0):
+        if is_first:
+            weight.data.mul_(0.5)
+            nn.init.constant_(bias, 0.25)
+    found = {"shown": weights_in_context(model)}
+    if hasattr(bias, "ds_id"):
+        with deepspeed.zero.GatheredParameters(bias):
+            bias.data.add_(1.0)
+    found["afterwards"] = weights_in_context(model)
+    found["masters"] = {"inner.weight": deepspeed.utils.safe_get_full_fp32_param(weight)}
+    return found
+
+
+def state(engine: Any, model: nn.Module) -> dict[str, Any]:
+    """By DeepSpeed's accessors."""
+    from deepspeed import utils
+
+    parameter = model.get_parameter("outer.weight")
+    found: dict[str, Any] = {
+        "master": utils.safe_get_full_fp32_param(parameter),
+        "exp_avg": utils.safe_get_full_optimizer_state(parameter, "exp_avg"),
+    }
+    if hasattr(parameter, "ds_id"):
+        found["local rows"] = len(utils.safe_get_local_fp32_param(parameter))
+    utils.safe_set_full_optimizer_state(parameter, torch.full_like(found["exp_avg"], 0.5), "exp_avg")
+    utils.safe_set_full_fp32_param(parameter, torch.full_like(found["master"], 0.125))
+    found["set"] = utils.safe_get_full_optimizer_state(parameter, "exp_avg")
+    found["shown"] = whole(parameter.detach()).clone()
+    return found
+
+
+def saved(engine: Any, model: nn.Module, folder: Path) -> dict[str, Any]:
+    """In 16 bits."""
+    told = engine.save_16bit_model(str(folder), "model.bin")
+    torch.distributed.barrier()
+    consolidated = engine._zero3_consolidated_16bit_state_dict()
+    return {
+        "told": told,
+        "file": torch.load(folder / "model.bin", weights_only=True) if told else None,
+        "consolidated": consolidated,
+        "gathers": engine.zero_gather_16bit_weights_on_model_save(),
+    }
+
+
+def visited(engine: Any, model: nn.Module, folder: Path) -> dict[str, Any]:
+    """All of it, in a model of the kind "odd" after some steps."""
+    found = {"read": read(engine, model), "files": saved(engine, model, folder)}
+    return found | {"state": state(engine, model), "written": written(engine, model)}

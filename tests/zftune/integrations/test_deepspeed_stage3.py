@@ -1,0 +1,214 @@
+"""ZeRO stage 3 on the backend zenflow: as one process with the whole batch, whatever scripts do with the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import zygote
+from tests.tiers import by_day
+from tests.zftune.integrations.ds_running import ADAMW, ZENFLOW, ds_config, run_cases
+from tests.zftune.integrations.ds_worker import make_model
+
+GATHERS = {"stage3_gather_16bit_weights_on_model_save": True}
+SCALED = {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}
+STEPS, SAVED_AFTER = 9, 5
+
+
+def config_of(precision: str = "fp32", **more: Any) -> dict[str, Any]:
+    """As half of the public ones: optimizer and weights on the CPU."""
+    config: dict[str, Any] = ds_config(precision, stage=3, **more)
+    config["zero_optimization"] |= {"offload_param": {"device": "cpu"}, **GATHERS}
+    return config
+
+
+ALL: dict[str, dict[str, Any]] = {
+    "exact": {"config": config_of(optimizer=ADAMW)},
+    "late": {"config": config_of(zenflow=ZENFLOW, optimizer=ADAMW)},
+    "accumulated": {"config": config_of(optimizer=ADAMW, gradient_accumulation_steps=2), "passes": 2},
+    "bf16": {"config": config_of("bf16", optimizer=ADAMW), "backward": "direct"},
+    "fp16": {"config": {**config_of("fp16", optimizer=ADAMW), "fp16": SCALED}},
+    "reduced in fp32": {"config": config_of("bf16", optimizer=ADAMW, communication_data_type="fp32")},
+    "odd": {"config": config_of(optimizer=ADAMW), "model": "odd"},
+    "instance": {"config": config_of(), "optimizer": "instance", "scheduler": "instance"},
+    "callable": {"config": config_of(), "optimizer": "callable", "scheduler": "callable"},
+    "groups": {"config": config_of(optimizer=ADAMW), "optimizer": "groups"},
+    "made in bf16": {"config": config_of("bf16", optimizer=ADAMW), "init": "bfloat16"},
+    "made in bf16, odd": {"config": config_of("bf16", optimizer=ADAMW), "init": "bfloat16", "model": "odd"},
+    "twice": {"config": config_of(optimizer=ADAMW), "twice": True},
+}
+CASES = by_day(
+    {name: ALL[name] for name in ("late", "accumulated", "fp16", "odd", "instance", "made in bf16, odd")}, all_of=ALL
+)
+RANKS = by_day((2,), all_of=(2, 4))
+ROUNDED = ("bf16", "fp16", "reduced in fp32", "made in bf16", "made in bf16, odd")
+SAVED = {
+    "late": ALL["late"],
+    "odd bf16": {"config": config_of("bf16", zenflow=ZENFLOW, optimizer=ADAMW), "model": "odd"},
+}
+VISITED = {"config": config_of(optimizer=ADAMW), "model": "odd", "visit": 3}
+
+
+def on(ranks: int, cases: dict[str, Any]) -> dict[str, Any]:
+    """Each rank has a part of the batch of 4."""
+    return {
+        name: {
+            "steps": STEPS,
+            "ours": True,
+            **case,
+            "config": {**case["config"], "train_micro_batch_size_per_gpu": 4 // ranks},
+        }
+        for name, case in cases.items()
+    }
+
+
+def saving(folder: Path, ranks: int) -> dict[str, Any]:
+    return {
+        f"saved {name}": {**case, "save_after": SAVED_AFTER, "save": str(folder / f"of {ranks} {name}")}
+        for name, case in on(ranks, SAVED).items()
+    }
+
+
+def resuming(folder: Path, ranks: int, source: int = 2) -> dict[str, Any]:
+    return {
+        f"{name} from {source}": {**case, "steps": STEPS - SAVED_AFTER, "load": str(folder / f"of {source} {name}")}
+        for name, case in on(ranks, SAVED).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stage3")
+
+
+@pytest.fixture(scope="module")
+def by_ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """What each rank saw, by the number of ranks."""
+    two = {**on(2, CASES), **on(2, {"visited": VISITED}), **saving(folder, 2)}
+    found = {2: run_cases(folder / "two", two, ranks=2)}
+    found[1] = run_cases(folder / "one", {**on(1, CASES), **on(1, {"visited": VISITED}), **resuming(folder, 1)})
+    again = run_cases(folder / "again", resuming(folder, 2), ranks=2)
+    for seen, more in zip(found[2], again, strict=True):
+        seen.update(more)
+    four = {**(on(4, CASES) if 4 in RANKS else {}), **resuming(folder, 4)}
+    found[4] = run_cases(folder / "four", four, ranks=4)
+    for ranks in found.values():
+        for seen in ranks:
+            for name, case in seen.items():
+                assert "error" not in case, f"{name}: {case['error']}"
+    return found
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_train_as_one(by_ranks: dict[int, list[dict[str, Any]]], name: str, ranks: int) -> None:
+    alone, first = by_ranks[1][0][name], by_ranks[ranks][0][name]
+    rounded = name in ROUNDED
+    for other in by_ranks[ranks][1:]:
+        assert other[name]["norms"] == first["norms"]
+        torch.testing.assert_close(other[name]["flushed"], first["flushed"], rtol=0.0, atol=0.0)
+    assert first["scales"] == alone["scales"]
+    assert first["lrs"] == alone["lrs"]
+    assert first["norms"] == pytest.approx(alone["norms"], rel=2e-2 if rounded else 1e-5, nan_ok=True)
+    losses = [sum(parts) / ranks for parts in zip(*(one[name]["losses"] for one in by_ranks[ranks]), strict=True)]
+    assert losses == pytest.approx(alone["losses"], rel=2e-2 if rounded else 1e-4)
+    if not rounded:
+        torch.testing.assert_close(first["flushed"], alone["flushed"], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_it_goes_on_on_any_number_of_ranks(by_ranks: dict[int, list[dict[str, Any]]], name: str, ranks: int) -> None:
+    for rank, seen in enumerate(by_ranks[ranks]):
+        uninterrupted, resumed = by_ranks[2][rank % 2][f"saved {name}"], seen[f"{name} from 2"]
+        assert resumed["client_state"]["mine"] == 7
+        assert resumed["lrs"] == uninterrupted["lrs"][SAVED_AFTER:]
+        if ranks == 2:
+            assert resumed["losses"] == uninterrupted["losses"][SAVED_AFTER:]
+        for weights in ("weights", "flushed"):
+            exact = {"rtol": 0.0, "atol": 0.0}
+            near = exact if ranks == 2 else {"rtol": 0.0, "atol": 4e-3 if "bf16" in name else 1e-5}
+            torch.testing.assert_close(resumed[weights], uninterrupted[weights], **near)
+
+
+@pytest.mark.usefixtures("by_ranks")
+def test_the_files_are_those_of_deepspeed(folder: Path, tmp_path: Path) -> None:
+    """With whole weights that lack no update, and fp32 ones that `zero_to_fp32` finds in the files of all ranks."""
+    path = folder / "of 2 odd bf16"
+    tag = (path / "latest").read_text()
+    saved = torch.load(path / tag / "mp_rank_00_model_states.pt", weights_only=False)  # it holds more than tensors
+    model = make_model("odd")
+    model.to(torch.bfloat16).load_state_dict(saved["module"])
+    zygote.run([path / "zero_to_fp32.py", path, tmp_path / "out"], check=True)
+    whole = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert whole.keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert whole[name].dtype == (torch.float32 if name != "frozen" else torch.bfloat16), name
+        torch.testing.assert_close(whole[name].bfloat16(), value, rtol=0.0, atol=0.0, msg=name)
+    assert not all(torch.equal(value, value.bfloat16().float()) for value in whole.values())
+    assert saved["optimizer"] == {"in_folder": True}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_script_reads_whole_weights(by_ranks: dict[int, list[dict[str, Any]]], ranks: int) -> None:
+    for seen in by_ranks[ranks]:
+        found = seen["visited"]["visit"]["read"]
+        expected = by_ranks[1][0]["visited"]["visit"]["read"]["outside"]
+        torch.testing.assert_close(found["outside"], expected, rtol=0.0, atol=1e-5)
+        assert found["shape"] == list(expected.shape)
+        assert found["is a parameter"]
+        for name in ("detached", "copied", "saved"):
+            assert torch.equal(found[name], found["outside"]), name
+        assert torch.equal(found["context"]["inner.weight"], found["outside"])
+        assert {name: value.shape for name, value in found["context"].items()} == {
+            name: value.shape for name, value in make_model("odd").named_parameters()
+        }
+        torch.testing.assert_close(found["product"], found["outside"].sum(1))
+
+
+def test_weights_in_16_bits(by_ranks: dict[int, list[dict[str, Any]]]) -> None:
+    first, second = (seen["visited"]["visit"]["files"] for seen in by_ranks[2])
+    context = by_ranks[2][0]["visited"]["visit"]["read"]["context"]
+    assert first["gathers"]
+    assert (first["told"], second["told"]) == (True, True)
+    assert second["consolidated"] is None
+    for found in (first["file"], first["consolidated"]):
+        assert found.keys() == make_model("odd").state_dict().keys()
+        for name, value in context.items():
+            assert torch.equal(found[name], value), name
+        assert found["again.weight"].data_ptr() == found["inner.weight"].data_ptr()  # tied
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_one_rank_writes_is_everybodys(by_ranks: dict[int, list[dict[str, Any]]], ranks: int) -> None:
+    before = by_ranks[1][0]["visited"]["visit"]["read"]["outside"]
+    for seen in by_ranks[ranks]:
+        found = seen["visited"]["visit"]["written"]
+        torch.testing.assert_close(found["shown"]["inner.weight"], before / 2, rtol=0.0, atol=1e-5)
+        assert torch.equal(found["shown"]["inner.bias"], torch.full((13,), 0.25))
+        assert torch.equal(found["masters"]["inner.weight"], found["shown"]["inner.weight"])
+        if ranks > 1:  # ZeRO forgets what is written by nobody's leave
+            torch.testing.assert_close(found["afterwards"], found["shown"], rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_accessors_know_the_state(by_ranks: dict[int, list[dict[str, Any]]], ranks: int) -> None:
+    alone = by_ranks[1][0]["visited"]["visit"]["state"]
+    rows = []
+    for seen in by_ranks[ranks]:
+        found = seen["visited"]["visit"]["state"]
+        torch.testing.assert_close(found["master"], alone["master"], rtol=0.0, atol=1e-5)
+        torch.testing.assert_close(found["exp_avg"], alone["exp_avg"], rtol=1e-4, atol=1e-6)
+        assert torch.equal(found["set"], torch.full_like(alone["exp_avg"], 0.5))
+        assert torch.equal(found["shown"], torch.full_like(alone["master"], 0.125))
+        rows.append(found.get("local rows"))
+    if ranks == 2:
+        assert sum(rows) == len(alone["master"])
+
+
+def test_training_goes_on_with_what_was_written(by_ranks: dict[int, list[dict[str, Any]]]) -> None:
+    first, alone = by_ranks[2][0]["visited"], by_ranks[1][0]["visited"]
+    torch.testing.assert_close(first["flushed"], alone["flushed"], rtol=1e-4, atol=2e-5)
