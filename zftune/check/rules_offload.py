@@ -22,7 +22,7 @@ def ratio(subject: Subject) -> Iterator[Finding]:
     if not is_number(value) or not 0 <= value <= 1:
         return
     if value < 1 and subject.stage != 3:
-        reason = "DeepSpeed refuses it below stage 3. The runtime of zftune run takes it at stages 0 to 2."
+        reason = "DeepSpeed refuses it below stage 3. The runtime of zftune run takes it at any stage."
         yield subject.finding("ratio-stage", _RATIO, "crashes", reason, *(subject.elsewhere() or (whole,)))
     elif value < 1 and subject.device != "none":
         yield from _twin_flow(subject, whole)

@@ -87,17 +87,28 @@ YAMLS = {
             "zero3_save_16bit_model: true",
             "zero_stage: 3",
         ),
-        "refused",
-        "deepspeed_config.zero_stage is 3, allowed are 0, 1 and 2",
-        ("deepspeed_config.zero_stage = 3",),
+        "trains",
+        "trains on zenflow, quality exact",
     ),
     "NVMe": Yaml(
         deepspeed(
             "bf16", "zero_stage: 3", "offload_optimizer_device: nvme", "offload_optimizer_nvme_path: /local_nvme"
         ),
         "refused",
-        "deepspeed_config.zero_stage is 3",
-        ("deepspeed_config.zero_stage = 3", "deepspeed_config.offload_optimizer_nvme_path = /local_nvme"),
+        'deepspeed_config.offload_optimizer_device is "nvme", allowed is "cpu"',
+        ("deepspeed_config.offload_optimizer_nvme_path = /local_nvme",),
+    ),
+    "NVMe on weights": Yaml(
+        deepspeed(
+            "bf16",
+            "zero_stage: 3",
+            "offload_optimizer_device: cpu",
+            "offload_param_device: nvme",
+            "offload_param_nvme_path: /local_nvme",
+        ),
+        "refused",
+        'deepspeed_config.offload_param_device is "nvme", allowed are "none" and "cpu"',
+        ("deepspeed_config.offload_param_device = nvme",),
     ),
     "a stage that is none": Yaml(
         deepspeed("'no'", "zero_stage: 4", "offload_optimizer_device: cpu"),
@@ -151,8 +162,8 @@ def test_it_is_judged_in_its_own_words(tmp_path: Path, name: str) -> None:
 
 
 def test_what_to_do_can_be_done_there(tmp_path: Path) -> None:
-    report = judged(written(tmp_path, YAMLS["stage 3 on the CPU"].text))
-    (finding,) = (one for one in report.findings if one.is_fault)
+    report = judged(written(tmp_path, YAMLS["NVMe on weights"].text))
+    (finding,) = (one for one in report.findings if one.is_fault and one.path[-1] == "offload_param_device")
     assert finding.safe == "zftune run --backend deepspeed"
     assert '"zftune"' not in f"{finding.reason} {report.outcome}"
 

@@ -65,8 +65,7 @@ def test_nothing_else_is_a_fault(case: Bad) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("version", ["0.19.6", "0.18.0", "1.0.0"])
 def test_safe_ds_configs_have_no_fault(name: str, version: str) -> None:
-    backend: Backend | None = "deepspeed" if name in ("zero3-offload", "twin-flow") else None  # zenflow refuses stage 3
-    report = check(safe(name), backend=backend, version=version)
+    report = check(safe(name), backend=None, version=version)
     assert [finding for finding in report.findings if finding.is_fault] == []
     assert report.ok
 
@@ -75,7 +74,7 @@ def test_there_are_ten() -> None:
     assert len(NAMES) == 10
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"zero3-offload", "twin-flow"}))
+@pytest.mark.parametrize("name", NAMES)
 def test_the_backend_zenflow_takes_the_safe_ones(name: str) -> None:
     assert faults(safe(name), "zenflow") == []
 
@@ -83,8 +82,8 @@ def test_the_backend_zenflow_takes_the_safe_ones(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "where"),
     [
-        ("zero3-offload", {}, f"{ZERO}.stage"),
-        ("twin-flow", {}, f"{ZERO}.stage"),
+        ("zero3-offload", {f"{ZERO}.zero_hpz_partition_size": 4}, f"{ZERO}.zero_hpz_partition_size"),
+        ("zero3-offload", {f"{ZERO}.offload_param.device": "nvme"}, f"{ZERO}.offload_param.device"),
         ("zero2-offload", {f"{OFFLOAD}.device": "nvme"}, f"{OFFLOAD}.device"),
         ("zero2-offload", {"sparse_gradients": True}, "sparse_gradients"),
         ("zero2-offload", {"amp": {"enabled": True}}, "amp.enabled"),
@@ -102,7 +101,7 @@ def test_what_the_backend_zenflow_refuses(name: str, changes: dict[str, Any], wh
 
 
 def test_a_refused_backend_in_the_file_is_mended() -> None:
-    config = with_changes("zero3-offload", {"zftune": {"backend": "zenflow"}})
+    config = with_changes("zero3-offload", {f"{ZERO}.zero_hpz_partition_size": 4, "zftune": {"backend": "zenflow"}})
     mended, done, left = fix(Source(config), backend=None, version="0.19.6")
     assert [change.sentence() for change, _ in done] == ['zftune.backend = "deepspeed"']
     assert mended["zftune"]["backend"] == "deepspeed"

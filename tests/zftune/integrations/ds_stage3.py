@@ -36,7 +36,8 @@ def read(engine: Any, model: nn.Module) -> dict[str, Any]:
             "copied": copy.deepcopy(parameter.data),
             "saved": torch.load(buffer, weights_only=True).detach(),
             "product": (parameter @ torch.ones(parameter.shape[1])).detach(),
-            "is a parameter": isinstance(parameter, nn.Parameter) and parameter.requires_grad,
+            "is a parameter": isinstance(parameter, nn.Parameter),
+            "is trained": parameter.requires_grad,
             "shape": list(parameter.shape),
         }
     return found

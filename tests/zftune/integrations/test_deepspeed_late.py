@@ -29,7 +29,7 @@ def _on_an_accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: 
 
 def chosen(config: Any, **asked: Any) -> tuple[backend.Making, ZenFlowConfig]:
     plan = backend.plan(config, Section(**asked))
-    making = backend.Making(plan, backend.recipe_of(config, None), None, make_model("plain"))
+    making = backend.Making(plan, backend.recipe_of(config, None), None, make_model("plain"), None)
     return making, making._chosen()
 
 

@@ -27,7 +27,12 @@ def _zero(**more: Any) -> dict[str, Any]:
 
 
 REFUSED = {
-    "stage 3": (_zero(stage=3), "zero_optimization.stage is 3, allowed are 0, 1 and 2"),
+    "stage 4": (_zero(stage=4), "zero_optimization.stage is 4, allowed are 0, 1, 2 and 3"),
+    "weights on NVMe": (
+        _zero(stage=3, offload_param={"device": "nvme", "nvme_path": "/x"}),
+        'offload_param.device is "nvme", allowed are "none" and "cpu"',
+    ),
+    "hpZ": (_zero(stage=3, zero_hpz_partition_size=2), "zero_hpz_partition_size is 2, allowed is none"),
     "stage true": (_zero(stage=True), "zero_optimization.stage is True"),
     "nvme": (_zero(offload_optimizer={"device": "nvme"}), 'offload_optimizer.device is "nvme", allowed is "cpu"'),
     "quantized": (_zero(zero_quantized_gradients=True), "zero_optimization.zero_quantized_gradients is True"),

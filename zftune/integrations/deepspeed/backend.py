@@ -61,6 +61,8 @@ class Plan:
     """In which gradients are summed over ranks; None: in their own."""
     gathers: bool
     """Whether whole weights of stage 3 may be saved in 16 bits."""
+    offloads_weights: bool
+    """Whether the ds_config would have the weights on the host."""
 
 
 def plan(config: Mapping[str, Any], section: Section) -> Plan:
@@ -95,6 +97,7 @@ def plan(config: Mapping[str, Any], section: Section) -> Plan:
         stage=int(stage_of(config)),
         reduced_in=dtype_named(config.get("communication_data_type")),
         gathers=isinstance(zero, Mapping) and any(truth(zero.get(name)) for name in _GATHERS),
+        offloads_weights=isinstance(zero, Mapping) and zero.get("offload_param") is not None,
     )
 
 
@@ -259,8 +262,9 @@ class Making:
             config, late = late_knobs(config, plan.quality, self._torch_device)
             sentence = sentence.replace(OWN_KNOBS, late)
         if self._sharded is not None:
-            weights_bytes = f"{self._sharded.bytes / 1e9:.3g} GB of weights on each"
-            sentence += f"; sharded by FSDP2 over {self._sharded.ranks} ranks, {weights_bytes}"
+            sentence += f"; sharded by FSDP2 over {self._sharded.ranks} ranks"
+            if plan.offloads_weights:
+                sentence += f", whose {self._sharded.bytes / 1e9:.2f} GB of weights each stay on their devices"
         _logger.info("zftune: backend zenflow, quality %s; %s", _PROMISES[plan.quality], sentence)
         return config
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from zenflow.full_state import MASTER
 from zenflow.sharded import local_rows
@@ -134,8 +135,15 @@ def _about_model(engine: Any, optimizer: EngineOptimizer, *, frozen: bool) -> di
         "param_shapes": trained,
         "frozen_param_shapes": rest and {name: parameter.shape for name, parameter in rest.items()},
         "frozen_param_fragments": rest and {name: whole(parameter.detach()) for name, parameter in rest.items()},
-        "shared_params": engine._get_shared_params(),
+        "shared_params": _tied(engine.module),
     }
+
+
+def _tied(module: nn.Module) -> dict[str, str]:
+    """The first name of each parameter that has several, by the others; DeepSpeed goes by address: rows have none."""
+    first: dict[int, str] = {}
+    named = [(name, first.setdefault(id(one), name)) for name, one in module.named_parameters(remove_duplicate=False)]
+    return {name: holder for name, holder in named if name != holder}
 
 
 def _version() -> str:
