@@ -91,6 +91,49 @@ def load(model: nn.Module, optimizer: ZenFlowOptimizer, folder: str | os.PathLik
     _on_all(said, lambda: optimizer.load_state_dict(state))
 
 
+def read_whole(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `save` wrote, in a single process that has neither the model nor its optimizer.
+
+    Args:
+        folder: that `save` wrote.
+
+    Returns:
+        The model's `state_dict`; and the optimizer's as one process has it, by the parameters' names.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    path = _whole_one(Path(folder).absolute())
+
+    def everything() -> dict[str, Any]:
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        room = {
+            key: torch.empty(meta.size, dtype=meta.properties.dtype, device="cpu")
+            if isinstance(meta, TensorStorageMetadata)
+            else None
+            for key, meta in _saved(path).items()
+        }
+        _read(room, path)
+        return room
+
+    found = _on_all(f"the checkpoint {folder} was not read", everything)
+    groups = [{**group, "param_names": group["params"]} for group in found["optimizer.groups"]]
+    state: dict[str, Any] = {}
+    for name in _flat([group["params"] for group in groups]):
+        begin = f"optimizer.state.{name}."
+        own = {key.removeprefix(begin): value for key, value in found.items() if key.startswith(begin)}
+        logs = {name: _numbered(own, name) for name in ("log", "shown")}
+        state[name] = {key: value for key, value in own.items() if "." not in key} | logs
+    model = {key.removeprefix("model."): value for key, value in found.items() if key.startswith("model.")}
+    return model, {"state": state, "param_groups": groups}
+
+
+def _numbered(tensors: Mapping[str, Any], name: str) -> tuple[torch.Tensor, ...]:
+    numbers = sorted(int(key.rpartition(".")[2]) for key in tensors if key.startswith(f"{name}."))
+    return tuple(tensors[f"{name}.{number}"].flatten(1) for number in numbers)
+
+
 # --- what is written and read ----------------------------------------------------------------------------------------
 
 
@@ -127,15 +170,9 @@ def _by_number(tensors: Mapping[str, Any], parameter: nn.Parameter) -> dict[str,
 
 def _room(model: nn.Module, optimizer: ZenFlowOptimizer, folder: Path) -> dict[str, Any]:
     """A document of what this rank reads, whose tensors are to be filled."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    path = _whole_one(folder)
-    if not (path / _METADATA).is_file():
-        raise CheckpointError("it is no checkpoint, allowed is a folder of zenflow.distributed.save()")
-    found = FileSystemReader(path).read_metadata().state_dict_metadata
-    if "optimizer.groups" not in found:
-        raise CheckpointError("it holds no optimizer of zenflow, allowed is a folder of zenflow.distributed.save()")
+    found = _saved(_whole_one(folder))
     weights = {name: _empty_like(value) for name, value in get_model_state_dict(model).items()}
     names = _flat(_names(model, optimizer))
     state = {
@@ -143,6 +180,18 @@ def _room(model: nn.Module, optimizer: ZenFlowOptimizer, folder: Path) -> dict[s
         for name, parameter in zip(names, _rows(optimizer), strict=True)
     }
     return {"model": weights, "optimizer": {"state": state, "groups": (), "mesh": (), "ledgers": ()}}
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    """What lies in a folder, by name."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    if not (path / _METADATA).is_file():
+        raise CheckpointError("it is no checkpoint, allowed is a folder of zenflow.distributed.save()")
+    found: dict[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
+    if "optimizer.groups" not in found:
+        raise CheckpointError("it holds no optimizer of zenflow, allowed is a folder of zenflow.distributed.save()")
+    return found
 
 
 def _room_of(where: str, found: Mapping[str, Any], parameter: nn.Parameter, streams: Sequence[str]) -> dict[str, Any]:

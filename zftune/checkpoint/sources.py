@@ -9,12 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+from zenflow import CheckpointError
+from zenflow.distributed import read_whole
 from zftune.checkpoint.loading import load
 from zftune.checkpoint.rest import LATEST
 from zftune.errors import BadInputError
 
 HEADER = "zenflow"
 """In `param_groups[0]` of what our optimizers save."""
+IN_FOLDER, FOLDER = "in_folder", "zenflow"
+"""What an engine's file says of an optimizer whose state lies in a folder beside it, by rows; and that folder."""
 MODEL_STATES = "mp_rank_00_model_states.pt"
 
 _FORMS = "allowed are a folder that DeepSpeed's engine saved, and a file with a model and its optimizer"
@@ -106,6 +110,8 @@ def _open_folder(folder: Path, what: str, *, trust: bool) -> Source:
     if not isinstance(document, Mapping) or not isinstance(document.get("module"), Mapping):
         raise BadInputError(f'{what}: {MODEL_STATES} holds no "module", {_FORMS}')
     optimizer = document.get("optimizer")
+    if isinstance(optimizer, Mapping) and IN_FOLDER in optimizer:
+        return Source("ours", what, {**document, "optimizer": _by_rows(folder / FOLDER, what, trust=trust)})
     if _is_optimizer(optimizer) and HEADER in optimizer["param_groups"][0]:
         return Source("ours", what, document)
     if optimizer is not None:
@@ -115,6 +121,18 @@ def _open_folder(folder: Path, what: str, *, trust: bool) -> Source:
         have = ", ".join(map(str, sorted(ranks))) or "none"
         raise BadInputError(f"{what}: has the optim_states of ranks {have}, allowed are those of all ranks")
     return Source("zero", what, document, tuple(ranks[rank] for rank in sorted(ranks)))
+
+
+def _by_rows(folder: Path, what: str, *, trust: bool) -> dict[str, Any]:
+    if not trust:  # torch.distributed.checkpoint reads its index by pickle
+        raise BadInputError(
+            f"{what}: its optimizer lies by rows in the folder {FOLDER}, allowed with --trust, if you know who wrote "
+            "it, for reading it may run code"
+        )
+    try:
+        return read_whole(folder)[1]
+    except CheckpointError as error:
+        raise BadInputError(f"{what}: {error}") from error
 
 
 def _is_optimizer(found: object) -> TypeGuard[Mapping[str, Any]]:

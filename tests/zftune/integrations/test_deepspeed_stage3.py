@@ -12,6 +12,8 @@ from tests import zygote
 from tests.tiers import by_day
 from tests.zftune.integrations.ds_running import ADAMW, ZENFLOW, ds_config, run_cases
 from tests.zftune.integrations.ds_worker import make_model
+from zftune.checkpoint.converting import export_checkpoint
+from zftune.errors import BadInputError
 
 GATHERS = {"stage3_gather_16bit_weights_on_model_save": True}
 SCALED = {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}
@@ -212,3 +214,17 @@ def test_accessors_know_the_state(by_ranks: dict[int, list[dict[str, Any]]], ran
 def test_training_goes_on_with_what_was_written(by_ranks: dict[int, list[dict[str, Any]]]) -> None:
     first, alone = by_ranks[2][0]["visited"], by_ranks[1][0]["visited"]
     torch.testing.assert_close(first["flushed"], alone["flushed"], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.usefixtures("by_ranks")
+def test_it_becomes_a_plain_checkpoint(folder: Path, tmp_path: Path) -> None:
+    """With what was logged by rows applied, which takes masters and moments."""
+    source = folder / "of 2 late"
+    with pytest.raises(BadInputError, match="lies by rows in the folder zenflow, allowed with --trust"):
+        export_checkpoint(str(source), str(tmp_path / "plain.pt"))
+    export_checkpoint(str(source), str(tmp_path / "plain.pt"), trust=True)
+    found = torch.load(tmp_path / "plain.pt", weights_only=True)
+    tag = (source / "latest").read_text()
+    saved = torch.load(source / tag / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    torch.testing.assert_close(found["model"], dict(saved), rtol=0.0, atol=0.0)
+    assert {float(state["step"]) for state in found["optimizer"]["state"].values()} == {float(SAVED_AFTER)}

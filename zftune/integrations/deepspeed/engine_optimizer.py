@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from zenflow import ZenFlowConfig
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.rules import RULES
+from zftune.checkpoint.sources import IN_FOLDER
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed.accessors import link, unlink
 from zftune.integrations.deepspeed.optimizers import Recipe
 from zftune.integrations.deepspeed.sharded_files import load_folder
 
 _SCALER = "loss_scaler"
-_IN_FOLDER = "in_folder"
 _SAVED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -143,7 +143,7 @@ class EngineOptimizer(ZenFlowOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As zenflow's, and the state of the loss scaler."""
-        state: dict[str, Any] = {_IN_FOLDER: True} if self._folder is not None else super().state_dict()
+        state: dict[str, Any] = {IN_FOLDER: True} if self._folder is not None else super().state_dict()
         if self.loss_scaler is not None:
             state[_SCALER] = {
                 name: getattr(self.loss_scaler, name) for name in _SAVED if hasattr(self.loss_scaler, name)
@@ -165,7 +165,7 @@ class EngineOptimizer(ZenFlowOptimizer):
                 "the checkpoint is of ZeRO, allowed is one of the backend zenflow: `zftune checkpoint import` makes it"
             )
         scaler = state_dict.get(_SCALER, {})
-        if _IN_FOLDER in state_dict:
+        if IN_FOLDER in state_dict:
             load_folder(self, self._folder)
         else:
             super().load_state_dict({name: value for name, value in state_dict.items() if name != _SCALER})

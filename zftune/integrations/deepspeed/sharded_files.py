@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.serialization import config as serialization
 
 from zenflow import distributed
+from zftune.checkpoint.sources import FOLDER
 from zftune.errors import BadInputError
 from zftune.integrations.fsdp2 import whole
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer
 
 _logger = logging.getLogger("zftune")
-FOLDER = "zenflow"
-"""Beside the files of a tag."""
 
 
 def whole_state_dict(module: nn.Module, *, trained_only: bool = False) -> dict[str, Any]:
