@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -11,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("transformers", reason="the demo extra is not installed")
 
 from tests import upstream_ops, zygote
 from tests.once import once
+from tests.tiers import by_day
 from tests.zftune.integrations.trainer_run import SAVE_EVERY, STEPS
-from tests.zftune.integrations.trainers import furthest
+from tests.zftune.integrations.trainers import furthest, tiny_model
 from zftune.checkpoint.converting import export_checkpoint, import_checkpoint
 
 LR = 1e-2  # the trainers'
@@ -43,17 +46,26 @@ REST = {
 RUNS = ("plain", "ours", "back")
 
 
-def run(folder: Path, name: str, checkpoint: Path | None, *, ours: bool = False) -> None:
+def run(
+    folder: Path,
+    name: str,
+    checkpoint: Path | None,
+    *,
+    ours: bool = False,
+    ranks: int = 1,
+    config: dict[str, Any] | None = None,
+) -> None:
     """Train into a folder, under `zftune run` or as upstream does."""
     (folder / name).mkdir()
     words: list[str | Path] = ["-m", "tests.zftune.integrations.trainer_run", folder / name]
-    words += [json.dumps(CONFIGS[folder.name]), *([checkpoint] if checkpoint else [])]
+    words += [json.dumps(config or CONFIGS[folder.name]), *([checkpoint] if checkpoint else [])]
     if ours:
         words = ["-c", zygote.MAIN, "run", "--backend", "zenflow", "--", sys.executable, *words]
     environment = {**os.environ, **upstream_ops.environment(), "ZFTUNE_DB": str(folder / "db"), "OMP_NUM_THREADS": "1"}
-    (process,) = zygote.ranks(1, words, env=environment, exec_in_place=ours)
-    with process:
-        assert process.wait(300) == 0, process.stdout[-3000:] + process.stderr[-6000:]
+    with contextlib.ExitStack() as stack:
+        begun = zygote.ranks(ranks, words, env=environment, exec_in_place=ours)
+        for process in [stack.enter_context(one) for one in begun]:
+            assert process.wait(300) == 0, process.stdout[-3000:] + process.stderr[-6000:]
 
 
 def chain(folder: Path) -> Path:
@@ -145,3 +157,50 @@ def test_deepspeeds_script_in_the_folder_makes_the_masters(trainings: Path, tmp_
     of_later = by_script(folder / "ours" / LATER, tmp_path / "later")
     equal(by_script(folder / "exported", tmp_path / "exported"), of_later, last)
     assert not torch.equal(of_later["lm_head.weight"], deepspeeds["lm_head.weight"])
+
+
+STAGE_3: dict[str, Any] = {
+    **_BASE,
+    "optimizer": {"type": "AdamW", "params": _AUTO},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        "offload_param": {"device": "cpu"},
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+
+
+def stage_3(folder: Path) -> Path:
+    """By stage 2 of DeepSpeed; by us at stage 3 on two ranks, and from a checkpoint of theirs on two and on one."""
+    save = "from tests.zftune.integrations.trainers import tiny_model; tiny_model().save_pretrained('model')"
+    path = os.pathsep.join([str(upstream_ops.ROOT), os.environ.get("PYTHONPATH", "")])
+    zygote.run(["-c", save], cwd=folder, env={**os.environ, "PYTHONPATH": path}, check=True)
+    upstream = {name: value for name, value in STAGE_3.items() if name != "zero_optimization"} | {
+        "zero_optimization": {"stage": 2}
+    }
+    run(folder, "theirs", None, ranks=2, config=upstream)
+    run(folder, "ours", None, ours=True, ranks=2, config=STAGE_3)
+    run(folder, "again", folder / "ours" / MIDDLE, ours=True, ranks=2, config=STAGE_3)
+    run(folder, "on one", folder / "ours" / MIDDLE, ours=True, ranks=1, config=STAGE_3)
+    return folder
+
+
+@pytest.mark.parametrize("_", by_day([], all_of=["stage 3"]))
+def test_stage_3_on_two_ranks(tmp_path_factory: pytest.TempPathFactory, _: str) -> None:
+    folder = once(tmp_path_factory, "trainer-at-stage-3", stage_3)
+    theirs, ours, again, alone = (seen_by(folder, name) for name in ("theirs", "ours", "again", "on one"))
+    assert (theirs["was cut up"], ours["was cut up"]) == (False, True)
+    assert ours["optimizer"] == "EngineOptimizer"
+    assert column(ours, "learning_rate") == column(theirs, "learning_rate")
+    assert column(ours, "loss") == pytest.approx(column(theirs, "loss"), rel=1e-4)
+    assert furthest(ours["masters"], theirs["masters"]) < 1e-2 * LR
+    assert column(again, "loss") == column(ours, "loss")
+    assert furthest(again["masters"], ours["masters"]) == 0.0
+    assert alone["step"] == STEPS
+    saved = load_file(folder / "ours" / LATER / "model.safetensors")
+    assert {name: value.shape for name, value in saved.items()} == {
+        name: value.shape for name, value in tiny_model().state_dict().items()
+    }

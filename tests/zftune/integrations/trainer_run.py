@@ -2,12 +2,14 @@
 
 python -m tests.zftune.integrations.trainer_run FOLDER CONFIG [CHECKPOINT]
 
-It trains into FOLDER, from CHECKPOINT on if there is one, and leaves what it saw in FOLDER/seen.pt.
+It trains into FOLDER, from CHECKPOINT on if there is one, and leaves what it saw in FOLDER/seen.pt, of another rank
+than the first in seen.RANK.pt. Of a folder FOLDER/../model the model is loaded.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,9 +33,11 @@ def main() -> None:
         deepspeed=ds_config,
         bf16="bf16" in ds_config,
         max_steps=STEPS,
+        pretrained=place if (place := Path(folder).parent / "model").is_dir() else None,
         save_strategy="steps",
         save_steps=SAVE_EVERY,
     )
+    was_cut_up = any(hasattr(parameter, "ds_id") for parameter in made.model.parameters())
     for part in made.model.modules():
         if hasattr(part, "attention_dropout"):
             part.attention_dropout = 0.3  # losses need the random numbers that the checkpoint has
@@ -43,8 +47,10 @@ def main() -> None:
         "step": made.state.global_step,
         "optimizer": type(made.deepspeed.optimizer).__name__,
         "masters": {name: safe_get_full_fp32_param(p).clone() for name, p in made.model.named_parameters()},
+        "was cut up": was_cut_up,
     }
-    torch.save(seen, Path(folder, "seen.pt"))
+    rank = os.environ.get("RANK", "0")
+    torch.save(seen, Path(folder, "seen.pt" if rank == "0" else f"seen.{rank}.pt"))
 
 
 if __name__ == "__main__":

@@ -76,10 +76,12 @@ def trainer(
     *,
     dtype: torch.dtype = torch.float32,
     callbacks: Sequence[Any] = (),
+    pretrained: Path | None = None,
     **more: Any,
 ) -> Any:
-    """A Trainer; with no `make` it makes its own AdamW."""
-    model, args = tiny_model(dtype), arguments(folder, **more)
+    """A Trainer; with no `make` it makes its own AdamW. A folder holds a model that is loaded as scripts do."""
+    args = arguments(folder, **more)  # first: with DeepSpeed they say how a model is loaded
+    model = tiny_model(dtype) if pretrained is None else LlamaForCausalLM.from_pretrained(pretrained)
     return Trainer(
         model=model,
         args=args,
