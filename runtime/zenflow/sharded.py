@@ -110,6 +110,11 @@ def local_rows(values: torch.Tensor) -> torch.Tensor:
     return rows
 
 
+def are_sharded(groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether parameters of an optimizer's groups are those of FSDP2."""
+    return any(_is_dtensor(parameter) for group in groups for parameter in group["params"])
+
+
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
     """A parameter's shape over all ranks."""
     return parameter.whole.shape if isinstance(parameter, Rows) else parameter.shape

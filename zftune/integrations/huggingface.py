@@ -8,12 +8,15 @@
         callbacks=[ZFTuneCallback()],
     )
 
+With FSDP2 (`fsdp=True`) instead of `optimizers`: `optimizer_cls_and_kwargs=zenflow_class(model, args)`.
+
 Needs transformers, which nothing else of this package imports. With Accelerate alone, make the optimizer yourself and
 give it to `accelerator.prepare(model, optimizer, device_placement=[True, False])`, the model on its device before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,13 +26,14 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 import zftune
-from zenflow import ZenFlowAdamW, ZenFlowConfig
+from zenflow import ConfigError, ZenFlowAdamW, ZenFlowConfig
 from zenflow.optimizer import ZenFlowOptimizer
+from zenflow.sharded import are_sharded
 from zftune.errors import BadInputError
 from zftune.store.types import Quality
 from zftune.tuner.following import Tuner
 
-__all__ = ["TrainerAdamW", "ZFTuneCallback", "zenflow_optimizer"]
+__all__ = ["TrainerAdamW", "ZFTuneCallback", "zenflow_class", "zenflow_optimizer"]
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 _KNOBS = ("topk_ratio", "update_interval", "select_interval", "offload_ratio")
@@ -40,18 +44,35 @@ class TrainerAdamW(ZenFlowAdamW):
 
     Before training the Trainer's Accelerate saves the optimizer's state, moves it to the device and loads it again. So
     before the first step there is none: state of the host's size would not fit there.
+
+    Over FSDP2 the Trainer saves by torch's functions, which know torch's own state: it is AdamW's there, for any number
+    of ranks. What is pending has to be applied before the model is saved, which `ZFTuneCallback` does.
     """
 
     def state_dict(self) -> dict[str, Any]:
+        if are_sharded(self.param_groups):
+            try:
+                with self.torch_state():
+                    return super().state_dict()
+            except ConfigError as error:
+                raise BadInputError(
+                    "a checkpoint is saved while updates are pending, which are not in its weights, allowed over FSDP2 "
+                    "is a Trainer with callbacks=[ZFTuneCallback()] (with tune=False where nothing is to be tuned)"
+                ) from error
         saved = super().state_dict()
         return saved if self.steps else {**saved, "state": {}}
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        with self.torch_state() if are_sharded(self.param_groups) else contextlib.nullcontext():
+            super().load_state_dict(state_dict)
 
-def zenflow_optimizer(model: nn.Module, args: Any, config: ZenFlowConfig | None = None) -> TrainerAdamW:
-    """The optimizer that a Trainer would make for these arguments, as `ZenFlowAdamW`; the model goes to its device.
 
-    Learning rate, betas, eps and weight decay are the arguments', and biases and norms do not decay, as in the Trainer.
-    The Trainer itself clips (`max_grad_norm`), accumulates and makes the scheduler: give it `optimizers=(this, None)`.
+def zenflow_class(
+    model: nn.Module, args: Any, config: ZenFlowConfig | None = None
+) -> tuple[type[TrainerAdamW], dict[str, Any]]:
+    """What a Trainer makes its optimizer of, for the argument `optimizer_cls_and_kwargs`; with FSDP2 too.
+
+    With FSDP the Trainer takes no optimizer that was made before. The arguments' values, as of `zenflow_optimizer`.
 
     Args:
         model: that the Trainer gets too.
@@ -68,15 +89,33 @@ def zenflow_optimizer(model: nn.Module, args: Any, config: ZenFlowConfig | None 
     config = config or ZenFlowConfig()
     if config.gradient_accumulation_steps == 1:
         config = dataclasses.replace(config, gradient_accumulation_steps=args.gradient_accumulation_steps)
+    betas = (args.adam_beta1, args.adam_beta2)
+    values = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "config": config, "module": model}
+    return TrainerAdamW, values
+
+
+def zenflow_optimizer(model: nn.Module, args: Any, config: ZenFlowConfig | None = None) -> TrainerAdamW:
+    """The optimizer that a Trainer would make for these arguments, as `ZenFlowAdamW`; the model goes to its device.
+
+    Learning rate, betas, eps and weight decay are the arguments', and biases and norms do not decay, as in the Trainer.
+    The Trainer itself clips (`max_grad_norm`), accumulates and makes the scheduler: give it `optimizers=(this, None)`.
+
+    Args:
+        model: that the Trainer gets too.
+        args: its `TrainingArguments`.
+        config: the knobs; None takes the defaults.
+
+    Raises:
+        BadInputError: the arguments ask for another optimizer, for several GPUs in one process, or for FSDP.
+    """
+    if args.fsdp:
+        raise BadInputError(
+            "args.fsdp is on, allowed with it is Trainer(optimizer_cls_and_kwargs=zenflow_class(model, args)): the "
+            "Trainer takes no optimizer then"
+        )
+    kind, values = zenflow_class(model, args, config)
     model.to(args.device)  # the Trainer would do that later, when the optimizer has seen where the weights are
-    return TrainerAdamW(
-        _groups(model, args.weight_decay),
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-        config=config,
-        module=model,
-    )
+    return kind(_groups(model, args.weight_decay), **values)
 
 
 class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
@@ -84,7 +123,8 @@ class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     - The tuner is attached when training begins and ends with it; it sees the loss of every step.
     - After the last step, before evaluation and saving, every pending host update is applied. A checkpoint in mid-run
-      holds the weights that training sees; what is pending lies in its `optimizer.pt`, so it is resumed exactly.
+      holds the weights that training sees; what is pending lies in its `optimizer.pt`, so it is resumed exactly. Over
+      FSDP2 it is applied before each save.
     - The Trainer's log history gets the knobs in force and, where it is known, the stall of a step.
 
     Args:
@@ -126,10 +166,15 @@ class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     def on_step_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
         if control.should_training_stop or state.global_step >= state.max_steps:
             self._end()
+        self._flush_before_save(control.should_save)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
         if control.should_training_stop:  # after an evaluation, by another callback
             self._end()
+        self._flush_before_save(control.should_save)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        self._flush_before_save(str(getattr(args.save_strategy, "value", args.save_strategy)) == "best")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **of: Any) -> None:
         if logs and "loss" in logs and state.log_history:
@@ -142,6 +187,11 @@ class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     def on_train_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
         self._end()
         self._optimizer = None
+
+    def _flush_before_save(self, saves: bool) -> None:
+        """Over FSDP2 a checkpoint has no place for what is pending."""
+        if saves and self._optimizer is not None and are_sharded(self._optimizer.param_groups):
+            self._optimizer.flush()
 
     def _sizes(self, args: Any) -> dict[str, Any]:
         """What the tuner is told of a step, where the user has not."""

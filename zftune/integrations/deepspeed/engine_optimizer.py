@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from zenflow import ZenFlowConfig
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.rules import RULES
+from zenflow.sharded import are_sharded
 from zftune.checkpoint.sources import IN_FOLDER
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed.accessors import link, unlink
@@ -126,7 +127,7 @@ class EngineOptimizer(ZenFlowOptimizer):
     @property
     def is_sharded(self) -> bool:
         """Whether each rank has rows of the parameters."""
-        return any(hasattr(parameter, "placements") for group in self.param_groups for parameter in group["params"])
+        return are_sharded(self.param_groups)
 
     @contextmanager
     def kept_in(self, folder: Path) -> Iterator[None]:
