@@ -18,7 +18,6 @@ pytest.importorskip("transformers", reason="the demo extra is not installed")
 
 from tests import upstream_ops, zygote
 from tests.once import once
-from tests.tiers import by_day
 from tests.zftune.integrations.trainer_run import SAVE_EVERY, STEPS
 from tests.zftune.integrations.trainers import furthest, tiny_model
 from zftune.checkpoint.converting import export_checkpoint, import_checkpoint
@@ -188,8 +187,8 @@ def stage_3(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("_", by_day([], all_of=["stage 3"]))
-def test_stage_3_on_two_ranks(tmp_path_factory: pytest.TempPathFactory, _: str) -> None:
+@pytest.mark.usefixtures("every_fault")
+def test_stage_3_on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = once(tmp_path_factory, "trainer-at-stage-3", stage_3)
     theirs, ours, again, alone = (seen_by(folder, name) for name in ("theirs", "ours", "again", "on one"))
     assert (theirs["was cut up"], ours["was cut up"]) == (False, True)
