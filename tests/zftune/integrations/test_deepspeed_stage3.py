@@ -41,6 +41,7 @@ ALL: dict[str, dict[str, Any]] = {
     "made in bf16": {"config": config_of("bf16", optimizer=ADAMW), "init": "bfloat16"},
     "made in bf16, odd": {"config": config_of("bf16", optimizer=ADAMW), "init": "bfloat16", "model": "odd"},
     "twice": {"config": config_of(optimizer=ADAMW), "twice": True},
+    "tuned online": {"config": config_of(optimizer=ADAMW, zftune={"online": True})},
 }
 CASES = by_day(
     {name: ALL[name] for name in ("late", "accumulated", "fp16", "odd", "instance", "made in bf16, odd")}, all_of=ALL

@@ -265,6 +265,8 @@ class Making:
             sentence += f"; sharded by FSDP2 over {self._sharded.ranks} ranks"
             if plan.offloads_weights:
                 sentence += f", whose {self._sharded.bytes / 1e9:.2f} GB of weights each stay on their devices"
+        elif ranks > 1:
+            sentence += f"; each of {ranks} ranks has the state and the host work of all, stage 3 shares them out"
         _logger.info("zftune: backend zenflow, quality %s; %s", _PROMISES[plan.quality], sentence)
         return config
 
