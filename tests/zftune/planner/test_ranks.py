@@ -1,4 +1,4 @@
-"""Predictions for several ranks over FSDP2, beside what two of them do: bytes, host memory, and steps on rigs."""
+"""Predictions for several ranks over FSDP2, beside what they do: bytes, host memory, and steps on rigs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from zftune.planner.memory import host_bytes
 from zftune.planner.simulate import simulate
 from zftune.planner.split import split_of
 
-RANKS, WIDTH, LAYERS, VOCABULARY = 2, 32, 4, 64
+RANKS = by_day([2], all_of=[2, 4])
+WIDTH, LAYERS, VOCABULARY = 32, 4, 64
 
 
 class Layer(nn.Module):
@@ -134,9 +135,10 @@ WORK = {name: partial(train, setting) for name, setting in SETTINGS.items()}
 """What all ranks do together."""
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    found = results_of_ranks(tmp_path_factory.mktemp("ranks"), "tests.zftune.planner.test_ranks", list(WORK), RANKS)
+@pytest.fixture(scope="module", params=RANKS, ids="on {}".format)
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder, module = tmp_path_factory.mktemp("ranks"), "tests.zftune.planner.test_ranks"
+    found = results_of_ranks(folder, module, list(WORK), request.param)
     for results in found:
         for result in results.values():
             assert "error" not in result, result["trace"]
@@ -151,7 +153,7 @@ def facts() -> ModelFacts:
 def test_steps_are_those_of_ranks_on_rigs(ranks: Results, name: str) -> None:
     """Apart from the numbers that the host is told in a step, 4 bytes of each weight, which are much in a toy."""
     setting = SETTINGS[name]
-    rates = Rates.of_rig(setting.rig, ranks=RANKS, reshard=setting.reshard)
+    rates = Rates.of_rig(setting.rig, ranks=len(ranks), reshard=setting.reshard)
     split = split_of(facts(), setting.config, pieces=1 << 20)
     steady, least = simulate(rates, split, setting.config), floor(rates, split, setting.config)
     for results in ranks:
@@ -175,12 +177,12 @@ def test_bytes_are_those_that_the_ranks_count(ranks: Results, name: str) -> None
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_host_memory_is_that_of_all_ranks(ranks: Results, name: str) -> None:
-    expected = host_bytes(facts(), SETTINGS[name].config, ranks=RANKS)
+    expected = host_bytes(facts(), SETTINGS[name].config, ranks=len(ranks))
     found = {use: sum(results[name]["host"][use] for results in ranks) for use in expected}
     assert {use: found[use] for use in ("state", "staging")} == {use: expected[use] for use in ("state", "staging")}
     assert found["log"] <= expected["log"]
 
 
-def test_each_of_two_ranks_sends_half(ranks: Results) -> None:
+def test_each_rank_sends_its_share(ranks: Results) -> None:
     for one, other in itertools.pairwise(results["windows"]["d2h"] for results in ranks):
         assert one == pytest.approx(other, rel=0.01)
