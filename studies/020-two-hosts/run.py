@@ -1,0 +1,191 @@
+"""Does the planner know what two hosts take with a slow network between them? See the README.md beside."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from studykit import Results, code_digest, parser, write_json  # noqa: E402
+from training import CONFIGS, workload_of  # noqa: E402
+
+from zenflow import ZenFlowConfig  # noqa: E402
+from zftune.planner import ModelFacts, Rates  # noqa: E402
+from zftune.planner.simulate import simulate  # noqa: E402
+from zftune.planner.split import split_of  # noqa: E402
+
+METHOD = 1  # raise it when a change here changes what is measured
+SYSTEMS = ("FSDP2", *CONFIGS)
+ON_DEVICE = ZenFlowConfig.zero_offload(offload_ratio=0.0, pipeline="bucket")
+NETWORK, ADDRESSES, PORT = "10.213.7", (1, 2), 29713
+PATIENCE_S = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is measured."""
+
+    hidden: int
+    layers: int
+    steps: int
+    mbits: tuple[int, ...]
+    """Of the network, each way."""
+
+
+FULL, QUICK = Size(384, 6, 12, (100, 200, 400)), Size(128, 2, 8, (100,))
+
+
+# --- hosts ------------------------------------------------------------------------------------------------------------
+
+
+def refusal() -> str | None:
+    """Why this machine cannot be two hosts; None: it can."""
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if missing:
+        return f"{' and '.join(missing)}: not installed, allowed is a machine with iproute2"
+    made = subprocess.run(["ip", "netns", "add", f"zftune-{os.getpid()}"], capture_output=True, text=True, check=False)
+    if made.returncode:
+        return f"namespaces of the network cannot be made ({made.stderr.strip()}), allowed is a run as root"
+    _ip("netns", "del", f"zftune-{os.getpid()}")
+    return None
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@contextmanager
+def hosts(mbits: int | None) -> Iterator[tuple[str, str]]:
+    """Two namespaces with a cable between them; None: as fast as it goes."""
+    names = (f"zftune-{os.getpid()}-a", f"zftune-{os.getpid()}-b")
+    with ExitStack() as undone:
+        for name in names:
+            _ip("netns", "add", name)
+            undone.callback(_ip, "netns", "del", name)
+        _ip("link", "add", "zftune0", "netns", names[0], "type", "veth", "peer", "name", "zftune0", "netns", names[1])
+        for name, number in zip(names, ADDRESSES, strict=True):
+            _ip("-n", name, "addr", "add", f"{NETWORK}.{number}/24", "dev", "zftune0")
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "link", "set", "zftune0", "up")
+            if mbits is not None:
+                shape = f"tc qdisc add dev zftune0 root tbf rate {mbits}mbit burst 128kb latency 100ms"
+                subprocess.run(["ip", "netns", "exec", name, *shape.split()], check=True, capture_output=True)
+        yield names
+
+
+def trained(size: Size, system: str, mbits: int | None, *, alone: bool = False) -> dict[str, Any]:
+    """What the first of two hosts saw, or one that is alone; each is started by its own `torchrun`."""
+    with hosts(mbits) as names, tempfile.TemporaryDirectory() as folder:
+        begun = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run",
+                 f"--nnodes={1 if alone else 2}", f"--node-rank={rank}", "--nproc-per-node=1",
+                 f"--master-addr={NETWORK}.1", f"--master-port={PORT}", str(HERE / "training.py"), folder, system,
+                 f"--hidden={size.hidden}", f"--layers={size.layers}", f"--steps={size.steps}"],
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "zftune0", "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            )
+            for rank, name in enumerate(names[: 1 if alone else 2])
+        ]  # fmt: skip
+        try:
+            said = [process.communicate(timeout=PATIENCE_S)[1] for process in begun]
+        finally:
+            for process in begun:
+                process.kill()
+        for process, text in zip(begun, said, strict=True):
+            if process.returncode:
+                raise RuntimeError(
+                    f"{system} at {mbits} Mbit/s: a host ended with {process.returncode}: {text[-2000:]}"
+                )
+        found: dict[str, Any] = json.loads(Path(folder, f"{system}.json").read_text(encoding="utf-8"))
+        return found
+
+
+# --- what is told -----------------------------------------------------------------------------------------------------
+
+
+def predicted_s(size: Size, system: str, alone: Mapping[str, Any], gbps: float) -> float:
+    """By the planner, from what one host takes without the other, and the network's rate.
+
+    Host and device are the same processor here, and nothing is copied between them: what the optimizer takes on one
+    host is halved, and comes behind the step.
+    """
+    facts = ModelFacts.from_module("study", workload_of(size.hidden, size.layers).module)
+    plain = alone["FSDP2"]
+    rates = Rates(
+        forward_ms=1e3 * plain["forward_s"],
+        backward_ms=1e3 * plain["backward_s"],
+        d2h_gbps=1e3,
+        h2d_gbps=1e3,
+        host_gbps=1e3,
+        comm_gbps=gbps,
+        ranks=2,
+        element_bytes=facts.element_bytes,
+    )
+    config = ON_DEVICE if system == "FSDP2" else CONFIGS[system]
+    own = alone[system]
+    beside = own["step_s"] - plain["forward_s"] - plain["backward_s"]
+    return simulate(rates, split_of(facts, config), config).step_ms / 1e3 + beside / 2
+
+
+def table_of(runs: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A row for each network and system."""
+    table = Table(title="two hosts, a step")
+    for column in ("Mbit/s", "all-gather, Mbit/s", "system", "step s", "planned s", "apart"):
+        table.add_column(column, justify="left" if column == "system" else "right")
+    for one in runs.values():
+        table.add_row(
+            str(one["mbits"]),
+            f"{8e3 * one['network_gbps']:.0f}",
+            one["system"],
+            f"{one['step_s']:.3f}",
+            f"{one['planned_s']:.3f}",
+            f"{one['planned_s'] / one['step_s'] - 1:+.1%}",
+        )
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure what is not there yet, and print; 1 where the planner is further off than 15%, 2 where it cannot run."""
+    arguments = parser(__doc__ or "").parse_args(argv)
+    if (why := refusal()) is not None:
+        sys.stderr.write(f"020-two-hosts: {why}\n")
+        return 2
+    results = Results.of(HERE, arguments)
+    size = QUICK if arguments.quick else FULL
+    inputs = {**asdict(size), "method": METHOD, "code": code_digest("runtime/zenflow", "zftune/workload")}
+    record = None if arguments.again else results.load("two-hosts", inputs)
+    if record is None:
+        alone = {system: trained(size, system, None, alone=True) for system in SYSTEMS}
+        pairs = [(mbits, system) for mbits in size.mbits for system in SYSTEMS]
+        two = {
+            f"{system} at {mbits}": {"mbits": mbits, "system": system, **trained(size, system, mbits)}
+            for mbits, system in pairs
+        }
+        record = results.save("two-hosts", inputs, {"alone": alone, "two": two})
+    figures = record["figures"]
+    runs = {
+        name: {**one, "planned_s": predicted_s(size, one["system"], figures["alone"], one["network_gbps"])}
+        for name, one in figures["two"].items()
+    }
+    Console(width=None if sys.stdout.isatty() else 120).print(table_of(runs))
+    if arguments.json:
+        write_json(arguments.json, {"study": HERE.name, "quick": arguments.quick, "runs": runs})
+    return int(any(abs(one["planned_s"] / one["step_s"] - 1) > 0.15 for one in runs.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
