@@ -138,7 +138,7 @@ def predicted_s(size: Size, system: str, alone: Mapping[str, Any], gbps: float) 
     config = ON_DEVICE if system == "FSDP2" else CONFIGS[system]
     own = alone[system]
     beside = own["step_s"] - plain["forward_s"] - plain["backward_s"]
-    return simulate(rates, split_of(facts, config), config).step_ms / 1e3 + beside / 2
+    return float(simulate(rates, split_of(facts, config), config).step_ms / 1e3 + beside / 2)
 
 
 def table_of(runs: Mapping[str, Mapping[str, Any]]) -> Table:
