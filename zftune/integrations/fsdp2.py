@@ -132,6 +132,35 @@ def require_torch() -> None:
         )
 
 
+def require_room(module: nn.Module, ranks: int, dtype: torch.dtype | None, available_bytes: int) -> None:
+    """Refuse weights that do not fit on the device of a rank.
+
+    Args:
+        module: before `shard`.
+        ranks: how many share it.
+        dtype: that floating weights are cast to; None: they keep theirs.
+        available_bytes: of the device's memory.
+
+    Raises:
+        BadInputError: a rank's rows, and on several ranks the largest unit whole beside them, take more.
+    """
+
+    def nbytes(parameter: nn.Parameter) -> int:
+        size = dtype.itemsize if dtype is not None and parameter.is_floating_point() else parameter.element_size()
+        return size * _shape(parameter).numel()
+
+    weights_bytes = sum(map(nbytes, module.parameters()))
+    units = [sum(map(nbytes, unit.parameters())) for unit in units_of(module)]
+    rest = weights_bytes - sum(units)
+    needed = weights_bytes if ranks == 1 else -(-weights_bytes // ranks) + max([rest, *units])
+    if needed > available_bytes:
+        raise BadInputError(
+            f"the weights at ZeRO stage 3 take {needed / 1e9:.1f} GB of a device (ranks: {ranks}), of which "
+            f"{available_bytes / 1e9:.1f} GB are free, allowed with the backend zenflow are weights that fit: take more "
+            'ranks, or "zftune": {"backend": "deepspeed"}'
+        )
+
+
 def make_whole(module: nn.Module) -> None:
     """Undo `deepspeed.zero.Init` of a model that one rank has alone; parameters stay the same objects.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zftune.errors import BadInputError
+from zftune.integrations.fsdp2 import units_of
 from zftune.workload.batches import Batch
 from zftune.workload.text import ByteTokenizer, TextCorpus, Tokenizer
 
@@ -85,9 +86,7 @@ class Workload:
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(next(self.module.parameters()).device.type, (torch.distributed.get_world_size(),))
-        lists = (part for part in self.module.modules() if isinstance(part, nn.ModuleList))
-        layers = max(lists, key=lambda part: sum(p.numel() for p in part.parameters()), default=())
-        for unit in (*layers, self.module):
+        for unit in (*units_of(self.module), self.module):
             fully_shard(unit, mesh=mesh, **policy)
 
     def describe(self, *, micro_batch: int, sequence: int, text: str) -> dict[str, Any]:

@@ -153,11 +153,12 @@ def shard(plan: Plan, module: nn.Module) -> Sharded | None:
     ranks = torch.distributed.get_world_size()
     if plan.stage != _SHARDED:
         return None
+    from deepspeed.accelerator import get_accelerator
+
+    fsdp2.require_room(module, ranks, plan.precision.dtype, get_accelerator().available_memory())
     if ranks == 1:
         fsdp2.make_whole(module)
         return None
-    from deepspeed.accelerator import get_accelerator
-
     from zftune.integrations.deepspeed import zero3
 
     fsdp2.require_torch()
