@@ -156,7 +156,7 @@ def require_room(module: nn.Module, ranks: int, dtype: torch.dtype | None, avail
     if needed > available_bytes:
         raise BadInputError(
             f"the weights at ZeRO stage 3 take {needed / 1e9:.1f} GB of a device (ranks: {ranks}), of which "
-            f"{available_bytes / 1e9:.1f} GB are free, allowed with the backend zenflow are weights that fit: take more "
+            f"{available_bytes / 1e9:.1f} GB are free, allowed with the backend zenflow are ones that fit: take more "
             'ranks, or "zftune": {"backend": "deepspeed"}'
         )
 
