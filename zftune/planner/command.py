@@ -23,6 +23,10 @@ def plan(
     ],
     hardware: Annotated[str, typer.Option(help="A machine's name, a TOML file, or 'here' (measured).")] = "here",
     gpus: Annotated[int, typer.Option(help="How many of its GPUs.")] = 1,
+    nodes: Annotated[int, typer.Option(help="How many such machines, each with so many GPUs.")] = 1,
+    network_gbps: Annotated[
+        float | None, typer.Option(help="What a machine sends to the others, in GB/s each way; with --nodes.")
+    ] = None,
     seq: Annotated[int, typer.Option(help="Tokens a sequence.")] = 2048,
     micro_batch: Annotated[int, typer.Option(help="Sequences a step on each GPU.")] = 1,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Backward recomputes activations.")] = False,
@@ -48,10 +52,13 @@ def plan(
         if path is not None:
             check_output_path(path, option, standard_output=option == "--json")
     _check(dtype, quality, compute_ms)
-    if gpus == 1 and not reshard:
+    if gpus * nodes == 1 and not reshard:
         raise BadInputError("--no-reshard: allowed only with --gpus 2 or more, one GPU gathers nothing")
+    _check_network(nodes, network_gbps)
     job = _job(
         gpus=gpus,
+        nodes=nodes,
+        network_gbps=network_gbps,
         seq=seq,
         micro_batch=micro_batch,
         checkpointing=checkpointing,
@@ -81,17 +88,27 @@ def _check(dtype: str, quality: str, compute_ms: float | None) -> None:
         raise BadInputError(f"--compute-ms {compute_ms}: allowed is a number above 0, below 1e9")
 
 
-def _job(*, gpus: int, seq: int, micro_batch: int, **more: Any) -> Job:
+def _check_network(nodes: int, network_gbps: float | None) -> None:
+    if nodes > 1 and network_gbps is None:
+        raise BadInputError(f"--nodes {nodes}: allowed only with --network-gbps, what a machine sends to the others")
+    if nodes == 1 and network_gbps is not None:
+        raise BadInputError(f"--network-gbps {network_gbps:g}: allowed only with --nodes 2 or more")
+    if network_gbps is not None and not 0 < network_gbps < 1e9:
+        raise BadInputError(f"--network-gbps {network_gbps}: allowed is a number above 0, below 1e9")
+
+
+def _job(*, gpus: int, nodes: int, seq: int, micro_batch: int, **more: Any) -> Job:
     from zftune.planner.facts import Job
 
     for option, value, most in (
         ("--gpus", gpus, _MOST_GPUS),
+        ("--nodes", nodes, _MOST_GPUS),
         ("--seq", seq, _LONGEST),
         ("--micro-batch", micro_batch, _LARGEST),
     ):
         if not 1 <= value <= most:
             raise BadInputError(f"{option} {value}: allowed is an integer from 1 to {most}")
-    return Job(seq=seq, micro_batch=micro_batch, gpus=gpus, **more)
+    return Job(seq=seq, micro_batch=micro_batch, gpus=gpus, nodes=nodes, **more)
 
 
 def _inputs(model: str, hardware: str, dtype: str) -> tuple[ModelFacts, Machine]:

@@ -215,7 +215,11 @@ class Job:
     micro_batch: int = 1
     """Sequences a step on each GPU."""
     gpus: int = 1
-    """Several share the weights, by rows (FSDP2)."""
+    """Of each machine; several share the weights, by rows (FSDP2)."""
+    nodes: int = 1
+    """Machines, which are alike."""
+    network_gbps: float | None = None
+    """What a machine sends to others in all, and receives; where there are several."""
     checkpointing: bool = False
     """Whether backward recomputes the activations of each layer."""
     reshard: bool = True
@@ -230,6 +234,11 @@ class Job:
     def tokens(self) -> int:
         """Tokens of a step on each GPU."""
         return self.seq * self.micro_batch
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of all machines."""
+        return self.gpus * self.nodes
 
 
 @dataclass(frozen=True, kw_only=True)

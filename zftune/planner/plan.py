@@ -146,22 +146,26 @@ def of_ranks(model: ModelFacts, job: Job, found: Sequence[Choice], host: float) 
         found: what was chosen, the best first.
         host: bytes of host memory that may be used.
     """
-    if job.gpus == 1:
+    if job.ranks == 1:
         return []
     config = found[0][0] if found else _SMALLEST
     need = job.gpus * sum(host_bytes(model, config).values())
     fit = "fits" if need <= host else "does not fit"
     gathered = "gathered again for backward" if job.reshard else "kept until backward"
     shared = (
-        f"This is for {job.gpus} ranks over PyTorch's FSDP2 (fully_shard of each layer and of the model), each with "
-        f"its rows of every weight; layers are {gathered}."
+        f"This is for {job.ranks} ranks{_on_nodes(job)} over PyTorch's FSDP2 (fully_shard of each layer and of the "
+        f"model; ZeRO stage 3 with zftune run), each with its rows of every weight; layers are {gathered}."
     )
     replicated = (
-        "Ranks that are not sharded, as under DistributedDataParallel or with zftune run, hold all of the state each: "
-        f"{need / 2**30:,.1f} GiB of host memory together, which {fit}. Each of them keeps every gradient until "
+        "Ranks that are not sharded, as under DistributedDataParallel or below stage 3, hold all of the state each: "
+        f"{need / 2**30:,.1f} GiB of host memory of a machine, which {fit}. Each of them keeps every gradient until "
         f"step(), and sends and updates all: {job.gpus} times the work of link and host."
     )
     return [shared, replicated]
+
+
+def _on_nodes(job: Job) -> str:
+    return "" if job.nodes == 1 else f" on {job.nodes} machines with a network of {job.network_gbps:g} GB/s each way"
 
 
 def _nothing_fits(smallest: Prediction, machine: Machine, headroom: float) -> str:

@@ -50,8 +50,8 @@ class Rates:
             host_gbps=machine.host_gbps / job.gpus,
             update_gelements_s=machine.host_update_gelements_s / job.gpus,
             device_gbps=machine.device_gbps,
-            comm_gbps=machine.comm_gbps if job.gpus > 1 else None,
-            ranks=job.gpus,
+            comm_gbps=_comm_gbps(machine, job),
+            ranks=job.ranks,
             reshard=job.reshard,
             element_bytes=model.element_bytes,
         )
@@ -174,3 +174,11 @@ def score_ms(rates: Rates, split: Split, *, stream: bool) -> float:
         left = split.scored if stream else 0
         return rates.device_ms(rates.element_bytes * (split.matrices - left)) / rates.ranks
     return 0.0 if stream else rates.device_ms(rates.element_bytes * split.selecting)
+
+
+def _comm_gbps(machine: Machine, job: Job) -> float | None:
+    """What a rank sends to the next one; a ring leaves each machine once, so there it has all of the network."""
+    if job.ranks == 1:
+        return None
+    inside = [machine.comm_gbps] if job.gpus > 1 else []
+    return min([*inside, *([] if job.network_gbps is None else [job.network_gbps])])

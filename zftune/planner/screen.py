@@ -72,7 +72,7 @@ def _verdict(document: Document) -> RenderableType:
     sentences = [Text(sentence) for sentence in document["verdict"]]
     sentences[0].stylize("bold")
     model, job, machine = document["model"], document["job"], document["machine"]
-    gpus = f"{job['gpus']} x " if job["gpus"] > 1 else ""
+    gpus = "".join(f"{job[name]} x " for name in ("nodes", "gpus") if job[name] > 1)
     subject = f"{model['name']} · {amount(model['parameters'])} parameters · {model['dtype']}"
     batch = f"{job['micro_batch']} × {job['seq']} tokens{', checkpointing' if job['checkpointing'] else ''}"
     return Panel(

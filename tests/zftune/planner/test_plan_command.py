@@ -76,7 +76,7 @@ def test_several_ranks_are_told_what_they_share_and_what_others_need(document: d
     for host, fit in ((together, "fits"), (together - 1, "does not fit")):
         shared, replicated = of_ranks(model, Job(gpus=4), [(config, alone)], host)
         assert shared.endswith("layers are gathered again for backward.")
-        memory = f"{together / 2**30:,.1f} GiB of host memory together, which {fit}"
+        memory = f"{together / 2**30:,.1f} GiB of host memory of a machine, which {fit}"
         assert f"hold all of the state each: {memory}." in replicated
         assert replicated.endswith("4 times the work of link and host.")
     assert of_ranks(model, Job(gpus=1), [(config, alone)], 0) == []
@@ -87,6 +87,25 @@ def test_several_ranks_are_told_what_they_share_and_what_others_need(document: d
     assert "ranks" not in " ".join(document["verdict"])
     # What two ranks need together is what one would, but for the counts of columns.
     assert predict(model, Machine.load("a100-80-sxm"), job, config).memory.host_bytes < 1.001 * together / 4
+
+
+def test_machines_share_a_model_over_their_network() -> None:
+    """Each has its part of the host memory; on a slow network a step is what goes over it: see study 020."""
+    model, machine, config = ModelFacts.from_name(MODEL), Machine.load("a100-80-sxm"), ZenFlowConfig(topk_ratio=0.1)
+    one = predict(model, machine, Job(seq=512, gpus=8), config)
+    job = Job(seq=512, gpus=4, nodes=2, network_gbps=0.5)
+    two = predict(model, machine, job, config)
+    assert two.memory.host_bytes == pytest.approx(one.memory.host_bytes / 2, rel=1e-6)
+    assert two.memory.device_bytes == pytest.approx(one.memory.device_bytes, rel=0.02)
+    sent_bytes = 3 * model.element_bytes * model.parameters * 7 / 8
+    assert two.step_ms == pytest.approx(sent_bytes / 0.5e6, rel=0.05)
+    assert two.bound_by == "comm"
+    fast = predict(model, machine, Job(seq=512, gpus=4, nodes=2, network_gbps=1e6), config)
+    assert fast.step_ms == pytest.approx(one.step_ms, rel=0.2)  # the machine's own network is what is left
+    (shared, _) = of_ranks(model, job, [(config, two)], 0)
+    assert shared.startswith(
+        "This is for 8 ranks on 2 machines with a network of 0.5 GB/s each way over PyTorch's FSDP2"
+    )
 
 
 def test_the_page_needs_nothing_else(document: dict[str, Any]) -> None:
@@ -146,6 +165,10 @@ def test_what_does_not_fit_ends_with_1_and_says_what_is_missing() -> None:
         (["--gpus", "0"], "--gpus 0: allowed is an integer from 1"),
         (["--gpus", "2"], "--gpus 2: allowed are 1 to 1"),
         (["--no-reshard"], "--no-reshard: allowed only with --gpus 2 or more"),
+        (["--nodes", "0"], "--nodes 0: allowed is an integer from 1"),
+        (["--nodes", "2"], "--nodes 2: allowed only with --network-gbps"),
+        (["--network-gbps", "3"], "--network-gbps 3: allowed only with --nodes 2 or more"),
+        (["--nodes", "2", "--network-gbps", "0"], "--network-gbps 0.0: allowed is a number above 0"),
         (["--seq", "-1"], "--seq -1"),
         (["--micro-batch", "0"], "--micro-batch 0"),
         (["--dtype", "int8"], "--dtype 'int8': allowed are bf16"),
