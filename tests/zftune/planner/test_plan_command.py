@@ -101,7 +101,7 @@ def test_machines_share_a_model_over_their_network() -> None:
     assert 2.5 * part_ms < two.step_ms < 3.05 * part_ms  # what lies in no layer is kept for backward
     assert two.bound_by == "comm"
     fast = predict(model, machine, Job(seq=512, gpus=4, nodes=2, network_gbps=1e6), config)
-    assert fast.step_ms == pytest.approx(one.step_ms, rel=0.2)  # the machine's own network is what is left
+    assert fast.step_ms < one.step_ms  # two hosts update, with half of the ranks each
     (shared, _) = of_ranks(model, job, [(config, two)], 0)
     assert shared.startswith("This is for 8 ranks on 2 machines with a network of 0.5 GB/s each way over PyTorch's")
 
