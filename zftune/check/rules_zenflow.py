@@ -47,7 +47,7 @@ def stage(subject: Subject) -> Iterator[Finding]:
             "With several ranks the first selection that changes a rank's share of the columns ends the run; on other "
             "devices than CUDA the first step does."
         )
-        advice = f"stage 2 with {_INSTEAD}"
+        advice = f"stage 3 with {_INSTEAD}"
         yield subject.finding("zenflow-stage-3", f"{ZERO}.stage", "crashes", reason, advice=advice)
 
 
