@@ -30,6 +30,7 @@ GOOD = {
     "skipped": 0,
     "expected_skipped": 0,
     "bitwise": None,
+    "held": 0.5,
     "unused_moved": False,
 }
 
@@ -69,8 +70,13 @@ def test_every_combination_is_there_once(study: Any) -> None:
         assert len(tables[section]) == len(study.cells.FEATURES) * 3 * 2
         assert all(one.config["zero_optimization"]["stage"] == 2 for one in tables[section])
     assert len(tables["idioms"]) == len(study.listing.NAMES) * (len(study.cells.SETTINGS) + 1)
+    ranks = tables["ranks"]
+    assert len(ranks) == 2 * 3 * (2 * (2 * 2 + 4) + 1)
+    for one in ranks:
+        assert one.ranks * one.config["train_micro_batch_size_per_gpu"] == study.training.ROWS
+        assert one.config["gradient_accumulation_steps"] == one.passes
     quick = [one.name for table in study.cells.quick().values() for one in table]
-    assert len(quick) == 12
+    assert len(quick) == 13
     assert set(quick) <= set(names)
 
 
@@ -95,6 +101,23 @@ def test_every_combination_is_there_once(study: Any) -> None:
 def test_verdicts(study: Any, figures: dict[str, Any], word: str, note: str) -> None:
     of = cell(study, "ZeRO-Offload", "optimizer in the ds_config")
     assert study.judging.verdict(of, {**GOOD, **figures}) == study.judging.Verdict(word, note)
+
+
+@pytest.mark.parametrize(
+    ("tries", "word", "note"),
+    [
+        (({}, {}, {}), "trains", ""),
+        (({}, {"apart": None}, {}), "wrong", "1 of 3 tries: weights are not finite"),
+        (({"not_finite_from": 2}, {"apart": None}, {}), "wrong", "2 of 3 tries: the loss is not finite from step 2 on"),
+        (({"apart": None}, {}, {"error": "RuntimeError: gone"}), "fails", "1 of 3 tries: RuntimeError: gone"),
+        (({"error": "BadInputError: no"},) * 3, "refused", "no"),
+        (({"held": 1.0}, {}), "wrong", "1 of 2 tries: a rank has 100% of the weights, not 50%"),
+    ],
+)
+def test_the_worst_try_counts(study: Any, tries: tuple[dict[str, Any], ...], word: str, note: str) -> None:
+    of = cell(study, "ranks", "2 ranks, stage 3, a plain loop", "plain")
+    found = study.judging.verdict(of, {"tries": [{**GOOD, **one} for one in tries]})
+    assert found == study.judging.Verdict(word, note)
 
 
 @pytest.mark.parametrize(
@@ -173,9 +196,9 @@ def test_the_oracle_is_torchs_own_training(study: Any, row: str) -> None:
 def test_without_clipping_the_clipped_cell_would_be_wrong(study: Any) -> None:
     of = cell(study, "ZeRO-Offload", "gradient clipping")
     seen = study.oracle.expected(replace(of, config={**of.config, "gradient_clipping": 0.0}))
-    figures = study.oracle.compared(of, {**seen, "bitwise": None})
+    figures = study.oracle.compared(of, {**seen, "bitwise": None, "held": 1.0})
     assert study.judging.verdict(of, figures).word == "wrong"
-    right = study.oracle.compared(of, {**study.oracle.expected(of), "bitwise": None})
+    right = study.oracle.compared(of, {**study.oracle.expected(of), "bitwise": None, "held": 1.0})
     assert study.judging.verdict(of, right) == study.judging.Verdict("trains")
 
 
@@ -183,16 +206,20 @@ def test_cells_that_train_are_refused_fail_and_hang(study: Any, tmp_path: Path) 
     upstream_ops.need()
     table = [
         cell(study, "ZenFlow", "gradient clipping"),
-        cell(study, "settings", "Twin-Flow, ratio 0.5, stage 3"),
+        cell(study, "settings", "stage 3, weights on NVMe"),
         cell(study, "ZenFlow", "Conv2d", "plain"),
         replace(cell(study, "ZeRO-Offload", "two ranks"), limit_s=0.01),
+        replace(study.cells.quick()["ranks"][0], tries=2),
     ]
     said: list[str] = []
     figures = study.run.tried(table, said.append, tmp_path)
     found = [study.judging.verdict(one, figures[one.name]) for one in table]
-    assert [one.word for one in found] == ["trains", "refused", "fails", "fails"]
-    assert found[1].note.startswith("zero_optimization.stage is 3, allowed are 0, 1 and 2")
+    assert [one.word for one in found] == ["trains", "refused", "fails", "fails", "trains"]
+    assert found[1].note.startswith('zero_optimization.offload_param.device is "nvme", allowed are "none" and "cpu"')
     assert found[3].note == "no answer within 0 s"
+    first, second = figures[table[4].name]["tries"]
+    assert first["held"] == 0.5
+    assert {**first, "seconds": 0} == {**second, "seconds": 0}
     assert len(said) == len(table)
 
 

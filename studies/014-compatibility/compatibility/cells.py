@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from compatibility.idioms.listing import NAMES
@@ -29,6 +30,21 @@ WARMUP = {
 }
 UNTESTED = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 """What DeepSpeed asks for where a script passes an optimizer of torch's."""
+RANKS = (2, 4)
+LOOPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a plain loop": ({}, {}),
+    "gradient accumulation": ({}, {"passes": 3}),
+    "made under `zero.Init`": ({}, {"under_init": True}),
+    "`offload_param` on the CPU": ({"offload_param": {"device": "cpu", "pin_memory": False}}, {}),
+    "ZenFlow, nothing deferred": ({"zenflow": EVERY_STEP}, {}),
+}
+"""What a row on several ranks changes: of zero_optimization, and of the script."""
+ONLY_STAGE_3 = tuple(LOOPS)[2:]
+ONLY_OURS = tuple(LOOPS)[-1:]
+"""DeepSpeed's own names CUDA at stage 3, whatever the number of ranks: the first table has it."""
+QUICK_ON_RANKS = ("2 ranks, stage 3, made under `zero.Init`", "zenflow", "bf16")
+CUT_UP = {"stage3_param_persistence_threshold": 0}
+"""Without it DeepSpeed keeps weights of up to 100,000 elements whole on each rank: here all of them."""
 OVERFLOWS = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 4, "hysteresis": 1}
 
 
@@ -50,6 +66,11 @@ class Cell:
     """Whether the script makes two parameter groups."""
     passes: int = 1
     ranks: int = 1
+    under_init: bool = False
+    """Whether the model is made under `deepspeed.zero.Init` and filled within `GatheredParameters`, as
+    `from_pretrained` does."""
+    tries: int = 1
+    """How often it is trained: more where what happens may differ from time to time."""
     spikes: bool = False
     """Whether some batches have gradients many times as large."""
     resume: bool = False
@@ -190,6 +211,42 @@ def settings() -> Iterator[Cell]:
         yield Cell(table="settings", row="loss scale that overflows", side=side, dtype="fp16", config=config, steps=20)
 
 
+def stage_3_refused() -> Iterator[Cell]:
+    """Settings of stage 3 that zftune's runtime does not have; what DeepSpeed needs for them is not on each machine."""
+    rows: dict[str, dict[str, Any]] = {
+        "stage 3, weights on NVMe": {"offload_param": {"device": "nvme", "nvme_path": "nvme"}},
+        "stage 3, state on NVMe": {"offload_optimizer": {"device": "nvme", "nvme_path": "nvme"}},
+        "stage 3, hpZ": {"zero_hpz_partition_size": 2},
+    }
+    for row, zero in rows.items():
+        for dtype in DTYPES[:2]:
+            config = ds_config(dtype, 3, optimizer=OPTIMIZER)
+            config["zero_optimization"] |= zero
+            yield Cell(table="settings", row=row, side="zenflow", dtype=dtype, config=config)
+
+
+def on_ranks() -> Iterator[Cell]:
+    """ZeRO-Offload on several ranks, each with its part of the batch, in each kind of loop."""
+    for count, stage, kind in product(RANKS, STAGES[1:], LOOPS):
+        zero, case = LOOPS[kind]
+        if stage != 3 and kind in ONLY_STAGE_3:
+            continue
+        for side, dtype in product(("zenflow",) if kind in ONLY_OURS else ("zenflow", "plain"), DTYPES):
+            config = ds_config(dtype, stage, optimizer=OPTIMIZER, gradient_accumulation_steps=case.get("passes", 1))
+            config["train_micro_batch_size_per_gpu"] = 4 // count
+            config["zero_optimization"] |= {**zero, **(CUT_UP if stage == 3 else {})}
+            yield Cell(
+                table="ranks",
+                row=f"{count} ranks, stage {stage}, {kind}",
+                side=side,
+                dtype=dtype,
+                config=config,
+                ranks=count,
+                tries=3 if stage == 3 else 1,
+                **case,
+            )
+
+
 def idioms() -> Iterator[Cell]:
     """What scripts do to weights, in fp32: nothing deferred, late updates, and DeepSpeed's ZeRO-Offload."""
     for row in NAMES:
@@ -208,14 +265,16 @@ def tables() -> dict[str, list[Cell]]:
     return {
         "stages": list(grid()),
         **{section: list(features(section)) for section in SECTIONS},
-        "settings": list(settings()),
+        "settings": [*settings(), *stage_3_refused()],
+        "ranks": list(on_ranks()),
         "idioms": list(idioms()),
     }
 
 
 def quick() -> dict[str, list[Cell]]:
-    """A dozen of them."""
+    """A dozen of them, and one on several ranks."""
     rows = ("ZeRO-Offload, stage 2", "ZenFlow, stage 3")
     some = [cell for cell in grid() if cell.row in rows and cell.dtype == "bf16"]
     clipped = [cell for cell in features("ZenFlow") if cell.row in ("gradient clipping", "unused parameter")]
-    return {"stages": some, "ZenFlow": [cell for cell in clipped if cell.dtype == "fp32"]}
+    cut_up = [replace(one, tries=1) for one in on_ranks() if (one.row, one.side, one.dtype) == QUICK_ON_RANKS]
+    return {"stages": some, "ZenFlow": [cell for cell in clipped if cell.dtype == "fp32"], "ranks": cut_up}

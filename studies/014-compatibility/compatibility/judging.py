@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from compatibility.cells import Cell
 from compatibility.scripts import LIMIT_S, OVERLAPPED
 
 Word = Literal["trains", "refused", "wrong", "fails"]
+WORDS: tuple[Word, ...] = get_args(Word)
+"""From good to bad."""
 LOSS = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 """How far a loss may be from AdamW's, relative."""
 APART = {"fp32": 1e-2, "bf16": 5e-2, "fp16": 5e-2}
@@ -38,6 +40,8 @@ def verdict(cell: Cell, figures: Mapping[str, Any]) -> Verdict:
         cell: that was tried.
         figures: the worker's.
     """
+    if "tries" in figures:
+        return _worst([verdict(cell, one) for one in figures["tries"]])
     error = figures.get("error", figures.get("ended"))
     if error is not None:
         kind, _, sentence = str(error).partition(": ")
@@ -59,7 +63,20 @@ def verdict(cell: Cell, figures: Mapping[str, Any]) -> Verdict:
         return Verdict("wrong", _about_weights(apart))
     if figures["skipped"] != figures["expected_skipped"]:
         return Verdict("wrong", f"{figures['skipped']} steps are skipped, not {figures['expected_skipped']}")
+    share = 1 / cell.ranks if cell.config["zero_optimization"]["stage"] == 3 else 1.0
+    if figures["held"] > share:
+        return Verdict("wrong", f"a rank has {_percent(figures['held'])} of the weights, not {_percent(share)}")
     return Verdict("trains", _remarks(figures))
+
+
+def _worst(found: Sequence[Verdict]) -> Verdict:
+    """Of several tries, with how many went as badly."""
+    worst = max(found, key=lambda one: WORDS.index(one.word))
+    times = sum(one.word == worst.word for one in found)
+    often = f"{times} of {len(found)} tries"
+    if worst.word in ("trains", "refused") and times == len(found):
+        return worst
+    return Verdict(worst.word, f"{often}: {worst.note}")
 
 
 def _idiom_verdict(off: float | None) -> Verdict:

@@ -123,11 +123,12 @@ def compared(cell: Cell, seen: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         cell: that was trained.
-        seen: losses (the mean over ranks), weights and skipped steps.
+        seen: losses (the mean over ranks), weights, skipped steps, and so on.
 
     Returns:
         "off" and "first_off": how far the losses, and the first, are from AdamW's, relative; "apart": how far a weight
-        is, as a share of how far AdamW moved it; "fall": how far the loss falls, as a share of AdamW's fall.
+        is, as a share of how far AdamW moved it; "fall": how far the loss falls, as a share of AdamW's fall;
+        "held": the share of the weights that the rank has.
     """
     oracle, losses = expected(cell), seen["losses"]
     start = weights_of(make_model(cell.model).to(TORCH_DTYPES[cell.dtype]))
@@ -143,6 +144,7 @@ def compared(cell: Cell, seen: dict[str, Any]) -> dict[str, Any]:
         "skipped": seen["skipped"],
         "expected_skipped": oracle["skipped"],
         "bitwise": seen["bitwise"],
+        "held": seen["held"],
         "unused_moved": any(
             not torch.equal(value, seen["weights"][name]) for name, value in start.items() if name.startswith("unused")
         ),

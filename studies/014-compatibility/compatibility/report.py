@@ -9,7 +9,7 @@ from typing import Any
 
 from compatibility import scripts
 from compatibility.cells import DTYPES, SETTINGS, SIDES, Cell
-from compatibility.judging import Verdict, script_verdict, verdict
+from compatibility.judging import WORDS, Verdict, script_verdict, verdict
 
 BEGIN = "<!-- The tables below are written by run.py. -->"
 END = "<!-- The end of what run.py writes. -->"
@@ -18,11 +18,11 @@ TITLES = {
     "ZeRO-Offload": "What scripts do, with ZeRO-Offload at stage 2",
     "ZenFlow": "What scripts do, with ZenFlow at stage 2, nothing deferred",
     "settings": "Settings of ZenFlow and Twin-Flow, and a loss scale that overflows",
+    "ranks": "Several ranks, with ZeRO-Offload and, at stage 3, ZenFlow",
     "idioms": "What scripts do to weights beside training them, fp32",
     "scripts": "Scripts of `examples/`, bf16",
 }
 HEADS = {"zenflow": "zftune, zenflow", "deepspeed": "zftune, deepspeed", "plain": "DeepSpeed alone"}
-WORDS = ("trains", "refused", "wrong", "fails")
 _COLUMNS = (*DTYPES, *SETTINGS)
 _UNTRIED = "-"
 

@@ -56,6 +56,25 @@ def make_model(kind: str) -> Net:
     return model
 
 
+def make_model_under_init(cell: Cell, rank: int) -> Net:
+    """The same, each rank with its part, filled by the first one.
+
+    Args:
+        cell: whose model it is.
+        rank: of this process.
+    """
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=cell.config):
+        model = Net(cell.model)
+    whole = make_model(cell.model).state_dict()
+    for name, parameter in model.named_parameters():  # one by one: of several, DeepSpeed waits for the last alone
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if rank == 0:
+                parameter.data.copy_(whole[name])
+    return model
+
+
 def loss_of(model: Any, number: int, part: slice, dtype: torch.dtype) -> Tensor:
     """Of the batch with this number, or a part of it."""
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 + number))[part]
@@ -110,6 +129,18 @@ def weights_of(model: nn.Module) -> Weights:
     return _copies(model)
 
 
+def held(model: nn.Module) -> float:
+    """Which share of its elements this rank has between steps, where ZeRO-3 or FSDP2 has cut them up too."""
+    own = total = 0
+    for parameter in model.parameters():
+        if hasattr(parameter, "to_local"):
+            here = parameter.to_local().numel()
+        else:  # of ZeRO's, either the whole or its part is there
+            here = parameter.numel() or parameter.ds_tensor.numel()
+        own, total = own + here, total + int(getattr(parameter, "ds_numel", parameter.numel()))
+    return own / total
+
+
 def _copies(model: nn.Module) -> Weights:
     return {name: value.detach().float().clone() for name, value in model.state_dict().items()}
 
@@ -128,7 +159,7 @@ class Run:
         self._cell = cell
         rows = ROWS // cell.ranks
         self._part = slice(rank * rows, (rank + 1) * rows)
-        self.model = make_model(cell.model)
+        self.model = make_model_under_init(cell, rank) if cell.under_init else make_model(cell.model)
         self.engine, *_ = deepspeed.initialize(model=self.model, config=cell.config, **arguments(cell, self.model))
 
     def steps(self, first: int, last: int) -> list[float]:
@@ -213,6 +244,7 @@ def trained(cell: Cell, rank: int, folder: Path) -> dict[str, Any]:
         after = again
     seen |= {
         "losses": losses + after,
+        "held": held(run.model),
         "weights": run.weights(folder),
         "skipped": int(run.engine.skipped_steps),
     }

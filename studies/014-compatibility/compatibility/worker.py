@@ -103,6 +103,11 @@ def _fork(cell: Cell, rank: int, port: int, folder: Path) -> int:
     os._exit(0)
 
 
+def repeated(cell: Cell) -> dict[str, Any]:
+    """Figures of a cell; of one that is tried more than once "tries" has those of each time."""
+    return tried(cell) if cell.tries == 1 else {"tries": [tried(cell) for _ in range(cell.tries)]}
+
+
 def tried(cell: Cell) -> dict[str, Any]:
     """Figures of a cell; "ended" says how its process did, if it had none."""
     with socket.socket() as free:
@@ -153,7 +158,7 @@ def main(file: str) -> None:
         cells = [Cell(**given) for given in json.loads(Path(file).read_text(encoding="utf-8"))]
         _prepare(cells)
         for cell in cells:
-            answers.write(json.dumps({"name": cell.name, "figures": tried(cell)}) + "\n")
+            answers.write(json.dumps({"name": cell.name, "figures": repeated(cell)}) + "\n")
             answers.flush()
 
 
