@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from zenflow.sharded import LEAST_TORCH, local_rows
 from zftune.errors import BadInputError
@@ -54,31 +56,60 @@ class Sharded:
     """What became of a model's parameters."""
 
     ranks: int
-    replaced: list[tuple[nn.Parameter, nn.Parameter]] = field(default_factory=list)
-    """The old one, which a script may keep and which is empty now, and the new one."""
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    """The new ones; each old one is a `Former`."""
     masters: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     """fp32 rows of this rank, on the CPU, of trained parameters that were rounded."""
 
     @property
     def bytes(self) -> int:
         """Of this rank's rows."""
-        return sum(local_rows(new).nbytes for _, new in self.replaced)
+        return sum(local_rows(parameter).nbytes for parameter in self.parameters)
 
-    def now(self, parameters: Any) -> list[Any]:
-        """Parameters, or groups of them, with the new ones for the old ones.
 
-        Args:
-            parameters: as an optimizer takes them; with names, too.
-        """
-        by_id = {id(old): new for old, new in self.replaced}
+Place = tuple[nn.Module, str]
 
-        def of(one: Any) -> Any:
-            if isinstance(one, dict):
-                given = one["params"]
-                return {**one, "params": of(given) if isinstance(given, torch.Tensor) else list(map(of, given))}
-            return (one[0], of(one[1])) if isinstance(one, tuple) else by_id.get(id(one), one)
 
-        return list(map(of, parameters))
+class Former(nn.Parameter):
+    """A parameter that a script has from before the model was cut up: what is done with it is done with the new one.
+
+    Else a list of parameters that was made too early would hold empty ones without gradients, and nothing would say so.
+    """
+
+    _place: Place
+
+    @property
+    def now(self) -> nn.Parameter:
+        """What the model has in its place."""
+        part, name = self._place
+        return cast(nn.Parameter, part._parameters[name])
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(cls, now, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_place":  # of one that is being made
+            raise AttributeError(name)
+        return getattr(self.now, name)
+
+
+def now(parameters: Any) -> Any:
+    """A parameter, or groups or a list of them, with the new ones for those from before the model was cut up.
+
+    Args:
+        parameters: as an optimizer takes them; with names, too.
+    """
+    if isinstance(parameters, dict):
+        return {**parameters, "params": now(parameters["params"])}
+    if isinstance(parameters, tuple):
+        return parameters[0], now(parameters[1])
+    if isinstance(parameters, torch.Tensor):
+        return parameters.now if isinstance(parameters, Former) else parameters
+    return list(map(now, parameters))
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = None, **policy: Any) -> Sharded:
@@ -94,12 +125,12 @@ def shard(module: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = No
         policy: as for `fully_shard`.
 
     Raises:
-        BadInputError: a parameter has no dimension, or trained ones of a unit are of several dtypes.
+        BadInputError: a parameter has no dimension or no element, or trained ones of a unit are of several dtypes.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     if isinstance(module, FSDPModule):  # by an earlier call
-        return Sharded(mesh.size(), [(parameter, parameter) for parameter in module.parameters()])
+        return Sharded(mesh.size(), list(module.parameters()))
     made, places = Sharded(mesh.size()), _places(module)
     for unit in (*units_of(module), module):
         own = [parameter for parameter in unit.parameters() if id(parameter) in places]
@@ -108,13 +139,13 @@ def shard(module: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = No
         fully_shard(unit, mesh=mesh, **policy)
         for old in own:
             rows, master = cut[id(old)]
-            new = _sharded(places.pop(id(old)), rows)
-            made.replaced.append((old, new))
+            where = places.pop(id(old))
+            new = _sharded(where, rows)
+            made.parameters.append(new)
             if master is not None and new.requires_grad:
                 made.masters[new] = master
-            old.data = torch.empty(0, dtype=old.dtype, device=old.device)
-            if hasattr(old, "ds_tensor"):
-                old.ds_tensor = None
+            _redirect(old, where[0])
+    _let_parts_be_called(module)
     return made
 
 
@@ -174,9 +205,6 @@ def make_whole(module: nn.Module) -> None:
                 delattr(parameter, name)  # by which scripts tell what is cut up
 
 
-Place = tuple[nn.Module, str]
-
-
 def _places(module: nn.Module) -> dict[int, list[Place]]:
     """Where each parameter stands, by its `id`."""
     found: dict[int, list[Place]] = {}
@@ -194,6 +222,11 @@ def _require_fitting(module: nn.Module, own: list[Any], dtype: torch.dtype | Non
             raise BadInputError(
                 f"{names[id(parameter)]} has no dimension, allowed with ZeRO stage 3 are parameters with one or more: "
                 "make it one of shape (1,)"
+            )
+        if not _shape(parameter).numel():
+            raise BadInputError(
+                f"{names[id(parameter)]} is of shape {tuple(_shape(parameter))}, allowed with ZeRO stage 3 on several "
+                "ranks are parameters with elements"
             )
     dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in own if one.requires_grad})
     if dtype is None and len(dtypes) > 1:
@@ -312,6 +345,79 @@ def _sharded(places: list[Place], rows: torch.Tensor | None) -> nn.Parameter:
         made = nn.Parameter(as_dtensor(rows, made), requires_grad=made.requires_grad)
         _put(places, made)
     return made
+
+
+def _redirect(old: Any, place: Place) -> None:
+    """Let what a script does with a parameter that was replaced be done with the new one."""
+    old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+    vars(old).clear()  # what ZeRO asks it for is the new one's
+    old.__class__ = Former
+    old._place = place
+
+
+def _let_parts_be_called(module: Any) -> None:
+    """Let each part of a model be called on its own, as `generate` of transformers calls an encoder.
+
+    FSDP2 gathers weights where the forward of a unit begins. A part that is called outside of it gets its own.
+    """
+    module._get_fsdp_state()._lazy_init()  # the root is the whole model, whichever unit is called first
+    for part in module.modules():
+        if part._parameters:
+            own = _OwnWeights()
+            part.register_forward_pre_hook(own.gather)
+            part.register_forward_hook(own.give_back, always_call=True)
+
+
+class _OwnWeights:
+    """Those of a part that is called where they are not gathered."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, nn.Parameter]] = []
+
+    def gather(self, part: nn.Module, _args: Any) -> None:
+        rows = {name: one for name, one in part._parameters.items() if one is not None and _are_rows(one)}
+        if rows:
+            self._rows.append(rows)
+            for name, parameter in rows.items():
+                setattr(part, name, whole_parameter(parameter))
+
+    def give_back(self, part: nn.Module, _args: Any, _output: Any) -> None:
+        for name, parameter in self._rows.pop().items() if self._rows else ():
+            setattr(part, name, parameter)
+
+
+def _are_rows(parameter: object) -> bool:
+    """Whether it is a DTensor, and none that a script has gathered."""
+    from torch.distributed.tensor import DTensor
+
+    return type(parameter) is DTensor
+
+
+def whole_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """All of a DTensor as a parameter whose gradients, averaged over the ranks, are added to the DTensor's.
+
+    Args:
+        parameter: a DTensor; all ranks ask for it, and take part in a backward pass that reaches it.
+    """
+    with torch.no_grad():
+        made = nn.Parameter(whole(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
+    if made.requires_grad:
+        made.register_post_accumulate_grad_hook(functools.partial(_hand_on_gradient, parameter))
+    return made
+
+
+def _hand_on_gradient(parameter: nn.Parameter, made: torch.Tensor) -> None:
+    from torch.distributed.tensor import DTensor, Partial
+
+    like = cast("DTensor", parameter)
+    assert made.grad is not None
+    gradient = DTensor.from_local(made.grad, like.device_mesh, [Partial()], run_check=False)
+    made.grad = None
+    rows = gradient.redistribute(placements=like.placements) / like.device_mesh.size()
+    if made.device.type != "cpu":
+        torch.accelerator.synchronize()  # FSDP2 adds to it on a stream of its own
+    if parameter.requires_grad:
+        parameter.grad = rows if parameter.grad is None else parameter.grad + rows
 
 
 def _shape(parameter: Any) -> torch.Size:

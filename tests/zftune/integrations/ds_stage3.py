@@ -52,7 +52,10 @@ def written(engine: Any, model: nn.Module) -> dict[str, Any]:
     with deepspeed.zero.GatheredParameters([weight, bias], modifier_rank=0):
         if is_first:
             weight.data.mul_(0.5)
-            nn.init.constant_(bias, 0.25)
+            nn.init.constant_(bias, 0.125)
+            inner: Any = model.get_submodule("inner")
+            with torch.no_grad():
+                inner.bias += 0.125
     found = {"shown": weights_in_context(model)}
     if hasattr(bias, "ds_id"):
         with deepspeed.zero.GatheredParameters(bias):
@@ -60,6 +63,26 @@ def written(engine: Any, model: nn.Module) -> dict[str, Any]:
     found["afterwards"] = weights_in_context(model)
     found["masters"] = {"inner.weight": deepspeed.utils.safe_get_full_fp32_param(weight)}
     return found
+
+
+def loss_by_parts(model: nn.Module, early: list[nn.Parameter], x: torch.Tensor) -> torch.Tensor:
+    """Of parts that are called on their own, and a decay of weights that the script has from before the engine."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(early):
+        decay = torch.stack([parameter.square().sum() for parameter in early if parameter.requires_grad]).sum()
+    hidden = model.get_submodule("norm")(model.get_submodule("inner")(x))
+    loss: torch.Tensor = model.get_submodule("outer")(hidden).square().mean() + 1e-2 * decay
+    return loss
+
+
+def refused(engine: Any) -> str:
+    """What loading a file that lacks all weights says."""
+    try:
+        engine.load_module_state_dict({"module": {}}, strict=True)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
 
 
 def state(engine: Any, model: nn.Module) -> dict[str, Any]:
@@ -95,5 +118,5 @@ def saved(engine: Any, model: nn.Module, folder: Path) -> dict[str, Any]:
 
 def visited(engine: Any, model: nn.Module, folder: Path) -> dict[str, Any]:
     """All of it, in a model of the kind "odd" after some steps."""
-    found = {"read": read(engine, model), "files": saved(engine, model, folder)}
+    found = {"read": read(engine, model), "files": saved(engine, model, folder), "refused": refused(engine)}
     return found | {"state": state(engine, model), "written": written(engine, model)}

@@ -5,9 +5,10 @@
 CASES.json holds {name: case}; OUT.pt then holds {name: what was seen}. Keys of a case, all but "config" optional:
 "ours" (enable() first), "enable" (its arguments), "optimizer" (json, instance, callable, or a class's name),
 "scheduler" (instance, callable), "steps", "passes" (backward passes of a step), "load" and "save" (folders),
-"save_after", "die" (kill -9 after saving), "form" (of the config: dict, path, base64, args), "model" (plain, odd),
+"save_after", "die" (kill -9 after saving), "form" (of the config: dict, path, base64, args), "model" (plain, odd, ...),
 "backward" (engine, scaled, direct), "twice" (initialize a second time, on the same model), "init" (the dtype in which
-`deepspeed.zero.Init` makes the model), "visit" (before which step a script does what it may at stage 3).
+`deepspeed.zero.Init` makes the model), "visit" (before which step a script does what it may at stage 3), "parts" (calls
+those of a model of the kind "odd", and clips and decays the parameters that it listed before `initialize`).
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ def make_model(kind: str) -> nn.Module:
     torch.manual_seed(3)
     if kind in ("odd", "late"):
         return Odd() if kind == "odd" else Late()
+    if kind in ("scalar", "empty"):
+        return nn.ParameterDict({"it": nn.Parameter(torch.ones(()) if kind == "scalar" else torch.ones(0, 3))})
     return nn.Sequential(nn.Linear(WIDTH, 40), nn.Tanh(), nn.LayerNorm(40), nn.Linear(40, WIDTH))
 
 
@@ -140,6 +143,7 @@ def train(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             model = make_model(case.get("model", "plain"))
     else:
         model = make_model(case.get("model", "plain"))
+    early = list(model.parameters()) if case.get("parts") else None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine, optimizer, _, scheduler = deepspeed.initialize(
@@ -157,7 +161,7 @@ def train(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         for number in range(case.get("steps", 12)):
             if number == case.get("visit"):
                 seen["visit"] = ds_stage3.visited(engine, model, folder)
-            _step(engine, model, case, seen)
+            _step(engine, model, case, seen, early)
     seen |= {
         "skipped": engine.skipped_steps,
         "weights": weights_of(model),
@@ -185,13 +189,19 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: whole(value).clone() for name, value in model.state_dict().items()}
 
 
-def _step(engine: Any, model: nn.Module, case: dict[str, Any], seen: dict[str, Any]) -> None:
+def _step(
+    engine: Any, model: nn.Module, case: dict[str, Any], seen: dict[str, Any], early: list[nn.Parameter] | None
+) -> None:
     rows, passes, loss_sum = 4 // torch.distributed.get_world_size(), case.get("passes", 1), 0.0
     part = slice(torch.distributed.get_rank() * rows, (torch.distributed.get_rank() + 1) * rows)
     for number in range(passes):
         x = batch(passes * engine.global_steps + number, part)
         loss = (engine(x.to(next(model.parameters()).dtype)).float() - x).square().mean()
+        if early is not None:
+            loss = loss + ds_stage3.loss_by_parts(model, early, x)
         _backward(engine, loss, case.get("backward", "engine"))
+        if early is not None:
+            nn.utils.clip_grad_norm_(early, 0.1)
         if number == passes - 1:
             seen["lrs"].append([group["lr"] for group in engine.optimizer.param_groups if group["params"]])
         engine.step()

@@ -40,17 +40,24 @@ ALL: dict[str, dict[str, Any]] = {
     "groups": {"config": config_of(optimizer=ADAMW), "optimizer": "groups"},
     "made in bf16": {"config": config_of("bf16", optimizer=ADAMW), "init": "bfloat16"},
     "made in bf16, odd": {"config": config_of("bf16", optimizer=ADAMW), "init": "bfloat16", "model": "odd"},
+    "by parts": {"config": config_of(optimizer=ADAMW), "model": "odd", "parts": True},
+    "by parts, late": {"config": config_of(zenflow=ZENFLOW, optimizer=ADAMW), "model": "odd", "parts": True},
     "twice": {"config": config_of(optimizer=ADAMW), "twice": True},
     "tuned online": {"config": config_of(optimizer=ADAMW, zftune={"online": True})},
 }
 CASES = by_day(
-    {name: ALL[name] for name in ("late", "accumulated", "fp16", "odd", "instance", "made in bf16, odd")}, all_of=ALL
+    {name: ALL[name] for name in ("late", "accumulated", "fp16", "by parts", "instance", "made in bf16, odd")},
+    all_of=ALL,
 )
 RANKS = by_day((2,), all_of=(2, 4))
 ROUNDED = ("bf16", "fp16", "reduced in fp32", "made in bf16", "made in bf16, odd")
 SAVED = {
     "late": ALL["late"],
     "odd bf16": {"config": config_of("bf16", zenflow=ZENFLOW, optimizer=ADAMW), "model": "odd"},
+}
+REFUSED = {
+    "scalar": "it has no dimension, allowed with ZeRO stage 3 are parameters with one or more",
+    "empty": "it is of shape (0, 3), allowed with ZeRO stage 3 on several ranks are parameters with elements",
 }
 VISITED = {"config": config_of(optimizer=ADAMW), "model": "odd", "visit": 3}
 
@@ -90,7 +97,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def by_ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """What each rank saw, by the number of ranks."""
-    two = {**on(2, CASES), **on(2, {"visited": VISITED}), **saving(folder, 2)}
+    refused = on(2, {kind: {"config": config_of(optimizer=ADAMW), "model": kind} for kind in REFUSED})
+    two = {**on(2, CASES), **on(2, {"visited": VISITED}), **saving(folder, 2), **refused}
     found = {2: run_cases(folder / "two", two, ranks=2)}
     found[1] = run_cases(folder / "one", {**on(1, CASES), **on(1, {"visited": VISITED}), **resuming(folder, 1)})
     again = run_cases(folder / "again", resuming(folder, 2), ranks=2)
@@ -101,7 +109,7 @@ def by_ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
     for ranks in found.values():
         for seen in ranks:
             for name, case in seen.items():
-                assert "error" not in case, f"{name}: {case['error']}"
+                assert name in REFUSED or "error" not in case, f"{name}: {case['error']}"
     return found
 
 
@@ -198,6 +206,18 @@ def test_what_one_rank_writes_is_everybodys(by_ranks: dict[int, list[dict[str, A
         assert torch.equal(found["masters"]["inner.weight"], found["shown"]["inner.weight"])
         if ranks > 1:  # ZeRO forgets what is written by nobody's leave
             torch.testing.assert_close(found["afterwards"], found["shown"], rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_has_no_rows_is_refused(by_ranks: dict[int, list[dict[str, Any]]], kind: str) -> None:
+    for seen in by_ranks[2]:
+        assert REFUSED[kind] in seen[kind]["error"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_file_that_lacks_weights_is_refused(by_ranks: dict[int, list[dict[str, Any]]], ranks: int) -> None:
+    for seen in by_ranks[ranks]:
+        assert 'Missing key(s) in state_dict: "frozen", "scale", "inner.weight"' in seen["visited"]["visit"]["refused"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -17,7 +17,7 @@ from torch import nn
 from zenflow.full_state import MASTER
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.sharded import local_rows
-from zftune.integrations.fsdp2 import as_dtensor, gathered, own_rows
+from zftune.integrations.fsdp2 import as_dtensor, gathered, now, own_rows
 
 _One = TypeVar("_One")
 _NO_GRADIENT = "Gradients are only available immediately after backward and before engine step"  # DeepSpeed's sentence
@@ -155,13 +155,13 @@ class _Rows(_Link):
         self.set_local_hp_param(own_rows(value, param), param, optim_state_key)
 
     def get_local_fp32_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor:
-        state = self.optimizer.full_state(param)
+        state = self.optimizer.full_state(now(param))
         if optim_state_key is not None and (optim_state_key not in state or optim_state_key == "step"):
             raise ValueError(f"{optim_state_key} not found in optimizer state fragment")  # as DeepSpeed says it
         return local_rows(state[optim_state_key or MASTER])
 
     def set_local_hp_param(self, value: torch.Tensor, param: nn.Parameter, optim_state_key: str | None = None) -> None:
-        self.optimizer.set_full_state(param, optim_state_key or MASTER, value)
+        self.optimizer.set_full_state(now(param), optim_state_key or MASTER, value)
 
     def get_fp32_grad_for_param(self, param: nn.Parameter) -> torch.Tensor:
         return gathered(self.get_local_fp32_grad_for_param(param), param)

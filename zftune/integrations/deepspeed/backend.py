@@ -223,10 +223,10 @@ class Making:
 
     def __call__(self, parameters: Any) -> EngineOptimizer:
         """An optimizer of these parameters."""
-        given = list(parameters) if self._sharded is None else self._sharded.now(parameters)
+        given = fsdp2.now(parameters)
         recipe = self._recipe or optimizers.from_client(self._callable(given))
-        if self._sharded is not None and recipe.groups is not None:
-            recipe = replace(recipe, groups=self._sharded.now(recipe.groups))
+        if recipe.groups is not None:
+            recipe = replace(recipe, groups=fsdp2.now(recipe.groups))
         config = self._chosen()
         scaling = self._plan.precision.loss_scaling
         scaler = None if scaling is None else loss_scaler(scaling)

@@ -19,7 +19,7 @@ from torch.utils.serialization import config as serialization
 from zenflow import distributed
 from zftune.checkpoint.sources import FOLDER
 from zftune.errors import BadInputError
-from zftune.integrations.fsdp2 import whole
+from zftune.integrations.fsdp2 import as_dtensor, own_rows, whole
 
 if TYPE_CHECKING:
     from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer
@@ -62,10 +62,15 @@ def load_whole(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool
     Raises:
         RuntimeError: a name or a shape is another; as in torch.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    own = module.state_dict()
+    module.load_state_dict({name: _like(value, own.get(name)) for name, value in state_dict.items()}, strict=strict)
 
-    options = StateDictOptions(full_state_dict=True, strict=strict)
-    set_model_state_dict(module, dict(state_dict), options=options)
+
+def _like(value: Any, own: Any) -> Any:
+    """This rank's rows of a whole weight where the model has rows of it."""
+    if not hasattr(own, "placements") or value.shape != own.shape:  # of another shape: torch says so
+        return value
+    return as_dtensor(own_rows(value, own), own)
 
 
 def take_over(engine: Any, optimizer: EngineOptimizer, *, gathers: bool) -> None:

@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from zenflow.sharded import local_rows
-from zftune.integrations.fsdp2 import own_rows
+from zftune.integrations.fsdp2 import now, own_rows, whole_parameter
 
 
 class Gathered(DTensor):
     """What a parameter is while it is gathered: whatever a script does with it is done with the whole weight."""
 
     __slots__ = ()
-    whole: torch.Tensor
+    whole: nn.Parameter
 
     @classmethod
     def __torch_function__(
@@ -34,15 +34,17 @@ class Gathered(DTensor):
         if func in _OF_THE_PARAMETER:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        args, kwargs = pytree.tree_map_only(cls, lambda gathered: gathered.whole, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        gathered = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, cls)]
+        args, kwargs = pytree.tree_map_only(cls, lambda one: one.whole, (args, kwargs or {}))
+        found = func(*args, **kwargs)
+        return next((one for one in gathered if one.whole is found), found)  # of what is done in place
 
 
 _OF_THE_PARAMETER = {
     method
-    for name in ("grad", "requires_grad")
+    for name in ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
     for method in (getattr(torch.Tensor, name).__get__, getattr(torch.Tensor, name).__set__)
-} | {torch.Tensor.requires_grad_}
+} | {torch.Tensor.requires_grad_, torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 
 
 def mark(module: nn.Module) -> None:
@@ -80,7 +82,7 @@ class _OfParameter:
 
     def _asked(self, parameters: Iterable[Any] | None) -> list[Any]:
         if parameters is not None:
-            return list(parameters)
+            return list(map(now, parameters))
         module = self._module()
         return [] if module is None else [module.get_parameter(self._name)]
 
@@ -90,8 +92,7 @@ class _AllGather(_OfParameter):
         """Let parameters be whole; waits, whatever `async_op` says."""
         for parameter in self._asked(param_list):
             if not isinstance(parameter, Gathered):
-                with torch.no_grad():
-                    whole = parameter.full_tensor().clone()
+                whole = whole_parameter(parameter)
                 parameter.__class__ = Gathered
                 parameter.whole = whole
                 parameter.ds_status = type(parameter.ds_status).AVAILABLE
@@ -109,7 +110,7 @@ class _Partition(_OfParameter):
 
 
 def _give_back(parameter: Any, updated: bool) -> None:
-    whole = parameter.whole
+    whole = parameter.whole.detach()
     del parameter.whole
     parameter.__class__ = DTensor
     parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE
