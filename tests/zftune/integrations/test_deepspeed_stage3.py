@@ -56,6 +56,7 @@ SAVED = {
     "odd bf16": {"config": config_of("bf16", zenflow=ZENFLOW, optimizer=ADAMW), "model": "odd"},
 }
 REFUSED = {
+    "late from 2 at 3": "the checkpoint was saved below ZeRO stage 3, allowed with stage 3 on several ranks is one of",
     "scalar": "it has no dimension, allowed with ZeRO stage 3 are parameters with one or more",
     "empty": "it is of shape (0, 3), allowed with ZeRO stage 3 on several ranks are parameters with elements",
 }
@@ -89,6 +90,21 @@ def resuming(folder: Path, ranks: int, source: int = 2) -> dict[str, Any]:
     }
 
 
+BELOW = {**SAVED["late"], "config": ds_config(zenflow=ZENFLOW, optimizer=ADAMW)}
+"""The same training at stage 2."""
+
+
+def changing_stage(folder: Path) -> dict[str, Any]:
+    """Between stages, on two ranks; what stage 2 saves may not be of ranks that have rows."""
+    steps, saved = STEPS - SAVED_AFTER, str(folder / "of stage 2")
+    given = {
+        "late from 3": {**BELOW, "steps": steps, "load": str(folder / "of 2 late")},
+        "saved at 2": {**BELOW, "save_after": SAVED_AFTER, "save": saved},
+        "late from 2 at 3": {**SAVED["late"], "steps": steps, "load": saved},
+    }
+    return on(2, given)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("stage3")
@@ -97,11 +113,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def by_ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """What each rank saw, by the number of ranks."""
-    refused = on(2, {kind: {"config": config_of(optimizer=ADAMW), "model": kind} for kind in REFUSED})
+    refused = on(2, {kind: {"config": config_of(optimizer=ADAMW), "model": kind} for kind in ("scalar", "empty")})
     two = {**on(2, CASES), **on(2, {"visited": VISITED}), **saving(folder, 2), **refused}
     found = {2: run_cases(folder / "two", two, ranks=2)}
     found[1] = run_cases(folder / "one", {**on(1, CASES), **on(1, {"visited": VISITED}), **resuming(folder, 1)})
-    again = run_cases(folder / "again", resuming(folder, 2), ranks=2)
+    again = run_cases(folder / "again", {**resuming(folder, 2), **changing_stage(folder)}, ranks=2)
     for seen, more in zip(found[2], again, strict=True):
         seen.update(more)
     four = {**(on(4, CASES) if 4 in RANKS else {}), **resuming(folder, 4)}
@@ -208,10 +224,17 @@ def test_what_one_rank_writes_is_everybodys(by_ranks: dict[int, list[dict[str, A
             torch.testing.assert_close(found["afterwards"], found["shown"], rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_has_no_rows_is_refused(by_ranks: dict[int, list[dict[str, Any]]], kind: str) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_rows_is_refused(by_ranks: dict[int, list[dict[str, Any]]], name: str) -> None:
     for seen in by_ranks[2]:
-        assert REFUSED[kind] in seen[kind]["error"]
+        assert REFUSED[name] in seen[name]["error"]
+
+
+def test_stage_2_goes_on_from_stage_3(by_ranks: dict[int, list[dict[str, Any]]]) -> None:
+    for seen in by_ranks[2]:
+        uninterrupted, resumed = seen["saved late"], seen["late from 3"]
+        assert resumed["losses"] == pytest.approx(uninterrupted["losses"][SAVED_AFTER:], rel=1e-4)
+        torch.testing.assert_close(resumed["flushed"], uninterrupted["flushed"], rtol=0.0, atol=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

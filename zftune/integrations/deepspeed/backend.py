@@ -315,6 +315,7 @@ def take_over(engine: Any, made: EngineOptimizer, plan: Plan) -> None:
     save_with_fp32(engine, made)
     if plan.stage == _SHARDED:
         sharded_files.take_over(engine, made, gathers=plan.gathers)
+    sharded_files.load_from_folder(engine, made)
     save_whole(engine, made)
     if plan.precision.casts_inputs and plan.precision.dtype is not None:
         cast_inputs(engine.module, plan.precision.dtype)

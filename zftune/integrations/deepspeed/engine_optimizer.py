@@ -158,7 +158,8 @@ class EngineOptimizer(ZenFlowOptimizer):
             state_dict: as `state_dict()` gave it.
 
         Raises:
-            BadInputError: the checkpoint holds no optimizer, as ZeRO's have it elsewhere, or its folder is not there.
+            BadInputError: the checkpoint holds no optimizer, as ZeRO's have it elsewhere; its folder is not there; or
+                it was saved below stage 3 and this rank has rows.
             CheckpointError: it is truncated or not of this optimizer.
         """
         if state_dict is None:
@@ -168,6 +169,11 @@ class EngineOptimizer(ZenFlowOptimizer):
         scaler = state_dict.get(_SCALER, {})
         if IN_FOLDER in state_dict:
             load_folder(self, self._folder)
+        elif self.is_sharded and self._folder is not None and not self._folder.is_dir():  # else of the folder, by rows
+            raise BadInputError(
+                "the checkpoint was saved below ZeRO stage 3, allowed with stage 3 on several ranks is one of stage 3, "
+                "which one rank makes of it, or load_module_only=True"
+            )
         else:
             super().load_state_dict({name: value for name, value in state_dict.items() if name != _SCALER})
         for name, value in scaler.items() if self.loss_scaler is not None else ():

@@ -83,7 +83,7 @@ def take_over(engine: Any, optimizer: EngineOptimizer, *, gathers: bool) -> None
     """
     _give_weights(engine, gathers)
     _save_in_folder(engine, optimizer)
-    _load_from_folder(engine, optimizer)
+    _load_weights(engine)
 
 
 def _give_weights(engine: Any, gathers: bool) -> None:
@@ -123,15 +123,25 @@ def _save_in_folder(engine: Any, optimizer: EngineOptimizer) -> None:
     engine._save_checkpoint = save
 
 
-def _load_from_folder(engine: Any, optimizer: EngineOptimizer) -> None:
+def load_from_folder(engine: Any, optimizer: EngineOptimizer) -> None:
+    """Let an engine of any stage go on from what one of stage 3 has saved.
+
+    Args:
+        engine: just made.
+        optimizer: the engine's.
+    """
     original = engine._load_checkpoint
 
     @functools.wraps(original)
     def load(load_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> Any:
         folder = Path(load_dir, str(tag), FOLDER)
-        with _mapped(True), optimizer.kept_in(folder):  # a rank reads no more than its rows
+        with _mapped(optimizer.is_sharded), optimizer.kept_in(folder):  # a rank reads no more than its rows
             return original(load_dir, tag, *args, **kwargs)
 
+    engine._load_checkpoint = load
+
+
+def _load_weights(engine: Any) -> None:
     def load_module_state_dict(checkpoint: Any, strict: bool = True, custom_load_fn: Any = None, **_: Any) -> None:
         import deepspeed
 
@@ -141,7 +151,6 @@ def _load_from_folder(engine: Any, optimizer: EngineOptimizer) -> None:
         with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
             custom_load_fn(src=checkpoint["module"], dst=engine.module)
 
-    engine._load_checkpoint = load
     engine.load_module_state_dict = load_module_state_dict
 
 
