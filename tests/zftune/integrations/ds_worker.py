@@ -73,8 +73,28 @@ class Late(nn.Module):
         return self.late(hidden) + hidden if self.forwards > 8 else hidden
 
 
+class Experts(nn.Module):
+    """Each of two ranks uses one, and both another."""
+
+    _no_split_modules = ("Experts",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.experts[2](self.experts[torch.distributed.get_rank()](x))
+        return found
+
+
 def make_model(kind: str) -> nn.Module:
     torch.manual_seed(3)
+    if kind == "experts":
+        from deepspeed.utils import set_z3_leaf_modules
+
+        model = nn.Sequential(Experts(), nn.Linear(WIDTH, WIDTH))
+        set_z3_leaf_modules(model, [Experts])
+        return model
     if kind in ("odd", "late"):
         return Odd() if kind == "odd" else Late()
     if kind in ("scalar", "empty"):

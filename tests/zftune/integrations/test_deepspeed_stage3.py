@@ -11,12 +11,12 @@ import torch
 from tests import zygote
 from tests.tiers import by_day
 from tests.zftune.integrations.ds_running import ADAMW, ZENFLOW, ds_config, run_cases
-from tests.zftune.integrations.ds_worker import make_model
+from tests.zftune.integrations.ds_worker import Experts, make_model
 from zftune.checkpoint.converting import export_checkpoint
 from zftune.errors import BadInputError
 
 GATHERS = {"stage3_gather_16bit_weights_on_model_save": True}
-SCALED = {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}
+SCALED = {"enabled": True, "initial_scale_power": 16, "hysteresis": 1}
 STEPS, SAVED_AFTER = 9, 5
 
 
@@ -90,6 +90,7 @@ def resuming(folder: Path, ranks: int, source: int = 2) -> dict[str, Any]:
     }
 
 
+EXPERTS = {"config": config_of(optimizer=ADAMW), "model": "experts"}
 BELOW = {**SAVED["late"], "config": ds_config(zenflow=ZENFLOW, optimizer=ADAMW)}
 """The same training at stage 2."""
 
@@ -114,7 +115,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def by_ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """What each rank saw, by the number of ranks."""
     refused = on(2, {kind: {"config": config_of(optimizer=ADAMW), "model": kind} for kind in ("scalar", "empty")})
-    two = {**on(2, CASES), **on(2, {"visited": VISITED}), **saving(folder, 2), **refused}
+    two = {**on(2, {**CASES, "visited": VISITED, "experts": EXPERTS}), **saving(folder, 2), **refused}
     found = {2: run_cases(folder / "two", two, ranks=2)}
     found[1] = run_cases(folder / "one", {**on(1, CASES), **on(1, {"visited": VISITED}), **resuming(folder, 1)})
     again = run_cases(folder / "again", {**resuming(folder, 2), **changing_stage(folder)}, ranks=2)
@@ -228,6 +229,15 @@ def test_what_one_rank_writes_is_everybodys(by_ranks: dict[int, list[dict[str, A
 def test_what_has_no_rows_is_refused(by_ranks: dict[int, list[dict[str, Any]]], name: str) -> None:
     for seen in by_ranks[2]:
         assert REFUSED[name] in seen[name]["error"]
+
+
+def test_ranks_use_different_experts(by_ranks: dict[int, list[dict[str, Any]]]) -> None:
+    first, second = (seen["experts"] for seen in by_ranks[2])
+    assert first["norms"] == second["norms"]
+    torch.testing.assert_close(first["flushed"], second["flushed"], rtol=0.0, atol=0.0)
+    torch.manual_seed(3)
+    before = Experts().state_dict()
+    assert not any(torch.equal(first["flushed"][f"0.{name}"], value) for name, value in before.items())
 
 
 def test_stage_2_goes_on_from_stage_3(by_ranks: dict[int, list[dict[str, Any]]]) -> None:

@@ -173,6 +173,7 @@ def shard(plan: Plan, module: nn.Module) -> Sharded | None:
         mp_policy=MixedPrecisionPolicy(reduce_dtype=plan.reduced_in),
     )
     zero3.mark(module)
+    zero3.reduce_unused(module)
     return made
 
 

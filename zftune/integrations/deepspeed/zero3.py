@@ -7,6 +7,7 @@ the script writes to it there comes to the rows, as under ZeRO.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +20,8 @@ from torch.utils import _pytree as pytree
 
 from zenflow.sharded import local_rows
 from zftune.integrations.fsdp2 import now, own_rows, whole_parameter
+
+_logger = logging.getLogger("zftune")
 
 
 class Gathered(DTensor):
@@ -69,6 +72,26 @@ def mark(module: nn.Module) -> None:
         }
         for attribute, value in given.items():
             setattr(parameter, attribute, value)
+
+
+def reduce_unused(module: Any) -> None:
+    """Let ranks use different experts of a model whose leaf modules a script has named: what is unused has zeros.
+
+    As under ZeRO (`deepspeed.utils.set_z3_leaf_modules`); else ranks reduce other gradients than others, and wait.
+
+    Args:
+        module: that FSDP2 has sharded.
+    """
+    from deepspeed.utils import z3_leaf_module
+
+    if not any(z3_leaf_module(part) for part in module.modules()):
+        return
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True)
+    else:  # before torch 2.13
+        _logger.warning(
+            "z3_leaf_modules are named, and torch is %s: all ranks have to use all experts", torch.__version__
+        )
 
 
 class _OfParameter:
