@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser(__doc__ or "").parse_args(argv)
     results = Results.of(HERE, arguments)
     models, sizes = (QUICK_MODELS, QUICK_GPUS) if arguments.quick else (MODELS, GPUS)
-    inputs = {"models": models, "gpus": sizes, "networks": NETWORKS, "seq": SEQUENCE, "method": METHOD}
+    inputs: dict[str, Any] = {"models": models, "gpus": sizes, "networks": NETWORKS, "seq": SEQUENCE, "method": METHOD}
     inputs["code"] = code_digest("zftune/planner", "zftune/machines", "runtime/zenflow")
     record = None if arguments.again else results.load("scaling", inputs)
     if record is None:
