@@ -159,11 +159,11 @@ def shard(plan: Plan, module: nn.Module) -> Sharded | None:
     if ranks == 1:
         fsdp2.make_whole(module)
         return None
-    from zftune.integrations.deepspeed import zero3
-
     fsdp2.require_torch()
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from zftune.integrations.deepspeed import zero3
 
     made = fsdp2.shard(
         module,

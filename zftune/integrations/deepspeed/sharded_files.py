@@ -5,16 +5,15 @@ On any number of ranks, and resumed on any other.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.serialization import config as serialization
 
 from zenflow import distributed
 from zftune.checkpoint.sources import FOLDER
@@ -135,7 +134,7 @@ def load_from_folder(engine: Any, optimizer: EngineOptimizer) -> None:
     @functools.wraps(original)
     def load(load_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> Any:
         folder = Path(load_dir, str(tag), FOLDER)
-        with _mapped(optimizer.is_sharded), optimizer.kept_in(folder):  # a rank reads no more than its rows
+        with _mapped(optimizer, True), optimizer.kept_in(folder):  # a rank reads no more than its rows
             return original(load_dir, tag, *args, **kwargs)
 
     engine._load_checkpoint = load
@@ -172,11 +171,15 @@ def load_folder(optimizer: EngineOptimizer, folder: Path | None) -> None:
             "engine.load_checkpoint() of all of the tag's folder"
         )
     assert optimizer.module is not None
-    with _mapped(False):  # streams are read, too
+    with _mapped(optimizer, False):  # streams are read, too
         distributed.load(optimizer.module, optimizer, folder)
 
 
-def _mapped(asked: bool) -> AbstractContextManager[None]:
-    """Whether torch maps the files that it loads."""
-    patched: AbstractContextManager[None] = serialization.patch("load.mmap", asked)  # type: ignore[attr-defined]
+def _mapped(optimizer: EngineOptimizer, asked: bool) -> contextlib.AbstractContextManager[None]:
+    """Whether torch maps the files that it loads; of a whole model it does as it is told elsewhere."""
+    if not optimizer.is_sharded:
+        return contextlib.nullcontext()
+    from torch.utils.serialization import config  # of torch 2.6
+
+    patched: contextlib.AbstractContextManager[None] = config.patch("load.mmap", asked)  # type: ignore[attr-defined]
     return patched
