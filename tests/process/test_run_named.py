@@ -22,7 +22,10 @@ TRAINED: dict[str, Any] = {
 }
 ZERO = TRAINED["zero_optimization"]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "stage 3": ({**TRAINED, "zero_optimization": {**ZERO, "stage": 3}}, "zero_optimization.stage is 3, allowed are"),
+    "hpZ": (
+        {**TRAINED, "zero_optimization": {**ZERO, "stage": 3, "zero_hpz_partition_size": 2}},
+        "zero_optimization.zero_hpz_partition_size is 2, allowed is none",
+    ),
     "a value": (
         {**TRAINED, "flops_profiler": {"enabled": "perhaps"}},
         'flops_profiler.enabled is "perhaps", allowed by DeepSpeed is true or false',
@@ -121,7 +124,7 @@ def test_what_is_no_json_never_starts(tmp_path: Path) -> None:
 
 
 def test_nothing_is_refused_where_zftune_is_switched_off(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(REFUSED["stage 3"][0]))
+    (tmp_path / "ds.json").write_text(json.dumps(REFUSED["hpZ"][0]))
     words = ("run", "--", PYTHON, "-c", "print('began')", "--deepspeed", "ds.json")
     for switch, code, out in (("1", 0, "began\n"), ("0", 2, "")):
         done = zygote.zftune(*words, env={**os.environ, "ZFTUNE_DISABLE": switch}, cwd=tmp_path)
