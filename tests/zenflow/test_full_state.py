@@ -24,7 +24,8 @@ SHAPES = [(13, 7), (5, 3, 4), (9,), (1, 1), ()]
 WINDOWS = {"topk_ratio": 0.3, "offload_ratio": 0.8, "update_interval": 3, "select_interval": 2, "bucket_bytes": 64}
 RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
     "adamw": (ZenFlowAdamW, torch.optim.AdamW, {"weight_decay": 0.1}),
-    "adam": (ZenFlowAdam, torch.optim.Adam, {"weight_decay": 0.1}),
+    # A gradient that its decay cancels to the last bit would be the size of rounding, and by eps decide about a step.
+    "adam": (ZenFlowAdam, torch.optim.Adam, {"weight_decay": 0.1, "eps": 1e-4}),
     "adagrad": (ZenFlowAdagrad, torch.optim.Adagrad, {"initial_accumulator_value": 0.2}),
     "lion": (ZenFlowLion, BookLion, {"weight_decay": 0.1}),
     "sgd": (ZenFlowSGD, torch.optim.SGD, {"momentum": 0.9}),
