@@ -163,6 +163,8 @@ def train(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             model = make_model(case.get("model", "plain"))
     else:
         model = make_model(case.get("model", "plain"))
+        for parameter in model.parameters():  # every rank trains the weights of the first
+            parameter.data += torch.distributed.get_rank()
     early = list(model.parameters()) if case.get("parts") else None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
