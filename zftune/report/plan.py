@@ -122,7 +122,9 @@ def _marks(figure: go.Figure, document: Mapping[str, Any], longest: int) -> None
 def _head(document: Mapping[str, Any]) -> str:
     model, machine, job = document["model"], document["machine"], document["job"]
     subject = f"{model['name']}, {amount(model['parameters'])} parameters, {model['dtype']}"
-    place = f"{job['gpus']} × {machine['gpu']} ({machine['name']}) · {job['micro_batch']} × {job['seq']} tokens"
+    nodes = f"{job['nodes']} × " if job["nodes"] > 1 else ""
+    gpus = f"{nodes}{job['gpus']} × {machine['gpu']}"
+    place = f"{gpus} ({machine['name']}) · {job['micro_batch']} × {job['seq']} tokens"
     place += " · checkpointing" if job["checkpointing"] else ""
     sentences = "\n".join(f'<p class="verdict">{escape(sentence)}</p>' for sentence in document["verdict"])
     return (
