@@ -70,8 +70,19 @@ def pytest_report_header() -> list[str]:
     return [seed, *gpu, tier]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _collections_look_through_one_module_alone() -> Iterator[None]:
+    """What is there after the tests of a module stays: mostly what they were the first to import."""
+    yield
+    _freeze()
+
+
 def pytest_collection_finish() -> None:
     """What is there now stays: a collection in a test, of which many need one, looks through what came later alone."""
+    _freeze()
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()
 

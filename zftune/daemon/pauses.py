@@ -41,14 +41,16 @@ class Garbage:
 @contextmanager
 def few_pauses() -> Iterator[None]:
     """Keep pauses of the interpreter short, in this process; let `Garbage` look while this holds."""
-    switch_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    switch_s, thresholds, frozen = sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()
     sys.setswitchinterval(_SWITCH_S)
     gc.set_threshold(_AT_MOST, _NEVER, _NEVER)
     gc.collect()
-    gc.freeze()
+    if not frozen:  # else by somebody else, and who thaws thaws everything
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         gc.set_threshold(*thresholds)
         sys.setswitchinterval(switch_s)

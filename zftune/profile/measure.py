@@ -180,7 +180,7 @@ def _measure_once(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep
         cleanup.callback(optimizer.abandon)
         discarded, measured = step_counts(optimizer.config, steps)
         loop = _Loop(workload, feed, device, optimizer)
-        with _steady(task.rig is not None):
+        with steady(task.rig is not None):
             begin_ns = _train(loop, device, discarded, measured, on_step)
             stats = optimizer.history(wait=True, after=discarded)
             peak_bytes = device.peak_bytes()
@@ -278,15 +278,21 @@ class _Loop:
 
 
 @contextmanager
-def _steady(emulated: bool) -> Iterator[None]:
-    """Keep the garbage collector, and on a rig torch's own threads, from making single steps slow."""
-    threads = torch.get_num_threads()
+def steady(emulated: bool) -> Iterator[None]:
+    """Keep the garbage collector, and on a rig torch's own threads, from making single steps slow.
+
+    Args:
+        emulated: whether steps run on a rig.
+    """
+    threads, frozen = torch.get_num_threads(), gc.get_freeze_count()
     gc.collect()
-    gc.freeze()
+    if not frozen:  # else by somebody else, and who thaws thaws everything
+        gc.freeze()
     if emulated:
         torch.set_num_threads(1)  # the host engine needs the other cores, and results repeat on any number of them
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()

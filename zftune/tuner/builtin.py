@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import ExitStack
 from types import TracebackType
 
@@ -10,7 +9,7 @@ import torch
 
 from zenflow import ZenFlowAdamW, ZenFlowConfig, ZenFlowError
 from zftune.errors import ProfileError
-from zftune.profile.measure import Task
+from zftune.profile.measure import Task, steady
 from zftune.workload import Batch
 
 _LEARNING_RATE = 1e-4
@@ -30,7 +29,6 @@ class Training:
         self._feed = task.feed(self.workload)
         self.rig = task.rig_for(self.workload)
         self._cleanup = ExitStack()
-        self._threads = torch.get_num_threads()
         self.device = task.device_for(self.workload)
         self._cleanup.callback(self.device.close)
         module = self.workload.module
@@ -44,18 +42,13 @@ class Training:
         self._cleanup.callback(self.optimizer.abandon)
 
     def __enter__(self) -> Training:
-        gc.collect()
-        gc.freeze()
-        if self.rig is not None:
-            torch.set_num_threads(1)  # the host engine needs the other cores, and results repeat on any number of them
+        self._cleanup.enter_context(steady(self.rig is not None))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._cleanup.close()
-        torch.set_num_threads(self._threads)
-        gc.unfreeze()
 
     @property
     def tokens(self) -> int:

@@ -70,6 +70,7 @@ def test_garbage_goes(looks: list[int]) -> None:
 def test_what_was_there_before_is_not_looked_at_and_all_is_as_it_was_afterwards() -> None:
     old = Cycle()
     seen, thresholds = weakref.ref(old), gc.get_threshold()
+    gc.unfreeze()  # of the tests before
     with few_pauses():
         del old
         gc.collect()
@@ -77,3 +78,11 @@ def test_what_was_there_before_is_not_looked_at_and_all_is_as_it_was_afterwards(
     assert gc.get_threshold() == thresholds
     gc.collect()
     assert seen() is None
+
+
+def test_what_somebody_else_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with few_pauses():
+        pass
+    assert gc.get_freeze_count() >= frozen // 2 > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from zenflow import ConfigError, ZenFlowConfig
 from zenflow.emulator import Slack
 from zftune.errors import BadInputError, ProfileError
 from zftune.profile import measure as module
-from zftune.profile.measure import Task, lateness, measure, step_counts
+from zftune.profile.measure import Task, lateness, measure, steady, step_counts
 from zftune.rig_files import DEFAULT_RIG, load_rig, rig_names
 from zftune.workload import load_text
 
@@ -146,3 +147,13 @@ def test_a_rig_file_of_ones_own_is_read_by_path(mini_rig: Path) -> None:
     with pytest.raises(BadInputError, match="--rig: rig is") as error:
         load_rig(str(bad))
     assert isinstance(error.value.__cause__, ConfigError)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_objects_are_frozen_while_it_measures_and_those_of_somebody_else_stay_so(frozen: bool) -> None:
+    gc.unfreeze()
+    if frozen:
+        gc.freeze()
+    with steady(emulated=False):
+        assert gc.get_freeze_count() > 0
+    assert (gc.get_freeze_count() > 0) == frozen
