@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from zenflow import Rig
@@ -146,18 +147,33 @@ class Rates:
 def compute_ms(model: ModelFacts, machine: Machine, job: Job) -> tuple[float, float]:
     """Forward and backward of a step: as measured, else by arithmetic at the share that training achieves.
 
-    2 operations an element and token forward, 4 backward, as many as forward again where it recomputes; attention's
-    products beside them. No pass is shorter than reading all weights once takes (backward: and writing gradients).
+    2 operations an element and token forward, 4 backward, and those that it does again; attention's products beside
+    them. No pass is shorter than reading all weights once takes (backward: and writing gradients).
     """
     if job.forward_ms is not None and job.backward_ms is not None:
         return job.forward_ms, job.backward_ms
-    passes = 3.0 if job.checkpointing else 2.0  # of backward, in units of forward
+    products, again = products_of(model, job)
+    passes = 2.0 + again / products  # of backward, in units of forward
     if job.compute_ms is not None:
         return job.compute_ms / (1 + passes), job.compute_ms * passes / (1 + passes)
-    products = 2.0 * model.parameters * job.tokens + 2.0 * model.layers * model.hidden * job.seq * job.tokens
     forward = products / (machine.compute_tflops * machine.compute_share * 1e12) * 1e3
     read = model.element_bytes * model.parameters / machine.device_gbps / 1e6
-    return max(forward, read), max(passes * forward, (passes + 1) * read)
+    return max(forward, read), max(passes * forward, (3 + job.checkpointing) * read)
+
+
+def products_of(model: ModelFacts, job: Job) -> tuple[float, float]:
+    """Operations of forward, and of what checkpointing does again in backward.
+
+    An embedding that is not the head as well is only looked up. Of a layer everything is done again but its last
+    product, whose result backward does not need: torch stops before it (`use_reentrant=False`, transformers' default).
+    """
+    behind = (shape for shape, stage in zip(model.weights, model.stages, strict=True) if stage == model.layers)
+    head_of_its_own = any(len(shape) > 1 for shape in behind)
+    looked_up = sum(map(math.prod, model.weights[: model.before_layers])) if head_of_its_own else 0
+    attention = 2.0 * model.layers * model.hidden * job.seq
+    forward = (2.0 * (model.parameters - looked_up) + attention) * job.tokens
+    left_out = model.hidden * (model.vocabulary + model.layers * model.intermediate)
+    return forward, max(0.0, forward - 2.0 * left_out * job.tokens) if job.checkpointing else 0.0
 
 
 def device_work_ms(rates: Rates, split: Split, window: int, *, stream: bool) -> float:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.zftune.planner.conftest import MEGA, toy_machine, toy_rates, toy_split
 from zenflow import ZenFlowConfig
 from zftune.planner import Job, ModelFacts, Rates
 from zftune.planner.closed_form import collective_ms, floor, greatest_staleness, least_window, mean_staleness
-from zftune.planner.rates import compute_ms
+from zftune.planner.rates import compute_ms, products_of
 
 GIGA = 10**9
 
@@ -93,8 +96,40 @@ def test_compute_follows_from_operations() -> None:
     forward, backward = compute_ms(model, machine, Job(seq=1000))
     assert forward == pytest.approx((2.0 * model.parameters * 1000 + attention) / 50e12 * 1e3)
     assert backward == pytest.approx(2 * forward)
+    # Recomputed is all but each layer's last product.
+    again = forward - 2.0 * 10 * 1000 * model.intermediate * 1000 / 50e12 * 1e3
     recomputed = compute_ms(model, machine, Job(seq=1000, checkpointing=True))
-    assert recomputed == pytest.approx((forward, 3 * forward))
+    assert recomputed == pytest.approx((forward, 2 * forward + again))
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # newer transformers
+@pytest.mark.parametrize("tied", [False, True])
+def test_operations_are_those_that_torch_counts(tied: bool) -> None:
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    module = LlamaForCausalLM(config).train()
+    model, tokens = ModelFacts.from_module("llama", module), torch.arange(32)[None]
+    for checkpointing in (False, True):
+        if checkpointing:
+            module.gradient_checkpointing_enable()
+        with FlopCounterMode(display=False) as forward:
+            loss = module(input_ids=tokens, labels=tokens).loss
+        with FlopCounterMode(display=False) as backward:
+            loss.backward()
+        # Of attention on a CPU torch counts nothing; we count norms, and it does not.
+        attention = 2 * model.layers * model.hidden * 32 * 32
+        products, again = products_of(model, Job(seq=32, checkpointing=checkpointing))
+        assert products - attention == pytest.approx(forward.get_total_flops(), rel=0.002)
+        own = again - attention if checkpointing else 0.0
+        assert 2 * (products - attention) + own == pytest.approx(backward.get_total_flops(), rel=0.002)
 
 
 def test_few_tokens_cost_reading_the_weights() -> None:
