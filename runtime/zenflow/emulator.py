@@ -201,7 +201,7 @@ class EmulatedAccelerator(Device):
             module: whole, or after `fully_shard` (FSDP2), whose collectives then take the time of the rig's network.
 
         Raises:
-            UnsupportedError: FSDP2 has replicas (HSDP), or is of a torch that does not show its collectives.
+            UnsupportedError: FSDP2 is of a torch that does not show its collectives.
         """
         self._pads = _Pads(module, self.rig, self._segment)
         module.register_forward_hook(self._count_memory)
@@ -319,12 +319,15 @@ class EmulatedAccelerator(Device):
         if not nbytes:
             self.clock.sleep_until(latest(self.clock.now()))
             return
-        sent = 2 * nbytes * (ranks - 1) / ranks  # reduce-scatter, then all-gather
-        self._compute_t = latest(self._compute_t) + self._sending_s(sent)
+        replicas = self._network is not None and self._network.replicas > 1
+        sending_s = max(self._sending_s(_added_up(nbytes, ranks), replicas=there) for there in (False, replicas))
+        self._compute_t = latest(self._compute_t) + sending_s
 
-    def _sending_s(self, nbytes: float) -> float:
-        """Of a collective in which a rank sends so much."""
+    def _sending_s(self, nbytes: float, *, replicas: bool = False) -> float:
+        """Of a collective in which a rank sends so much to the others, or to those that have the same rows."""
         rate = self.rig.comm_gbps
+        if replicas and self.rig.network_gbps is not None:
+            rate = self.rig.network_gbps
         return self.rig.comm_latency_us / 1e6 + (0.0 if rate is None else nbytes / (rate * 1e9))
 
     def peak_bytes(self) -> int | None:
@@ -362,14 +365,17 @@ class _Network:
     What they lie beside is what torch's streams allow. In forward a unit (what `fully_shard` was called on) is gathered
     from when the unit before the last one had its weights; in backward from when the last one had; a reduce-scatter
     lies beside the backward of the next unit, at whose end the compute stream waits for it. The root's all-gather and
-    the last reduce-scatter lie beside nothing.
+    the last reduce-scatter lie beside nothing. With replicas (HSDP) what was reduced is then added up over them, on a
+    network of its own, which no reduce-scatter waits for.
     """
 
     def __init__(self, device: EmulatedAccelerator, module: nn.Module, units: Sequence[Any]) -> None:
         self._device = device
-        self._free_t = 0.0
+        self._free_t = self._replicas_free_t = self._scattered_t = 0.0
         self.reduced_t = 0.0
         """When the last gradients that were asked for are whole."""
+        self.replicas = _replicas_of(module)
+        """How many ranks have the same rows."""
         self._gathered: dict[Any, float] = {}
         """Units that nobody has needed since, and when they are there."""
         self._needed: Any = None
@@ -382,6 +388,8 @@ class _Network:
         for unit in units:
             unit.set_custom_all_gather(_Gather(self, unit))
             unit.set_custom_reduce_scatter(_Scatter(self))
+            if self.replicas > 1:
+                unit.set_all_reduce_hook(self._add_up)
             # Before FSDP2's own hooks, which ask for what is not there, and for the unit after it.
             unit.register_forward_pre_hook(self._need_forward, prepend=True)
             unit.register_forward_hook(self._need_backward, prepend=True)
@@ -395,8 +403,14 @@ class _Network:
     def scatter(self, nbytes: int, ranks: int) -> None:
         """Begin with a reduce-scatter of so many bytes on each rank."""
         device = self._device
-        device._compute_t = max(device._compute_t, self.reduced_t)  # the last one's buffers are free then
-        self.reduced_t = self._take(device._compute_t, nbytes, ranks)
+        device._compute_t = max(device._compute_t, self._scattered_t)  # the last one's buffers are free then
+        self.reduced_t = self._scattered_t = self._take(device._compute_t, nbytes, ranks)
+
+    def _add_up(self, reduced: torch.Tensor) -> None:
+        """Add up over the replicas what was reduced last; torch calls it when it has done so."""
+        begin = latest(max(self._replicas_free_t, self._scattered_t))
+        sent = _added_up(reduced.nbytes, self.replicas)
+        self.reduced_t = self._replicas_free_t = begin + self._device._sending_s(sent, replicas=True)
 
     def _take(self, ready_t: float, nbytes: int, ranks: int) -> float:
         begin = latest(max(self._free_t, ready_t))
@@ -468,10 +482,18 @@ def _units(module: nn.Module) -> list[Any]:
             f"torch is {torch.__version__}, allowed for fully_shard on a rig is one that has "
             "FSDPModule.set_custom_reduce_scatter"
         )
-    meshes = [parameter.device_mesh for parameter in module.parameters() if hasattr(parameter, "device_mesh")]
-    if any(mesh.ndim > 1 for mesh in meshes):
-        raise UnsupportedError("the model has replicas (HSDP), allowed on a rig is fully_shard over one row of ranks")
     return units
+
+
+def _replicas_of(module: nn.Module) -> int:
+    """How many ranks have the same rows of the module's weights."""
+    meshes = (parameter.device_mesh for parameter in module.parameters() if hasattr(parameter, "device_mesh"))
+    return next((int(mesh.size(0)) for mesh in meshes if mesh.ndim > 1), 1)
+
+
+def _added_up(nbytes: float, ranks: int) -> float:
+    """What a rank sends in an all-reduce: in a reduce-scatter, then in an all-gather."""
+    return 2 * nbytes * (ranks - 1) / ranks
 
 
 class _Pads:

@@ -5,7 +5,8 @@ they are; a timeline is a published synchronous step of some model, from which r
 workload at hand has the same ratios.
 
     [rates]     link_d2h_gbps  link_h2d_gbps  host_gbps  device_gbps  forward_ms  backward_ms
-                (comm_gbps  comm_latency_us: of the network between ranks; without them it takes no time)
+                (comm_gbps  network_gbps  comm_latency_us: of what is between ranks, and between replicas of
+                their rows (HSDP); without them it takes no time)
     [timeline]  forward_ms  backward_ms  d2h_ms  host_ms  h2d_ms  scale  (device_ms)
 
 A table `[effects]` may add what rates do not tell, each of it optional:
@@ -27,7 +28,7 @@ from typing import Any
 from zenflow.errors import ConfigError
 
 _RATES = ("link_d2h_gbps", "link_h2d_gbps", "host_gbps", "device_gbps", "forward_ms", "backward_ms")
-_COMM = ("comm_gbps", "comm_latency_us")
+_COMM = ("comm_gbps", "network_gbps", "comm_latency_us")
 _EFFECTS = {"slow_core": (0.0, 1.0), "link_contention": (0.0, 10.0), "link_noise": (0.0, 2.0)}  # above, at most
 _TIMELINE = ("forward_ms", "backward_ms", "d2h_ms", "host_ms", "h2d_ms", "scale")
 # Bytes that a timeline's times stand for, per element: a 2-byte gradient or weight, and one AdamW update on a
@@ -55,6 +56,8 @@ class Rig:
     link_noise: float = 0.0
     comm_gbps: float | None = None
     """What a rank sends to the others; None: the network takes no time for bytes."""
+    network_gbps: float | None = None
+    """What a rank sends to those that have the same rows (HSDP), which are on other machines; None: as `comm_gbps`."""
     comm_latency_us: float = 0.0
     """Of a collective."""
 

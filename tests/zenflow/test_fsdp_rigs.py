@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.zenflow import fsdp_cases
 from tests.zenflow.fsdp_cases import OVERLAPPED, model_of, my_part, sharded
 from tests.zenflow.rank_runs import Results, results_of_ranks
-from zenflow import EmulatedAccelerator, Rig, StepStats, UnsupportedError, ZenFlowAdamW, ZenFlowConfig
+from zenflow import EmulatedAccelerator, Rig, StepStats, ZenFlowAdamW, ZenFlowConfig
 from zenflow.device import Direction, HostSpan, Transfer
 
 RANKS, WIDTH, STEPS = 2, 8, 4
@@ -162,22 +162,10 @@ def train_overlapped(rank: int) -> dict[str, Any]:
     return {"steps": repr(steps), "losses": losses, "copies": watch.copies, "early": watch.early}
 
 
-def say_of_replicas(rank: int) -> dict[str, Any]:
-    model = sharded(model_of(), replicas=RANKS)
-    device = EmulatedAccelerator(rig_of(1.0, 2.0))
-    try:
-        with pytest.raises(UnsupportedError) as raised:
-            device.attach(model)
-    finally:
-        device.close()
-    return {"said": str(raised.value)}
-
-
 WORK = {
     **{name: partial(train_chain, case) for name, case in TIMED.items()},
     "overlapped": train_overlapped,
     "overlapped again": train_overlapped,
-    "replicas": say_of_replicas,
 }
 """What all ranks do together."""
 
@@ -211,10 +199,3 @@ def test_simulated_ranks_repeat_to_the_last_digit(ranks: Results) -> None:
         assert first["steps"] == second["steps"]
         assert first["losses"] == second["losses"]
     assert ranks[0]["overlapped"]["losses"] != ranks[1]["overlapped"]["losses"]  # each has a part of the batch
-
-
-def test_replicas_are_refused(ranks: Results) -> None:
-    for results in ranks:
-        assert results["replicas"]["said"] == (
-            "the model has replicas (HSDP), allowed on a rig is fully_shard over one row of ranks"
-        )

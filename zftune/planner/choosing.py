@@ -175,7 +175,9 @@ class _Search:
             if key not in sizes:  # with nothing on its way, the device needs the same whatever S and L
                 sizes[key] = memory(self._model, self._job, config, packed=0.0, arrived=0.0)
             size = sizes[key]
-            on_host = sum(host_bytes(self._model, config, ranks=self._job.ranks).values()) // self._job.nodes
+            job = self._job
+            of_all = sum(host_bytes(self._model, config, ranks=job.shards).values())
+            on_host = of_all * job.replicas // job.nodes
             if size.device_bytes <= device and on_host + size.migration_bytes <= host:
                 least = floor(self._rates, split, config)
                 yield _Candidate(config, least.step_ms, mean_staleness(split, config), size.device_bytes)
@@ -206,7 +208,7 @@ class _Search:
         shown: Counter[int] = Counter()
         for piece in split_of(self._model, config).pieces:
             shown[piece.due if config.overlap_step else 0] += piece.elements
-        arriving = self._model.element_bytes * max(shown.values()) // self._job.ranks
+        arriving = self._model.element_bytes * max(shown.values()) // self._job.shards
         if arriving <= config.staging_bytes:
             return config, prediction
         roomier = replace(config, staging_bytes=-(-arriving // _ROOM_STEP) * _ROOM_STEP)

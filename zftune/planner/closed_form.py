@@ -67,7 +67,7 @@ def floor(rates: Rates, split: Split, config: ZenFlowConfig) -> Floor:
         loads["comm"] = collective_ms(rates, split)
     s_min = least_window(rates, own, compute)
     bound_by = max(loads, key=lambda name: loads[name])
-    step = loads[bound_by]
+    step = compute + loads["comm"] if rates.gloo and rates.ranks > 1 else loads[bound_by]
     if own and not config.overlap_step:
         alone = compute - rates.scatter_ms(own) / window
         if config.pipeline == "none":
@@ -79,12 +79,13 @@ def floor(rates: Rates, split: Split, config: ZenFlowConfig) -> Floor:
 
 def collective_ms(rates: Rates, split: Split) -> float:
     """Time a step in collectives: FSDP2 gathers each unit (but the last one again for backward) and reduce-scatters its
-    gradients, and the ranks add up the columns' energies.
+    gradients, and the ranks add up the columns' energies. Replicas add up gradients beside that: what takes longer.
     """
-    gathers = [rates.share_ms(elements) for elements in split.gathered]
+    gathers = [rates.gather_ms(elements) for elements in split.gathered]
     again = sum(gathers[:-1]) if rates.reshard else 0.0
-    reduced = sum(rates.share_ms(elements) for elements in split.reduced if elements)
-    return sum(gathers) + again + reduced + rates.add_up_ms(split.words)
+    reduced = sum(rates.reduce_ms(elements) for elements in split.reduced if elements)
+    between = sum(rates.replicate_ms(elements) for elements in split.reduced if elements)
+    return max(sum(gathers) + again + reduced, between) + rates.add_up_ms(split.words)
 
 
 def mean_staleness(split: Split, config: ZenFlowConfig) -> float:

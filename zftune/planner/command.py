@@ -27,6 +27,7 @@ def plan(
     network_gbps: Annotated[
         float | None, typer.Option(help="What a machine sends to the others, in GB/s each way; with --nodes.")
     ] = None,
+    replicate: Annotated[bool, typer.Option("--replicate", help="Machines are replicas of each other (HSDP).")] = False,
     seq: Annotated[int, typer.Option(help="Tokens a sequence.")] = 2048,
     micro_batch: Annotated[int, typer.Option(help="Sequences a step on each GPU.")] = 1,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Backward recomputes activations.")] = False,
@@ -52,13 +53,13 @@ def plan(
         if path is not None:
             check_output_path(path, option, standard_output=option == "--json")
     _check(dtype, quality, compute_ms)
-    if gpus * nodes == 1 and not reshard:
-        raise BadInputError("--no-reshard: allowed only with --gpus 2 or more, one GPU gathers nothing")
+    _check_ranks(gpus, nodes, reshard=reshard, replicate=replicate)
     _check_network(nodes, network_gbps)
     job = _job(
         gpus=gpus,
         nodes=nodes,
         network_gbps=network_gbps,
+        replicate=replicate,
         seq=seq,
         micro_batch=micro_batch,
         checkpointing=checkpointing,
@@ -86,6 +87,13 @@ def _check(dtype: str, quality: str, compute_ms: float | None) -> None:
         raise BadInputError(f"--quality '{quality}': allowed are {', '.join(_QUALITIES)}")
     if compute_ms is not None and not 0 < compute_ms < 1e9:
         raise BadInputError(f"--compute-ms {compute_ms}: allowed is a number above 0, below 1e9")
+
+
+def _check_ranks(gpus: int, nodes: int, *, reshard: bool, replicate: bool) -> None:
+    if gpus * nodes == 1 and not reshard:
+        raise BadInputError("--no-reshard: allowed only with --gpus 2 or more, one GPU gathers nothing")
+    if replicate and (nodes == 1 or gpus == 1):
+        raise BadInputError("--replicate: allowed only with --gpus 2 or more of each of --nodes 2 or more")
 
 
 def _check_network(nodes: int, network_gbps: float | None) -> None:

@@ -220,6 +220,8 @@ class Job:
     """Machines, which are alike."""
     network_gbps: float | None = None
     """What a machine sends to others in all, and receives; where there are several."""
+    replicate: bool = False
+    """Whether each of several machines has all of the weights, shared by its own GPUs alone (HSDP)."""
     checkpointing: bool = False
     """Whether backward recomputes the activations of each layer."""
     reshard: bool = True
@@ -239,6 +241,16 @@ class Job:
     def ranks(self) -> int:
         """GPUs of all machines."""
         return self.gpus * self.nodes
+
+    @property
+    def replicas(self) -> int:
+        """How many GPUs have the same rows."""
+        return self.nodes if self.replicate else 1
+
+    @property
+    def shards(self) -> int:
+        """Among how many GPUs the rows of a weight are shared."""
+        return self.ranks // self.replicas
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,8 +49,8 @@ def memory(model: ModelFacts, job: Job, config: ZenFlowConfig, *, packed: float,
         arrived: most bytes of updated weights that wait on the device or are on their way.
     """
     plan = model_plan(model, config)
-    of_all = host_bytes(model, config, ranks=job.ranks)
-    host = {use: -(-nbytes // job.nodes) for use, nbytes in of_all.items()}
+    of_all = host_bytes(model, config, ranks=job.shards)
+    host = {use: -(-nbytes * job.replicas // job.nodes) for use, nbytes in of_all.items()}
     device = device_bytes(model, plan, job, config, packed=packed, arrived=arrived)
     selected = sum(weight.selected * weight.rows for weight in plan.weights if weight.deferred)
     return Memory(
@@ -115,7 +115,7 @@ def device_bytes(
     model: ModelFacts, plan: ModelPlan, job: Job, config: ZenFlowConfig, *, packed: float, arrived: float
 ) -> dict[str, int]:
     """Memory of a device by use, at the moment at which it needs most."""
-    ranks = job.ranks
+    ranks = job.shards
     weights = segments(model.element_bytes * -(-math.prod(shape) // ranks) for shape in model.weights)
     frozen = segments([model.element_bytes * (model.parameters - model.trainable) // ranks])
     state = segments(size for sizes in _state_tensors(model, plan, ranks) for size in sizes)
@@ -175,7 +175,7 @@ def _state_of(elements: int, weight: WeightPlan, ranks: int) -> list[int]:
 
 def _gathered_bytes(model: ModelFacts, config: ZenFlowConfig, job: Job) -> int:
     """Weights of which several devices have more than their rows."""
-    if job.ranks == 1:
+    if job.shards == 1:
         return 0
     *layers, rest = totals_of(model, config).gathered
     kept = _AHEAD * max(layers) + sum(layers) if not job.reshard else (1 + _AHEAD) * max(layers)
@@ -199,7 +199,7 @@ def _steady(
     """The greatest need of a steady backward: activations shrink as gradients grow."""
     acts = activations(model, job)
     kept, largest, _ = _gradients(model, plan, config)
-    layers, ranks = model.layers, job.ranks
+    layers, ranks = model.layers, job.shards
     units = [model.element_bytes * elements for elements in totals_of(model, config).reduced]
     per_layer = acts.checkpoint if job.checkpointing else acts.layer
     most, best = -1, (0, 0)

@@ -153,8 +153,8 @@ def of_ranks(model: ModelFacts, job: Job, found: Sequence[Choice], host: float) 
     fit = "fits" if need <= host else "does not fit"
     gathered = "gathered again for backward" if job.reshard else "kept until backward"
     shared = (
-        f"This is for {job.ranks} ranks{_on_nodes(job)} over PyTorch's FSDP2 (fully_shard of each layer and of the "
-        f"model; ZeRO stage 3 with zftune run), each with its rows of every weight; layers are {gathered}."
+        f"This is for {job.ranks} ranks{_on_nodes(job)} over PyTorch's FSDP2 ({_sharded(job)}), each with its rows of "
+        f"every weight; layers are {gathered}."
     )
     replicated = (
         "Ranks that are not sharded, as under DistributedDataParallel or below stage 3, hold all of the state each: "
@@ -162,6 +162,13 @@ def of_ranks(model: ModelFacts, job: Job, found: Sequence[Choice], host: float) 
         f"step(), and sends and updates all: {job.gpus} times the work of link and host."
     )
     return [shared, replicated]
+
+
+def _sharded(job: Job) -> str:
+    if job.replicas == 1:
+        return "fully_shard of each layer and of the model; ZeRO stage 3 with zftune run"
+    mesh = f"a mesh of {job.replicas} by {job.shards}"
+    return f"HSDP: fully_shard of each layer and of the model over {mesh}, so that each machine has all rows"
 
 
 def _on_nodes(job: Job) -> str:

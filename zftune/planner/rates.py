@@ -33,8 +33,16 @@ class Rates:
     """Of a collective."""
     ranks: int = 1
     """Each has its rows of every weight (FSDP2)."""
+    replicas: int = 1
+    """How many ranks have the same rows (HSDP)."""
+    network_gbps: float | None = None
+    """What a rank sends to those; None: as `comm_gbps`."""
     reshard: bool = True
     """Whether layers are gathered again for backward."""
+    gloo: bool = False
+    """Whether ranks are processors over gloo. A reduce-scatter is an all-reduce there, which sends everything twice,
+    and nothing lies beside compute: FSDP2 leaves that to streams, and a processor has none.
+    """
     element_bytes: int = 2
     link_in_host: bool = True
     """Whether the link's own traffic takes host memory bandwidth (not on a rig)."""
@@ -52,14 +60,18 @@ class Rates:
             update_gelements_s=machine.host_update_gelements_s / job.gpus,
             device_gbps=machine.device_gbps,
             comm_gbps=_comm_gbps(machine, job),
-            ranks=job.ranks,
+            ranks=job.shards,
+            replicas=job.replicas,
+            network_gbps=None if job.replicas == 1 or job.network_gbps is None else job.network_gbps / job.gpus,
             reshard=job.reshard,
             element_bytes=model.element_bytes,
         )
 
     @classmethod
-    def of_rig(cls, rig: Rig, element_bytes: int = 2, *, ranks: int = 1, reshard: bool = True) -> Rates:
-        """Of an emulated accelerator, or of each of several ranks that have one like it."""
+    def of_rig(
+        cls, rig: Rig, element_bytes: int = 2, *, ranks: int = 1, replicas: int = 1, reshard: bool = True
+    ) -> Rates:
+        """Of an emulated accelerator, or of each of several ranks that have one like it, and of their replicas."""
         return cls(
             forward_ms=rig.forward_ms,
             backward_ms=rig.backward_ms,
@@ -70,6 +82,8 @@ class Rates:
             comm_gbps=rig.comm_gbps if ranks > 1 else None,
             comm_latency_ms=rig.comm_latency_us / 1e3 if ranks > 1 else 0.0,
             ranks=ranks,
+            replicas=replicas,
+            network_gbps=rig.network_gbps if replicas > 1 else None,
             reshard=reshard,
             element_bytes=element_bytes,
             link_in_host=False,
@@ -129,18 +143,33 @@ class Rates:
         """Of reading gradients for their importance, and keeping some of them."""
         return self.device_ms(self.element_bytes * (scored + 2 * kept))
 
-    def share_ms(self, elements: float) -> float:
-        """Of a reduce-scatter, or an all-gather, of elements among all ranks: each sends all but its own share."""
-        return self._collective_ms(self.element_bytes * elements)
+    def gather_ms(self, elements: float) -> float:
+        """Of an all-gather of elements among all ranks: each sends its share to all others."""
+        return self._sending_ms(self.element_bytes * elements, self.ranks, self.comm_gbps)
+
+    def reduce_ms(self, elements: float) -> float:
+        """Of a reduce-scatter of elements among all ranks: each sends all but its own share."""
+        times = 2 if self.gloo else 1
+        return self._sending_ms(times * self.element_bytes * elements, self.ranks, self.comm_gbps)
+
+    def replicate_ms(self, elements: float) -> float:
+        """Of adding up a rank's share of elements over the replicas: an all-reduce."""
+        return self._sending_ms(2 * self.element_bytes * elements / self.ranks, self.replicas, self._between_gbps)
 
     def add_up_ms(self, words: float) -> float:
-        """Of an all-reduce of fp32 numbers: a reduce-scatter, then an all-gather."""
-        return self._collective_ms(2 * 4 * words)
+        """Of an all-reduce of fp32 numbers over all ranks and replicas: a reduce-scatter, then an all-gather."""
+        everybody = self.ranks * self.replicas
+        return max(self._sending_ms(2 * 4 * words, everybody, rate) for rate in (self.comm_gbps, self._between_gbps))
 
-    def _collective_ms(self, nbytes: float) -> float:
-        if self.ranks == 1:
+    @property
+    def _between_gbps(self) -> float | None:
+        """Between replicas."""
+        return self.comm_gbps if self.network_gbps is None else self.network_gbps
+
+    def _sending_ms(self, nbytes: float, ranks: int, gbps: float | None) -> float:
+        if ranks == 1:
             return 0.0
-        sending = 0.0 if self.comm_gbps is None else nbytes * (self.ranks - 1) / self.ranks / self.comm_gbps / 1e6
+        sending = 0.0 if gbps is None else nbytes * (ranks - 1) / ranks / gbps / 1e6
         return self.comm_latency_ms + sending
 
 
@@ -197,4 +226,6 @@ def _comm_gbps(machine: Machine, job: Job) -> float | None:
     if job.ranks == 1:
         return None
     inside = [machine.comm_gbps] if job.gpus > 1 else []
+    if job.replicas > 1:
+        return machine.comm_gbps
     return min([*inside, *([] if job.network_gbps is None else [job.network_gbps])])

@@ -34,13 +34,25 @@ class Collectives:
     Args:
         gather_ms: of each unit's all-gather; the last unit is what no layer has.
         reduce_ms: of its reduce-scatter.
+        replicate_ms: of then adding up over replicas, on a network of its own.
+        beside: whether they may lie beside compute; else whoever asks waits.
     """
 
-    def __init__(self, gather_ms: Sequence[float], reduce_ms: Sequence[float]) -> None:
-        self._gather_ms, self._reduce_ms = gather_ms, reduce_ms
-        self._network = Server()
+    def __init__(
+        self,
+        gather_ms: Sequence[float],
+        reduce_ms: Sequence[float],
+        replicate_ms: Sequence[float],
+        *,
+        beside: bool = True,
+    ) -> None:
+        self._gather_ms, self._reduce_ms, self._replicate_ms = gather_ms, reduce_ms, replicate_ms
+        self.beside = beside
+        self._network, self._between = Server(), Server()
         self._there = [0.0] * len(gather_ms)
         self._shown = [0.0, 0.0]
+        self.scattered = 0.0
+        """When the last reduce-scatter ends."""
         self.reduced = 0.0
         """When the last gradients that were reduced are whole."""
 
@@ -48,9 +60,9 @@ class Collectives:
         """Nothing of a step is gathered before."""
         self._shown = [now, now]
 
-    def gather(self, unit: int, *, ahead: int) -> None:
+    def gather(self, unit: int, now: float, *, ahead: int) -> None:
         """Ask for a unit's weights, which come when so many units before it have theirs, the last or the one before."""
-        self._there[unit] = self._network.serve(self._shown[-ahead], self._gather_ms[unit])[1]
+        self._there[unit] = self._network.serve(self._shown[-ahead] if self.beside else now, self._gather_ms[unit])[1]
 
     def there(self, unit: int) -> float:
         """When a unit has its weights."""
@@ -62,7 +74,8 @@ class Collectives:
 
     def reduce(self, unit: int, now: float) -> None:
         """Reduce the gradients of a unit, after the last ones."""
-        self.reduced = self._network.serve(now, self._reduce_ms[unit])[1]
+        self.scattered = self._network.serve(now, self._reduce_ms[unit])[1]
+        self.reduced = self._between.serve(self.scattered, self._replicate_ms[unit])[1]
 
     def add_up(self, now: float, duration: float) -> float:
         """Add up what the ranks tell each other; when it is there."""

@@ -133,8 +133,12 @@ class _Pipeline:
         own = split.deferred / rates.ranks
         self.network = None
         if rates.ranks > 1:
-            passes = (split.gathered, split.reduced)
-            self.network = Collectives(*([rates.share_ms(one) if one else 0.0 for one in of] for of in passes))
+            self.network = Collectives(
+                [rates.gather_ms(elements) if elements else 0.0 for elements in split.gathered],
+                [rates.reduce_ms(elements) if elements else 0.0 for elements in split.reduced],
+                [rates.replicate_ms(elements) if elements else 0.0 for elements in split.reduced],
+                beside=not rates.gloo,
+            )
         self.logged: list[list[int]] = [[] for _ in split.pieces]
         """Of each piece, the open window's entries."""
         self.staging = Room(rates.element_bytes * own)
@@ -194,16 +198,21 @@ class _Pipeline:
         late, state.late = state.late, []
         if self.network is not None:
             self.network.begin_forward(state.now)
-            self.network.gather(layers, ahead=2)
+            self._gather(self.network, layers, ahead=2)
             self._need(layers)
         for stage in range(layers + 1):
             for flight in [flight for flight in late if flight.piece.stage == stage]:
                 self._show(flight)
             if stage < layers:
                 if self.network is not None:
-                    self.network.gather(stage, ahead=2)
+                    self._gather(self.network, stage, ahead=2)
                     self._need(stage)
                 state.now += self.rates.forward_ms / layers
+
+    def _gather(self, network: Collectives, unit: int, *, ahead: int) -> None:
+        network.gather(unit, self.state.now, ahead=ahead)
+        if not network.beside:
+            self.state.stand(network.there(unit), "comm")
 
     def _need(self, unit: int) -> None:
         """Begin with a unit's compute."""
@@ -228,20 +237,22 @@ class _Pipeline:
         """Of FSDP2: a unit's gradients are reduced when its backward is over, and then staged; the rest's at last."""
         layers, again = self.split.layers, self.rates.reshard
         if again:
-            network.gather(layers - 1, ahead=1)
+            self._gather(network, layers - 1, ahead=1)
         for stage in reversed(range(layers)):
             if again:
                 self._need(stage)
                 if stage:
-                    network.gather(stage - 1, ahead=1)
+                    self._gather(network, stage - 1, ahead=1)
             self.state.now += pad
             self._reduce(network, stage, self.by_stage[stage])
         self._reduce(network, layers, self.before_layers + self.by_stage[layers])
 
     def _reduce(self, network: Collectives, unit: int, numbers: list[int]) -> None:
         if self.split.reduced[unit]:
-            self.state.stand(network.reduced, "comm")  # the last one's buffers are free then
+            self.state.stand(network.scattered, "comm")  # the last one's buffers are free then
             network.reduce(unit, self.state.now)
+            if not network.beside:
+                self.state.stand(network.reduced, "comm")
         self._stage(numbers, 0.0)
 
     def _stage(self, numbers: list[int], pad: float) -> None:

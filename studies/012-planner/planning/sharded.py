@@ -2,7 +2,7 @@
 
 Of FSDP2 alone every set-up is known but the share of a GPU's rate that its compute reaches, and that is also
 taken from one of the rows. Where tokens are not published, compute is: as published, or what the same source's step
-without offloading leaves of it. DeepSpeed's steps are not this runtime's: what is planned is what ours would take there.
+without offloading leaves of it. DeepSpeed's steps are not this runtime's: planned is what ours would take there.
 """
 
 from __future__ import annotations

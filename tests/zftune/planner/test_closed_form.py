@@ -150,9 +150,10 @@ def test_ranks_share_the_host_and_have_links_of_their_own() -> None:
     found = Rates.of(model, machine, Job(gpus=4))
     assert (found.host_gbps, found.update_gelements_s, found.d2h_gbps) == (25.0, 12.5, 25.0)
     # Of 1e9 elements each of four ranks sends three quarters: 1.5 GB at 20 GB/s.
-    assert found.share_ms(GIGA) == pytest.approx(75.0)
+    assert found.gather_ms(GIGA) == found.reduce_ms(GIGA) == pytest.approx(75.0)
+    assert replace(found, gloo=True).reduce_ms(GIGA) == pytest.approx(150.0)
     assert found.add_up_ms(GIGA) == pytest.approx(300.0)  # fp32, there and back
-    assert Rates.of(model, machine, Job()).share_ms(GIGA) == 0.0
+    assert Rates.of(model, machine, Job()).gather_ms(GIGA) == 0.0
 
 
 def test_the_collectives_are_fsdp2s() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,27 @@ def test_machines_share_a_model_over_their_network() -> None:
     assert shared.startswith("This is for 8 ranks on 2 machines with a network of 0.5 GB/s each way over PyTorch's")
 
 
+def test_replicas_have_a_machine_each_and_send_gradients_alone() -> None:
+    model, machine, config = ModelFacts.from_name(MODEL), Machine.load("a100-80-sxm"), ZenFlowConfig(topk_ratio=0.1)
+    one = predict(model, machine, Job(seq=512, gpus=4), config)
+    job = Job(seq=512, gpus=4, nodes=2, network_gbps=0.5, replicate=True)
+    two = predict(model, machine, job, config)
+    assert two.memory.host_by_use == one.memory.host_by_use
+    assert two.memory.device_bytes == pytest.approx(one.memory.device_bytes, rel=0.03)
+    # A GPU adds up a quarter of all gradients with its like, both ways, and has a quarter of the network for it.
+    between_ms = model.element_bytes * model.parameters / 0.5e6
+    assert between_ms < two.step_ms < 1.05 * between_ms + one.step_ms
+    assert two.bound_by == "comm"
+    fast = predict(model, machine, replace(job, network_gbps=1e6), config)
+    assert fast.step_ms == pytest.approx(one.step_ms, rel=1e-3)  # each host updates all of the model
+    (shared, _) = of_ranks(model, job, [(config, two)], 0)
+    assert "over a mesh of 2 by 4, so that each machine has all rows" in shared
+    where = ("--model", "tiny", "--hardware", "a100-80-sxm", "--gpus", "4", "--nodes", "2", "--network-gbps", "9")
+    told = run(*where, "--replicate")
+    assert told.exit_code == 0
+    assert "HSDP" in told.output
+
+
 def test_the_page_needs_nothing_else(document: dict[str, Any]) -> None:
     page = plan_html(document)
     assert page.count("<script>") == 2
@@ -167,6 +189,7 @@ def test_what_does_not_fit_ends_with_1_and_says_what_is_missing() -> None:
         (["--nodes", "2"], "--nodes 2: allowed only with --network-gbps"),
         (["--network-gbps", "3"], "--network-gbps 3: allowed only with --nodes 2 or more"),
         (["--nodes", "2", "--network-gbps", "0"], "--network-gbps 0.0: allowed is a number above 0"),
+        (["--replicate"], "--replicate: allowed only with --gpus 2 or more of each of --nodes 2 or more"),
         (["--seq", "-1"], "--seq -1"),
         (["--micro-batch", "0"], "--micro-batch 0"),
         (["--dtype", "int8"], "--dtype 'int8': allowed are bf16"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +73,8 @@ RIG = Rig(
     comm_latency_us=20.0,
 )
 SLOW = replace(RIG, comm_gbps=3e-6, comm_latency_us=300.0)
+APART = replace(RIG, network_gbps=2.5e-6)
+"""Replicas behind a network on which adding up takes longer than backward."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ class Setting:
     config: ZenFlowConfig
     rig: Rig = RIG
     reshard: bool = True
+    replicas: int = 1
+    steps: int = 24
 
 
 def windows(interval: int, **knobs: Any) -> ZenFlowConfig:
@@ -100,26 +106,38 @@ SETTINGS = by_day(
     {name: ALL[name] for name in ("pipelined", "windows", "half", "slow network, kept")},
     all_of=ALL,
 )
-STEPS = 24
+ALL_REPLICAS = {
+    "replicas": Setting(windows(4, bucket_bytes=2000), rig=replace(RIG, network_gbps=1e-5), replicas=2, steps=16),
+    "replicas far apart": Setting(
+        ZenFlowConfig.zero_offload(pipeline="bucket", bucket_bytes=2000), rig=APART, replicas=2
+    ),
+}
+HSDP = by_day({"replicas": ALL_REPLICAS["replicas"]}, all_of=ALL_REPLICAS)
 
 
 def train(setting: Setting, rank: int) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = model_of()
+    model, ranks = model_of(), torch.distributed.get_world_size()
+    if setting.replicas == 1:
+        mesh = init_device_mesh("cpu", (ranks,))
+    else:
+        names = ("replicas", "rows")
+        mesh = init_device_mesh("cpu", (setting.replicas, ranks // setting.replicas), mesh_dim_names=names)
     for unit in (*model.layers, model):
-        fully_shard(unit, reshard_after_forward=setting.reshard and unit is not model)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=setting.reshard and unit is not model)
     model.to(torch.bfloat16)
     device = EmulatedAccelerator(setting.rig)
     optimizer = ZenFlowAdamW(model.parameters(), lr=1e-3, config=setting.config, module=model, device=device)
     device.attach(model)
     generator = torch.Generator().manual_seed(rank)
-    for _ in range(STEPS):
+    for _ in range(setting.steps):
         optimizer.zero_grad()
         model(torch.randint(0, VOCABULARY, (2, 4), generator=generator)).backward()
         optimizer.step()
         host = optimizer.host_bytes()
-    steps = optimizer.history(wait=True)[STEPS // 2 :]
+    steps = optimizer.history(wait=True)[setting.steps // 2 :]
     optimizer.close()
     device.close()
     return {
@@ -131,18 +149,26 @@ def train(setting: Setting, rank: int) -> dict[str, Any]:
     }
 
 
-WORK = {name: partial(train, setting) for name, setting in SETTINGS.items()}
+WORK = {name: partial(train, setting) for name, setting in (SETTINGS | HSDP).items()}
 """What all ranks do together."""
 
 
-@pytest.fixture(scope="module", params=RANKS, ids="on {}".format)
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder, module = tmp_path_factory.mktemp("ranks"), "tests.zftune.planner.test_ranks"
-    found = results_of_ranks(folder, module, list(WORK), request.param)
+def trained(folder: Path, names: Iterable[str], ranks: int) -> Results:
+    found = results_of_ranks(folder, "tests.zftune.planner.test_ranks", list(names), ranks)
     for results in found:
         for result in results.values():
             assert "error" not in result, result["trace"]
     return found
+
+
+@pytest.fixture(scope="module", params=RANKS, ids="on {}".format)
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return trained(tmp_path_factory.mktemp("ranks"), SETTINGS, request.param)
+
+
+@pytest.fixture(scope="module")
+def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return trained(tmp_path_factory.mktemp("replicas"), HSDP, 4)
 
 
 def facts() -> ModelFacts:
@@ -186,3 +212,20 @@ def test_host_memory_is_that_of_all_ranks(ranks: Results, name: str) -> None:
 def test_each_rank_sends_its_share(ranks: Results) -> None:
     for one, other in itertools.pairwise(results["windows"]["d2h"] for results in ranks):
         assert one == pytest.approx(other, rel=0.01)
+
+
+@pytest.mark.parametrize("name", HSDP)
+def test_replicas_take_what_is_planned_and_have_a_host_each(two_by_two: Results, name: str) -> None:
+    """Within 0.5%: gathers within a machine, gradients added up over the two, all of the state on each host."""
+    setting, model = HSDP[name], facts()
+    split = split_of(model, setting.config, pieces=1 << 20)
+    rates = Rates.of_rig(setting.rig, ranks=2, replicas=2)
+    steady, least = simulate(rates, split, setting.config), floor(rates, split, setting.config)
+    node = host_bytes(model, setting.config, ranks=2)
+    for results in two_by_two:
+        assert results[name]["step_ms"] == pytest.approx(steady.step_ms, rel=0.005)
+        assert least.step_ms <= 1.001 * results[name]["step_ms"]
+    for machine in (two_by_two[:2], two_by_two[2:]):
+        found = {use: sum(results[name]["host"][use] for results in machine) for use in node}
+        assert {use: found[use] for use in ("state", "staging")} == {use: node[use] for use in ("state", "staging")}
+        assert found["log"] <= node["log"]

@@ -208,6 +208,20 @@ def test_four_ranks_move_a_quarter_each_and_pay_for_collectives() -> None:
     assert kept.step_ms == pytest.approx(40 + 5 + 10 + 20 + 20 + 2.5 + 12 + 4)
 
 
+def test_over_gloo_nothing_is_hidden_and_gradients_are_sent_twice() -> None:
+    four = replace(toy_rates(d2h=20, h2d=16, host=48), ranks=4, comm_gbps=0.375, gloo=True)
+    units = (MEGA // 2, MEGA // 2, 0)
+    split = replace(toy_split(MEGA // 2, MEGA // 2), gathered=units, reduced=units)
+    config = ZenFlowConfig.zero_offload()
+    # Forward takes 10 and two gathers of 2, backward 20, two gathers again, and two reductions of 4.
+    found = simulate(four, split, config)
+    assert found.step_ms == pytest.approx(14 + 32 + 2.5 + 12 + 4)
+    assert stalls(found) == {"comm": 16, "d2h": 2.5, "host": 12, "h2d": 4}
+    assert floor(four, split, config).loads_ms["comm"] == pytest.approx(16)
+    on_device = replace(toy_split(0, 0), gathered=units, reduced=units)
+    assert floor(four, on_device, config).step_ms == pytest.approx(30 + 16)
+
+
 # --- measured ---------------------------------------------------------------------------------------------------------
 
 

@@ -53,6 +53,7 @@ RIG = {
     "device_gbps": 0.811,
     "scale": 0.1,
     "comm_gbps": None,
+    "network_gbps": None,
     "comm_latency_us": 0.0,
     "segments": 1920,
     "late_segments": 3,

@@ -22,7 +22,8 @@ PHASES = ("data", "forward", "backward", "optimizer", "other")
 
 # Null has a meaning of its own there: no rig, an uncharged device, no command, a knob that is off.
 _NULL_IS_A_VALUE = (
-    "rig", "rig.device_gbps", "rig.comm_gbps", "rig.slack", "command", "command.script", "command.exit_code",
+    "rig", "rig.device_gbps", "rig.comm_gbps", "rig.network_gbps", "rig.slack", "command", "command.script",
+    "command.exit_code",
 )  # fmt: skip
 SOURCED = (
     "step_ms",
