@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,14 +25,18 @@ from training import CONFIGS, workload_of  # noqa: E402
 
 from zenflow import ZenFlowConfig  # noqa: E402
 from zftune.planner import ModelFacts, Rates  # noqa: E402
+from zftune.planner.closed_form import collective_ms  # noqa: E402
 from zftune.planner.simulate import simulate  # noqa: E402
 from zftune.planner.split import split_of  # noqa: E402
 
-METHOD = 1  # raise it when a change here changes what is measured
+METHOD = 2  # raise it when a change here changes what is measured
 SYSTEMS = ("FSDP2", *CONFIGS)
 ON_DEVICE = ZenFlowConfig.zero_offload(offload_ratio=0.0, pipeline="bucket")
 NETWORK, ADDRESSES, PORT = "10.213.7", (1, 2), 29713
+BURST_KB = 512
+"""Of the token bucket. TCP hands over 64 kB at a time: two of them (128 kB) leave the cable idle between them."""
 PATIENCE_S = 300
+FIGURES = ("forward_s", "backward_s", "optimizer_s", "step_s", "network_gbps", "sent_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +48,11 @@ class Size:
     steps: int
     mbits: tuple[int, ...]
     """Of the network, each way."""
+    turns: int
+    """In which everything is run once, one after the other."""
 
 
-FULL, QUICK = Size(256, 6, 12, (200, 400)), Size(128, 2, 8, (100,))
+FULL, QUICK = Size(256, 6, 12, (200, 400), 3), Size(128, 2, 8, (100,), 1)
 
 
 # --- hosts ------------------------------------------------------------------------------------------------------------
@@ -81,7 +88,7 @@ def hosts(mbits: int | None) -> Iterator[tuple[str, str]]:
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", "zftune0", "up")
             if mbits is not None:
-                shape = f"tc qdisc add dev zftune0 root tbf rate {mbits}mbit burst 128kb latency 100ms"
+                shape = f"tc qdisc add dev zftune0 root tbf rate {mbits}mbit burst {BURST_KB}kb latency 100ms"
                 subprocess.run(["ip", "netns", "exec", name, *shape.split()], check=True, capture_output=True)
         yield names
 
@@ -117,15 +124,9 @@ def trained(size: Size, system: str, mbits: int | None, *, alone: bool = False) 
 # --- what is told -----------------------------------------------------------------------------------------------------
 
 
-def predicted_s(size: Size, system: str, alone: Mapping[str, Any], gbps: float) -> float:
-    """By the planner, from what one host takes without the other, and the network's rate.
-
-    Host and device are the same processor here, and nothing is copied between them: what the optimizer takes on one
-    host is halved, and comes behind the step.
-    """
-    facts = ModelFacts.from_module("study", workload_of(size.hidden, size.layers).module)
-    plain = alone["FSDP2"]
-    rates = Rates(
+def rates_of(plain: Mapping[str, Any], gbps: float) -> Rates:
+    """Of a rank; two of them on one processor each, over gloo."""
+    return Rates(
         forward_ms=1e3 * plain["forward_s"],
         backward_ms=1e3 * plain["backward_s"],
         d2h_gbps=1e3,
@@ -133,29 +134,74 @@ def predicted_s(size: Size, system: str, alone: Mapping[str, Any], gbps: float) 
         host_gbps=1e3,
         comm_gbps=gbps,
         ranks=2,
-        element_bytes=facts.element_bytes,
+        gloo=True,
+        element_bytes=4,
     )
-    config = ON_DEVICE if system == "FSDP2" else CONFIGS[system]
-    own = alone[system]
+
+
+def config_of(system: str) -> ZenFlowConfig:
+    """That stands for it; torch's own optimizer is one whose state is on the device."""
+    return ON_DEVICE if system == "FSDP2" else CONFIGS[system]
+
+
+def predicted_s(size: Size, system: str, alone: Mapping[str, Any], gbps: float) -> float:
+    """By the planner, from what one host takes without the other, and the network's rate.
+
+    Host and device are the same processor here, and nothing is copied between them: what the optimizer takes on one
+    host is halved, and comes behind the step.
+    """
+    plain, own = alone["FSDP2"], alone[system]
+    rates, config = rates_of(plain, gbps), config_of(system)
+    split = split_of(ModelFacts.from_module("study", workload_of(size.hidden, size.layers).module), config)
     beside = own["step_s"] - plain["forward_s"] - plain["backward_s"]
-    return float(simulate(rates, split_of(facts, config), config).step_ms / 1e3 + beside / 2)
+    return float(simulate(rates, split, config).step_ms / 1e3 + beside / 2)
+
+
+def predicted_bytes(size: Size, system: str, alone: Mapping[str, Any]) -> float:
+    """What a rank sends in a step."""
+    rates = rates_of(alone["FSDP2"], 1e-6)  # 1 ms a byte
+    split = split_of(ModelFacts.from_module("study", workload_of(size.hidden, size.layers).module), config_of(system))
+    return collective_ms(rates, split)
+
+
+def medians(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of what was measured in each turn; steps as they were, at least and at most."""
+    found: dict[str, Any] = {name: statistics.median(one[name] for one in turns) for name in FIGURES}
+    return found | {"between_s": [fold(one["step_s"] for one in turns) for fold in (min, max)]}
 
 
 def table_of(runs: Mapping[str, Mapping[str, Any]]) -> Table:
     """A row for each network and system."""
     table = Table(title="two hosts, a step")
-    for column in ("Mbit/s", "all-gather, Mbit/s", "system", "step s", "planned s", "apart"):
+    for column in ("Mbit/s", "all-gather, Mbit/s", "system", "sent MB", "planned MB", "step s", "planned s", "apart"):
         table.add_column(column, justify="left" if column == "system" else "right")
     for one in runs.values():
         table.add_row(
             str(one["mbits"]),
             f"{8e3 * one['network_gbps']:.0f}",
             one["system"],
-            f"{one['step_s']:.3f}",
+            f"{one['sent_bytes'] / 1e6:.1f}",
+            f"{one['planned_bytes'] / 1e6:.1f}",
+            f"{one['step_s']:.3f} ({one['between_s'][0]:.3f} to {one['between_s'][1]:.3f})",
             f"{one['planned_s']:.3f}",
             f"{one['planned_s'] / one['step_s'] - 1:+.1%}",
         )
     return table
+
+
+def turn(results: Results, size: Size, inputs: Mapping[str, Any], *, again: bool) -> Mapping[str, Any]:
+    """Everything once: one host alone, then two for each network and system."""
+    name = f"turn-{inputs['turn']}"
+    record = None if again else results.load(name, inputs)
+    if record is None:
+        alone = {system: trained(size, system, None, alone=True) for system in SYSTEMS}
+        two = {
+            f"{system} at {mbits}": {"mbits": mbits, "system": system, **trained(size, system, mbits)}
+            for mbits in size.mbits
+            for system in SYSTEMS
+        }
+        record = results.save(name, inputs, {"alone": alone, "two": two})
+    return dict(record["figures"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -167,20 +213,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results.of(HERE, arguments)
     size = QUICK if arguments.quick else FULL
     inputs = {**asdict(size), "method": METHOD, "code": code_digest("runtime/zenflow", "zftune/workload")}
-    record = None if arguments.again else results.load("two-hosts", inputs)
-    if record is None:
-        alone = {system: trained(size, system, None, alone=True) for system in SYSTEMS}
-        pairs = [(mbits, system) for mbits in size.mbits for system in SYSTEMS]
-        two = {
-            f"{system} at {mbits}": {"mbits": mbits, "system": system, **trained(size, system, mbits)}
-            for mbits, system in pairs
-        }
-        record = results.save("two-hosts", inputs, {"alone": alone, "two": two})
-    figures = record["figures"]
-    runs = {
-        name: {**one, "planned_s": predicted_s(size, one["system"], figures["alone"], one["network_gbps"])}
-        for name, one in figures["two"].items()
-    }
+    turns = [turn(results, size, {**inputs, "turn": number}, again=arguments.again) for number in range(size.turns)]
+    alone = {system: medians([one["alone"][system] for one in turns]) for system in SYSTEMS}
+    runs = {}
+    for name, first in turns[0]["two"].items():
+        one = medians([each["two"][name] for each in turns]) | {key: first[key] for key in ("mbits", "system")}
+        one["planned_s"] = predicted_s(size, one["system"], alone, one["network_gbps"])
+        one["planned_bytes"] = predicted_bytes(size, one["system"], alone)
+        runs[name] = one
     Console(width=None if sys.stdout.isatty() else 120).print(table_of(runs))
     if arguments.json:
         write_json(arguments.json, {"study": HERE.name, "quick": arguments.quick, "runs": runs})

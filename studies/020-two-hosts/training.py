@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 from zenflow import ZenFlowAdamW, ZenFlowConfig
+from zftune.integrations.fsdp2 import units_of
 from zftune.workload import ByteTokenizer, Workload, batches, load_text
 
-TOKENS, LR, PROBE = 16, 5e-5, 1 << 21
+TOKENS, LR, GATHERS = 16, 5e-5, 12
+COUNTER = Path("/sys/class/net/zftune0/statistics/tx_bytes")
 CONFIGS = {
     "exact": ZenFlowConfig.zero_offload(pipeline="bucket"),
     "published": ZenFlowConfig(topk_ratio=0.1, update_interval=4, select_interval=32),
@@ -44,20 +46,25 @@ def workload_of(hidden: int, layers: int) -> Workload:
     return Workload("study", module.train(), torch.float32, ByteTokenizer(), ByteTokenizer.vocabulary, TOKENS)
 
 
-def network_gbps() -> float:
-    """What a rank sends in an all-gather, in GB/s, the median of three; 0 on one rank."""
+def network_gbps(unit: nn.Module) -> float:
+    """What a rank sends in all-gathers of a layer's size, one behind the other as in a step, in GB/s; 0 on one rank."""
     ranks = torch.distributed.get_world_size()
     if ranks == 1:
         return 0.0
-    own = torch.ones(PROBE)
-    whole = torch.empty(ranks * PROBE)
+    own = torch.ones(sum(parameter.numel() for parameter in unit.parameters()) // ranks)
+    whole = torch.empty(ranks * own.numel())
     seconds = []
-    for _ in range(4):
-        torch.distributed.barrier()
+    torch.distributed.barrier()
+    for _ in range(GATHERS):
         began = time.perf_counter()
         torch.distributed.all_gather_into_tensor(whole, own)
         seconds.append(time.perf_counter() - began)
-    return (ranks - 1) * own.nbytes / statistics.median(seconds[1:]) / 1e9
+    return (ranks - 1) * own.nbytes / statistics.median(seconds) / 1e9
+
+
+def sent_bytes() -> int:
+    """That have gone over the cable, with all that protocols add."""
+    return int(COUNTER.read_text()) if COUNTER.exists() else 0
 
 
 def main() -> None:
@@ -71,8 +78,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    gbps = network_gbps()
     work = workload_of(asked.hidden, asked.layers)
+    gbps = network_gbps(units_of(work.module)[0])
     if ranks > 1:
         work.shard()
     parameters = list(work.module.parameters())
@@ -82,8 +89,9 @@ def main() -> None:
     else:
         optimizer = ZenFlowAdamW(parameters, lr=LR, config=CONFIGS[asked.system], module=work.module)
     feed = batches(ByteTokenizer().encode(load_text(None).data), micro_batch=1, sequence=TOKENS, seed=rank)
-    marks = []
+    marks, sent = [], []
     for _ in range(asked.steps):
+        sent.append(sent_bytes())
         began = time.perf_counter()
         optimizer.zero_grad()
         loss = work.loss(next(feed))
@@ -92,14 +100,18 @@ def main() -> None:
         backward = time.perf_counter()
         optimizer.step()
         marks.append((forward - began, backward - forward, time.perf_counter() - backward))
+    sent.append(sent_bytes())
     mean = loss.detach() / ranks
     torch.distributed.all_reduce(mean)
     measured = marks[4:]  # the first make the state, and FSDP2's buffers
     names = ("forward_s", "backward_s", "optimizer_s")
-    found = {name: statistics.fmean(parts) for name, parts in zip(names, zip(*measured, strict=True), strict=True)}
+    found: dict[str, Any] = {
+        name: statistics.fmean(parts) for name, parts in zip(names, zip(*measured, strict=True), strict=True)
+    }
     steps = [sum(parts) for parts in measured]
     # Steps of a window differ: the mean is of whole windows.
     found |= {"step_s": statistics.fmean(steps), "steps_s": steps, "loss": float(mean), "network_gbps": gbps}
+    found["sent_bytes"] = (sent[-1] - sent[4]) / len(measured)  # a step
     if rank == 0:
         (asked.folder / f"{asked.system}.json").write_text(json.dumps(found))
     if asked.system != "FSDP2":

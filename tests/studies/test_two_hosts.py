@@ -25,11 +25,17 @@ def test_on_a_fast_network_a_step_is_compute_and_half_of_the_optimizer(study: An
 
 
 def test_on_a_slow_one_it_is_what_goes_over_it(study: Any) -> None:
-    """Each rank sends half of the weights for forward and for backward, and half of the gradients."""
+    """Each rank sends half of the weights for forward and for backward, and half of the gradients twice (gloo)."""
     model = study.workload_of(study.QUICK.hidden, study.QUICK.layers).module
-    sent_bytes = 3 * 4 * sum(parameter.numel() for parameter in model.parameters()) / 2
+    sent_bytes = 4 * 4 * sum(parameter.numel() for parameter in model.parameters()) / 2
     found = study.predicted_s(study.QUICK, "FSDP2", ALONE, 1e-3)
     assert found == pytest.approx(sent_bytes / 1e6, rel=0.1)
+    assert study.predicted_bytes(study.QUICK, "FSDP2", ALONE) == pytest.approx(sent_bytes, rel=0.1)
+
+
+def test_turns_are_told_by_their_medians(study: Any) -> None:
+    turns = [dict.fromkeys(study.FIGURES, value) for value in (3.0, 1.0, 2.0)]
+    assert study.medians(turns) == {**dict.fromkeys(study.FIGURES, 2.0), "between_s": [1.0, 3.0]}
 
 
 def test_a_machine_that_cannot_be_two_hosts(
