@@ -15,7 +15,6 @@ where that took longer the segment is late; the clock then wins and the run coun
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import time
 from collections import deque
@@ -30,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from zenflow.clock import Clock, Queue, SimulatedClock
 from zenflow.device import Device, HostSpan, Mark, Transfer, in_backward
 from zenflow.errors import UnsupportedError, ZenFlowError
+from zenflow.late_rows import units_of
 from zenflow.ranks import latest
 from zenflow.rig import Rig
 
@@ -191,6 +191,8 @@ class EmulatedAccelerator(Device):
         self._worked_s = time.thread_time()
         self._pads: _Pads | None = None
         self._network: _Network | None = None
+        self._joined_t = 0.0
+        """When the last rows from the host were there for the compute stream."""
         self._d2h = _Link(self.clock, "d2h", rig.link_d2h_gbps, rig.link_noise)
         self._h2d = _Link(self.clock, "h2d", rig.link_h2d_gbps, rig.link_noise)
 
@@ -281,7 +283,7 @@ class EmulatedAccelerator(Device):
 
     def join(self, transfer: Transfer, tensor: torch.Tensor) -> None:
         transfer.wait()
-        self._compute_t = max(self._compute_t, transfer.end)
+        self._compute_t = self._joined_t = max(self._compute_t, transfer.end)
 
     def host_work(
         self, finish: Callable[[], HostSpan], nbytes: int, inputs: Sequence[Transfer], submitted: Mark
@@ -382,6 +384,8 @@ class _Network:
         """The last unit whose compute began, or begins."""
         self._shown: deque[float] = deque([0.0, 0.0], maxlen=2)
         """When the last two units had their weights."""
+        self._in_order: Any = None
+        """The last unit that was gathered on the compute stream, since its rows were late."""
         if not device.clock.simulated:
             return  # the processes really wait for each other
         module.register_forward_pre_hook(self._begin_forward, prepend=True)
@@ -396,7 +400,10 @@ class _Network:
 
     def gather(self, unit: Any, nbytes: int, ranks: int) -> None:
         """Begin with an all-gather of so many bytes in all."""
-        self._gathered[unit] = self._take(self._shown[-1 if in_backward() else 0], nbytes, ranks)
+        ready_t = self._shown[-1 if in_backward() else 0]
+        if self._device._joined_t > ready_t:
+            ready_t, self._in_order = self._device._compute_t, unit
+        self._gathered[unit] = self._take(ready_t, nbytes, ranks)
         if unit is self._needed:
             self._wait(unit)
 
@@ -438,6 +445,8 @@ class _Network:
         device = self._device
         device._compute_t = max(device._compute_t, self._gathered.pop(unit))
         self._shown.append(device._compute_t)
+        if unit is self._in_order:  # then FSDP2's streams wait for the compute stream
+            self._shown.append(device._compute_t)
 
 
 class _Collective:
@@ -473,10 +482,8 @@ class _Scatter(_Collective):
 
 
 def _units(module: nn.Module) -> list[Any]:
-    """What `fully_shard` was called on."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has none
-    unit = getattr(fsdp, "FSDPModule", ())
-    units = [part for part in module.modules() if isinstance(part, unit)]
+    """What `fully_shard` was called on, whose collectives can be followed."""
+    units = units_of(module)
     if units and not hasattr(units[0], "set_custom_reduce_scatter"):
         raise UnsupportedError(
             f"torch is {torch.__version__}, allowed for fully_shard on a rig is one that has "

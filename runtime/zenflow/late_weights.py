@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,11 +16,13 @@ from torch.utils._pytree import tree_leaves
 
 from zenflow.deferred import BucketJob
 from zenflow.device import in_backward
+from zenflow.late_rows import gathered_by, readers_of, units_of
+from zenflow.sharded import Rows, are_sharded, model_parameter
 from zenflow.signals import HeldSignals
 from zenflow.weight import WeightState
 from zenflow.writes import has_other_holders
 
-_Arrive = Callable[[nn.Parameter], bool]
+_Arrive = Callable[[torch.Tensor], bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +41,8 @@ class Flight:
 class _Wait:
     """Something that has to happen before a weight is used."""
 
-    parameter: nn.Parameter
+    readers: tuple[torch.Tensor, ...]
+    """The tensors by which it is used."""
     arrive: Callable[[], bool]
     """Whether it has happened, or has to be tried again before the next use."""
 
@@ -46,9 +50,9 @@ class _Wait:
 class LateWeights:
     """What has to happen to weights before they are used, mostly waits for late buckets, left to the first use.
 
-    Until then a weight's class is a subclass of `Parameter` that lets it arrive before any torch function that could
-    read or write it. The forward of the weight's own layer lets it arrive beforehand, since what it calls may know
-    nothing of torch functions (a kernel of an extension). Not left to its use is a weight
+    Until then a weight's class is a subclass of its own that lets it arrive before any torch function that could read
+    or write it. The forward of the weight's own layer lets it arrive beforehand, since what it calls may know nothing
+    of torch functions (a kernel of an extension). Not left to its use is a weight
 
     - whose layer's forward was not seen in the step before, since an extension might read it elsewhere,
     - whose memory somebody else holds, in this process or another: such an alias says nothing when it is read; nor does
@@ -56,26 +60,47 @@ class LateWeights:
     - of another class than `Parameter`, which may have torch functions of its own,
     - once torch.compile has been used: code that was compiled before the hooks were there does not run them.
 
+    Of a weight of FSDP2 the rows are late. They arrive before the unit that gathers them, which then does so in the
+    order of the stream, where they are, and not on FSDP2's own. No error is raised then, since other ranks would wait
+    for this one: the next step says it on all of them.
+
     Args:
         module: that owns the weights; None: no wait for a bucket is left.
         show: makes a bucket visible.
+        keeping: around that; may keep an error.
     """
 
-    def __init__(self, module: nn.Module | None, show: Callable[[Flight], None]) -> None:
+    def __init__(
+        self,
+        module: nn.Module | None,
+        show: Callable[[Flight], None],
+        keeping: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._show = show
+        self._keeping = keeping
         self._late: dict[int, list[_Wait]] = {}
-        self._covered: dict[int, nn.Parameter] = {}
-        self._seen: set[int] = set()
-        self._trusted: set[int] = set()
+        self._covered: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._weight_of: dict[int, int] = {}
+        """The weight that each of the covered tensors reads."""
+        self._ungathered: set[int] = set()
+        """Sharded weights that were late after the last step, and have not been gathered since."""
+        self._gathered: dict[int, Any] = {}
+        """What FSDP2 has of sharded weights."""
+        self._seen: dict[int, None] = {}  # in the order in which forward needs them
+        self._trusted: dict[int, None] = {}
         self._lock = threading.RLock()  # an average of weights may be taken in a thread of its own
-        self._class = _late_class(self._arrive)
+        self._classes: dict[type, type] = {}
         self._accumulators: dict[int, Any] = {}  # held, so that their own references can be told from others
         self._handles = []
         for part in module.modules() if module is not None else ():
-            if keys := tuple(id(parameter) for parameter in part.parameters(recurse=False)):
+            own = list(part.parameters(recurse=False))
+            if own:
                 # First, since other hooks compute with the weights (torch.nn.utils.weight_norm).
-                hook = partial(self._before_forward, keys)
+                sharded = are_sharded([{"params": own}])
+                hook = partial(self._before_forward, tuple(map(id, own)), not sharded)
                 self._handles.append(part.register_forward_pre_hook(hook, prepend=True))
+        for unit in units_of(module) if module is not None else ():
+            self._handles.append(unit.register_forward_pre_hook(self._before_gather, prepend=True))
 
     def __reduce__(self) -> tuple[object, ...]:
         # A copy of the module (deepcopy, pickle) takes its hooks along; they must not drag the optimizer with them.
@@ -84,16 +109,34 @@ class LateWeights:
     def leave(self, flight: Flight) -> bool:
         """Take over the wait for a bucket, unless it has arrived or some use of its weight could go unnoticed."""
         parameter = flight.weight.parameter
-        if id(parameter) not in self._late:
+        key = id(model_parameter(parameter))
+        if waits := self._late.get(key):
+            readers = waits[0].readers
+        else:
             transfer = flight.window.job.transfer
             arrived = transfer is not None and transfer.done()
-            if arrived or id(parameter) not in self._trusted or _compiled_something():
+            if arrived or key not in self._trusted or _compiled_something():
                 return False
-            if type(parameter) is not nn.Parameter or self._is_known_elsewhere(parameter):
+            readers = self._readers(parameter)
+            if not readers:
                 return False
-        self._add(_Wait(parameter, partial(self._shown, flight)))
+        self._add(key, _Wait(readers, partial(self._shown, flight)))
         flight.late = True
         return True
+
+    def by_use(self, weights: Iterable[WeightState]) -> list[WeightState]:
+        """Weights in the order in which the last forward needed them, and then those that it was not seen to need."""
+        order = {key: place for place, key in enumerate(self._trusted)}
+        return sorted(weights, key=lambda weight: order.get(id(model_parameter(weight.parameter)), len(order)))
+
+    def _readers(self, parameter: nn.Parameter) -> tuple[torch.Tensor, ...]:
+        """The tensors by which a weight is read; none where there may be others."""
+        if isinstance(parameter, Rows):
+            gathered = self._gathered.get(id(parameter.whole))
+            return () if gathered is None else readers_of(parameter, gathered) or ()
+        if type(parameter) is not nn.Parameter or self._is_known_elsewhere(parameter):
+            return ()
+        return (parameter,)
 
     def _is_known_elsewhere(self, parameter: nn.Parameter) -> bool:
         """Whether somebody could read it unnoticed: by an alias, in another process, or in C++ (TorchScript)."""
@@ -106,7 +149,8 @@ class LateWeights:
         return count is None or int(count()) > own
 
     def _shown(self, flight: Flight) -> bool:
-        self._show(flight)
+        with self._keeping():
+            self._show(flight)
         return True
 
     def before_use(self, parameter: nn.Parameter, do: Callable[[], bool]) -> None:
@@ -116,19 +160,29 @@ class LateWeights:
             parameter: of class `Parameter`; of another it is done now.
             do: what; it is done again before the next use, but for a step, where it returns false.
         """
-        if type(parameter) is nn.Parameter or issubclass(type(parameter), _Covered):
-            self._add(_Wait(parameter, do))
+        if type(parameter) in (nn.Parameter, self._classes.get(nn.Parameter)):
+            self._add(id(parameter), _Wait((parameter,), do))
         else:
             do()
 
-    def _add(self, wait: _Wait) -> None:
-        self._late.setdefault(id(wait.parameter), []).append(wait)
+    def _add(self, key: int, wait: _Wait) -> None:
+        self._late.setdefault(key, []).append(wait)
 
     def end_step(self) -> None:
         """From now on, let what was left happen before a weight is used."""
         for key, waits in self._late.items():
-            self._covered[key] = waits[0].parameter
-            waits[0].parameter.__class__ = self._class
+            if key in self._gathered:
+                self._ungathered.add(key)
+            self._covered[key] = waits[0].readers
+            for reader in waits[0].readers:
+                self._weight_of[id(reader)] = key
+                if type(reader) not in self._classes.values():
+                    reader.__class__ = self._late_class(type(reader))
+
+    def _late_class(self, plain: type) -> type:
+        if plain not in self._classes:
+            self._classes[plain] = _late_class(plain, self._arrive)
+        return self._classes[plain]
 
     def finish(self) -> None:
         """Let all that was left happen now."""
@@ -139,12 +193,12 @@ class LateWeights:
         """Let all that was left happen now, and note which layers' forwards were seen."""
         self.finish()
         self._give_up()
-        self._trusted, self._seen = self._seen, set()
+        self._ungathered.clear()
+        self._trusted, self._seen = self._seen, {}
 
     def _give_up(self) -> None:
-        for parameter in self._covered.values():
-            self._uncover(parameter)
-        self._covered.clear()
+        for key in list(self._covered):
+            self._uncover(key)
         self._late.clear()
 
     def remove(self) -> None:
@@ -153,16 +207,27 @@ class LateWeights:
         for handle in self._handles:
             handle.remove()
 
-    def _before_forward(self, keys: tuple[int, ...], *_: object) -> None:
-        if not in_backward():  # recomputation under gradient checkpointing says nothing of the next step
-            self._seen.update(keys)
+    def _before_forward(self, keys: Iterable[int], seen: bool, *_: object) -> None:
+        if seen and not in_backward():  # recomputation under gradient checkpointing says nothing of the next step
+            self._seen.update(dict.fromkeys(keys))
         for key in keys if self._late else ():
             self._finish_weight(key)
 
-    def _arrive(self, parameter: nn.Parameter) -> bool:
+    def _before_gather(self, unit: Any, _: object) -> None:
+        gathered = gathered_by(unit)
+        self._gathered.update(gathered)
+        if not in_backward():
+            self._seen.update(dict.fromkeys(gathered))
+        if late := [key for key in gathered if key in self._ungathered]:
+            self._ungathered.difference_update(late)
+            for key in late:
+                self._finish_weight(key)
+            unit.unshard()
+
+    def _arrive(self, reader: torch.Tensor) -> bool:
         """Let what was left happen; whether the weight is as any parameter now."""
-        if self._finish_weight(id(parameter)):
-            self._uncover(parameter)  # where it has the class of an optimizer that is gone
+        if self._finish_weight(self._weight_of.get(id(reader), id(reader))):
+            self._give_class_back(reader)  # where it has the class of an optimizer that is gone
             return True
         return False
 
@@ -178,13 +243,18 @@ class LateWeights:
             if waits:
                 return False
             self._late.pop(key, None)
-            if (parameter := self._covered.pop(key, None)) is not None:
-                self._uncover(parameter)
+            self._uncover(key)
             return True
 
-    def _uncover(self, parameter: nn.Parameter) -> None:
-        if type(parameter) is self._class:
-            parameter.__class__ = nn.Parameter
+    def _uncover(self, key: int) -> None:
+        for reader in self._covered.pop(key, ()):
+            self._weight_of.pop(id(reader), None)
+            self._give_class_back(reader)
+
+    def _give_class_back(self, reader: torch.Tensor) -> None:
+        for plain, late in self._classes.items():
+            if type(reader) is late:
+                reader.__class__ = plain
 
 
 def _accumulator(parameter: nn.Parameter) -> Any:
@@ -225,20 +295,19 @@ _ELEMENTS_UNUSED = frozenset(
 """What is known without a weight's elements. torch.optim and `zero_grad()` ask for some of it right after a step."""
 
 
-class _Covered(nn.Parameter):
-    """A weight for which something has to happen before it is used."""
-
-
-def _late_class(arrive: _Arrive) -> type[nn.Parameter]:
-    """A class for weights that arrive before they are used; it looks like `Parameter`.
+def _late_class(plain: Any, arrive: _Arrive) -> type:
+    """A class for weights that arrive before they are used; it looks like their own.
 
     Args:
-        arrive: makes a weight that has this class the plain parameter that it would be; false where it is not one yet.
+        plain: their own: `Parameter`, or those of a `DTensor` and its rows.
+        arrive: makes a tensor that has this class the plain one that it would be; false where it is not one yet.
     """
 
-    class Late(_Covered):
-        def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
-            return nn.Parameter(*args, **kwargs)  # somebody makes a parameter of the same type
+    class Late(plain):  # type: ignore[misc]
+        __slots__ = ()
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return plain(*args, **kwargs)  # somebody makes a parameter of the same type
 
         @classmethod
         def __torch_function__(
@@ -257,15 +326,14 @@ def _late_class(arrive: _Arrive) -> type[nn.Parameter]:
                         return func(*args, **(kwargs or {}))
             return func(*args, **(kwargs or {}))
 
-        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             arrive(self)
-            made: nn.Parameter = nn.Parameter.__deepcopy__(self, memo)
-            return made
+            return plain.__deepcopy__(self, memo)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             arrive(self)
-            return nn.Parameter.__reduce_ex__(self, protocol)
+            return plain.__reduce_ex__(self, protocol)
 
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
-        setattr(Late, name, getattr(nn.Parameter, name))
+        setattr(Late, name, getattr(plain, name))
     return Late

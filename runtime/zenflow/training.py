@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -139,8 +140,8 @@ class Training:
     ) -> None:
         """A step of sharded weights: no rank raises alone, and none leaves the others in a collective."""
         sums.require_well()
-        self._follow_shards()
         if not self.begun:
+            self._follow_shards()
             self.begin(groups)
         live: Live = []
         if sums.error is None:
@@ -174,6 +175,7 @@ class Training:
         self._device.begin_step()
         if self._waits is not None:
             self._waits.begin_step()
+        self._follow_shards()
         self.history.begin_step()
         self.average_gradients(groups)
         return self.gradients.collect(self.model.weights)
@@ -320,6 +322,8 @@ class Training:
         """Make visible what was left to the first use of a weight; applies nothing that is not due."""
         if self._waits is not None:
             self._waits.finish()
+        if self._sums is not None and self._sums.error is not None:
+            raise self._sums.error
 
     def let_go(self) -> None:
         """Apply what is pending and end the host engine, or have it done before a weight is used.
@@ -509,7 +513,8 @@ class Training:
     def _watch_uses(self) -> None:
         """Let the use of weights take over waits, where the model is known."""
         if self._waits is None:
-            self._waits = LateWeights(self._module, self._show_late)
+            keeping = nullcontext if self._sums is None else self._sums.keeping
+            self._waits = LateWeights(self._module, self._show_late, keeping)
         self.model.windows.waits = self._waits if self.config.pipeline == "bucket" else None
 
     def _show_late(self, flight: Flight) -> None:

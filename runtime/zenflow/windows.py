@@ -90,7 +90,7 @@ class Windows:
         # slow link, whose gradients arrive last, the log would get no room back, and a single step wait for all of it.
         foremost_first = self._runtime.engine.foremost_first(last_arrives_first=streamed, patient=not plan.synchronous)
         with foremost_first if plan.synchronous or not self._device.in_host_memory else nullcontext():
-            for weight in self._weights:
+            for weight in self._in_order(plan):
                 self._submit(weight, plan, hypers[weight.group], moves.get(weight), in_turn=in_turn)
         for weight, job in leaving.items():
             with record.timed(self._device, "select"):
@@ -98,6 +98,10 @@ class Windows:
             weight.take_selected(moves[weight], state)
         if plan.synchronous:
             self._apply_synchronously(plan.step, in_turn, record)
+
+    def _in_order(self, plan: StepPlan) -> Sequence[WeightState]:
+        """The weights in the order in which their results are needed: by their steps, else by forward's use."""
+        return self.waits.by_use(self._weights) if plan.synchronous and self.waits is not None else self._weights
 
     def _submit(
         self, weight: WeightState, plan: StepPlan, closing: Hyper, leaves: Move | None, *, in_turn: bool

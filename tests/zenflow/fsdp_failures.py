@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.zenflow.fsdp_cases import EXACT, Case, Run, model_of, my_part, sharded
-from zenflow import HostMemoryError
+from zenflow import HostMemoryError, ZenFlowConfig
 from zenflow.host.native import NativeBackend
+from zenflow.late_weights import Flight, LateWeights
 from zenflow.staging import ColumnStager
 
 AT, STEPS, RANK = 4, 7, 1
@@ -52,9 +53,11 @@ FAULTS: dict[str, Callable[[Run, pytest.MonkeyPatch], None]] = {
 }
 
 
-def failing(fault: Callable[[Run, pytest.MonkeyPatch], None], rank: int) -> dict[str, Any]:
+def failing(
+    fault: Callable[[Run, pytest.MonkeyPatch], None], rank: int, config: ZenFlowConfig = EXACT
+) -> dict[str, Any]:
     """By step what this rank was told, and then by `flush` and `state_dict`; and the weights after each step."""
-    run = Run(Case(EXACT), sharded(model_of()), my_part(rank))
+    run = Run(Case(config), sharded(model_of()), my_part(rank))
     told: dict[str, str] = {}
     weights = []
     with pytest.MonkeyPatch.context() as patch:
@@ -79,6 +82,21 @@ def _error(call: Callable[[], object]) -> str:
     return ""
 
 
+def failing_late(rank: int) -> dict[str, Any]:
+    """The same of a host that fails while its weights are late, and how many of them were late on this rank."""
+    late: list[bool] = []
+    leave = LateWeights.leave
+
+    def noted(waits: LateWeights, flight: Flight) -> bool:
+        late.append(leave(waits, flight))
+        return late[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LateWeights, "leave", noted)
+        found = failing(_host_that_fails, rank, replace(EXACT, pipeline="bucket"))
+    return {**found, "late": sum(late)}
+
+
 def not_finite(rank: int) -> dict[str, Any]:
     """The weights before and after a step in which one rank's batch has an infinite loss, and after the next."""
     run = Run(Case(replace(EXACT, skip_nonfinite=True)), sharded(model_of()), my_part(rank)).steps(1, AT)
@@ -93,5 +111,6 @@ def not_finite(rank: int) -> dict[str, Any]:
 
 WORK: dict[str, Callable[[int], Any]] = {
     **{name: partial(failing, fault) for name, fault in FAULTS.items()},
+    "late": failing_late,
     "not finite": not_finite,
 }

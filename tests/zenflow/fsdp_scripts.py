@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -32,6 +33,7 @@ from tests.zenflow.fsdp_cases import (
 from zenflow import ZenFlowAdamW
 from zenflow.device import in_backward
 from zenflow.host.memory import HostMemory
+from zenflow.late_weights import Flight, LateWeights
 from zenflow.staging import ColumnStager
 
 HYPER: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
@@ -142,6 +144,22 @@ def _evaluated(model: Odd, make: Make) -> Iterator[object]:
     yield torch.tensor(losses)
 
 
+def _gathered(model: Odd, make: Make) -> Iterator[object]:
+    """Units are gathered by hand right after each step, and read."""
+    average: dict[str, Tensor] = {}
+
+    def gather(number: int) -> None:
+        for part in cast(Any, (*model.blocks, model)):
+            part.unshard()
+            for name, parameter in part.named_parameters(recurse=part is not model):
+                value = parameter.detach().clone()
+                average[name] = value if number == 1 else average[name].lerp(value, 0.3)
+            part.reshard()
+
+    _trained(model, make, gather)
+    yield average
+
+
 def _accelerated(model: Odd, make: Make) -> Iterator[object]:
     """Accelerate shards the model, swaps the optimizer's parameters, and clips."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -192,27 +210,53 @@ SCRIPTS: dict[str, Script] = {
     "swapped": _swapped,
     "moved": _moved,
     "evaluated": _evaluated,
+    "gathered": _gathered,
     "mixed": _mixed,
     "accelerated": _accelerated,
 }
-TRIED = by_day(["average", "clamped", "swapped", "evaluated", "mixed"], all_of=list(SCRIPTS))
+TRIED = by_day(["average", "clamped", "swapped", "evaluated", "gathered", "mixed"], all_of=list(SCRIPTS))
 UNSHARDED = (_swapped, _mixed, _accelerated)
 """Those that shard the model themselves."""
 
 
 def _both(script: Script, _: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    waits, late = replace(EXACT, max_grad_norm=None), replace(EXACT, max_grad_norm=None, pipeline="bucket")
     makes: dict[str, Make] = {
         "torch": lambda model: torch.optim.AdamW(model.parameters(), **HYPER),
-        "ours": lambda model: ZenFlowAdamW(
-            model.parameters(), **HYPER, config=replace(EXACT, max_grad_norm=None), module=model
-        ),
+        "ours": lambda model: ZenFlowAdamW(model.parameters(), **HYPER, config=waits, module=model),
+        "late": lambda model: ZenFlowAdamW(model.parameters(), **HYPER, config=late, module=model),
     }
-    for name, make in makes.items():
-        model = model_of() if script in UNSHARDED else sharded(model_of())
-        yielded = list(script(model, make))
-        found[name] = {"yielded": yielded, "weights": {key: whole(value) for key, value in model.state_dict().items()}}
-    return found
+    with _noted_late() as count:
+        for name, make in makes.items():
+            model = model_of() if script in UNSHARDED else sharded(model_of())
+            yielded = list(script(model, make))
+            weights = {key: whole(value) for key, value in model.state_dict().items()}
+            found[name] = {"yielded": yielded, "weights": weights}
+    return {**found, "count": count}
+
+
+@contextmanager
+def _noted_late() -> Iterator[Counter[str]]:
+    """Count weights whose updates were left to their use, and units that were gathered by a call."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found: Counter[str] = Counter()
+    leave, unshard = LateWeights.leave, FSDPModule.unshard
+
+    def noted(waits: LateWeights, flight: Flight) -> bool:
+        left = leave(waits, flight)
+        found["left"] += left
+        return left
+
+    def called(unit: FSDPModule, async_op: bool = False) -> Any:
+        found["gathered in order"] += 1
+        return unshard(unit, async_op)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LateWeights, "leave", noted)
+        patch.setattr(FSDPModule, "unshard", called)
+        yield found
 
 
 def reserved(rank: int) -> dict[str, Any]:

@@ -49,9 +49,11 @@ class Copy(Transfer):
 class Jobs:
     """Jobs by number, what they wait for, and the order in which they ran."""
 
-    def __init__(self, copies: list[Copy], work: Callable[[int], object] = lambda _: None) -> None:
+    def __init__(
+        self, copies: list[Copy], work: Callable[[int], object] = lambda _: None, shared: Sequence[Copy] = ()
+    ) -> None:
         self.ran: list[int] = []
-        self.copies = copies
+        self.copies, self.shared = copies, shared
         self.jobs = [self._job(number, work) for number in range(len(copies))]
 
     def _job(self, number: int, work: Callable[[int], object]) -> Job:
@@ -59,7 +61,7 @@ class Jobs:
             self.ran.append(number)
             work(number)
 
-        copies = [self.copies[number]]
+        copies = [self.copies[number], *self.shared]
         return Job(f"job {number}", CpuDevice(), task, nbytes=0, inputs=copies)  # type: ignore[arg-type]
 
     def submit(self, engine: HostEngine, *, last_arrives_first: bool = True) -> None:
@@ -90,6 +92,19 @@ def test_where_nothing_is_there_it_is_the_order_of_arrival(engine: HostEngine, l
         jobs.copies[number].arrive()
     jobs.wait(engine)
     assert jobs.ran == order
+
+
+def test_what_all_wait_for_is_waited_for_before_one_is_chosen(engine: HostEngine) -> None:
+    """Such as a clipping factor, behind all gradients on the link."""
+    factor = Copy()
+    jobs = Jobs([Copy() for _ in range(4)], shared=[factor])
+    jobs.submit(engine)
+    assert factor.awaited.wait(SOON_S)
+    for copy in jobs.copies:
+        copy.arrive()
+    factor.arrive()
+    jobs.wait(engine)
+    assert jobs.ran == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("patient", [True, False])

@@ -22,6 +22,7 @@ TOLD = {
     "missing gradient": (AT + 1, MISSING, MISSING),
     "host that fails": (AT + 2, r"HostEngineError: .* failed: a failure was injected", ELSEWHERE),
     "step that fails half-way": (AT + 2, "ValueError: something is wrong here", ELSEWHERE),
+    "late": (AT + 2, r"HostEngineError: .* failed: a failure was injected", ELSEWHERE),
 }
 
 
@@ -34,7 +35,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", TOLD)
 def test_all_ranks_are_told_in_the_same_step(ranks: Results, name: str) -> None:
     step, own, others = TOLD[name]
     for rank, result in enumerate(ranks):
@@ -42,6 +43,10 @@ def test_all_ranks_are_told_in_the_same_step(ranks: Results, name: str) -> None:
         expected = own if rank == RANK else others.format(step=step - 1)
         assert list(told) == [str(step), "flush", "state_dict"]
         assert all(re.fullmatch(expected, sentence) for sentence in told.values()), told
+
+
+def test_some_weights_were_late(ranks: Results) -> None:
+    assert sum(result["late"]["late"] for result in ranks) > 0
 
 
 @pytest.mark.parametrize("name", FAULTS)

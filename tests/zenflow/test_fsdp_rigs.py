@@ -124,6 +124,34 @@ def train_chain(case: Timed, rank: int) -> dict[str, Any]:
     return {"step_ms": [one.step_ms for one in found[1:]]}  # a step is counted from the end of the one before
 
 
+HOST_MS, LATE_FORWARD_MS, LATE_BACKWARD_MS = 900.0, 20.0, 60.0
+"""Of each of the chain's blocks: its update, which reads and writes 32 bytes an element, and its passes."""
+
+
+def train_late(rank: int) -> dict[str, Any]:
+    """All state on a slow host, whose updates of a step end in the next one's forward."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = Chain((1, 1, 1))
+    for unit in (*model.layers, model):
+        fully_shard(unit)
+    nbytes = 32 * WIDTH * WIDTH // RANKS
+    rig = rig_of(3 * LATE_FORWARD_MS, 3 * LATE_BACKWARD_MS, host_gbps=nbytes / HOST_MS / 1e6)
+    device = EmulatedAccelerator(rig)
+    config = ZenFlowConfig.zero_offload(pipeline="bucket")
+    optimizer = ZenFlowAdamW(model.parameters(), lr=1e-3, config=config, module=model, device=device)
+    device.attach(model)
+    for _ in range(STEPS + 1):
+        optimizer.zero_grad()
+        model(torch.ones(2, WIDTH)).backward()
+        optimizer.step()
+    found = optimizer.history(wait=True)
+    optimizer.close()
+    device.close()
+    return {"step_ms": [one.step_ms for one in found[2:]]}  # in the first forward no use was seen yet
+
+
 class Watch:
     """Whether a copy ever began before its gradient was reduced."""
 
@@ -164,6 +192,7 @@ def train_overlapped(rank: int) -> dict[str, Any]:
 
 WORK = {
     **{name: partial(train_chain, case) for name, case in TIMED.items()},
+    "late": train_late,
     "overlapped": train_overlapped,
     "overlapped again": train_overlapped,
 }
@@ -185,6 +214,14 @@ def test_collectives_take_their_time_beside_compute(ranks: Results, name: str) -
     expected = case.expected_ms + energies_ms(len(case.sizes) + 1)
     for results in ranks:
         assert results[name]["step_ms"] == pytest.approx([expected] * (STEPS - 1), rel=1e-8)
+
+
+def test_units_wait_for_their_own_weights_alone(ranks: Results) -> None:
+    """The root has two blocks of weights and is needed first; a block's forward lies beside the next one's update."""
+    forward_ms = 5 * HOST_MS + SMALL_MS + LATE_FORWARD_MS
+    expected = forward_ms + 3 * LATE_BACKWARD_MS + SMALL_MS + ROOT_MS + energies_ms(4)
+    for results in ranks:
+        assert results["late"]["step_ms"] == pytest.approx([expected] * (STEPS - 1), rel=1e-8)
 
 
 def test_gradients_leave_when_they_are_reduced(ranks: Results) -> None:

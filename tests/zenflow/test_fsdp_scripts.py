@@ -29,9 +29,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.parametrize("name", TRIED)
 def test_a_script_finds_what_torch_would_have_made(ranks: Results, name: str) -> None:
     for result in ranks:
-        ours, expected = result[name]["ours"], result[name]["torch"]
-        assert ours["weights"].keys() == expected["weights"].keys()
-        torch.testing.assert_close(ours, expected, rtol=0.0, atol=1e-5)
+        found, expected = result[name], result[name]["torch"]
+        for way in ("ours", "late"):
+            assert found[way]["weights"].keys() == expected["weights"].keys()
+            torch.testing.assert_close(found[way], expected, rtol=0.0, atol=1e-5)
+    assert sum(result[name]["count"]["left"] for result in ranks) > 0
+    assert sum(result[name]["count"]["gathered in order"] for result in ranks) > 0
 
 
 def test_gradients_leave_in_backward_and_only_the_first_step_allocates(ranks: Results) -> None:

@@ -160,7 +160,12 @@ class _Pipeline:
         """When each piece's newest gradient is on the host."""
         self.copied = [0.0] * len(split.pieces)
         """When each piece's last result had left the host."""
-        self.in_forward = module and config.pipeline == "bucket" and rates.ranks == 1
+        self.in_forward = module and config.pipeline == "bucket"
+        numbers = list(range(len(split.pieces)))
+        if self.network is not None and self.in_forward and not config.overlap_step:
+            numbers.sort(key=lambda number: self._unit(split.pieces[number]) < split.layers)  # the rest is first
+        self.needed = numbers
+        """The pieces in the order in which they are needed."""
         self.updates = self.window if config.deferred_update == "replay" else 1
 
     def run(self) -> Steady:
@@ -198,16 +203,30 @@ class _Pipeline:
         late, state.late = state.late, []
         if self.network is not None:
             self.network.begin_forward(state.now)
-            self._gather(self.network, layers, ahead=2)
-            self._need(layers)
+            self._gather_late(self.network, layers, late)
         for stage in range(layers + 1):
-            for flight in [flight for flight in late if flight.piece.stage == stage]:
-                self._show(flight)
+            if self.network is None:
+                for flight in [flight for flight in late if flight.piece.stage == stage]:
+                    self._show(flight)
+            elif stage < layers:
+                self._gather_late(self.network, stage, late)
             if stage < layers:
-                if self.network is not None:
-                    self._gather(self.network, stage, ahead=2)
-                    self._need(stage)
                 state.now += self.rates.forward_ms / layers
+
+    def _unit(self, piece: Piece) -> int:
+        """What FSDP2 gathers a piece with."""
+        return self.split.layers if piece.before_layers else piece.stage
+
+    def _gather_late(self, network: Collectives, unit: int, late: list[_Flight]) -> None:
+        """Begin with a unit; where some of it was late, it is gathered on the compute stream, in order."""
+        for flight in (own := [flight for flight in late if self._unit(flight.piece) == unit]):
+            self._show(flight)
+        if own:
+            network.begin_forward(self.state.now)
+        self._gather(network, unit, ahead=2)
+        self._need(unit)
+        if own:
+            network.begin_forward(self.state.now)  # and then FSDP2's streams wait for that one
 
     def _gather(self, network: Collectives, unit: int, *, ahead: int) -> None:
         network.gather(unit, self.state.now, ahead=ahead)
@@ -333,12 +352,13 @@ class _Pipeline:
         # Whether ranks skip the step they know at its end, and the host behind all of its gradients.
         told = state.down.free_at if self.network is not None and self.streams else 0.0
         inputs = [max(told, *pair) for pair in zip(arrived, self.copied, strict=True)]
-        left = list(range(len(self.split.pieces)))
-        chosen = max(state.now, self.begun)
+        left = list(self.needed)
+        chosen = max(state.now, self.begun, told)
         in_order = not synchronous and self._rest_comes_soon(inputs, chosen)
         while left:
-            # The next is chosen when the one before begins, the first when the device has come to the window's close.
-            chosen = max(state.now, self.begun)
+            # The next is chosen when the one before begins, the first when the device has come to the window's close,
+            # and the host knows what all of them wait for.
+            chosen = max(state.now, self.begun, told)
             there = (at for at, number in enumerate(left) if in_order or inputs[number] <= chosen)
             number = left.pop(next(there, -1 if self.streams else 0))
             piece = self.split.pieces[number]
@@ -348,7 +368,7 @@ class _Pipeline:
             self.logged[number] = []
             due = step if synchronous else step + piece.due
             flights[number] = _Flight(number, piece, due, arrived[number], end)
-        state.flights += [flights[number] for number in sorted(flights)]
+        state.flights += [flights[number] for number in self.needed]
         if synchronous:
             self._apply_synchronously(step, in_turn=in_turn)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zenflow.device import Transfer
     from zenflow.host.engine import Job
 
 
@@ -64,9 +65,17 @@ class Foremost:
     def _begin(self, produced: Callable[[], None]) -> None:
         try:
             produced()  # the training thread is ahead of the device by up to a step
+            for transfer in _shared_by(self._left):  # such as the step's clipping factor, behind all gradients
+                transfer.wait()
             self._patient = self._patience is not None and self._patience(self._left)
         except Exception:  # noqa: BLE001 - whoever starts the first job waits for its inputs, and is told then
             self._patient = True
+
+
+def _shared_by(jobs: Sequence[Job]) -> list[Transfer]:
+    """The inputs without which none of several jobs can begin."""
+    first, *others = jobs
+    return [one for one in first.inputs if all(one in job.inputs for job in others)]
 
 
 def inputs_are_there(job: Job) -> bool:
