@@ -33,6 +33,8 @@ class Flight:
     window: BucketJob
     due: int
     """The step after which it becomes visible."""
+    synchronous: bool = False
+    """Whether that is the step of the close, so that nothing of it can have been there before."""
     late: bool = False
     """Whether that step is over, and the wait for it is left to whoever uses the weight."""
 
@@ -61,8 +63,9 @@ class LateWeights:
     - once torch.compile has been used: code that was compiled before the hooks were there does not run them.
 
     Of a weight of FSDP2 the rows are late. They arrive before the unit that gathers them, which then does so in the
-    order of the stream, where they are, and not on FSDP2's own. No error is raised then, since other ranks would wait
-    for this one: the next step says it on all of them.
+    order of the stream, where they are, and not beside it on FSDP2's own. So that is left to a synchronous step alone:
+    of others the training thread, which is ahead of the device, mostly waits for what the device finds there. No error
+    is raised then, since other ranks would wait for this one: the next step says it on all of them.
 
     Args:
         module: that owns the weights; None: no wait for a bucket is left.
@@ -117,7 +120,7 @@ class LateWeights:
             arrived = transfer is not None and transfer.done()
             if arrived or key not in self._trusted or _compiled_something():
                 return False
-            readers = self._readers(parameter)
+            readers = self._readers(parameter) if flight.synchronous or not isinstance(parameter, Rows) else ()
             if not readers:
                 return False
         self._add(key, _Wait(readers, partial(self._shown, flight)))

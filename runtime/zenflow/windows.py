@@ -114,7 +114,7 @@ class Windows:
             start = due - 1 if self._device.in_host_memory else 0
             window = weight.deferred.submit_window(bucket, closing, leaves, after_all_d2h=in_turn, not_before=start)
             if window is not None:
-                self._in_flight.append(Flight(weight, window, due))
+                self._in_flight.append(Flight(weight, window, due, plan.synchronous))
                 weight.in_flight.add(bucket.index)
 
     @property

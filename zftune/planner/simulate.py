@@ -160,9 +160,9 @@ class _Pipeline:
         """When each piece's newest gradient is on the host."""
         self.copied = [0.0] * len(split.pieces)
         """When each piece's last result had left the host."""
-        self.in_forward = module and config.pipeline == "bucket"
+        self.in_forward = module and config.pipeline == "bucket" and not (self.network and config.overlap_step)
         numbers = list(range(len(split.pieces)))
-        if self.network is not None and self.in_forward and not config.overlap_step:
+        if self.network is not None and self.in_forward:
             numbers.sort(key=lambda number: self._unit(split.pieces[number]) < split.layers)  # the rest is first
         self.needed = numbers
         """The pieces in the order in which they are needed."""

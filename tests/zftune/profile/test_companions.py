@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.tiers import by_day
+from tests import zygote
+from tests.tiers import by_day, everything
 from tests.zftune.conftest import MINI_TIMELINE
 from zftune.errors import BadInputError, ProfileError
 from zftune.profile.companions import several_ranks
@@ -18,6 +21,16 @@ from zftune.profile.schema import validate
 from zftune.profile.screen import render
 
 Document = dict[str, Any]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _by_day_other_ranks_are_forked() -> Iterator[None]:
+    """Else each of them imports torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not everything():
+            forked = SimpleNamespace(get_context=lambda _: zygote.context())
+            patch.setattr("zftune.profile.companions.multiprocessing", forked)
+        yield
 
 
 @pytest.fixture(scope="module")
