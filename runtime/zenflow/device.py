@@ -78,6 +78,8 @@ class Device(ABC):
     """Whether `mark` times a device stream, so that a wait on it is a stall."""
     in_host_memory: bool = False
     """Whether its memory is the host's, so that what goes to the host can be written there at once."""
+    takes_host_cores: bool = False
+    """Whether steps are computed by the host's cores, so that host work beside them slows them down."""
     clock: Clock = REAL_CLOCK
     """Whoever works with this device waits and measures by it."""
     observer: Observer | None = None
@@ -177,6 +179,9 @@ class Device(ABC):
     def begin_step(self) -> None:  # noqa: B027 - only an emulated accelerator has to be told
         """Say that backward is over and `step()` begins."""
 
+    def let_go_of_weights(self) -> None:  # noqa: B027 - only where it computes with copies of them
+        """Block the training thread until nothing reads the weights that was queued so far: they are to be written."""
+
     def charge(self, nbytes: int) -> None:  # noqa: B027 - only an emulated accelerator has to be told
         """Say that the compute stream was just given a kernel that moves `nbytes` of device memory."""
 
@@ -234,6 +239,7 @@ class CpuDevice(Device):
 
     has_streams = False
     in_host_memory = True
+    takes_host_cores = True
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -268,6 +274,32 @@ class CpuDevice(Device):
 
     def join(self, transfer: Transfer, tensor: torch.Tensor) -> None:
         return None
+
+
+class HostWeights(CpuDevice):
+    """The host as the home of weights that an accelerator computes with copies of (FSDP2's `CPUOffloadPolicy`).
+
+    FSDP2 copies each unit's rows to the accelerator and each gradient back, in its own streams and in pinned memory; it
+    has waited for the gradients at the end of backward. What is done here is the host's work alone.
+
+    Args:
+        computing: the accelerator.
+    """
+
+    takes_host_cores = False
+
+    def __init__(self, computing: torch.device) -> None:
+        super().__init__()
+        self._computing = computing
+
+    def let_go_of_weights(self) -> None:
+        # A gather without a backward pass behind it, as in evaluation, may not have read its rows yet.
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def numa_node(self) -> int | None:
+        there = self._computing.type == "cuda" and torch.cuda.is_available()
+        return _numa_node_of(self._computing) if there else None
 
 
 class _CudaTransfer(Transfer):
@@ -361,10 +393,7 @@ class CudaDevice(Device):
         finalize(array, runtime.cudaHostUnregister, address).atexit = False
 
     def numa_node(self) -> int | None:
-        properties = torch.cuda.get_device_properties(self.torch_device)
-        fields = ("pci_domain_id", "pci_bus_id", "pci_device_id")  # not in every torch release
-        domain, bus, slot = (getattr(properties, name, None) for name in fields)
-        return None if bus is None else gpu_numa_node(f"{domain or 0:04x}:{bus:02x}:{slot or 0:02x}.0")
+        return _numa_node_of(self.torch_device)
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.torch_device)
@@ -380,6 +409,13 @@ class CudaDevice(Device):
 
     def reset_peaks(self) -> None:
         self.reset_peak_bytes()
+
+
+def _numa_node_of(cuda: torch.device) -> int | None:
+    properties = torch.cuda.get_device_properties(cuda)
+    fields = ("pci_domain_id", "pci_bus_id", "pci_device_id")  # not in every torch release
+    domain, bus, slot = (getattr(properties, name, None) for name in fields)
+    return None if bus is None else gpu_numa_node(f"{domain or 0:04x}:{bus:02x}:{slot or 0:02x}.0")
 
 
 def default_torch_device() -> torch.device:
@@ -399,8 +435,12 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def device_for(torch_device: torch.device) -> Device:
+def device_for(torch_device: torch.device, computing: torch.device | None = None) -> Device:
     """The device implementation for where the parameters are.
+
+    Args:
+        torch_device: where that is.
+        computing: what computes with copies of them; None: `torch_device` does, with themselves.
 
     Raises:
         UnsupportedError: neither a CPU nor a CUDA device.
@@ -408,5 +448,5 @@ def device_for(torch_device: torch.device) -> Device:
     if torch_device.type == "cuda":
         return CudaDevice(torch_device)
     if torch_device.type == "cpu":
-        return CpuDevice()
+        return CpuDevice() if computing is None else HostWeights(computing)
     raise UnsupportedError(f"parameters are on {torch_device}, allowed are a CUDA device and the CPU")

@@ -10,7 +10,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar, cast, overload
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -27,13 +27,11 @@ from zenflow.ledger import Balance
 from zenflow.ranks import Ranks
 from zenflow.rules import Rule
 from zenflow.sharded import Shards, local_rows, require_known, require_whole
-from zenflow.signals import HeldSignals
+from zenflow.signals import HeldSignals, undivided
 from zenflow.state_view import StateView
 from zenflow.stats import StepStats
 from zenflow.timeline import Timeline, TimelineRecorder
 from zenflow.training import Training
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _living: weakref.WeakSet[ZenFlowOptimizer] = weakref.WeakSet()
 """Those that were made and not collected."""
@@ -61,17 +59,6 @@ def _register() -> None:
     os.register_at_fork(before=_before_fork)
 
 
-def _undivided(method: _Method) -> _Method:
-    """A method that is done as a whole, whatever signals come, and outside of autograd."""
-
-    @functools.wraps(method)
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        with HeldSignals(), torch.inference_mode(False), torch.no_grad():
-            return method(*args, **kwargs)
-
-    return cast(_Method, whole)
-
-
 class ZenFlowOptimizer(Optimizer):
     """An update rule with resident, selected and deferred columns (ZenFlow, arXiv 2505.12242; Twin-Flow).
 
@@ -87,15 +74,16 @@ class ZenFlowOptimizer(Optimizer):
             there once it has a gradient.
         defaults: the rule's hyperparameters, for groups that do not set their own.
         rule: the update rule.
-        config: the knobs; None takes the defaults.
+        config: the knobs; None takes the defaults. For weights that FSDP2 keeps on the host (`CPUOffloadPolicy`)
+            `topk_ratio` has to be 0; None then has it 0, and updates one step late.
         module: the model that owns the parameters. Gives names, finds transformers' `Conv1D`, and lets a wait for a
             late host update be left to the first use of the weight.
-        device: the accelerator; None takes the one that the parameters are on.
+        device: the accelerator; None takes the one that the parameters are on, or that computes with them.
 
     Raises:
         ConfigError: a hyperparameter or knob is not allowed.
         UnsupportedError: a parameter's dtype or device, or it is sharded otherwise (FSDP1, tensor parallel plans, ZeRO
-            stage 3, rows on the host).
+            stage 3).
     """
 
     # GradScaler then leaves unscaling and skipping to us, through `grad_scale` and `found_inf`.
@@ -116,27 +104,33 @@ class ZenFlowOptimizer(Optimizer):
         self._speaks_torch = False
         self._process = OwnProcess()
         super().__init__(params, defaults)
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        if not parameters:
+        if not self._parameters:
             raise ConfigError("params holds no parameter, allowed is at least one")
-        home = next((parameter.device for parameter in parameters if parameter.requires_grad), parameters[0].device)
-        self._module = module
-        self._own = self._made((config or ZenFlowConfig()).resolved(), device or device_for(home))
+        self._module, self._asked = module, config
+        self._own = self._made(device)
         self._take_over()  # nothing is refused any more
         self._training.gradients.watch(self._groups, self._training.model.weights)
         self._built = True
         _register()
         _living.add(self)
 
-    def _made(self, config: ZenFlowConfig, device: Device) -> Training:
+    def _made(self, device: Device | None) -> Training:
         """A run of the parameters as they are now, with the weights of rank 0 where all ranks have the same."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = self._parameters
         shards = Shards.of(parameters)
+        config = (shards.knobs(self._asked) if shards is not None else self._asked or ZenFlowConfig()).resolved()
+        if device is None:
+            home = next((one.device for one in parameters if one.requires_grad), parameters[0].device)
+            device = device_for(home, None if shards is None else shards.computing)
         ranks = Ranks.of(config, sharded=shards is not None)
         made = Training(self._rule, config, self._module, device, ranks=ranks, shards=shards)
         if ranks is not None:
             ranks.share(parameters, device.torch_device)
         return made
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -152,11 +146,11 @@ class ZenFlowOptimizer(Optimizer):
         before = self._own
         if before.begun or before.shards is not None:
             return
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = self._parameters
         require_known(parameters)
-        if Shards.of(parameters) is None:
+        if (shards := Shards.of(parameters)) is None:
             return
-        self._own = self._made(before.made_with, before.runtime.device)
+        self._own = self._made(before.runtime.device if shards.computing is None else None)
         before.close()
         self._own.gradients.watch(self._groups, [])
         self.state.clear()
@@ -241,7 +235,7 @@ class ZenFlowOptimizer(Optimizer):
 
     # --- torch.optim.Optimizer -------------------------------------------------------------------------------------
 
-    @_undivided
+    @undivided
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; after the first step this flushes, and splits the model anew.
 
@@ -270,7 +264,7 @@ class ZenFlowOptimizer(Optimizer):
             # Never empty: some tools take an empty state for one that has to be made.
             self.state[parameter] = StateView(self, parameter, self._rule.moment_names)
 
-    @_undivided
+    @undivided
     def state_dict(self) -> dict[str, Any]:
         """All state in torch's form: copies on the CPU, whatever step of a window it is.
 
@@ -286,7 +280,7 @@ class ZenFlowOptimizer(Optimizer):
         save = torch_state.save if self._speaks_torch else checkpoint.save
         return save(self._training, self._groups)
 
-    @_undivided
+    @undivided
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a saved state, bit for bit; load the model of the same moment before or after.
 
@@ -372,7 +366,7 @@ class ZenFlowOptimizer(Optimizer):
 
     # --- beyond torch ----------------------------------------------------------------------------------------------
 
-    @_undivided
+    @undivided
     def full_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """One parameter's state in its own shape: copies on the CPU; changes nothing.
 
@@ -393,7 +387,7 @@ class ZenFlowOptimizer(Optimizer):
         """
         return full_state.read(self._training, self._rows(parameter), self._group_of(parameter))
 
-    @_undivided
+    @undivided
     def set_full_state(self, parameter: nn.Parameter, name: str, value: torch.Tensor) -> None:
         """Set one parameter's master, and its weight with it, or a moment; gradients of the open window come on top.
 
@@ -421,7 +415,7 @@ class ZenFlowOptimizer(Optimizer):
             f"a parameter of shape {tuple(parameter.shape)} is not in the optimizer, allowed is one of its own"
         )
 
-    @_undivided
+    @undivided
     def average_gradients(self) -> None:
         """Average `.grad` over the ranks now, on all of them, where `step()` would; that averages only what is new.
 
@@ -430,7 +424,7 @@ class ZenFlowOptimizer(Optimizer):
         """
         self._training.average_gradients(self._groups)
 
-    @_undivided
+    @undivided
     def flush(self) -> None:
         """Close the window and apply every pending host update now.
 
@@ -480,7 +474,7 @@ class ZenFlowOptimizer(Optimizer):
         finally:
             self._speaks_torch = False
 
-    @_undivided
+    @undivided
     def set_knobs(self, **knobs: Any) -> int:
         """Change knobs while training: the next `step()` closes the window under the old ones, then the new ones hold.
 
@@ -543,7 +537,7 @@ class ZenFlowOptimizer(Optimizer):
             self._training.engine.drain()  # work that runs over the steps' end is part of them
         return recorder.timeline()
 
-    @_undivided
+    @undivided
     def ledger(self) -> dict[str, Balance]:
         """The gradient ledger by parameter: that nothing was lost so far. Waits for the host and the device.
 
@@ -564,7 +558,7 @@ class ZenFlowOptimizer(Optimizer):
         backend = self._training.engine.backend
         return backend.name, backend.threads
 
-    @_undivided
+    @undivided
     def close(self) -> None:
         """Apply what is pending and end the host engine; afterwards `step()` fails.
 

@@ -160,7 +160,7 @@ class Ranks:
             device: of this rank; told of what is waited for.
         """
         device.meet(values.nbytes, self.size, self.latest)
-        torch.distributed.all_reduce(values)
+        torch.distributed.all_reduce(values, group=self._host if values.device.type == "cpu" else None)
 
     def latest(self, value: float) -> float:
         """The greatest of all ranks' values.

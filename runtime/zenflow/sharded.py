@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from zenflow.errors import UnsupportedError
+from zenflow.config import ZenFlowConfig
+from zenflow.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 LEAST_TORCH = (2, 9)
 """On a CPU older ones sum the gradients of ranks instead of averaging them (2.7, 2.8), or have no FSDP2."""
+
+
+_DEFAULTS_ON_HOST: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 1}
 
 
 class Rows(nn.Parameter):
@@ -126,10 +130,13 @@ class Shards:
     Args:
         mesh: of the ranks that hold rows of the same weights, all ranks there are; its first dimension may be one of
             replicas (HSDP).
+        on_host: whether the rows lie on the host and the mesh is one of other devices (`CPUOffloadPolicy`).
     """
 
-    def __init__(self, mesh: Any) -> None:
+    def __init__(self, mesh: Any, *, on_host: bool) -> None:
         self._mesh = mesh
+        self.computing = torch.device(mesh.device_type) if on_host else None
+        """The device that computes with copies of the rows, which lie on the host; None: with the rows themselves."""
         self._rows: dict[int, Rows] = {}
 
     @classmethod
@@ -145,7 +152,9 @@ class Shards:
         first = next((parameter for parameter in parameters if _is_dtensor(parameter)), None)
         if first is None:
             return None
-        made = cls(cast("DTensor", first).device_mesh)
+        mesh = cast("DTensor", first).device_mesh
+        trained = next((one for one in parameters if _is_dtensor(one) and one.requires_grad), first)
+        made = cls(mesh, on_host=trained.device.type != mesh.device_type)
         made.require(parameters)
         return made
 
@@ -174,6 +183,36 @@ class Shards:
                 raise UnsupportedError(
                     f"{_described(parameter)}, and others are on another mesh; allowed is one mesh for all parameters"
                 )
+
+    def knobs(self, asked: ZenFlowConfig | None) -> ZenFlowConfig:
+        """The knobs to begin with.
+
+        Args:
+            asked: those that are asked for; None: the defaults, of weights on the host without selected columns, and
+                with updates that come one step late.
+
+        Raises:
+            ConfigError: columns are to be updated on a device that has none.
+        """
+        if asked is None:
+            return ZenFlowConfig(**(_DEFAULTS_ON_HOST if self.computing is not None else {}))
+        self.require_knobs(asked)
+        return asked
+
+    def require_knobs(self, config: ZenFlowConfig) -> None:
+        """Refuse knobs that weights on the host leave no place for.
+
+        Args:
+            config: the knobs.
+
+        Raises:
+            ConfigError: columns are to be updated on the device.
+        """
+        if self.computing is not None and config.topk_ratio and config.offload_ratio:
+            raise ConfigError(
+                f"topk_ratio is {config.topk_ratio} and the weights are on the host (CPUOffloadPolicy), allowed is 0: "
+                f"no column stays on {self.computing.type}"
+            )
 
     def groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Parameter groups with rows in place of the DTensors.
@@ -204,7 +243,8 @@ def require_known(parameters: Iterable[torch.Tensor]) -> None:
         parameters: of an optimizer, frozen ones too.
 
     Raises:
-        UnsupportedError: one belongs to FSDP1, a tensor parallel plan or ZeRO stage 3, or its rows are on the host.
+        UnsupportedError: one belongs to FSDP1, a tensor parallel plan or ZeRO stage 3, or its rows are neither on their
+            mesh's device nor on the host.
     """
     for parameter in parameters:
         if _is_dtensor(parameter):
@@ -255,11 +295,10 @@ def _require_rows(parameter: DTensor) -> None:
             f"{_described(parameter)}, allowed is fully_shard (FSDP2) by rows over all "
             f"{torch.distributed.get_world_size()} ranks, with replicas (HSDP) or without"
         )
-    if parameter.device.type != mesh.device_type:
+    if parameter.device.type not in (mesh.device_type, "cpu"):
         raise UnsupportedError(
             f"a parameter of shape {tuple(parameter.shape)} is on {parameter.device} and its mesh on "
-            f"{mesh.device_type}, allowed is fully_shard() without offload_policy: the weights stay on the device, and "
-            "their state goes to the host"
+            f"{mesh.device_type}, allowed are rows on the mesh's device, or on the host (CPUOffloadPolicy)"
         )
 
 

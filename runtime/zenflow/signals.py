@@ -4,12 +4,17 @@ from __future__ import annotations
 
 # What the module signal wraps: these are called for each weight, and its enums cost five times as much.
 import _signal  # type: ignore[import-not-found]
+import functools
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 # Those whose Python handlers training scripts let raise; not the timers', which may be there to end what hangs.
 _NAMES = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGTERM", "SIGINT")
@@ -107,3 +112,18 @@ def look_for_signals() -> None:
     """Called while the main thread waits for the host: let a signal through that is held for too long."""
     if HeldSignals._outermost is not None and threading.get_ident() == _MAIN:
         HeldSignals._outermost.look()
+
+
+def undivided(method: _Method) -> _Method:
+    """A method that is done as a whole, whatever signals come, and outside of autograd.
+
+    Args:
+        method: or any function.
+    """
+
+    @functools.wraps(method)
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        with HeldSignals(), torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return cast(_Method, whole)

@@ -93,7 +93,7 @@ class Training:
         self.gradients = Gradients(
             self.runtime,
             self.history,
-            stream=config.stream and (ranks is None or ranks.sharded),  # of whole ones, backward gives each its own
+            stream=config.stream and _can_stream(ranks, shards),
             least_firings=config.gradient_accumulation_steps,
         )
         self.shows_flushed = False
@@ -181,8 +181,9 @@ class Training:
         return self.gradients.collect(self.model.weights)
 
     def _follow_shards(self) -> None:
-        """Work on the memory that sharded parameters have by now."""
+        """Work on the memory that sharded parameters have by now, which nobody else reads meanwhile."""
         if self.shards is not None:
+            self._device.let_go_of_weights()
             self.shards.follow()
 
     def _require_well(self) -> None:
@@ -380,6 +381,8 @@ class Training:
             HostEngineError: threads could not be started, or host work failed.
         """
         config = (self.config if self._change is None else self._change.config).changed(knobs)
+        if self.shards is not None:
+            self.shards.require_knobs(config)
         self.engine.check()
         change = prepare(self.runtime, self.model, config, groups, self.config)
         if self.begun:
@@ -540,3 +543,11 @@ class Training:
             self.model.take(self.model.split(groups, self.config), groups)
         self.gradients.stream(weight for weight in self.model.weights if weight.started)
         self._watch_uses()
+
+
+def _can_stream(ranks: Ranks | None, shards: Shards | None) -> bool:
+    """Whether gradients may leave during backward."""
+    if shards is not None:
+        # FSDP2 copies gradients of weights on the host there itself, and waits for each copy where a hook is called.
+        return shards.computing is None
+    return ranks is None  # backward gives each rank its own

@@ -89,7 +89,7 @@ class Windows:
         # The host takes what is there, and of that what is needed first. If it waited for the foremost weights behind a
         # slow link, whose gradients arrive last, the log would get no room back, and a single step wait for all of it.
         foremost_first = self._runtime.engine.foremost_first(last_arrives_first=streamed, patient=not plan.synchronous)
-        with foremost_first if plan.synchronous or not self._device.in_host_memory else nullcontext():
+        with foremost_first if plan.synchronous or not self._device.takes_host_cores else nullcontext():
             for weight in self._in_order(plan):
                 self._submit(weight, plan, hypers[weight.group], moves.get(weight), in_turn=in_turn)
         for weight, job in leaving.items():
@@ -111,7 +111,7 @@ class Windows:
         for bucket in weight.deferred.buckets:
             due = plan.step if plan.synchronous else self._due(plan, bucket.index)
             # Where host work slows the steps down, each step has its share of it; else the sooner the better.
-            start = due - 1 if self._device.in_host_memory else 0
+            start = due - 1 if self._device.takes_host_cores else 0
             window = weight.deferred.submit_window(bucket, closing, leaves, after_all_d2h=in_turn, not_before=start)
             if window is not None:
                 self._in_flight.append(Flight(weight, window, due, plan.synchronous))

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.zenflow.family_cases import OURS
 from zenflow import ZenFlowConfig, ZenFlowOptimizer
+from zenflow.device import Device
 
 STEPS, BATCH, LENGTH, VOCABULARY, WIDTH = 11, 8, 6, 31, 10
 
@@ -152,11 +153,11 @@ def sharded(model: Odd, *, replicas: int = 1, **policy: Any) -> Odd:
 class Run:
     """A model and its optimizer, and what has been seen of them."""
 
-    def __init__(self, case: Case, model: Odd, part: slice) -> None:
+    def __init__(self, case: Case, model: Odd, part: slice, device: Device | None = None) -> None:
         self.case, self.model, self._part = case, model, part
         self._fsdp: Any = model if hasattr(model, "set_requires_gradient_sync") else None
         self.optimizer: ZenFlowOptimizer = OURS[case.rule](
-            model.parameters(), lr=1e-2, weight_decay=0.1, config=case.config, module=model
+            model.parameters(), lr=1e-2, weight_decay=0.1, config=case.config, module=model, device=device
         )
         self._scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2, enabled=case.scaler)
         self.norms: list[float] = []

@@ -31,8 +31,8 @@ MIXED = (
     "model before the optimizer is made"
 )
 ELSEWHERE = (
-    r"a parameter of shape \(20, 13\) is on meta and its mesh on cpu, allowed is fully_shard\(\) without "
-    "offload_policy: the weights stay on the device, and their state goes to the host"
+    r"a parameter of shape \(20, 13\) is on meta and its mesh on cpu, allowed are rows on the mesh's device, or on the "
+    r"host \(CPUOffloadPolicy\)"
 )
 
 
