@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from zftune.check.findings import Change, Finding
 from zftune.check.subject import BOTH, OFFLOAD, ZENFLOW, ZERO, Rule, Subject, change, is_number, left_out
 from zftune.integrations.deepspeed.ds_config import MISSING, path_of
+from zftune.store.types import Backend
 
 SAFE_SUB_GROUP = 100_000_000
 _RATIO = f"{OFFLOAD}.ratio"
@@ -97,12 +98,20 @@ def no_path(subject: Subject) -> Iterator[Finding]:
 
 
 def parameters(subject: Subject) -> Iterator[Finding]:
-    """Parameters are offloaded at stage 3 alone."""
+    """Parameters are offloaded at stage 3 alone; by the backend zenflow, where they do not fit, which no file tells."""
     section = f"{ZERO}.offload_param"
     device = subject.at(f"{section}.device")
     if device in ("cpu", "nvme") and subject.stage != 3:
         reason = "DeepSpeed offloads parameters at stage 3 only."
         yield subject.finding("offload-param-stage", section, "note", reason, advice="left out", backends=BOTH)
+    share = subject.at(f"{ZENFLOW}.topk_ratio")
+    if device == "cpu" and subject.stage == 3 and is_number(share) and share:
+        reason = "Where the weights do not fit on the devices, and so are on the host, zftune run refuses it."
+        advice = "0 there, or left out"
+        backends: tuple[Backend, ...] = ("zenflow",)
+        yield subject.finding(
+            "offload-param-topk", f"{ZENFLOW}.topk_ratio", "note", reason, advice=advice, backends=backends
+        )
 
 
 def without_zero(subject: Subject) -> Iterator[Finding]:

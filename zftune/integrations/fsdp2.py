@@ -60,6 +60,8 @@ class Sharded:
     """The new ones; each old one is a `Former`."""
     masters: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     """fp32 rows of this rank, on the CPU, of trained parameters that were rounded."""
+    on_host: bool = False
+    """Whether the rows lie there, and are copied to the device for each use."""
 
     @property
     def bytes(self) -> int:
@@ -112,7 +114,9 @@ def now(parameters: Any) -> Any:
     return list(map(now, parameters))
 
 
-def shard(module: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = None, **policy: Any) -> Sharded:
+def shard(
+    module: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = None, on_host: bool = False, **policy: Any
+) -> Sharded:
     """Leave each rank its rows of every weight, one unit after the other: no more than one is whole on the device.
 
     Of whole weights each rank takes its rows of the first rank's. What `deepspeed.zero.Init` has cut up stays on its
@@ -122,20 +126,24 @@ def shard(module: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = No
         module: on any device; changed in place, its weights are DTensors afterwards.
         mesh: of all ranks.
         dtype: that floating weights are cast to; None: they keep theirs.
+        on_host: keep the rows there (`CPUOffloadPolicy`).
         policy: as for `fully_shard`.
 
     Raises:
         BadInputError: a parameter has no dimension or no element, or trained ones of a unit are of several dtypes.
     """
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
     if isinstance(module, FSDPModule):  # by an earlier call
-        return Sharded(mesh.size(), list(module.parameters()))
-    made, places = Sharded(mesh.size()), _places(module)
+        return Sharded(mesh.size(), list(module.parameters()), on_host=on_host)
+    if on_host:  # FSDP2's copies go on beside compute only where the rows are pinned
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    made, places = Sharded(mesh.size(), on_host=on_host), _places(module)
     for unit in (*units_of(module), module):
         own = [parameter for parameter in unit.parameters() if id(parameter) in places]
         _require_fitting(module, own, dtype)
-        cut = {id(old): _cut(old, places[id(old)], mesh, dtype) for old in own}
+        home = torch.device("cpu" if on_host else mesh.device_type)
+        cut = {id(old): _cut(old, places[id(old)], mesh, dtype, home) for old in own}
         fully_shard(unit, mesh=mesh, **policy)
         for old in own:
             rows, master = cut[id(old)]
@@ -158,22 +166,58 @@ def require_torch() -> None:
     found = tuple(map(int, torch.__version__.split(".")[:2]))
     if found < LEAST_TORCH:
         raise BadInputError(
-            f"ZeRO stage 3 on several ranks with torch {torch.__version__}, allowed with the backend zenflow is torch "
+            f"ZeRO stage 3 by FSDP2 with torch {torch.__version__}, allowed with the backend zenflow is torch "
             f"{'.'.join(map(str, LEAST_TORCH))} or newer, or stage 2"
         )
 
 
-def require_room(module: nn.Module, ranks: int, dtype: torch.dtype | None, available_bytes: int) -> None:
-    """Refuse weights that do not fit on the device of a rank.
+def stays_on_device(
+    module: nn.Module,
+    ranks: int,
+    dtype: torch.dtype | None,
+    available_bytes: int,
+    *,
+    may_leave: bool = False,
+    besides_bytes: int = 0,
+) -> bool:
+    """Whether the weights of a rank stay on its device; else they stay on the host, from where FSDP2 copies each unit.
 
     Args:
         module: before `shard`.
         ranks: how many share it.
         dtype: that floating weights are cast to; None: they keep theirs.
         available_bytes: of the device's memory.
+        may_leave: whether they may be on the host.
+        besides_bytes: that are needed beside the weights, so that they leave where they may.
 
     Raises:
-        BadInputError: a rank's rows, and on several ranks the largest unit whole beside them, take more.
+        BadInputError: they do not fit where they may be.
+    """
+    needed = device_bytes(module, ranks, dtype)
+    if needed + (besides_bytes if may_leave else 0) <= available_bytes:
+        return True
+    instead = 'take more ranks, or "zftune": {"backend": "deepspeed"}'
+    if not may_leave:
+        instead = f'"offload_param": {{"device": "cpu"}} in zero_optimization, {instead}'
+    elif (streamed := device_bytes(module, ranks, dtype, on_host=True)) <= available_bytes:
+        return False
+    else:
+        needed = streamed
+    raise BadInputError(
+        f"the weights at ZeRO stage 3 take {needed / 1e9:.1f} GB of a device (ranks: {ranks}), of which "
+        f"{available_bytes / 1e9:.1f} GB are free, allowed with the backend zenflow are ones that fit: {instead}"
+    )
+
+
+def device_bytes(module: nn.Module, ranks: int, dtype: torch.dtype | None, *, on_host: bool = False) -> int:
+    """Most bytes of weights that a rank has on its device at a time.
+
+    Args:
+        module: before `shard`.
+        ranks: how many share it.
+        dtype: that floating weights are cast to; None: they keep theirs.
+        on_host: the rows stay there. Then it is what is in no unit, the unit that computes, and one that is copied
+            ahead; else the rows, and on several ranks the largest of these whole.
     """
 
     def nbytes(parameter: nn.Parameter) -> int:
@@ -181,15 +225,35 @@ def require_room(module: nn.Module, ranks: int, dtype: torch.dtype | None, avail
         return size * _shape(parameter).numel()
 
     weights_bytes = sum(map(nbytes, module.parameters()))
-    units = [sum(map(nbytes, unit.parameters())) for unit in units_of(module)]
+    units = sorted(sum(map(nbytes, unit.parameters())) for unit in units_of(module))
     rest = weights_bytes - sum(units)
-    needed = weights_bytes if ranks == 1 else -(-weights_bytes // ranks) + max([rest, *units])
-    if needed > available_bytes:
-        raise BadInputError(
-            f"the weights at ZeRO stage 3 take {needed / 1e9:.1f} GB of a device (ranks: {ranks}), of which "
-            f"{available_bytes / 1e9:.1f} GB are free, allowed with the backend zenflow are ones that fit: take more "
-            'ranks, or "zftune": {"backend": "deepspeed"}'
-        )
+    if on_host:
+        return rest + sum(units[-2:])
+    return weights_bytes if ranks == 1 else -(-weights_bytes // ranks) + max([rest, *units])
+
+
+def shapes_of(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """A module of the same classes and whole shapes without memory, for who asks for shapes; it cannot be called.
+
+    Args:
+        module: whole, or cut up by `deepspeed.zero.Init`.
+        dtype: of floating parameters; None: they keep theirs.
+    """
+    made: dict[int, nn.Parameter] = {}
+
+    def alike(old: nn.Parameter) -> nn.Parameter:
+        kind = dtype if dtype is not None and old.is_floating_point() else old.dtype
+        empty = torch.empty(_shape(old), dtype=kind, device="meta")
+        return made.setdefault(id(old), nn.Parameter(empty, requires_grad=old.requires_grad))
+
+    def of(part: nn.Module) -> nn.Module:
+        new = object.__new__(type(part))
+        vars(new).update(vars(part))
+        new._parameters = {name: one if one is None else alike(one) for name, one in part._parameters.items()}
+        new._modules = {name: one if one is None else of(one) for name, one in part._modules.items()}
+        return new
+
+    return of(module)
 
 
 def make_whole(module: nn.Module) -> None:
@@ -237,7 +301,7 @@ def _require_fitting(module: nn.Module, own: list[Any], dtype: torch.dtype | Non
 
 
 def _cut(
-    old: Any, places: list[Place], mesh: DeviceMesh, dtype: torch.dtype | None
+    old: Any, places: list[Place], mesh: DeviceMesh, dtype: torch.dtype | None, home: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Make a parameter ready for `fully_shard`.
 
@@ -257,7 +321,7 @@ def _cut(
         rows, old.data = rows_of(whole, rank, ranks), whole.to(target)
     rounded = rows.dtype == torch.float32 and target != torch.float32
     master = rows.to("cpu", copy=True) if rounded else None
-    return (rows.to(mesh.device_type, target).clone() if on_zero else None), master
+    return (rows.to(home, target).clone() if on_zero else None), master
 
 
 def rows_of(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
@@ -273,35 +337,52 @@ def rows_of(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 
 
 def gathered(rows: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """The whole of which each rank has rows, on the parameter's device; to be called on all ranks.
+    """The whole of which each rank has rows, on the device that computes; to be called on all ranks.
 
     Args:
         rows: this rank's, in any dtype, on any device.
         parameter: a DTensor, whose rows they are like.
     """
-    return as_dtensor(rows, parameter).full_tensor()
+    from torch.distributed.tensor import DTensor
+
+    like = cast("DTensor", parameter)
+    return DTensor.from_local(
+        rows.to(like.device_mesh.device_type),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    ).full_tensor()
 
 
 def as_dtensor(rows: torch.Tensor, parameter: nn.Parameter) -> DTensor:
-    """Rows of this rank as a part of the whole, on the parameter's device.
+    """Rows of this rank as a part of the whole, where the parameter's rows are, which may be the host.
 
     Args:
         rows: in any dtype, on any device.
         parameter: a DTensor, whose rows they are like.
     """
+    return _part(rows.to(cast("DTensor", parameter)._local_tensor.device), parameter)
+
+
+def _part(rows: torch.Tensor, parameter: nn.Parameter) -> DTensor:
+    """Rows of this rank as a part of the whole, where they are: `from_local` would move them to the mesh's device."""
     from torch.distributed.tensor import DTensor
 
-    like = cast("DTensor", parameter)
-    rows = rows.to(like.device_mesh.device_type)
-    return DTensor.from_local(
-        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    spec = cast("DTensor", parameter)._spec
+    meta = cast(Any, spec.tensor_meta)._replace(dtype=rows.dtype)
+    return DTensor(rows, type(spec)(spec.mesh, spec.placements, meta), requires_grad=False)
 
 
 def whole(values: torch.Tensor) -> torch.Tensor:
-    """All of a DTensor, to be called on all ranks; else the values themselves."""
-    found: torch.Tensor = values.full_tensor() if hasattr(values, "full_tensor") else values
-    return found
+    """All of a DTensor, on the device that computes, to be called on all ranks; else the values themselves."""
+    if not hasattr(values, "full_tensor"):
+        return values
+    if values.device.type == values.device_mesh.device_type:  # type: ignore[attr-defined]
+        found: torch.Tensor = values.full_tensor()
+        return found
+    return gathered(local_rows(values), cast(nn.Parameter, values))
 
 
 def own_rows(values: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
@@ -342,7 +423,7 @@ def _sharded(places: list[Place], rows: torch.Tensor | None) -> nn.Parameter:
     made = part._parameters[name]
     assert made is not None
     if rows is not None:
-        made = nn.Parameter(as_dtensor(rows, made), requires_grad=made.requires_grad)
+        made = nn.Parameter(_part(rows, made), requires_grad=made.requires_grad)
         _put(places, made)
     return made
 
@@ -417,7 +498,8 @@ def _hand_on_gradient(parameter: nn.Parameter, made: torch.Tensor) -> None:
     if made.device.type != "cpu":
         torch.accelerator.synchronize()  # FSDP2 adds to it on a stream of its own
     if parameter.requires_grad:
-        parameter.grad = rows if parameter.grad is None else parameter.grad + rows
+        own = as_dtensor(local_rows(rows), parameter)
+        parameter.grad = own if parameter.grad is None else parameter.grad + own
 
 
 def _shape(parameter: Any) -> torch.Size:

@@ -77,7 +77,7 @@ def zenflow_class(
     Args:
         model: that the Trainer gets too.
         args: its `TrainingArguments`.
-        config: the knobs; None takes the defaults.
+        config: the knobs; None takes the defaults. Where FSDP keeps the weights on the host, `topk_ratio` has to be 0.
 
     Raises:
         BadInputError: the arguments ask for another optimizer, or for several GPUs in one process.

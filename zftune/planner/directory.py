@@ -54,7 +54,8 @@ def facts_of_module(name: str, module: nn.Module, dtype: str) -> ModelFacts:
         parameters=sum(p.numel() for _, p in parameters),
         trainable=sum(p.numel() for _, p in trainable),
         layers=layers[1],
-        hidden=_number(config, "hidden_size", "n_embd", "d_model") or max(p.shape[-1] for _, p in trainable if p.dim()),
+        hidden=_number(config, "hidden_size", "n_embd", "d_model")
+        or max((p.shape[-1] for _, p in trainable if p.dim()), default=1),
         weights=tuple(tuple(p.shape) for _, p in trainable),
         dtype=dtype,
         stages=_stages(names, layers),

@@ -24,6 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from zenflow import ZenFlowConfig
+from zenflow.device import HostWeights
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.agent import NOBODY, ONLINE
 from zftune.errors import BadInputError
@@ -92,7 +93,8 @@ def attach(
             beginning.
 
     Raises:
-        BadInputError: an argument is not allowed, or not all ranks have come.
+        BadInputError: an argument is not allowed, such as an optimizer whose weights are on the host, or not all ranks
+            have come.
     """
     optimizer = _check_optimizer(optimizer)
     if quality is not None and quality not in QUALITIES:
@@ -170,6 +172,11 @@ def _check_optimizer(optimizer: Optimizer) -> ZenFlowOptimizer:
     if any(tuner.follows(optimizer) for tuner in open_tuners()):
         raise BadInputError(
             "optimizer is followed by a tuner already, allowed is one that is not: close() that one first"
+        )
+    if isinstance(optimizer.device, HostWeights):
+        raise BadInputError(
+            "the optimizer's weights are on the host (CPUOffloadPolicy), allowed are weights on a device: it has no "
+            "columns to select, and the search's measurements are of a device's waits"
         )
     return optimizer
 

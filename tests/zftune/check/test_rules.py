@@ -132,6 +132,15 @@ def test_the_version_decides() -> None:
     assert finding.severity == "note"
 
 
+@pytest.mark.parametrize(("share", "told"), [(0.1, True), (0.0, False), ("auto", False), (None, False)])
+def test_weights_on_the_host_have_no_selected_columns(share: object, *, told: bool) -> None:
+    """Which is so where they do not fit; a share that nobody asks for becomes 0 there by itself."""
+    section = {} if share is None else {"topk_ratio": share}
+    config = with_changes("zero3-offload", {f"{ZERO}.zenflow": section})
+    assert ("offload-param-topk" in {finding.rule for finding in found(config, "zenflow")}) == told
+    assert "offload-param-topk" not in {finding.rule for finding in found(config, "deepspeed")}
+
+
 def test_the_worst_comes_first() -> None:
     config = with_changes("zenflow-sequential", {ZF_S: 2, "gradient_clipping": 1.0, f"{OFFLOAD}.pin_memory": False})
     order = [SEVERITIES.index(finding.severity) for finding in found(config)]

@@ -26,6 +26,7 @@ NOT_TRIED = {
     "backend-deepspeed": "about zftune run, test_agreement.py",
     "own-offload": "a note",
     "offload-param-stage": "a note",
+    "offload-param-topk": "a note, about the backend zenflow",
     "nvme-path": "about Accelerate, test_accelerate.py",
     "not-judged": "a note, test_verdict.py",
     "never-selects-again": "a note",

@@ -8,7 +8,8 @@ CASES.json holds {name: case}; OUT.pt then holds {name: what was seen}. Keys of 
 "save_after", "die" (kill -9 after saving), "form" (of the config: dict, path, base64, args), "model" (plain, odd, ...),
 "backward" (engine, scaled, direct), "twice" (initialize a second time, on the same model), "init" (the dtype in which
 `deepspeed.zero.Init` makes the model), "visit" (before which step a script does what it may at stage 3), "parts" (calls
-those of a model of the kind "odd", and clips and decays the parameters that it listed before `initialize`).
+those of a model of the kind "odd", and clips and decays the parameters that it listed before `initialize`),
+"device_bytes" (of a small device's memory).
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import argparse
 import base64
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from tests.zftune.integrations import ds_stage3
 from zftune.integrations.fsdp2 import whole
 
 LR = 1e-3
+_ZFTUNE = logging.getLogger("zftune")
 WIDTH = 24
 
 
@@ -166,7 +170,8 @@ def train(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         for parameter in model.parameters():  # every rank trains the weights of the first
             parameter.data += torch.distributed.get_rank()
     early = list(model.parameters()) if case.get("parts") else None
-    with warnings.catch_warnings(record=True) as caught:
+    lines = _Lines()
+    with warnings.catch_warnings(record=True) as caught, _small_device(case.get("device_bytes")), lines:
         warnings.simplefilter("always")
         engine, optimizer, _, scheduler = deepspeed.initialize(
             model=model, **arguments(case, model), **config_in_form(case, folder)
@@ -190,6 +195,7 @@ def train(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "engine_dtypes": [str(dtype) for dtype in engine.get_data_types()],
         "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
         "optimizer": type(optimizer).__name__,
+        "lines": lines.said,
         "has_scheduler": scheduler is not None,
         "warnings": [str(one.message) for one in caught if "lr_scheduler" in str(one.message)],
     }
@@ -204,6 +210,40 @@ def train(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         time.sleep(0.01)
     seen["threads"] = _threads() - threads
     return seen
+
+
+@contextlib.contextmanager
+def _small_device(nbytes: int | None) -> Iterator[None]:
+    """One that has no more memory than that; None: the accelerator's own."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator: Any = get_accelerator()
+    if nbytes is not None:
+        accelerator.available_memory = lambda *_: nbytes
+    try:
+        yield
+    finally:
+        vars(accelerator).pop("available_memory", None)
+
+
+class _Lines(logging.Handler):
+    """What zftune says within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+    def __enter__(self) -> None:
+        self._level = _ZFTUNE.level
+        _ZFTUNE.addHandler(self)
+        _ZFTUNE.setLevel(logging.INFO)
+
+    def __exit__(self, *_: object) -> None:
+        _ZFTUNE.removeHandler(self)
+        _ZFTUNE.setLevel(self._level)
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:

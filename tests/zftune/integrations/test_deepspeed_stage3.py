@@ -61,6 +61,33 @@ REFUSED = {
     "empty": "it is of shape (0, 3), allowed with ZeRO stage 3 on several ranks are parameters with elements",
 }
 VISITED = {"config": config_of(optimizer=ADAMW), "model": "odd", "visit": 3}
+SMALL = {"device_bytes": 10_000}
+"""A device on which the weights do not stay."""
+LATE = {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": True}
+ALL_ON_HOST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "visited": (VISITED, VISITED),
+    "one step late": (
+        {"config": config_of(zenflow={}, optimizer=ADAMW)},
+        {"config": config_of(zenflow=LATE, optimizer=ADAMW)},
+    ),
+    "accumulated": (ALL["accumulated"], ALL["accumulated"]),
+    "fp16": (ALL["fp16"], ALL["fp16"]),
+    "made in bf16, odd": (ALL["made in bf16, odd"], ALL["made in bf16, odd"]),
+    "by parts": (ALL["by parts"], ALL["by parts"]),
+}
+"""Of a small device, and the same of a large one."""
+ON_HOST = by_day({name: ALL_ON_HOST[name] for name in ("visited", "one step late")}, all_of=ALL_ON_HOST)
+SAID = {
+    "too small": (
+        {"config": config_of(optimizer=ADAMW), "device_bytes": 1000},
+        "BadInputError: the weights at ZeRO stage 3 take 0.0 GB of a device (ranks: 2), of which 0.0 GB are free",
+    ),
+    "selecting": (
+        {"config": config_of(zenflow=ZENFLOW, optimizer=ADAMW), **SMALL},
+        "BadInputError: zero_optimization.zenflow.topk_ratio is 0.2 and the weights are on the host (offload_param),",
+    ),
+}
+"""What is refused, and how."""
 
 
 def on(ranks: int, cases: dict[str, Any]) -> dict[str, Any]:
@@ -74,6 +101,11 @@ def on(ranks: int, cases: dict[str, Any]) -> dict[str, Any]:
         }
         for name, case in cases.items()
     }
+
+
+def on_host(ranks: int) -> dict[str, Any]:
+    small = {f"{name} on host": {**case, **SMALL} for name, (case, _) in ON_HOST.items()}
+    return on(ranks, {**small, **{f"{name} on device": case for name, (_, case) in ON_HOST.items()}})
 
 
 def saving(folder: Path, ranks: int) -> dict[str, Any]:
@@ -115,18 +147,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def by_ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """What each rank saw, by the number of ranks."""
     refused = on(2, {kind: {"config": config_of(optimizer=ADAMW), "model": kind} for kind in ("scalar", "empty")})
-    two = {**on(2, {**CASES, "visited": VISITED, "experts": EXPERTS}), **saving(folder, 2), **refused}
+    refused |= on(2, {name: case for name, (case, _) in SAID.items()})
+    two = {**on(2, {**CASES, "experts": EXPERTS}), **saving(folder, 2), **refused, **on_host(2)}
     found = {2: run_cases(folder / "two", two, ranks=2)}
-    found[1] = run_cases(folder / "one", {**on(1, CASES), **on(1, {"visited": VISITED}), **resuming(folder, 1)})
-    again = run_cases(folder / "again", {**resuming(folder, 2), **changing_stage(folder)}, ranks=2)
+    saved = {**on(1, {"saved": VISITED})["saved"], **SMALL, "save_after": SAVED_AFTER, "save": str(folder / "of host")}
+    found[1] = run_cases(folder / "one", {**on(1, CASES), **resuming(folder, 1), **on_host(1), "saved on host": saved})
+    from_host = on(2, {"from host": {**VISITED, "visit": None, "steps": STEPS - SAVED_AFTER, "load": saved["save"]}})
+    again = run_cases(folder / "again", {**resuming(folder, 2), **changing_stage(folder), **from_host}, ranks=2)
     for seen, more in zip(found[2], again, strict=True):
         seen.update(more)
     four = {**(on(4, CASES) if 4 in RANKS else {}), **resuming(folder, 4)}
     found[4] = run_cases(folder / "four", four, ranks=4)
     for ranks in found.values():
         for seen in ranks:
-            for name, case in seen.items():
-                assert name in REFUSED or "error" not in case, f"{name}: {case['error']}"
+            for name, case in list(seen.items()):
+                assert name in {**REFUSED, **SAID} or "error" not in case, f"{name}: {case['error']}"
+                if name.endswith(" on device"):
+                    seen[name.removesuffix(" on device")] = case
     return found
 
 
@@ -285,3 +322,40 @@ def test_it_becomes_a_plain_checkpoint(folder: Path, tmp_path: Path) -> None:
     saved = torch.load(source / tag / "mp_rank_00_model_states.pt", weights_only=False)["module"]
     torch.testing.assert_close(found["model"], dict(saved), rtol=0.0, atol=0.0)
     assert {float(state["step"]) for state in found["optimizer"]["state"].values()} == {float(SAVED_AFTER)}
+
+
+@pytest.mark.parametrize("name", ON_HOST)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_that_do_not_fit_are_trained_on_the_host(
+    by_ranks: dict[int, list[dict[str, Any]]], name: str, ranks: int
+) -> None:
+    """What scripts do with them included; one rank, too, which has all of them where they fit."""
+    for seen in by_ranks[ranks]:
+        found, expected = seen[f"{name} on host"], seen[f"{name} on device"]
+        near = 0.0 if ranks == 2 else 1e-6
+        torch.testing.assert_close(found["flushed"], expected["flushed"], rtol=0.0, atol=near)
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+        assert found["topk_ratio"] == expected["topk_ratio"] == 0.0
+        (line,) = [line for line in found["lines"] if "backend zenflow" in line]
+        (other,) = [line for line in expected["lines"] if "backend zenflow" in line]
+        sharded = (
+            f"; sharded by FSDP2 over {ranks} rank{'s' * (ranks > 1)}, whose 0.00 GB of weights each lie on the host"
+        )
+        assert line.endswith(f"{sharded}, since they do not fit on their devices")
+        assert other.endswith("stay on the device" if ranks == 1 else "stay on their devices")
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_the_host_cannot_have_is_refused(by_ranks: dict[int, list[dict[str, Any]]], name: str) -> None:
+    for seen in by_ranks[2]:
+        assert seen[name]["error"].startswith(SAID[name][1])
+
+
+def test_ranks_with_weights_on_the_device_go_on_from_one_with_weights_on_the_host(
+    by_ranks: dict[int, list[dict[str, Any]]],
+) -> None:
+    uninterrupted = by_ranks[1][0]["saved on host"]
+    for seen in by_ranks[2]:
+        resumed = seen["from host"]
+        assert resumed["client_state"]["mine"] == 7
+        torch.testing.assert_close(resumed["flushed"], uninterrupted["flushed"], rtol=1e-4, atol=2e-5)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zftune.errors import BadInputError
-from zftune.integrations.fsdp2 import require_room, rows_of, units_of
+from zftune.integrations.fsdp2 import device_bytes, rows_of, shapes_of, stays_on_device, units_of
 
 
 class Block(nn.Module):
@@ -64,10 +64,33 @@ def test_rows_are_dealt_as_fsdp2_deals_them() -> None:
 
 def test_weights_that_do_not_fit_are_refused() -> None:
     model = Listed()  # 9 x 6 + 3 x 72 + 18 = 288 elements; the largest unit has 72, what is in none 72
-    require_room(model, 1, torch.bfloat16, 576)
-    require_room(model, 4, torch.bfloat16, 144 + 144)
-    require_room(model, 4, None, 288 + 288)
+    assert stays_on_device(model, 1, torch.bfloat16, 576)
+    assert stays_on_device(model, 4, torch.bfloat16, 144 + 144)
+    assert stays_on_device(model, 4, None, 288 + 288, besides_bytes=1)
     with pytest.raises(BadInputError, match=r"take 0\.0 GB of a device \(ranks: 1\), of which 0\.0 GB are free"):
-        require_room(model, 1, torch.bfloat16, 575)
-    with pytest.raises(BadInputError, match=r"ranks: 4.*take more ranks"):
-        require_room(model, 4, None, 575)
+        stays_on_device(model, 1, torch.bfloat16, 575)
+    with pytest.raises(BadInputError, match=r'ranks: 4.*allowed .* "offload_param": .*, take more ranks'):
+        stays_on_device(model, 4, None, 575)
+
+
+def test_else_they_are_on_the_host_where_they_may_be() -> None:
+    """From where two units are copied at a time, beside what is in none."""
+    model = Listed()
+    assert device_bytes(model, 1, torch.bfloat16, on_host=True) == 2 * (72 + 2 * 72)
+    assert stays_on_device(model, 4, None, 576 + 9, may_leave=True, besides_bytes=9)
+    assert not stays_on_device(model, 4, None, 1000, may_leave=True, besides_bytes=1000)
+    assert not stays_on_device(model, 1, torch.bfloat16, 432, may_leave=True)
+    with pytest.raises(BadInputError, match=r"that fit: take more ranks, or"):
+        stays_on_device(model, 1, torch.bfloat16, 431, may_leave=True)
+
+
+def test_a_module_of_shapes_has_no_memory() -> None:
+    model = nn.ModuleDict({"first": nn.Linear(3, 4), "second": nn.Linear(3, 4, bias=False)})
+    model["second"].weight = model["first"].weight
+    found = shapes_of(model, torch.bfloat16)
+    assert [(name, one.shape, one.dtype) for name, one in found.named_parameters()] == [
+        ("first.weight", (4, 3), torch.bfloat16),
+        ("first.bias", (4,), torch.bfloat16),
+    ]
+    assert all(one.is_meta for one in found.parameters())
+    assert not any(one.is_meta for one in model.parameters())

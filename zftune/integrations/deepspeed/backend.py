@@ -20,8 +20,15 @@ from zftune.agent import NOBODY, ONLINE
 from zftune.errors import BadInputError
 from zftune.integrations import fsdp2
 from zftune.integrations.deepspeed import optimizers, sharded_files
-from zftune.integrations.deepspeed.choosing import OWN_KNOBS, Training, choose, late_knobs, with_knobs
-from zftune.integrations.deepspeed.ds_config import micro_batch_of, stage_of, truth
+from zftune.integrations.deepspeed.choosing import (
+    OWN_KNOBS,
+    Training,
+    choose,
+    knobs_on_host,
+    late_knobs,
+    with_knobs,
+)
+from zftune.integrations.deepspeed.ds_config import MISSING, at, micro_batch_of, stage_of, truth
 from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer, LossScaling
 from zftune.integrations.deepspeed.fp32_weights import save_whole, save_with_fp32
 from zftune.integrations.deepspeed.outcome import quality_of
@@ -63,6 +70,8 @@ class Plan:
     """Whether whole weights of stage 3 may be saved in 16 bits."""
     offloads_weights: bool
     """Whether the ds_config would have the weights on the host."""
+    topk_ratio: object
+    """The ds_config's own; None: it has none."""
 
 
 def plan(config: Mapping[str, Any], section: Section) -> Plan:
@@ -76,6 +85,7 @@ def plan(config: Mapping[str, Any], section: Section) -> Plan:
         BadInputError: something is not allowed, or not done by this backend; one sentence.
     """
     require_none(refusals(config))
+    topk_ratio = at(config, ("zero_optimization", "zenflow", "topk_ratio"))
     precision = Precision.of(config)
     zero = config.get("zero_optimization")
     has_zenflow = isinstance(zero, Mapping) and zero.get("zenflow") is not None
@@ -97,7 +107,8 @@ def plan(config: Mapping[str, Any], section: Section) -> Plan:
         stage=int(stage_of(config)),
         reduced_in=dtype_named(config.get("communication_data_type")),
         gathers=isinstance(zero, Mapping) and any(truth(zero.get(name)) for name in _GATHERS),
-        offloads_weights=isinstance(zero, Mapping) and zero.get("offload_param") is not None,
+        offloads_weights=at(config, ("zero_optimization", "offload_param", "device")) == "cpu",
+        topk_ratio=None if topk_ratio in (MISSING, "auto") else topk_ratio,
     )
 
 
@@ -138,7 +149,7 @@ def require_plain(module: nn.Module, stage: int) -> None:
 
 
 def shard(plan: Plan, module: nn.Module) -> Sharded | None:
-    """At stage 3, leave each of several ranks its rows of the model.
+    """At stage 3, leave each of several ranks its rows of the model; one rank too, where they have to be on the host.
 
     Args:
         plan: of the call.
@@ -155,8 +166,15 @@ def shard(plan: Plan, module: nn.Module) -> Sharded | None:
         return None
     from deepspeed.accelerator import get_accelerator
 
-    fsdp2.require_room(module, ranks, plan.precision.dtype, get_accelerator().available_memory())
-    if ranks == 1:
+    stays = fsdp2.stays_on_device(
+        module,
+        ranks,
+        plan.precision.dtype,
+        get_accelerator().available_memory(),
+        may_leave=plan.offloads_weights,
+        besides_bytes=besides_weights(module, plan, ranks) if plan.offloads_weights else 0,
+    )
+    if ranks == 1 and stays:
         fsdp2.make_whole(module)
         return None
     fsdp2.require_torch()
@@ -169,12 +187,45 @@ def shard(plan: Plan, module: nn.Module) -> Sharded | None:
         module,
         init_device_mesh(get_accelerator().device_name(), (ranks,)),
         dtype=plan.precision.dtype,
+        on_host=not stays,
         reshard_after_forward=True,
         mp_policy=MixedPrecisionPolicy(reduce_dtype=plan.reduced_in),
     )
     zero3.mark(module)
     zero3.reduce_unused(module)
     return made
+
+
+def besides_weights(module: nn.Module, plan: Plan, ranks: int) -> int:
+    """Bytes that a step needs on a device beside the weights: by the planner, with nothing that waits for the link.
+
+    Args:
+        module: before it is cut up. Sequences of a transformers model are as long as the planner takes them to be, or
+            as the model allows; of another one nothing is known, and its activations are those of one token.
+        plan: of the call.
+        ranks: how many share it.
+    """
+    from zftune.planner.facts import Job, ModelFacts
+    from zftune.planner.memory import device_bytes
+    from zftune.planner.split import model_plan
+
+    positions = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    job = Job(
+        seq=min(Job().seq, positions) if isinstance(positions, int) and positions > 0 else 1,
+        micro_batch=micro_batch_of(plan.config, ranks),
+        gpus=ranks,
+        checkpointing=_recomputes(module),
+    )
+    try:
+        model = ModelFacts.from_module(type(module).__name__, fsdp2.shapes_of(module, plan.precision.dtype))
+    except BadInputError:  # nothing of it is trained, or not yet
+        return 0
+    uses = device_bytes(model, model_plan(model, plan.own), job, plan.own, packed=0.0, arrived=0.0)
+    return sum(nbytes for use, nbytes in uses.items() if use not in ("context", "weights", "gathered"))
+
+
+def _recomputes(module: nn.Module) -> bool:
+    return any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
 
 
 @contextmanager
@@ -255,7 +306,11 @@ class Making:
         chosen = choose(training, plan.section)
         config = with_knobs(plan.own, chosen, plan.quality)
         sentence = chosen.sentence
-        if plan.quality == "exact":
+        on_host = self._sharded is not None and self._sharded.on_host
+        if on_host:
+            config, but = knobs_on_host(config, plan.quality, plan.topk_ratio)
+            sentence += but
+        elif plan.quality == "exact":
             self.follows, self.late = True, self._late(training)
             if plan.late is not None:
                 sentence += ", but for update_interval 1 and overlap_step false, which exact needs"
@@ -264,9 +319,15 @@ class Making:
             config, late = late_knobs(config, plan.quality, self._torch_device)
             sentence = sentence.replace(OWN_KNOBS, late)
         if self._sharded is not None:
-            sentence += f"; sharded by FSDP2 over {self._sharded.ranks} ranks"
+            sentence += f"; sharded by FSDP2 over {self._sharded.ranks} rank{'s' if self._sharded.ranks > 1 else ''}"
             if plan.offloads_weights:
-                sentence += f", whose {self._sharded.bytes / 1e9:.2f} GB of weights each stay on their devices"
+                where = (
+                    "lie on the host, since they do not fit on their devices" if on_host else "stay on their devices"
+                )
+                sentence += f", whose {self._sharded.bytes / 1e9:.2f} GB of weights each {where}"
+        elif plan.offloads_weights and plan.stage == _SHARDED:
+            nbytes = sum(parameter.nbytes for parameter in self._module.parameters())
+            sentence += f"; its {nbytes / 1e9:.2f} GB of weights stay on the device"
         elif ranks > 1:
             sentence += f"; each of {ranks} ranks has the state and the host work of all, stage 3 shares them out"
         _logger.info("zftune: backend zenflow, quality %s; %s", _PROMISES[plan.quality], sentence)

@@ -154,6 +154,35 @@ def late_knobs(own: ZenFlowConfig, quality: Quality, device: torch.device) -> tu
     )
 
 
+def knobs_on_host(config: ZenFlowConfig, quality: Quality, topk_ratio: object) -> tuple[ZenFlowConfig, str]:
+    """The knobs where weights are on the host: no column is selected, and what may come late is one step late.
+
+    Args:
+        config: those that it would have on the device.
+        quality: what is promised; with "loose" updates are two steps late.
+        topk_ratio: the ds_config's own; None: it has none.
+
+    Returns:
+        The knobs, and what to say of them; nothing where they are as they were.
+
+    Raises:
+        BadInputError: the ds_config asks for columns that are updated on the device.
+    """
+    if topk_ratio:
+        raise BadInputError(
+            f"zero_optimization.zenflow.topk_ratio is {topk_ratio} and the weights are on the host (offload_param), "
+            "where no column is selected, allowed is 0"
+        )
+    if topk_ratio is not None:
+        return config, ""
+    late: dict[str, Any] = {"update_interval": 2 if quality == "loose" else 1, "apply_lag": None, "overlap_step": True}
+    changed = replace(config, topk_ratio=0.0, **(late if quality != "exact" else {}))
+    if changed == config:
+        return config, ""
+    window = "" if quality == "exact" else f" and update_interval {changed.update_interval}"
+    return changed, f", but for topk_ratio 0{window}, since no column of weights on the host is selected"
+
+
 def with_knobs(own: ZenFlowConfig, chosen: Chosen, quality: Quality) -> ZenFlowConfig:
     """The ds_config's knobs with a preset's.
 

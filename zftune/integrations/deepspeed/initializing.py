@@ -133,7 +133,9 @@ def _with_zenflow(original: Wrapped, given: dict[str, Any], config: dict[str, An
         result = _call(original, changed, plan.config)
     assert making.optimizer is not None
     backend.take_over(result[0], making.optimizer, plan)
-    if section.online:
+    if section.online and sharded is not None and sharded.on_host:
+        _logger.warning("nothing is tuned online: no column of weights on the host can be selected")
+    elif section.online:
         online.attach(result[0], making.optimizer, plan)
     elif making.follows:
         from zftune.hiding.following import follow

@@ -137,6 +137,7 @@ def _give_back(parameter: Any, updated: bool) -> None:
     del parameter.whole
     parameter.__class__ = DTensor
     parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE
-    rows, held = own_rows(whole, parameter), local_rows(parameter.detach())
+    held = local_rows(parameter.detach())
+    rows = own_rows(whole, parameter).to(held.device)
     if updated and not torch.equal(rows, held):  # most say so to save memory
         held.copy_(rows)
