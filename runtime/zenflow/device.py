@@ -292,6 +292,9 @@ class HostWeights(CpuDevice):
         super().__init__()
         self._computing = computing
 
+    def h2d(self, source: torch.Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, torch.Tensor]:
+        return Arrived(self.mark(), source.nbytes), source  # from where it is written into the weights
+
     def let_go_of_weights(self) -> None:
         # A gather without a backward pass behind it, as in evaluation, may not have read its rows yet.
         if torch.accelerator.is_available():

@@ -150,7 +150,9 @@ def make_runtime(
     engine = HostEngine(device, backend)
     memory = HostMemory(backend, device)
     log = GradientLog(memory, engine, device, history, config.longest_window)
-    kernels = kernels_for(device.torch_device)
+    # Launchers leave PyTorch one thread where a GPU computes, and weights on the host are much work for it.
+    whole_share = device.in_host_memory and not device.takes_host_cores
+    kernels = kernels_for(device.torch_device, len(cores.cpus) if whole_share else None)
     ledger = Ledger() if config.ledger else None
     return Runtime(
         device,

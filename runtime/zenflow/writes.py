@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -31,7 +32,7 @@ class WriteWatch:
     (`rms_norm`) leave lazy clones to its older ones.
     """
 
-    __slots__ = ("_before", "_kept", "_parameter", "_storage", "_version", "_way")
+    __slots__ = ("_before", "_copy", "_kept", "_parameter", "_storage", "_version", "_way")
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
@@ -39,6 +40,7 @@ class WriteWatch:
         self._way: Literal["shared", "copied", "counted"] = "counted"
         self._version = 0
         self._before: torch.Tensor | None = None
+        self._copy: torch.Tensor | None = None  # memory for the next one: new pages cost more than the copy
         self._kept = False
 
     def begin(self, *, keep: bool) -> None:
@@ -55,7 +57,9 @@ class WriteWatch:
         self._before = None if pointed_at else _lazy_clone(values)
         self._way = "counted" if self._before is None else "shared"
         if self._before is None and on_cpu:
-            self._before, self._way = values.clone(), "copied"
+            self._before, self._way = self._copied(values), "copied"
+        else:
+            self._copy = None
         self._kept = keep and self._before is not None
         if not keep and self._way == "shared":
             self._before = None  # the memory stays marked, and the first write costs nothing
@@ -71,7 +75,7 @@ class WriteWatch:
             return not torch._C._is_cow_tensor(parameter)  # type: ignore[attr-defined]
         if self._way == "copied":
             assert self._before is not None
-            return not torch.equal(self._before, parameter.detach())
+            return not _same(self._before, parameter.detach())
         return parameter._version != self._version
 
     def end(self) -> torch.Tensor | None:
@@ -83,6 +87,23 @@ class WriteWatch:
         before = self._before if self._kept else None
         self._storage, self._before = None, None
         return before
+
+    def _copied(self, values: torch.Tensor) -> torch.Tensor:
+        last = self._copy
+        if last is None or (last.shape, last.dtype, last.stride()) != (values.shape, values.dtype, values.stride()):
+            self._copy = values.clone()
+            return self._copy
+        return last.copy_(values)
+
+
+def _same(before: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether two tensors of the same shape on the CPU are equal to the bit."""
+    if not (before.is_contiguous() and values.is_contiguous()) or before.shape != values.shape or not values.dim():
+        return torch.equal(before, values)
+    words = torch.int64 if values.nbytes % 8 == 0 else torch.uint8
+    # torch compares element by element, which takes ten times as long in bfloat16.
+    one, other = (part.reshape(-1).view(words).numpy() for part in (before, values))
+    return bool(np.array_equal(one, other))
 
 
 def _lazy_clone(values: torch.Tensor) -> torch.Tensor | None:

@@ -191,10 +191,12 @@ def said(rank: int) -> dict[str, Any]:
     hooks = [name for name, one in model.named_parameters() if getattr(one, "_post_accumulate_grad_hooks", None)]
     config, device = optimizer.config, type(optimizer.device).__name__
     optimizer.abandon()
-    none = ZenFlowAdamW(model.parameters(), config=ZenFlowConfig(offload_ratio=0.0), module=model)
+    none = ZenFlowAdamW(model.parameters(), config=ZenFlowConfig(offload_ratio=0.0, host_threads=2), module=model)
+    kernels = none._training.runtime.kernels
+    threads = {"of torch": torch.get_num_threads(), "of kernels": getattr(kernels, "_threads", None)}
     none.abandon()
     knobs = {"topk_ratio": config.topk_ratio, "update_interval": config.update_interval}
-    return {"said": sentences, "knobs": knobs, "hooks": hooks, "device": device}
+    return {"said": sentences, "knobs": knobs, "hooks": hooks, "device": device, "threads": threads}
 
 
 def _refusal(do: Callable[[], object]) -> str:

@@ -1,6 +1,6 @@
 """The device kernels in the native module (csrc/matrix.hpp): for weights in the host's own memory.
 
-One pass over memory where PyTorch takes a dozen, on as many threads as PyTorch has for its operations.
+One pass over memory where PyTorch takes a dozen, on as many threads as PyTorch has for its operations, or is said.
 """
 
 from __future__ import annotations
@@ -34,13 +34,19 @@ class NativeKernels(Kernels):
 
     Args:
         native: the native module.
+        threads: of a call; None: as many as PyTorch has then.
     """
 
     name = "native"
 
-    def __init__(self, native: ModuleType) -> None:
+    def __init__(self, native: ModuleType, threads: int | None = None) -> None:
         self._native = native
+        self._given_threads = threads
         _end_helpers_at_exit(native)
+
+    @property
+    def _threads(self) -> int:
+        return self._given_threads or torch.get_num_threads()
 
     def runs_on(self, device: torch.device) -> bool:
         return device.type == "cpu"
@@ -50,7 +56,7 @@ class NativeKernels(Kernels):
             return _EAGER.energies(matrix)
         rows, columns = matrix.shape
         energies = torch.empty(columns, dtype=torch.float32, device=matrix.device)
-        self._native.column_energies(_matrix(matrix), rows, columns, energies.data_ptr(), torch.get_num_threads())
+        self._native.column_energies(_matrix(matrix), rows, columns, energies.data_ptr(), self._threads)
         return energies
 
     def pack(self, matrix: torch.Tensor, columns: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -59,9 +65,7 @@ class NativeKernels(Kernels):
         n, (rows, limit) = len(columns), matrix.shape
         index = _index(columns)
         packed = matrix.new_empty((n, rows)) if into is None else into
-        self._native.pack_columns(
-            _matrix(matrix), index.data_ptr(), n, rows, limit, packed.data_ptr(), torch.get_num_threads()
-        )
+        self._native.pack_columns(_matrix(matrix), index.data_ptr(), n, rows, limit, packed.data_ptr(), self._threads)
         return packed
 
     def scatter(self, matrix: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
@@ -77,7 +81,7 @@ class NativeKernels(Kernels):
             matrix.shape[1],
             source.data_ptr(),
             _DTYPES[source.dtype],
-            torch.get_num_threads(),
+            self._threads,
         )
 
     def update(
@@ -114,7 +118,7 @@ class NativeKernels(Kernels):
             if id(one.hyper) not in numbers:
                 numbers[id(one.hyper)] = one.hyper.numbers, one.hyper.decay
             native.append(self._update(rule, one, index, number, numbers[id(one.hyper)], skipped))
-        self._native.update_columns(native, torch.get_num_threads())
+        self._native.update_columns(native, self._threads)
 
     def _update(
         self,
