@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from zenflow.clock import Clock, Queue, SimulatedClock
 from zenflow.device import Device, HostSpan, Mark, Transfer, in_backward
 from zenflow.errors import UnsupportedError, ZenFlowError
-from zenflow.late_rows import units_of
+from zenflow.late_rows import gathered_by, units_of
 from zenflow.ranks import latest
 from zenflow.rig import Rig
 
@@ -203,7 +203,7 @@ class EmulatedAccelerator(Device):
             module: whole, or after `fully_shard` (FSDP2), whose collectives then take the time of the rig's network.
 
         Raises:
-            UnsupportedError: FSDP2 is of a torch that does not show its collectives.
+            UnsupportedError: FSDP2 keeps weights on the host, or is of a torch that does not show its collectives.
         """
         self._pads = _Pads(module, self.rig, self._segment)
         module.register_forward_hook(self._count_memory)
@@ -488,6 +488,11 @@ def _units(module: nn.Module) -> list[Any]:
         raise UnsupportedError(
             f"torch is {torch.__version__}, allowed for fully_shard on a rig is one that has "
             "FSDPModule.set_custom_reduce_scatter"
+        )
+    if any(getattr(one, "offload_to_cpu", False) for unit in units for one in gathered_by(unit).values()):
+        raise UnsupportedError(
+            "the model's weights are on the host (CPUOffloadPolicy), allowed on a rig are weights on the device: it "
+            "has no times for FSDP2's copies"
         )
     return units
 

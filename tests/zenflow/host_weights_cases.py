@@ -199,6 +199,33 @@ def said(rank: int) -> dict[str, Any]:
     return {"said": sentences, "knobs": knobs, "hooks": hooks, "device": device, "threads": threads}
 
 
+def sharded_later(rank: int) -> dict[str, Any]:
+    """Where the model is sharded after the optimizer was made, as Accelerate does it, and from the beginning."""
+    later = Run(CASES["late"], model_of(), my_part(rank))
+    later.optimizer.param_groups[0]["params"] = [*on_host(later.model).parameters()]
+    return {"host": found(later), "device": found(Run(CASES["late"], sharded(model_of()), my_part(rank)))}
+
+
+def exchanged(rank: int) -> dict[str, Any]:
+    """How far weights are apart where torch's AdamW goes on from our state, and where we go on."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    run = Run(Case(ZenFlowConfig.zero_offload()), on_host(model_of()), my_part(rank)).steps(1, STOP)
+    with run.optimizer.torch_state():
+        state = get_optimizer_state_dict(run.model, run.optimizer)
+    theirs = on_host(model_of())
+    theirs.load_state_dict(run.model.state_dict())
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.1)
+    set_optimizer_state_dict(theirs, optimizer, state)
+    for number in range(STOP + 1, STEPS + 1):
+        optimizer.zero_grad()
+        loss_of(theirs, tokens_of(number, 0)[my_part(rank)], recompute=False).backward()
+        optimizer.step()
+    rows = found(run, STOP + 1)["rows"]
+    pairs = [(rows[name], local(one.detach())) for name, one in theirs.named_parameters()]
+    return {"differences": [float((one - other).abs().max()) for one, other in pairs if one.numel()]}
+
+
 def _refusal(do: Callable[[], object]) -> str:
     try:
         do()
@@ -228,4 +255,6 @@ WORK: dict[str, Callable[[int], Any]] = {
     "as torch": as_torch,
     "said": said,
     "saved": saved,
+    "sharded later": sharded_later,
+    "exchanged": exchanged,
 }

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.zenflow import fsdp_cases
 from tests.zenflow.fsdp_cases import OVERLAPPED, model_of, my_part, sharded
 from tests.zenflow.rank_runs import Results, results_of_ranks
-from zenflow import EmulatedAccelerator, Rig, StepStats, ZenFlowAdamW, ZenFlowConfig
+from zenflow import EmulatedAccelerator, Rig, StepStats, UnsupportedError, ZenFlowAdamW, ZenFlowConfig
 from zenflow.device import Direction, HostSpan, Transfer
 
 RANKS, WIDTH, STEPS = 2, 8, 4
@@ -190,11 +190,25 @@ def train_overlapped(rank: int) -> dict[str, Any]:
     return {"steps": repr(steps), "losses": losses, "copies": watch.copies, "early": watch.early}
 
 
+def say_of_host(rank: int) -> dict[str, Any]:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    model = sharded(model_of(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    device = EmulatedAccelerator(rig_of(1.0, 2.0))
+    try:
+        with pytest.raises(UnsupportedError) as raised:
+            device.attach(model)
+    finally:
+        device.close()
+    return {"said": str(raised.value)}
+
+
 WORK = {
     **{name: partial(train_chain, case) for name, case in TIMED.items()},
     "late": train_late,
     "overlapped": train_overlapped,
     "overlapped again": train_overlapped,
+    "on the host": say_of_host,
 }
 """What all ranks do together."""
 
@@ -236,3 +250,11 @@ def test_simulated_ranks_repeat_to_the_last_digit(ranks: Results) -> None:
         assert first["steps"] == second["steps"]
         assert first["losses"] == second["losses"]
     assert ranks[0]["overlapped"]["losses"] != ranks[1]["overlapped"]["losses"]  # each has a part of the batch
+
+
+def test_weights_on_the_host_are_refused(ranks: Results) -> None:
+    for results in ranks:
+        assert results["on the host"]["said"] == (
+            "the model's weights are on the host (CPUOffloadPolicy), allowed on a rig are weights on the device: it "
+            "has no times for FSDP2's copies"
+        )

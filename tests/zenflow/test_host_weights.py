@@ -11,12 +11,12 @@ from tests.zenflow.rank_runs import Results, results_of_ranks
 
 RANKS = (1, 2, 4) if everything() else (1, 2)
 BY_DAY = {1: ["exact"], 2: ["scaled", "knobs", "rounded"], 4: ["late", "knobs"]}  # of four, one has no row of a weight
-ON_TWO = ["as torch", "saved", "waited for", "at all speeds", "said"]
+ON_TWO = ["as torch", "saved", "waited for", "at all speeds", "said", *(["exchanged"] if everything() else [])]
 
 
 def cases_on(size: int) -> list[str]:
     """Of those that have a counterpart on the device."""
-    return [*CASES, "rounded"] if everything() and size < 4 else BY_DAY[size]
+    return [*CASES, "rounded", "sharded later"] if everything() and size < 4 else BY_DAY[size]
 
 
 @pytest.fixture(scope="module", params=RANKS, ids="on {}".format)
@@ -50,6 +50,13 @@ def test_they_are_what_weights_on_the_device_are_to_the_bit(ranks: Results) -> N
 def test_exact_is_adamw_of_torch(ranks: Results) -> None:
     for result in ranks:
         assert max(result["as torch"]["differences"]) < 1e-6
+
+
+@pytest.mark.usefixtures("every_fault")
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_torchs_adamw_goes_on_from_their_state(ranks: Results) -> None:
+    for result in ranks:
+        assert max(result["exchanged"]["differences"]) < 1e-6
 
 
 @pytest.mark.parametrize("ranks", RANKS if everything() else [2], indirect=True)
