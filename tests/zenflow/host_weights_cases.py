@@ -41,7 +41,10 @@ CASES = {
     "reduced once": Case(LATE, passes=2, reduces="last"),
     "scaled": Case(replace(LATE, max_grad_norm=0.5), scaler=True, infinite=4),
     "recomputed": Case(LATE, recompute=True),
-    "knobs": Case(LATE, knobs={3: {"update_interval": 2}, 5: {"host_threads": 2}, 7: {"offload_ratio": 0.5}}),
+    "knobs": Case(
+        replace(LATE, max_grad_norm=0.5),
+        knobs={3: {"update_interval": 2}, 5: {"host_threads": 2}, 7: {"offload_ratio": 0.5}},
+    ),
     **{rule: Case(LATE, rule=rule) for rule in OURS if rule != "adamw"},
 }
 
@@ -165,7 +168,7 @@ def as_torch(rank: int) -> dict[str, Any]:
         loss_of(theirs, tokens_of(number, 0)[my_part(rank)], recompute=False).backward()
         optimizer.step()
         pairs = zip(rows_of(ours).values(), theirs.parameters(), strict=True)
-        differences.append(max(float((one - local(other)).abs().max()) for one, other in pairs if one.numel()))
+        differences.append(max(float((one - local(other.detach())).abs().max()) for one, other in pairs if one.numel()))
     ours.optimizer.abandon()
     return {"differences": differences}
 

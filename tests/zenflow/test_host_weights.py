@@ -10,7 +10,7 @@ from tests.zenflow.host_weights_cases import CASES, FOLDER
 from tests.zenflow.rank_runs import Results, results_of_ranks
 
 RANKS = (1, 2, 4) if everything() else (1, 2)
-BY_DAY = {1: ["exact"], 2: ["scaled", "knobs", "rounded"], 4: ["late", "knobs"]}  # of four, one has no row of a weight
+BY_DAY = {1: ["exact"], 2: ["knobs", "rounded"], 4: ["late", "knobs"]}  # of four, one has no row of a weight
 ON_TWO = ["as torch", "saved", "waited for", "at all speeds", "said", *(["exchanged"] if everything() else [])]
 
 
