@@ -60,8 +60,13 @@ class Sharded:
     """The new ones; each old one is a `Former`."""
     masters: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     """fp32 rows of this rank, on the CPU, of trained parameters that were rounded."""
-    on_host: bool = False
-    """Whether the rows lie there, and are copied to the device for each use."""
+    on_host_since: str = ""
+    """Why the rows lie there, and are copied to the device for each use; empty: they do not."""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the rows lie there."""
+        return bool(self.on_host_since)
 
     @property
     def bytes(self) -> int:
@@ -115,7 +120,7 @@ def now(parameters: Any) -> Any:
 
 
 def shard(
-    module: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = None, on_host: bool = False, **policy: Any
+    module: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = None, on_host_since: str = "", **policy: Any
 ) -> Sharded:
     """Leave each rank its rows of every weight, one unit after the other: no more than one is whole on the device.
 
@@ -126,7 +131,7 @@ def shard(
         module: on any device; changed in place, its weights are DTensors afterwards.
         mesh: of all ranks.
         dtype: that floating weights are cast to; None: they keep theirs.
-        on_host: keep the rows there (`CPUOffloadPolicy`).
+        on_host_since: why the rows are kept there (`CPUOffloadPolicy`); empty: they are not.
         policy: as for `fully_shard`.
 
     Raises:
@@ -135,14 +140,14 @@ def shard(
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
     if isinstance(module, FSDPModule):  # by an earlier call
-        return Sharded(mesh.size(), list(module.parameters()), on_host=on_host)
-    if on_host:  # FSDP2's copies go on beside compute only where the rows are pinned
+        return Sharded(mesh.size(), list(module.parameters()), on_host_since=on_host_since)
+    if on_host_since:  # FSDP2's copies go on beside compute only where the rows are pinned
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    made, places = Sharded(mesh.size(), on_host=on_host), _places(module)
+    made, places = Sharded(mesh.size(), on_host_since=on_host_since), _places(module)
     for unit in (*units_of(module), module):
         own = [parameter for parameter in unit.parameters() if id(parameter) in places]
         _require_fitting(module, own, dtype)
-        home = torch.device("cpu" if on_host else mesh.device_type)
+        home = torch.device("cpu" if on_host_since else mesh.device_type)
         cut = {id(old): _cut(old, places[id(old)], mesh, dtype, home) for old in own}
         fully_shard(unit, mesh=mesh, **policy)
         for old in own:

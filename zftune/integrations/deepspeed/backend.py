@@ -166,14 +166,12 @@ def shard(plan: Plan, module: nn.Module) -> Sharded | None:
         return None
     from deepspeed.accelerator import get_accelerator
 
+    free = get_accelerator().available_memory()
+    besides = besides_weights(module, plan, ranks) if plan.offloads_weights else 0
     stays = fsdp2.stays_on_device(
-        module,
-        ranks,
-        plan.precision.dtype,
-        get_accelerator().available_memory(),
-        may_leave=plan.offloads_weights,
-        besides_bytes=besides_weights(module, plan, ranks) if plan.offloads_weights else 0,
+        module, ranks, plan.precision.dtype, free, may_leave=plan.offloads_weights, besides_bytes=besides
     )
+    since = f"{free / 1e9:.1f} GB are free there and a step needs about {besides / 1e9:.1f} GB beside them"
     if ranks == 1 and stays:
         fsdp2.make_whole(module)
         return None
@@ -187,7 +185,7 @@ def shard(plan: Plan, module: nn.Module) -> Sharded | None:
         module,
         init_device_mesh(get_accelerator().device_name(), (ranks,)),
         dtype=plan.precision.dtype,
-        on_host=not stays,
+        on_host_since="" if stays else since,
         reshard_after_forward=True,
         mp_policy=MixedPrecisionPolicy(reduce_dtype=plan.reduced_in),
     )
@@ -306,8 +304,7 @@ class Making:
         chosen = choose(training, plan.section)
         config = with_knobs(plan.own, chosen, plan.quality)
         sentence = chosen.sentence
-        on_host = self._sharded is not None and self._sharded.on_host
-        if on_host:
+        if self._sharded is not None and self._sharded.on_host:
             config, but = knobs_on_host(config, plan.quality, plan.topk_ratio)
             sentence += but
         elif plan.quality == "exact":
@@ -321,9 +318,8 @@ class Making:
         if self._sharded is not None:
             sentence += f"; sharded by FSDP2 over {self._sharded.ranks} rank{'s' if self._sharded.ranks > 1 else ''}"
             if plan.offloads_weights:
-                where = (
-                    "lie on the host, since they do not fit on their devices" if on_host else "stay on their devices"
-                )
+                since = self._sharded.on_host_since
+                where = f"lie on the host instead of a device, since {since}" if since else "stay on their devices"
                 sentence += f", whose {self._sharded.bytes / 1e9:.2f} GB of weights each {where}"
         elif plan.offloads_weights and plan.stage == _SHARDED:
             nbytes = sum(parameter.nbytes for parameter in self._module.parameters())
