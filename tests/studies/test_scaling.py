@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.studies.test_studies import STUDIES, load
-from zftune.planner.facts import Job, Machine
+from zftune.planner.facts import Job, Machine, ModelFacts
+from zftune.planner.split import split_of
 
 
 @pytest.fixture(scope="module")
@@ -35,4 +36,23 @@ def test_gpus_beyond_one_machine_are_whole_machines(study: Any) -> None:
     ],
 )
 def test_what_to_do(study: Any, steps_ms: dict[str, float], expected: str) -> None:
-    assert study.answer({"steps_ms": steps_ms, "bound_by": "host"}) == expected
+    found = {"steps_ms": steps_ms, "bound_by": "host", "replicas_ms": None}
+    assert study.answer(found) == expected
+    if steps_ms:
+        assert study.answer(found | {"replicas_ms": 99.0}) == expected
+        assert study.answer(found | {"replicas_ms": 80.0}) == f"{expected}; replicas: 80"
+
+
+def test_of_the_weights_only_what_changed_is_sent(study: Any) -> None:
+    model, gpus = ModelFacts.from_name("tiny"), 4
+    split = split_of(model, study.wire.CONFIG)
+    norms = split.resident  # which all change; of the others one in 20, and a quarter of the rest
+    columns = model.trainable - norms
+    changed = (norms + columns * (0.05 + 0.95 / 4)) / model.trainable
+    assert study.wire.changed_share(split) == pytest.approx(changed, rel=0.02)
+    ways = study.wire.ways_of(model, Machine.load("a100-80-pcie"), gpus, 1)
+    one = 2 * model.trainable * (gpus - 1) / gpus / 1e9
+    energies = 2 * 4 * split.words * (gpus - 1) / gpus / 1e9
+    sent = [ways[way].sent_gb - energies for way in study.wire.WAYS[1:]]
+    assert sent == pytest.approx([2 * one, (1 + changed) * one], rel=0.01)
+    assert ways["kept until backward"].step_ms > ways["changed columns"].step_ms
