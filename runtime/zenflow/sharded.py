@@ -119,6 +119,12 @@ def are_sharded(groups: Iterable[Mapping[str, Any]]) -> bool:
     return any(_is_dtensor(parameter) for group in groups for parameter in group["params"])
 
 
+def ranks_with_rows(parameter: torch.Tensor) -> int:
+    """How many ranks share a model's parameter by rows; 1: each has all of it."""
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    return 1 if mesh is None else int(mesh.size(mesh.ndim - 1))
+
+
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
     """A parameter's shape over all ranks."""
     return parameter.whole.shape if isinstance(parameter, Rows) else parameter.shape

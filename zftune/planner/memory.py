@@ -131,14 +131,15 @@ def device_bytes(
     }
 
 
-def state_bytes(model: ModelFacts, config: ZenFlowConfig) -> int:
-    """What the runtime keeps on the only device for good, without what an allocator adds.
+def state_bytes(model: ModelFacts, config: ZenFlowConfig, *, ranks: int = 1) -> int:
+    """What the runtime keeps on a device for good, without what an allocator adds.
 
     Args:
         model: its weights.
         config: the knobs.
+        ranks: each of which has its rows of every weight (FSDP2).
     """
-    return sum(map(sum, _state_tensors(model, model_plan(model, config), 1)))
+    return sum(map(sum, _state_tensors(model, model_plan(model, config), ranks)))
 
 
 def segments(sizes: Iterable[int]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,6 +54,10 @@ def several_ranks(ranks: int, work: Work) -> Iterator[None]:
             for said in filter(None, map(_heard, ears)):
                 raise ProfileError(said) from error
             raise
+        except BaseException:  # of this rank alone: the others would fail in the next collective, and say so
+            for process in begun:
+                process.terminate()
+            raise
         finally:
             _part()
             for process in begun:
@@ -70,6 +75,7 @@ def _part() -> None:
 
 
 def _companion(rank: int, ranks: int, folder: str, work: Work, mouth: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the first rank hears it, and ends this one
     try:
         _meet(rank, ranks, folder)
         work(rank)

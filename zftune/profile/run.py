@@ -133,8 +133,8 @@ def task_of(options: ProfileOptions) -> tuple[Task, str]:
         raise BadInputError("--real-time: allowed only on a rig, a device has no other time")
     if options.ranks > 1 and (options.rig == "none" or torch_device.type != "cpu" or options.real_time):
         raise BadInputError(
-            f"--ranks {options.ranks}: allowed only on a rig in simulated time; profile your own with "
-            "zftune profile -- torchrun ..."
+            f"--ranks {options.ranks}: allowed only on a rig in simulated time; ranks on devices are those of a "
+            "command of your own (torchrun ...)"
         )
     on_gpu = torch_device.type != "cpu"
     rig_name = None if options.rig == "none" or on_gpu else options.rig or DEFAULT_RIG

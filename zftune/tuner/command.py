@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130
 _LONGEST_THOUGHT_S = 3600.0
 _SAMPLERS = ("gp", "tpe", "random")
-_WORKLOAD = ("config", "rig", "real_time", "thinking_s", "model", "text", "steps", "tune_memory")
+_WORKLOAD = ("config", "rig", "ranks", "real_time", "thinking_s", "model", "text", "steps", "tune_memory")
 _COMMAND = {"trial_steps": "steps", "timeout": "timeout_s"}  # and what the options of restarting call them
 _NOT_LIVE = (
     "command '{}': allowed with --restartable, which runs it again with other knobs, since those of a running command "
@@ -57,6 +57,9 @@ _Fresh = Annotated[
 ]
 _Measurements = Annotated[int, typer.Option(help="Measurements at most.")]
 _Rig = Annotated[str | None, _workload("Emulated accelerator: a name or a TOML file. Default: the GPU, else a rig.")]
+_Ranks = Annotated[
+    int, _workload("Ranks on this machine, each on a rig of its own with its rows of the model (FSDP2). Default: 1.")
+]
 _RealTime = Annotated[
     bool, _workload("Pad the real work to the rig's times, instead of simulating time.", "--real-time")
 ]
@@ -95,6 +98,7 @@ def tune(
     timeout: Annotated[float | None, _trials(text="Most seconds of a run. Default: 1800.")] = None,
     config: Annotated[str | None, _workload("A ds_config.json whose knobs to begin with.")] = None,
     rig: _Rig = None,
+    ranks: _Ranks = 1,
     real_time: _RealTime = False,
     thinking_s: _Thinking = None,
     model: _Model = None,
@@ -161,7 +165,7 @@ def _live(given: Mapping[str, Any]) -> dict[str, Any]:
         seed=given["seed"], sampler=given["sampler"], most_measurements=given["measurements"],
         thinking_s=given["thinking_s"],
     )  # fmt: skip
-    names = ("config", "quality", "rig", "real_time", "model", "text", "steps", "seed", "tune_memory", "fresh")
+    names = ("config", "quality", "rig", "ranks", "real_time", "model", "text", "steps", "seed", "tune_memory", "fresh")
     options = TuneOptions(search=search, **{name: given[name] for name in names})
     console = Console(stderr=given["json_path"] == STANDARD_OUTPUT)
     with open_store() as store, _progress(console, given["steps"]) as on_step:

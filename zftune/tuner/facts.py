@@ -15,6 +15,7 @@ from torch import nn
 
 from zenflow import EmulatedAccelerator, Rig, StepStats, ZenFlowConfig
 from zenflow.optimizer import ZenFlowOptimizer
+from zenflow.sharded import ranks_with_rows
 from zftune.errors import ZftuneError
 from zftune.planner import Machine, ModelFacts
 from zftune.planner.choosing import HEADROOM, LEAST_HEADROOM_BYTES
@@ -34,6 +35,10 @@ class Company:
     ranks: int = 1
     here: int = 1
     """On this machine: they share its cores."""
+    nodes: int = 1
+    """Machines."""
+    shards: int = 1
+    """Ranks that share each weight by rows (FSDP2); 1: each has all of it."""
 
 
 ALONE = Company()
@@ -96,6 +101,7 @@ class TrainingFacts:
     """None: to be assumed."""
     load: Load
     model: ModelFacts
+    company: Company = ALONE
     rig: Rig | None = None
     """None: no emulated accelerator."""
     machine: Machine | None = None
@@ -126,6 +132,7 @@ class Reader:
     ) -> None:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         self.module = optimizer.module or nn.ParameterList(parameters)
+        self._groups = optimizer.param_groups
         self.notices: list[str] = []
         """Sentences: what could not be had."""
         self._dtype = parameters[0].dtype
@@ -143,9 +150,11 @@ class Reader:
             seen: in the warm-up.
         """
         rig = self._rig
+        # Only now: a model may be sharded, and its parameters be others, after its optimizer was made.
+        company = replace(self._company, shards=ranks_with_rows(self._groups[0]["params"][0]))
         return TrainingFacts(
             wishes=self._wishes,
-            run=self._run_facts() if self._remembered else None,
+            run=self._run_facts(company) if self._remembered else None,
             here=self._here() if self._remembered else None,
             config=seen.config,
             has_loss=seen.has_loss,
@@ -153,18 +162,19 @@ class Reader:
             compute_ms=seen.compute_ms,
             coverage=seen.coverage,
             load=Load.of(seen.steps, self.module),
-            model=ModelFacts.from_module(type(self.module).__name__, self.module),
+            model=ModelFacts.from_module(_name_of(self.module), self.module),
+            company=company,
             rig=rig,
             machine=self._machine if rig is None else rig_machine(rig),
             has_memory=self._has_memory,
             device_limit_bytes=self._device_limit_bytes,
         )
 
-    def _run_facts(self) -> RunFacts:
+    def _run_facts(self, company: Company) -> RunFacts:
         wishes, rig = self._wishes, self._rig
         return RunFacts.of(
             self.module, self._dtype, micro_batch=wishes.micro_batch, sequence=wishes.sequence,
-            name=type(self.module).__name__, rig=None if rig is None else rig.name, world_size=self._company.ranks,
+            name=_name_of(self.module), rig=None if rig is None else rig.name, world_size=company.ranks,
         )  # fmt: skip
 
     def _here(self) -> Here:
@@ -182,6 +192,12 @@ class Reader:
         except (ZftuneError, RuntimeError, MemoryError) as error:
             self.notices.append(f"This machine could not be measured: {error}.")
             return None
+
+
+def _name_of(module: nn.Module) -> str:
+    """Of its class, as it was before FSDP2 made another of it."""
+    own, above, *others = (kind.__name__ for kind in type(module).__mro__)
+    return others[0] if above == "FSDPModule" else own
 
 
 def device_limit(optimizer: ZenFlowOptimizer) -> int | None:

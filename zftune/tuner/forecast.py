@@ -18,6 +18,7 @@ from zftune.tuner.space import TOPK_RATIOS, Coverage, Forecast, Space
 
 if TYPE_CHECKING:
     from zenflow import CoverageCurve
+    from zftune.tuner.facts import Company
 
 _KNOTS = (0.005, 0.015, 0.03, 0.075, 0.25, 0.5, 0.6, 0.75, 1.0)
 UNLIMITED = 1 << 50  # bytes: an emulated accelerator has no memory of its own
@@ -30,8 +31,8 @@ class PlannerForecast:
     Args:
         model: what is trained.
         machine: where; its memory is the limit.
-        job: batch and ranks.
-        rates: how fast it is.
+        job: batch, and the ranks that share its weights.
+        rates: how fast a rank is.
         base: the configuration; a setting changes its live knobs.
         headroom: share of device and host memory that stays free.
         counted: whether device memory is only counted, as on an emulated accelerator: no allocator rounds it then.
@@ -52,8 +53,9 @@ class PlannerForecast:
         device, host = limits(self.machine, self.headroom)
         needs = found.memory.device_bytes / device, (found.memory.host_bytes + found.memory.migration_bytes) / host
         excess, place = max(zip(needs, ("GPU", "host"), strict=True))
-        on_device = state_bytes(self.model, config) if self.counted else found.memory.device_bytes
-        bytes_of = (on_device, found.memory.host_bytes)
+        ranks = self.job.ranks
+        on_device = state_bytes(self.model, config, ranks=ranks) if self.counted else found.memory.device_bytes
+        bytes_of = (on_device, found.memory.host_bytes // self.job.gpus)  # of a rank
         if excess <= 1:
             return Forecast(found.step_ms, *bytes_of)
         return Forecast(found.step_ms, *bytes_of, excess - 1, f"it needs {excess:.2f} times the usable {place} memory")
@@ -78,6 +80,41 @@ class PlannerForecast:
         own = {name: getattr(space.base, name) for name in kept}
         settings = (replace(Setting.of(config), **own) for config, _ in choices if config.offload_ratio >= least_ratio)
         return [setting for setting in dict.fromkeys(settings) if space.violation(setting) is None]
+
+
+def forecast_for(
+    model: ModelFacts, machine: Machine, job: Job, base: ZenFlowConfig, *, company: Company, rig: Rig | None = None
+) -> PlannerForecast:
+    """The planner for a training on one rank or several.
+
+    Ranks that share weights by rows are one job of the planner's, and have their part of what all ranks of a machine
+    share. Where each has all of the weights, each is a job.
+
+    Args:
+        model: what is trained.
+        machine: where; as `rig_machine` makes it of a rig.
+        job: batch of a rank.
+        base: the configuration.
+        company: the ranks.
+        rig: that each rank has one of; None: the machine itself.
+    """
+    gpus = min(company.shards, company.here)
+    job = replace(job, gpus=gpus, nodes=-(-company.shards // gpus))
+    share = gpus / company.here
+    machine = replace(
+        machine,
+        gpus=gpus,
+        host_gbps=machine.host_gbps * share,
+        host_update_gelements_s=machine.host_update_gelements_s * share,
+        host_memory_bytes=int(machine.host_memory_bytes * share),
+    )
+    if rig is not None:
+        rates = Rates.of_rig(rig, model.element_bytes, ranks=job.ranks)
+        return PlannerForecast(model, machine, job, rates, base, counted=True)
+    rates = Rates.of(model, machine, job)
+    if job.compute_ms is not None:  # what was measured has FSDP2's collectives in it
+        rates = replace(rates, comm_gbps=None)
+    return PlannerForecast(model, machine, job, rates, base)
 
 
 def rig_machine(rig: Rig) -> Machine:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zenflow.optimizer import ZenFlowOptimizer
-from zftune.planner import Job, Rates, assumed_coverage
+from zftune.planner import Job, assumed_coverage
 from zftune.tuner.beginning import Again, Wanted, begin
 from zftune.tuner.drift import Pace, changed
 from zftune.tuner.facts import ALONE, Company, Reader, Seen, TrainingFacts, Wishes
-from zftune.tuner.forecast import PlannerForecast
+from zftune.tuner.forecast import PlannerForecast, forecast_for
 from zftune.tuner.ratios import ratios_of
 from zftune.tuner.recording import Recording
 from zftune.tuner.search import Search, SearchOptions
@@ -179,12 +179,9 @@ def _forecast(facts: TrainingFacts, start: Setting, notices: list[str]) -> Forec
     if machine is None:
         notices.append("Nothing is predicted here: settings are only measured.")
         return NoForecast(facts.step_ms or 1.0, start, facts.has_memory)
-    if facts.rig is not None:
-        job = Job(seq=wishes.sequence, micro_batch=wishes.micro_batch)
-        rates = Rates.of_rig(facts.rig, model.element_bytes)
-        return PlannerForecast(model, machine, job, rates, facts.config, counted=True)
-    job = Job(seq=wishes.sequence, micro_batch=wishes.micro_batch, compute_ms=facts.compute_ms or None)
-    return PlannerForecast(model, machine, job, Rates.of(model, machine, job), facts.config)
+    measured_ms = facts.compute_ms if facts.rig is None else 0.0
+    job = Job(seq=wishes.sequence, micro_batch=wishes.micro_batch, compute_ms=measured_ms or None)
+    return forecast_for(model, machine, job, facts.config, company=facts.company, rig=facts.rig)
 
 
 def _usable_cores() -> float | None:

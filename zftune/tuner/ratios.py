@@ -47,7 +47,8 @@ class Load:
 def measured_ratios(steps: Sequence[StepStats], module: nn.Module, rates: Rates) -> Ratios | None:
     """Ratios of a training: as its steps show them, and where they do not, as its rates say. None: there are none.
 
-    They are those of the whole model, whatever share of it the steps had on the host.
+    They are those of the whole model, of ranks that share it of each one's rows, whatever share of it the steps had on
+    the host.
 
     Args:
         steps: of the warm-up.
@@ -60,10 +61,11 @@ def measured_ratios(steps: Sequence[StepStats], module: nn.Module, rates: Rates)
 def ratios_of(load: Load, rates: Rates) -> Ratios | None:
     """As `measured_ratios`, from what was read of the steps."""
     compute_ms = rates.compute_ms if load.busy_ms is None else load.busy_ms
-    host_ms = _measured_host(load, rates).host_ms(load.elements, 1)
+    elements = load.elements / rates.ranks
+    host_ms = _measured_host(load, rates).host_ms(elements, 1)
     if not compute_ms > 0:
         return None
-    found = (host_ms / compute_ms, rates.down_ms(load.elements) / compute_ms)
+    found = (host_ms / compute_ms, rates.down_ms(elements) / compute_ms)
     return Ratios(*found) if all(math.isfinite(one) and one > 0 for one in found) else None
 
 

@@ -16,7 +16,7 @@ from zenflow import ZenFlowConfig, ZenFlowError
 from zftune.errors import BadInputError, ProfileError
 from zftune.planner.directory import facts_of_module
 from zftune.planner.facts import Job, Machine
-from zftune.planner.rates import Rates
+from zftune.profile.companions import several_ranks
 from zftune.profile.measure import Task
 from zftune.profile.run import DTYPES, ProfileOptions, read_config, task_of
 from zftune.store.types import Quality
@@ -24,10 +24,11 @@ from zftune.tuner.beginning import Wanted, begin
 from zftune.tuner.builtin import Training
 from zftune.tuner.disturbances import disturbance_of
 from zftune.tuner.document import build_document
-from zftune.tuner.forecast import PlannerForecast, measured_coverage, rig_machine
+from zftune.tuner.forecast import PlannerForecast, forecast_for, measured_coverage, rig_machine
 from zftune.tuner.guard import LossGuard
 from zftune.tuner.live import LiveSearch, Recorder
 from zftune.tuner.preparing import ratio_choices, thread_choices
+from zftune.tuner.ranks.follower import Follower
 from zftune.tuner.ratios import measured_ratios
 from zftune.tuner.recording import Recording, RunFacts
 from zftune.tuner.search import Search, SearchOptions
@@ -58,6 +59,8 @@ class TuneOptions:
     model: str | None = None
     text: str | None = None
     rig: str | None = None
+    ranks: int = 1
+    """Each on a rig of its own, with its rows of the model (FSDP2)."""
     real_time: bool = False
     """Whether a rig pads real work by the machine's clock, and does not simulate time."""
     seed: int = 0
@@ -89,22 +92,39 @@ def tune(options: TuneOptions, on_step: OnStep, store: Store | None = None, say:
     quality, config, sectioned = _start(options)
     if options.steps < 1:
         raise BadInputError(f"--steps {options.steps}: allowed is an integer >= 1")
-    task, device_name = task_of(
-        ProfileOptions(
-            config=config, model=options.model, text=options.text, dtype=options.dtype, seed=options.seed,
-            micro_batch=options.micro_batch, sequence=options.sequence, rig=options.rig,
-            real_time=options.real_time,
-        )
-    )  # fmt: skip
+    task, device_name = _task_of(options, config)
     if task.rig is None and task.torch_device.type == "cpu":
         raise BadInputError("--rig 'none': allowed only with a GPU, without one there is nothing to offload from")
     run = TunedRun(options, task, config, quality, sectioned)
     try:
-        with Training(task, config) as training:
+        with (
+            several_ranks(options.ranks, partial(_train_beside, options, config)),
+            Training(task, config) as training,
+        ):
             run.train(training, on_step, say or _silent, store)
             return build_document(run, training, device_name)
     except ZenFlowError as error:
         raise ProfileError(str(error)) from error
+
+
+def _task_of(options: TuneOptions, config: ZenFlowConfig) -> tuple[Task, str]:
+    return task_of(
+        ProfileOptions(
+            config=config, model=options.model, text=options.text, dtype=options.dtype, seed=options.seed,
+            micro_batch=options.micro_batch, sequence=options.sequence, rig=options.rig, ranks=options.ranks,
+            real_time=options.real_time,
+        )
+    )  # fmt: skip
+
+
+def _train_beside(options: TuneOptions, config: ZenFlowConfig, rank: int) -> None:
+    """What another rank than the first does: train until that one needs it no more."""
+    task = replace(_task_of(options, config)[0], rank=rank)
+    with Training(task, config) as training:
+        assert training.accord is not None
+        with Follower(training.optimizer, training.accord) as follower:
+            while not training.accord.over:
+                follower.log_loss(training.step())
 
 
 class TunedRun:
@@ -155,6 +175,7 @@ class TunedRun:
         live = LiveSearch(
             training.optimizer, self.search, tokens=training.tokens, recorder=recorder, disturbance=disturbance,
             guard=LossGuard(), desk=partial(ThreadDesk, thinker=self._thinker, clock=training.device.clock),
+            changes=training.accord,
         )  # fmt: skip
         going = True
         try:
@@ -261,10 +282,8 @@ def _forecast(training: Training, config: ZenFlowConfig) -> PlannerForecast:
     task, rig = training.task, training.rig
     model = facts_of_module(training.workload.name, training.workload.module, _dtype_name(task.dtype))
     job = Job(seq=task.sequence, micro_batch=task.micro_batch)
-    if rig is not None:
-        return PlannerForecast(model, rig_machine(rig), job, Rates.of_rig(rig, model.element_bytes), config)
-    machine = Machine.here()
-    return PlannerForecast(model, machine, job, Rates.of(model, machine, job), config)
+    machine = Machine.here() if rig is None else rig_machine(rig)
+    return forecast_for(model, machine, job, config, company=training.company, rig=rig)
 
 
 def facts_of(training: Training) -> RunFacts:

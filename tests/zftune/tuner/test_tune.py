@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,35 @@ def test_after_ctrl_c_it_goes_on(quick: dict[str, Any]) -> None:
         assert len(store.runs()) == 2
 
 
+def of_ranks(quick: dict[str, Any], tmp_path: Path, ranks: int) -> TuneOptions:
+    """A rig of ranks that take as long for their rows as one takes for all."""
+    rig = tmp_path / f"{ranks}.toml"
+    times = {"d2h_ms": ranks, "host_ms": 120 * ranks, "h2d_ms": ranks}
+    rig.write_text(rig_text("ranks", forward_ms=10, backward_ms=20, **times, scale=1))
+    return TuneOptions(**{**quick, "rig": str(rig)}, ranks=ranks, micro_batch=2 // ranks, quality="loose")
+
+
+def test_two_ranks_find_what_one_finds(quick: dict[str, Any], tmp_path: Path, every_fault: None) -> None:
+    quick["search"] = SearchOptions(sampler="random", most_measurements=8, thinking_s=THINKING_S)
+    one, two = (tune(of_ranks(quick, tmp_path, ranks), lambda done, search: None) for ranks in (1, 2))
+    for name in ("predicted_step_ms", "step_ms"):
+        assert two["start"][name] == pytest.approx(one["start"][name], rel=0.001)
+    # Their batches are others, so that the quality may allow them other windows.
+    assert two["best"]["step_ms"] == pytest.approx(one["best"]["step_ms"], rel=0.05)
+    assert two["gain"]["share"] == pytest.approx(one["gain"]["share"], abs=0.05)
+    assert two["best"]["step_ms"] < 0.95 * two["start"]["step_ms"]
+
+
+def test_ctrl_c_ends_all_ranks(quick: dict[str, Any], tmp_path: Path, every_fault: None) -> None:
+    def on_step(done: int, search: Search | None) -> None:
+        if search is not None and search.measurements == 1:
+            raise KeyboardInterrupt
+
+    document = tune(of_ranks(quick, tmp_path, 2), on_step)
+    assert (document["interrupted"], document["measurements"]) == (True, 1)
+    assert multiprocessing.active_children() == []
+
+
 def test_it_begins_from_a_preset(quick: dict[str, Any]) -> None:
     evidence = Evidence(
         step_ms=8.0, baseline="start", baseline_step_ms=10.0, measurements=9, steps=200, measured_unix_s=1.8e9
@@ -164,6 +194,8 @@ def test_ctrl_c_before_it_began(mini_model: Path, mini_rig: Path) -> None:
         ("--steps 0", "--steps 0: allowed is an integer >= 1"),
         ("--rig moon", "--rig 'moon': allowed are"),
         ("--rig none", "--rig 'none': allowed only with a GPU"),
+        ("--ranks 0", "--ranks 0: allowed is an integer >= 1"),
+        ("--ranks 2 --real-time", "--ranks 2: allowed only on a rig in simulated time"),
         ("--model huge", "--model 'huge'"),
         ("--sampler nsga", "--sampler 'nsga': allowed are gp, tpe, random"),
         ("--measurements 0", "--measurements 0: allowed is an integer >= 1"),

@@ -12,7 +12,6 @@ import socket
 import time
 from contextlib import suppress
 from datetime import timedelta
-from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +23,6 @@ from zftune.tuner.ranks.words import Round, Talk, Word, fill, read, room
 PATIENCE_S = 60.0
 """How long ranks wait for one that is not there; then they tune no more."""
 _POLL_S = 0.01
-_numbers = count()
 _logger = logging.getLogger("zftune")
 
 
@@ -69,10 +67,12 @@ class GlooExchange:
         self._patience = timedelta(seconds=patience_s)
         # What is settled has to be the same for all, whoever of them is slow: only one place can decide that.
         self._store = distributed.distributed_c10d._get_default_store()
-        self._prefix = f"zftune/{next(_numbers)}"
+        # Which of this rank's it is: all ranks make as many.
+        self._prefix = f"zftune/{self._store.add(f'zftune/of-rank-{self.rank}', 1)}"
         self._await_all(patience_s)
         self._group = distributed.new_group(backend="gloo", timeout=self._patience)
-        self.company = Company(self.size, self._neighbours())
+        names = self._hosts()
+        self.company = Company(self.size, names.count(names[self.rank]), len(set(names)))
         self._work: Any = None
         self._said: torch.Tensor | None = None
 
@@ -131,10 +131,11 @@ class GlooExchange:
                 )
             time.sleep(_POLL_S)
 
-    def _neighbours(self) -> int:
+    def _hosts(self) -> list[str]:
+        """Of all ranks."""
         names: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(names, socket.gethostname(), group=self._group)
-        return names.count(names[self.rank])
+        return names
 
 
 def several_ranks() -> bool:

@@ -55,7 +55,7 @@ class Training:
         wishes = Wishes(quality="loose", sequence=16, fresh=True, search=search)
 
         def begin(company: Company, accord: Accord) -> Tuner:
-            assert company == Company(2, 2)
+            assert company == Company(ranks=2, here=2)
             counsel = OwnCounsel(self.optimizer, wishes, False, company)
             return Tuner(self.optimizer, counsel, tokens=16, disturbance=NoDisturbance(), accord=accord)
 
