@@ -37,6 +37,8 @@ def _head(document: Mapping[str, Any]) -> Iterator[Text]:
     again = run["resumed"]
     resumed = "" if not again else ", resumed once" if again == 1 else f", resumed {again} times"
     yield _text(f"  {run['backend']}, quality {document['quality']}, began {began}{resumed}, {run['state']}")
+    if work["world_size"] > 1:
+        yield _text(f"  {work['ranks']}; measured by the first rank, which the others wait for in each step")
     for notice in document["notices"]:
         yield _text(f"  {notice}", "yellow")
 

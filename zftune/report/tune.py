@@ -52,6 +52,7 @@ def _head(document: Document) -> str:
     if work.get("micro_batch") and work.get("sequence"):
         place.insert(1, f"{work['micro_batch']} × {work['sequence']} tokens")
     place += [str(document["run"]["backend"])] if "run" in document else []
+    place += [work["ranks"]] if (work.get("world_size") or 1) > 1 else []
     lines = "\n".join(f'<p class="verdict">{escape(sentence)}</p>' for sentence in (*sentences, *stopped))
     title = escape(_title(document).replace(": ", " · ", 1))
     return (

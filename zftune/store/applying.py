@@ -116,6 +116,8 @@ def apply_preset(store: Store, ds_config: str, wish: Wish) -> AppliedPreset:
         reasons.append("provisional: the preset was imported, not measured here")
     if preset.state is PresetState.WITHDRAWN:
         reasons.append(f"the preset is withdrawn: it lost {preset.lost_comparisons} later comparisons")
+    if preset.key.world_size > 1:
+        reasons.append(f"the preset was found on {preset.key.ranks}")
     reasons += [*_not_compared(config, wish), *([about_cores] if about_cores else [])]
     notes = (*reasons, *applied.notes, *_about_deepspeed(applied.config))
     is_provisional = bool(others) or preset.imported

@@ -46,7 +46,7 @@ def is_exact(wanted: Key, key: Key) -> bool:
 
 def differences(wanted: Key, key: Key) -> list[str]:
     """In what a preset of `key` differs from what is `wanted`, in words."""
-    words = {"model_id": "model", "hw_id": "hardware"}
+    words = {"model_id": "model", "hw_id": "hardware", "world_size": "ranks", "shards": "ranks that share each weight"}
     found = [
         f"{words.get(name, name)} {getattr(key, name)} instead of {getattr(wanted, name)}"
         for name in _SAME_EXACTLY

@@ -31,6 +31,8 @@ def key_of(row: tables.KeyColumns) -> Key:
         stage=row.stage,
         dtype=row.dtype,
         world_size=row.world_size,
+        nodes=row.nodes,
+        shards=row.shards,
         micro_batch=row.micro_batch,
         sequence=row.sequence,
         checkpointing=row.checkpointing,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-REVISIONS = ("0001",)
+REVISIONS = ("0001", "0002")
 """Oldest first. They are the files of `migrations/versions`; Alembic is imported only where one has to be run."""
 HEAD = REVISIONS[-1]
 

@@ -86,7 +86,7 @@ def facts(preset: Preset) -> dict[str, str]:
         "backend": key.backend,
         "ZeRO stage": str(key.stage),
         "dtype": key.dtype,
-        "GPUs": str(key.world_size),
+        "ranks": key.ranks,
         "micro-batch": str(key.micro_batch),
         "sequence": f"up to {key.sequence} tokens",
         "checkpointing": "yes" if key.checkpointing else "no",

@@ -56,12 +56,40 @@ class Key:
     """ZeRO stage, 0 to 3; 0 where there is no ZeRO."""
     dtype: str
     world_size: int
+    """Ranks."""
+    nodes: int = 1
+    """Machines that they are on."""
+    shards: int = 1
+    """Ranks that share each weight by rows (FSDP2); 1: each has all of it, or as the stage of DeepSpeed's says."""
     micro_batch: int
     sequence: int
     """Tokens a sequence. Of a preset: the most that was recorded; it serves shorter ones too."""
     checkpointing: bool
     """Whether activations are computed again in backward."""
     quality: Quality
+
+    @property
+    def ranks(self) -> str:
+        """How many train, and how they share the weights, in words."""
+        return ranks_in_words(self.world_size, self.nodes, self.shards if self.backend == "zenflow" else None)
+
+
+def ranks_in_words(ranks: int, nodes: int = 1, shards: int | None = None) -> str:
+    """How many ranks train, and how they share the weights.
+
+    Args:
+        ranks: all of them.
+        nodes: machines that they are on.
+        shards: that share each weight by rows; None: something else says how they are shared.
+    """
+    words = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    if nodes > 1:
+        words += f" on {nodes} nodes"
+    if ranks == 1 or shards is None:
+        return words
+    if shards == 1:
+        return f"{words}, weights replicated"
+    return f"{words}, weights sharded" + ("" if shards == ranks else f" over {shards}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from zftune.store.types import ranks_in_words
 from zftune.tuner.scores import Gain, score
 from zftune.tuner.space import Space
 from zftune.tuner.states import Trial
@@ -29,15 +30,19 @@ def build_document(run: TunedRun, training: Training, device_name: str) -> dict[
     """
     from zftune.telemetry import fingerprint, hardware, software
 
-    task, rig, search = run.task, training.rig, run.search
+    task, rig, search, company = run.task, training.rig, run.search, training.company
     machine = hardware()
     return {
         "schema": SCHEMA,
         "device": device_name,
         "rig": None if rig is None else {"name": rig.name, "source": rig.source},
-        "workload": training.workload.describe(
-            micro_batch=task.micro_batch, sequence=task.sequence, text=task.corpus.name
-        ),
+        "workload": {
+            **training.workload.describe(micro_batch=task.micro_batch, sequence=task.sequence, text=task.corpus.name),
+            "world_size": company.ranks,
+            "nodes": company.nodes,
+            "shards": company.shards,
+            "ranks": ranks_in_words(company.ranks, company.nodes, company.shards),
+        },
         "fingerprint": fingerprint(training.workload.module, machine=machine, rig=None if rig is None else rig.name),
         "hardware": machine,
         "software": software(),

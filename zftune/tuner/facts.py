@@ -175,6 +175,7 @@ class Reader:
         return RunFacts.of(
             self.module, self._dtype, micro_batch=wishes.micro_batch, sequence=wishes.sequence,
             name=_name_of(self.module), rig=None if rig is None else rig.name, world_size=company.ranks,
+            nodes=company.nodes, shards=company.shards,
         )  # fmt: skip
 
     def _here(self) -> Here:

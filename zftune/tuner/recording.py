@@ -54,6 +54,9 @@ class RunFacts:
     stage: int = 0
     """ZeRO stage; 0 where there is no ZeRO."""
     world_size: int = 1
+    nodes: int = 1
+    shards: int = 1
+    """Ranks that share each weight by rows."""
     checkpointing: bool = False
 
     @classmethod
@@ -130,8 +133,9 @@ class Recording:
         self._here = here or Here.now(facts.rig)
         self.key = Key(
             model_id=facts.model.model_id, hw_id=self._here.hardware.hw_id, backend=facts.backend, stage=facts.stage,
-            dtype=facts.model.dtype or "unknown", world_size=facts.world_size, micro_batch=facts.micro_batch,
-            sequence=facts.sequence, checkpointing=facts.checkpointing, quality=quality,
+            dtype=facts.model.dtype or "unknown", world_size=facts.world_size, nodes=facts.nodes,
+            shards=facts.shards, micro_batch=facts.micro_batch, sequence=facts.sequence,
+            checkpointing=facts.checkpointing, quality=quality,
         )  # fmt: skip
         self._model = facts.model
         self._hardware, self._usable_cores = self._here.hardware, self._here.usable_cores

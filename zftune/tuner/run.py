@@ -291,7 +291,7 @@ def facts_of(training: Training) -> RunFacts:
     task, workload, rig = training.task, training.workload, training.rig
     return RunFacts.of(
         workload.module, workload.dtype, micro_batch=task.micro_batch, sequence=task.sequence, name=workload.name,
-        rig=None if rig is None else rig.name,
+        rig=None if rig is None else rig.name, world_size=training.company.ranks, shards=training.company.shards,
     )  # fmt: skip
 
 

@@ -41,6 +41,8 @@ def _head(document: Mapping[str, Any]) -> str:
     lines = [f"[bold]zftune tune[/bold]  {escape(work['model'] or 'your command')} on {escape(document['device'])}"]
     if document["rig"] is not None:
         lines.append(f"  rig {escape(document['rig']['name'])}: times are of an emulated accelerator")
+    if (work.get("world_size") or 1) > 1:
+        lines.append(f"  {work['ranks']}")
     if document.get("origin"):
         lines.append(f"  {escape(document['origin'])}")
     budget = document["budget"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.zftune.explain.runs import (
     HARDWARE,
@@ -24,6 +26,7 @@ from tests.zftune.explain.runs import (
 )
 from tests.zftune.tuner.surfaces import START, TOKENS, make
 from zftune.explain.document import explain_document
+from zftune.explain.screen import render
 from zftune.store import Run, TrialState
 from zftune.store.store import Store
 from zftune.tuner.document import feasible, search_document
@@ -352,3 +355,13 @@ def test_what_the_quality_allows_follows_from_the_judged_settings(store: Store) 
     kept = feasible(space)
     run = store.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings={"feasible": kept})
     assert explained(store, run)["feasible"] == kept
+
+
+def test_the_ranks_are_told(store: Store) -> None:
+    key = replace(KEY, world_size=4, nodes=2, shards=4)
+    run = store.begin_run(key, MODEL, HARDWARE, knobs=START.knobs(), settings={})
+    document = explained(store, run)
+    assert document["workload"]["ranks"] == "4 ranks on 2 nodes, weights sharded"
+    shown = io.StringIO()
+    Console(width=120, file=shown).print(render(document))
+    assert "4 ranks on 2 nodes, weights sharded; measured by the first rank" in shown.getvalue()

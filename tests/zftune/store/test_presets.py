@@ -20,6 +20,8 @@ ELSEWHERE: dict[str, Any] = {
     "stage": 3,
     "dtype": "float32",
     "world_size": 2,
+    "nodes": 2,
+    "shards": 2,
     "micro_batch": 8,
     "checkpointing": False,
     "quality": "loose",
@@ -107,6 +109,34 @@ def test_the_nearest_by_ratios_is_provisional_with_its_distance(store: Store) ->
     assert match.distance == pytest.approx(math.hypot(math.log(1.1), math.log(1.1)))
     assert "distance 0.13" in match.reason
     assert f"model {'2' * 16} instead of {KEY.model_id}" in match.reason
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ({}, "ranks 4 instead of 1; ranks that share each weight 4 instead of 1"),
+        ({"world_size": 4}, "(ranks that share each weight 4 instead of 1)"),
+        ({"world_size": 4, "shards": 4, "nodes": 2}, "(nodes 1 instead of 2)"),
+    ],
+)
+def test_what_four_sharded_ranks_found_is_only_looked_at_elsewhere(
+    store: Store, key: dict[str, Any], said: str
+) -> None:
+    store.save_preset(other(world_size=4, shards=4))
+    match = found(store, replace(KEY, **key), ratios=PRESET.ratios)
+    assert match.provisional
+    assert said in match.reason
+
+
+def test_ranks_in_words() -> None:
+    kinds = {"world_size": 4}, {"world_size": 4, "shards": 4, "nodes": 2}, {"world_size": 8, "shards": 4}
+    assert [replace(KEY, **kind).ranks for kind in ({}, *kinds)] == [  # type: ignore[arg-type]
+        "1 rank",
+        "4 ranks, weights replicated",
+        "4 ranks on 2 nodes, weights sharded",
+        "8 ranks, weights sharded over 4",
+    ]
+    assert replace(KEY, backend="deepspeed", world_size=4).ranks == "4 ranks"  # its stage says how
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def test_some_steps_of_a_search(mini_model: Path, mini_rig: Path) -> None:
     json.dumps(document, allow_nan=False)
     text = shown(document)
     assert "rig mini: times are of an emulated accelerator" in text
+    assert document["workload"]["ranks"] == "1 rank"
     assert "All 50 steps are done." in text
 
 
@@ -145,6 +146,7 @@ def test_two_ranks_find_what_one_finds(quick: dict[str, Any], tmp_path: Path, ev
     assert two["best"]["step_ms"] == pytest.approx(one["best"]["step_ms"], rel=0.05)
     assert two["gain"]["share"] == pytest.approx(one["gain"]["share"], abs=0.05)
     assert two["best"]["step_ms"] < 0.95 * two["start"]["step_ms"]
+    assert "2 ranks, weights sharded" in shown(two)
 
 
 def test_ctrl_c_ends_all_ranks(quick: dict[str, Any], tmp_path: Path, every_fault: None) -> None:

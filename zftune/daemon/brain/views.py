@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from zftune.daemon.brain.brain import Brain
 from zftune.daemon.sampling import WINDOW_S, Node, Seen
-from zftune.daemon.wire import StepFigures
+from zftune.daemon.wire import StepFigures, decode
+from zftune.store.types import ranks_in_words
+from zftune.tuner.facts import ALONE, Company
 from zftune.tuner.scores import Gain, in_a_row
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ class RunView:
     """warming, baseline, searching, confirming, frozen, drifted, paused or ended."""
     reason: str
     model: str
+    ranks: str
+    """How many train it, and how they share its weights, in words."""
     pid: int
     argv: list[str]
     began_unix_s: float
@@ -150,6 +154,7 @@ def run_view(brain: Brain, silent_s: float, node: Node | None = None) -> RunView
         state=brain.state.name,
         reason=brain.state.reason,
         model=str(model["name"]) if isinstance(model, Mapping) else "",
+        ranks=_ranks(hello.training.get("company")),
         pid=hello.pid,
         argv=list(hello.argv),
         began_unix_s=hello.began_unix_s,
@@ -164,6 +169,11 @@ def run_view(brain: Brain, silent_s: float, node: Node | None = None) -> RunView
         notices=list(brain.notices),
         gpu=_gpu_view(brain, None if node is None else node.gpu(hello.run)),
     )
+
+
+def _ranks(company: Any) -> str:
+    known = decode(Company, company, "company") if company is not None else ALONE
+    return ranks_in_words(known.ranks, known.nodes, known.shards)
 
 
 def _gpu_view(brain: Brain, found: tuple[str, Seen] | None) -> GpuView | None:

@@ -166,7 +166,7 @@ function showFigures({ run, gain, steps, trials }) {
   const known = Object.keys(run.stall_ms).length > 0;
   const measured = trials.filter((one) => one.measurements > 0).length;
   const figures = [
-    ["step", String(run.step), run.silent_s > 5 ? `not heard of for ${run.silent_s.toFixed(0)} s` : `pid ${run.pid}`],
+    ["step", String(run.step), run.silent_s > 5 ? `not heard of for ${run.silent_s.toFixed(0)} s` : `${run.ranks}, pid ${run.pid}`],
     ["step time", msText(run.step_ms ?? stepMean(steps), " ms"), "median of the last steps"],
     ["waiting", known ? shareText(waiting) : "–", run.gpu ? run.gpu.sentence : known ? "of the step" : "not known without a GPU stream"],
     ["gain", gainText(gain), gain ? "against the knobs at the start" : "nothing was adopted"],

@@ -206,7 +206,7 @@ def _newest(decisions: Sequence[Document], width: int, room: int) -> tuple[list[
 
 def _facts(details: Document) -> list[Text]:
     run = details["run"]
-    head = _text(words.name(run), "bold").append(f"  {words.model(run)}  pid {run['pid']}", "")
+    head = _text(words.name(run), "bold").append(f"  {words.model(run)}  {escaped(run['ranks'])}  pid {run['pid']}", "")
     head.append("  " + escaped(" ".join(run["argv"])), "dim")
     state = _text(run["state"], _STATES.get(run["state"], "")).append(f": {escaped(run['reason'])}", "not bold default")
     now, best = words.knobs(run["knobs"]), words.knobs(run["incumbent"])

@@ -63,7 +63,6 @@ class Hello:
     """A `zftune.tuner.facts.TrainingFacts`: model, machine, wishes, and what the warm-up showed."""
     pid: Annotated[int, Limit(1, 2**31)]
     began_unix_s: Annotated[float, Limit(0, 1e11)]
-    ranks: Annotated[int, Limit(1, 1)] = 1
     tokens: Annotated[int, Limit(1, 2**40)] = 1
     """Of a step."""
     argv: Annotated[tuple[str, ...], Limit(0, _MOST_ARGUMENTS)] = ()

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from zenflow import ConfigError, ZenFlowConfig
+from zenflow.sharded import ranks_with_rows
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed.section import BEST, Section
+from zftune.tuner.ranks.exchange import hosts_of_ranks
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
@@ -34,6 +36,8 @@ class Training:
     micro_batch: int
     world_size: int
     quality: Quality
+    nodes: int = 1
+    """Machines that the ranks are on."""
 
     def key(self) -> Key:
         """Under which presets are looked up; the sequence is not known yet, so the shortest will do."""
@@ -46,6 +50,8 @@ class Training:
             stage=self.stage,
             dtype=self.dtype,
             world_size=self.world_size,
+            nodes=self.nodes,
+            shards=max(map(ranks_with_rows, self.module.parameters()), default=1),
             micro_batch=self.micro_batch,
             sequence=1,
             checkpointing=any(getattr(part, "gradient_checkpointing", False) for part in self.module.modules()),
@@ -75,6 +81,7 @@ def choose(training: Training, section: Section) -> Chosen:
     several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
     if not several:
         return _choose(training, section)
+    training = replace(training, nodes=len(set(hosts_of_ranks())))
     told: list[Any] = [None]
     if distributed.get_rank() == 0:
         try:

@@ -71,7 +71,7 @@ class GlooExchange:
         self._prefix = f"zftune/{self._store.add(f'zftune/of-rank-{self.rank}', 1)}"
         self._await_all(patience_s)
         self._group = distributed.new_group(backend="gloo", timeout=self._patience)
-        names = self._hosts()
+        names = hosts_of_ranks(self._group)
         self.company = Company(self.size, names.count(names[self.rank]), len(set(names)))
         self._work: Any = None
         self._said: torch.Tensor | None = None
@@ -131,11 +131,16 @@ class GlooExchange:
                 )
             time.sleep(_POLL_S)
 
-    def _hosts(self) -> list[str]:
-        """Of all ranks."""
-        names: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(names, socket.gethostname(), group=self._group)
-        return names
+
+def hosts_of_ranks(group: Any = None) -> list[str]:
+    """The names of the machines that ranks are on, by rank; to be called on all of them.
+
+    Args:
+        group: of torch.distributed; None: its default.
+    """
+    names: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(names, socket.gethostname(), group=group)
+    return names
 
 
 def several_ranks() -> bool:

@@ -40,6 +40,7 @@ def test_a_run_from_hello_to_goodbye(client: DaemonClient) -> None:
     (run,) = [one for one in client.get("/v1/runs") if one["run"] == RUN]
     assert (run["state"], run["model"], run["argv"]) == ("frozen", "Sequential", ["train.py"])
     assert run["record"] == agent.last.record
+    assert run["ranks"] == "1 rank"
     assert client.get("/v1/health")["runs"] >= 1
     details = client.get(f"/v1/runs/{RUN}")
     assert details["run"]["incumbent"] == agent.last.incumbent
@@ -88,10 +89,17 @@ def test_a_run_without_an_agent_ends_with_its_lease(client: DaemonClient) -> Non
     assert "was not heard of for" in details["run"]["reason"]
 
 
+def test_the_ranks_of_a_run_are_told(client: DaemonClient) -> None:
+    message = encode(hello("5" * 32))
+    message["training"]["company"] = {"ranks": 8, "here": 4, "nodes": 2, "shards": 8}
+    client.post("/v1/runs", message)
+    assert client.get(f"/v1/runs/{'5' * 32}")["run"]["ranks"] == "8 ranks on 2 nodes, weights sharded"
+
+
 def test_the_interface_is_described(client: DaemonClient) -> None:
     document = client.get("/v1/openapi.json")
     paths = document["paths"]
     assert {"/v1/runs", "/v1/runs/{run}", "/v1/runs/{run}/report", "/v1/runs/{run}/rollback"} <= set(paths)
     described = paths["/v1/runs"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     jsonschema.validate(encode(hello()), described)
-    assert described["properties"]["ranks"] == {"type": "integer", "minimum": 1, "maximum": 1}
+    assert described["properties"]["tokens"] == {"type": "integer", "minimum": 1, "maximum": 2**40}
