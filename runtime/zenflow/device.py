@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
@@ -25,6 +25,7 @@ from zenflow.host.of_process import finalize
 Mark = Any
 """A point on a device's timeline; only its own device can compare two of them."""
 
+Collective = Literal["gather", "reduce_scatter", "all_reduce"]
 Direction = Literal["d2h", "h2d"]
 
 
@@ -193,6 +194,10 @@ class Device(ABC):
             ranks: how many there are.
             latest: of all ranks' values, the greatest.
         """
+
+    def comm_s(self) -> Mapping[Collective, float]:
+        """Seconds that the compute stream waited in FSDP2's collectives since this was asked last; {}: not known."""
+        return {}
 
     def enter_thread(self) -> None:  # noqa: B027
         """Prepare a new thread that will call this device."""

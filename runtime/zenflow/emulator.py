@@ -18,7 +18,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from zenflow.clock import Clock, Queue, SimulatedClock
-from zenflow.device import Device, HostSpan, Mark, Transfer, in_backward
+from zenflow.device import Collective, Device, HostSpan, Mark, Transfer, in_backward
 from zenflow.errors import UnsupportedError, ZenFlowError
 from zenflow.late_rows import gathered_by, units_of
 from zenflow.ranks import latest
@@ -309,7 +309,10 @@ class EmulatedAccelerator(Device):
         if self._pads is not None:
             self._pads.finish_backward()
         if self._network is not None:
-            self._compute_t = max(self._compute_t, self._network.reduced_t)
+            self._network.wait_until(self._network.reduced_t, "reduce_scatter")
+
+    def comm_s(self) -> Mapping[Collective, float]:
+        return {} if self._network is None else self._network.taken_s()
 
     def charge(self, nbytes: int) -> None:
         if self.rig.device_gbps is not None:
@@ -361,6 +364,9 @@ class EmulatedAccelerator(Device):
             self._compute_t -= margin_s
 
 
+_SHARING: tuple[Collective, ...] = ("gather", "reduce_scatter")
+
+
 class _Network:
     """FSDP2's collectives in simulated time: one after the other, in the order in which they are asked for.
 
@@ -374,6 +380,7 @@ class _Network:
     def __init__(self, device: EmulatedAccelerator, module: nn.Module, units: Sequence[Any]) -> None:
         self._device = device
         self._free_t = self._replicas_free_t = self._scattered_t = 0.0
+        self._waited_s: dict[Collective, float] = dict.fromkeys(_SHARING, 0.0)
         self.reduced_t = 0.0
         """When the last gradients that were asked for are whole."""
         self.replicas = _replicas_of(module)
@@ -409,9 +416,19 @@ class _Network:
 
     def scatter(self, nbytes: int, ranks: int) -> None:
         """Begin with a reduce-scatter of so many bytes on each rank."""
+        self.wait_until(self._scattered_t, "reduce_scatter")  # the last one's buffers are free then
+        self.reduced_t = self._scattered_t = self._take(self._device._compute_t, nbytes, ranks)
+
+    def wait_until(self, moment_s: float, collective: Collective) -> None:
+        """Let the compute stream wait for a collective."""
         device = self._device
-        device._compute_t = max(device._compute_t, self._scattered_t)  # the last one's buffers are free then
-        self.reduced_t = self._scattered_t = self._take(device._compute_t, nbytes, ranks)
+        self._waited_s[collective] += max(0.0, moment_s - device._compute_t)
+        device._compute_t = max(device._compute_t, moment_s)
+
+    def taken_s(self) -> dict[Collective, float]:
+        """What was waited since this was called last."""
+        taken, self._waited_s = self._waited_s, dict.fromkeys(_SHARING, 0.0)
+        return taken
 
     def _add_up(self, reduced: torch.Tensor) -> None:
         """Add up over the replicas what was reduced last; torch calls it when it has done so."""
@@ -442,11 +459,10 @@ class _Network:
             self._wait(unit)
 
     def _wait(self, unit: Any) -> None:
-        device = self._device
-        device._compute_t = max(device._compute_t, self._gathered.pop(unit))
-        self._shown.append(device._compute_t)
+        self.wait_until(self._gathered.pop(unit), "gather")
+        self._shown.append(self._device._compute_t)
         if unit is self._in_order:  # then FSDP2's streams wait for the compute stream
-            self._shown.append(device._compute_t)
+            self._shown.append(self._device._compute_t)
 
 
 class _Collective:

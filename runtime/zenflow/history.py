@@ -65,6 +65,7 @@ class History:
         """
         record, self.open = self.open, StepRecord(step=step + 1)
         record.step, record.begin, record.end, record.traffic = step, self._last_end, self._device.mark(), traffic
+        record.comm_s = self._device.comm_s()
         self._closed.append(record)
         self._last_end = record.end
         if self._recording and self.recorder is not None and self.recorder.end_step(record):

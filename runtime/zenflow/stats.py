@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 
 from zenflow.coverage import CoverageCurve
-from zenflow.device import Device, Mark, Transfer
+from zenflow.device import Collective, Device, Mark, Transfer
 
-Cause = Literal["host", "h2d", "d2h", "select"]
+Cause = Literal["host", "h2d", "d2h", "select", "comm"]
 CAUSES: tuple[Cause, ...] = ("host", "h2d", "d2h", "select")
 
 
@@ -80,7 +80,8 @@ class StepStats:
     step_ms: float | None
     """Time between the two ends on the device's timeline; None for the first step."""
     stall_ms: Mapping[Cause, float] | None
-    """Time that the compute stream waited because of offloading; None where there is no such stream."""
+    """Time that the compute stream waited because of offloading, and where there are several ranks ("comm") in their
+    collectives; None where there is no such stream."""
     hidden_ms: float | None
     """Time that the training thread was blocked beyond the stall; None where there is no stall."""
     cpu_wait_ms: float
@@ -106,6 +107,9 @@ class StepStats:
     """The same for the best selection of every `topk_ratio`; None but in steps that looked for a new selection."""
     churn: float | None
     """Share of the selected columns that were exchanged at this step's close; None where no selection was due."""
+    comm_ms: Mapping[Collective, float] | None = None
+    """Of the stall, that in collectives: the runtime's own all-reduces, and on an emulated accelerator FSDP2's, which
+    nobody else can time. None where there is one rank, or no stall is known."""
 
 
 @dataclass(slots=True)
@@ -131,6 +135,8 @@ class StepRecord:
     moved_columns: int = 0
     selected_columns: int = 0
     """Columns of the selections that were due at this step's close."""
+    comm_s: Mapping[Collective, float] = field(default_factory=dict)
+    """Waits in FSDP2's collectives, as the device knows them."""
 
     @contextmanager
     def timed(self, device: Device, cause: Cause) -> Iterator[None]:
@@ -158,10 +164,14 @@ class StepRecord:
         for wait in self.waits:
             by_cause = wait.by_cause(device)
             for cause, seconds in by_cause.items():
-                stall[cause] += 1e3 * seconds
+                stall[cause] = stall.get(cause, 0.0) + 1e3 * seconds
             hidden_ms += 1e3 * max(0.0, wait.cpu_s - sum(by_cause.values()))
         cpu_wait_ms = 1e3 * sum(wait.cpu_s for wait in self.waits)
         timed = device.has_streams
+        comm: dict[Collective, float] | None = None
+        if "comm" in stall and timed:
+            comm = {**{kind: 1e3 * seconds for kind, seconds in self.comm_s.items()}, "all_reduce": stall["comm"]}
+            stall["comm"] = sum(comm.values())
         return StepStats(
             step=self.step,
             step_ms=None if self.begin is None else 1e3 * device.elapsed_s(self.begin, self.end),
@@ -181,6 +191,7 @@ class StepRecord:
             coverage=self._coverage(),
             coverage_curve=self._curve(),
             churn=self.moved_columns / self.selected_columns if self.selected_columns else None,
+            comm_ms=comm,
         )
 
     def _curve(self) -> CoverageCurve | None:

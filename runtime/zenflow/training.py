@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -148,7 +148,8 @@ class Training:
             with sums.keeping():
                 self.engine.check()
                 live = self._live(groups)
-        skip = sums.take(self.model.weights, live, self.clock.step + 1, found_inf)
+        with self._communicating():
+            skip = sums.take(self.model.weights, live, self.clock.step + 1, found_inf)
         if sums.error is None:
             with sums.keeping():
                 self._take_step(live, groups, grad_scale, skip)
@@ -203,7 +204,13 @@ class Training:
         """
         if self.runtime.ranks is not None:
             parameters = (parameter for group in groups for parameter in group["params"])
-            self.runtime.ranks.reduce(parameters, self._device)
+            with self._communicating():
+                self.runtime.ranks.reduce(parameters, self._device)
+
+    def _communicating(self) -> AbstractContextManager[None]:
+        """Count what is waited for as communication, where there are others to wait for."""
+        alone = self.runtime.ranks is None
+        return nullcontext() if alone else self.history.open.timed(self._device, "comm")
 
     def leave_weights(self) -> None:
         """Give the weights back to the script, at the end of whatever changes them."""

@@ -17,6 +17,7 @@ from zenflow import EmulatedAccelerator, Rig, StepStats, UnsupportedError, ZenFl
 from zenflow.device import Direction, HostSpan, Transfer
 
 RANKS, WIDTH, STEPS = 2, 8, 4
+FIELDS = ("step_ms", "comm_ms", "stall_ms")
 COMM_GBPS, LATENCY_US = 1e-5, 50.0
 
 
@@ -121,7 +122,12 @@ def train_chain(case: Timed, rank: int) -> dict[str, Any]:
     found = optimizer.history(wait=True)
     optimizer.close()
     device.close()
-    return {"step_ms": [one.step_ms for one in found[1:]]}  # a step is counted from the end of the one before
+    steps = found[1:]  # a step is counted from the end of the one before
+    return {
+        "step_ms": [one.step_ms for one in steps],
+        "comm_ms": [one.comm_ms for one in steps],
+        "stall_ms": [one.stall_ms for one in steps],
+    }
 
 
 HOST_MS, LATE_FORWARD_MS, LATE_BACKWARD_MS = 900.0, 20.0, 60.0
@@ -236,6 +242,24 @@ def test_units_wait_for_their_own_weights_alone(ranks: Results) -> None:
     expected = forward_ms + 3 * LATE_BACKWARD_MS + SMALL_MS + ROOT_MS + energies_ms(4)
     for results in ranks:
         assert results["late"]["step_ms"] == pytest.approx([expected] * (STEPS - 1), rel=1e-8)
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_what_is_not_compute_is_waiting_in_collectives(ranks: Results, name: str) -> None:
+    case = TIMED[name]
+    for rank, results in enumerate(ranks):
+        compute_ms = len(case.sizes) * (case.forward_ms[rank] + case.backward_ms[rank])
+        for step_ms, comm_ms, stall_ms in zip(*(results[name][field] for field in FIELDS), strict=True):
+            assert sum(comm_ms.values()) == pytest.approx(step_ms - compute_ms)
+            assert stall_ms["comm"] == pytest.approx(sum(comm_ms.values()))
+            assert sum(stall_ms.values()) == stall_ms["comm"]
+
+
+def test_each_collective_is_told_apart(ranks: Results) -> None:
+    """By the slower rank, which waits for nobody."""
+    expected = {"gather": ROOT_MS + SMALL_MS, "reduce_scatter": ROOT_MS + SMALL_MS, "all_reduce": energies_ms(4)}
+    for comm_ms in ranks[1]["compute"]["comm_ms"]:
+        assert comm_ms == pytest.approx(expected)
 
 
 def test_gradients_leave_when_they_are_reduced(ranks: Results) -> None:

@@ -82,7 +82,10 @@ class Rows:
             row.runtime |= {"timeline": self._timeline(optimizer), "rig": _rig(optimizer.device)}
         if stats.stall_ms is not None and row.stall_ms is not None:
             own = {cause: milliseconds for cause, milliseconds in row.stall_ms.items() if cause in _OWN_CAUSES}
+            most = max(own.get("comm", 0.0), stats.stall_ms.get("comm", 0.0))  # the agent sees the runtime's, too
             row.stall_ms = own | dict(stats.stall_ms.items())
+            if most:
+                row.stall_ms["comm"] = most
             row.hidden_ms = (row.hidden_ms or 0.0) + (stats.hidden_ms or 0.0)
 
     def _timeline(self, optimizer: ZenFlowOptimizer) -> dict[str, Any] | None:
@@ -117,4 +120,5 @@ def rows_of(of: Any, index: int) -> Rows | None:
 def _fields(stats: StepStats) -> dict[str, Any]:
     values = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
     del values["coverage_curve"]  # a table of its own
+    del values["comm_ms"]  # the agent sees these calls itself
     return values | {"stall_ms": None if stats.stall_ms is None else dict(stats.stall_ms)}

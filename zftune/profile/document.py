@@ -95,6 +95,9 @@ def everybodys(task: Task, own: Measurement) -> list[dict[str, Any]]:
         "step_ms": derive.step_ms(own.step_ms),
         "phases_ms": derive.mean_of([step["phases_ms"] for step in _per_step(own)]),
     }
+    stall = _stall(own)
+    if stall is not None and "comm" in stall["by_cause"]:
+        mine["comm_ms"] = stall["by_cause"]["comm"]
     if task.ranks == 1:
         return [mine]
     found: list[Any] = [None] * task.ranks
@@ -168,7 +171,9 @@ def _throughput(task: Task, run: Measurement) -> dict[str, float]:
 
 
 def _stall(run: Measurement) -> dict[str, Any] | None:
-    return derive.stall([step.stall_ms for step in run.stats], statistics.fmean(run.step_ms))
+    found = derive.stall([step.stall_ms for step in run.stats], statistics.fmean(run.step_ms))
+    comm = [step.comm_ms for step in run.stats if step.comm_ms is not None]
+    return {**found, "collectives": derive.mean_of(comm)} if found is not None and comm else found
 
 
 def _memory(run: Measurement, missing: dict[str, str]) -> dict[str, int | None]:

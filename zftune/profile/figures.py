@@ -96,6 +96,15 @@ def _phases(document: Document) -> list[str]:
     return [", ".join(parts) + " ms"] if parts else []
 
 
+_COLLECTIVES = {"gather": "all-gathers", "reduce_scatter": "reduce-scatters", "all_reduce": "own all-reduce"}
+
+
+def _collectives(document: Document) -> list[str]:
+    found = (document["stall"] or {}).get("collectives") or {}
+    parts = [f"{_COLLECTIVES[name]} {number(value)}" for name, value in found.items()]
+    return [", ".join(parts) + " ms"] if parts else []
+
+
 def _waits(document: Document) -> list[str]:
     waits = {cause: value for cause, value in (document["waits_ms"] or {}).items() if value >= 0.005}
     text = ", ".join(f"{cause} {number(value)}" for cause, value in waits.items())
@@ -213,6 +222,7 @@ def _overhead(document: Document) -> list[str]:
 _GROUPS = (
     ("phases", _phases, ("phases_ms",)),
     ("waits", _waits, ("waits_ms", "hidden_ms_per_step")),
+    ("collectives", _collectives, ("stall",)),
     ("link a step", _link, ("link",)),
     ("host update", _host, ("host",)),
     ("selection", _selection, ("selection",)),

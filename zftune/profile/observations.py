@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zftune.profile.units import ms, percent
@@ -43,11 +43,25 @@ def _disagreement(document: Document) -> str | None:
 
 def _slowest_rank(document: Document) -> str | None:
     ranks = document["ranks"]
+    if all("comm_ms" in rank for rank in ranks):
+        return _waited_for(ranks)
     slowest = max(ranks, key=lambda rank: rank["step_ms"]["mean"])
     mean, own = slowest["step_ms"]["mean"], ranks[0]["step_ms"]["mean"]
     if mean <= (1 + _UNEVEN) * own:
         return None
     return f"Rank {slowest['rank']} is slower than rank {ranks[0]['rank']}: {ms(mean)} a step instead of {ms(own)}."
+
+
+def _waited_for(ranks: Sequence[Mapping[str, Any]]) -> str | None:
+    """The rank that has most to do itself: where ranks meet in each step, all of them take as long."""
+    own = {rank["rank"]: rank["step_ms"]["mean"] - rank["comm_ms"] for rank in ranks}
+    slowest, least = max(own, key=lambda rank: own[rank]), min(own.values())
+    if own[slowest] <= (1 + _UNEVEN) * least:
+        return None
+    return (
+        f"Rank {slowest} is the slowest: without its collectives a step takes it {ms(own[slowest])}, the fastest one "
+        f"{ms(least)}; the others wait for it in them."
+    )
 
 
 def _quota(document: Document) -> str | None:

@@ -250,4 +250,7 @@ def _host_unit_ms(document: Document) -> float | None:
 
 def _compute_ms(document: Document) -> float | None:
     stall = document["stall"]
-    return None if stall is None else document["step_ms"]["mean"] - stall["ms_per_step"]
+    if stall is None:
+        return None
+    offloading = stall["ms_per_step"] - stall["by_cause"].get("comm", 0.0)  # the host works beside collectives, too
+    return float(document["step_ms"]["mean"] - offloading)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from zenflow import StepStats
 from zftune.planner import Rates
+from zftune.tuner.ratios import busy_ms
 from zftune.tuner.scores import Sample, gain
 from zftune.tuner.settings import Setting
 from zftune.tuner.space import Forecaster
@@ -28,7 +29,7 @@ class Pace:
     """What the steps of a measurement showed of the resources; None: nothing."""
 
     busy_ms: float | None = None
-    """Of a step without its stall."""
+    """Of a step without its stall; what ranks wait for each other is in it."""
     host_gbps: float | None = None
     """Of the host's updates."""
     link_gbps: float | None = None
@@ -41,12 +42,11 @@ class Pace:
         if not known:
             return None
         total_ms = math.fsum(ms for _, ms, _ in known)
-        stall_ms = math.fsum(math.fsum(stall.values()) for _, _, stall in known)
         waited_ms = math.fsum(stall.get("d2h", 0.0) for _, _, stall in known)
         sent = sum(one.d2h_bytes for one, _, _ in known)
         host_ms, host_bytes = math.fsum(one.host_ms for one, _, _ in known), sum(one.host_bytes for one, _, _ in known)
         return cls(
-            busy_ms=(total_ms - stall_ms) / len(known),
+            busy_ms=math.fsum(busy_ms(one) for one, _, _ in known) / len(known),
             host_gbps=host_bytes / host_ms / 1e6 if host_bytes and host_ms > 0 else None,
             link_gbps=sent / total_ms / 1e6 if sent and waited_ms > _BUSY_LINK * total_ms else None,
         )

@@ -21,7 +21,7 @@ from zftune.planner import Machine, ModelFacts
 from zftune.planner.choosing import HEADROOM, LEAST_HEADROOM_BYTES
 from zftune.store.types import Quality
 from zftune.tuner.forecast import MeasuredCoverage, measured_coverage, rig_machine
-from zftune.tuner.ratios import Load
+from zftune.tuner.ratios import Load, busy_ms
 from zftune.tuner.recording import Here, RunFacts
 from zftune.tuner.search import SearchOptions
 
@@ -73,7 +73,7 @@ class Seen:
     @property
     def compute_ms(self) -> float:
         """Of a step, without what it waited because of offloading."""
-        return _median(one.step_ms - sum((one.stall_ms or {}).values()) for one in self.steps if one.step_ms)
+        return _median(busy_ms(one) for one in self.steps if one.step_ms)
 
     @property
     def coverage(self) -> MeasuredCoverage | None:

@@ -35,13 +35,19 @@ class Load:
             steps: of it.
             module: that trains.
         """
-        busy = [one.step_ms - sum(one.stall_ms.values()) for one in steps if one.step_ms and one.stall_ms is not None]
+        busy = [busy_ms(one) for one in steps if one.step_ms and one.stall_ms is not None]
         return cls(
             elements=sum(one.numel() for one in module.parameters() if one.requires_grad and one.dim() >= 2),
             busy_ms=statistics.median(busy) if busy else None,
             host_bytes=sum(one.host_bytes for one in steps),
             host_ms=sum(one.host_ms for one in steps),
         )
+
+
+def busy_ms(step: StepStats) -> float:
+    """Of a step without what it waited because of offloading; what ranks wait for each other is in it."""
+    offloading = sum(ms for cause, ms in (step.stall_ms or {}).items() if cause != "comm")
+    return (step.step_ms or 0.0) - offloading
 
 
 def measured_ratios(steps: Sequence[StepStats], module: nn.Module, rates: Rates) -> Ratios | None:

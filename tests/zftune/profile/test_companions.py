@@ -21,6 +21,18 @@ from zftune.profile.schema import validate
 from zftune.profile.screen import render
 
 Document = dict[str, Any]
+NETWORKED = """
+name = "networked"
+[rates]
+forward_ms = 40
+backward_ms = 40
+link_d2h_gbps = 5e-3
+link_h2d_gbps = 5e-3
+host_gbps = 2e-2
+device_gbps = 10
+comm_gbps = 1e-2
+comm_latency_us = 100
+"""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,6 +68,13 @@ def documents(options: ProfileOptions) -> list[Document]:
 
 
 @pytest.fixture(scope="module")
+def networked(options: ProfileOptions, tmp_path_factory: pytest.TempPathFactory) -> Document:
+    rig = tmp_path_factory.mktemp("rigs") / "networked.toml"
+    rig.write_text(NETWORKED)
+    return run_profile(options, rig=str(rig), baselines=False)
+
+
+@pytest.fixture(scope="module")
 def alone(options: ProfileOptions) -> Document:
     return run_profile(options, ranks=1, baselines=False)
 
@@ -75,6 +94,17 @@ def test_two_ranks_do_half_of_the_work_each(documents: list[Document], alone: Do
     zero = document["baselines"]["zero_offload"]["stall"]["by_cause"]
     assert zero["host"] < 0.6 * MINI_TIMELINE["host_ms"]
     assert all(document == {**other, "rig": document["rig"]} for other in documents[1:])
+
+
+def test_waits_in_collectives_are_told_apart(networked: Document) -> None:
+    validate(networked)
+    stall = networked["stall"]
+    assert set(stall["collectives"]) == {"gather", "reduce_scatter", "all_reduce"}
+    assert all(stall["collectives"].values())
+    assert stall["by_cause"]["comm"] == pytest.approx(sum(stall["collectives"].values()))
+    for rank in networked["ranks"]:  # alike ones
+        assert rank["comm_ms"] == pytest.approx(stall["by_cause"]["comm"], rel=0.05)
+    assert not any("is the slowest" in sentence for sentence in networked["verdict"])
 
 
 def test_the_screen_says_so(documents: list[Document]) -> None:

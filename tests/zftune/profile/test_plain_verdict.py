@@ -111,6 +111,16 @@ def test_what_is_worth_telling(of_a_command: Document, field: str, value: object
     assert said in sentence
 
 
+def test_the_rank_that_others_wait_for_is_told(of_a_command: Document) -> None:
+    for rank, comm_ms in zip(of_a_command["ranks"], (25.0, 2.0), strict=True):
+        rank |= {"step_ms": {"mean": 55.0, "p50": 55.0, "p95": 55.0}, "comm_ms": comm_ms}
+    (sentence,) = observations(of_a_command)
+    assert sentence == (
+        "Rank 1 is the slowest: without its collectives a step takes it 53 ms, the fastest one 30 ms; the others "
+        "wait for it in them."
+    )
+
+
 def test_a_slow_rank_is_told(of_a_command: Document) -> None:
     of_a_command["ranks"][1]["step_ms"] = {"mean": 60.0, "p50": 60.0, "p95": 60.0}
     (sentence,) = observations(of_a_command)

@@ -57,7 +57,7 @@ def runtime_of(rank: Rank) -> Runtime | None:
 def _stats(row: Mapping[str, Any]) -> StepStats:
     from zenflow import StepStats
 
-    names = {field.name for field in dataclasses.fields(StepStats)} - {"coverage_curve"}
+    names = {field.name for field in dataclasses.fields(StepStats)} - {"coverage_curve", "comm_ms"}
     values = {name: row[name] for name in names}
     for name, value in values.items():
         allowed = (int, float, type(None)) if name in _MAY_BE_NONE else (int, float)
