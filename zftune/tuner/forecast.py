@@ -109,7 +109,8 @@ def forecast_for(
         host_memory_bytes=int(machine.host_memory_bytes * share),
     )
     if rig is not None:
-        rates = Rates.of_rig(rig, model.element_bytes, ranks=job.ranks)
+        replicas = company.ranks // company.shards if company.shards > 1 else 1
+        rates = Rates.of_rig(rig, model.element_bytes, ranks=job.ranks, replicas=replicas)
         return PlannerForecast(model, machine, job, rates, base, counted=True)
     rates = Rates.of(model, machine, job)
     if job.compute_ms is not None:  # what was measured has FSDP2's collectives in it
