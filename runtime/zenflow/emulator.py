@@ -364,6 +364,7 @@ class EmulatedAccelerator(Device):
             self._compute_t -= margin_s
 
 
+_DISTRIBUTED: Any = torch.distributed  # whose newest names its stubs do not have
 _SHARING: tuple[Collective, ...] = ("gather", "reduce_scatter")
 
 
@@ -482,8 +483,7 @@ class _Gather(_Collective):
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
         self._network.gather(self._unit, output_tensor.nbytes, group.size())
-        distributed: Any = torch.distributed
-        gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)  # its newer name
+        gather = getattr(_DISTRIBUTED, "all_gather_single", _DISTRIBUTED.all_gather_into_tensor)  # its newer name
         return gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -492,8 +492,7 @@ class _Scatter(_Collective):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         self._network.scatter(input_tensor.nbytes, group.size())
-        distributed: Any = torch.distributed
-        scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
+        scatter = getattr(_DISTRIBUTED, "reduce_scatter_single", _DISTRIBUTED.reduce_scatter_tensor)
         return scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
