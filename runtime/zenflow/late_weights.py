@@ -339,4 +339,28 @@ def _late_class(plain: Any, arrive: _Arrive) -> type:
 
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Late, name, getattr(plain, name))
+    if (rows := getattr(plain, "_local_tensor", None)) is not None:
+        Late._local_tensor = _rows_that_arrive(rows, arrive)
     return Late
+
+
+def _rows_that_arrive(rows: Any, arrive: _Arrive) -> property:
+    """The rows of a `DTensor` that arrive before anybody gets hold of them.
+
+    They may go on to what knows nothing of torch functions (`set_`, C++ code), or be asked for their class, as FSDP2
+    does when a state is loaded: it would give rows of another class other memory.
+
+    Args:
+        rows: the descriptor of the class that has them.
+        arrive: makes a tensor the plain one that it would be.
+    """
+
+    def get(whole: Any) -> Any:
+        arrive(whole)
+        return rows.__get__(whole)
+
+    def put(whole: Any, value: Any) -> None:
+        arrive(whole)
+        rows.__set__(whole, value)
+
+    return property(get, put)
