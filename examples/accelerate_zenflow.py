@@ -1,81 +1,98 @@
-"""Train a small byte-level transformer on Python's own sources with Hugging Face Accelerate and ZenFlow.
+"""Fine-tune a small Llama on instructions with Hugging Face Accelerate and ZenFlow; on several ranks over FSDP2.
+
+As TRL's SFTTrainer does it: prompts are masked, and a loss is the mean over the answers' tokens of a step, on all ranks
+and in all passes. Functions of Python's own library are the prompts, what their docstrings say is the answers.
 
 python examples/accelerate_zenflow.py --steps 80
+torchrun --nproc-per-node 2 examples/accelerate_zenflow.py --steps 80
+accelerate launch --config_file examples/accelerate_fsdp2.yaml examples/accelerate_zenflow.py --steps 80
 """
 
 import argparse
 import json
 import os
+import re
 import time
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
-from torch import nn
-from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import DistributedType
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 import zenflow
+from zftune.integrations.huggingface import AccelerateAdamW
+
+FUNCTION = re.compile(rb'^ *(def .+:)\n +"""(.+?)(?:"""|$)', re.MULTILINE)
+IGNORED = -100
+END = 0
 
 
-class Text(Dataset):
-    """Windows of bytes; the targets are the same bytes, one later."""
-
-    def __init__(self, data, length):
-        self.data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self.length = length
-
-    def __len__(self):
-        return (len(self.data) - 1) // self.length
-
-    def __getitem__(self, index):
-        begin = index * self.length
-        window = self.data[begin : begin + self.length + 1].long()
-        return window[:-1], window[1:]
+def instructions(length):
+    """Prompt and answer as bytes: a function's head, and the first line of its docstring."""
+    found = []
+    for source in sorted(Path(os.__file__).parent.glob("*.py")):
+        for head, said in FUNCTION.findall(source.read_bytes()):
+            if len(head) + len(said) + 2 <= length:
+                found.append((head + b"\n", said))
+    return found
 
 
-class Model(nn.Module):
-    """A causal transformer over bytes."""
+def batch_of(samples):
+    """Padded token ids and labels; what belongs to a prompt is no label."""
+    tokens = [torch.tensor([*prompt, *answer, END]) for prompt, answer in samples]
+    labels = [torch.tensor([IGNORED] * len(prompt) + [*answer, END]) for prompt, answer in samples]
+    mask = [torch.ones(len(one), dtype=torch.int64) for one in tokens]
+    parts = {"input_ids": (tokens, END), "labels": (labels, IGNORED), "attention_mask": (mask, 0)}
+    return {name: pad_sequence(part, batch_first=True, padding_value=fill) for name, (part, fill) in parts.items()}
 
-    def __init__(self, width=128, layers=2, heads=4, length=128):
-        super().__init__()
-        self.tokens = nn.Embedding(256, width)
-        self.positions = nn.Embedding(length, width)
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, 256)
 
-    def forward(self, tokens):
-        length = tokens.shape[1]
-        mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
-        hidden = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
-        return self.head(self.blocks(hidden, mask=mask, is_causal=True))
+def accelerator_of(args):
+    """Over FSDP2 where there are several ranks, on GPUs or without one."""
+    on_gpu = torch.cuda.is_available()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    if not on_gpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU  # else Accelerate does not shard on CPUs
+    return Accelerator(
+        cpu=not on_gpu,
+        fsdp_plugin=plugin,
+        mixed_precision=args.precision,
+        gradient_accumulation_steps=args.passes,
+        step_scheduler_with_optimizer=False,
+    )
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=8, help="samples of each rank in a pass")
+    parser.add_argument("--length", type=int, default=128, help="tokens of the longest sample")
     parser.add_argument("--passes", type=int, default=1, help="backward passes before a step")
     parser.add_argument("--precision", default="no", choices=["no", "bf16"])
-    parser.add_argument("--save", help="folder for a checkpoint at the end")
+    parser.add_argument("--save", help="folder for a checkpoint at the end, for any number of ranks")
     parser.add_argument("--resume", help="folder of such a checkpoint")
     args = parser.parse_args()
 
+    accelerator = accelerator_of(args)
     torch.manual_seed(0)
-    accelerator = Accelerator(gradient_accumulation_steps=args.passes, mixed_precision=args.precision)
-    sources = sorted(Path(os.__file__).parent.glob("*.py"))
-    data = Text(b"".join(source.read_bytes() for source in sources), args.length)
-    loader = DataLoader(data, batch_size=args.batch, shuffle=True, drop_last=True)
-    model = Model(length=args.length).to(accelerator.device)  # before the optimizer, which splits what is there
+    samples, order = instructions(args.length), torch.Generator().manual_seed(0)
+    loader = DataLoader(samples, args.batch, shuffle=True, generator=order, drop_last=True, collate_fn=batch_of)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=args.length,
+        )
+    ).to(accelerator.device)  # before the optimizer, which splits what is there
     config = zenflow.ZenFlowConfig(topk_ratio=0.1, update_interval=4, gradient_accumulation_steps=args.passes)
-    optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=3e-4, config=config, module=model)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-    # No device placement for the optimizer: its state belongs to the host.
-    model, optimizer, loader, scheduler = accelerator.prepare(
-        model, optimizer, loader, scheduler, device_placement=[True, False, True, True]
-    )
+    optimizer = AccelerateAdamW(model.parameters(), lr=1e-3, config=config, module=model)
+    scheduler = get_cosine_schedule_with_warmup(optimizer, args.steps // 10, args.steps)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     if args.resume:
         accelerator.load_state(args.resume)
 
@@ -83,25 +100,34 @@ def main():
     batches = iter(loader)
     last = time.perf_counter()
     for step in range(args.steps):
-        for _ in range(args.passes):
-            inputs, targets = next(batches)
+        passes = [next(batches) for _ in range(args.passes)]
+        answers = accelerator.reduce(sum((one["labels"] != IGNORED).sum() for one in passes))
+        mean = torch.zeros((), device=accelerator.device)
+        for batch in passes:
             with accelerator.accumulate(model):
-                loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-                accelerator.backward(loss)
+                loss = model(**batch, num_items_in_batch=answers).loss
+                # Accelerate takes the mean over passes and FSDP2 over ranks, where the sum is meant.
+                accelerator.backward(loss * args.passes * accelerator.num_processes)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
-                scheduler.step()
                 optimizer.zero_grad()
+            mean += loss.detach()
+        scheduler.step()
         if step % 10 == 0:
-            accelerator.print(f"step {step}: loss {loss.item():.3f}", flush=True)
+            mean = accelerator.reduce(mean)
+            accelerator.print(f"step {step}: loss {mean.item():.3f}", flush=True)
         now = time.perf_counter()
         step_ms.append(1e3 * (now - last))
         last = now
+    optimizer.optimizer.flush()  # before it is saved: every pending host update becomes visible
     if args.save:
-        accelerator.save_state(args.save)  # resumes bit for bit, in the middle of a window too
-    optimizer.optimizer.flush()  # before the model is kept alone: every pending host update becomes visible
+        accelerator.save_state(args.save)
+    whole = sum(p.numel() for p in model.parameters())
+    own = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
+    accelerator.print(f"rank 0 of {accelerator.num_processes} has {own:,} of {whole:,} parameters")
     accelerator.print(json.dumps({"step_ms": step_ms}))
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

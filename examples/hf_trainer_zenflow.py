@@ -1,6 +1,9 @@
 """Train a small Llama on Python's own sources with the Trainer of Hugging Face transformers and ZenFlow.
 
+On several ranks it is sharded over FSDP2.
+
 python examples/hf_trainer_zenflow.py --steps 80
+torchrun --nproc-per-node 2 examples/hf_trainer_zenflow.py --steps 80
 python examples/hf_trainer_zenflow.py --steps 2000 --tune    # looks for better knobs meanwhile
 """
 
@@ -13,11 +16,12 @@ import time
 from pathlib import Path
 
 import torch
+from accelerate.utils import DistributedType
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import zenflow
-from zftune.integrations.huggingface import ZFTuneCallback, zenflow_optimizer
+from zftune.integrations.huggingface import ZFTuneCallback, zenflow_class, zenflow_optimizer
 
 
 class Text(Dataset):
@@ -77,6 +81,7 @@ def main():
     sources = sorted(Path(os.__file__).parent.glob("*.py"))
     data = Text(b"".join(source.read_bytes() for source in sources), args.length)
     stopwatch = Stopwatch()
+    sharded = int(os.environ.get("WORLD_SIZE", "1")) > 1
     with tempfile.TemporaryDirectory() as folder:
         training = TrainingArguments(
             output_dir=args.output or folder,
@@ -87,19 +92,29 @@ def main():
             save_strategy="steps" if args.output else "no",
             report_to=[],
             disable_tqdm=True,
+            use_cpu=not torch.cuda.is_available(),
+            fsdp=sharded,
+            fsdp_config={"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} if sharded else None,
         )
+        if sharded and training.device.type == "cpu":
+            training.distributed_state.distributed_type = DistributedType.MULTI_GPU  # else CPUs are not sharded over
         config = zenflow.ZenFlowConfig(topk_ratio=0.1, update_interval=4)
+        if sharded:
+            ours = {"optimizer_cls_and_kwargs": zenflow_class(model, training, config)}
+        else:
+            ours = {"optimizers": (zenflow_optimizer(model, training, config), None)}
         trainer = Trainer(
             model=model,
             args=training,
             train_dataset=data,
-            optimizers=(zenflow_optimizer(model, training, config), None),  # the one line
+            **ours,  # the one line
             callbacks=[stopwatch, ZFTuneCallback(tune=args.tune, sequence=args.length)],
         )
         trainer.train(resume_from_checkpoint=args.resume)
         if args.output:
             trainer.save_model()  # holds every update: the callback has seen to that
-    print(json.dumps({"step_ms": stopwatch.step_ms}))
+    if trainer.is_world_process_zero():
+        print(json.dumps({"step_ms": stopwatch.step_ms}))
 
 
 if __name__ == "__main__":

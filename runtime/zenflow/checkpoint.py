@@ -32,12 +32,13 @@ _Controls = dict[tuple[int, float, float], Control]
 """By step and values: a weight whose gradient the user multiplied has its own."""
 
 
-def save(training: Training, groups: Groups) -> dict[str, Any]:
+def save(training: Training, groups: Groups, *, room: bool) -> dict[str, Any]:
     """Copies of all state on the CPU; waits for the host work that was submitted, applies nothing that is not due.
 
     Args:
         training: the run.
         groups: the optimizer's parameter groups.
+        room: zeros for what has no state yet, into which torch's functions can load.
 
     Raises:
         HostEngineError: host work failed.
@@ -66,7 +67,7 @@ def save(training: Training, groups: Groups) -> dict[str, Any]:
     if training.shards is not None and any(weight.log or weight.flights for weight in header.weights):
         warnings.warn(OPEN, stacklevel=4)
     return {
-        "state": {number: _tensors(training, weight) for number, weight in enumerate(weights)},
+        "state": {number: _tensors(training, weight, room) for number, weight in enumerate(weights)},
         "param_groups": packed,
     }
 
@@ -113,8 +114,8 @@ def _shown(weight: WeightState, place: int) -> torch.Tensor:
     return weight.deferred.on_host(weight.matrix(), weight.deferred.buckets[place].columns)
 
 
-def _tensors(training: Training, weight: WeightState) -> dict[str, Any]:
-    if not weight.started and not weight.parameter.requires_grad:
+def _tensors(training: Training, weight: WeightState, room: bool) -> dict[str, Any]:
+    if not weight.started and not (room and weight.parameter.requires_grad):
         return {"shape": torch.tensor(whole_shape(weight.parameter), dtype=torch.int64, device="cpu")}
     tensors = _tensors_here(training, weight)
     return _of_all_ranks(weight, weight.parameter, tensors) if isinstance(weight.parameter, Rows) else tensors

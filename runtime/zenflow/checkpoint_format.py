@@ -8,7 +8,8 @@ how the state was split:
 
 `count`, `slots`, `importance` and `proposed` have one number a column; `log` is a tuple of the open window's gradients
 of the deferred columns, [deferred, rows] each, and `shown` one of the weights that training sees of each bucket in
-flight, [slots, rows] in the model's dtype. A parameter that has always been frozen has its "shape" alone, as int64.
+flight, [slots, rows] in the model's dtype. A parameter that has always been frozen, or has no state yet, has its
+"shape" alone, as int64.
 
 Of parameters that are sharded over ranks, master and moments are DTensors as the parameter is, on the CPU. `log` and
 `shown` are dictionaries by number, "0", "1" and so on, of DTensors of [columns, *leading dimensions] that are sharded

@@ -86,8 +86,8 @@ class ZenFlowOptimizer(Optimizer):
             stage 3).
     """
 
-    # GradScaler then leaves unscaling and skipping to us, through `grad_scale` and `found_inf`.
-    _step_supports_amp_scaling = True
+    _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to us: `grad_scale` and `found_inf`
+    _saves_room = True  # zeros before the first step, into which torch.distributed.checkpoint can load
 
     def __init__(
         self,
@@ -277,7 +277,7 @@ class ZenFlowOptimizer(Optimizer):
             ConfigError: within `torch_state()`, updates are pending.
         """
         self._follow_sharding()
-        save = torch_state.save if self._speaks_torch else checkpoint.save
+        save = torch_state.save if self._speaks_torch else functools.partial(checkpoint.save, room=self._saves_room)
         return save(self._training, self._groups)
 
     @undivided

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import statistics
+import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,10 @@ from tests.tiers import by_day
 
 ROOT = Path(__file__).parents[2]
 RANKS = "fsdp2_zenflow.py"
+HUGGING_FACE = ["accelerate_zenflow.py", "hf_trainer_zenflow.py"]
 EXAMPLES = ["deepspeed_zenflow.py", "deepspeed_zero_offload.py", "hf_trainer.py", "plain_pytorch.py"]
 RUN_ELSEWHERE = {
-    "accelerate_zenflow.py": "tests/zftune/integrations",
     "deepspeed_minimal.py": "tests/process/test_run_examples.py",
-    "hf_trainer_zenflow.py": "tests/zftune/integrations",
     "tune_plain_loop.py": "tests/zftune/tuner/test_attach.py",
 }
 STEPS, ALL_STEPS = 20, 32
@@ -35,7 +35,8 @@ def env() -> dict[str, str | None]:
 
 
 def test_every_example_is_run_somewhere() -> None:
-    assert sorted(path.name for path in (ROOT / "examples").glob("*.py")) == sorted([*EXAMPLES, *RUN_ELSEWHERE, RANKS])
+    run = [*EXAMPLES, *RUN_ELSEWHERE, *HUGGING_FACE, RANKS]
+    assert sorted(path.name for path in (ROOT / "examples").glob("*.py")) == sorted(run)
     for place in RUN_ELSEWHERE.values():
         assert (ROOT / place).exists()
 
@@ -72,15 +73,7 @@ def test_an_example(profile: Run, tmp_path: Path, env: dict[str, str | None], na
 
 def test_the_example_for_several_ranks() -> None:
     """Rank 0 speaks for both, each of which has half of the model and of its state."""
-    words: list[str | Path] = [ROOT / "examples" / RANKS, "--steps", "11", "--batch", "2", "--length", "64"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    said: dict[int, str] = {}
-    for ranks in (1, 2):
-        with ExitStack() as stack:
-            begun = [stack.enter_context(one) for one in zygote.ranks(ranks, words, env=environment)]
-            assert [one.wait(120) for one in begun] == [0] * ranks, [one.stderr[-4000:] for one in begun]
-            assert not any(one.stdout for one in begun[1:])
-            said[ranks] = begun[0].stdout
+    said = {ranks: said_on(ranks, RANKS, "--batch", "2", "--length", "64") for ranks in (1, 2)}
     found: dict[int, list[int]] = {}
     for ranks, text in said.items():
         first, last = re.findall(r"^step \d+: loss ([0-9.]+)$", text, re.MULTILINE)
@@ -92,6 +85,72 @@ def test_the_example_for_several_ranks() -> None:
     (own, whole, state), (half, whole_again, half_state) = found[1], found[2]
     assert own == whole == whole_again == 2 * half
     assert half_state == pytest.approx(state / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("name", by_day(HUGGING_FACE[:1], all_of=HUGGING_FACE))
+def test_with_hugging_face_two_ranks_train_as_one(name: str) -> None:
+    alone = said_on(1, name, "--batch", "4", "--length", "64")
+    both = said_on(2, name, "--batch", "2", "--length", "64")
+    assert losses(both) == pytest.approx(losses(alone), abs=2e-3)
+    assert len(stopwatch_ms(both.encode())) == 11
+    if name.startswith("accelerate"):
+        first, last = losses(both)
+        assert last < 0.95 * first
+        assert "rank 0 of 2 has 246,080 of 492,160 parameters" in both
+
+
+@pytest.mark.usefixtures("every_fault")
+def test_with_accelerate_passes_of_two_ranks_are_one_batch() -> None:
+    alone = said_on(1, HUGGING_FACE[0], "--batch", "8", "--length", "64")
+    both = said_on(2, HUGGING_FACE[0], "--batch", "2", "--passes", "2", "--length", "64")
+    assert losses(both) == pytest.approx(losses(alone), abs=2e-3)
+
+
+@pytest.mark.usefixtures("every_fault")
+@pytest.mark.parametrize("name", HUGGING_FACE)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_with_hugging_face_it_goes_on(tmp_path: Path, ranks: int, name: str) -> None:
+    save, resume = ("--save", "--resume") if name.startswith("accelerate") else ("--output", "--output")
+    more = [] if name.startswith("accelerate") else ["--resume"]
+    first = said_on(2, name, "--batch", "2", "--length", "64", save, str(tmp_path / "saved"))
+    again = said_on(ranks, name, "--batch", "2", "--length", "64", resume, str(tmp_path / "saved"), *more, steps=21)
+    assert losses(again)[0] < 0.95 * losses(first)[0]
+
+
+@pytest.mark.usefixtures("every_fault")
+def test_the_launchers_begin_them() -> None:
+    """In interpreters of their own, as a user begins them."""
+    launch: list[str | Path] = [
+        "accelerate.commands.launch",
+        "--config_file",
+        ROOT / "examples" / "accelerate_fsdp2.yaml",
+    ]
+    launched: dict[str, list[str | Path]] = {
+        HUGGING_FACE[0]: [*launch, "--main_process_port", "0"],
+        HUGGING_FACE[1]: ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"],
+    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    for name, words in launched.items():
+        command = [PYTHON, "-m", *words, ROOT / "examples" / name, "--steps", "1", "--batch", "2", "--length", "64"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert len(stopwatch_ms(done.stdout.encode())) == 1
+
+
+def said_on(ranks: int, name: str, *words: str, steps: int = 11) -> str:
+    """What rank 0 prints; the others say nothing."""
+    command: list[str | Path] = [ROOT / "examples" / name, "--steps", str(steps), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with ExitStack() as stack:
+        begun = [stack.enter_context(one) for one in zygote.ranks(ranks, command, env=environment)]
+        assert [one.wait(120) for one in begun] == [0] * ranks, [one.stderr[-4000:] for one in begun]
+        assert not any(one.stdout for one in begun[1:])
+        return begun[0].stdout
+
+
+def losses(said: str) -> list[float]:
+    """Of every tenth step."""
+    return [float(value) for value in re.findall(r"(?<!train_)loss'?:? '?([0-9.]+)", said)]
 
 
 def stopwatch_ms(out: bytes) -> list[float]:

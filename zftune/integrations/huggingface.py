@@ -10,8 +10,10 @@
 
 With FSDP2 (`fsdp=True`) instead of `optimizers`: `optimizer_cls_and_kwargs=zenflow_class(model, args)`.
 
-Needs transformers, which nothing else of this package imports. With Accelerate alone, make the optimizer yourself and
-give it to `accelerator.prepare(model, optimizer, device_placement=[True, False])`, the model on its device before.
+Needs transformers, which nothing else of this package imports. With Accelerate alone, with FSDP2 or without, the model
+on its device before:
+
+    model, optimizer = accelerator.prepare(model, AccelerateAdamW(model.parameters(), lr=1e-5, module=model))
 """
 
 from __future__ import annotations
@@ -33,34 +35,36 @@ from zftune.errors import BadInputError
 from zftune.store.types import Quality
 from zftune.tuner.following import Tuner
 
-__all__ = ["TrainerAdamW", "ZFTuneCallback", "zenflow_class", "zenflow_optimizer"]
+__all__ = ["AccelerateAdamW", "ZFTuneCallback", "zenflow_class", "zenflow_optimizer"]
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 _KNOBS = ("topk_ratio", "update_interval", "select_interval", "offload_ratio")
 
 
-class TrainerAdamW(ZenFlowAdamW):
-    """`ZenFlowAdamW` for the Trainer.
+class AccelerateAdamW(ZenFlowAdamW):
+    """`ZenFlowAdamW` for Accelerate, and with it for the Trainer.
 
-    Before training the Trainer's Accelerate saves the optimizer's state, moves it to the device and loads it again. So
-    before the first step there is none: state of the host's size would not fit there.
+    Where it prepares an optimizer, Accelerate saves its state, moves it to the device and loads it again, over FSDP2
+    that of the whole model. So before the first step there is none: state of the host's size would not fit there.
 
-    Over FSDP2 the Trainer saves by torch's functions, which know torch's own state: it is AdamW's there, for any number
-    of ranks. What is pending has to be applied before the model is saved, which `ZFTuneCallback` does.
+    Over FSDP2 Accelerate and the Trainer save by torch's functions, which know torch's own state: it is AdamW's there,
+    for any number of ranks. What is pending has to be applied before: by `flush()`, in the Trainer by `ZFTuneCallback`.
     """
 
+    _saves_room = False
+
     def state_dict(self) -> dict[str, Any]:
-        if are_sharded(self.param_groups):
-            try:
-                with self.torch_state():
-                    return super().state_dict()
-            except ConfigError as error:
-                raise BadInputError(
-                    "a checkpoint is saved while updates are pending, which are not in its weights, allowed over FSDP2 "
-                    "is a Trainer with callbacks=[ZFTuneCallback()] (with tune=False where nothing is to be tuned)"
-                ) from error
-        saved = super().state_dict()
-        return saved if self.steps else {**saved, "state": {}}
+        if not are_sharded(self.param_groups):
+            return super().state_dict()
+        try:
+            with self.torch_state():
+                return super().state_dict()
+        except ConfigError as error:
+            raise BadInputError(
+                "a checkpoint is saved while updates are pending, which are not in its weights, allowed over FSDP2 "
+                "is after flush(), or a Trainer with callbacks=[ZFTuneCallback()] (with tune=False where nothing is to "
+                "be tuned)"
+            ) from error
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         with self.torch_state() if are_sharded(self.param_groups) else contextlib.nullcontext():
@@ -69,7 +73,7 @@ class TrainerAdamW(ZenFlowAdamW):
 
 def zenflow_class(
     model: nn.Module, args: Any, config: ZenFlowConfig | None = None
-) -> tuple[type[TrainerAdamW], dict[str, Any]]:
+) -> tuple[type[AccelerateAdamW], dict[str, Any]]:
     """What a Trainer makes its optimizer of, for the argument `optimizer_cls_and_kwargs`; with FSDP2 too.
 
     With FSDP the Trainer takes no optimizer that was made before. The arguments' values, as of `zenflow_optimizer`.
@@ -91,10 +95,10 @@ def zenflow_class(
         config = dataclasses.replace(config, gradient_accumulation_steps=args.gradient_accumulation_steps)
     betas = (args.adam_beta1, args.adam_beta2)
     values = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "config": config, "module": model}
-    return TrainerAdamW, values
+    return AccelerateAdamW, values
 
 
-def zenflow_optimizer(model: nn.Module, args: Any, config: ZenFlowConfig | None = None) -> TrainerAdamW:
+def zenflow_optimizer(model: nn.Module, args: Any, config: ZenFlowConfig | None = None) -> AccelerateAdamW:
     """The optimizer that a Trainer would make for these arguments, as `ZenFlowAdamW`; the model goes to its device.
 
     Learning rate, betas, eps and weight decay are the arguments', and biases and norms do not decay, as in the Trainer.

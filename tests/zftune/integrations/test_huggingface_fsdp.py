@@ -59,7 +59,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
 def test_it_trains_as_torchs_adamw(seen: dict[str, list[dict[str, Any]]], name: str) -> None:
     expected = seen["torch"][0]
     for found in seen[name]:
-        assert found["optimizer"] == "TrainerAdamW"
+        assert found["optimizer"] == "AccelerateAdamW"
         assert found["learning_rate"] == expected["learning_rate"]
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
