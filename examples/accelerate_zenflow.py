@@ -6,6 +6,7 @@ and in all passes. Functions of Python's own library are the prompts, what their
 python examples/accelerate_zenflow.py --steps 80
 torchrun --nproc-per-node 2 examples/accelerate_zenflow.py --steps 80
 accelerate launch --config_file examples/accelerate_fsdp2.yaml examples/accelerate_zenflow.py --steps 80
+zftune run --online -- accelerate launch ...    # looks for better knobs meanwhile
 """
 
 import argparse
@@ -17,12 +18,13 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 import zenflow
+import zftune
 from zftune.integrations.huggingface import AccelerateAdamW
 
 FUNCTION = re.compile(rb'^ *(def .+:)\n +"""(.+?)(?:"""|$)', re.MULTILINE)
@@ -49,6 +51,12 @@ def batch_of(samples):
     return {name: pad_sequence(part, batch_first=True, padding_value=fill) for name, (part, fill) in parts.items()}
 
 
+def endless(loader):
+    """Its batches, one epoch after the other."""
+    while True:
+        yield from loader
+
+
 def accelerator_of(args):
     """Over FSDP2 where there are several ranks, on GPUs or without one."""
     on_gpu = torch.cuda.is_available()
@@ -59,7 +67,7 @@ def accelerator_of(args):
         cpu=not on_gpu,
         fsdp_plugin=plugin,
         mixed_precision=args.precision,
-        gradient_accumulation_steps=args.passes,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(args.passes, sync_with_dataloader=False),
         step_scheduler_with_optimizer=False,
     )
 
@@ -97,7 +105,7 @@ def main():
         accelerator.load_state(args.resume)
 
     step_ms = []
-    batches = iter(loader)
+    batches = endless(loader)
     last = time.perf_counter()
     for step in range(args.steps):
         passes = [next(batches) for _ in range(args.passes)]
@@ -114,8 +122,9 @@ def main():
                 optimizer.zero_grad()
             mean += loss.detach()
         scheduler.step()
+        mean = accelerator.reduce(mean)
+        zftune.log_loss(mean)  # for `zftune run --online`, which may then change how late updates come
         if step % 10 == 0:
-            mean = accelerator.reduce(mean)
             accelerator.print(f"step {step}: loss {mean.item():.3f}", flush=True)
         now = time.perf_counter()
         step_ms.append(1e3 * (now - last))

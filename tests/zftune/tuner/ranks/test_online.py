@@ -1,4 +1,4 @@
-"""`zftune run --online -- torchrun`: two real ranks, a private daemon, and a replay."""
+"""`zftune run --online -- torchrun` and `-- accelerate launch`: two real ranks, a private daemon, and a replay."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,36 @@ json.dump([optimizer.steps, digest, knobs], open(f"rank{rank}.json", "w"))
 distributed.destroy_process_group()
 """
 
+SHARDED = """
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import DistributedType
+
+PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU  # else Accelerate does not shard on CPUs
+accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+module, prepared = accelerator.prepare(module, optimizer)
+assert accelerator.is_fsdp2 and prepared.optimizer is optimizer
+"""
+ACCELERATED = SCRIPT.replace("batches = torch.Generator()", f"{SHARDED.strip()}\nbatches = torch.Generator()").replace(
+    "p.detach().numpy()", "p.detach().full_tensor().numpy()"
+)
+"""The same over FSDP2 as Accelerate makes it."""
+FSDP2 = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+num_machines: 1
+num_processes: 2
+mixed_precision: "no"
+main_process_port: 0
+fsdp_config: {fsdp_version: 2}
+"""
+LAUNCHERS = {
+    "torchrun": (SCRIPT, TORCHRUN),
+    "accelerate": (
+        ACCELERATED,
+        (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", "fsdp2.yaml"),
+    ),
+}
+
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
@@ -81,11 +111,11 @@ def environment(folder: Path) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": "lo", **kept, **own}
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    """`zftune run` with options and torchrun's two ranks."""
+def start(folder: Path, launcher: Sequence[str], *words: str) -> subprocess.Popen[str]:
+    """`zftune run` with options and a launcher's two ranks."""
     options, _, command = " ".join(words).partition(" -- ")
     return subprocess.Popen(
-        [ZFTUNE, "run", *options.split(), "--", *TORCHRUN, *command.split()],
+        [ZFTUNE, "run", *options.split(), "--", *launcher, *command.split()],
         env=environment(folder),
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -116,8 +146,13 @@ def seen(folder: Path) -> list[Any]:
 
 
 @pytest.mark.skipif(not everything(), reason="before a release: by day ranks are tuned in test_trainings.py")
-def test_two_ranks_are_tuned_alike_and_replayed_bit_for_bit(folder: Path) -> None:
-    tuned, errors = told(folder, start(folder, "--online", "--export-schedule", "schedule.json", "--", "train.py 40 3"))
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_ranks_are_tuned_alike_and_replayed_bit_for_bit(folder: Path, launcher: str) -> None:
+    script, launch = LAUNCHERS[launcher]
+    (folder / "train.py").write_text(script)
+    (folder / "fsdp2.yaml").write_text(FSDP2)
+    options = ("--online", "--export-schedule", "schedule.json")
+    tuned, errors = told(folder, start(folder, launch, *options, "--", "train.py 40 3"))
     steps, digest, knobs = tuned[0]
     assert tuned[1] == tuned[0]  # weights, and knobs at every step
     assert len({repr(one) for _, one in knobs}) > 2
@@ -134,6 +169,18 @@ def test_two_ranks_are_tuned_alike_and_replayed_bit_for_bit(folder: Path) -> Non
         assert [one.wait(200) for one in ranks] == [0, 0], ranks[0].stderr
         assert seen(folder) == [[steps, digest, knobs]] * 2
         assert all("tunes" not in one.stderr for one in ranks)
+
+
+def test_knobs_of_a_schedule_hold_on_all_ranks_over_fsdp2(folder: Path) -> None:
+    (folder / "train.py").write_text(ACCELERATED)
+    changes = {"zftune_schedule": 1, "steps": [{"after_step": 5, "knobs": {"topk_ratio": 0.4, "apply_lag": 1}}]}
+    (folder / "schedule.json").write_text(json.dumps(changes))
+    with forked(folder, "--schedule", "schedule.json", "--", "train.py 12 0") as ranks:
+        assert [one.wait(200) for one in ranks] == [0, 0], ranks[0].stderr
+    (steps, digest, knobs), second = seen(folder)
+    assert (steps, [at for at, _ in knobs]) == (12, [1, 6])
+    assert "topk_ratio=0.4" in knobs[-1][1]
+    assert second == [steps, digest, knobs]
 
 
 def test_where_a_rank_is_killed_the_others_do_not_hang(folder: Path, every_fault: None) -> None:
