@@ -17,7 +17,7 @@ from zftune.errors import BadInputError
 
 HEADER = "zenflow"
 """In `param_groups[0]` of what our optimizers save."""
-IN_FOLDER, FOLDER = "in_folder", "zenflow"
+IN_FOLDER, STEPS, FOLDER = "in_folder", "steps", "zenflow"
 """What an engine's file says of an optimizer whose state lies in a folder beside it, by rows; and that folder."""
 MODEL_STATES = "mp_rank_00_model_states.pt"
 

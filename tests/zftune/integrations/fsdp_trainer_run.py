@@ -2,18 +2,25 @@
 
 python -m tests.zftune.integrations.fsdp_trainer_run FOLDER WHO [CHECKPOINT]
 
-WHO makes the optimizer: "torch", or "exact" or "late" of zenflow. What a rank saw is left in FOLDER/seen.RANK.pt.
+WHO makes the optimizer: "torch", or "exact" or "late" of zenflow; "killed" is exact, and the second rank is killed
+after a checkpoint. What a rank saw is left in FOLDER/seen.RANK.pt. However many there are, they share the same
+batches.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-STEPS, SAVE_EVERY = 8, 3
+from tests.tiers import by_day
+
+STEPS, SAVE_EVERY = by_day(8, all_of=20), 3
+BATCH, SAMPLES = 12, 60
 FSDP = {
     "fsdp_version": 2,
     "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -22,42 +29,36 @@ FSDP = {
 }
 
 
-def shard_on_cpus() -> None:
-    """By a look at the devices Accelerate takes another way than FSDP on a CPU; now it takes that of GPUs."""
-    from accelerate.state import AcceleratorState, DistributedType
-
-    original = AcceleratorState.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if kwargs.get("fsdp_plugin") is not None:
-            AcceleratorState._shared_state.update(
-                distributed_type=DistributedType.FSDP, fsdp_plugin=kwargs["fsdp_plugin"]
-            )
-
-    AcceleratorState.__init__ = init
-
-
 def main() -> None:
     folder, who, *checkpoint = sys.argv[1:]
     torch.set_num_threads(1)
-    from transformers import Trainer
+    from accelerate.utils import DistributedType
+    from transformers import Trainer, TrainerCallback
 
     from tests.zftune.integrations.trainers import EXACT, LATE, Tokens, arguments, tiny_model
     from zftune.integrations.huggingface import ZFTuneCallback, zenflow_class
 
-    torch.distributed.init_process_group("gloo")
-    shard_on_cpus()
+    class Killed(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
+        def on_step_begin(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+            if state.global_step == SAVE_EVERY + 2 and args.process_index == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
     args = arguments(
-        Path(folder), fsdp=True, fsdp_config=FSDP, max_steps=STEPS, save_strategy="steps", save_steps=SAVE_EVERY
+        Path(folder),
+        fsdp=True,
+        fsdp_config=FSDP,
+        max_steps=STEPS,
+        save_strategy="steps",
+        save_steps=SAVE_EVERY,
+        per_device_train_batch_size=BATCH // int(os.environ["WORLD_SIZE"]),
     )
+    args.distributed_state.distributed_type = DistributedType.MULTI_GPU  # else Accelerate does not shard on CPUs
     model = tiny_model()
     more: dict[str, Any] = {}
     if who != "torch":
-        more["optimizer_cls_and_kwargs"] = zenflow_class(model, args, EXACT if who == "exact" else LATE)
-        more["callbacks"] = [ZFTuneCallback(tune=False)]
-    trainer = Trainer(model=model, args=args, train_dataset=Tokens(), **more)
-    trainer.accelerator.device_placement = False
+        more["optimizer_cls_and_kwargs"] = zenflow_class(model, args, LATE if who == "late" else EXACT)
+        more["callbacks"] = [ZFTuneCallback(tune=False), *([Killed()] if who == "killed" else [])]
+    trainer = Trainer(model=model, args=args, train_dataset=Tokens(SAMPLES), **more)
     trainer.train(resume_from_checkpoint=checkpoint[0] if checkpoint else None)
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     seen: dict[str, Any] = {name: [entry[name] for entry in entries] for name in ("loss", "grad_norm", "learning_rate")}

@@ -216,7 +216,7 @@ def test_the_files_are_those_of_deepspeed(folder: Path, tmp_path: Path) -> None:
         assert whole[name].dtype == (torch.float32 if name != "frozen" else torch.bfloat16), name
         torch.testing.assert_close(whole[name].bfloat16(), value, rtol=0.0, atol=0.0, msg=name)
     assert not all(torch.equal(value, value.bfloat16().float()) for value in whole.values())
-    assert saved["optimizer"] == {"in_folder": True}
+    assert saved["optimizer"] == {"in_folder": True, "steps": SAVED_AFTER}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -15,7 +15,7 @@ from zenflow import ZenFlowConfig
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.rules import RULES
 from zenflow.sharded import are_sharded
-from zftune.checkpoint.sources import IN_FOLDER
+from zftune.checkpoint.sources import IN_FOLDER, STEPS
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed.accessors import link, unlink
 from zftune.integrations.deepspeed.optimizers import Recipe
@@ -144,7 +144,9 @@ class EngineOptimizer(ZenFlowOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As zenflow's, and the state of the loss scaler."""
-        state: dict[str, Any] = {IN_FOLDER: True} if self._folder is not None else super().state_dict()
+        state: dict[str, Any] = (
+            {IN_FOLDER: True, STEPS: self.steps} if self._folder is not None else super().state_dict()
+        )
         if self.loss_scaler is not None:
             state[_SCALER] = {
                 name: getattr(self.loss_scaler, name) for name in _SAVED if hasattr(self.loss_scaler, name)
@@ -158,8 +160,8 @@ class EngineOptimizer(ZenFlowOptimizer):
             state_dict: as `state_dict()` gave it.
 
         Raises:
-            BadInputError: the checkpoint holds no optimizer, as ZeRO's have it elsewhere; its folder is not there; or
-                it was saved below stage 3 and this rank has rows.
+            BadInputError: the checkpoint holds no optimizer, as ZeRO's have it elsewhere; its folder is not there, or
+                of another step; or it was saved below stage 3 and this rank has rows.
             CheckpointError: it is truncated or not of this optimizer.
         """
         if state_dict is None:
@@ -168,7 +170,7 @@ class EngineOptimizer(ZenFlowOptimizer):
             )
         scaler = state_dict.get(_SCALER, {})
         if IN_FOLDER in state_dict:
-            load_folder(self, self._folder)
+            load_folder(self, self._folder, state_dict[STEPS])
         elif self.is_sharded and self._folder is not None and not self._folder.is_dir():  # else of the folder, by rows
             raise BadInputError(
                 "the checkpoint was saved below ZeRO stage 3, allowed with stage 3 on several ranks is one of stage 3, "

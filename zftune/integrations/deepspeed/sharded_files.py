@@ -82,6 +82,7 @@ def take_over(engine: Any, optimizer: EngineOptimizer, *, gathers: bool) -> None
     """
     _give_weights(engine, gathers)
     _save_in_folder(engine, optimizer)
+    _name_latest_once_whole(engine)
     _load_weights(engine)
 
 
@@ -122,6 +123,28 @@ def _save_in_folder(engine: Any, optimizer: EngineOptimizer) -> None:
     engine._save_checkpoint = save
 
 
+def _name_latest_once_whole(engine: Any) -> None:
+    """Let the file `latest` change in one piece, when the files of all ranks are there."""
+    original = engine.save_checkpoint
+
+    @functools.wraps(original)
+    def save_checkpoint(
+        save_dir: Any, tag: Any = None, client_state: Any = None, save_latest: bool = True, **more: Any
+    ) -> Any:
+        import deepspeed
+
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        done = original(save_dir, tag, client_state or {}, save_latest=False, **more)  # ends with a barrier
+        if save_latest and engine.global_rank == 0:
+            new = Path(save_dir, ".latest")
+            new.write_text(tag)
+            new.replace(Path(save_dir, "latest"))
+        deepspeed.comm.barrier()
+        return done
+
+    engine.save_checkpoint = save_checkpoint
+
+
 def load_from_folder(engine: Any, optimizer: EngineOptimizer) -> None:
     """Let an engine of any stage go on from what one of stage 3 has saved.
 
@@ -153,15 +176,16 @@ def _load_weights(engine: Any) -> None:
     engine.load_module_state_dict = load_module_state_dict
 
 
-def load_folder(optimizer: EngineOptimizer, folder: Path | None) -> None:
+def load_folder(optimizer: EngineOptimizer, folder: Path | None, steps: int) -> None:
     """Go on from what lies in the folder of a tag.
 
     Args:
         optimizer: knows its model.
         folder: None: nobody said where it is.
+        steps: that the optimizer had taken when the file beside it was written.
 
     Raises:
-        BadInputError: it is not there.
+        BadInputError: it is not there, or is of another step.
         CheckpointError: it cannot be read, or is of another model.
         RankError: another rank could not load it.
     """
@@ -173,6 +197,11 @@ def load_folder(optimizer: EngineOptimizer, folder: Path | None) -> None:
     assert optimizer.module is not None
     with _mapped(optimizer, False):  # streams are read, too
         distributed.load(optimizer.module, optimizer, folder)
+    if optimizer.steps != steps:
+        raise BadInputError(
+            f"the checkpoint {folder.parent} is of two steps, {steps} and {optimizer.steps}, allowed is one whose saving "
+            "was not interrupted: take an earlier tag"
+        )
 
 
 def _mapped(optimizer: EngineOptimizer, asked: bool) -> contextlib.AbstractContextManager[None]:
