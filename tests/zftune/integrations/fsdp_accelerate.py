@@ -14,12 +14,13 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.state import AcceleratorState, DistributedType
 from torch import nn
 
+from tests.tiers import by_day
 from tests.zenflow.rank_runs import TIMEOUT
 from tests.zftune.integrations.trainers import EXACT, LATE, Tokens, tiny_model
 from zenflow.sharded import local_rows
 from zftune.integrations.huggingface import AccelerateAdamW
 
-STEPS, SAVED_AFTER = 20, 9
+STEPS, SAVED_AFTER = by_day((12, 5), all_of=(20, 9))
 ROWS = 12
 """Of a batch, which all ranks share."""
 FOLDER = "ZFTUNE_TEST_ACCELERATE"

@@ -199,8 +199,8 @@ def load_folder(optimizer: EngineOptimizer, folder: Path | None, steps: int) -> 
         distributed.load(optimizer.module, optimizer, folder)
     if optimizer.steps != steps:
         raise BadInputError(
-            f"the checkpoint {folder.parent} is of two steps, {steps} and {optimizer.steps}, allowed is one whose saving "
-            "was not interrupted: take an earlier tag"
+            f"the checkpoint {folder.parent} is of two steps, {steps} and {optimizer.steps}, allowed is one whose "
+            "saving was not interrupted: take an earlier tag"
         )
 
 
