@@ -163,7 +163,7 @@ class LateWeights:
             parameter: of class `Parameter`; of another it is done now.
             do: what; it is done again before the next use, but for a step, where it returns false.
         """
-        if type(parameter) in (nn.Parameter, self._classes.get(nn.Parameter)):
+        if _plain_class(parameter) is nn.Parameter:
             self._add(id(parameter), _Wait((parameter,), do))
         else:
             do()
@@ -179,10 +179,10 @@ class LateWeights:
             self._covered[key] = waits[0].readers
             for reader in waits[0].readers:
                 self._weight_of[id(reader)] = key
-                if type(reader) not in self._classes.values():
-                    reader.__class__ = self._late_class(type(reader))
+                reader.__class__ = self._late_class(_plain_class(reader))
 
     def _late_class(self, plain: type) -> type:
+        """This optimizer's; another one's may have been there before."""
         if plain not in self._classes:
             self._classes[plain] = _late_class(plain, self._arrive)
         return self._classes[plain]
@@ -308,6 +308,7 @@ def _late_class(plain: Any, arrive: _Arrive) -> type:
 
     class Late(plain):  # type: ignore[misc]
         __slots__ = ()
+        plain_class = plain
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             return plain(*args, **kwargs)  # somebody makes a parameter of the same type
@@ -342,6 +343,11 @@ def _late_class(plain: Any, arrive: _Arrive) -> type:
     if (rows := getattr(plain, "_local_tensor", None)) is not None:
         Late._local_tensor = _rows_that_arrive(rows, arrive)
     return Late
+
+
+def _plain_class(reader: torch.Tensor) -> type:
+    """The class that a tensor has when nothing of it is late."""
+    return getattr(type(reader), "plain_class", type(reader))
 
 
 def _rows_that_arrive(rows: Any, arrive: _Arrive) -> property:

@@ -128,20 +128,23 @@ def test_ranks_beyond_the_first_are_silent(fake: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+BAD: list[tuple[tuple[str, ...], dict[str, Any] | None, str]] = [
+    (("--backend", "torch"), None, "zftune.backend is 'torch', allowed are zenflow, deepspeed"),
+    (("--quality", "best"), None, "zftune.quality is 'best', allowed are exact, published, loose"),
+    (("--preset", "mine"), None, "preset 'mine': is not in the store, which has no presets yet: `zftune tune`"),
+    (("--preset", "./mine.json"), None, "mine.json"),
+    (
+        (),
+        {"zftune": {"preset": "theirs"}},
+        "preset 'theirs': is not in the store, which has no presets yet: `zftune tune`",
+    ),
+    ((), {"zftune": {"online": 1}}, "zftune.online is 1, allowed is true or false"),
+]
+
+
 @pytest.mark.parametrize(
     ("options", "config", "sentence"),
-    [
-        (("--backend", "torch"), None, "zftune.backend is 'torch', allowed are zenflow, deepspeed"),
-        (("--quality", "best"), None, "zftune.quality is 'best', allowed are exact, published, loose"),
-        (("--preset", "mine"), None, "preset 'mine': is not in the store, which has no presets yet: `zftune tune`"),
-        (("--preset", "./mine.json"), None, "mine.json"),
-        (
-            (),
-            {"zftune": {"preset": "theirs"}},
-            "preset 'theirs': is not in the store, which has no presets yet: `zftune tune`",
-        ),
-        ((), {"zftune": {"online": 1}}, "zftune.online is 1, allowed is true or false"),
-    ],
+    by_day(BAD[::3], all_of=BAD),
 )
 def test_bad_input_is_known_before_anything_starts(
     tmp_path: Path, options: tuple[str, ...], config: Any, sentence: str

@@ -154,7 +154,7 @@ def test_ranks_under_torchrun(profile: Run, tmp_path: Path) -> None:
     assert ended.document["command"]["ranks"] == 2
 
 
-def test_stop_under_torchrun(profile: Run, tmp_path: Path) -> None:
+def test_stop_under_torchrun(profile: Run, tmp_path: Path, every_fault: None) -> None:
     (tmp_path / "train.py").write_text(f"{IMPORTS}import time\ntraining.train(at={{8: lambda: time.sleep(100)}})")
     torchrun = Path(sys.executable).with_name("torchrun")
     command = (torchrun, "--nproc-per-node", 2, "--standalone", "train.py")

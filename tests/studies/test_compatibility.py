@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests import upstream_ops, zygote
-from tests.tiers import by_day, everything
+from tests.tiers import everything
 
 STUDY = Path(__file__).parents[2] / "studies" / "014-compatibility"
 GOOD = {
@@ -237,15 +237,14 @@ def test_cells_that_resume_and_that_overflow(study: Any, tmp_path: Path) -> None
     assert overflown["skipped"] == 8
 
 
-@pytest.mark.parametrize("place", by_day([5], all_of=[*range(7)]))
-def test_idioms_read_what_they_read_with_torch_alone(study: Any, place: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", range(7))
+def test_idioms_read_what_they_read_with_torch_alone(study: Any, place: int, tmp_path: Path, every_fault: None) -> None:
     upstream_ops.need()
     setting = list(study.cells.SETTINGS)[place]
-    few = ["average swapped in and back, `.data`"]
-    rows = by_day(few, all_of=[*study.listing.NAMES])
+    rows = [*study.listing.NAMES]
     table = [cell(study, "idioms", row, column=setting) for row in rows]
     undone = cell(study, "idioms", "nGPT, normalised rows", "plain", study.cells.OFFLOADED)
-    obeyed = [cell(study, "idioms", "`AveragedModel` (EMA)", "plain", study.cells.OFFLOADED)] if everything() else []
+    obeyed = [cell(study, "idioms", "`AveragedModel` (EMA)", "plain", study.cells.OFFLOADED)]
     figures = study.run.tried([*table, *obeyed, undone], lambda text: None, tmp_path)
     words = {one.row: study.judging.verdict(one, figures[one.name]).word for one in table}
     assert words == dict.fromkeys(rows, "trains")

@@ -51,7 +51,7 @@ WHOLE = ("whole",)
 """Not sharded where it is saved: each rank has all of it."""
 FLUSHED = ("mean",)
 """Saved while the model holds what a flush would make of it."""
-STOPS = (5, 7)
+STOPS = by_day((5,), all_of=(5, 7))
 """After which they are saved."""
 ON_FOUR = by_day(("overlapped",), all_of=("overlapped", "mean"))
 """Of these, runs of four ranks are saved too, of which one has no row of some weights."""

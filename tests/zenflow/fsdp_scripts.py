@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.tiers import by_day
+from tests.tiers import by_day, everything
 from tests.zenflow.fsdp_cases import (
     EXACT,
     OVERLAPPED,
@@ -246,6 +246,8 @@ def _both(script: Script, _: int) -> dict[str, Any]:
         "ours": lambda model: ZenFlowAdamW(model.parameters(), **HYPER, config=waits, module=model),
         "late": lambda model: ZenFlowAdamW(model.parameters(), **HYPER, config=late, module=model),
     }
+    if not everything():
+        del makes["ours"]  # which is compared in test_fsdp
     with _noted_late() as count:
         for name, make in makes.items():
             model = model_of() if script in UNSHARDED else sharded(model_of())

@@ -14,7 +14,9 @@ from tests.zenflow.rank_runs import Results, results_of_ranks
 RANKS = (2, 4, 8) if everything() else (2, 4)
 BEFORE_A_RELEASE = (
     "accumulated",
+    "accumulated and said",
     "adam",
+    "early",
     "exact with a selection",
     "not streamed",
     "on the device",

@@ -85,7 +85,7 @@ def network(home: Path) -> Mapping[str, Any]:
         ),
         (full, "cannot be used ("),
         (filling, "could not be written ("),
-        (newer, "has the schema '9999' of a newer zftune (this one knows 0001) and was not opened: what zftune learns"),
+        (newer, "has the schema '9999' of a newer zftune (this one knows 0002) and was not opened: what zftune learns"),
         (corrupt, "is corrupt (it is not a SQLite database) and was left as it is (zftune presets restore): what"),
         (network, "is on a network file system (nfs4), where SQLite's locks cannot be trusted: "),
     ],
