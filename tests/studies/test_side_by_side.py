@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiers import by_day
-
 STUDY = Path(__file__).parents[2] / "studies" / "005-upstream-side-by-side"
 PARTS = ("analysis", "children", "contenders", "report", "setting", "turns", "world")
 
@@ -147,9 +145,11 @@ def test_a_child_that_fails_says_why(study: Any, tmp_path: Path) -> None:
         child.end()
 
 
-def test_this_runtime_takes_its_turns(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_runtime_takes_its_turns(
+    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_fault: None
+) -> None:
     s = study.setting
-    names = by_day((s.NO_OFFLOAD, s.REPLAY), all_of=(s.NO_OFFLOAD, s.EXACT, s.REPLAY))
+    names = (s.NO_OFFLOAD, s.EXACT, s.REPLAY)
     for module in (s, study.turns):
         monkeypatch.setattr(module, "SYSTEMS", {name: s.SYSTEMS[name] for name in names})
     size = s.Size("0M", 64, 1, 3)

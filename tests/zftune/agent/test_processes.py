@@ -106,7 +106,7 @@ def test_training_in_a_process_of_multiprocessing(tmp_path: Path, method: str) -
     assert found[int(parent)][-1]["reason"] == "exit"
 
 
-def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
+def test_two_ranks_under_torchrun(tmp_path: Path, every_fault: None) -> None:
     path = script(
         tmp_path,
         """
