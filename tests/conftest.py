@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests import forked, zygote
+from tests import forked, upstream_ops, zygote
 from tests.seeds import VARIABLE, begin_run
 from tests.tiers import everything
 
@@ -20,6 +20,8 @@ from tests.tiers import everything
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if not everything():
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Locks that somebody's trainings left in the user's own folder are no findings of a test.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(upstream_ops.folder()))
 
 _THREADS = "zenflow-"
 _JOIN_S = 5.0

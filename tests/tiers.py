@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from itertools import product
 from typing import Any, TypeVar
 
-from allpairspy import AllPairs
-
 VARIABLE = "ZFTUNE_TESTS"
 """Set to "all" for every case; `make test-all` sets it."""
 
@@ -42,5 +40,7 @@ def combinations(**axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     values = [list(axis) for axis in axes.values()]
     if everything() or len(values) < 2 or not all(values):
         return list(product(*values))
+    from allpairspy import AllPairs  # by day alone: tests/gpu needs pytest and nothing else
+
     places = AllPairs([range(len(axis)) for axis in values])  # of values that are equal, or cannot be hashed
     return [tuple(axis[place] for axis, place in zip(values, case, strict=True)) for case in places]

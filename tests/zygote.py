@@ -27,26 +27,39 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+import psutil
+
 from tests import upstream_ops
 
-MAIN = "from zftune.cli import main; main()"
+MAIN = "from zftune.cli.main import main; main()"
 """Code of the command line."""
 _PRELOADED = "tests.zygote_imports"
 _OURS = ("ZFTUNE_", "ZENFLOW_", "XDG_")
 
 
 def context() -> ForkServerContext:
-    """Whose processes are forked from the zygote, with its environment; it begins with the first of them."""
+    """Whose processes are forked from the zygote, with its environment; it begins with the first of them.
+
+    What `fork` has made forks from the same one.
+    """
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload([_PRELOADED])
+    server: Any = vars(forkserver)["_forkserver"]
+    if server._forkserver_address is not None and server._forkserver_pid is None:
+        server.ensure_running = lambda: None
     with _clean_environment():
-        forkserver.ensure_running()
+        server.ensure_running()
     return made
 
 
 def end() -> None:
-    """End the zygote, if it has begun, and wait for it."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    """End the zygote, if it has begun, with what tests that failed have left, and wait for it."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        for process in psutil.Process(server._forkserver_pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    server._stop()
 
 
 @contextlib.contextmanager
@@ -75,7 +88,9 @@ def fork(
     """Begin a process as `Forked` does, whose standard streams are these descriptors; it ends with this one."""
     given = (list(words), dict(os.environ if env is None else env), str(cwd or Path.cwd()))
     streams = [_Descriptor(number) for number in descriptors]
-    process = context().Process(target=_become, args=(*given, streams, exec_in_place), daemon=True)
+    made, server = context(), vars(forkserver)["_forkserver"]
+    arguments = (*given, server._forkserver_address, streams, exec_in_place)
+    process = made.Process(target=_become, args=arguments, daemon=True)
     process.start()
     return process
 
@@ -247,9 +262,11 @@ def _become(
     words: list[str],
     env: dict[str, str],
     cwd: str,
+    address: str,
     streams: list[_Descriptor],
     exec_in_place: bool,
 ) -> NoReturn:
+    vars(forkserver)["_forkserver"]._forkserver_address = address
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # even where the tests run under nohup
     for number, stream in enumerate(streams):

@@ -31,12 +31,12 @@ MODULES = (
     "zftune.planner",
     "zftune.store.opening",
     "zftune.store.store",
-    "zftune.tuner.attach",
+    "zftune.attaching",
     "zftune.tuner.forecast",
-    "zftune.tuner.preparing",
-    "zftune.tuner.propose",
+    "zftune.tuner.setup",
+    "zftune.tuner.forecast",
     "zftune.tuner.search",
-    "zftune.tuner.thinker",
+    "zftune.tuner.sampler_process",
 )
 MAIN = multiprocessing.current_process()
 """What a process is in which multiprocessing has started nothing."""

@@ -2,7 +2,7 @@
 
     python tools/deepspeed_tables.py FOLDER...    each with a DeepSpeed, unpacked from its source distribution
 
-Run it for new versions: it adds them to zftune/integrations/deepspeed/tables.json. Each has a process of its own.
+Run it for new versions: it adds them to zftune/ds_config/tables.json. Each has a process of its own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from zftune.ds_config.tables import ASKED, KINDS, PATH, RELATIONS, WORDS
 from zftune.integrations.deepspeed import asking
-from zftune.integrations.deepspeed.tables import ASKED, KINDS, PATH, RELATIONS, WORDS
 from zftune.integrations.deepspeed.verdict import BATCH, CHECKS
 
 _SAFE: dict[str, Any] = {"train_batch_size": 8}
@@ -226,7 +226,7 @@ def _default(field: Any) -> Any:
 
 
 def _type(annotation: Any, models: dict[str, Any]) -> Any:
-    """As `zftune.integrations.deepspeed.tables` builds it again."""
+    """As `zftune.ds_config.tables` builds it again."""
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)

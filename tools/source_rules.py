@@ -1,8 +1,9 @@
 """Rules that no linter has, for the sources of this checkout: `python tools/source_rules.py`, a part of `make lint`.
 
-A string that names a CUDA device outside `zenflow.device`, a tensor that the runtime makes on the default device, or a
-`print` in a library, is an error. A file or a function that is too long is a warning: it may be the better shape, and
-somebody has looked.
+A string that names a CUDA device outside `zenflow.device`, a tensor that the runtime makes on the default device or in
+the default dtype, a `print` in a library, or a sentence that is taken apart (a method of strings on `str(error)`, a
+reason or a message: give the error or the decision a field) is an error. A file or a function that is too long is a
+warning: it may be the better shape, and somebody has looked.
 """
 
 from __future__ import annotations
@@ -23,6 +24,17 @@ FACTORIES = re.compile(
     r"arange|as_tensor|asarray|empty|empty_strided|eye|full|linspace|logspace|normal|ones|rand|randint|randn|randperm|range|"
     r"scalar_tensor|tensor|tril_indices|triu_indices|zeros"
 )
+# Of these, what makes them in the dtype that `torch.set_default_dtype` says.
+FLOATING_FACTORIES = re.compile(r"empty|empty_strided|eye|linspace|logspace|normal|ones|rand|randn|scalar_tensor|zeros")
+# What looks into a text. A sentence may be cut to its first line, which needs no knowledge of its words.
+_LOOKS = re.compile(
+    r"startswith|endswith|replace|r?partition|r?split|remove(prefix|suffix)|r?find|r?index|count|(full)?match|search|sub"
+)
+_SENTENCES = re.compile(r"reason|message|sentence|allowed|stopped|advice|verdict|finding|fix|notice|error|end|why")
+_FOREIGN = ("zftune/checkpoint/sources.py", "zftune/cli/main.py")
+"""Files in which the words of another library are read, which gives its errors no fields: torch's, Click's."""
+_OLD = ("zftune/explain/document.py",)
+"""Files of which this is known; they are to be mended."""
 _RUNTIME = Path("runtime") / "zenflow"
 _LIBRARIES = (_RUNTIME, Path("zftune"))
 _OTHERS = (Path("tests"), Path("tools"))
@@ -78,9 +90,16 @@ def _of_python(path: Path, text: str) -> Iterator[Finding]:
         elif in_runtime and isinstance(node, ast.expr) and _names_cuda(node) and id(node) not in prose:
             if path.name != "device.py":
                 yield Finding(f"{path}:{node.lineno}", "only zenflow.device names CUDA devices", is_error=True)
-        elif in_runtime and isinstance(node, ast.Call) and (factory := _factory_without_device(node)):
-            what = f"torch.{factory} names no device: the user's default one may be another"
-            yield Finding(f"{path}:{node.lineno}", what, is_error=True)
+        elif (
+            in_library
+            and path.as_posix() not in (*_FOREIGN, *_OLD)
+            and isinstance(node, ast.expr)
+            and _parses_a_sentence(node)
+        ):
+            yield Finding(f"{path}:{node.lineno}", "a sentence is taken apart: give it fields", is_error=True)
+        elif in_runtime and isinstance(node, ast.Call):
+            for what in _left_to_the_user(node):
+                yield Finding(f"{path}:{node.lineno}", what, is_error=True)
 
 
 def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -96,19 +115,50 @@ def _is_print(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
 
 
+def _parses_a_sentence(node: ast.expr) -> bool:
+    """Whether it looks at the words of an error or a decision."""
+    if isinstance(node, ast.Compare):
+        looked_at = [right for how, right in zip(node.ops, node.comparators, strict=True) if isinstance(how, ast.In)]
+        return any(_is_words_of_error(one) for one in looked_at)
+    if (
+        not isinstance(node, ast.Call)
+        or not isinstance(node.func, ast.Attribute)
+        or not _LOOKS.fullmatch(node.func.attr)
+    ):
+        return False
+    if not node.args or (isinstance(node.args[0], ast.Constant) and node.args[0].value == "\n"):
+        return False
+    return any(_is_sentence(one) for one in (node.func.value, *node.args))
+
+
+def _is_sentence(node: ast.expr) -> bool:
+    while isinstance(node, ast.BoolOp):
+        node = node.values[0]
+    return _is_words_of_error(node) or (isinstance(node, ast.Attribute) and _SENTENCES.fullmatch(node.attr) is not None)
+
+
+def _is_words_of_error(node: ast.expr) -> bool:
+    """Whether it is `str(error)`."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id != "str" or not node.args:
+        return False
+    return isinstance(node.args[0], ast.Name) and node.args[0].id == "error"
+
+
 def _names_cuda(node: ast.AST) -> bool:
     if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
         return False
     return node.value == "cuda" or node.value.startswith("cuda:")
 
 
-def _factory_without_device(node: ast.Call) -> str | None:
-    """Which function of torch makes a tensor here on whatever device is the default."""
+def _left_to_the_user(node: ast.Call) -> Iterator[str]:
+    """What a call of torch that makes a tensor leaves to the user's defaults."""
     made = node.func
     if not isinstance(made, ast.Attribute) or not isinstance(made.value, ast.Name) or made.value.id != "torch":
-        return None
-    named = any(keyword.arg in (None, "device") for keyword in node.keywords)  # None: **options
-    return made.attr if FACTORIES.fullmatch(made.attr) and not named else None
+        return
+    named = {keyword.arg for keyword in node.keywords}  # None: **options
+    for factories, argument in ((FACTORIES, "device"), (FLOATING_FACTORIES, "dtype")):
+        if factories.fullmatch(made.attr) and not named & {None, argument}:
+            yield f"torch.{made.attr} names no {argument}: the user's default one may be another"
 
 
 def main(root: Path = ROOT) -> int:

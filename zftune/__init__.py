@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zftune.tuner.attach import Tuner as Tuner
-    from zftune.tuner.attach import attach as attach
-    from zftune.tuner.attach import log_loss as log_loss
-    from zftune.tuner.attach import log_tokens as log_tokens
+    from zftune.attaching import Tuner as Tuner
+    from zftune.attaching import attach as attach
+    from zftune.attaching import log_loss as log_loss
+    from zftune.attaching import log_tokens as log_tokens
+    from zftune.attaching import stats as stats
+    from zftune.notebook import profile_steps as profile_steps
+    from zftune.notebook import shown as shown
 
-__all__ = ["Tuner", "__version__", "attach", "log_loss", "log_tokens"]
+_IN_NOTEBOOKS = ("profile_steps", "shown")
+__all__ = ["Tuner", "__version__", "attach", "log_loss", "log_tokens", "profile_steps", "shown", "stats"]
 __version__ = "0.1.0"
 
 
@@ -18,9 +22,9 @@ def __getattr__(name: str) -> Any:
     """What a training loop uses, loaded when it is used: the command line needs no torch for its help."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from zftune.tuner import attach as module
+    from importlib import import_module
 
-    return getattr(module, name)
+    return getattr(import_module("zftune.notebook" if name in _IN_NOTEBOOKS else "zftune.attaching"), name)
 
 
 def __dir__() -> list[str]:

@@ -3,13 +3,18 @@
     ZftuneError
     ├── BadInputError   what the user gave is wrong; the command line ends with exit code 2
     ├── ProfileError    a profile cannot be made or is not valid; exit code 1
-    └── StoreError      the store cannot do what it was asked for (zftune.store.errors); exit code 1
+    └── StoreError      the store cannot do what it was asked for (zftune.errors); exit code 1
 
 A `BadInputError` is one sentence that names the field, the value and what is allowed, for example
-`--model 'foo': allowed are tiny, small, medium or a directory that holds a config.json`.
+`--quality is 'best'; it must be exact, published or loose` (`BadInputError.of`); where no value is at fault, it says
+what is wrong and what to do.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Self
 
 
 class ZftuneError(Exception):
@@ -19,6 +24,82 @@ class ZftuneError(Exception):
 class BadInputError(ZftuneError):
     """A value from the user that is not allowed; the message names the field, the value and what is allowed."""
 
+    field: str | None = None
+    """The setting or option; None: the error is about something else than a value."""
+    value: object = None
+    allowed: str | None = None
+    """What the value must be, in words."""
+
+    @classmethod
+    def of(cls, field: str, value: object, allowed: str) -> Self:
+        """The error of a value: "topk_ratio is 1.5; it must be a number from 0 to 1", as zenflow words its own.
+
+        Args:
+            field: the setting or option.
+            value: as it was given.
+            allowed: what it must be.
+        """
+        error = cls(f"{field} is {value!r}; it must be {allowed}")
+        error.field, error.value, error.allowed = field, value, allowed
+        return error
+
 
 class ProfileError(ZftuneError):
     """A profile that could not be measured, or a document that is not a valid profile."""
+
+
+class DaemonError(ZftuneError):
+    """A daemon that cannot be reached, cannot be trusted, is too slow, or refuses.
+
+    Args:
+        message: a sentence.
+        status: of HTTP, where it is the daemon that refuses; None where nobody answered as a daemon would.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class StrangerError(DaemonError):
+    """What answers is another user's, no daemon, or one of another protocol: asking again is of no use."""
+
+
+class OtherStoreError(DaemonError):
+    """A daemon that keeps what it learns in another store than the run's, and serves others: it is not used."""
+
+
+class StoreError(ZftuneError):
+    """Something could not be kept or read; one sentence says what and why. What was there is as it was."""
+
+
+EXTRAS: Mapping[str, str] = {
+    "accelerate": "huggingface",
+    "deepspeed": "deepspeed",
+    "plotly": "report",
+    "psycopg": "postgres",
+    "transformers": "huggingface",
+}
+
+
+class MissingPackageError(ZftuneError, ImportError):
+    """A package that is not installed; the message has the command that installs it."""
+
+    def __init__(self, package: str, needed_by: str) -> None:
+        extra = EXTRAS.get(package)
+        command = "pip install zftune" if extra is None else f"pip install 'zftune[{extra}]'"
+        super().__init__(f"{needed_by} needs {package}, which is not installed: {command}")
+
+
+def require(package: str, needed_by: str) -> None:
+    """Refuse early what needs a package that is not installed. It is not imported.
+
+    Args:
+        package: as it is imported.
+        needed_by: what the user asked for.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    if find_spec(package) is None:
+        raise MissingPackageError(package, needed_by)

@@ -2,7 +2,6 @@
 
 from zenflow.bandwidth import HostBandwidth, host_bandwidth
 from zenflow.config import ZenFlowConfig
-from zenflow.coverage import CoverageCurve
 from zenflow.device import CpuDevice, CudaDevice, Device
 from zenflow.emulator import EmulatedAccelerator, EmulatedMemory
 from zenflow.errors import (
@@ -16,6 +15,7 @@ from zenflow.errors import (
 from zenflow.family import ZenFlowAdagrad, ZenFlowAdam, ZenFlowAdamW, ZenFlowLion, ZenFlowSGD
 from zenflow.ledger import Balance
 from zenflow.optimizer import ZenFlowOptimizer
+from zenflow.partition import Partition
 from zenflow.reference import (
     ReferenceAdagrad,
     ReferenceAdam,
@@ -25,7 +25,7 @@ from zenflow.reference import (
     ReferenceSGD,
 )
 from zenflow.rig import Rig, RigSpec
-from zenflow.stats import StepStats
+from zenflow.stats import CoverageCurve, StepStats
 from zenflow.timeline import Timeline, TimelineRecorder
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "HostBandwidth",
     "HostEngineError",
     "HostMemoryError",
+    "Partition",
     "ReferenceAdagrad",
     "ReferenceAdam",
     "ReferenceAdamW",

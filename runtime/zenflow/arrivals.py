@@ -1,15 +1,17 @@
-"""Updated weights on their way to the device: as many at a time as there is staging memory for."""
+"""What is on its way over the link: as much at a time, in each direction, as there is device memory for."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
 
+from zenflow.device import Device, Transfer
+from zenflow.history import History
 from zenflow.host.engine import Job
 
 
-class Arrivals:
-    """Asks for the results of host jobs, in the order in which they are wanted, while their sum fits.
+class H2DQueue:
+    """Updated weights. Asks for the results of host jobs, in the order in which they are wanted, while their sum fits.
 
     Whoever needs a result that was not asked for yet asks for it himself, so nothing waits for room in vain; the bound
     then is exceeded by that one.
@@ -52,3 +54,45 @@ class Arrivals:
             job = self._wanted.popleft()
             self._asked[job] = nbytes
             job.ask_result()
+
+
+class StagingRoom:
+    """Bounds the device memory in which packed columns wait for the link to the host: the oldest are waited for."""
+
+    def __init__(self, device: Device, history: History, nbytes: int) -> None:
+        """Begin empty.
+
+        Args:
+            device: whose copies they are.
+            history: receives the waits.
+            nbytes: most bytes that wait at a time; what is more than that waits alone.
+        """
+        self.nbytes = nbytes
+        self.peak_bytes = 0
+        """Most bytes that ever waited at a time."""
+        self._device = device
+        self._history = history
+        self._waiting: deque[tuple[Transfer, int]] = deque()
+        self._waiting_bytes = 0
+
+    def make(self, nbytes: int) -> None:
+        """Wait until so many bytes more are within bounds."""
+        while self._waiting and self._waiting[0][0].done():
+            self._leave()
+        if self._over(nbytes):
+            with self._history.open.timed(self._device, "d2h"):
+                while self._over(nbytes):
+                    self._device.block_on(self._waiting[0][0])
+                    self._leave()
+
+    def add(self, transfer: Transfer, nbytes: int) -> None:
+        """Count columns whose copy was queued; copies end in the order in which they are added."""
+        self._waiting.append((transfer, nbytes))
+        self._waiting_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._waiting_bytes)
+
+    def _over(self, nbytes: int) -> bool:
+        return bool(self._waiting) and self._waiting_bytes + nbytes > self.nbytes
+
+    def _leave(self) -> None:
+        self._waiting_bytes -= self._waiting.popleft()[1]

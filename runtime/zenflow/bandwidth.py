@@ -66,7 +66,7 @@ def host_bandwidth(
     _check_range("update_interval", update_interval, sys.maxsize)
     _check_range("repeats", repeats, 1_000_000)
     if isinstance(gradient_bytes, bool) or gradient_bytes not in (2, 4):
-        raise ConfigError(f"gradient_bytes is {gradient_bytes!r}, allowed is 2 or 4")
+        raise ConfigError.of("gradient_bytes", gradient_bytes, "2 or 4")
 
     cpus = list(host_cores(reserved_share=0.0, threads=threads).cpus)
     seconds, _ = _run(elements, update_interval, gradient_bytes, repeats, cpus)
@@ -110,4 +110,4 @@ def _run(
 
 def _check_range(name: str, value: object, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ConfigError(f"{name} is {value!r}, allowed is an integer from 1 to {most}")
+        raise ConfigError.of(name, value, f"an integer from 1 to {most}")

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from zenflow.checkpoint_format import BY_COLUMN, HEADER, Header, Saved, SavedEntry, SavedFlight, SavedWeight, shapes
+from zenflow import checkpoint_format, torch_state
+from zenflow.checkpoint_format import BY_COLUMN, HEADER, Header, Saved, SavedEntry, SavedUpdate, SavedWeight, shapes
 from zenflow.config import LIVE_KNOBS, ZenFlowConfig
-from zenflow.flushed import Unflush
-from zenflow.full_state import whole_tier
+from zenflow.errors import ZenFlowError
+from zenflow.full_state import Unflush, whole_tier
 from zenflow.host.tasks import Control
 from zenflow.layout import ModelPlan
 from zenflow.model import Groups, Split
@@ -24,7 +25,7 @@ from zenflow.weight import WeightState
 
 OPEN = (
     "a state_dict() of sharded parameters was taken in the middle of a window: torch.distributed.checkpoint could not "
-    "load it again, allowed is flush() before, zenflow.distributed.save(), or a file for each rank"
+    "load it again: flush() first, use zenflow.distributed.save(), or save a file for each rank"
 )
 """A warning."""
 
@@ -98,10 +99,10 @@ def _saved_weight(training: Training, weight: WeightState) -> SavedWeight:
     )
 
 
-def _flights(training: Training, weight: WeightState) -> list[SavedFlight]:
+def _flights(training: Training, weight: WeightState) -> list[SavedUpdate]:
     windows = [(flight.window, flight.due) for flight in training.model.windows.in_flight if flight.weight is weight]
     return [
-        SavedFlight(window.bucket.index - weight.plan.first_bucket, due, window.decay(), window.passed_over)
+        SavedUpdate(window.bucket.index - weight.plan.first_bucket, due, window.decay(), window.passed_over)
         for window, due in windows
     ]
 
@@ -158,6 +159,36 @@ def _tensors_here(training: Training, weight: WeightState) -> dict[str, Any]:
         tensors["log"] = tuple(rows for _, rows in weight.deferred.logged())
         tensors["shown"] = tuple(_shown(weight, flight.bucket) for flight in _flights(training, weight))
     return tensors
+
+
+def read_on_all(training: Training, state_dict: Mapping[str, Any], groups: Groups, *, of_torch: bool) -> Saved:
+    """What a state_dict holds, refused on all ranks where it is on one; changes nothing.
+
+    Args:
+        training: the run that loads it.
+        state_dict: as `save` gave it.
+        groups: the optimizer's parameter groups.
+        of_torch: it is that of torch's optimizer.
+
+    Raises:
+        CheckpointError: it is truncated or not of this optimizer.
+        ConfigError: a hyperparameter in it is not allowed.
+        RankError: another rank refused it.
+    """
+    ranks = training.runtime.ranks
+    error: ZenFlowError | None = None
+    try:
+        if of_torch:
+            saved = torch_state.read(training, state_dict, groups)
+        else:
+            saved = checkpoint_format.read(state_dict, groups, training.rule)
+    except ZenFlowError as raised:
+        error = raised
+    if ranks is not None:
+        ranks.together(error, training.runtime.device.torch_device)
+    elif error:
+        raise error
+    return saved
 
 
 def resumed(current: Training, saved: Saved, groups: Groups) -> Training:
@@ -275,7 +306,7 @@ def _restore_weight(
     source = whole_tier(weight.plan, host, training.rule.moment_names)
     weight.restore(source, host["slots"], flat=saved.flat)
     if weight.plan.columns:
-        weight.note_importance(host["importance"].to(weight.parameter.device), None)
+        weight.importance().copy_(host["importance"])
     if saved.pending:
         weight.restore_proposal(host["proposed"].nonzero().squeeze(1))
     for entry, rows in zip(saved.log, tensors["log"], strict=True):

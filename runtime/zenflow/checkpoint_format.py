@@ -52,7 +52,7 @@ class SavedEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedFlight:
+class SavedUpdate:
     """A window of a bucket that the host has applied and that is not visible yet."""
 
     bucket: int
@@ -74,7 +74,7 @@ class SavedWeight:
     flat: bool
     pending: bool
     log: list[SavedEntry]
-    flights: list[SavedFlight]
+    flights: list[SavedUpdate]
     auto: list[float]
     """Zen-auto's sums over the open window: n, selected, deferred; empty where there are none."""
     ledger: list[int]
@@ -132,7 +132,7 @@ class Header:
             found = json.loads(text)
             version = found.pop("format")
             if version != FORMAT:
-                raise CheckpointError(f"the state_dict's format is {version!r}, allowed is {FORMAT!r}")
+                raise CheckpointError(f"the state_dict has the format {version!r}; this version reads {FORMAT!r}")
             return cls(**{**found, **_read_parts(found)})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, CheckpointError):
@@ -158,7 +158,7 @@ def _config(values: Mapping[str, Any]) -> ZenFlowConfig:
 
 def _weight(values: Mapping[str, Any]) -> SavedWeight:
     log = [SavedEntry(**{**entry, "control": entry["control"] and tuple(entry["control"])}) for entry in values["log"]]
-    flights = [SavedFlight(**flight) for flight in values["flights"]]
+    flights = [SavedUpdate(**flight) for flight in values["flights"]]
     return SavedWeight(**{**values, "plan": WeightPlan(**values["plan"]), "log": log, "flights": flights})
 
 
@@ -186,18 +186,20 @@ def read(state_dict: object, groups: Sequence[Mapping[str, Any]], rule: Rule) ->
         ConfigError: a hyperparameter in it is not allowed.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise CheckpointError('the state_dict has no "state" and "param_groups", allowed is what state_dict() returns')
+        raise CheckpointError('the state_dict has no "state" and "param_groups": load what state_dict() returned')
     saved_groups, state = state_dict["param_groups"], state_dict["state"]
     own, other = [len(group["params"]) for group in groups], [len(group["params"]) for group in saved_groups]
     if own != other:
-        raise CheckpointError(f"the state_dict has groups of {other} parameters, allowed are groups of {own}")
+        raise CheckpointError(f"the state_dict has groups of {other} parameters, the optimizer of {own}")
     header = Header.from_json(saved_groups[0].get(HEADER))
     if header.rule != rule.name:
-        raise CheckpointError(f"the state_dict is of the rule {header.rule}, allowed is {rule.name}")
+        raise CheckpointError(f"the state_dict is of the rule {header.rule}, the optimizer of {rule.name}")
     keys = [key for group in saved_groups for key in group["params"]]
     parameters = [parameter for group in groups for parameter in group["params"]]
     if len(header.weights) != len(parameters):
-        raise CheckpointError(f"the state_dict names {len(header.weights)} parameters, allowed are {len(parameters)}")
+        raise CheckpointError(
+            f"the state_dict names {len(header.weights)} parameters, the optimizer has {len(parameters)}"
+        )
     weights, tensors = [], []
     for key, known, parameter in zip(keys, header.weights, parameters, strict=True):
         weight, found = known, _of_parameter(state, key)
@@ -226,10 +228,11 @@ def _of_this_rank(
     plan, shape = weight.plan, tuple(rows.whole.shape)
     if plan.columns and (plan.transposed or (plan.rows, plan.columns) != (rows.whole_rows, shape[-1])):
         raise CheckpointError(
-            f"{where} is split as {plan.rows} x {plan.columns}, allowed is {rows.whole_rows} x {shape[-1]}, as the "
-            "parameter is of all ranks"
+            f"{where} is split as {plan.rows} x {plan.columns}; on all ranks the parameter is "
+            f"{rows.whole_rows} x {shape[-1]}"
         )
     plan = replace(plan, rows=rows.numel() // plan.columns) if plan.columns else plan
+    state = _cut(state, rows)
     found = {
         name: _here(f'{where}["{name}"]', value, shape) for name, value in state.items() if name not in ("log", "shown")
     }
@@ -240,12 +243,30 @@ def _of_this_rank(
         parts = state.get(name) or {}
         if not isinstance(parts, Mapping) or parts.keys() != {str(number) for number in range(len(expected))}:
             raise CheckpointError(
-                f'{where}["{name}"] has not the {len(expected)} parts of the open window, allowed is a state_dict of '
+                f'{where}["{name}"] has not the {len(expected)} parts of the open window: load a state_dict of '
                 "this rank, one that was saved after flush(), or a folder of zenflow.distributed.save()"
             )
         columns = [_here(f'{where}["{name}"]', parts[str(number)], shape[:-1]) for number in range(len(parts))]
         found[name] = tuple(part.flatten(1) if isinstance(part, torch.Tensor) else part for part in columns)
     return replace(weight, plan=plan), found
+
+
+def _cut(state: Mapping[str, Any], rows: Rows) -> Mapping[str, Any]:
+    """A whole parameter's tensors as the rank's rows have them; those of rows as they are."""
+    shape = rows.whole.shape
+    found = dict(state)
+    for name, value in state.items():
+        if name in ("log", "shown") and isinstance(value, (tuple, list)):
+            if all(_is_whole(part, torch.Size((len(part), shape[:-1].numel()))) for part in value):
+                parts = (part.reshape(len(part), *shape[:-1]) for part in value)
+                found[name] = {str(number): rows.of_whole(part, 1) for number, part in enumerate(parts)}
+        elif name not in (*BY_COLUMN, "shape") and _is_whole(value, shape):
+            found[name] = rows.of_whole(value)
+    return found
+
+
+def _is_whole(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, torch.Tensor) and not hasattr(value, "to_local") and value.shape == shape
 
 
 def _here(where: str, value: Any, shape: Sequence[int]) -> Any:
@@ -254,7 +275,7 @@ def _here(where: str, value: Any, shape: Sequence[int]) -> Any:
         return value
     last = list(value.shape[max(0, value.dim() - len(shape)) :])
     if last != list(shape):
-        raise CheckpointError(f"{where} ends with the dimensions {last}, allowed are {list(shape)}")
+        raise CheckpointError(f"{where} ends with the dimensions {last}, the parameter with {list(shape)}")
     return local_rows(value)
 
 
@@ -281,7 +302,7 @@ def _check_weight(
             raise CheckpointError(f'{where}["{name}"] is missing: the state_dict is truncated')
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             raise CheckpointError(
-                f'{where}["{name}"] is {tensor.dtype} {list(tensor.shape)}, allowed is {dtype} {list(shape)}: '
+                f'{where}["{name}"] is {tensor.dtype} {list(tensor.shape)}, the optimizer has {dtype} {list(shape)}: '
                 "the state_dict is of another model"
             )
     if plan.columns and plan.rows * plan.columns != parameter.numel():

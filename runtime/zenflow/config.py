@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
-from zenflow.ds_config import modernized, read_ds_config_file
+from zenflow.ds_config import load, modernized
 from zenflow.errors import ConfigError
 from zenflow.host.cores import MAX_THREADS
+from zenflow.names import did_you_mean
 
 Auto = Literal["auto"]
 SelectStrategy = Literal["auto", "step", "epoch"]
@@ -28,6 +29,9 @@ AUTO_SELECT_OVERLAP = 0.8
 _DEEPSPEED_CLIPPING = 1.0
 
 _ZERO_OFFLOAD = {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False, "pipeline": "none"}
+
+# DeepSpeed's defaults, which differ from ours where a bare ZenFlowConfig() should be usable as it is.
+_OF_BARE_SECTION = {"update_interval": "auto", "overlap_step": False}
 
 # Where knobs stand in a ds_config that do not stand in its section of ZenFlow.
 _ZENFLOW = "zero_optimization.zenflow."
@@ -49,6 +53,8 @@ _NOT_IN_SECTION = {
     "gradient_accumulation_steps",
     "reduce_gradients",
 }
+
+_COUNTS = ("select_interval", "update_interval", "full_warm_up_rounds", "steps_per_epoch", "apply_lag", "host_threads")
 
 # What may change while it trains; the rest decides how the state is cut up, or what a schedule began with.
 LIVE_KNOBS = (
@@ -78,7 +84,8 @@ class ZenFlowConfig:
     Twin-Flow; the rest is ZenFlow.
 
     Raises:
-        ConfigError: a field has a value that is not allowed; one sentence that names all three.
+        ConfigError: a field has a value that is not allowed; one sentence that names all three. Or there is no field of
+            that name; it names the near ones.
     """
 
     topk_ratio: float = 0.1
@@ -130,11 +137,20 @@ class ZenFlowConfig:
     offload: InitVar[bool] = False
     """DeepSpeed's: accepted and ignored with a warning, since the state of selected columns stays on the GPU."""
 
+    def __new__(cls, *_: Any, **knobs: Any) -> Self:
+        """Refuse a name that is no field, in our own words: what a dataclass says names no near one."""
+        known = [*(field.name for field in fields(cls)), "offload"]
+        for name in knobs:
+            if name not in known:
+                meant = did_you_mean(name, known)
+                raise ConfigError(f"there is no field {name}: the fields are {', '.join(sorted(known))}{meant}")
+        return super().__new__(cls)
+
     def __post_init__(self, offload: bool) -> None:
         if offload:
             warnings.warn("offload is ignored: the state of selected columns stays on the GPU", stacklevel=3)
         for name, allowed in _faults(vars(self)):
-            raise ConfigError(f"{name} is {getattr(self, name)!r}, allowed is {allowed}")
+            raise ConfigError.of(name, getattr(self, name), allowed)
 
     @classmethod
     def zero_offload(cls, **knobs: Any) -> ZenFlowConfig:
@@ -149,16 +165,45 @@ class ZenFlowConfig:
         ZeRO-Offload (pipelined), or Twin-Flow where `offload_optimizer.ratio` is below 1.
 
         Args:
-            source: the configuration, or the path of its JSON file.
+            source: the configuration, the path of its file, or URL-safe base64 of it, as DeepSpeed takes them.
 
         Raises:
             ConfigError: the file cannot be read, is not a JSON object, or a field has a value that is not allowed.
         """
-        config = modernized(source if isinstance(source, Mapping) else read_ds_config_file(source).value)
-        knobs, faults = read_ds_config(config)
+        knobs, faults = read_ds_config(modernized(load(source)))
         for name, value, allowed in faults:
-            raise ConfigError(f"{name} is {value!r}, allowed {allowed}")
+            raise ConfigError.of(name, value, allowed)
         return cls(**knobs)
+
+    def to_ds_config(self) -> dict[str, Any]:
+        """The fields of a ds_config from which `from_ds_config` reads these knobs, without what is its default there.
+
+        There is no place in it for `bucket_bytes`, `staging_bytes`, `stream`, `ledger`, `max_update_interval` and
+        `reduce_gradients`, and where nothing is offloaded for none but clipping and accumulation.
+        """
+        found: dict[str, Any] = {"gradient_clipping": self.max_grad_norm or 0.0}
+        if self.gradient_accumulation_steps != 1:
+            found["gradient_accumulation_steps"] = self.gradient_accumulation_steps
+        if self.offload_ratio == 0:
+            return found
+        offload: dict[str, Any] = {"device": "cpu"}
+        if self.offload_ratio != 1:
+            offload["ratio"] = self.offload_ratio
+        zero: dict[str, Any] = {"offload_optimizer": offload}
+        in_section = [field for field in fields(self) if field.name not in _NOT_IN_SECTION]
+        plain = {field.name: field.default for field in in_section} | _ZERO_OFFLOAD | {"pipeline": "bucket"}
+        if any(getattr(self, name) != value for name, value in plain.items()):
+            absent = {field.name: field.default for field in in_section} | _OF_BARE_SECTION
+            own = {name: getattr(self, name) for name in absent}
+            said = ("topk_ratio", *_OF_BARE_SECTION)  # whatever they are: a reader looks for them
+            zero["zenflow"] = {name: value for name, value in own.items() if name in said or value != absent[name]}
+        return {**found, "zero_optimization": zero}
+
+    def to_python(self) -> str:
+        """The call that makes this, with the knobs that are not at their defaults."""
+        knobs = {field.name: getattr(self, field.name) for field in fields(self)}
+        said = (f"{field.name}={knobs[field.name]!r}" for field in fields(self) if knobs[field.name] != field.default)
+        return f"zenflow.ZenFlowConfig({', '.join(said)})"
 
     @property
     def longest_window(self) -> int:
@@ -186,9 +231,10 @@ class ZenFlowConfig:
         Raises:
             ConfigError: one cannot be changed while it trains, or has a value that is not allowed.
         """
-        for name, value in knobs.items():
+        for name in knobs:
             if name not in LIVE_KNOBS:
-                raise ConfigError(f"{name} is {value!r}, allowed are changes of {', '.join(LIVE_KNOBS)}")
+                meant = did_you_mean(name, LIVE_KNOBS)
+                raise ConfigError(f"{name} cannot be changed while it trains: {', '.join(LIVE_KNOBS)} can{meant}")
         return replace(self, **knobs)
 
 
@@ -199,7 +245,7 @@ def read_ds_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[tupl
         config: as `ZenFlowConfig.from_ds_config` takes it.
 
     Returns:
-        The knobs by name. Of each value that is not allowed where it stands, the value, and what is allowed.
+        The knobs by name. Of each value that is not allowed where it stands, the value, and what it must be.
     """
     faults: list[tuple[str, Any, str]] = []
     zero = _section(config, "zero_optimization", faults)
@@ -207,13 +253,14 @@ def read_ds_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[tupl
     knobs: dict[str, Any] = {}
     passes = config.get("gradient_accumulation_steps", 1)
     if passes is not None and passes != "auto":
-        knobs["gradient_accumulation_steps"] = passes
+        knobs["gradient_accumulation_steps"] = _whole(passes)
     clipping = config.get("gradient_clipping", _DEEPSPEED_CLIPPING)
     if clipping not in (0, 0.0, None, "auto"):  # the Hugging Face integration writes "auto" and fills it in itself
         knobs["max_grad_norm"] = clipping
     device = offload.get("device", "none")
     if device not in ("none", "cpu"):
-        faults.append(("zero_optimization.offload_optimizer.device", device, 'is "cpu" or "none"'))
+        allowed = f'"cpu" or "none"{did_you_mean(device, ("cpu", "none"))}'
+        faults.append(("zero_optimization.offload_optimizer.device", device, allowed))
     if device == "none":
         knobs["offload_ratio"] = 0.0
     else:
@@ -224,21 +271,20 @@ def read_ds_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[tupl
             knobs |= _zenflow_section(_section(zero, "zenflow", faults, "zero_optimization."), faults)
     values = {**{field.name: field.default for field in fields(ZenFlowConfig)}, **knobs}
     faults += [
-        (_IN_DS_CONFIG.get(name, f"{_ZENFLOW}{name}"), values[name], f"is {allowed}")
-        for name, allowed in _faults(values)
+        (_IN_DS_CONFIG.get(name, f"{_ZENFLOW}{name}"), values[name], allowed) for name, allowed in _faults(values)
     ]
     return knobs, faults
 
 
 def _zenflow_section(section: Mapping[str, Any], faults: list[tuple[str, Any, str]]) -> dict[str, Any]:
-    # DeepSpeed's defaults, which differ from ours where a bare ZenFlowConfig() should be usable as it is.
-    knobs: dict[str, Any] = {"update_interval": "auto", "overlap_step": False}
+    knobs: dict[str, Any] = dict(_OF_BARE_SECTION)
     known = ({field.name for field in fields(ZenFlowConfig)} | {"offload"}) - _NOT_IN_SECTION
     for name, value in section.items():
         if name not in known:
-            faults.append((f"{_ZENFLOW}{name}", value, f"are the fields {', '.join(sorted(known))}"))
+            allowed = f"left out: the fields are {', '.join(sorted(known))}{did_you_mean(name, known)}"
+            faults.append((f"{_ZENFLOW}{name}", value, allowed))
         elif value != "auto" or name in ("select_strategy", "select_interval", "update_interval"):
-            knobs[name] = value  # elsewhere DeepSpeed drops the word and takes its default
+            knobs[name] = _whole(value) if name in _COUNTS else value  # elsewhere DeepSpeed drops the word "auto"
     return knobs
 
 
@@ -249,7 +295,7 @@ def _faults(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, "a number from 0 to 1"
     for name in ("select_interval", "update_interval"):
         if not _is_count(values[name], 1) and values[name] != "auto":
-            yield name, 'an integer >= 1 or "auto"'
+            yield name, f'an integer >= 1 or "auto"{did_you_mean(values[name], ("auto",))}'
     for name, least in (("max_update_interval", 1), ("full_warm_up_rounds", 0), ("gradient_accumulation_steps", 1)):
         if not _is_count(values[name], least):
             yield name, f"an integer >= {least}"
@@ -262,7 +308,9 @@ def _faults(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         ("pipeline", Pipeline),
     ):
         if values[name] not in get_args(literal):
-            yield name, " or ".join(f'"{value}"' for value in get_args(literal))
+            words = get_args(literal)
+            allowed = " or ".join(f'"{value}"' for value in words)
+            yield name, f"{allowed}{did_you_mean(values[name], words)}"
     norm, epoch, threads = values["max_grad_norm"], values["steps_per_epoch"], values["host_threads"]
     if norm is not None and not (_is_number(norm) and norm > 0):
         yield "max_grad_norm", "a number > 0, or none"
@@ -277,6 +325,11 @@ def _faults(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     lag, longest = values["apply_lag"], values[limit]
     if lag is not None and _is_count(longest, 1) and not (_is_count(lag, 1) and lag <= longest):
         yield "apply_lag", f"an integer from 1 to {limit} ({longest}), or none"
+
+
+def _whole(value: Any) -> Any:
+    """An integer that is written as 4.0, which DeepSpeed takes for 4."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _is_number(value: object) -> bool:
@@ -296,5 +349,5 @@ def _section(
     if isinstance(value, Mapping):
         return value
     if value is not None:
-        faults.append((f"{prefix}{name}", value, "is a JSON object"))
+        faults.append((f"{prefix}{name}", value, "a JSON object"))
     return {}

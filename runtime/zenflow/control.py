@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -34,15 +33,8 @@ class StepControl:
         return torch.stack([self.factor, skip])
 
 
-class Normed(Protocol):
-    """A gradient of which the norm is enough."""
-
-    def norm(self) -> torch.Tensor:
-        """0-dim fp32: its L2 norm, not finite where it is not."""
-
-
 def step_control(
-    gradients: Sequence[Normed],
+    norms: Callable[[], torch.Tensor],
     device: torch.device,
     *,
     max_grad_norm: float | None,
@@ -53,7 +45,7 @@ def step_control(
     """Factor and skip flag of a step, without reading them.
 
     Args:
-        gradients: of all parameters that have one, in plan order.
+        norms: [n] fp32, the L2 norm of each gradient, not finite where the gradient is not; asked for where needed.
         device: where they are.
         max_grad_norm: clip the global L2 norm of the unscaled gradient to this.
         skip_nonfinite: skip where that norm is not finite.
@@ -65,8 +57,6 @@ def step_control(
     """
     if max_grad_norm is None and not skip_nonfinite and grad_scale is None and found_inf is None:
         return None
-    if not gradients:
-        return None
     factor = torch.ones((), dtype=torch.float32, device=device)
     skip = norm = None
     if grad_scale is not None:
@@ -74,7 +64,7 @@ def step_control(
     if found_inf is not None:
         skip = as_flag(found_inf, device)
     if max_grad_norm is not None or skip_nonfinite:
-        norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients])) * factor
+        norm = torch.linalg.vector_norm(norms()) * factor
         if skip_nonfinite:
             nonfinite = ~torch.isfinite(norm)
             skip = nonfinite if skip is None else skip | nonfinite

@@ -17,7 +17,7 @@ from zenflow.host.tasks import Control, HostColumns, LogEntry, ReadMasters, Targ
 from zenflow.layout import WeightPlan
 from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
-from zenflow.selection import Move
+from zenflow.selection import SelectionChange
 from zenflow.state import ColumnState, reread
 
 Ahead = tuple[torch.Tensor, Transfer]
@@ -112,6 +112,11 @@ class DeferredTier:
         self._dtype = dtype
         self._runtime = runtime
         self.slot_columns = columns
+        empty, beside = runtime.memory.empty, runtime.memory.beside
+        results = [
+            beside(functools.partial(empty, (high - low, plan.rows), dtype, "staging"))
+            for low, high in plan.bucket_slots
+        ]
         self.state = _host_state(plan, runtime, initial)
         handle = runtime.engine.backend.register(runtime.rule, self.state)
         self._host = HostColumns(runtime.rule, self.state, handle)
@@ -120,10 +125,10 @@ class DeferredTier:
                 plan.first_bucket + number,
                 range(low, high),
                 runtime.send_index(columns[low:high]),
-                runtime.memory.empty((high - low, plan.rows), dtype, "staging"),
+                result.result(),
                 (high - low) * plan.rows * dtype.itemsize,
             )
-            for number, (low, high) in enumerate(plan.bucket_slots)
+            for number, ((low, high), result) in enumerate(zip(plan.bucket_slots, results, strict=True))
         ]
         for bucket in self.buckets:
             runtime.log.plan(bucket.entry_bytes)
@@ -150,16 +155,18 @@ class DeferredTier:
         for bucket in self.buckets:
             if bucket.index in besides:
                 continue
+            self._runtime.room.make(len(bucket.slots) * self._rows * matrix.element_size())
             weights = self._runtime.kernels.pack(matrix, bucket.columns)
             target = bucket.result if weights.dtype == bucket.result.dtype else None
             arrived, transfer = self._runtime.fetch(weights, target)
+            self._runtime.room.add(transfer, weights.nbytes)
             self._runtime.traffic.migrated_bytes += weights.nbytes
             task = ReadMasters(self._host, bucket.slots, arrived, keep)
             nbytes = weights.nbytes + 4 * weights.numel()
             self._submit(f"reading the masters of {self._name}", task, nbytes, [transfer])
 
     def send(self, bucket: Bucket, matrix: torch.Tensor) -> SentBucket:
-        """Send a bucket's gradient to the host; blocks while there is no room for it.
+        """Send a bucket's gradient to the host; blocks while there is no room for it, there or on its way.
 
         Args:
             bucket: one of the tier's.
@@ -173,11 +180,13 @@ class DeferredTier:
         shape = len(bucket.slots), self._rows
         nbytes = math.prod(shape) * matrix.element_size()
         self._plan_entry(bucket, nbytes)
+        self._runtime.room.make(nbytes)
         device.charge(2 * nbytes)
         if device.in_host_memory:
             sent = SentBucket(*log.write(shape, matrix.dtype, functools.partial(kernels.pack, matrix, bucket.columns)))
         else:
             sent = SentBucket(*log.send(kernels.pack(matrix, bucket.columns)))
+        self._runtime.room.add(sent.transfer, nbytes)
         self._runtime.last_d2h = sent.transfer
         self._runtime.traffic.d2h_bytes += nbytes
         return sent
@@ -328,7 +337,7 @@ class DeferredTier:
     # --- a close ---------------------------------------------------------------------------------------------------
 
     def submit_window(
-        self, bucket: Bucket, closing: Hyper, move: Move | None, *, after_all_d2h: bool, not_before: int
+        self, bucket: Bucket, closing: Hyper, move: SelectionChange | None, *, after_all_d2h: bool, not_before: int
     ) -> BucketJob | None:
         """Submit a bucket's logged window and begin an empty log; None where there is nothing to apply.
 
@@ -371,7 +380,7 @@ class DeferredTier:
         gradients = barrier[-1] if barrier else entries[-1].transfer
         return BucketJob(bucket, slots, columns, job, entries, gradients)
 
-    def send_ahead(self, matrix: torch.Tensor, move: Move) -> Ahead:
+    def send_ahead(self, matrix: torch.Tensor, move: SelectionChange) -> Ahead:
         """Send the closing step's gradient of the columns that leave the tier, ahead of everything else.
 
         Args:
@@ -383,7 +392,7 @@ class DeferredTier:
         self._runtime.traffic.migrated_bytes += rows.nbytes
         return rows, transfer
 
-    def submit_leave(self, move: Move, closing: Hyper, ahead: Ahead | None) -> Job:
+    def submit_leave(self, move: SelectionChange, closing: Hyper, ahead: Ahead | None) -> Job:
         """Apply the window to the columns that leave the tier; before `submit_window`, which empties the log.
 
         Returns:
@@ -409,7 +418,7 @@ class DeferredTier:
         job.ask_result()
         return job
 
-    def submit_join(self, move: Move, packed: torch.Tensor) -> None:
+    def submit_join(self, move: SelectionChange, packed: torch.Tensor) -> None:
         """Take over the state of the columns that join the tier; after `submit_leave`, whose slots they get.
 
         Args:
@@ -421,7 +430,7 @@ class DeferredTier:
         task = Unpack(self._host, move.slots, arriving)
         self._submit(f"moving columns of {self._name}", task, 2 * arriving.nbytes, [transfer])
 
-    def rename(self, move: Move) -> None:
+    def rename(self, move: SelectionChange) -> None:
         """Let the slots stand for the columns that joined; after `submit_window`."""
         self.slot_columns[move.slots] = move.to_deferred
         for bucket in self.buckets:

@@ -7,9 +7,11 @@ emulated accelerator; `CpuDevice` has none, and its waits are not called stalls.
 from __future__ import annotations
 
 import threading
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 from zenflow.clock import REAL_CLOCK, Clock
 from zenflow.errors import UnsupportedError
 from zenflow.host.cores import gpu_numa_node
-from zenflow.host.of_process import finalize
+from zenflow.host.places import finalize
 
 Mark = Any
 """A point on a device's timeline; only its own device can compare two of them."""
@@ -85,6 +87,9 @@ class Device(ABC):
     """Whoever works with this device waits and measures by it."""
     observer: Observer | None = None
     """Told of copies and host work while a timeline is recorded."""
+    pin_bytes: int | None = None
+    """Most bytes that `pin` is given at a time, which takes so long that it is left to other threads; None: it does
+    nothing."""
 
     def observed(self, direction: Direction, transfer: _T) -> _T:
         """Tell the observer, if there is one, of a copy that was queued."""
@@ -100,6 +105,10 @@ class Device(ABC):
     @abstractmethod
     def mark(self) -> Mark:
         """Record the point that the compute stream has been given work up to."""
+
+    def asked(self) -> Mark:
+        """Where the compute stream is, for host work or a copy up that is asked for now; None: that does not matter."""
+        return self.mark()
 
     def current_stream(self) -> int:
         """Which stream the calling thread's work goes to, and `mark` records on; 0 where there is only one."""
@@ -155,7 +164,10 @@ class Device(ABC):
         """Say that the training thread has waited for host work; what it queues next comes later than that."""
 
     def pin(self, array: NDArray[np.uint8]) -> None:  # noqa: B027 - only where copy streams need it
-        """Let the copy streams reach host memory that was allocated elsewhere, until it is freed."""
+        """Let the copy streams reach host memory that was allocated elsewhere, until it is freed.
+
+        Any thread may call it. No copy crosses the border between two such arrays.
+        """
 
     def numa_node(self) -> int | None:
         """The NUMA node that the device is attached to; None where that is not known or means nothing."""
@@ -310,41 +322,77 @@ class HostWeights(CpuDevice):
         return _numa_node_of(self._computing) if there else None
 
 
+class _CudaMark:
+    """An event that goes back to its device's with the last reference: CUDA's are dear to make and to destroy."""
+
+    __slots__ = ("_others", "event")
+
+    def __init__(self, event: torch.cuda.Event, others: deque[torch.cuda.Event]) -> None:
+        self.event = event
+        self._others = others
+
+    def __del__(self) -> None:
+        self._others.append(self.event)
+
+
 class _CudaTransfer(Transfer):
+    begin: _CudaMark
+    end: _CudaMark
+
     def __init__(self, nbytes: int) -> None:
-        self.begin = torch.cuda.Event(enable_timing=True)
-        self.end = torch.cuda.Event(enable_timing=True, blocking=True)  # a spinning wait would take a host core
         self.nbytes = nbytes
 
     def wait(self) -> None:
-        self.end.synchronize()
+        self.end.event.synchronize()
 
     def done(self) -> bool:
-        return bool(self.end.query())
+        return bool(self.end.event.query())
 
 
 class CudaDevice(Device):
     """An NVIDIA GPU through torch.cuda: two copy streams beside the current stream, pinned host memory."""
 
     has_streams = True
+    pin_bytes = 1 << 30  # the driver has a lock while it pins, and may refuse very much at a time
 
     def __init__(self, torch_device: torch.device) -> None:
-        self.torch_device = torch.empty(0, device=torch_device).device  # with its index
+        self.torch_device = torch.empty(0, dtype=torch.uint8, device=torch_device).device  # with its index
         self._d2h_stream = torch.cuda.Stream(self.torch_device)
         self._h2d_stream = torch.cuda.Stream(self.torch_device)
         self._h2d_lock = threading.Lock()  # the training thread and the host engine both queue copies
         self._step_stream: torch.cuda.Stream | None = None
+        self._said_pageable = False
+        self._events: deque[torch.cuda.Event] = deque()  # that nobody needs; threads take and give
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+        try:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            pageable = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+            self._say_pageable(pageable.nbytes, error)
+            return pageable
 
-    def mark(self) -> Mark:
-        event = torch.cuda.Event(enable_timing=True, blocking=True)
+    def mark(self) -> _CudaMark:
+        try:
+            event = self._events.pop()
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=True, blocking=True)  # a spinning wait would take a host core
         event.record(torch.cuda.current_stream(self.torch_device))
-        return event
+        return _CudaMark(event, self._events)
+
+    def asked(self) -> Mark:
+        return None  # copies are queued where they are asked for
 
     def begin_step(self) -> None:
+        self._refuse_capture()
         self._step_stream = torch.cuda.current_stream(self.torch_device)
+
+    def _refuse_capture(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "a CUDA graph is being captured, which repeats neither host work nor what waits for it: call "
+                "step() outside the graph; with ZenFlowConfig(stream=False) backward may be inside it"
+            )
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
@@ -357,22 +405,24 @@ class CudaDevice(Device):
         return int(torch.cuda.current_stream(self.torch_device).cuda_stream)
 
     def elapsed_s(self, begin: Mark, end: Mark) -> float:
-        return float(begin.elapsed_time(end)) / 1e3
+        return float(begin.event.elapsed_time(end.event)) / 1e3
 
     def passed(self, mark: Mark) -> bool:
-        return bool(mark.query())
+        return bool(mark.event.query())
 
     def wait_for(self, mark: Mark) -> None:
-        mark.synchronize()
+        mark.event.synchronize()
 
     def d2h(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+        self._refuse_capture()
         transfer = _CudaTransfer(source.nbytes)
         stream = self._d2h_stream
-        stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        written = self.mark()  # held until it is waited for: another thread would record the event anew
+        stream.wait_event(written.event)
         with torch.cuda.stream(stream):
-            transfer.begin.record(stream)
+            transfer.begin = self.mark()
             target.copy_(source, non_blocking=True)
-            transfer.end.record(stream)
+            transfer.end = self.mark()
         source.record_stream(stream)  # the caching allocator must not hand it out before the copy
         return self.observed("d2h", transfer)
 
@@ -380,25 +430,41 @@ class CudaDevice(Device):
         transfer = _CudaTransfer(source.nbytes)
         stream = self._h2d_stream
         with self._h2d_lock, torch.cuda.stream(stream):
-            transfer.begin.record(stream)
+            transfer.begin = self.mark()
             tensor = source.to(self.torch_device, non_blocking=True)
-            transfer.end.record(stream)
+            transfer.end = self.mark()
         return self.observed("h2d", transfer), tensor
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.pin_memory().to(self.torch_device, non_blocking=True)  # from pageable memory it would wait
+        pinned = self.host_empty(tensor.shape, tensor.dtype).copy_(tensor)  # from pageable memory it would wait
+        return pinned.to(self.torch_device, non_blocking=True)
 
     def join(self, transfer: Transfer, tensor: torch.Tensor) -> None:
         stream = torch.cuda.current_stream(self.torch_device)
-        stream.wait_event(transfer.end)
+        stream.wait_event(transfer.end.event)
         tensor.record_stream(stream)  # allocated on the copy stream, read on this one
 
     def pin(self, array: NDArray[np.uint8]) -> None:
         # Not through torch's pinned allocator, which gives out powers of two.
         runtime: Any = torch.cuda.cudart()
         address = array.ctypes.data
-        torch.cuda.check_error(runtime.cudaHostRegister(address, array.nbytes, 0))
-        finalize(array, runtime.cudaHostUnregister, address).atexit = False
+        try:
+            with torch.cuda.device(self.torch_device):  # or the current one, be it another, is given a context
+                torch.cuda.check_error(runtime.cudaHostRegister(address, array.nbytes, 0))
+        except RuntimeError as error:
+            _clear_error(self.torch_device)
+            self._say_pageable(array.nbytes, error)
+            return
+        streams = self._d2h_stream, self._h2d_stream
+        finalize(array, _unregister, runtime, self.torch_device, address, streams).atexit = False
+
+    def _say_pageable(self, nbytes: int, error: RuntimeError) -> None:
+        """Warn once that memory could not be pinned; copies of it are right all the same."""
+        if not self._said_pageable:
+            self._said_pageable = True
+            reason = str(error).partition("\n")[0]
+            what = f"the driver does not pin {nbytes} bytes of host memory ({reason})"
+            warnings.warn(f"{what}: copies of them make training wait", stacklevel=2)
 
     def numa_node(self) -> int | None:
         return _numa_node_of(self.torch_device)
@@ -417,6 +483,24 @@ class CudaDevice(Device):
 
     def reset_peaks(self) -> None:
         self.reset_peak_bytes()
+
+
+def _unregister(runtime: Any, device: torch.device, address: int, streams: Iterable[torch.cuda.Stream]) -> None:
+    """Take memory from the copy streams that is about to be unmapped; CUDA promises no wait of its own."""
+    with torch.cuda.device(device):
+        for stream in streams:
+            copied = torch.cuda.Event(blocking=True)
+            copied.record(stream)
+            copied.synchronize()
+        failed = int(runtime.cudaHostUnregister(address))
+    if failed:
+        _clear_error(device)
+
+
+def _clear_error(device: torch.device) -> None:
+    """Let a launch find the error that a call of the CUDA runtime has left in this thread, and not one of training."""
+    with suppress(RuntimeError):
+        torch.empty(1, dtype=torch.uint8, device=device).fill_(0)
 
 
 def _numa_node_of(cuda: torch.device) -> int | None:
@@ -457,4 +541,4 @@ def device_for(torch_device: torch.device, computing: torch.device | None = None
         return CudaDevice(torch_device)
     if torch_device.type == "cpu":
         return CpuDevice() if computing is None else HostWeights(computing)
-    raise UnsupportedError(f"parameters are on {torch_device}, allowed are a CUDA device and the CPU")
+    raise UnsupportedError(f"parameters are on {torch_device}; they must be on a CUDA device or the CPU")

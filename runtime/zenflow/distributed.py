@@ -24,7 +24,7 @@ from zenflow.checkpoint_format import BY_COLUMN, HEADER, Header, read
 from zenflow.errors import CheckpointError, ConfigError, RankError, ZenFlowError
 from zenflow.full_state import MASTER
 from zenflow.optimizer import ZenFlowOptimizer
-from zenflow.sharded import Rows, Shards, local_rows
+from zenflow.sharded import Rows, local_rows
 
 _Done = TypeVar("_Done")
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
@@ -89,6 +89,7 @@ def load(model: nn.Module, optimizer: ZenFlowOptimizer, folder: str | os.PathLik
     _on_all(said, lambda: _check(optimizer, state))
     _on_all(said, lambda: _load_model(model, document["model"]))
     _on_all(said, lambda: optimizer.load_state_dict(state))
+    optimizer.gather()  # rows that were saved as a flush leaves them are again as training had them
 
 
 def read_whole(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -149,7 +150,7 @@ def _document(model: nn.Module, optimizer: ZenFlowOptimizer) -> dict[str, Any]:
     ledgers = {name: weight.ledger for name, weight in zip(names, header.weights, strict=True)}
     state = {
         name: _by_number(tensors, parameter)
-        for name, tensors, parameter in zip(names, state_dict["state"].values(), _rows(optimizer), strict=True)
+        for name, tensors, parameter in zip(names, state_dict["state"].values(), optimizer.rows, strict=True)
     }
     own = {"state": state, "groups": tuple(groups), "mesh": _mesh(optimizer), "ledgers": ledgers}
     return {"model": get_model_state_dict(model), "optimizer": own}
@@ -177,7 +178,7 @@ def _room(model: nn.Module, optimizer: ZenFlowOptimizer, folder: Path) -> dict[s
     names = _flat(_names(model, optimizer))
     state = {
         name: _room_of(f"optimizer.state.{name}", found, parameter, (MASTER, *optimizer.rule.moment_names))
-        for name, parameter in zip(names, _rows(optimizer), strict=True)
+        for name, parameter in zip(names, optimizer.rows, strict=True)
     }
     return {"model": weights, "optimizer": {"state": state, "groups": (), "mesh": (), "ledgers": ()}}
 
@@ -187,10 +188,10 @@ def _saved(path: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     if not (path / _METADATA).is_file():
-        raise CheckpointError("it is no checkpoint, allowed is a folder of zenflow.distributed.save()")
+        raise CheckpointError("it is no checkpoint that zenflow.distributed.save() wrote")
     found: dict[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
     if "optimizer.groups" not in found:
-        raise CheckpointError("it holds no optimizer of zenflow, allowed is a folder of zenflow.distributed.save()")
+        raise CheckpointError("it holds no optimizer of zenflow: load a folder that zenflow.distributed.save() wrote")
     return found
 
 
@@ -220,7 +221,7 @@ def _room_of(where: str, found: Mapping[str, Any], parameter: nn.Parameter, stre
 
 def _require_shape(where: str, meta: Any, shape: tuple[int, ...]) -> None:
     if tuple(meta.size) != tuple(shape):
-        raise CheckpointError(f"{where} is {list(meta.size)}, allowed is {list(shape)}: it is of another model")
+        raise CheckpointError(f"{where} is {list(meta.size)}, the parameter {list(shape)}: it is of another model")
 
 
 def _empty_like(value: Any) -> Any:
@@ -242,7 +243,7 @@ def _state_dict(model: nn.Module, optimizer: ZenFlowOptimizer, found: Mapping[st
     all_names, all_theirs = _flat(names), _flat(theirs)
     if [sorted(of_group) for of_group in theirs] != [sorted(of_group) for of_group in names]:
         differing = sorted({*all_names} ^ {*all_theirs}) or ["the same parameters in other groups"]
-        raise CheckpointError(f"its groups differ from the optimizer's by {differing[0]}, allowed are the same ones")
+        raise CheckpointError(f"its groups differ from the optimizer's by {differing[0]}; they must be the same")
     header = Header.from_json(saved[0].get(HEADER))
     by_name = dict(zip(all_theirs, header.weights, strict=True))
     mesh = _mesh(optimizer)
@@ -252,7 +253,7 @@ def _state_dict(model: nn.Module, optimizer: ZenFlowOptimizer, found: Mapping[st
     groups[0][HEADER] = replace(header, weights=weights).to_json()
     state = {
         name: _as_here(found["state"][name], parameter)
-        for name, parameter in zip(all_names, _rows(optimizer), strict=True)
+        for name, parameter in zip(all_names, optimizer.rows, strict=True)
     }
     return {"state": state, "param_groups": groups}
 
@@ -267,7 +268,7 @@ def _as_here(tensors: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, A
 
 def _check(optimizer: ZenFlowOptimizer, state: Mapping[str, Any]) -> None:
     """Refuse what `load_state_dict` would, while the model is what it was."""
-    rows = iter(_rows(optimizer))
+    rows = iter(optimizer.rows)
     read(
         state,
         [{**group, "params": [next(rows) for _ in group["params"]]} for group in optimizer.param_groups],
@@ -288,16 +289,9 @@ def _parameters(optimizer: ZenFlowOptimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _rows(optimizer: ZenFlowOptimizer) -> list[nn.Parameter]:
-    """The parameters in the order of the groups; of sharded ones, this rank's rows."""
-    parameters = _parameters(optimizer)
-    shards = Shards.of(parameters)
-    return parameters if shards is None else [shards.rows(parameter) for parameter in parameters]
-
-
 def _mesh(optimizer: ZenFlowOptimizer) -> tuple[int, ...]:
     """How many ranks have rows, and replicas of them; none of whole parameters."""
-    sharded = [rows.whole for rows in _rows(optimizer) if isinstance(rows, Rows)]
+    sharded = [rows.whole for rows in optimizer.rows if isinstance(rows, Rows)]
     return tuple(sharded[0].device_mesh.shape) if sharded else ()
 
 
@@ -313,10 +307,7 @@ def _names(model: nn.Module, optimizer: ZenFlowOptimizer) -> list[list[str]]:
         known[id(parameter)] = _WRAPPERS.sub("", name)
     for parameter in _parameters(optimizer):
         if id(parameter) not in known:
-            raise ConfigError(
-                f"a parameter of shape {tuple(parameter.shape)} is in the optimizer and not in the model, allowed are "
-                "the model's own"
-            )
+            raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} is in the optimizer and not in the model")
     return [[known[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
@@ -396,7 +387,7 @@ def _whole_one(folder: Path) -> Path:
 
 def _make_room(folder: Path, new: Path) -> None:
     if folder.exists() and any(one.name != _METADATA and one.suffix != ".distcp" for one in folder.iterdir()):
-        raise CheckpointError("the folder holds something else than a checkpoint, allowed is a new one")
+        raise CheckpointError("the folder holds something else than a checkpoint: choose a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(new, ignore_errors=True)
     if (before := _whole_one(folder)) != folder:

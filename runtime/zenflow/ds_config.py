@@ -1,4 +1,16 @@
-"""The text of a ds_config, read as DeepSpeed reads it, and its old forms as DeepSpeed understands them."""
+"""A ds_config in any form that DeepSpeed takes, read as DeepSpeed reads it, and its old forms as DeepSpeed takes them.
+
+This is the only reader of the text: `ZenFlowConfig.from_ds_config` needs it where neither zftune nor DeepSpeed is
+installed, and `zftune.ds_config.reading` builds on it. Like DeepSpeed (0.19.6) it takes a dictionary,
+the path of a file, or URL-safe base64:
+
+- The text is Hjson, of which JSON is a part: comments, trailing commas and unquoted names are allowed.
+- A number without a fraction is an integer, however it is written: 4.0 and 5e8 are 4 and 500000000.
+- NaN and Infinity are words, not numbers.
+- In a file no section may hold a name twice. In base64 the last one counts.
+
+DeepSpeed reads files in the locale's encoding; here they are UTF-8.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +18,78 @@ import base64
 import copy
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from zenflow.errors import ConfigError
 
+_WHOLE_BELOW = 1e10  # from here on Hjson leaves a number as it is
 _TRUE = ("true", "1", "1.0", "yes", "on", "t", "y")  # what pydantic takes for true
 
 
 class Parsed(NamedTuple):
-    """What a text says."""
+    """A text that was read."""
 
     value: Any
     duplicates: tuple[str, ...] = ()
-    """Names that stand twice in one object."""
+    """Names that stand twice in one section; the last one counts."""
     flaw: str | None = None
     """Why it is not plain JSON, with line and column; None: it is."""
+    text: str = ""
+
+
+def load(source: object) -> dict[str, Any]:
+    """A ds_config in any form that DeepSpeed takes, as a copy.
+
+    Args:
+        source: a dictionary, the path of a file, or URL-safe base64.
+
+    Raises:
+        ConfigError: it cannot be read, holds no object, or is a file in which a section holds a name twice.
+    """
+    if isinstance(source, Mapping):
+        return copy.deepcopy(dict(source))
+    if not isinstance(source, (str, Path)):
+        raise ConfigError.of("ds_config", source, "a JSON object, the path of a file, or base64")
+    parsed = None if _is_there(source) else _from_base64(str(source))
+    if parsed is None:
+        parsed = read_file(source)
+        refuse_duplicates(parsed.duplicates, source)
+    return dict(parsed.value)
+
+
+def read_file(path: str | Path) -> Parsed:
+    """Read a file that holds a ds_config.
+
+    Raises:
+        ConfigError: it cannot be read, is neither JSON nor Hjson, or holds no object.
+    """
+    try:
+        parsed = parse(Path(path).read_bytes().decode("utf-8"))  # its line ends as they are
+    except OSError as error:
+        raise ConfigError(f"ds_config '{path}' cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"ds_config '{path}' cannot be read: it is not UTF-8 text") from error
+    except ValueError as error:  # a NUL in the path, or a ConfigError of the text
+        raise ConfigError(f"ds_config '{path}' cannot be read: {error}") from error
+    if not isinstance(parsed.value, Mapping) or not parsed.text.strip():  # to Hjson an empty file is an object
+        raise ConfigError(f"ds_config '{path}' cannot be read: it holds no JSON object")
+    return parsed
+
+
+def refuse_duplicates(names: Sequence[str], path: str | Path) -> None:
+    """Refuse a file in which names stand twice in one section, as DeepSpeed does.
+
+    Raises:
+        ConfigError: there are such names.
+    """
+    if names:
+        raise ConfigError(f"ds_config '{path}' cannot be read: {names[0]} stands twice in one section")
 
 
 def parse(text: str) -> Parsed:
-    """Read JSON or, where it is none, Hjson: with comments, trailing commas and unquoted names, as DeepSpeed does.
+    """Read JSON or, where it is none, Hjson.
 
     Args:
         text: of a file.
@@ -42,44 +105,30 @@ def parse(text: str) -> Parsed:
         return found
 
     try:
-        value = json.loads(text, object_pairs_hook=collect, parse_constant=_refuse_constant)
-        return Parsed(value, tuple(duplicates))
+        value = json.loads(text, object_pairs_hook=collect, parse_constant=_refuse_constant, parse_float=_number)
+        return Parsed(value, tuple(duplicates), None, text)
     except RecursionError as error:
-        raise ConfigError("is nested too deeply") from error
+        raise ConfigError("it is nested too deeply") from error
     except ValueError as error:
         duplicates.clear()
         flaw = _where(error)
-        return Parsed(_as_hjson(text, collect, flaw), tuple(duplicates), flaw)
+        return Parsed(_as_hjson(text, collect, flaw), tuple(duplicates), flaw, text)
 
 
-def read_ds_config_file(path: str | Path) -> Parsed:
-    """Read a file that holds a ds_config.
-
-    Raises:
-        ConfigError: it cannot be read, is neither JSON nor Hjson, or holds no object.
-    """
+def _is_there(source: str | Path) -> bool:
     try:
-        text = Path(path).read_bytes().decode("utf-8")  # its line ends as they are
-    except OSError as error:
-        raise ConfigError(f"ds_config is '{path}', allowed is a readable JSON file ({error.strerror})") from error
-    except ValueError as error:
-        raise ConfigError(f"ds_config is '{path}', allowed is a file of valid JSON ({error})") from error
+        return Path(source).exists()
+    except (OSError, ValueError):  # too long for a name, or no name at all: base64
+        return False
+
+
+def _from_base64(text: str) -> Parsed | None:
+    """None: it is no ds_config in base64, so it was meant for a path."""
     try:
-        parsed = parse(text)
-    except ConfigError as error:
-        raise ConfigError(f"ds_config is '{path}', allowed is a file of valid JSON (it {error})") from error
-    if not isinstance(parsed.value, Mapping) or not text.strip():  # to Hjson an empty file is an object
-        raise ConfigError(f"ds_config is '{path}', allowed is a file that holds a JSON object")
-    return parsed
-
-
-def decode(text: str) -> str:
-    """The text in URL-safe base64, in which DeepSpeed takes a ds_config on a command line.
-
-    Raises:
-        ValueError: it is not that.
-    """
-    return base64.urlsafe_b64decode(text).decode("utf-8")
+        parsed = parse(base64.urlsafe_b64decode(text).decode("utf-8"))
+    except ValueError:  # a ConfigError is one, too
+        return None
+    return parsed if isinstance(parsed.value, Mapping) and parsed.text else None
 
 
 def modernized(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,12 +149,18 @@ def modernized(config: Mapping[str, Any]) -> dict[str, Any]:
     return changed
 
 
+def _number(digits: str) -> float:
+    """As Hjson reads one with a fraction or an exponent."""
+    number = float(digits)
+    return int(number) if abs(number) < _WHOLE_BELOW and number.is_integer() else number
+
+
 def _refuse_constant(name: str) -> NoReturn:
     """NaN and Infinity are no JSON; Hjson takes them for words."""
     raise ValueError(f"{name} is no JSON")
 
 
-def _where(error: ValueError) -> str:
+def _where(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"line {error.lineno}, column {error.colno}: {error.msg[:1].lower()}{error.msg[1:]}"
     return str(error).partition("\n")[0][:120]
@@ -116,10 +171,10 @@ def _as_hjson(text: str, collect: Any, flaw: str) -> Any:
         hjson = importlib.import_module("hjson")
     except ImportError:
         try:
-            return json.loads(text, object_pairs_hook=collect)  # with NaN and Infinity, as Python's own reader
+            return json.loads(text, object_pairs_hook=collect, parse_constant=str, parse_float=_number)
         except ValueError:
-            raise ConfigError(f"is not JSON ({flaw})") from None
+            raise ConfigError(f"it is not JSON ({flaw})") from None
     try:
         return hjson.loads(text, object_pairs_hook=collect)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"is neither JSON ({flaw}) nor Hjson ({str(error).partition(chr(10))[0][:120]})") from error
+        raise ConfigError(f"it is neither JSON ({flaw}) nor Hjson ({_where(error)})") from error

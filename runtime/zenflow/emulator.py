@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from zenflow.clock import Clock, Queue, SimulatedClock
 from zenflow.device import Collective, Device, HostSpan, Mark, Transfer, in_backward
 from zenflow.errors import UnsupportedError, ZenFlowError
-from zenflow.late_rows import gathered_by, units_of
+from zenflow.late_weights import gathered_by, units_of
 from zenflow.ranks import latest
 from zenflow.rig import Rig
 
@@ -109,7 +109,7 @@ class _Link:
     def copy(self, source: torch.Tensor, target: torch.Tensor, ready_at: float) -> _LinkTransfer:
         with self._lock:
             if self._closed:
-                raise ZenFlowError("a copy was asked for after close(), allowed is a device that is open")
+                raise ZenFlowError("a copy was requested after close()")
             begin = max(self._free_at, ready_at)
             self._free_at = begin + source.nbytes / self._bytes_per_s * self._random.lognormvariate(0.0, self._noise)
             self._copies.append((begin, self._free_at))
@@ -501,12 +501,12 @@ def _units(module: nn.Module) -> list[Any]:
     units = units_of(module)
     if units and not hasattr(units[0], "set_custom_reduce_scatter"):
         raise UnsupportedError(
-            f"torch is {torch.__version__}, allowed for fully_shard on a rig is one that has "
-            "FSDPModule.set_custom_reduce_scatter"
+            f"fully_shard on a rig needs a torch that has "
+            f"FSDPModule.set_custom_reduce_scatter, which {torch.__version__} has not"
         )
     if any(getattr(one, "offload_to_cpu", False) for unit in units for one in gathered_by(unit).values()):
         raise UnsupportedError(
-            "the model's weights are on the host (CPUOffloadPolicy), allowed on a rig are weights on the device: it "
+            "the model's weights are on the host (CPUOffloadPolicy); on a rig they must be on the device: it "
             "has no times for FSDP2's copies"
         )
     return units

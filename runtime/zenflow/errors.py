@@ -9,6 +9,10 @@ ZenFlowError
 └── RankError                      another rank failed at what all do together, and says why
 """
 
+from __future__ import annotations
+
+from typing import Self
+
 
 class ZenFlowError(Exception):
     """Base of every exception that zenflow raises on purpose."""
@@ -16,6 +20,25 @@ class ZenFlowError(Exception):
 
 class ConfigError(ZenFlowError, ValueError):
     """A setting is not allowed; the message names the field, the value and what is allowed."""
+
+    field: str | None = None
+    """Of the setting; None: the error is about something else than a value."""
+    value: object = None
+    allowed: str | None = None
+    """What the value must be, in words."""
+
+    @classmethod
+    def of(cls, field: str, value: object, allowed: str) -> Self:
+        """The error of a value: "topk_ratio is 1.5; it must be a number from 0 to 1".
+
+        Args:
+            field: its name.
+            value: as it was given.
+            allowed: what it must be.
+        """
+        error = cls(f"{field} is {value!r}; it must be {allowed}")
+        error.field, error.value, error.allowed = field, value, allowed
+        return error
 
 
 class UnsupportedError(ZenFlowError):

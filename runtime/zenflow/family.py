@@ -9,6 +9,7 @@ from torch import nn
 from zenflow.config import ZenFlowConfig
 from zenflow.device import Device
 from zenflow.optimizer import ZenFlowOptimizer
+from zenflow.partition import Partition
 from zenflow.rules import RULES
 
 
@@ -25,6 +26,7 @@ class ZenFlowAdamW(ZenFlowOptimizer):
         config: the knobs; None takes the defaults.
         module: the model that owns the parameters; see `ZenFlowOptimizer`.
         device: the accelerator; None takes the one that the parameters are on.
+        partition: see `ZenFlowOptimizer`.
 
     Raises:
         ConfigError: a hyperparameter or knob is not allowed.
@@ -43,9 +45,12 @@ class ZenFlowAdamW(ZenFlowOptimizer):
         config: ZenFlowConfig | None = None,
         module: nn.Module | None = None,
         device: Device | None = None,
+        partition: Partition | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        super().__init__(params, defaults, RULES["adamw"], config=config, module=module, device=device)
+        super().__init__(
+            params, defaults, RULES["adamw"], config=config, module=module, device=device, partition=partition
+        )
 
 
 class ZenFlowAdam(ZenFlowOptimizer):
@@ -66,9 +71,12 @@ class ZenFlowAdam(ZenFlowOptimizer):
         config: ZenFlowConfig | None = None,
         module: nn.Module | None = None,
         device: Device | None = None,
+        partition: Partition | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        super().__init__(params, defaults, RULES["adam"], config=config, module=module, device=device)
+        super().__init__(
+            params, defaults, RULES["adam"], config=config, module=module, device=device, partition=partition
+        )
 
 
 class ZenFlowAdagrad(ZenFlowOptimizer):
@@ -85,6 +93,7 @@ class ZenFlowAdagrad(ZenFlowOptimizer):
         config: the knobs; None takes the defaults.
         module: the model that owns the parameters; see `ZenFlowOptimizer`.
         device: the accelerator; None takes the one that the parameters are on.
+        partition: see `ZenFlowOptimizer`.
 
     Raises:
         ConfigError: a hyperparameter or knob is not allowed.
@@ -103,6 +112,7 @@ class ZenFlowAdagrad(ZenFlowOptimizer):
         config: ZenFlowConfig | None = None,
         module: nn.Module | None = None,
         device: Device | None = None,
+        partition: Partition | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -111,7 +121,9 @@ class ZenFlowAdagrad(ZenFlowOptimizer):
             "weight_decay": weight_decay,
             "initial_accumulator_value": initial_accumulator_value,
         }
-        super().__init__(params, defaults, RULES["adagrad"], config=config, module=module, device=device)
+        super().__init__(
+            params, defaults, RULES["adagrad"], config=config, module=module, device=device, partition=partition
+        )
 
 
 class ZenFlowLion(ZenFlowOptimizer):
@@ -125,6 +137,7 @@ class ZenFlowLion(ZenFlowOptimizer):
         config: the knobs; None takes the defaults.
         module: the model that owns the parameters; see `ZenFlowOptimizer`.
         device: the accelerator; None takes the one that the parameters are on.
+        partition: see `ZenFlowOptimizer`.
 
     Raises:
         ConfigError: a hyperparameter or knob is not allowed.
@@ -141,9 +154,12 @@ class ZenFlowLion(ZenFlowOptimizer):
         config: ZenFlowConfig | None = None,
         module: nn.Module | None = None,
         device: Device | None = None,
+        partition: Partition | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, defaults, RULES["lion"], config=config, module=module, device=device)
+        super().__init__(
+            params, defaults, RULES["lion"], config=config, module=module, device=device, partition=partition
+        )
 
 
 class ZenFlowSGD(ZenFlowOptimizer):
@@ -159,6 +175,7 @@ class ZenFlowSGD(ZenFlowOptimizer):
         config: the knobs; None takes the defaults.
         module: the model that owns the parameters; see `ZenFlowOptimizer`.
         device: the accelerator; None takes the one that the parameters are on.
+        partition: see `ZenFlowOptimizer`.
 
     Raises:
         ConfigError: a hyperparameter or knob is not allowed.
@@ -177,6 +194,7 @@ class ZenFlowSGD(ZenFlowOptimizer):
         config: ZenFlowConfig | None = None,
         module: nn.Module | None = None,
         device: Device | None = None,
+        partition: Partition | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -185,4 +203,6 @@ class ZenFlowSGD(ZenFlowOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, defaults, RULES["sgd"], config=config, module=module, device=device)
+        super().__init__(
+            params, defaults, RULES["sgd"], config=config, module=module, device=device, partition=partition
+        )

@@ -9,14 +9,13 @@ import torch
 
 from zenflow.control import StepControl, scaled_control
 from zenflow.errors import UnsupportedError
-from zenflow.history import History
 from zenflow.host.tasks import Control
-from zenflow.kernels.base import ColumnUpdate
+from zenflow.kernels.base import ColumnUpdate, column_norms, whole_norms
 from zenflow.layout import DTYPE_NAMES, can_be_trained
 from zenflow.ledger import mass
 from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
-from zenflow.staging import ColumnStager, Staged, StagingRoom
+from zenflow.staging import ColumnStager, Staged
 from zenflow.streaming import Streamer
 from zenflow.weight import WeightState, wrote
 
@@ -42,7 +41,6 @@ class Gradient:
         self._staged = staged
         self._whole = _dense(weight, runtime.device.torch_device) if staged is None else None
         self._energies = None if staged is None else staged.record.energies
-        self._norm: torch.Tensor | None = None  # over all ranks, without `factor`
 
     @property
     def left(self) -> bool:
@@ -78,20 +76,16 @@ class Gradient:
         Args:
             energies: [columns] fp32; of a parameter without a column view, one number.
         """
-        if self.weight.plan.columns:
-            self._energies = energies
-        self._norm = energies.sum().sqrt()
+        self._energies = energies
 
     def norm(self) -> torch.Tensor:
         """0-dim fp32: its L2 norm, with `factor`; the same to a bit whether it has left or not, however it is split."""
-        if self._norm is not None:
-            return self._norm if self.factor is None else self._norm * self.factor.abs()
-        if self._staged is not None:
-            return self._staged.record.norm()
-        if self.weight.plan.columns:
-            return self.energies().sum().sqrt()
-        norm: torch.Tensor = torch.linalg.vector_norm(self.whole().float())
-        return norm
+        return norms([self])[0]
+
+    @property
+    def columns_tell_norm(self) -> bool:
+        """Whether the norm comes from the columns' energies."""
+        return self._energies is not None or bool(self.weight.plan.columns)
 
     def mass(self) -> torch.Tensor:
         """0-dim int64, for the ledger; without `factor`."""
@@ -100,14 +94,10 @@ class Gradient:
         assert self._staged.mass is not None
         return self._staged.mass
 
-    def unscaled(self, energies: torch.Tensor) -> torch.Tensor:
-        """Energies without GradScaler's factor, where it has taken that out already.
-
-        Args:
-            energies: some of `energies()`, or sums of them.
-        """
-        unscale = None if self._staged is None else self._staged.record.unscale
-        return energies if unscale is None else energies * unscale.square()
+    @property
+    def unscale(self) -> torch.Tensor | None:
+        """0-dim fp32: the part of `factor` that is GradScaler's; None: there is none."""
+        return None if self._staged is None else self._staged.record.unscale
 
     # --- applied ---------------------------------------------------------------------------------------------------
 
@@ -200,12 +190,27 @@ def _dense(weight: WeightState, device: torch.device) -> torch.Tensor:
     assert gradient is not None
     if not can_be_trained(parameter, device):  # it was frozen at first
         raise UnsupportedError(
-            f"parameter {weight.name} has a gradient and is {parameter.dtype} on {parameter.device}, allowed are "
-            f"{DTYPE_NAMES} on {device}; what is frozen may be anything"
+            f"parameter {weight.name} has a gradient and is {parameter.dtype} on {parameter.device}; it must be "
+            f"{DTYPE_NAMES} on {device} (a frozen parameter may be anything)"
         )
     if gradient.layout != torch.strided:
-        raise UnsupportedError(f"parameter {weight.name} has a sparse gradient, allowed are dense ones")
+        raise UnsupportedError(f"parameter {weight.name} has a sparse gradient; gradients must be dense")
     return gradient if weight.plan.transposed else gradient.contiguous()
+
+
+def norms(gradients: Sequence[Gradient]) -> torch.Tensor:
+    """[n] fp32: the L2 norm of each gradient, with its factor.
+
+    Args:
+        gradients: at least one.
+    """
+    found: dict[Gradient, torch.Tensor] = {}
+    if by_columns := [gradient for gradient in gradients if gradient.columns_tell_norm]:
+        of_columns = column_norms([one.energies() for one in by_columns], [one.factor for one in by_columns])
+        found |= zip(by_columns, of_columns.unbind(), strict=True)
+    if others := [gradient for gradient in gradients if not gradient.columns_tell_norm]:  # nothing of them leaves
+        found |= zip(others, whole_norms([one.whole() for one in others]), strict=True)
+    return torch.stack([found[gradient] for gradient in gradients])
 
 
 def set_controls(runtime: Runtime, live: Sequence[Gradient], control: StepControl | None) -> None:
@@ -216,8 +221,11 @@ def set_controls(runtime: Runtime, live: Sequence[Gradient], control: StepContro
         live: of one step.
         control: the step's.
     """
+    shared: dict[int, StepControl | None] = {}
     for gradient in live:
-        gradient.control = scaled_control(control, gradient.factor)
+        if id(gradient.factor) not in shared:
+            shared[id(gradient.factor)] = scaled_control(control, gradient.factor)
+        gradient.control = shared[id(gradient.factor)]
     asked = [gradient.control for gradient in live if gradient.weight.plan.deferred and gradient.control is not None]
     distinct = list({id(one): one for one in asked}.values())
     if distinct:
@@ -257,19 +265,17 @@ def _update(runtime: Runtime, control: StepControl | None, updates: Sequence[Col
 class Gradients:
     """Where the gradients of all weights are between two steps; owns the hooks that send them away."""
 
-    def __init__(self, runtime: Runtime, history: History, *, stream: bool, least_firings: int) -> None:
+    def __init__(self, runtime: Runtime, *, stream: bool, least_firings: int) -> None:
         """Begin without weights.
 
         Args:
             runtime: shared by all weights.
-            history: receives the waits for the link.
             stream: send gradients away during backward.
             least_firings: backward passes before a step.
         """
         self._runtime = runtime
         self._stream = stream
         self._streamer = Streamer(least_firings)
-        self._room = StagingRoom(runtime.device, history, 0)
 
     def watch(self, groups: Iterable[Mapping[str, Any]], weights: Iterable[WeightState]) -> None:
         """Count how often backward gives each parameter a gradient, from now on.
@@ -302,7 +308,7 @@ class Gradients:
                 self._streamer.leave_alone(weight.parameter)
             else:
                 self._streamer.watch([weight.parameter])
-                self._streamer.stream(weight.parameter, ColumnStager(self._runtime, self._room, weight))
+                self._streamer.stream(weight.parameter, ColumnStager(self._runtime, weight))
 
     def collect(self, weights: Iterable[WeightState]) -> list[Gradient]:
         """What there is in `.grad`, and what has left it; changes nothing.
@@ -317,12 +323,18 @@ class Gradients:
             if weight.parameter.grad is not None
         ]
 
-    def hand_over(self, weights: Iterable[WeightState]) -> None:
+    def hand_over(self) -> None:
         """Leave what was collected to a step."""
         self._streamer.hand_over()
-        # Those of one step: their copies may run on until the next backward.
+
+    def end_step(self, weights: Iterable[WeightState]) -> None:
+        """Let one step's gradients wait for the link from now on: copies may run on until the next backward.
+
+        In the first step, which has all gradients in full, no more waits than arrives at a time.
+        """
         trained = (weight for weight in weights if weight.parameter.requires_grad)
-        self._room.nbytes = sum(w.plan.deferred * w.plan.rows * w.parameter.element_size() for w in trained)
+        nbytes = sum(w.plan.deferred * w.plan.rows * w.parameter.element_size() for w in trained)
+        self._runtime.room.nbytes = nbytes
 
     def restore(self) -> None:
         """Bring everything that has left back into `.grad`, before columns change tier between two steps."""

@@ -85,6 +85,15 @@ class History:
         found.reverse()
         return found
 
+    def of(self, step: int) -> StepStats | None:
+        """The statistics of one step; None if they are not kept. Waits for the device to have passed its end."""
+        while self._closed and self._closed[0].step <= step:
+            record = self._closed.popleft()
+            record.wait(self._device)
+            self._resolved.append(record.resolve(self._device))
+        newest = next((stats for stats in reversed(self._resolved) if stats.step <= step), None)
+        return newest if newest is not None and newest.step == step else None
+
     def _resolve(self, lag: int) -> None:
         while len(self._closed) > lag and self._closed[0].ready(self._device):
             self._resolved.append(self._closed.popleft().resolve(self._device))

@@ -116,7 +116,8 @@ def _require_room(runtime: Runtime, split: Split, config: ZenFlowConfig) -> int:
     in_use = runtime.memory.bytes_by_use
     host_bytes = runtime.host_bytes_for(split.trained, config.longest_window)
     host_bytes += max((_state_bytes(runtime, plan, plan.deferred) for plan, _ in split.trained), default=0)
-    host_bytes = max(0, host_bytes - sum(in_use[use] for use in ("state", "staging", "log")))
+    log_bytes = min(in_use["log"], runtime.log_bytes_for(split.trained, config.longest_window))
+    host_bytes = max(0, host_bytes - in_use["state"] - in_use["staging"] - log_bytes)
     advice = "lower offload_ratio or update_interval, or raise topk_ratio"
     runtime.require_host_bytes([host_bytes], "the new split", advice)
     return host_bytes

@@ -1,4 +1,6 @@
-"""Weights whose host update is late: whoever reads or writes one waits for it first, at the latest its own forward."""
+"""Weights, and rows of sharded ones, whose host update is late: readers and writers wait for it, as does their
+own forward.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,17 +18,69 @@ from torch.utils._pytree import tree_leaves
 
 from zenflow.deferred import BucketJob
 from zenflow.device import in_backward
-from zenflow.late_rows import gathered_by, readers_of, units_of
 from zenflow.sharded import Rows, are_sharded, model_parameter
 from zenflow.signals import HeldSignals
 from zenflow.weight import WeightState
-from zenflow.writes import has_other_holders
+from zenflow.writes import has_other_holders, storage_is_held
+
+
+def units_of(module: nn.Module) -> list[Any]:
+    """What `fully_shard` was called on.
+
+    Args:
+        module: the model.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has none
+    unit = getattr(fsdp, "FSDPModule", ())
+    return [part for part in module.modules() if isinstance(part, unit)]
+
+
+def gathered_by(unit: Any) -> dict[int, Any]:
+    """What FSDP2 has of each parameter that it gathers with a unit, by the parameter's id.
+
+    Args:
+        unit: of `units_of`.
+    """
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.11
+        group = getattr(state, "_fsdp_param_group", None)
+        groups = [] if group is None else [group]
+    return {id(one.sharded_param): one for group in groups for one in group.fsdp_params}
+
+
+def readers_of(rows: Rows, gathered: Any) -> tuple[torch.Tensor, ...] | None:
+    """The tensors by which a weight's rows are read.
+
+    Args:
+        rows: of the weight.
+        gathered: what FSDP2 has of it.
+
+    Returns:
+        The parameter, its rows, and what all-gathers read; None where there may be others.
+    """
+    whole = cast(Any, rows.whole)
+    local, source = whole._local_tensor, getattr(gathered, "_sharded_param_data", None)
+    if type(local) is not torch.Tensor or type(source) is not torch.Tensor or gathered.sharded_param is not whole:
+        return None
+    if storage_is_held(local):
+        return None
+    storage = local.untyped_storage()
+    held = [one for one in (rows, local, source, local._base, source._base) if one is not None]
+    if any(one.untyped_storage()._cdata != storage._cdata for one in held):
+        return None
+    holders = int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the Python object by which it is asked
+    counts: list[Callable[[], int] | None] = [getattr(one, "_use_count", None) for one in (whole, local, source)]
+    if holders > len({id(one) for one in held}) or any(count is None or int(count()) > 1 for count in counts):
+        return None
+    return None if local.device.type == "cpu" and local.is_shared() else (whole, local, source)
+
 
 _Arrive = Callable[[torch.Tensor], bool]
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class PendingUpdate:
     """A bucket's window that is not visible yet."""
 
     weight: WeightState
@@ -76,7 +130,7 @@ class LateWeights:
     def __init__(
         self,
         module: nn.Module | None,
-        show: Callable[[Flight], None],
+        show: Callable[[PendingUpdate], None],
         keeping: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._show = show
@@ -109,7 +163,7 @@ class LateWeights:
         # A copy of the module (deepcopy, pickle) takes its hooks along; they must not drag the optimizer with them.
         return _hooks_of_a_copy, ()
 
-    def leave(self, flight: Flight) -> bool:
+    def leave(self, flight: PendingUpdate) -> bool:
         """Take over the wait for a bucket, unless it has arrived or some use of its weight could go unnoticed."""
         parameter = flight.weight.parameter
         key = id(model_parameter(parameter))
@@ -151,7 +205,7 @@ class LateWeights:
         count = getattr(parameter, "_use_count", None)  # not in every torch release
         return count is None or int(count()) > own
 
-    def _shown(self, flight: Flight) -> bool:
+    def _shown(self, flight: PendingUpdate) -> bool:
         with self._keeping():
             self._show(flight)
         return True
@@ -324,10 +378,10 @@ def _late_class(plain: Any, arrive: _Arrive) -> type:
             if func in _ELEMENTS_UNUSED:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **(kwargs or {}))
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, cls) and not arrive(leaf):
-                    with torch._C.DisableTorchFunctionSubclass():
-                        return func(*args, **(kwargs or {}))
+            late = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+            if not all([arrive(leaf) for leaf in late]):  # noqa: C419 - every one, before func reads any
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **(kwargs or {}))
             return func(*args, **(kwargs or {}))
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zenflow.config import ZenFlowConfig
+from zenflow.errors import ConfigError
 from zenflow.sharded import model_parameter, whole_shape
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -85,6 +86,28 @@ def plan_order(parameters: Sequence[nn.Parameter], module: nn.Module | None) -> 
     inside = [given[id(parameter)] for parameter in module.parameters() if id(parameter) in given]
     seen = {id(parameter) for parameter in inside}
     return inside + [parameter for parameter in parameters if id(parameter) not in seen]
+
+
+def require_owner(module: nn.Module | None, parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse a module that is another model's, or none: names, order and late waits would not be of these parameters.
+
+    Args:
+        module: as it was given; some parameters may lie outside it.
+        parameters: of an optimizer.
+
+    Raises:
+        ConfigError: it holds none of them.
+    """
+    if module is None:
+        return
+    if not isinstance(module, nn.Module):
+        raise ConfigError.of("module", module, "the torch.nn.Module that has the parameters, or None")
+    own = {id(parameter) for parameter in module.parameters()}
+    if not any(id(parameter) in own for parameter in parameters):
+        raise ConfigError(
+            f"module ({type(module).__name__}) has none of the optimizer's parameters; it must be the model that they "
+            "belong to, or None"
+        )
 
 
 def conv1d_weights(module: nn.Module | None) -> set[int]:

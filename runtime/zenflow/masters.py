@@ -12,7 +12,7 @@ from zenflow.ranks import Ranks
 from zenflow.state import reread
 
 
-class GivenMasters:
+class InitialMasters:
     """What was given, until the parameters' state begins.
 
     Args:
@@ -35,8 +35,8 @@ class GivenMasters:
         for parameter, master in masters.items():
             if master.shape != parameter.shape or master.dtype != torch.float32:
                 raise ConfigError(
-                    f"a master is {master.dtype} of shape {tuple(master.shape)}, "
-                    f"allowed is torch.float32 of its parameter's shape {tuple(parameter.shape)}"
+                    f"a master is {master.dtype} of shape {tuple(master.shape)}; "
+                    f"it must be torch.float32 of its parameter's shape {tuple(parameter.shape)}"
                 )
         self._given |= {id(parameter): (parameter, master) for parameter, master in masters.items()}
 

@@ -61,8 +61,8 @@ class ModelState:
         devices = {str(parameter.device) for parameter in ordered if parameter.requires_grad}
         if devices - {str(own)}:
             raise UnsupportedError(
-                f"parameters are on {' and '.join(sorted(devices))}, allowed is {own}, where they were at the "
-                "beginning: make the optimizer after moving the model"
+                f"parameters are on {' and '.join(sorted(devices))}; at the beginning they were on {own}: "
+                "make the optimizer after moving the model"
             )
         return Split(ordered, plan_model(ordered, config, conv1d_weights(self._module)))
 

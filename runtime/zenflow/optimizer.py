@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
-import os
-import sys
-import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, overload
 
@@ -16,47 +11,24 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from zenflow import checkpoint, checkpoint_format, full_state, torch_state
+from zenflow import checkpoint, full_state, living, torch_state
 from zenflow.config import ZenFlowConfig
 from zenflow.device import Device, Mark, device_for
 from zenflow.errors import ConfigError, UnsupportedError, ZenFlowError
-from zenflow.flushed import flushed
-from zenflow.host.of_process import OwnProcess
-from zenflow.layout import DTYPE_NAMES, DTYPES
+from zenflow.full_state import flushed
+from zenflow.history import History
+from zenflow.host.places import OwnProcess
+from zenflow.layout import DTYPE_NAMES, DTYPES, require_owner
 from zenflow.ledger import Balance
+from zenflow.partition import Partition, shards_of
 from zenflow.ranks import Ranks
 from zenflow.rules import Rule
-from zenflow.sharded import Shards, local_rows, require_known, require_whole
+from zenflow.sharded import Shards, require_known, require_whole
 from zenflow.signals import HeldSignals, undivided
 from zenflow.state_view import StateView
 from zenflow.stats import StepStats
 from zenflow.timeline import Timeline, TimelineRecorder
 from zenflow.training import Training
-
-_living: weakref.WeakSet[ZenFlowOptimizer] = weakref.WeakSet()
-"""Those that were made and not collected."""
-
-
-def _end_all() -> None:
-    """At the end of the process, leave nothing pending for what is called later, unless an error ends it."""
-    for optimizer in list(_living):
-        if getattr(sys, "last_value", None) is None:
-            optimizer._let_go()
-        else:
-            optimizer.abandon()
-
-
-def _before_fork() -> None:
-    """Let weights arrive that are late: the child has them, but not the threads that bring them."""
-    for optimizer in list(_living):
-        with contextlib.suppress(ZenFlowError):  # which the next step raises again
-            optimizer._arrive()
-
-
-@functools.cache
-def _register() -> None:
-    atexit.register(_end_all)
-    os.register_at_fork(before=_before_fork)
 
 
 class ZenFlowOptimizer(Optimizer):
@@ -79,11 +51,12 @@ class ZenFlowOptimizer(Optimizer):
         module: the model that owns the parameters. Gives names, finds transformers' `Conv1D`, and lets a wait for a
             late host update be left to the first use of the weight.
         device: the accelerator; None takes the one that the parameters are on, or that computes with them.
+        partition: how several ranks share out the state of parameters that all of them have; None: they do not.
 
     Raises:
-        ConfigError: a hyperparameter or knob is not allowed.
-        UnsupportedError: a parameter's dtype or device, or it is sharded otherwise (FSDP1, tensor parallel plans, ZeRO
-            stage 3).
+        ConfigError: a hyperparameter or knob is not allowed, or `module` has none of the parameters.
+        UnsupportedError: a parameter's dtype or device, it is sharded otherwise (FSDP1, tensor parallel plans, ZeRO
+            stage 3), or has no rows that ranks could share out.
     """
 
     _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to us: `grad_scale` and `found_inf`
@@ -98,31 +71,37 @@ class ZenFlowOptimizer(Optimizer):
         config: ZenFlowConfig | None = None,
         module: nn.Module | None = None,
         device: Device | None = None,
+        partition: Partition | None = None,
     ) -> None:
         self._rule = rule
+        self._partition = partition
         self._built = False
         self._speaks_torch = False
         self._process = OwnProcess()
         super().__init__(params, defaults)
         if not self._parameters:
-            raise ConfigError("params holds no parameter, allowed is at least one")
+            raise ConfigError("params holds no parameter; it must hold at least one")
+        if config is not None and not isinstance(config, ZenFlowConfig):
+            raise ConfigError.of(
+                "config", type(config).__name__, "a ZenFlowConfig, such as ZenFlowConfig(topk_ratio=0.1)"
+            )
+        require_owner(module, self._parameters)
         self._module, self._asked = module, config
         self._own = self._made(device)
-        self._take_over()  # nothing is refused any more
+        living.take_over(self)  # nothing is refused any more
         self._training.gradients.watch(self._groups, self._training.model.weights)
         self._built = True
-        _register()
-        _living.add(self)
+        living.add(self)
 
     def _made(self, device: Device | None) -> Training:
         """A run of the parameters as they are now, with the weights of rank 0 where all ranks have the same."""
         parameters = self._parameters
-        shards = Shards.of(parameters)
+        shards = shards_of(parameters, self._partition)
         config = (shards.knobs(self._asked) if shards is not None else self._asked or ZenFlowConfig()).resolved()
         if device is None:
             home = next((one.device for one in parameters if one.requires_grad), parameters[0].device)
             device = device_for(home, None if shards is None else shards.computing)
-        ranks = Ranks.of(config, sharded=shards is not None)
+        ranks = Ranks.of(config, shards)
         made = Training(self._rule, config, self._module, device, ranks=ranks, shards=shards)
         if ranks is not None:
             ranks.share(parameters, device.torch_device)
@@ -141,6 +120,26 @@ class ZenFlowOptimizer(Optimizer):
     def _rows(self, parameter: nn.Parameter) -> nn.Parameter:
         return parameter if self._own.shards is None else self._own.shards.rows(parameter)
 
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether ranks that all have the parameters share out their state (`partition`)."""
+        return self._own.shards is not None and self._own.shards.keeps_whole
+
+    def own_rows(self, parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+        """What this rank has state of, of a parameter's values: all, or some rows.
+
+        Args:
+            parameter: one of this optimizer's.
+            values: all of them, or a DTensor.
+        """
+        return values if self._own.shards is None else self._own.shards.own(parameter, values)
+
+    @property
+    def rows(self) -> list[nn.Parameter]:
+        """The parameters in the order of the groups; where ranks share out their state, this rank's rows of them."""
+        self._follow_sharding()
+        return [rows for group in self._groups for rows in group["params"]]
+
     def _follow_sharding(self) -> None:
         """Begin anew before the first step, where somebody has sharded the model and swapped the groups' parameters."""
         before = self._own
@@ -157,28 +156,17 @@ class ZenFlowOptimizer(Optimizer):
         for parameter in parameters:
             self.state[parameter] = StateView(self, parameter, self._rule.moment_names)
 
-    def _take_over(self) -> None:
-        """Close other optimizers that train the same parameters: two would each send the gradients away."""
-        mine = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-        for other in list(_living):
-            if (
-                other._process.is_this
-                and other._own.open
-                and any(id(p) in mine for group in other.param_groups for p in group["params"])
-            ):
-                warnings.warn(
-                    f"another {type(other).__name__} trained some of these parameters: it was closed, with all of its "
-                    "pending updates applied",
-                    stacklevel=4,
-                )
-                other.close()
-
     @property
     def _training(self) -> Training:
         """What trains. UnsupportedError: in a forked child."""
         self._process.require()
         self._follow_sharding()
         return self._own
+
+    @property
+    def trains(self) -> bool:
+        """Whether it can take steps here: it was not closed, and this is no forked child."""
+        return self._process.is_this and self._own.open
 
     @property
     def config(self) -> ZenFlowConfig:
@@ -230,8 +218,10 @@ class ZenFlowOptimizer(Optimizer):
             ConfigError: a step was taken, or a tensor has another shape than its parameter.
         """
         if self._training.begun:
-            raise ConfigError(f"give_masters() was called after step {self.steps}, allowed is before the first")
-        self._training.runtime.masters.give({self._rows(p): local_rows(master) for p, master in masters.items()})
+            raise ConfigError(
+                f"give_masters() was called after step {self.steps}; it can be called only before the first"
+            )
+        self._training.runtime.masters.give({self._rows(p): self.own_rows(p, one) for p, one in masters.items()})
 
     # --- torch.optim.Optimizer -------------------------------------------------------------------------------------
 
@@ -251,7 +241,7 @@ class ZenFlowOptimizer(Optimizer):
             require_known(self.param_groups[-1]["params"])
             for parameter in self.param_groups[-1]["params"]:
                 if parameter.requires_grad and parameter.dtype not in DTYPES:
-                    raise UnsupportedError(f"a parameter is {parameter.dtype}, allowed are {DTYPE_NAMES}")
+                    raise UnsupportedError(f"a parameter is {parameter.dtype}; it must be {DTYPE_NAMES}")
             if self._built:
                 require = require_whole if self._own.shards is None else self._own.shards.require
                 require(self.param_groups[-1]["params"])
@@ -297,7 +287,7 @@ class ZenFlowOptimizer(Optimizer):
             RankError: another rank could not load it.
         """
         self._follow_sharding()
-        saved = self._read(state_dict)
+        saved = checkpoint.read_on_all(self._training, state_dict, self._groups, of_torch=self._speaks_torch)
         before = [dict(group) for group in self.param_groups]
         for group, values in zip(self.param_groups, saved.groups, strict=True):
             group.update(values)
@@ -314,23 +304,6 @@ class ZenFlowOptimizer(Optimizer):
         self._own = training
         training.gradients.watch(self._groups, training.model.weights)
         training.cover_weights()
-
-    def _read(self, state_dict: Mapping[str, Any]) -> checkpoint_format.Saved:
-        """What a state_dict holds, refused on all ranks where it is on one."""
-        ranks = self._training.runtime.ranks
-        error: ZenFlowError | None = None
-        try:
-            if self._speaks_torch:
-                saved = torch_state.read(self._training, state_dict, self._groups)
-            else:
-                saved = checkpoint_format.read(state_dict, self._groups, self._rule)
-        except ZenFlowError as raised:
-            error = raised
-        if ranks is not None:
-            ranks.together(error, self.device.torch_device)
-        elif error:
-            raise error
-        return saved
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -405,15 +378,16 @@ class ZenFlowOptimizer(Optimizer):
                 moment of a parameter that was never updated, or the weights are flushed ones (`flushed_weights`).
             HostEngineError: host work failed.
         """
-        full_state.write(self._training, self._rows(parameter), self._group_of(parameter), name, local_rows(value))
+        rows, own = self._rows(parameter), self.own_rows(parameter, value)
+        full_state.write(self._training, rows, self._group_of(parameter), name, own)
+        if name == full_state.MASTER and self._own.shards is not None:
+            self._own.shards.give(parameter, value)
 
     def _group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         for group in self.param_groups:
             if any(one is parameter for one in group["params"]):
                 return group
-        raise ConfigError(
-            f"a parameter of shape {tuple(parameter.shape)} is not in the optimizer, allowed is one of its own"
-        )
+        raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} is not in the optimizer")
 
     @undivided
     def average_gradients(self) -> None:
@@ -423,6 +397,20 @@ class ZenFlowOptimizer(Optimizer):
             UnsupportedError: a gradient is sparse.
         """
         self._training.average_gradients(self._groups)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; what was averaged and is no longer in `.grad` (`partition`) goes too."""
+        super().zero_grad(set_to_none)
+        if self._own.shards is not None:
+            self._own.shards.drop_gradients()
+
+    @undivided
+    def gather(self) -> None:
+        """Let ranks that share out the state of whole parameters have each other's rows; to be called on all of them.
+
+        `step()`, `flush()` and `close()` do it; it is needed after `load_state_dict()` alone.
+        """
+        self._training.gather()
 
     @undivided
     def flush(self) -> None:
@@ -465,7 +453,7 @@ class ZenFlowOptimizer(Optimizer):
         columns were updated differently often (`deferred_update="mean"`), the step is that of those that had most.
 
         Raises:
-            ConfigError: from `state_dict()`: updates are pending, allowed is after `flush()`.
+            ConfigError: from `state_dict()`: updates are pending: call `flush()` first.
             UnsupportedError: from both: the rule is not AdamW, Adam or Adagrad.
         """
         self._speaks_torch = True
@@ -499,6 +487,11 @@ class ZenFlowOptimizer(Optimizer):
         """The newest step that could be resolved without waiting; None before the first."""
         return next(reversed(self._training.history.steps(wait=False)), None)
 
+    @property
+    def records(self) -> History:
+        """The steps' records, which outlive this optimizer and keep neither it nor the model alive."""
+        return self._training.history
+
     def history(self, *, wait: bool = False, after: int = 0) -> list[StepStats]:
         """The last steps that could be resolved, oldest first (4096 at most).
 
@@ -521,7 +514,7 @@ class ZenFlowOptimizer(Optimizer):
             ConfigError: `steps` is less than 1.
         """
         if steps is not None and steps < 1:
-            raise ConfigError(f"steps is {steps}, allowed is an integer >= 1, or None for one update window")
+            raise ConfigError.of("steps", steps, "an integer >= 1, or None for one update window")
         return self._training.history.record(steps)
 
     def timeline(self) -> Timeline | None:
@@ -548,9 +541,12 @@ class ZenFlowOptimizer(Optimizer):
         return self._training.ledger()
 
     def host_bytes(self) -> dict[str, int]:
-        """Host memory by use, from its allocations: "state", "log", "staging", "migration"; and "peak" of their sum."""
-        memory = self._training.runtime.memory
-        return {**memory.bytes_by_use, "peak": memory.peak_bytes}
+        """Host memory by use, from its allocations: "state", "log", "staging", "migration"; "spare", which
+        is kept of the log of longer windows until somebody needs it; and "peak" of their sum.
+        """
+        runtime = self._training.runtime
+        by_use, spare = runtime.memory.bytes_by_use, runtime.log.spare_bytes
+        return {**by_use, "log": by_use["log"] - spare, "spare": spare, "peak": runtime.memory.peak_bytes}
 
     @property
     def host_engine(self) -> tuple[str, int]:

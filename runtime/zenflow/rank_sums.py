@@ -116,14 +116,14 @@ class RankSums:
             raise error
         if failed:
             raise RankError(
-                f"step {step} failed on {failed:.0f} of {self._size} ranks, which say why; it was skipped on all of "
-                "them: go on with a new optimizer, from a checkpoint"
+                f"step {step} failed on {failed:.0f} of {self._size} ranks, see their own messages; it was skipped "
+                "on all of them: go on with a new optimizer, from a checkpoint"
             )
         for name, count in zip(names, having, strict=True):
             if 0 < count < self._size:
                 raise RankError(
-                    f"parameter {name} had a gradient on {count:.0f} of {self._size} ranks at step {step}, allowed is "
-                    "on all of them or on none; the step was skipped on all ranks"
+                    f"parameter {name} had a gradient on {count:.0f} of {self._size} ranks at step {step}; it must "
+                    "be on all of them or on none. The step was skipped on all ranks"
                 )
         self._told = None
 

@@ -17,8 +17,11 @@ from zenflow.device import Device
 from zenflow.errors import RankError, UnsupportedError
 from zenflow.host.cores import CpuClaim, dealt_cpus
 from zenflow.layout import can_be_trained
+from zenflow.sharded import Shards
 
 _Found = TypeVar("_Found")
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+_SPARSE = 2
 
 
 class Ranks:
@@ -27,16 +30,16 @@ class Ranks:
     Args:
         bucket_bytes: gradients are reduced together up to this size.
         reduces: whether gradients are averaged here; else somebody else has done it.
-        sharded: whether each rank has rows of its own, instead of all having the same.
+        sharded: whether each rank has state of its own rows, instead of all having the same.
     """
 
     def __init__(self, bucket_bytes: int, *, reduces: bool, sharded: bool) -> None:
         distributed = torch.distributed
-        self.reduces = reduces and not sharded
+        self.reduces = reduces
         self.sharded = sharded
         self.size = distributed.get_world_size()
         """How many there are."""
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes = bucket_bytes
         self._looked = False  # for somebody else who averages
         # What the host decides on must not wait for the device.
         own = distributed.get_backend() != "gloo" and distributed.is_gloo_available()
@@ -45,17 +48,18 @@ class Ranks:
         self._means: list[tuple[weakref.ref[torch.Tensor], int]] = []  # gradients, and their versions then
 
     @classmethod
-    def of(cls, config: ZenFlowConfig, *, sharded: bool) -> Ranks | None:
+    def of(cls, config: ZenFlowConfig, shards: Shards | None = None) -> Ranks | None:
         """The ranks of this process; None where it is alone.
 
         Args:
             config: the knobs.
-            sharded: whether each has rows of its own.
+            shards: the rows of this one; None: each has all of them.
         """
         distributed = torch.distributed
         if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
             return None
-        return cls(config.bucket_bytes, reduces=config.reduce_gradients, sharded=sharded)
+        reduces = config.reduce_gradients and (shards is None or shards.keeps_whole)
+        return cls(config.bucket_bytes, reduces=reduces, sharded=shards is not None)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite a tensor with that of rank 0.
@@ -136,7 +140,7 @@ class Ranks:
         if error is not None:
             raise error
         if not least:
-            raise RankError("another rank failed at this, and says why; nothing has changed here")
+            raise RankError("another rank failed at this, see its own message; nothing has changed here")
         return least
 
     def any(self, flag: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
@@ -183,18 +187,16 @@ class Ranks:
             UnsupportedError: a gradient is sparse.
         """
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        if self.reduces and not self._looked:
-            self.reduces, self._looked = not _averaged_by_ddp(trained), True
-        if not self.reduces or not trained:
+        if not self.averages(trained) or not trained:
             return
-        sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in trained)
-        error = UnsupportedError("a gradient is sparse, allowed are dense ones") if sparse else None
+        sparse = any(_kind(parameter) == _SPARSE for parameter in trained)
+        error = UnsupportedError("a gradient is sparse; gradients must be dense") if sparse else None
         if self.together(error, trained[0].device, 2 if self._are_means(trained) else 1) == 2:
             return
         device.meet(0, self.size, self.latest)
-        gradients = [_gradient(parameter) for parameter in self._with_gradient(trained)]
+        gradients = [_gradient(parameter) for parameter in self.with_gradient(trained)]
         ahead: list[_Sum] = []
-        for bucket in _buckets(gradients, self._bucket_bytes):
+        for bucket in buckets(gradients, self.bucket_bytes):
             ahead.append(_Sum(bucket, self.size))
             device.meet(sum(gradient.nbytes for gradient in bucket), self.size, self.latest)
             if len(ahead) > 1:  # one is on its way while the next is packed; more would only take memory
@@ -211,11 +213,30 @@ class Ranks:
             for gradient, (mean, version) in zip(gradients, self._means, strict=True)
         )
 
-    def _with_gradient(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Those that have a gradient on any rank."""
-        here = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device="cpu")
-        anywhere = here if self._on_host else here.to(parameters[0].device)
+    def averages(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether gradients are averaged here: nobody else does it.
+
+        Args:
+            parameters: that are trained.
+        """
+        if self.reduces and not self._looked:
+            self.reduces, self._looked = not _averaged_by_ddp(parameters), True
+        return self.reduces
+
+    def with_gradient(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Those that have a gradient on any rank.
+
+        Args:
+            parameters: in the same order on all ranks.
+
+        Raises:
+            UnsupportedError: one is sparse, on one rank at least.
+        """
+        here = torch.tensor([_kind(parameter) for parameter in parameters], dtype=torch.uint8, device="cpu")
+        anywhere = here if self._on_host or not parameters else here.to(parameters[0].device)
         torch.distributed.all_reduce(anywhere, torch.distributed.ReduceOp.MAX, group=self._host)
+        if (anywhere == _SPARSE).any():
+            raise UnsupportedError("a gradient is sparse; gradients must be dense")
         return [parameter for parameter, one in zip(parameters, anywhere.tolist(), strict=True) if one]
 
 
@@ -225,7 +246,7 @@ def _averaged_by_ddp(parameters: Iterable[nn.Parameter]) -> bool:
     It leaves no mark on a parameter, so its instances are looked for, once.
     """
     ddp = nn.parallel.DistributedDataParallel
-    wrapped = [one for one in gc.get_objects() if issubclass(type(one), ddp)]
+    wrapped = [one for one in gc.get_objects() if ddp in type(one).__mro__]  # issubclass() of an ABC is slow
     averaged = {id(parameter) for one in wrapped for parameter in one.module.parameters()}
     return bool(averaged) and all(id(parameter) in averaged for parameter in parameters)
 
@@ -248,9 +269,20 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.grad
 
 
-def _buckets(gradients: Iterable[torch.Tensor], most_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """In order; each of one dtype, and of one gradient where that is larger than a bucket."""
-    bucket: list[torch.Tensor] = []
+def _kind(parameter: nn.Parameter) -> int:
+    if parameter.grad is None:
+        return 0
+    return 1 if parameter.grad.layout == torch.strided else _SPARSE
+
+
+def buckets(gradients: Iterable[_Tensor], most_bytes: int) -> Iterator[list[_Tensor]]:
+    """Tensors in order; each bucket of one dtype, and of one tensor where that is larger than a bucket.
+
+    Args:
+        gradients: or weights.
+        most_bytes: of a bucket.
+    """
+    bucket: list[_Tensor] = []
     nbytes = 0
     for gradient in gradients:
         if bucket and (gradient.dtype != bucket[0].dtype or nbytes + gradient.nbytes > most_bytes):

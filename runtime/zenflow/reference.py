@@ -1,7 +1,7 @@
 """`ReferenceAdamW` and its siblings: what the optimizers of `zenflow.family` compute, written as plainly as possible.
 
 No device, no thread, no overlap: every state is one fp32 matrix a weight (`zenflow.reference_weight`), every rule is
-one loop (`zenflow.reference_rules`). It is slow and exists to be read and to be compared with, bit for bit.
+one loop (`zenflow.reference_weight`). It is slow and exists to be read and to be compared with, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,8 +16,22 @@ from torch import Tensor, nn
 
 from zenflow.config import AUTO_SELECT_INTERVAL, AUTO_SELECT_OVERLAP, AUTO_UPDATE_INTERVAL, ZenFlowConfig
 from zenflow.errors import UnsupportedError
-from zenflow.reference_rules import ADAGRAD, ADAM, ADAMW, LION, SGD, Hyper, Moments, ReferenceRule
-from zenflow.reference_weight import Energy, Entry, Weight, importance_of, matrix, plan
+from zenflow.reference_weight import (
+    ADAGRAD,
+    ADAM,
+    ADAMW,
+    LION,
+    SGD,
+    Energy,
+    Entry,
+    Hyper,
+    Moments,
+    ReferenceRule,
+    Weight,
+    importance_of,
+    matrix,
+    plan,
+)
 
 
 class ReferenceOptimizer(torch.optim.Optimizer):
@@ -48,7 +62,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         **hyper: Any,
     ) -> None:
         if unknown := sorted(hyper.keys() - self.rule.defaults.keys()):
-            raise TypeError(f"{unknown[0]} is no hyperparameter, allowed are {', '.join(self.rule.defaults)}")
+            raise TypeError(f"there is no hyperparameter {unknown[0]}: there are {', '.join(self.rule.defaults)}")
         self.config = (config or ZenFlowConfig()).resolved()
         self.events: Counter[str] = Counter()
         self.closing_steps: list[int] = []

@@ -82,31 +82,31 @@ class RigSpec:
         try:
             document = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError(f"rig is '{path}', allowed is a readable TOML file ({error.strerror})") from error
+            raise ConfigError(f"rig '{path}' cannot be read: {error.strerror}") from error
         except ValueError as error:
-            raise ConfigError(f"rig is '{path}', allowed is a file of valid TOML ({error})") from error
+            raise ConfigError(f"rig '{path}' cannot be read: it is not TOML ({error})") from error
         return cls._from_document(document, path)
 
     @classmethod
     def _from_document(cls, document: Mapping[str, Any], path: Path) -> RigSpec:
         tables = [name for name in ("rates", "timeline") if isinstance(document.get(name), dict)]
         if len(tables) != 1:
-            raise ConfigError(f"rig '{path}' has {len(tables)} of the tables [rates] and [timeline], allowed is one")
+            raise ConfigError(f"rig '{path}' has {len(tables)} of the tables [rates] and [timeline]; it must have one")
         unknown = set(document) - {"name", "source", "effects", *tables}
         if unknown or not isinstance(document.get("name"), str):
             what = f"the unknown key {min(unknown)!r}" if unknown else "no name"
-            raise ConfigError(f"rig '{path}' has {what}, allowed are name, source, one table and [effects]")
+            raise ConfigError(f"rig '{path}' has {what}; it may have name, source, one table and [effects]")
         required = _RATES if tables[0] == "rates" else _TIMELINE
         optional = _COMM if tables[0] == "rates" else ("device_ms",)
         table = document[tables[0]]
         for key in required:
             if key not in table:
-                raise ConfigError(f"rig '{path}' has no {tables[0]}.{key}, needed are {', '.join(required)}")
+                raise ConfigError(f"rig '{path}' has no {tables[0]}.{key}; needed are {', '.join(required)}")
         for key, value in table.items():
             if key not in required + optional or not _is_number(value) or not 0 < value <= sys.float_info.max:
                 raise ConfigError(
-                    f"rig '{path}' has {tables[0]}.{key} = {value!r}, "
-                    f"allowed are numbers > 0 for {', '.join(required + optional)}"
+                    f"rig '{path}' has {tables[0]}.{key} = {value!r}; "
+                    f"it must be a number > 0, as must {', '.join(required + optional)}"
                 )
         effects = _effects(document.get("effects", {}), path)
         return cls(document["name"], str(document.get("source", "")), tables[0], table, effects)
@@ -143,14 +143,14 @@ class RigSpec:
 
 def _effects(table: Any, path: Path) -> Mapping[str, float]:
     if not isinstance(table, dict):
-        raise ConfigError(f"rig '{path}' has effects = {table!r}, allowed is a table")
+        raise ConfigError(f"rig '{path}' has effects = {table!r}; it must be a table")
     for key, value in table.items():
         if key not in _EFFECTS:
-            raise ConfigError(f"rig '{path}' has effects.{key}, allowed are {', '.join(_EFFECTS)}")
+            raise ConfigError(f"rig '{path}' has effects.{key}; effects are {', '.join(_EFFECTS)}")
         above, most = _EFFECTS[key]
         if not _is_number(value) or not above < value <= most:
             raise ConfigError(
-                f"rig '{path}' has effects.{key} = {value!r}, allowed is above {above:g}, at most {most:g}"
+                f"rig '{path}' has effects.{key} = {value!r}; it must be above {above:g} and at most {most:g}"
             )
     return {key: float(value) for key, value in table.items()}
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from zenflow.arrivals import StagingRoom
 from zenflow.config import ZenFlowConfig
 from zenflow.device import Device, Transfer
+from zenflow.errors import HostMemoryError
 from zenflow.history import History
 from zenflow.host.backend import choose_backend
 from zenflow.host.cores import HostCores, host_cores
@@ -21,7 +23,7 @@ from zenflow.host.places import padded
 from zenflow.kernels import Kernels, kernels_for
 from zenflow.layout import WeightPlan
 from zenflow.ledger import Ledger
-from zenflow.masters import GivenMasters
+from zenflow.masters import InitialMasters
 from zenflow.ranks import Ranks
 from zenflow.rules import Rule
 from zenflow.stats import Traffic
@@ -35,6 +37,8 @@ class Runtime:
     engine: HostEngine
     memory: HostMemory
     log: GradientLog
+    room: StagingRoom
+    """For what is on its way to the host."""
     kernels: Kernels
     rule: Rule
     deferred_update: str
@@ -42,7 +46,7 @@ class Runtime:
     """Where the host engine's threads run, and why."""
     ranks: Ranks | None
     """Those that train the same model; None where there is one."""
-    masters: GivenMasters
+    masters: InitialMasters
     cpus: tuple[int, ...] | None
     """Those that are this rank's share of the node; None: all that are allowed."""
     ledger: Ledger | None = None
@@ -71,12 +75,20 @@ class Runtime:
             weights: plan and dtype of each parameter that is trained.
             update_interval: S.
         """
-        state_bytes, entries = 0, [0]
+        state_bytes = 0
         for weight, dtype in weights:
             elements = weight.deferred * weight.rows
             state_bytes += elements * (4 * (1 + self.rule.moments) + dtype.itemsize) + 4 * weight.deferred
-            entries += [padded((high - low) * weight.rows * dtype.itemsize) for low, high in weight.bucket_slots]
-        return state_bytes + self.log.capacity_for(entries, update_interval)
+        return state_bytes + self.log_bytes_for(weights, update_interval)
+
+    def log_bytes_for(self, weights: Sequence[tuple[WeightPlan, torch.dtype]], update_interval: int) -> int:
+        """Of `host_bytes_for`, what the gradient log takes."""
+        entries = [
+            padded((high - low) * weight.rows * dtype.itemsize)
+            for weight, dtype in weights
+            for low, high in weight.bucket_slots
+        ]
+        return self.log.capacity_for(entries, update_interval)
 
     def require_host_bytes(self, needs: Sequence[int], what: str, advice: str) -> int:
         """Refuse what would not fit, on all ranks where it would not on one node; to be called before any allocates.
@@ -92,8 +104,15 @@ class Runtime:
         Raises:
             HostMemoryError: none does.
         """
+        try:
+            return first_fitting(self._claims(needs), what, advice)
+        except HostMemoryError:  # on all ranks, each of which may have something to spare
+            self.log.give_up_spare()
+        return first_fitting(self._claims(needs), what, advice)
+
+    def _claims(self, needs: Sequence[int]) -> list[Claim]:
         mine = Claim.of(needs)
-        return first_fitting([mine] if self.ranks is None else self.ranks.everybodys(mine), what, advice)
+        return [mine] if self.ranks is None else self.ranks.everybodys(mine)
 
     def fitting(self, config: ZenFlowConfig, weights: Sequence[tuple[WeightPlan, torch.dtype]]) -> ZenFlowConfig:
         """Refuse a split whose host memory does not fit, before any of it is allocated.
@@ -132,7 +151,7 @@ def make_runtime(
         device: the accelerator.
         rule: the update rule.
         config: resolved knobs.
-        history: receives the waits for host memory.
+        history: receives the waits for host memory and for the link.
         ranks: that train the same model.
 
     Raises:
@@ -159,12 +178,13 @@ def make_runtime(
         engine,
         memory,
         log,
+        StagingRoom(device, history, config.staging_bytes),
         kernels,
         rule,
         config.deferred_update,
         cores,
         ranks,
-        GivenMasters(None if ranks is not None and ranks.sharded else ranks),
+        InitialMasters(None if ranks is not None and ranks.sharded else ranks),
         cpus,
         ledger,
     )

@@ -8,21 +8,20 @@ import torch
 
 
 def ranked(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns by falling score; ties go to the lower index, non-finite scores count as 0.
+    """Columns by falling score; ties go to the lower index.
 
     Args:
-        scores: [columns], fp32.
+        scores: [columns], fp32, all finite.
 
     Returns:
         Their scores, [columns] fp32, and their indices, [columns] int64, on the device of `scores`.
     """
-    finite = torch.nan_to_num(scores, nan=0.0, posinf=0.0, neginf=0.0)
-    values, indices = torch.sort(finite, descending=True, stable=True)
+    values, indices = torch.sort(scores, descending=True, stable=True)
     return values, indices
 
 
 def top_columns(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the `count` greatest scores, as `ranked` has them.
+    """Indices of the `count` greatest scores, as `ranked` has them; non-finite scores count as 0.
 
     Args:
         scores: [columns], fp32.
@@ -31,11 +30,11 @@ def top_columns(scores: torch.Tensor, count: int) -> torch.Tensor:
     Returns:
         [count], int64, in order of falling score, on the device of `scores`.
     """
-    return ranked(scores)[1][:count]
+    return ranked(torch.nan_to_num(scores, nan=0.0, posinf=0.0, neginf=0.0))[1][:count]
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class SelectionChange:
     """A change of selection: pair i swaps the deferred column in `slots[i]` with the selected one in `places[i]`."""
 
     slots: torch.Tensor
@@ -48,7 +47,7 @@ class Move:
     """[n] int64: the columns that become deferred."""
 
 
-def plan_move(selected: torch.Tensor, slot_columns: torch.Tensor, wanted: torch.Tensor) -> Move | None:
+def plan_move(selected: torch.Tensor, slot_columns: torch.Tensor, wanted: torch.Tensor) -> SelectionChange | None:
     """Pair the columns that change tier, each side in ascending order, so that every state has one free place to go.
 
     Args:
@@ -69,4 +68,4 @@ def plan_move(selected: torch.Tensor, slot_columns: torch.Tensor, wanted: torch.
     slots = is_wanted[slot_columns].nonzero().squeeze(1)
     places = places[torch.argsort(selected[places])]
     slots = slots[torch.argsort(slot_columns[slots])]
-    return Move(slots, places, slot_columns[slots], selected[places])
+    return SelectionChange(slots, places, slot_columns[slots], selected[places])

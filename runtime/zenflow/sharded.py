@@ -44,6 +44,11 @@ class Rows(nn.Parameter):
         return made
 
     @property
+    def model_parameter(self) -> nn.Parameter:
+        """The one that the model has."""
+        return cast(nn.Parameter, self.whole)
+
+    @property
     def whole_rows(self) -> int:
         """Rows of all ranks together; of a parameter with two dimensions or more."""
         return self.whole.shape[:-1].numel()
@@ -68,6 +73,17 @@ class Rows(nn.Parameter):
         """Whether the DTensor is trained."""
         return self.whole.requires_grad
 
+    def of_whole(self, values: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """What belongs to this rank's rows, of something that is of all ranks': a view.
+
+        Args:
+            values: whose dimension `dim` is the first of the whole parameter.
+            dim: which.
+        """
+        mesh = self.whole.device_mesh
+        last = mesh.ndim - 1
+        return rows_of(values.transpose(0, dim), mesh.get_local_rank(last), mesh.size(last)).transpose(0, dim)
+
     def wrapped(self, rows: torch.Tensor) -> DTensor:
         """Rows as a part of what all ranks have.
 
@@ -90,7 +106,7 @@ class Rows(nn.Parameter):
         spec = self.whole._spec
         shape = torch.Size([len(columns), *self.whole.shape[:-1]])
         meta = cast(Any, spec.tensor_meta)._replace(
-            shape=shape, stride=torch.empty(shape, device="meta").stride(), dtype=columns.dtype
+            shape=shape, stride=torch.empty(shape, dtype=columns.dtype, device="meta").stride(), dtype=columns.dtype
         )
         spec = type(spec)(spec.mesh, (*spec.placements[:-1], Shard(1)), meta)
         return DTensor(columns, spec, requires_grad=False)
@@ -104,8 +120,20 @@ class Rows(nn.Parameter):
 
 
 def model_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """The model's own: the DTensor whose rows a parameter is, or the parameter itself."""
-    return cast(nn.Parameter, parameter.whole) if isinstance(parameter, Rows) else parameter
+    """The model's own: that whose rows a parameter is, or the parameter itself."""
+    return parameter.model_parameter if isinstance(parameter, Rows) else parameter
+
+
+def rows_of(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """The rows that a rank has of a weight, as FSDP2 deals them: a view.
+
+    Args:
+        whole: of one dimension or more.
+        rank: whose they are.
+        ranks: how many share it.
+    """
+    parts = whole.chunk(ranks)
+    return parts[rank] if rank < len(parts) else whole[:0]
 
 
 def local_rows(values: torch.Tensor) -> torch.Tensor:
@@ -145,6 +173,9 @@ class Shards:
         """The device that computes with copies of the rows, which lie on the host; None: with the rows themselves."""
         self._rows: dict[int, Rows] = {}
 
+    keeps_whole = False
+    """Whether each rank has all of the parameters nevertheless."""
+
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter]) -> Shards | None:
         """Those of an optimizer's parameters; None where none of them is sharded.
@@ -182,12 +213,12 @@ class Shards:
             if not _is_dtensor(parameter):
                 if parameter.requires_grad:
                     raise UnsupportedError(
-                        f"a parameter of shape {tuple(parameter.shape)} is whole and others are sharded, allowed are "
-                        "parameters of one fully_shard (FSDP2) or whole ones; what is frozen may be either"
+                        f"a parameter of shape {tuple(parameter.shape)} is whole and others are sharded; all "
+                        "must be sharded by one fully_shard (FSDP2) or all whole (a frozen one may be either)"
                     )
             elif cast("DTensor", parameter).device_mesh != self._mesh:
                 raise UnsupportedError(
-                    f"{_described(parameter)}, and others are on another mesh; allowed is one mesh for all parameters"
+                    f"{_described(parameter)}, and others are on another mesh; all parameters must be on one mesh"
                 )
 
     def knobs(self, asked: ZenFlowConfig | None) -> ZenFlowConfig:
@@ -216,7 +247,7 @@ class Shards:
         """
         if self.computing is not None and config.topk_ratio and config.offload_ratio:
             raise ConfigError(
-                f"topk_ratio is {config.topk_ratio} and the weights are on the host (CPUOffloadPolicy), allowed is 0: "
+                f"topk_ratio is {config.topk_ratio} and the weights are on the host (CPUOffloadPolicy); it must be 0: "
                 f"no column stays on {self.computing.type}"
             )
 
@@ -235,6 +266,27 @@ class Shards:
         if id(parameter) not in self._rows:
             self._rows[id(parameter)] = Rows(parameter)
         return self._rows[id(parameter)]
+
+    def reduce(self, ranks: Any, device: Any) -> None:
+        """FSDP2 has done it during backward."""
+
+    def gather(self, ranks: Any, device: Any) -> None:
+        """FSDP2 does it before a unit's forward."""
+
+    def drop_gradients(self) -> None:
+        """Nothing is left to do: they are the parameters' own."""
+
+    def give(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """There are no rows of others here."""
+
+    def own(self, parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of values that are whole or a DTensor.
+
+        Args:
+            parameter: the model's.
+            values: of all of it, or of the rows of this rank.
+        """
+        return local_rows(values)
 
     def follow(self) -> None:
         """Take over the memory that the parameters have by now."""
@@ -264,8 +316,8 @@ def require_known(parameters: Iterable[torch.Tensor]) -> None:
         else:
             continue
         raise UnsupportedError(
-            f"a parameter of shape {tuple(parameter.shape)} is {kind}, allowed are parameters of fully_shard (FSDP2), "
-            "and whole ones that all ranks have alike, as under DistributedDataParallel"
+            f"a parameter of shape {tuple(parameter.shape)} is {kind}; it must be one of fully_shard (FSDP2), "
+            "or whole and the same on all ranks, as under DistributedDataParallel"
         )
 
 
@@ -281,16 +333,16 @@ def require_whole(parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:
         if _is_dtensor(parameter):
             raise UnsupportedError(
-                f"{_described(parameter)} and others of the optimizer are whole, allowed is fully_shard() of the model "
+                f"{_described(parameter)} and others of the optimizer are whole: call fully_shard() on the model "
                 "before the optimizer is made"
             )
 
 
 def _require_rows(parameter: DTensor) -> None:
-    if _torch_version() < LEAST_TORCH:
+    if torch_version() < LEAST_TORCH:
         raise UnsupportedError(
-            f"a parameter is a DTensor and torch is {torch.__version__}, allowed is torch "
-            f"{'.'.join(map(str, LEAST_TORCH))} or newer for sharded parameters"
+            f"a parameter is a DTensor and torch is {torch.__version__}; sharded parameters need torch "
+            f"{'.'.join(map(str, LEAST_TORCH))} or newer"
         )
     mesh = parameter.device_mesh
     *replicas, last = parameter.placements
@@ -298,17 +350,18 @@ def _require_rows(parameter: DTensor) -> None:
     everybody = mesh.size() == torch.distributed.get_world_size()
     if mesh.ndim > 2 or not rows or not everybody or any(not one.is_replicate() for one in replicas):
         raise UnsupportedError(
-            f"{_described(parameter)}, allowed is fully_shard (FSDP2) by rows over all "
+            f"{_described(parameter)}; it must be sharded by fully_shard (FSDP2), by rows over all "
             f"{torch.distributed.get_world_size()} ranks, with replicas (HSDP) or without"
         )
     if parameter.device.type not in (mesh.device_type, "cpu"):
         raise UnsupportedError(
             f"a parameter of shape {tuple(parameter.shape)} is on {parameter.device} and its mesh on "
-            f"{mesh.device_type}, allowed are rows on the mesh's device, or on the host (CPUOffloadPolicy)"
+            f"{mesh.device_type}; it must be on the mesh's device, or on the host (CPUOffloadPolicy)"
         )
 
 
-def _torch_version() -> tuple[int, ...]:
+def torch_version() -> tuple[int, ...]:
+    """Its major and minor number."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 

@@ -10,7 +10,7 @@ from torch import nn
 from zenflow.deferred import DeferredTier
 from zenflow.layout import WeightPlan
 from zenflow.runtime import Runtime
-from zenflow.selection import Move
+from zenflow.selection import SelectionChange
 from zenflow.state import ColumnState, reread
 from zenflow.tiers import Tier, move_state
 
@@ -142,7 +142,7 @@ class SplitState:
         if state is not None and not self._own_master:
             state.master.copy_(reread(state.master, columns))
 
-    def exchange(self, move: Move) -> None:
+    def exchange(self, move: SelectionChange) -> None:
         """Choose other columns; their state has moved, or there is none here."""
         self.selected_columns[move.places] = move.to_selected
         self.selected_index = self._runtime.send_index(self.selected_columns)

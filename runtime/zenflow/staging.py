@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,8 +9,7 @@ import torch
 from torch import nn
 
 from zenflow.deferred import DeferredTier, SentBucket
-from zenflow.device import Device, HostSpan, Transfer
-from zenflow.history import History
+from zenflow.device import HostSpan
 from zenflow.layout import WeightPlan
 from zenflow.ledger import mass
 from zenflow.runtime import Runtime
@@ -57,54 +55,11 @@ class Staged:
     """Of all columns, where a ledger is kept."""
 
 
-class StagingRoom:
-    """Bounds the device memory in which packed gradients wait for the link: the oldest are waited for."""
-
-    def __init__(self, device: Device, history: History, nbytes: int) -> None:
-        """Begin empty.
-
-        Args:
-            device: whose copies they are.
-            history: receives the waits.
-            nbytes: most bytes that wait at a time; a single gradient of more waits alone.
-        """
-        self.nbytes = nbytes
-        self.peak_bytes = 0
-        """Most bytes that ever waited at a time."""
-        self._device = device
-        self._history = history
-        self._waiting: deque[tuple[Transfer, int]] = deque()
-        self._waiting_bytes = 0
-
-    def make(self, nbytes: int) -> None:
-        """Wait until so many bytes more are within bounds."""
-        while self._waiting and self._waiting[0][0].done():
-            self._leave()
-        if self._over(nbytes):
-            with self._history.open.timed(self._device, "d2h"):
-                while self._over(nbytes):
-                    self._device.block_on(self._waiting[0][0])
-                    self._leave()
-
-    def add(self, transfer: Transfer, nbytes: int) -> None:
-        """Count a gradient whose copy was queued; copies end in the order in which they are added."""
-        self._waiting.append((transfer, nbytes))
-        self._waiting_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self._waiting_bytes)
-
-    def _over(self, nbytes: int) -> bool:
-        return bool(self._waiting) and self._waiting_bytes + nbytes > self.nbytes
-
-    def _leave(self) -> None:
-        self._waiting_bytes -= self._waiting.popleft()[1]
-
-
 class ColumnStager:
     """Sends one weight's gradient away as backward produces it; calls are made in the order of the compute stream."""
 
-    def __init__(self, runtime: Runtime, room: StagingRoom, weight: SplitWeight) -> None:
+    def __init__(self, runtime: Runtime, weight: SplitWeight) -> None:
         self._runtime = runtime
-        self._room = room
         self._weight = weight
 
     def stage(self, gradient: torch.Tensor) -> Staged | None:
@@ -135,10 +90,7 @@ class ColumnStager:
             staged.mass = mass(matrix)
         try:
             for bucket in weight.deferred.buckets:
-                nbytes = len(bucket.slots) * plan.rows * matrix.element_size()
-                self._room.make(nbytes)
                 staged.sent.append(weight.deferred.send(bucket, matrix))
-                self._room.add(staged.sent[-1].transfer, nbytes)
         except BaseException:
             self.void(staged)  # else the log would lose their places
             raise
@@ -188,7 +140,7 @@ class ColumnStager:
         device.block_on(sent.transfer)
         parts = []
         for piece in sent.pieces:
-            transfer, part = device.h2d(piece, HostSpan(), device.mark())
+            transfer, part = device.h2d(piece, HostSpan(), device.asked())
             device.block_on(transfer)  # the piece's place is given back soon
             device.join(transfer, part)
             self._runtime.traffic.migrated_bytes += piece.nbytes

@@ -8,6 +8,7 @@ with a sentence.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from zenflow.errors import UnsupportedError
+from zenflow.kernels.base import column_norms
 
 _aten = torch.ops.aten
 
@@ -27,14 +29,15 @@ class GradientRecord:
     """
 
     __slots__ = (
-        "_energy",
         "_gone",
         "_mixed",
+        "_norm",
         "_whole",
         "bring_back",
         "energies",
         "factor",
         "name",
+        "together",
         "unscale",
         "zeroed",
     )
@@ -56,8 +59,10 @@ class GradientRecord:
         """Whether `zero_()` was called since."""
         self.bring_back: Callable[[], torch.Tensor | None] = lambda: None
         """Puts the gradient into `.grad` again and returns it; None where that is no longer possible."""
+        self.together: Callable[[], Sequence[GradientRecord]] = lambda: ()
+        """The gradients that have left with it, whose norms are calculated when one of them is asked for."""
         self._whole: torch.Tensor | None = None
-        self._energy: torch.Tensor | None = None
+        self._norm: torch.Tensor | None = None  # without `factor`
         self._gone = False
         self._mixed = False
 
@@ -65,10 +70,14 @@ class GradientRecord:
         """0-dim fp32: the gradient's L2 norm as it is now, from fp32 sums; not finite where the gradient is not."""
         if self.zeroed:
             return torch.zeros((), dtype=torch.float32, device=self.energies.device)
-        if self._energy is None:
-            self._energy = self.energies.sum()
-        norm = self._energy.sqrt()
-        return norm if self.factor is None else norm * self.factor.abs()
+        if self._norm is None:
+            others = [record for record in self.together() if record is not self and record._norm is None]
+            norms = column_norms([self.energies, *(one.energies for one in others)], [None] * (1 + len(others)))
+            self._norm, *of_others = norms.unbind()
+            for record, norm in zip(others, of_others, strict=True):
+                record._norm = norm
+        assert self._norm is not None
+        return self._norm if self.factor is None else self._norm * self.factor.abs()
 
     def zero(self) -> None:
         """Make the gradient zero.
@@ -127,11 +136,11 @@ class GradientRecord:
     def _require_here(self) -> None:
         if self._gone:
             raise UnsupportedError(
-                f"a gradient of {self.name} was used that is no longer in .grad, allowed is to read parameter.grad anew"
+                f"a gradient of {self.name} was used that is no longer in .grad: read parameter.grad again"
             )
 
 
-class StandIn(torch.Tensor):
+class GradientPlaceholder(torch.Tensor):
     """A gradient without data, in its parameter's shape, strides, dtype and device.
 
     Norms come out in fp32 whatever the gradient's dtype, unless a dtype is asked for. Its 2-norm, a multiplication or
@@ -144,14 +153,14 @@ class StandIn(torch.Tensor):
     record: GradientRecord
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __new__(cls, like: torch.Tensor, record: GradientRecord) -> StandIn:
+    def __new__(cls, like: torch.Tensor, record: GradientRecord) -> GradientPlaceholder:
         """Stand in for the gradient of a parameter.
 
         Args:
             like: the parameter, or another stand-in for its gradient.
             record: what is known of the gradient.
         """
-        made: StandIn = torch.Tensor._make_wrapper_subclass(
+        made: GradientPlaceholder = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
         )
         made.record = record
@@ -168,7 +177,7 @@ class StandIn(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if _any_back(args) or (made := _without_data(func, args, kwargs or {})) is NotImplemented:
-            args, kwargs = tree_map_only(StandIn, lambda one: one.record.needed(), (args, kwargs or {}))
+            args, kwargs = tree_map_only(GradientPlaceholder, lambda one: one.record.needed(), (args, kwargs or {}))
             return func(*args, **kwargs)
         return made
 
@@ -186,8 +195,9 @@ def taken(name: str) -> UnsupportedError:
         name: the parameter's.
     """
     return UnsupportedError(
-        f"the gradient of {name} was taken by an earlier step and is needed again, allowed is zero_grad() between that "
-        "step() and the next backward(); ZenFlowConfig(stream=False) keeps gradients whole"
+        f"the gradient of {name} was taken by an earlier step and is needed again: read it before step(), call "
+        "zero_grad() between that step() and the next backward(), or keep gradients whole with "
+        "ZenFlowConfig(stream=False)"
     )
 
 
@@ -199,11 +209,11 @@ def _without_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def _any_back(args: Sequence[Any]) -> bool:
     """Whether one of these, or of the lists among them, is a stand-in whose gradient was brought back."""
     everything = (part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else (arg,)))
-    return any(isinstance(part, StandIn) and part.record.whole is not None for part in everything)
+    return any(isinstance(part, GradientPlaceholder) and part.record.whole is not None for part in everything)
 
 
 def _of_whole(name: str) -> Callable[..., Any]:
-    def use(self: StandIn, *args: Any, **kwargs: Any) -> Any:
+    def use(self: GradientPlaceholder, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.record.needed(), name)(*args, **kwargs)
 
     return use
@@ -225,7 +235,7 @@ for _name in [
     "__array__",
     "__dlpack__",
 ]:
-    setattr(StandIn, _name, _of_whole(_name))
+    setattr(GradientPlaceholder, _name, _of_whole(_name))
 
 
 # --- what a stand-in answers ---------------------------------------------------------------------------------------
@@ -233,7 +243,7 @@ for _name in [
 
 def _norm(
     _: object,
-    gradient: StandIn,
+    gradient: GradientPlaceholder,
     ord: float = 2,  # noqa: A002 - as torch names it
     dim: Sequence[int] | None = None,
     keepdim: bool = False,
@@ -258,11 +268,14 @@ def _foreach_norm(
     if ord != 2:
         return NotImplemented
     plain = iter(func(rest, ord, dtype) if (rest := _plain(tensors)) else ())
-    return [_norm(None, tensor, dtype=dtype) if isinstance(tensor, StandIn) else next(plain) for tensor in tensors]
+    return [
+        _norm(None, tensor, dtype=dtype) if isinstance(tensor, GradientPlaceholder) else next(plain)
+        for tensor in tensors
+    ]
 
 
 def _scale(func: Any, gradient: torch.Tensor, value: Any, **rounding: Any) -> Any:
-    if rounding or not isinstance(gradient, StandIn) or (number := _number(gradient, value)) is None:
+    if rounding or not isinstance(gradient, GradientPlaceholder) or (number := _number(gradient, value)) is None:
         return NotImplemented
     _multiply([gradient], [_inverted(func, number)])
     return gradient
@@ -271,7 +284,7 @@ def _scale(func: Any, gradient: torch.Tensor, value: Any, **rounding: Any) -> An
 def _foreach_scale(func: Any, tensors: Sequence[torch.Tensor], value: Any) -> Any:
     listed = isinstance(value, (list, tuple))
     values = list(value) if listed else [value] * len(tensors)
-    places = [place for place, tensor in enumerate(tensors) if isinstance(tensor, StandIn)]
+    places = [place for place, tensor in enumerate(tensors) if isinstance(tensor, GradientPlaceholder)]
     known: dict[int, torch.Tensor | None] = {}
     for place in places:
         if id(values[place]) not in known:
@@ -286,25 +299,26 @@ def _foreach_scale(func: Any, tensors: Sequence[torch.Tensor], value: Any) -> An
     return None
 
 
-def _zero(_: object, gradient: StandIn) -> StandIn:
+def _zero(_: object, gradient: GradientPlaceholder) -> GradientPlaceholder:
     gradient.record.zero()
     return gradient
 
 
 def _foreach_zero(func: Any, tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
-        if isinstance(tensor, StandIn):
+        if isinstance(tensor, GradientPlaceholder):
             _zero(None, tensor)
     if rest := _plain(tensors):
         func(rest)
 
 
 def _unscale(func: Any, tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    gradients = [tensor for tensor in tensors if isinstance(tensor, StandIn)]
+    gradients = [tensor for tensor in tensors if isinstance(tensor, GradientPlaceholder)]
     if rest := _plain(tensors):
         func(rest, found_inf, inv_scale)
-    norms = torch.stack([gradient.record.norm() for gradient in gradients])
-    found_inf.masked_fill_(~torch.isfinite(norms).all(), 1.0)
+    if not_zero := [gradient.record for gradient in gradients if not gradient.record.zeroed]:
+        norms = column_norms([record.energies for record in not_zero], [record.factor for record in not_zero])
+        found_inf.masked_fill_(~torch.isfinite(norms).all(), 1.0)
     # A copy: the scaler may change its own in place before the step reads this one.
     _multiply(gradients, [inv_scale.detach().float().reshape(()).clone()] * len(gradients), unscales=True)
 
@@ -317,8 +331,8 @@ def _multiply(gradients: Sequence[Any], numbers: Sequence[torch.Tensor], *, unsc
         if factor is None:
             return number
         key = id(factor), id(number)
-        if key not in products:
-            products[key] = factor * number, factor, number  # kept, so that no other tensor gets their ids
+        if key not in products:  # both are kept, so that no other tensor gets their ids
+            products[key] = _PRODUCTS.get([factor, number], lambda: factor * number), factor, number
         return products[key][0]
 
     for gradient, number in zip(gradients, numbers, strict=True):
@@ -332,14 +346,44 @@ def _multiply(gradients: Sequence[Any], numbers: Sequence[torch.Tensor], *, unsc
 def _number(gradient: torch.Tensor, value: Any) -> torch.Tensor | None:
     """A multiplier as 0-dim fp32 on the gradient's device, without waiting for the device; None where it is none."""
     if isinstance(value, torch.Tensor):
-        if isinstance(value, StandIn) or value.numel() != 1 or value.dim() > gradient.dim() or value.is_complex():
+        if (
+            isinstance(value, GradientPlaceholder)
+            or value.numel() != 1
+            or value.dim() > gradient.dim()
+            or value.is_complex()
+        ):
             return None
         if value.device == gradient.device:
-            return value.detach().reshape(()).to(torch.float32, copy=True)
+            return _NUMBERS.get([value], lambda: value.detach().reshape(()).to(torch.float32, copy=True))
         value = value.item() if value.device.type == "cpu" else None
     if not isinstance(value, (int, float)):
         return None
     return torch.full((), value, dtype=torch.float32, device=gradient.device)
+
+
+class _Newest:
+    """The newest result of a calculation on so many tensors, while nobody has written to them.
+
+    Scripts multiply one gradient after the other by one number: then all of them have one factor.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[list[tuple[weakref.ref[torch.Tensor], int]], torch.Tensor] | None = None
+
+    def get(self, of: Sequence[torch.Tensor], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The result for these tensors, which `make` calculates where it is not known."""
+        if any(tensor.is_inference() for tensor in of):  # nobody counts what is written to them
+            return make()
+        if self._known is not None:
+            before, result = self._known
+            if all(ref() is one and version == one._version for (ref, version), one in zip(before, of, strict=True)):
+                return result
+        made = make()
+        self._known = [(weakref.ref(tensor), tensor._version) for tensor in of], made
+        return made
+
+
+_NUMBERS, _PRODUCTS = _Newest(), _Newest()
 
 
 def _inverted(func: Any, number: torch.Tensor) -> torch.Tensor:
@@ -347,7 +391,7 @@ def _inverted(func: Any, number: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors if not isinstance(tensor, StandIn)]
+    return [tensor for tensor in tensors if not isinstance(tensor, GradientPlaceholder)]
 
 
 _HANDLERS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
@@ -361,7 +405,7 @@ _HANDLERS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         _aten.zero_: _zero,
         _aten._foreach_zero_: _foreach_zero,
         _aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
-        _aten.detach: lambda _, gradient: StandIn(gradient, gradient.record),
+        _aten.detach: lambda _, gradient: GradientPlaceholder(gradient, gradient.record),
         _aten.detach_: lambda _, gradient: gradient,
         _aten.is_pinned: lambda *_, **__: False,
     }

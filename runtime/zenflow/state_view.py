@@ -86,5 +86,5 @@ class StateView:
     def _owner(self) -> ZenFlowOptimizer:
         optimizer = self._optimizer()
         if optimizer is None:
-            raise ZenFlowError("the state of an optimizer was asked for that is gone, allowed is one that is in use")
+            raise ZenFlowError("the state of an optimizer that is gone was requested")
         return optimizer

@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from zenflow.coverage import CoverageCurve
 from zenflow.device import Collective, Device, Mark, Transfer
+from zenflow.layout import selected_columns
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class CoverageCurve:
+    """What an ideal selection of a step would have covered, for every `topk_ratio`."""
+
+    cumulative: tuple[FloatArray, ...]
+    """Of each weight, [offloaded columns] fp64: energy of its 1, 2, ... most important columns together."""
+
+    @classmethod
+    def of(cls, joined: torch.Tensor, columns: Sequence[int]) -> CoverageCurve:
+        """From the weights' energies behind each other.
+
+        Args:
+            joined: [sum of columns] fp32 on the CPU; of each weight the most important column's first.
+            columns: how many of them each weight has.
+        """
+        # Not on the device: the order of its running sums is not defined, and with deterministic algorithms they fail.
+        of_weights = joined.split(list(columns))
+        return cls(tuple(np.cumsum(energies.numpy(), dtype=np.float64) for energies in of_weights))
+
+    def at(self, topk_ratio: float) -> float | None:
+        """Share of the energy that is in the top columns of each weight, 0 to 1; None where there is no energy.
+
+        Args:
+            topk_ratio: k, from 0 to 1.
+        """
+        total = sum(float(sums[-1]) for sums in self.cumulative)
+        if not total > 0:
+            return None
+        counts = [selected_columns(len(sums), topk_ratio) for sums in self.cumulative]
+        covered = sum(float(sums[count - 1]) for sums, count in zip(self.cumulative, counts, strict=True) if count)
+        return covered / total
+
 
 Cause = Literal["host", "h2d", "d2h", "select", "comm"]
 CAUSES: tuple[Cause, ...] = ("host", "h2d", "d2h", "select")
@@ -110,6 +148,8 @@ class StepStats:
     comm_ms: Mapping[Collective, float] | None = None
     """Of the stall, that in collectives: the runtime's own all-reduces, and on an emulated accelerator FSDP2's, which
     nobody else can time. None where there is one rank, or no stall is known."""
+    pin_ms: float = 0.0
+    """Time of this step in which host memory was allocated and pinned beside it, which slows it down."""
 
 
 @dataclass(slots=True)
@@ -129,7 +169,7 @@ class StepRecord:
     energy: tuple[torch.Tensor, Transfer] | None = None
     """[2] fp32 in host memory: energy of the selected and of all offloaded columns."""
     ranked: tuple[torch.Tensor, Transfer] | None = None
-    """Energy of each weight's 1, 2, ... most important columns, weight after weight, in host memory."""
+    """Energy of each weight's columns, the most important one's first, weight after weight, in host memory."""
     ranked_columns: list[int] = field(default_factory=list)
     """How many of these each weight has."""
     moved_columns: int = 0
@@ -137,6 +177,8 @@ class StepRecord:
     """Columns of the selections that were due at this step's close."""
     comm_s: Mapping[Collective, float] = field(default_factory=dict)
     """Waits in FSDP2's collectives, as the device knows them."""
+    pin_s: float = 0.0
+    """In which host memory was pinned beside the step."""
 
     @contextmanager
     def timed(self, device: Device, cause: Cause) -> Iterator[None]:
@@ -192,6 +234,7 @@ class StepRecord:
             coverage_curve=self._curve(),
             churn=self.moved_columns / self.selected_columns if self.selected_columns else None,
             comm_ms=comm,
+            pin_ms=1e3 * self.pin_s,
         )
 
     def _curve(self) -> CoverageCurve | None:

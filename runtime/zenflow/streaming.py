@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from zenflow.host.of_process import OwnProcess
+from zenflow.host.places import OwnProcess
 from zenflow.sharded import Rows
 from zenflow.signals import HeldSignals
 from zenflow.staging import Staged
-from zenflow.standin import StandIn, taken
+from zenflow.standin import GradientPlaceholder, GradientRecord, taken
 
 
 class Source(Protocol):
@@ -43,14 +43,17 @@ class _Watch:
         "parameter",
         "source",
         "staged",
+        "together",
     )
 
-    def __init__(self, parameter: nn.Parameter, expected: int) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, expected: int, together: Callable[[], Sequence[GradientRecord]]
+    ) -> None:
         self.parameter = parameter
         self.handles: list[Any] = []
         self.source: Source | None = None
         self.staged: Staged | None = None
-        self.lost: StandIn | None = None
+        self.lost: GradientPlaceholder | None = None
         """What stood in `.grad` for a gradient that a step has taken, while backward adds to it."""
         self.firings = 0
         self.expected = expected
@@ -58,11 +61,12 @@ class _Watch:
         self.error: Exception | None = None
         """Why a gradient could not leave, kept for the step; it is whole in `.grad`."""
         self.bring_back = _restorer(weakref.ref(self))
+        self.together = together
 
     def own(self) -> Staged | None:
         """What was staged, if it still is what `.grad` stands for; else it is forgotten."""
         staged, gradient = self.staged, self.parameter.grad
-        if staged is not None and not (isinstance(gradient, StandIn) and gradient.record is staged.record):
+        if staged is not None and not (isinstance(gradient, GradientPlaceholder) and gradient.record is staged.record):
             self.forget()
         return self.staged
 
@@ -78,7 +82,7 @@ class _Watch:
         """Put what was staged back into `.grad`, or zeros in place of what was zeroed; None where nothing is."""
         staged, self.staged = self.own(), None
         gradient = self.parameter.grad
-        if staged is None and isinstance(gradient, StandIn) and gradient.record.zeroed:
+        if staged is None and isinstance(gradient, GradientPlaceholder) and gradient.record.zeroed:
             zeros = self.parameter.grad = torch.zeros_like(self.parameter, requires_grad=False)
             return zeros
         if staged is None or self.source is None:
@@ -92,7 +96,7 @@ class _Watch:
         if self.staged is not None:
             self.restore()
         gradient = self.parameter.grad
-        if isinstance(gradient, StandIn):
+        if isinstance(gradient, GradientPlaceholder):
             self.lost = None if gradient.record.zeroed else gradient
             self.parameter.grad = None  # where it was zeroed, what comes next is the sum
 
@@ -110,8 +114,18 @@ class _Watch:
         if plain and gradient.dtype == self.parameter.dtype:
             self.staged = self.source.stage(gradient)
         if self.staged is not None:
-            self.staged.record.bring_back = self.bring_back
-            self.parameter.grad = StandIn(self.parameter, self.staged.record)
+            self.staged.record.bring_back, self.staged.record.together = self.bring_back, self.together
+            self.parameter.grad = GradientPlaceholder(self.parameter, self.staged.record)
+
+
+def _together(streamer: weakref.ref[Streamer]) -> Callable[[], Sequence[GradientRecord]]:
+    """What tells which gradients have left, without keeping the optimizer alive."""
+
+    def records() -> Sequence[GradientRecord]:
+        owner = streamer()
+        return () if owner is None else owner.records()
+
+    return records
 
 
 def _restorer(watch: weakref.ref[_Watch]) -> Callable[[], torch.Tensor | None]:
@@ -149,7 +163,8 @@ class Streamer:
         """
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in self._watches:
-                watch = self._watches[id(parameter)] = _Watch(parameter, self._known.pop(id(parameter), self._least))
+                expected = self._known.pop(id(parameter), self._least)
+                watch = self._watches[id(parameter)] = _Watch(parameter, expected, _together(weakref.ref(self)))
                 watch.handles = _registered(watch)
 
     def expected(self, parameter: nn.Parameter) -> int:
@@ -167,7 +182,7 @@ class Streamer:
         self._known[id(parameter)] = max(self._least, firings)
 
     def leave_alone(self, parameter: nn.Parameter) -> None:
-        """Take the hooks off a parameter of which nothing is to be staged: they cost it a copy of its gradient.
+        """Take the hooks off a parameter of which nothing is to be staged: they would be called for nothing.
 
         Args:
             parameter: with nothing staged.
@@ -187,6 +202,10 @@ class Streamer:
         if watch is not None:
             watch.source = source
 
+    def records(self) -> list[GradientRecord]:
+        """Of all gradients that have left and that no step has taken."""
+        return [watch.staged.record for watch in self._watches.values() if watch.staged is not None]
+
     def require_current(self) -> None:
         """Before a step changes anything: refuse gradients that cannot be had.
 
@@ -198,7 +217,7 @@ class Streamer:
             if watch.error is not None:
                 raise watch.error
             gradient = watch.parameter.grad
-            if watch.own() is None and isinstance(gradient, StandIn) and not gradient.record.zeroed:
+            if watch.own() is None and isinstance(gradient, GradientPlaceholder) and not gradient.record.zeroed:
                 raise taken(gradient.record.name)
 
     def staged(self, parameter: nn.Parameter) -> Staged | None:
@@ -215,7 +234,7 @@ class Streamer:
         if watch is not None and staged is not None and staged.record.zeroed:
             watch.forget()
             staged = None
-        if isinstance(parameter.grad, StandIn) and parameter.grad.record.zeroed:
+        if isinstance(parameter.grad, GradientPlaceholder) and parameter.grad.record.zeroed:
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         return staged
 

@@ -53,14 +53,16 @@ def save(training: Training, groups: Groups) -> dict[str, Any]:
         told = training.runtime.ranks.everybodys(told[0])  # one without rows of a parameter knows no step of it
     if any(one for one, _ in told):
         raise ConfigError(
-            "torch_state() was asked for while updates are pending, which torch's state has no place for, allowed is "
-            "after flush()"
+            "torch_state() was called while updates are pending, for which torch's state has no place: call "
+            "flush() first"
         )
     for state, *steps in zip(states.values(), *(one for _, one in told), strict=True):
         del state[MASTER]
         state[STEP] = torch.tensor(max(steps), dtype=torch.float32, device="cpu")
     numbers = {id(parameter): number for number, (parameter, _) in numbered}
-    flags = _TORCHS[training.rule.name]([torch.zeros(1, device="cpu")]).defaults  # `foreach` and the like
+    flags = _TORCHS[training.rule.name](
+        [torch.zeros(1, dtype=torch.float32, device="cpu")]
+    ).defaults  # `foreach` and the like
     packed = [
         {**flags, **group, "params": [numbers[id(parameter)] for parameter in group["params"]]} for group in groups
     ]
@@ -87,13 +89,13 @@ def read(training: Training, state_dict: object, groups: Groups) -> Saved:
     rule = training.rule
     _require_rule(rule)
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise CheckpointError('the state_dict has no "state" and "param_groups", allowed is one of torch\'s optimizers')
+        raise CheckpointError('the state_dict has no "state" and "param_groups": load one of torch\'s optimizers')
     saved, state = state_dict["param_groups"], state_dict["state"]
     own, other = [len(group["params"]) for group in groups], [len(group["params"]) for group in saved]
     if own != other:
-        raise CheckpointError(f"the state_dict has groups of {other} parameters, allowed are groups of {own}")
+        raise CheckpointError(f"the state_dict has groups of {other} parameters, the optimizer of {own}")
     if any(HEADER in group for group in saved):
-        raise CheckpointError("the state_dict is of a ZenFlow optimizer, allowed is torch's within torch_state()")
+        raise CheckpointError("the state_dict is of a ZenFlow optimizer; within torch_state() it must be torch's")
     kept = []
     for group, theirs in zip(groups, saved, strict=True):
         rule.check({**group, **theirs})
@@ -125,7 +127,9 @@ def read(training: Training, state_dict: object, groups: Groups) -> Saved:
 
 def _require_rule(rule: Rule) -> None:
     if rule.name not in _TORCHS:
-        raise UnsupportedError(f"torch_state() is not there for the rule {rule.name}, allowed are {', '.join(_TORCHS)}")
+        raise UnsupportedError(
+            f"torch_state() cannot be used with the rule {rule.name}; it can with {', '.join(_TORCHS)}"
+        )
 
 
 def _tensors(training: Training, where: str, state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
@@ -134,13 +138,13 @@ def _tensors(training: Training, where: str, state: Mapping[str, Any], parameter
         return {}
     names = (STEP, *training.rule.moment_names)
     if {*state} != {*names}:
-        raise CheckpointError(f"{where} holds {', '.join(map(str, state))}, allowed are {', '.join(names)}")
+        raise CheckpointError(f"{where} holds {', '.join(map(str, state))}; it must hold {', '.join(names)}")
     found: dict[str, Any] = {MASTER: training.runtime.masters.peek(parameter).to("cpu", copy=True)}
     for name in training.rule.moment_names:
         rows = local_rows(state[name])
         if rows.shape != parameter.shape:
             raise CheckpointError(
-                f'{where}["{name}"] is {list(rows.shape)}, allowed is {list(parameter.shape)}: the state_dict is of '
+                f'{where}["{name}"] is {list(rows.shape)}, the parameter {list(parameter.shape)}: the state_dict is of '
                 "another model"
             )
         found[name] = rows.detach().to("cpu", torch.float32, copy=True).contiguous()

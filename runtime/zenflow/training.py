@@ -17,11 +17,11 @@ from zenflow.config import ZenFlowConfig
 from zenflow.control import StepControl, step_control
 from zenflow.device import Arrived, Device, Transfer
 from zenflow.errors import ConfigError, ZenFlowError
-from zenflow.gradients import Gradient, Gradients, set_controls, update_on_device
+from zenflow.gradients import Gradient, Gradients, norms, set_controls, update_on_device
 from zenflow.history import History
 from zenflow.host.tasks import Control
 from zenflow.knobs import KnobChange, prepare, reserve
-from zenflow.late_weights import Flight, LateWeights
+from zenflow.late_weights import LateWeights, PendingUpdate
 from zenflow.ledger import Balance
 from zenflow.model import Groups, ModelState, Split
 from zenflow.rank_sums import RankSums
@@ -92,7 +92,6 @@ class Training:
         self._last_d2h: Transfer | None = None
         self.gradients = Gradients(
             self.runtime,
-            self.history,
             stream=config.stream and _can_stream(ranks, shards),
             least_firings=config.gradient_accumulation_steps,
         )
@@ -122,7 +121,7 @@ class Training:
             RankError: another rank failed in the step before.
         """
         if not self.open:
-            raise ZenFlowError("step() was called after close(), allowed is a new optimizer")
+            raise ZenFlowError("step() was called after close(): make a new optimizer")
         if self._sums is not None:
             self._step_of_rows(self._sums, groups, grad_scale, found_inf)
             return
@@ -134,6 +133,7 @@ class Training:
         if self.runtime.ranks is not None:
             found_inf = self.runtime.ranks.any(found_inf, self._device.torch_device)
         self._take_step(live, groups, grad_scale, found_inf)
+        self._end_step()
 
     def _step_of_rows(
         self, sums: RankSums, groups: Groups, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None
@@ -143,6 +143,7 @@ class Training:
         if not self.begun:
             self._follow_shards()
             self.begin(groups)
+        self.average_gradients(groups)
         live: Live = []
         if sums.error is None:
             with sums.keeping():
@@ -153,6 +154,10 @@ class Training:
         if sums.error is None:
             with sums.keeping():
                 self._take_step(live, groups, grad_scale, skip)
+        self.gather()
+        if sums.error is None:
+            with sums.keeping():
+                self._end_step()
         if sums.error is not None:
             self.gradients.remove()  # the step that tells the others has gradients, but no room for them on the host
 
@@ -164,9 +169,15 @@ class Training:
         self.model.take_outside_writes()
         self.restored_flushed = False
         self._torn = True
-        self.gradients.hand_over(self.model.weights)
+        self.gradients.hand_over()
         self._take(live, groups, self._control(live, grad_scale, found_inf), grad_scale)
+
+    def _end_step(self) -> None:
+        self.gradients.end_step(self.model.weights)
+        if self.shards is not None:
+            self.shards.drop_gradients()
         traffic, self.runtime.traffic = self.runtime.traffic, Traffic()
+        self.history.open.pin_s = self.runtime.memory.end_step()
         self.history.end_step(self.clock.step, traffic)
         self.leave_weights()
         self._torn = False
@@ -178,7 +189,8 @@ class Training:
             self._waits.begin_step()
         self._follow_shards()
         self.history.begin_step()
-        self.average_gradients(groups)
+        if self.shards is None:
+            self.average_gradients(groups)
         return self.gradients.collect(self.model.weights)
 
     def _follow_shards(self) -> None:
@@ -202,10 +214,20 @@ class Training:
         Raises:
             UnsupportedError: a gradient is sparse.
         """
-        if self.runtime.ranks is not None:
-            parameters = (parameter for group in groups for parameter in group["params"])
+        ranks = self.runtime.ranks
+        if ranks is None:
+            return
+        with self._communicating():
+            if self.shards is not None:
+                self.shards.reduce(ranks, self._device)
+            else:
+                ranks.reduce((parameter for group in groups for parameter in group["params"]), self._device)
+
+    def gather(self) -> None:
+        """Let ranks that have whole parameters have each other's rows; to be called on all of them."""
+        if self.shards is not None and self.runtime.ranks is not None:
             with self._communicating():
-                self.runtime.ranks.reduce(parameters, self._device)
+                self.shards.gather(self.runtime.ranks, self._device)
 
     def _communicating(self) -> AbstractContextManager[None]:
         """Count what is waited for as communication, where there are others to wait for."""
@@ -288,13 +310,17 @@ class Training:
     def _control(
         self, live: Live, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None
     ) -> StepControl | None:
-        control = step_control(
-            live,
-            self._device.torch_device,
-            max_grad_norm=self.config.max_grad_norm,
-            skip_nonfinite=self.config.skip_nonfinite,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
+        control = (
+            None
+            if not live
+            else step_control(
+                lambda: norms(live),
+                self._device.torch_device,
+                max_grad_norm=self.config.max_grad_norm,
+                skip_nonfinite=self.config.skip_nonfinite,
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+            )
         )
         self.grad_norm = None if control is None else control.norm
         set_controls(self.runtime, live, control)
@@ -311,6 +337,13 @@ class Training:
         """
         if not self.begun:
             return
+        try:
+            self._flush()
+        finally:
+            self.gather()  # others wait for this rank
+        self.leave_weights()
+
+    def _flush(self) -> None:
         self._require_well()
         self._follow_shards()
         self.gradients.restore()  # columns may change tier below
@@ -324,7 +357,6 @@ class Training:
             self._end_window()
             self.finish_late()
         self.engine.drain()
-        self.leave_weights()
 
     def finish_late(self) -> None:
         """Make visible what was left to the first use of a weight; applies nothing that is not due."""
@@ -337,9 +369,13 @@ class Training:
         """Apply what is pending and end the host engine, or have it done before a weight is used.
 
         A collector may call this in any thread, also in one that the host engine needs to get on. A host that does not
-        get on is given up after `PATIENCE_S`.
+        get on is given up after `PATIENCE_S`. What ranks that have whole parameters would have to gather is given up:
+        each of them comes here when it likes, or never.
         """
-        pending = self.begun and not self._torn and not self.engine.failed and not self._device.clock.simulated
+        alone = self.shards is None or not self.shards.keeps_whole
+        pending = (
+            alone and self.begun and not self._torn and not self.engine.failed and not self._device.clock.simulated
+        )
         if threading.get_ident() == threading.main_thread().ident:
             self._let_go_now(pending=pending)
             return
@@ -418,6 +454,7 @@ class Training:
     def close(self) -> None:
         """End the host engine without applying what is pending."""
         self._close_hooks()
+        self.runtime.memory.close()
         self.engine.close()
 
     def _close_hooks(self) -> None:
@@ -485,7 +522,7 @@ class Training:
             HostEngineError: host work failed.
         """
         if self.runtime.ledger is None:
-            raise ConfigError("ledger is False, allowed is true where the ledger is read: ZenFlowConfig(ledger=True)")
+            raise ConfigError("the ledger was read, but none is kept: set ZenFlowConfig(ledger=True)")
         self.settle()
         ledger = self.runtime.ledger
         return {weight.name: ledger.balance(weight.name, weight.pending_mass()) for weight in self.model.weights}
@@ -527,7 +564,7 @@ class Training:
             self._waits = LateWeights(self._module, self._show_late, keeping)
         self.model.windows.waits = self._waits if self.config.pipeline == "bucket" else None
 
-    def _show_late(self, flight: Flight) -> None:
+    def _show_late(self, flight: PendingUpdate) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self.model.windows.show_late(flight, self.history.open)
 
@@ -556,5 +593,6 @@ def _can_stream(ranks: Ranks | None, shards: Shards | None) -> bool:
     """Whether gradients may leave during backward."""
     if shards is not None:
         # FSDP2 copies gradients of weights on the host there itself, and waits for each copy where a hook is called.
-        return shards.computing is None
+        # And whole parameters have the gradients of this rank then.
+        return shards.computing is None and not shards.keeps_whole
     return ranks is None  # backward gives each rank its own

@@ -15,7 +15,7 @@ from zenflow.host.tasks import LogEntry
 from zenflow.layout import WeightPlan
 from zenflow.ledger import mass
 from zenflow.runtime import Runtime
-from zenflow.selection import Move, plan_move, ranked, top_columns
+from zenflow.selection import SelectionChange, plan_move, top_columns
 from zenflow.split_state import SplitState
 from zenflow.tiers import Tier
 from zenflow.writes import WriteWatch
@@ -141,7 +141,9 @@ class WeightState:
         self._proposal = None
         if self.started and 0 < plan.selected < plan.offloaded:
             scores = self.importance()
-            self._send_proposal(top_columns(scores[plan.resident :], plan.selected) + plan.resident)
+            columns = top_columns(scores[plan.resident :], plan.selected) + plan.resident
+            self.propose(*self._runtime.fetch(columns.int()))
+            self._runtime.traffic.index_bytes += 4 * plan.selected
 
     def repartition(self, plan: WeightPlan) -> None:
         """Move every column to its tier under another plan, and only those that have to; nothing may be in flight."""
@@ -208,8 +210,8 @@ class WeightState:
         assert self._form is not None
         if (form := _form(self.parameter)) != self._form:
             raise UnsupportedError(
-                f"parameter {self.name} is {_named(form)}, allowed is {_named(self._form)}, as when its training "
-                "began: make a new optimizer after changing it"
+                f"parameter {self.name} is {_named(form)}; when its training began it was {_named(self._form)}: "
+                "make a new optimizer after changing it"
             )
 
     def _require_view(self) -> None:
@@ -218,33 +220,20 @@ class WeightState:
                 self.matrix()
         except RuntimeError as error:
             raise UnsupportedError(
-                f"parameter {self.name} has strides {self.parameter.stride()} now, allowed are those that it had when "
+                f"parameter {self.name} has strides {self.parameter.stride()} now, and had others when "
                 "its training began: make a new optimizer after changing its layout"
             ) from error
 
     # --- selection -------------------------------------------------------------------------------------------------
 
-    def propose(self, scores: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
-        """Select by a gradient's importance; takes effect at the next close (in `start` the first time).
+    def propose(self, columns: torch.Tensor, transfer: Transfer) -> None:
+        """Select columns; takes effect at the next close (in `start` the first time).
 
         Args:
-            scores: [columns] fp32.
-            skip: 0-dim bool; where true the selection stays as it is.
-
-        Returns:
-            [offloaded columns] fp32: energy of the 1, 2, ... most important ones together.
+            columns: [plan.selected] int32 in host memory.
+            transfer: that brings them there.
         """
-        plan = self.plan
-        energies, order = ranked(scores[plan.resident :])
-        columns = order[: plan.selected] + plan.resident
-        if skip is not None and self.started:
-            columns = torch.where(skip, self.split.selected_index, columns)
-        self._send_proposal(columns)
-        return energies.cumsum(0)
-
-    def _send_proposal(self, columns: torch.Tensor) -> None:
-        self._proposal = _Proposal(*self._runtime.fetch(columns.int()))
-        self._runtime.traffic.index_bytes += self._proposal.columns.nbytes
+        self._proposal = _Proposal(columns, transfer)
 
     def drop_proposal(self) -> None:
         """Let the selection stay as it is at the next close."""
@@ -262,33 +251,19 @@ class WeightState:
         Args:
             columns: [plan.selected] int64 on the CPU.
         """
-        self._proposal = _Proposal(columns.int(), Arrived(self._runtime.device.mark(), 0))
-
-    def note_importance(self, scores: torch.Tensor, skip: torch.Tensor | None) -> None:
-        """Remember a gradient's importance for `choose`.
-
-        Args:
-            scores: [columns] fp32.
-            skip: 0-dim bool; where true the step does not count.
-        """
-        self._scores = scores if skip is None else torch.where(skip, self.importance(), scores)
+        self.propose(columns.int(), Arrived(self._runtime.device.mark(), 0))
 
     def importance(self) -> torch.Tensor:
-        """[columns] fp32: importance of the newest gradient that was measured; zeros before."""
+        """[columns] fp32: importance of the newest gradient that was measured, written there; zeros before."""
         if self._scores is None:
             self._scores = torch.zeros(self.plan.columns, dtype=torch.float32, device=self.parameter.device)
         return self._scores
-
-    def selected_energy(self, scores: torch.Tensor) -> torch.Tensor:
-        """[2] fp32: energy in the selected and in all offloaded columns."""
-        offloaded = scores[self.plan.resident :].sum()
-        return torch.stack([scores.index_select(0, self.split.selected_index).sum(), offloaded])
 
     def still_selected(self) -> int:
         """How many of the selected columns the pending selection keeps; waits for it."""
         return int(torch.isin(self.split.selected_columns, self.proposed()).sum())
 
-    def resolve_pending(self) -> Move | None:
+    def resolve_pending(self) -> SelectionChange | None:
         """Take the pending selection, waiting for it; None where no state moves with it."""
         move = plan_move(self.split.selected_columns, self.split.slot_columns, self._take_proposal())
         if move is not None and self.deferred is None:  # there are no rows here
@@ -328,14 +303,14 @@ class WeightState:
 
     # --- a change of selection -------------------------------------------------------------------------------------
 
-    def give_up_selected(self, move: Move) -> None:
+    def give_up_selected(self, move: SelectionChange) -> None:
         """Hand the state of the columns that become deferred to the host; after `DeferredTier.submit_leave`."""
         split = self.split
         assert split.deferred is not None
         assert split.selected is not None
         split.deferred.submit_join(move, split.selected.pack(self._runtime.send_index(move.places)))
 
-    def take_selected(self, move: Move, state: torch.Tensor) -> None:
+    def take_selected(self, move: SelectionChange, state: torch.Tensor) -> None:
         """Take over the state of the columns that become selected, and make their weights visible.
 
         Args:

@@ -7,16 +7,16 @@ from contextlib import nullcontext
 
 import torch
 
-from zenflow.arrivals import Arrivals
-from zenflow.checkpoint_format import SavedFlight
+from zenflow.arrivals import H2DQueue
+from zenflow.checkpoint_format import SavedUpdate
 from zenflow.config import AUTO_SELECT_OVERLAP, ZenFlowConfig
 from zenflow.deferred import Ahead
 from zenflow.device import Mark
-from zenflow.late_weights import Flight, LateWeights
+from zenflow.late_weights import LateWeights, PendingUpdate
 from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
 from zenflow.schedule import StepPlan, due_step
-from zenflow.selection import Move
+from zenflow.selection import SelectionChange
 from zenflow.stats import StepRecord, Wait
 from zenflow.weight import OutsideWrite, WeightState
 
@@ -32,13 +32,13 @@ class Windows:
         """The knobs in force; may be replaced between two steps."""
         self.buckets = 0
         """B: of the whole model."""
-        self._in_flight: list[Flight] = []
-        self._arrivals = Arrivals(self.config.staging_bytes)
+        self._in_flight: list[PendingUpdate] = []
+        self._arrivals = H2DQueue(self.config.staging_bytes)
         self.waits: LateWeights | None = None
 
     # --- close -----------------------------------------------------------------------------------------------------
 
-    def resolve_pending(self, record: StepRecord) -> dict[WeightState, Move]:
+    def resolve_pending(self, record: StepRecord) -> dict[WeightState, SelectionChange]:
         """Take the selections that are effective at this close; waits for the newest of them."""
         pending = [weight for weight in self._weights if weight.pending]
         if not pending:
@@ -60,7 +60,7 @@ class Windows:
         self,
         plan: StepPlan,
         hypers: Sequence[Hyper],
-        moves: Mapping[WeightState, Move],
+        moves: Mapping[WeightState, SelectionChange],
         ahead: Mapping[WeightState, Ahead],
         record: StepRecord,
         *,
@@ -104,7 +104,7 @@ class Windows:
         return self.waits.by_use(self._weights) if plan.synchronous and self.waits is not None else self._weights
 
     def _submit(
-        self, weight: WeightState, plan: StepPlan, closing: Hyper, leaves: Move | None, *, in_turn: bool
+        self, weight: WeightState, plan: StepPlan, closing: Hyper, leaves: SelectionChange | None, *, in_turn: bool
     ) -> None:
         if weight.deferred is None:
             return
@@ -114,21 +114,21 @@ class Windows:
             start = due - 1 if self._device.takes_host_cores else 0
             window = weight.deferred.submit_window(bucket, closing, leaves, after_all_d2h=in_turn, not_before=start)
             if window is not None:
-                self._in_flight.append(Flight(weight, window, due, plan.synchronous))
+                self._in_flight.append(PendingUpdate(weight, window, due, plan.synchronous))
                 weight.in_flight.add(bucket.index)
 
     @property
-    def in_flight(self) -> Sequence[Flight]:
+    def in_flight(self) -> Sequence[PendingUpdate]:
         """Buckets whose windows are not visible yet."""
         return self._in_flight
 
-    def restore(self, weight: WeightState, saved: SavedFlight) -> None:
+    def restore(self, weight: WeightState, saved: SavedUpdate) -> None:
         """Put a saved flight of a weight under way again."""
         assert weight.deferred is not None
         slots: range | torch.Tensor = weight.deferred.buckets[saved.bucket].slots
         if saved.passed_over:
             slots = torch.tensor(sorted({*slots} - {*saved.passed_over}), device="cpu")
-        flight = Flight(weight, weight.deferred.restore_window(saved.bucket, slots, saved.decay), saved.due)
+        flight = PendingUpdate(weight, weight.deferred.restore_window(saved.bucket, slots, saved.decay), saved.due)
         weight.in_flight.add(flight.window.bucket.index)
         self._in_flight.append(flight)
 
@@ -182,7 +182,7 @@ class Windows:
             if self.waits is None or everything or not self.waits.leave(flight):
                 self._show(flight, min(step, flight.due), record, (self._device.mark(), self._device.clock.now()))
 
-    def show_late(self, flight: Flight, record: StepRecord) -> None:
+    def show_late(self, flight: PendingUpdate, record: StepRecord) -> None:
         """Make a bucket visible whose wait was left to the use of its weight."""
         with self._device.in_order():
             if (write := flight.weight.end_watch()) is not None:
@@ -219,7 +219,7 @@ class Windows:
             self._rewrite(weight, before)
         weight.take_outside_write()
 
-    def _show(self, flight: Flight, step: int, record: StepRecord, began: tuple[Mark, float]) -> None:
+    def _show(self, flight: PendingUpdate, step: int, record: StepRecord, began: tuple[Mark, float]) -> None:
         begin, cpu_begin = began
         window, weight = flight.window, flight.weight
         job = window.job

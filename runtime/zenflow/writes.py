@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import Literal
 
 import numpy as np
@@ -13,8 +15,24 @@ _OWN_HOLDERS = 2
 
 
 def has_other_holders(parameter: nn.Parameter) -> bool:
-    """Whether a tensor besides this one uses its memory: a detached copy, a view, a NumPy array."""
-    return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata)) > _OWN_HOLDERS
+    """Whether somebody besides this tensor uses its memory: a detached copy, a view, a NumPy array, a held storage."""
+    shared = int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata)) > _OWN_HOLDERS
+    return shared or storage_is_held(parameter)
+
+
+def storage_is_held(tensor: torch.Tensor) -> bool:
+    """Whether somebody holds the Python object of a tensor's storage, which is one for all who ask."""
+    return _references(tensor) > _references_of_new()
+
+
+def _references(tensor: torch.Tensor) -> int:
+    return sys.getrefcount(tensor.untyped_storage())
+
+
+@functools.cache
+def _references_of_new() -> int:
+    """Those of a storage that nobody holds: torch's releases differ in whether it keeps its Python object itself."""
+    return _references(torch.empty(1, dtype=torch.uint8, device="cpu"))
 
 
 class WriteWatch:

@@ -24,9 +24,9 @@ from studykit import Results, code_digest, parser, spread, write_json  # noqa: E
 from zenflow import StepStats, ZenFlowConfig  # noqa: E402
 from zenflow.layout import plan_model, plan_order  # noqa: E402
 from zenflow.rig import Rig  # noqa: E402
+from zftune.emulated import load_rig  # noqa: E402
 from zftune.errors import ProfileError  # noqa: E402
 from zftune.profile.measure import Measurement, Task, measure  # noqa: E402
-from zftune.rig_files import load_rig  # noqa: E402
 from zftune.workload import Workload, load_text  # noqa: E402
 
 SYSTEMS: Mapping[str, ZenFlowConfig] = {
@@ -220,6 +220,7 @@ def _down(rig: Rig, n: Sequence[int]) -> tuple[list[float], list[float]]:
 
 def figures_of(run: Measurement) -> dict[str, Any]:
     """Step time and stall over windows (each the mean of its steps), those with a reselection apart."""
+    assert run.config is not None
     interval = run.config.update_interval
     assert isinstance(interval, int)
     assert run.slack is not None

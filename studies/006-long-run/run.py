@@ -25,13 +25,13 @@ from rich.table import Table  # noqa: E402
 from studykit import Job, Results, code_digest, done, parser, write_json  # noqa: E402
 
 from zftune.planner.choosing import LEAST_HEADROOM_BYTES  # noqa: E402
-from zftune.tuner.settings import Setting  # noqa: E402
+from zftune.tuner.space import Setting  # noqa: E402
 
 SEEDS, FIRST_STEPS, LEAST_STEPS = 3, 1000, 16
 QUICK_SEEDS, QUICK_FIRST_STEPS, QUICK_LEAST_STEPS = 1, 160, 8
 GRID_CODE = ("runtime/zenflow", *(f"studies/006-long-run/longrun/{name}.py" for name in ("grid", "scene", "training")))
 CODE = (
-    *("runtime/zenflow", "zftune/tuner", "zftune/planner", "zftune/daemon/brain"),
+    *("runtime/zenflow", "zftune/tuner", "zftune/planner", "zftune/daemon/runs"),
     *(f"studies/006-long-run/longrun/{name}.py" for name in ("scene", "training", "tuned")),
 )
 

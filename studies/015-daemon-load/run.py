@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import secrets
@@ -27,11 +28,13 @@ from simulated import Counts, Run, train  # noqa: E402
 from studykit import Results, code_digest, parser, percentile, write_json  # noqa: E402
 
 from zenflow import ZenFlowAdamW, ZenFlowConfig  # noqa: E402
-from zftune.daemon.client import DaemonClient  # noqa: E402
-from zftune.daemon.errors import DaemonError  # noqa: E402
-from zftune.daemon.wire import PROTOCOL, Hello, encode  # noqa: E402
-from zftune.tuner.facts import Reader, Seen, TrainingFacts, Wishes  # noqa: E402
+from zftune.daemon import PROTOCOL  # noqa: E402
+from zftune.daemon.client.http import DaemonClient  # noqa: E402
+from zftune.daemon.protocol.codec import encode  # noqa: E402
+from zftune.daemon.protocol.messages import Hello  # noqa: E402
+from zftune.errors import DaemonError  # noqa: E402
 from zftune.tuner.search import SearchOptions  # noqa: E402
+from zftune.tuner.training_info import Reader, TrainingFacts, TuneRequest, WarmupStats  # noqa: E402
 
 RUNS, CORES = 200, 2
 ALLOWED_P99_S = 0.05
@@ -51,8 +54,8 @@ def hellos(runs: int) -> list[dict[str, Any]]:
     found = []
     with closing(ZenFlowAdamW(module.parameters(), config=config, module=module)) as optimizer:
         for seed in range(runs):
-            wishes = Wishes(quality="published", search=SearchOptions(seed=seed))
-            facts = Reader(optimizer, wishes).facts(Seen(optimizer.config, (), has_loss=True))
+            wishes = TuneRequest(quality="published", search=SearchOptions(seed=seed))
+            facts = Reader(optimizer, wishes).facts(WarmupStats(optimizer.config, (), has_loss=True))
             found.append(_hello(facts))
     return found
 
@@ -61,12 +64,12 @@ def _hello(facts: TrainingFacts) -> dict[str, Any]:
     hello = Hello(
         protocol=PROTOCOL,
         run=secrets.token_hex(16),
-        training=encode(facts),
+        training=facts,
         pid=os.getpid(),
         began_unix_s=time.time(),
         argv=("train.py",),
     )
-    found: dict[str, Any] = encode(hello)
+    found: dict[str, Any] = json.loads(encode(hello))
     return found
 
 
@@ -77,7 +80,7 @@ def daemon(folder: Path) -> Iterator[tuple[psutil.Process, Path]]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ZFTUNE_", "NOTIFY_"))}
     environment = {**kept, "ZFTUNE_SOCKET": str(path), "ZFTUNE_DB": f"sqlite:///{folder / 'z.db'}"}
     with (folder / "log").open("wb") as log:
-        command = [sys.executable, "-c", "from zftune.cli import main; main()", "daemon"]
+        command = [sys.executable, "-c", "from zftune.cli.main import main; main()", "daemon", "start"]
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             _wait_for(path)
@@ -144,7 +147,7 @@ def measure(mode: str, arrive_s: float, duration_s: float) -> dict[str, Any]:
     """All runs under one daemon.
 
     Args:
-        mode: "courier": reports as agents batch them; "single": one for each statistic.
+        mode: "session": reports as agents batch them; "single": one for each statistic.
         arrive_s: until all are there.
         duration_s: in all.
     """

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zftune.daemon.wire import MOST_STEPS, PROTOCOL
-from zftune.tuner.remote.courier import SLOW_S, waiting_s
+from zftune.daemon import PROTOCOL
+from zftune.daemon.client.session import SLOW_S, waiting_s
+from zftune.daemon.protocol.messages import MOST_STEPS
 
 STEP_S = 0.05
 _HEADERS = "Host: localhost\r\nAccept-Encoding: identity\r\ncontent-type: application/json\r\n"  # as http.client
@@ -112,7 +113,7 @@ class Run:
         path: of the daemon's socket.
         hello: its message.
         counts: of all.
-        single: whether every statistic is a report of its own; else they are sent as the agent's courier sends them.
+        single: whether every statistic is a report of its own; else they are sent as the agent's session sends them.
     """
 
     def __init__(self, path: Path, hello: dict[str, Any], counts: Counts, *, single: bool) -> None:
@@ -205,7 +206,7 @@ class Run:
             if training.asked is not None:
                 counts.withdrawn += 1
             training.apply(Asked(self._offered, request["setting"], request["discard"], request["steps"]))
-            self._urgent = True  # the courier says at once that knobs hold
+            self._urgent = True  # the session says at once that knobs hold
         elif request is None and directive["incumbent"] is not None and training.asked is None:
             training.hold(directive["incumbent"])
 

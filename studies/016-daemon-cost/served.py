@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 
-from zftune.daemon.client import DaemonClient
-from zftune.daemon.errors import DaemonError
+from zftune.daemon.client.http import DaemonClient
+from zftune.errors import DaemonError
 
 _SOON_S = 120.0
 
@@ -24,7 +24,7 @@ class Daemon:
     def __init__(self, folder: Path) -> None:
         os.environ["ZFTUNE_SOCKET"] = str(folder / "z.sock")
         os.environ["ZFTUNE_DB"] = f"sqlite:///{folder / 'z.db'}"
-        command = [sys.executable, "-c", "from zftune.cli import main; main()", "daemon"]
+        command = [sys.executable, "-c", "from zftune.cli.main import main; main()", "daemon", "start"]
         with (folder / "log").open("wb") as log:  # a session of its own, so that a signal finds all that it starts
             self._popen = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 import zftune
 from zenflow import ZenFlowAdamW, ZenFlowConfig
-from zftune.tuner.settings import Setting
+from zftune.tuner.space import Setting
 from zftune.workload import batches, build_model, load_text
 
 CONFIG = ZenFlowConfig(topk_ratio=0.1, update_interval=4, select_interval=32, host_threads=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import random
 import statistics
@@ -26,9 +27,11 @@ from studykit import Results, code_digest, parser, spread, write_json  # noqa: E
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: E402
 
-from zenflow import EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig, ZenFlowOptimizer  # noqa: E402
+from zenflow import EmulatedAccelerator, Partition, Rig, ZenFlowAdamW, ZenFlowConfig, ZenFlowOptimizer  # noqa: E402
 from zenflow.device import Device, device_for  # noqa: E402
-from zftune.planner import ModelFacts, Rates  # noqa: E402
+from zftune.planner.memory import host_bytes  # noqa: E402
+from zftune.planner.model import ModelFacts  # noqa: E402
+from zftune.planner.rates import Rates  # noqa: E402
 from zftune.planner.simulate import simulate  # noqa: E402
 from zftune.planner.split import split_of  # noqa: E402
 from zftune.workload import ByteTokenizer, Workload, batches, load_text  # noqa: E402
@@ -70,9 +73,10 @@ class Size:
     """Measured; two come before."""
 
 
-FULL, QUICK = Size(768, 8, 3, 2), Size(128, 2, 2, 2)
-ON_CPU = (1, 2)  # more than there are cores would measure the scheduler
-RANKS, QUICK_RANKS = (1, 2, 4), (1, 2)
+FULL, QUICK = Size(768, 8, 5, 2), Size(128, 2, 2, 2)
+PARTS = {"cpu": (1, 2, 4), "rigs": (1, 2, 4), "whole": (2, 4)}
+"""What is measured, on how many ranks; on a processor four on two cores: wall ratios are also the scheduler's."""
+QUICK_RANKS = (1, 2)
 
 
 # --- what ranks do ----------------------------------------------------------------------------------------------------
@@ -100,11 +104,11 @@ def workload_of(size: Size) -> Workload:
 class Side:
     """A system: its model, its optimizer, and what they have done so far."""
 
-    def __init__(self, name: str, size: Size, rank: int, rig: Rig | None) -> None:
+    def __init__(self, name: str, size: Size, rank: int, rig: Rig | None, *, whole: bool = False) -> None:
         self.name = name
         self.workload = workload_of(size)
         self.elements = self.workload.parameters
-        if torch.distributed.get_world_size() > 1:
+        if torch.distributed.get_world_size() > 1 and not whole:
             self.workload.shard(**({"offload_policy": CPUOffloadPolicy(pin_memory=False)} if name == OFFLOAD else {}))
         module = self.workload.module
         parameters = list(module.parameters())
@@ -119,7 +123,13 @@ class Side:
                 self.device.attach(module)
             config = ON_RIGS[name] if rig is not None else OURS[name]
             self.optimizer = self.ours = ZenFlowAdamW(
-                parameters, lr=LR, weight_decay=0.01, config=config, module=module, device=self.device
+                parameters,
+                lr=LR,
+                weight_decay=0.01,
+                config=config,
+                module=module,
+                device=self.device,
+                partition=Partition() if whole else None,
             )
         tokens = ByteTokenizer().encode(load_text(None).data)
         self._feed = batches(tokens, micro_batch=1, sequence=TOKENS, seed=rank)
@@ -169,10 +179,10 @@ def on_cpu(rank: int, ranks: int, size: Size) -> dict[str, Any]:
     return found
 
 
-def on_rigs(rank: int, ranks: int, size: Size, name: str) -> dict[str, Any]:
+def on_rigs(rank: int, ranks: int, size: Size, name: str, *, whole: bool) -> dict[str, Any]:
     """One system on a rig of each rank, whose host is its part of the node's."""
     rig = _rig_of(ranks)
-    side = Side(name, size, rank, rig)
+    side = Side(name, size, rank, rig, whole=whole)
     for _ in range((2 + size.rig_windows) * WINDOW):
         side.step()
     assert side.ours is not None
@@ -183,11 +193,11 @@ def on_rigs(rank: int, ranks: int, size: Size, name: str) -> dict[str, Any]:
     return {**found, "losses": side.close()}
 
 
-def on_all_rigs(rank: int, ranks: int, size: Size) -> dict[str, Any]:
-    """Each system, one after the other."""
+def on_all_rigs(rank: int, ranks: int, size: Size, whole: bool) -> dict[str, Any]:
+    """Each system, one after the other; `whole`: each rank has all weights, and the state of its rows."""
     found = {}
     for name in ON_RIGS:
-        found[name] = on_rigs(rank, ranks, size, name)
+        found[name] = on_rigs(rank, ranks, size, name, whole=whole)
         gc.collect()  # the model
     return found
 
@@ -258,12 +268,14 @@ def _rank(
 # --- what is told -----------------------------------------------------------------------------------------------------
 
 
-def predicted_ms(ranks: int, size: Size, name: str) -> float:
+def predicted(ranks: int, size: Size, name: str, *, whole: bool = False) -> dict[str, float]:
     """By the planner, which knows the rig and the shapes."""
     config = ON_RIGS[name]
     facts = ModelFacts.from_module("study", workload_of(size).module)
-    rates = Rates.of_rig(_rig_of(ranks), facts.element_bytes, ranks=ranks)
-    return simulate(rates, split_of(facts, config), config).step_ms
+    rates = Rates.of_rig(_rig_of(ranks), facts.element_bytes, ranks=ranks, keeps_whole=whole)
+    steady = simulate(rates, split_of(facts, config), config)
+    of_host = sum(host_bytes(facts, config, ranks=ranks).values()) / ranks
+    return {"planned_ms": steady.step_ms, "planned_host_bytes": of_host}
 
 
 def cpu_figures(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,9 +324,9 @@ def table_of_cpu(of_ranks: Mapping[int, Mapping[str, Any]]) -> Table:
     return table
 
 
-def table_of_rigs(of_ranks: Mapping[int, Mapping[str, Any]]) -> Table:
+def table_of_rigs(of_ranks: Mapping[int, Mapping[str, Any]], title: str) -> Table:
     """The same of rigs."""
-    table = Table(title="emulated ranks")
+    table = Table(title=title)
     for column in (
         "ranks",
         "system",
@@ -325,12 +337,13 @@ def table_of_rigs(of_ranks: Mapping[int, Mapping[str, Any]]) -> Table:
         "D2H MB",
         "H2D MB",
         "host MB a rank",
+        "planned MB",
     ):
         table.add_column(column, justify="left" if column == "system" else "right")
     for ranks, figures in of_ranks.items():
         for name, one in figures.items():
             cells = [statistics.fmean(one["step_ms"]), one["planned_ms"], one["stall_ms"], one["host_ms"]]
-            cells += [one[key] / 1e6 for key in ("d2h", "h2d", "host_bytes")]
+            cells += [one[key] / 1e6 for key in ("d2h", "h2d", "host_bytes", "planned_host_bytes")]
             table.add_row(str(ranks), name, *(f"{cell:,.1f}" for cell in cells))
     return table
 
@@ -341,32 +354,45 @@ def _said(ratio: Mapping[str, float]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is not there yet, and print; 1 where exact losses are not those of FSDP2."""
-    arguments = parser(__doc__ or "").parse_args(argv)
+    options = parser(__doc__ or "")
+    options.add_argument("--part", choices=list(PARTS), action="append", help="only this one; may be given again")
+    arguments = options.parse_args(argv)
     results = Results.of(HERE, arguments)
     size = QUICK if arguments.quick else FULL
     code = code_digest("runtime/zenflow", "zftune/workload")
-    cpu: dict[int, Any] = {}
-    rigs: dict[int, dict[str, Any]] = {}
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    for ranks in QUICK_RANKS if arguments.quick else RANKS:
-        inputs = {**asdict(size), "ranks": ranks, "method": METHOD, "code": code}
-
-        if ranks in ON_CPU:
-            record = None if arguments.again else results.load(f"cpu-{ranks}", inputs)
+    found: dict[str, dict[int, Any]] = {part: {} for part in arguments.part or PARTS}
+    for part, of_ranks in found.items():
+        for ranks in [one for one in PARTS[part] if one in QUICK_RANKS or not arguments.quick]:
+            inputs = {**asdict(size), "ranks": ranks, "method": METHOD, "code": code}
+            record = None if arguments.again else results.load(f"{part}-{ranks}", inputs)
             if record is None:
-                record = results.save(f"cpu-{ranks}", inputs, cpu_figures(together(ranks, on_cpu, size)))
-            cpu[ranks] = record["figures"]
-        record = None if arguments.again else results.load(f"rigs-{ranks}", inputs)
-        if record is None:
-            record = results.save(f"rigs-{ranks}", inputs, together(ranks, on_all_rigs, size))
-        found = record["figures"]
-        rigs[ranks] = {name: {**one, "planned_ms": predicted_ms(ranks, size, name)} for name, one in found.items()}
-    console.print(table_of_cpu(cpu))
-    console.print(table_of_rigs(rigs))
-    apart = max(figures[EXACT]["losses_apart"] for figures in cpu.values())
-    console.print(f"losses of exact are within {apart:.1e} of those of FSDP2 with torch's AdamW")
+                record = results.save(f"{part}-{ranks}", inputs, measured(part, ranks, size))
+            of_ranks[ranks] = record["figures"]
+            for name, one in of_ranks[ranks].items() if part != "cpu" else ():
+                one.update(predicted(ranks, size, name, whole=part == "whole"))
+    return told(found, arguments)
+
+
+def measured(part: str, ranks: int, size: Size) -> dict[str, Any]:
+    """The figures of a part of the study, on so many ranks."""
+    if part == "cpu":
+        return cpu_figures(together(ranks, on_cpu, size))
+    return together(ranks, on_all_rigs, size, part == "whole")
+
+
+def told(found: Mapping[str, Mapping[int, Any]], arguments: argparse.Namespace) -> int:
+    """Print it; the exit status."""
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    apart = 0.0
+    if cpu := found.get("cpu"):
+        console.print(table_of_cpu(cpu))
+        apart = max(figures[EXACT]["losses_apart"] for figures in cpu.values())
+        console.print(f"losses of exact are within {apart:.1e} of those of FSDP2 with torch's AdamW")
+    for part, title in (("rigs", "emulated ranks"), ("whole", "emulated ranks, each with all weights")):
+        if of_ranks := found.get(part):
+            console.print(table_of_rigs(of_ranks, title))
     if arguments.json:
-        write_json(arguments.json, {"study": HERE.name, "quick": arguments.quick, "cpu": cpu, "rigs": rigs})
+        write_json(arguments.json, {"study": HERE.name, "quick": arguments.quick, **found})
     return int(apart > 1e-5)
 
 

@@ -24,8 +24,9 @@ from studykit import Results, code_digest, parser, write_json  # noqa: E402
 from training import CONFIGS, workload_of  # noqa: E402
 
 from zenflow import ZenFlowConfig  # noqa: E402
-from zftune.planner import ModelFacts, Rates  # noqa: E402
 from zftune.planner.closed_form import collective_ms  # noqa: E402
+from zftune.planner.model import ModelFacts  # noqa: E402
+from zftune.planner.rates import Rates  # noqa: E402
 from zftune.planner.simulate import simulate  # noqa: E402
 from zftune.planner.split import split_of  # noqa: E402
 

@@ -18,9 +18,9 @@ from studykit import Job as Measurement  # noqa: E402
 from studykit import Results, code_digest, done, parser, write_json  # noqa: E402
 
 from zftune.planner.choosing import fits  # noqa: E402
-from zftune.planner.facts import Job, Machine, ModelFacts  # noqa: E402
+from zftune.planner.closed_form import predict  # noqa: E402
+from zftune.planner.model import Job, Machine, ModelFacts  # noqa: E402
 from zftune.planner.plan import BASELINES, make_plan  # noqa: E402
-from zftune.planner.predicting import predict  # noqa: E402
 
 METHOD = 2  # raise it when a change here changes what is planned
 MODELS = ("Llama-2-7B", "Llama-2-13B", "Qwen2.5-32B", "Llama-2-70B")

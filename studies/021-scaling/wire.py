@@ -13,9 +13,8 @@ from typing import Any
 
 from zenflow import ZenFlowConfig
 from zftune.planner.choosing import fits
-from zftune.planner.closed_form import collective_ms
-from zftune.planner.facts import Job, Machine, ModelFacts
-from zftune.planner.predicting import predict
+from zftune.planner.closed_form import collective_ms, predict
+from zftune.planner.model import Job, Machine, ModelFacts
 from zftune.planner.rates import Rates
 from zftune.planner.simulate import simulate
 from zftune.planner.split import Split, split_of

@@ -6,12 +6,15 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import typer.main
+from typer.testing import CliRunner
 
 from zenflow import ZenFlowConfig
-from zftune.cli import app
+from zftune.cli.main import app
 
 WITHOUT_A_FLAG = {
     "select_strategy": "a profile has no epochs: --select-interval counts steps, --config converts",
@@ -40,7 +43,7 @@ def test_every_knob_has_a_flag_of_its_own_name_or_a_reason_for_none() -> None:
 
 def test_help_lists_every_option_with_a_sentence() -> None:
     shown = subprocess.run(
-        [sys.executable, "-c", "from zftune.cli import main; main()", "profile", "--help"],
+        [sys.executable, "-c", "from zftune.cli.main import main; main()", "profile", "--help"],
         capture_output=True,
         text=True,
         check=True,
@@ -51,26 +54,79 @@ def test_help_lists_every_option_with_a_sentence() -> None:
         assert line.rstrip("│ ").endswith((".", "]")), line
 
 
-def test_the_daemons_commands_and_options_are_these() -> None:
-    daemon = typer.main.get_command(app).commands["daemon"]  # type: ignore[attr-defined]
-    found = {name: options_of(command) for name, command in {"": daemon, **daemon.commands}.items()}
-    assert found == {
-        "": {"--private", "--idle-exit-s", "--port", "--metrics-textfile"},
-        "runs": {"--json"},
-        "pause": {"--json"},
-        "resume": {"--json"},
-        "rollback": {"--json"},
-        "logs": {"--follow", "--json"},
+def leaves(command: Any, name: str = "zftune") -> Iterator[tuple[str, Any]]:
+    """Every command that is no group, with its name."""
+    below = getattr(command, "commands", {})
+    for word, one in below.items():
+        yield from leaves(one, f"{name} {word}")
+    if not below:
+        yield name, command
+
+
+def test_json_goes_to_a_file_or_to_standard_output_whatever_the_command() -> None:
+    found = {
+        name: (option.metavar, option.help.endswith("'-': standard output."))
+        for name, command in leaves(typer.main.get_command(app))
+        for option in command.params
+        if "--json" in option.opts
+    }
+    assert len(found) > 15
+    assert set(found.values()) == {("PATH", True)}, found
+
+
+def test_the_commands_of_the_daemon_and_of_runs_and_their_options_are_these() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert {name: options_of(command) for name, command in commands["daemon"].commands.items()} == {
+        "start": {"--private", "--idle-exit-s", "--port", "--metrics-textfile"},
         "status": {"--json"},
         "stop": {"--json"},
         "open": {"--browser"},
     }
+    assert {name: options_of(command) for name, command in commands["runs"].commands.items()} == {
+        "list": {"--json"},
+        "show": {"--json"},
+        "logs": {"--follow", "--json"},
+        "pause": {"--json"},
+        "resume": {"--json"},
+        "rollback": {"--json"},
+        "stop": {"--json"},
+    }
+
+
+@pytest.mark.parametrize("group", ["presets", "runs"])
+def test_a_group_without_a_command_is_its_help_and_nothing_else(group: str) -> None:
+    shown = CliRunner().invoke(app, [group])
+    assert (shown.exit_code, shown.stderr) == (2, "")
+    assert "Usage: " in shown.stdout
+
+
+def test_json_without_a_file_tells_what_to_type() -> None:
+    shown = CliRunner().invoke(app, ["daemon", "status", "--json"])
+    assert (shown.exit_code, shown.stdout) == (2, "")
+    assert shown.stderr == "zftune: --json needs a file; for standard output, type: --json -\n"
+    assert "No such option" in CliRunner().invoke(app, ["daemon", "open", "--json"]).stderr
 
 
 def test_the_options_of_run_are_these() -> None:
     command = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
-    assert options_of(command) == {"--backend", "--preset", "--quality", "--online", "--schedule", "--export-schedule"}
+    own = {"--backend", "--preset", "--quality", "--online", "--schedule", "--export-schedule", "--dry-run", "--quiet"}
+    assert options_of(command) == own
     assert all(option.help.endswith(".") for option in command.params if option.param_type_name == "option")
+
+
+@pytest.mark.parametrize(
+    "words", ["", "profile", "run", "daemon", "daemon open", "runs", "runs logs", "presets list", "uninstall"]
+)
+def test_h_is_help(words: str) -> None:
+    shown = CliRunner().invoke(app, [*words.split(), "-h"])
+    assert shown.exit_code == 0
+    assert "Usage: " in shown.output
+
+
+def test_shells_can_complete_it() -> None:
+    asked = {"_ZFTUNE_COMPLETE": "complete_bash", "COMP_WORDS": "zftune pro", "COMP_CWORD": "1"}
+    shown = CliRunner().invoke(app, [], prog_name="zftune", env=asked)
+    assert shown.output.split() == ["profile"]
 
 
 def options_of(command: Any) -> set[str]:

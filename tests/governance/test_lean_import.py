@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,15 +12,21 @@ from pathlib import Path
 import pytest
 
 import zftune
+from zftune.errors import EXTRAS
 
 ROOT = Path(__file__).parents[2]
-TUNING_STACK = {"alembic", "deepspeed", "optuna", "sqlalchemy", "pynvml", "transformers"}
+TUNING_STACK = {"alembic", "deepspeed", "optuna", "plotly", "pynvml", "scipy", "sqlalchemy", "transformers"}
 SERVING_STACK = {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"}
 COMMAND_LINE_STACK = TUNING_STACK | SERVING_STACK | {"torch", "numpy"}
 # torch.cuda imports pynvml where it is installed; that zenflow does not is for the linter to say.
 RUNTIME_UNWANTED = (TUNING_STACK - {"pynvml"}) | SERVING_STACK | {"zftune"}
 # It runs inside training processes, beside whatever they have.
 CLIENT_UNWANTED = COMMAND_LINE_STACK | {"h11", "rich", "typer", "zenflow"}
+HELP = """
+import contextlib, io, zftune.cli.main
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    zftune.cli.main.app(["--help"])
+"""
 
 PROBE = """
 import json, sys
@@ -46,14 +53,22 @@ def probe(statement: str) -> tuple[set[str], bool]:
     return set(found["modules"]), found["cuda"]
 
 
+def test_what_serves_deepspeed_loads_nothing_that_serves_other_scripts() -> None:
+    """An import of zenflow calls back into `agent.steering`, which must not be half imported then."""
+    code = "import sys, zftune.agent.running; sys.exit('zftune.agent.steering' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("statement", "unwanted"),
     [
         ("import zenflow", RUNTIME_UNWANTED),
         ("import zenflow.bandwidth, zenflow.reference", RUNTIME_UNWANTED),
         ("import zftune", COMMAND_LINE_STACK),
-        ("import zftune.cli", COMMAND_LINE_STACK),
-        ("import zftune.daemon.client, zftune.daemon.wire", CLIENT_UNWANTED),
+        ("import zftune; zftune.attach", RUNTIME_UNWANTED - {"zftune"}),
+        (HELP, COMMAND_LINE_STACK),
+        ("import zftune.daemon.client.http", CLIENT_UNWANTED),
+        ("import zftune.cli.run, zftune.doctor.software", {"numpy", "sqlalchemy", "torch"}),
     ],
 )
 def test_import_is_lean(statement: str, unwanted: set[str]) -> None:
@@ -89,7 +104,7 @@ def test_rigs_are_found_in_the_package() -> None:
     from importlib.resources import files
 
     packaged = {entry.name for entry in files("zftune").joinpath("rigs").iterdir() if entry.name.endswith(".toml")}
-    assert packaged == {path.name for path in (ROOT / "studies" / "rigs").glob("*.toml")}
+    assert packaged == {path.name for path in (ROOT / "zftune" / "rigs").glob("*.toml")} > {"host-bound.toml"}
 
 
 def test_every_dependency_is_pinned() -> None:
@@ -97,10 +112,17 @@ def test_every_dependency_is_pinned() -> None:
     extras = project["project"]["optional-dependencies"]
     wanted = [
         *project["project"]["dependencies"],
-        *extras["demo"],
-        *extras["dev"],
+        *(requirement for name in extras if name != "all" for requirement in extras[name]),
         *project["build-system"]["requires"],
     ]
     pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
-    names = {requirement.partition(">=")[0].partition(";")[0].strip().lower() for requirement in wanted}
+    names = {re.split(r"[\[;>]", requirement)[0].strip().lower() for requirement in wanted}
     assert names <= pinned
+
+
+def test_all_brings_every_extra_but_that_of_developers() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["all"] == [f"zftune[{','.join(name for name in extras if name not in ('all', 'dev'))}]"]
+    assert set(EXTRAS.values()) == set(extras) - {"all", "dev"}
+    for package, extra in EXTRAS.items():
+        assert any(requirement.startswith(package) for requirement in extras[extra])

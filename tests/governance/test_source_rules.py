@@ -12,7 +12,15 @@ from tools.source_rules import MAX_FILE_LINES, MAX_FUNCTION_LINES
 LONG_FUNCTION = "def f():\n    '''Text.'''\n" + "    x = 1\n" * MAX_FUNCTION_LINES
 LONG_FILE = "x = 1\n" * (MAX_FILE_LINES + 1)
 NAMES = "'''cuda'''\nx = 'cuda'\ny = 'cuda:0'\nz = 'no cuda here'\n"
-TENSORS = "a = torch.zeros(3)\nb = torch.arange(4, device=x)\nc = torch.ones_like(a)\nd = torch.tensor(1, dtype=y)\n"
+TENSORS = (
+    "a = torch.zeros(3, dtype=y)\nb = torch.arange(4, device=x)\nc = torch.ones_like(a)\nd = torch.tensor(1, dtype=y)\n"
+    "e = torch.empty(3, device=x)\nf = torch.ones(3, **z)\n"
+)
+PARSES = (
+    "a = str(error).startswith('x')\nb = 'x' in str(error)\nc = (row.reason or '').removeprefix('x')\n"
+    "d = WORDS.search(refusal.message)\ne = str(error).partition('\\n')[0]\nf = name.startswith('x')\n"
+    "g = row.reason == 'exit'\nh = ', '.join(str(error) for error in found)\n"
+)
 PRINTS = "print(1)\ndevice.print(2)\n"
 
 
@@ -36,9 +44,12 @@ def found(root: Path, name: str, text: str) -> list[tuple[str, bool]]:
         (
             "runtime/zenflow/device.py",
             TENSORS,
-            [("runtime/zenflow/device.py:1", True), ("runtime/zenflow/device.py:4", True)],
+            [(f"runtime/zenflow/device.py:{line}", True) for line in (1, 4, 5)],
         ),
         ("tests/a.py", TENSORS, []),
+        ("zftune/a.py", PARSES, [(f"zftune/a.py:{line}", True) for line in (1, 2, 3, 4)]),
+        ("zftune/cli/main.py", PARSES, []),
+        ("tests/a.py", PARSES, []),
         ("zftune/a/b.py", PRINTS, [("zftune/a/b.py:1", True)]),
         ("tests/a.py", PRINTS, []),
     ],

@@ -93,7 +93,7 @@ def test_what_cannot_be_run_is_a_sentence(profile: Run, tmp_path: Path, argument
     assert ended.code == 2
     (sentence,) = ended.sentences
     assert reason in sentence
-    assert "allowed is a program that can be run" in sentence
+    assert "it cannot be run (" in sentence
 
 
 def test_a_script_without_its_first_line_runs_as_in_a_shell(profile: Run, tmp_path: Path) -> None:
@@ -109,12 +109,12 @@ def test_a_script_without_its_first_line_runs_as_in_a_shell(profile: Run, tmp_pa
     [
         (["--json", "-"], ["--json '-'", "standard output is the command's", "a file"]),
         (["--json", "p", "--trace", "./p"], ["--trace './p'", "of --json too", "another"]),
-        (["--steps", "abc"], ["--steps 'abc'", "an integer"]),
+        (["--steps", "abc"], ["--steps is 'abc'", "an integer"]),
         (["--json", "missing/x.json"], ["--json", "a folder that exists"]),
         (["--html", "missing/x.html"], ["--html", "a folder that exists"]),
         (["--trace", "-"], ["--trace '-'", "a file"]),
-        (["--steps", "0"], ["--steps 0", ">= 1"]),
-        (["--warmup", "-1"], ["--warmup -1", ">= 0"]),
+        (["--steps", "0"], ["--steps is 0", ">= 1"]),
+        (["--warmup", "-1"], ["--warmup is -1", ">= 0"]),
         (["--with-baselines"], ["--with-baselines", "without a command"]),
         (["--topk-ratio", "0.5"], ["--topk-ratio '0.5'", "without a command"]),
         (["--model", "tiny"], ["--model 'tiny'", "without a command"]),

@@ -98,6 +98,7 @@ class Running:
 
 
 PIDS = "open('pids.tmp', 'w').write(f'{os.getpid()} {os.getppid()}\\n'); os.rename('pids.tmp', 'pids')\n"
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 GRANDCHILD = "grandchild = subprocess.Popen(['sleep', '100'])\nopen('stays', 'w').write(f'{grandchild.pid}\\n')\n"
 
 
@@ -125,7 +126,7 @@ def test_a_signal_reaches_the_command_once_and_the_report_is_made(
 @pytest.mark.parametrize("victim", ["profile", "keeper"])
 def test_nothing_outlives_a_profile_that_was_killed(tmp_path: Path, victim: str) -> None:
     tell = "open('folder', 'w').write(os.environ['ZFTUNE_AGENT_DIR'] + '\\n')\n"
-    running = Running(tmp_path, f"{tell}steps.train()\n{GRANDCHILD}{PIDS}time.sleep(100)")
+    running = Running(tmp_path, f"{DEAF}{tell}steps.train()\n{GRANDCHILD}{PIDS}time.sleep(100)")
     command, keeper = map(int, running.wait_for("pids").split())
     (grandchild,) = left(tmp_path)
     os.kill(running.process.pid if victim == "profile" else keeper, signal.SIGKILL)
@@ -153,10 +154,9 @@ def test_stop_ends_every_rank_after_its_steps(tmp_path: Path) -> None:
     assert len(document["ranks"]) == 2
 
 
+@pytest.mark.usefixtures("every_fault")  # it has ten seconds to end; one of a profile that was killed has one
 def test_stop_kills_what_does_not_end(tmp_path: Path) -> None:
-    running = Running(
-        tmp_path, f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsteps.train()\n{GRANDCHILD}time.sleep(100)", "--stop"
-    )
+    running = Running(tmp_path, f"{DEAF}steps.train()\n{GRANDCHILD}time.sleep(100)", "--stop")
     code, error, document = running.end()
     assert (code, document is not None) == (0, True), error
     assert not any(map(is_running, left(tmp_path)))

@@ -129,8 +129,8 @@ def test_ranks_beyond_the_first_are_silent(fake: Path) -> None:
 
 
 BAD: list[tuple[tuple[str, ...], dict[str, Any] | None, str]] = [
-    (("--backend", "torch"), None, "zftune.backend is 'torch', allowed are zenflow, deepspeed"),
-    (("--quality", "best"), None, "zftune.quality is 'best', allowed are exact, published, loose"),
+    (("--backend", "torch"), None, "zftune.backend is 'torch'; it must be zenflow or deepspeed"),
+    (("--quality", "best"), None, "zftune.quality is 'best'; it must be exact, published or loose"),
     (("--preset", "mine"), None, "preset 'mine': is not in the store, which has no presets yet: `zftune tune`"),
     (("--preset", "./mine.json"), None, "mine.json"),
     (
@@ -138,7 +138,7 @@ BAD: list[tuple[tuple[str, ...], dict[str, Any] | None, str]] = [
         {"zftune": {"preset": "theirs"}},
         "preset 'theirs': is not in the store, which has no presets yet: `zftune tune`",
     ),
-    ((), {"zftune": {"online": 1}}, "zftune.online is 1, allowed is true or false"),
+    ((), {"zftune": {"online": 1}}, "zftune.online is 1; it must be true or false"),
 ]
 
 
@@ -164,9 +164,9 @@ def test_bad_input_is_known_before_anything_starts(
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        (("no-such-program",), "CMD 'no-such-program': cannot be run (No such file or directory)"),
-        (("/",), "CMD '/': cannot be run (Permission denied)"),
-        ((), "nothing stands behind --"),
+        (("no-such-program",), "CMD 'no-such-program' cannot be run (No such file or directory)"),
+        (("/",), "CMD '/' cannot be run (Permission denied)"),
+        ((), "CMD is missing: give a program with its arguments, such as: -- python train.py"),
     ],
 )
 def test_a_command_that_cannot_be_run(command: tuple[str, ...], sentence: str) -> None:

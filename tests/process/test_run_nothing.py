@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests import zygote
-from zftune import agent
+from tests.tiers import by_day
+from zftune.agent.bootstrap import sitecustomize
 
 SENTENCE = "zftune: no call of deepspeed.initialize came, so nothing was changed: "
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+BARE = sys.base_prefix + "/bin/python3"
+"""A Python without zftune."""
 CALL = "import deepspeed; deepspeed.initialize()"
 
 
@@ -34,8 +40,10 @@ def folder(tmp_path: Path) -> Path:
 
 def run(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     """`zftune run` with Python and these words, or with a program; `test_run.py` has what no fork shows."""
-    command = words if words[0] in ("bash", "env") else (sys.executable, *words)
-    return zygote.zftune("run", "--", *command, env={**os.environ, "PYTHONPATH": str(folder), **env}, cwd=folder)
+    command = words if words[0] in ("bash", "env", BARE) else (sys.executable, *words)
+    return zygote.zftune(
+        "run", "--", *command, timeout=60, env={**os.environ, "PYTHONPATH": str(folder), **env}, cwd=folder
+    )
 
 
 def starts(script: str, rank: str = "0", end: str = "") -> str:
@@ -88,6 +96,83 @@ def test_it_is_said_once(folder: Path, name: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
+LOOP = "for a plain loop use one line: "
+PLAIN = f"{sys.executable} plain.py"
+# Not by the finder of an editable install, which comes before the folder.
+BY_PATH = 'import sys; sys.meta_path[:] = [one for one in sys.meta_path if not hasattr(one, "known_source_files")]'
+BEHIND = {
+    "no Python": ("echo trained", sitecustomize.NO_PYTHON),
+    "a PYTHONPATH that is cleared": (f"env -u PYTHONPATH {PLAIN}; true", sitecustomize.NO_PYTHON),
+    "no torch": (f"{PLAIN}; true", sitecustomize.NO_TORCH),
+    "torch": (f"{sys.executable} -c 'import torch'; {PLAIN}", LOOP),
+    "a loop of zenflow's": (f"{sys.executable} -c '{BY_PATH}; import torch, zenflow'; true", "--online tunes them"),
+    "no zftune": (f"{BARE} -c 'import torch'; true", sitecustomize.NO_ZFTUNE),
+}
+
+
+@pytest.mark.parametrize("name", by_day(["no torch", "torch", "no zftune"], all_of=list(BEHIND)))
+def test_behind_a_wrapper_it_is_said_why(folder: Path, name: str) -> None:
+    """What is trained with is looked for by its name alone."""
+    code, why = BEHIND[name]
+    for package in ("torch", "zenflow"):
+        (folder / f"{package}.py").touch()
+    done = run(folder, "bash", "-c", code)
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
+    assert done.stderr.startswith(SENTENCE)
+    assert why in done.stderr
+    assert (LOOP in done.stderr) == (why == LOOP)  # who has an optimizer of zenflow is not told to make one
+
+
+def test_what_goes_on_in_the_background_is_not_judged(folder: Path) -> None:
+    done = run(folder, "bash", "-c", "sleep 5 > /dev/null 2>&1 &")
+    assert (done.returncode, done.stderr) == (0, sitecustomize.GOES_ON)
+
+
+def test_a_python_that_takes_up_nothing_is_a_wrapper(folder: Path) -> None:
+    done = run(folder, "-I", "plain.py")
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+    assert sitecustomize.NO_PYTHON in done.stderr
+
+
+def test_it_ends_as_the_wrapper_does(folder: Path) -> None:
+    assert run(folder, "bash", "-c", "kill -TERM $$").returncode == -signal.SIGTERM
+    code = "trap 'echo got; exit 5' TERM; touch ready; while :; do sleep 0.05; done"
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    with (folder / "log").open("wb") as log:
+        begun = zygote.Forked(["-c", zygote.MAIN, "run", "--", "bash", "-c", code], env=env, cwd=folder, log=log)
+        try:
+            until_s = time.monotonic() + 60
+            while not (folder / "ready").exists():
+                assert time.monotonic() < until_s
+                time.sleep(0.02)
+            begun.send_signal(signal.SIGTERM)  # to it alone, as by a scheduler
+            assert begun.wait(60) == 5
+        finally:
+            begun.kill()
+            begun.close()
+    assert (folder / "log").read_text() == "got\n"
+
+
+@pytest.mark.parametrize(
+    ("notes", "asked", "said"),
+    [
+        ("pt", {"online": True}, "nothing was tuned: no zenflow optimizer took a step; in a plain loop make one: "),
+        ("ptz", {"online": True}, "nothing was tuned: no zenflow optimizer took a step; zenflow was imported"),
+        ("", {"schedule": "x"}, f"nothing was replayed: .* took a step; {re.escape(sitecustomize.NO_PYTHON)}"),
+        ("p", {"export_schedule": "x"}, f"no schedule was written: .* took a step; {sitecustomize.NO_TORCH}"),
+        ("pts", {"online": True}, ""),
+        ("ptc", {"preset": "best"}, ""),
+        ("pl", {}, ""),
+        ("plrt", {}, SENTENCE),
+    ],
+)
+def test_the_words(notes: str, asked: dict[str, object], said: str) -> None:
+    found = sitecustomize.missed(notes.encode(), asked)
+    assert found.count("\n") == (said != "")
+    assert re.match(said and f"(zftune: )?{said}", found)
+    assert (found == "") == (said == "")
+
+
 @pytest.mark.parametrize("name", SILENT)
 def test_it_is_not_said(folder: Path, name: str) -> None:
     words, code = SILENT[name]
@@ -105,7 +190,7 @@ def test_switched_off(folder: Path) -> None:
     assert run(folder, "plain.py", ZFTUNE_DISABLE="1").stderr == ""
 
 
-@pytest.mark.parametrize(("script", "times"), [("plain.py", 1), ("calls.py", 0)])
+@pytest.mark.parametrize(("script", "times"), by_day([("plain.py", 1)], all_of=[("plain.py", 1), ("calls.py", 0)]))
 def test_torchrun_says_it_for_its_ranks(folder: Path, script: str, times: int) -> None:
     done = run(folder, *TORCHRUN, script, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
@@ -113,8 +198,7 @@ def test_torchrun_says_it_for_its_ranks(folder: Path, script: str, times: int) -
 
 
 def test_the_line_that_it_names_works() -> None:
-    source = (agent.BOOTSTRAP / "sitecustomize.py").read_text()
-    line = source.partition("use one line: ")[2].partition("\\n")[0]
+    line = sitecustomize.missed(b"pt", {}).partition("use one line: ")[2]
     scope: dict[str, object] = {}
     exec("import torch, zenflow; model = torch.nn.Linear(2, 2)", scope)
     exec(line, scope)

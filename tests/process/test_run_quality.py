@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import upstream_ops, zygote
-from zftune.hiding.words import NOTHING_TO_HIDE_BEHIND
+from zftune.hiding import NOTHING_TO_HIDE_BEHIND
 
 SCRIPT = """
 import deepspeed, torch
@@ -33,9 +33,9 @@ CONFIG = {
 
 
 BACKEND = "zftune: backend zenflow, quality "
-EXACT = f"{BACKEND}exact: the weights are those of the plain optimizer; the knobs are the ds_config's"
+EXACT = f"{BACKEND}exact: the weights are those of the plain optimizer; the settings are the ds_config's"
 PUBLISHED = (
-    f"{BACKEND}published: updates of unimportant columns come late; the knobs are the default of this quality "
+    f"{BACKEND}published: updates of unimportant columns come late; the settings are the default of this quality "
     "(topk_ratio 0.1, update_interval 4, apply_lag 4, select_interval auto), since on a plain CPU there is nothing to "
     "plan"
 )

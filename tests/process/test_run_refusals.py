@@ -11,8 +11,8 @@ import pytest
 
 from tests import upstream_ops, zygote
 
-REFUSE = "from zftune.errors import BadInputError\ndef refuse(): raise BadInputError('stage is 9, allowed is 2')\n"
-SENTENCE = "zftune: stage is 9, allowed is 2\n"
+REFUSE = "from zftune.errors import BadInputError\ndef refuse(): raise BadInputError('stage is 9; it must be 2')\n"
+SENTENCE = "zftune: stage is 9; it must be 2\n"
 
 
 def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:

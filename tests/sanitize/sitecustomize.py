@@ -1,4 +1,4 @@
-"""Put on PYTHONPATH by `make sanitize`: every interpreter then loads `zenflow._native` from $ZENFLOW_NATIVE_FILE.
+"""Put on PYTHONPATH by `make sanitize`: every interpreter then loads `zenflow._native` from $SANITIZED_NATIVE_FILE.
 
 An editable install maps that name to its own build, ahead of sys.path, so a finder ahead of that one is needed.
 """
@@ -16,7 +16,7 @@ from types import ModuleType
 class SanitizedNative:
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        return spec_from_file_location(name, os.environ["ZENFLOW_NATIVE_FILE"]) if name == "zenflow._native" else None
+        return spec_from_file_location(name, os.environ["SANITIZED_NATIVE_FILE"]) if name == "zenflow._native" else None
 
 
 sys.meta_path.insert(0, SanitizedNative)

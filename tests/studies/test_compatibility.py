@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests import upstream_ops, zygote
-from tests.tiers import everything
+from tests.tiers import by_day, everything
 
 STUDY = Path(__file__).parents[2] / "studies" / "014-compatibility"
 GOOD = {
@@ -71,7 +71,7 @@ def test_every_combination_is_there_once(study: Any) -> None:
         assert all(one.config["zero_optimization"]["stage"] == 2 for one in tables[section])
     assert len(tables["idioms"]) == len(study.listing.NAMES) * (len(study.cells.SETTINGS) + 1)
     ranks = tables["ranks"]
-    assert len(ranks) == 2 * 3 * (2 * (2 * 2 + 4) + 1)
+    assert len(ranks) == 2 * 3 * (2 * (2 * 2 + 4) + 3)
     for one in ranks:
         assert one.ranks * one.config["train_micro_batch_size_per_gpu"] == study.training.ROWS
         assert one.config["gradient_accumulation_steps"] == one.passes
@@ -209,18 +209,19 @@ def test_cells_that_train_are_refused_fail_and_hang(study: Any, tmp_path: Path) 
         cell(study, "settings", "stage 3, weights on NVMe"),
         cell(study, "ZenFlow", "Conv2d", "plain"),
         replace(cell(study, "ZeRO-Offload", "two ranks"), limit_s=0.01),
-        replace(study.cells.quick()["ranks"][0], tries=2),
+        *by_day([], all_of=[replace(study.cells.quick()["ranks"][0], tries=2)]),
     ]
     said: list[str] = []
     figures = study.run.tried(table, said.append, tmp_path)
     found = [study.judging.verdict(one, figures[one.name]) for one in table]
-    assert [one.word for one in found] == ["trains", "refused", "fails", "fails", "trains"]
-    assert found[1].note.startswith('zero_optimization.offload_param.device is "nvme", allowed are "none" and "cpu"')
+    assert [one.word for one in found] == ["trains", "refused", "fails", "fails", *by_day([], all_of=["trains"])]
+    assert found[1].note.startswith('zero_optimization.offload_param.device is "nvme"; it must be "none" or "cpu"')
     assert found[3].note == "no answer within 0 s"
-    first, second = figures[table[4].name]["tries"]
-    assert first["held"] == 0.5
-    assert {**first, "seconds": 0} == {**second, "seconds": 0}
     assert len(said) == len(table)
+    for of_ranks in table[4:]:
+        first, second = figures[of_ranks.name]["tries"]
+        assert first["held"] == 0.5
+        assert {**first, "seconds": 0} == {**second, "seconds": 0}
 
 
 @pytest.mark.skipif(not everything(), reason="before a release: two more trainings with DeepSpeed")

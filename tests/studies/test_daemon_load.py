@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from tests.studies.test_studies import STUDIES, load
+from tests.tiers import by_day
 from tests.zftune.daemon.conftest import folder
 from tests.zftune.daemon.daemons import COMMAND, serving
 from zftune.daemon import PROTOCOL
-from zftune.daemon.client import DaemonClient
-from zftune.daemon.wire import Report, decode
+from zftune.daemon.client.http import DaemonClient
+from zftune.daemon.protocol.codec import decode
+from zftune.daemon.protocol.messages import Report
 
 __all__ = ["folder"]
 
@@ -29,7 +31,7 @@ def study(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("simulated", None)
 
 
-@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("single", by_day([False], all_of=[False, True]))
 def test_every_decision_is_carried_out(study: Any, folder: Path, single: bool) -> None:
     counts = study.Counts()
     with serving(folder, module=COMMAND) as daemon, ExitStack() as stack:

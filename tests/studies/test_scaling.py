@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.studies.test_studies import STUDIES, load
-from zftune.planner.facts import Job, Machine, ModelFacts
+from zftune.planner.model import Job, Machine, ModelFacts
 from zftune.planner.split import split_of
 
 

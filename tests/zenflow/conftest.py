@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.zenflow import simulated_process
 from tests.zenflow.cases import Make
 from tests.zenflow.family_cases import OURS
 from tests.zenflow.host_calls import Calls
@@ -90,6 +91,31 @@ def nothing_compiled() -> Iterator[None]:
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is not None:
         dynamo.counters.clear()
+
+
+@pytest.fixture
+def gpu() -> None:
+    """Of a test marked `simulated_cuda`: the `SimulatedCuda` that its process makes."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Send a test marked `simulated_cuda` to the process of the simulated device."""
+    mark = pyfuncitem.get_closest_marker("simulated_cuda")
+    if mark is None:
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    arguments = {name: pyfuncitem.funcargs[name] for name in names if name != "gpu"}
+    owner = "" if pyfuncitem.cls is None else f"{pyfuncitem.cls.__name__}."
+    name = f"{owner}{pyfuncitem.originalname}"
+    simulated_process.call(pyfuncitem.module.__name__, name, arguments, mark.kwargs)
+    return True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _the_simulated_device_ends_with_the_session() -> Iterator[None]:
+    yield
+    simulated_process.end()
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.device import Device
 from zenflow.host.native import NativeBackend
 
-SURFACES_S = 1.0  # from a fault to the exception in the training thread
 SOON_S = 30.0  # a hang, on however busy a machine
 ROWS, COLUMNS, WEIGHTS = 40, 30, 4
 ALL_DEFERRED: dict[str, Any] = {"topk_ratio": 0.0, "host_threads": 1}

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.tiers import by_day
 from tests.zenflow.family_cases import OURS
-from zenflow import ZenFlowConfig, ZenFlowOptimizer
+from zenflow import Partition, ZenFlowConfig, ZenFlowOptimizer
 from zenflow.device import Device
 
-STEPS, BATCH, LENGTH, VOCABULARY, WIDTH = 11, 8, 6, 31, 10
+STEPS = by_day(9, all_of=11)
+BATCH, LENGTH, VOCABULARY, WIDTH = 8, 6, 31, 10
 
 
 class Block(nn.Module):
@@ -77,6 +79,8 @@ class Case:
     """What is set before a step."""
     dtype: torch.dtype = torch.float32
     replicas: int = 1
+    partitioned: bool = False
+    """Each rank has all of the weights and the state of its rows; else FSDP2 has them."""
 
 
 EXACT = ZenFlowConfig.zero_offload(bucket_bytes=700, max_grad_norm=0.5)
@@ -115,6 +119,12 @@ CASES = {
     **{rule: Case(CLIPPED, rule=rule) for rule in OURS if rule != "adamw"},
 }
 """Those in which ranks are compared with one process."""
+PARTITIONED = ", partitioned"
+CASES |= {
+    f"{name}{PARTITIONED}": replace(case, partitioned=True)
+    for name, case in CASES.items()
+    if name != "clipped by torch"
+}
 
 
 def tokens_of(step: int, number: int) -> Tensor:
@@ -157,7 +167,13 @@ class Run:
         self.case, self.model, self._part = case, model, part
         self._fsdp: Any = model if hasattr(model, "set_requires_gradient_sync") else None
         self.optimizer: ZenFlowOptimizer = OURS[case.rule](
-            model.parameters(), lr=1e-2, weight_decay=0.1, config=case.config, module=model, device=device
+            model.parameters(),
+            lr=1e-2,
+            weight_decay=0.1,
+            config=case.config,
+            module=model,
+            device=device,
+            partition=Partition() if case.partitioned else None,
         )
         self._scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2, enabled=case.scaler)
         self.norms: list[float] = []
@@ -240,7 +256,7 @@ def my_part(rank: int) -> slice:
 
 def together(case: Case, rank: int) -> dict[str, Any]:
     """One rank of several."""
-    model = sharded(model_of(case.dtype), replicas=case.replicas)
+    model = model_of(case.dtype) if case.partitioned else sharded(model_of(case.dtype), replicas=case.replicas)
     return Run(case, model, my_part(rank)).steps(1, STEPS).found()
 
 

@@ -1,7 +1,8 @@
-"""What goes wrong on one rank of several over FSDP2, and what each of them is told."""
+"""What goes wrong on one rank of several that have rows, and what each of them is told."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 from tests.zenflow.fsdp_cases import EXACT, Case, Run, model_of, my_part, sharded
 from zenflow import HostMemoryError, ZenFlowConfig
 from zenflow.host.native import NativeBackend
-from zenflow.late_weights import Flight, LateWeights
+from zenflow.late_weights import LateWeights, PendingUpdate
 from zenflow.staging import ColumnStager
 
 AT, STEPS, RANK = 4, 7, 1
@@ -53,11 +54,20 @@ FAULTS: dict[str, Callable[[Run, pytest.MonkeyPatch], None]] = {
 }
 
 
+TOLD_BY_STEP = ("host that fails", "step that fails half-way")
+"""Faults that have nothing to do with how gradients come."""
+
+
 def failing(
-    fault: Callable[[Run, pytest.MonkeyPatch], None], rank: int, config: ZenFlowConfig = EXACT
+    fault: Callable[[Run, pytest.MonkeyPatch], None],
+    rank: int,
+    config: ZenFlowConfig = EXACT,
+    *,
+    partitioned: bool = False,
 ) -> dict[str, Any]:
     """By step what this rank was told, and then by `flush` and `state_dict`; and the weights after each step."""
-    run = Run(Case(config), sharded(model_of()), my_part(rank))
+    model = model_of() if partitioned else sharded(model_of())
+    run = Run(Case(config, partitioned=partitioned), model, my_part(rank))
     told: dict[str, str] = {}
     weights = []
     with pytest.MonkeyPatch.context() as patch:
@@ -87,7 +97,7 @@ def failing_late(rank: int) -> dict[str, Any]:
     late: list[bool] = []
     leave = LateWeights.leave
 
-    def noted(waits: LateWeights, flight: Flight) -> bool:
+    def noted(waits: LateWeights, flight: PendingUpdate) -> bool:
         late.append(leave(waits, flight))
         return late[-1]
 
@@ -109,8 +119,24 @@ def not_finite(rank: int) -> dict[str, Any]:
     return {"weights": weights}
 
 
+def let_go_alone(rank: int) -> dict[str, Any]:
+    """Weights of ranks that have whole ones, of which one gives its optimizer up, before and after."""
+    case = Case(replace(EXACT, update_interval=4, topk_ratio=0.3, overlap_step=True), partitioned=True)
+    run = Run(case, model_of(), my_part(rank)).steps(1, AT + 1)
+    pending, before = run.optimizer._training.pending_steps, run.weights()
+    if rank == RANK:
+        del run.optimizer
+        gc.collect()
+    torch.distributed.barrier()  # which would not end if that rank asked for the others' rows
+    if rank != RANK:
+        run.optimizer.abandon()
+    return {"weights": [before, run.weights()], "pending": pending}
+
+
 WORK: dict[str, Callable[[int], Any]] = {
     **{name: partial(failing, fault) for name, fault in FAULTS.items()},
+    **{f"{name}, partitioned": partial(failing, FAULTS[name], partitioned=True) for name in TOLD_BY_STEP},
+    "let go alone": let_go_alone,
     "late": failing_late,
     "not finite": not_finite,
 }

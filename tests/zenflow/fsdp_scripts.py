@@ -18,7 +18,6 @@ from tests.tiers import by_day, everything
 from tests.zenflow.fsdp_cases import (
     EXACT,
     OVERLAPPED,
-    STEPS,
     Case,
     Odd,
     Run,
@@ -33,9 +32,10 @@ from tests.zenflow.fsdp_cases import (
 from zenflow import ZenFlowAdamW
 from zenflow.device import in_backward
 from zenflow.host.memory import HostMemory
-from zenflow.late_weights import Flight, LateWeights
+from zenflow.late_weights import LateWeights, PendingUpdate
 from zenflow.staging import ColumnStager
 
+STEPS = by_day(7, all_of=11)
 HYPER: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 Script = Callable[[Odd, Make], Iterator[object]]
@@ -178,6 +178,22 @@ def _handed_on(model: Odd, make: Make) -> Iterator[object]:
     yield [place == places[0] for place in places]
 
 
+def _held(model: Odd, make: Make) -> Iterator[object]:
+    """Storages of rows are held from one step to the next and read by themselves."""
+    storages: list[Any] = []
+    read: list[Tensor] = []
+
+    def hold(number: int) -> None:
+        if not storages and number % 3 == 0:
+            storages.extend(local(parameter.detach()).untyped_storage() for parameter in model.parameters())
+        elif storages:
+            read.extend(torch.empty(0).set_(one).clone() for one in storages)
+            storages.clear()
+
+    _trained(model, make, hold)
+    yield read
+
+
 def _accelerated(model: Odd, make: Make) -> Iterator[object]:
     """Accelerate shards the model, swaps the optimizer's parameters, and clips."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -231,9 +247,12 @@ SCRIPTS: dict[str, Script] = {
     "gathered": _gathered,
     "mixed": _mixed,
     "handed on": _handed_on,
+    "held": _held,
     "accelerated": _accelerated,
 }
-TRIED = by_day(["average", "clamped", "swapped", "evaluated", "gathered", "mixed", "handed on"], all_of=list(SCRIPTS))
+TRIED = by_day(
+    ["average", "clamped", "swapped", "evaluated", "gathered", "mixed", "handed on", "held"], all_of=list(SCRIPTS)
+)
 UNSHARDED = (_swapped, _mixed, _accelerated)
 """Those that shard the model themselves."""
 
@@ -265,7 +284,7 @@ def _noted_late() -> Iterator[Counter[str]]:
     found: Counter[str] = Counter()
     leave, unshard = LateWeights.leave, FSDPModule.unshard
 
-    def noted(waits: LateWeights, flight: Flight) -> bool:
+    def noted(waits: LateWeights, flight: PendingUpdate) -> bool:
         left = leave(waits, flight)
         found["left"] += left
         return left

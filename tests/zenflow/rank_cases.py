@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from tests.zenflow.sharded_cases import what_is_said
-from zenflow import CpuDevice, EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig, ranks
-from zenflow.errors import HostMemoryError
+from zenflow import CpuDevice, EmulatedAccelerator, Partition, Rig, ZenFlowAdamW, ZenFlowConfig, ranks
+from zenflow.errors import HostMemoryError, UnsupportedError
 from zenflow.host import limits, memory
 from zenflow.ranks import Ranks
 
@@ -42,9 +42,13 @@ def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], part: sl
     return loss
 
 
-def _train(config: ZenFlowConfig, dtype: torch.dtype, part: slice, seed: int) -> dict[str, Any]:
+def _train(
+    config: ZenFlowConfig, dtype: torch.dtype, part: slice, seed: int, partition: Partition | None = None
+) -> dict[str, Any]:
     model = model_of(seed, dtype)
-    optimizer = ZenFlowAdamW(model.parameters(), lr=1e-2, weight_decay=0.1, config=config, module=model)
+    optimizer = ZenFlowAdamW(
+        model.parameters(), lr=1e-2, weight_decay=0.1, config=config, module=model, partition=partition
+    )
     norms = []
     for step, batch in enumerate(batches_of(dtype)):
         optimizer.zero_grad()
@@ -78,7 +82,7 @@ def _on_rigs(rank: int) -> dict[str, Any]:
         optimizer.step()
     step_ms = [one.step_ms for one in optimizer.history(wait=True)]
     optimizer.close()
-    buckets = [sum(one.nbytes for one in bucket) for bucket in ranks._buckets(model.parameters(), EXACT.bucket_bytes)]
+    buckets = [sum(one.nbytes for one in bucket) for bucket in ranks.buckets(model.parameters(), EXACT.bucket_bytes)]
     device.close()
     return {"step_ms": step_ms, "buckets": buckets, "weights": model.state_dict()}
 
@@ -93,18 +97,20 @@ AUTO = ZenFlowConfig(topk_ratio=0.3, update_interval="auto", select_interval="au
 
 
 CONFIGS = {"exact": EXACT, "overlapped": OVERLAPPED, "auto": AUTO}
+PARTITIONED = ("exact", "overlapped")
 
 
 class _Half:
     """A rank's part of every batch; its own beginning, which must not count."""
 
-    def __init__(self, config: ZenFlowConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ZenFlowConfig, dtype: torch.dtype, partition: Partition | None = None) -> None:
         self.config = config
         self.dtype = dtype
+        self.partition = partition
 
     def __call__(self, rank: int) -> dict[str, Any]:
         half = BATCH // RANKS
-        return _train(self.config, self.dtype, slice(rank * half, (rank + 1) * half), seed=rank)
+        return _train(self.config, self.dtype, slice(rank * half, (rank + 1) * half), rank, self.partition)
 
 
 def _overflow_on_one(rank: int) -> dict[str, Any]:
@@ -215,7 +221,7 @@ def _large_gradients(rank: int) -> dict[str, Any]:
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in sizes]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 40_000.0 + 8_000.0 * rank)
-    found = Ranks.of(OVERLAPPED, sharded=False)
+    found = Ranks.of(OVERLAPPED)
     assert found is not None
     found.reduce(parameters, CpuDevice())
     return {"gradients": [parameter.grad for parameter in parameters]}
@@ -232,6 +238,20 @@ def _frozen(rank: int) -> dict[str, Any]:
         optimizer.step()
     optimizer.close()
     return {"trained": trained.detach(), "base": base.detach(), "packed": packed.detach()}
+
+
+def _sparse_on_one(rank: int) -> dict[str, Any]:
+    """What each of two that share out the state is told of a gradient that is sparse on the second alone."""
+    model = nn.Embedding(5, 4, sparse=rank == 1)
+    optimizer = ZenFlowAdamW(model.parameters(), config=EXACT, module=model, partition=Partition())
+    model(torch.tensor([1, 2])).sum().backward()
+    said = ""
+    try:
+        optimizer.step()
+    except UnsupportedError as error:
+        said = str(error)
+    optimizer.abandon()
+    return {"said": said}
 
 
 def _averaged_before_the_step(rank: int) -> dict[str, Any]:
@@ -277,12 +297,12 @@ def _under_ddp(rank: int) -> dict[str, Any]:
     """The model of which DDP averages, the same by hand, and how often this runtime has averaged."""
     half = BATCH // RANKS
     found: dict[str, Any] = {"sums": []}
-    for averages in (True, False):
-        model = nn.Linear(13, 7) if averages else nn.parallel.DistributedDataParallel(nn.Linear(13, 7))
+    for name, partition in (("ours", None), ("ddp", None), ("ddp, partitioned", Partition())):
+        model = nn.Linear(13, 7) if name == "ours" else nn.parallel.DistributedDataParallel(nn.Linear(13, 7))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
-        optimizer = ZenFlowAdamW(model.parameters(), lr=1e-2, config=OVERLAPPED, module=model)
+        optimizer = ZenFlowAdamW(model.parameters(), lr=1e-2, config=OVERLAPPED, module=model, partition=partition)
         sums = 0
         with pytest.MonkeyPatch.context() as patch:
             whole = ranks._Sum
@@ -300,17 +320,19 @@ def _under_ddp(rank: int) -> dict[str, Any]:
                 optimizer.step()
         optimizer.close()
         found["sums"].append(sums)
-        found["ours" if averages else "ddp"] = [parameter.detach().clone() for parameter in model.parameters()]
+        found[name] = [parameter.detach().clone() for parameter in model.parameters()]
     return found
 
 
 WORK: dict[str, Callable[[int], Any]] = {
     **{name: _Half(config, torch.float32) for name, config in CONFIGS.items()},
+    **{f"{name}, partitioned": _Half(CONFIGS[name], torch.float32, Partition()) for name in PARTITIONED},
     "bf16": _Half(OVERLAPPED, torch.bfloat16),
     "overflow": _overflow_on_one,
     "masters": _given_masters,
     "large": _large_gradients,
     "frozen": _frozen,
+    "sparse": _sparse_on_one,
     "early": _averaged_before_the_step,
     "rigs": _on_rigs,
     "ddp": _under_ddp,

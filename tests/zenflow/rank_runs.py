@@ -19,11 +19,17 @@ Results = list[dict[str, Any]]
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = timedelta(seconds=60)
-"""After which a rank gives up the others."""
+"""After which a rank gives up the others, unless more is asked for."""
 
 
 def results_of_ranks(
-    folder: Path, module: str, names: Sequence[str], ranks: int, *, with_accelerate: bool = False
+    folder: Path,
+    module: str,
+    names: Sequence[str],
+    ranks: int,
+    *,
+    with_accelerate: bool = False,
+    patience_s: float = TIMEOUT.total_seconds(),
 ) -> Results:
     """What each rank finds.
 
@@ -33,12 +39,14 @@ def results_of_ranks(
         names: of the work, in order.
         ranks: how many.
         with_accelerate: their work imports Accelerate, and with it all that it finds; torch alone is there sooner.
+        patience_s: after which a rank gives up the others; all of it may take twice as long.
     """
     # All are forked by the first, and all are one script: they wait for each other.
     script = f"""
-import os
+import importlib, os
 import torch._dynamo  # which a first step imports
 from tests.zenflow.rank_runs import take_part
+importlib.import_module({module!r})  # once, not by each rank
 others = []
 rank = 0
 for other in range(1, {ranks}):
@@ -47,26 +55,30 @@ for other in range(1, {ranks}):
         rank = other
         break
     others.append(process)
-take_part(rank, {ranks}, {str(folder)!r}, {module!r}, {tuple(names)!r})
+take_part(rank, {ranks}, {str(folder)!r}, {module!r}, {tuple(names)!r}, {patience_s})
 if not rank:
     print(*(os.waitpid(process, 0)[1] for process in others))
 """
     environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
     if with_accelerate:
-        done = zygote.run(["-c", script], env=environment, cwd=ROOT)
+        done = zygote.run(["-c", script], env=environment, cwd=ROOT, timeout=2 * patience_s)
     else:
-        done = forked.run(script, environment=environment, warnings="default")
+        done = forked.run(script, environment=environment, warnings="default", timeout_s=2 * patience_s)
     printed = done.stdout.splitlines()  # some torch releases tell of their connections there
     assert (done.returncode, printed[-1:]) == (0, [" ".join(["0"] * (ranks - 1))]), done.stderr
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
-def take_part(rank: int, ranks: int, folder: str, module: str, names: Sequence[str]) -> None:
+def take_part(rank: int, ranks: int, folder: str, module: str, names: Sequence[str], patience_s: float) -> None:
     """The work of one rank."""
     torch.set_num_threads(1)
     here, work = Path(folder), importlib.import_module(module).WORK
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{here / 'store'}", rank=rank, world_size=ranks, timeout=TIMEOUT
+        "gloo",
+        init_method=f"file://{here / 'store'}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=patience_s),
     )
     results = {}
     for name in names:

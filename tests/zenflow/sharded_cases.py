@@ -13,25 +13,25 @@ from zenflow import UnsupportedError, ZenFlowAdamW
 
 CPU = torch.device("cpu")
 ALLOWED = (
-    r", allowed are parameters of fully_shard \(FSDP2\), and whole ones that all ranks have alike, as under "
+    r"; it must be one of fully_shard \(FSDP2\), or whole and the same on all ranks, as under "
     "DistributedDataParallel"
 )
 FSDP1 = r"a parameter of shape \([0-9, ]+\) is a part of torch's FullyShardedDataParallel \(FSDP1\)" + ALLOWED
 ZERO3 = r"a parameter of shape \(20, 13\) is partitioned by DeepSpeed's ZeRO stage 3" + ALLOWED
 PLACED = (
-    r"a parameter of shape \(\d+, 1\d\) is a DTensor \({placements} over {ranks} ranks\), allowed is fully_shard "
-    r"\(FSDP2\) by rows over all {ranks} ranks, with replicas \(HSDP\) or without"
+    r"a parameter of shape \(\d+, 1\d\) is a DTensor \({placements} over {ranks} ranks\); it must be sharded by "
+    r"fully_shard \(FSDP2\), by rows over all {ranks} ranks, with replicas \(HSDP\) or without"
 )
 REPLICATED = PLACED.replace("{placements}", r"Replicate\(\)")
 COLUMNS = PLACED.replace("{placements}", r"Shard\(dim=1\)")
 MIXED = (
-    r"a parameter of shape \(6, 20\) is whole and others are sharded, allowed are parameters of one fully_shard "
-    r"\(FSDP2\) or whole ones; what is frozen may be either|a parameter of shape \(20, 13\) is a DTensor "
-    r"\(Shard\(dim=0\) over {ranks} ranks\) and others of the optimizer are whole, allowed is fully_shard\(\) of the "
+    r"a parameter of shape \(6, 20\) is whole and others are sharded; all must be sharded by one fully_shard "
+    r"\(FSDP2\) or all whole \(a frozen one may be either\)|a parameter of shape \(20, 13\) is a DTensor "
+    r"\(Shard\(dim=0\) over {ranks} ranks\) and others of the optimizer are whole: call fully_shard\(\) on the "
     "model before the optimizer is made"
 )
 ELSEWHERE = (
-    r"a parameter of shape \(20, 13\) is on meta and its mesh on cpu, allowed are rows on the mesh's device, or on the "
+    r"a parameter of shape \(20, 13\) is on meta and its mesh on cpu; it must be on the mesh's device, or on the "
     r"host \(CPUOffloadPolicy\)"
 )
 

@@ -23,8 +23,8 @@ from zenflow.layout import WeightPlan, plan_model
 from zenflow.rig import Rig
 from zenflow.rules import RULES
 from zenflow.runtime import make_runtime
-from zenflow.staging import ColumnStager, Staged, StagingRoom
-from zenflow.standin import StandIn
+from zenflow.staging import ColumnStager, Staged
+from zenflow.standin import GradientPlaceholder
 from zenflow.streaming import Streamer
 
 ALL = 1 << 30
@@ -83,12 +83,17 @@ class Streams:
     ) -> None:
         rng = random.Random(seed)
         config = ZenFlowConfig(
-            topk_ratio=0.3, offload_ratio=0.9, update_interval=window, bucket_bytes=64, host_threads=1
+            topk_ratio=0.3,
+            offload_ratio=0.9,
+            update_interval=window,
+            bucket_bytes=64,
+            staging_bytes=room_bytes,
+            host_threads=1,
         )
         self.device = device_of(device, gbps=gbps)
         self.history = History(self.device)
         self.runtime = make_runtime(self.device, RULES["adamw"], config, self.history)
-        self.room = StagingRoom(self.device, self.history, room_bytes)
+        self.room = self.runtime.room
         self.streamer = Streamer(least)
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self.parameters = [parameter for _, parameter in named]
@@ -98,7 +103,7 @@ class Streams:
         self.stagers: dict[nn.Parameter, CountingStager] = {}
         for (name, parameter), plan in zip(named, plans, strict=True):
             weight = self.weights[parameter] = self._weight(rng, name, parameter, plan)
-            self.stagers[parameter] = CountingStager(self.runtime, self.room, weight)
+            self.stagers[parameter] = CountingStager(self.runtime, weight)
             if streams:
                 self.streamer.stream(parameter, self.stagers[parameter])
 
@@ -136,9 +141,9 @@ class Streams:
             staged = self.streamer.staged(parameter)
             gradient = parameter.grad
             if staged is not None:
-                assert isinstance(gradient, StandIn)
+                assert isinstance(gradient, GradientPlaceholder)
                 gradient = self._logged(parameter, staged)
-            assert not isinstance(gradient, StandIn)
+            assert not isinstance(gradient, GradientPlaceholder)
             gradients.append(None if gradient is None else gradient.detach().clone())
         self.streamer.hand_over()
         return gradients

@@ -300,5 +300,5 @@ def test_the_lag_of_an_auto_window_may_be_as_long_as_it() -> None:
     assert (
         ZenFlowConfig(update_interval="auto", max_update_interval=5, apply_lag=5).resolved().update_interval == "auto"
     )
-    with pytest.raises(ConfigError, match=r"apply_lag is 6, allowed is .*max_update_interval \(5\)"):
+    with pytest.raises(ConfigError, match=r"apply_lag is 6; it must be .*max_update_interval \(5\)"):
         ZenFlowConfig(update_interval="auto", max_update_interval=5, apply_lag=6)

@@ -122,14 +122,14 @@ def test_too_much_memory_is_a_memory_error_with_the_bytes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"elements": 0}, "elements is 0, allowed is an integer from 1 to"),
-        ({"elements": 1.5}, "elements is 1.5, allowed"),
-        ({"elements": True}, "elements is True, allowed"),
-        ({"update_interval": 0}, "update_interval is 0, allowed"),
-        ({"gradient_bytes": 3}, "gradient_bytes is 3, allowed is 2 or 4"),
-        ({"threads": 0}, "threads is 0, allowed"),
-        ({"threads": "all"}, "threads is 'all', allowed"),
-        ({"repeats": -1}, "repeats is -1, allowed"),
+        ({"elements": 0}, "elements is 0; it must be an integer from 1 to"),
+        ({"elements": 1.5}, "elements is 1.5; it must be"),
+        ({"elements": True}, "elements is True; it must be"),
+        ({"update_interval": 0}, "update_interval is 0; it must be"),
+        ({"gradient_bytes": 3}, "gradient_bytes is 3; it must be 2 or 4"),
+        ({"threads": 0}, "threads is 0; it must be"),
+        ({"threads": "all"}, "threads is 'all'; it must be"),
+        ({"repeats": -1}, "repeats is -1; it must be"),
     ],
 )
 def test_bad_arguments_are_one_sentence(arguments: dict[str, object], sentence: str) -> None:
@@ -139,6 +139,7 @@ def test_bad_arguments_are_one_sentence(arguments: dict[str, object], sentence: 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.skipif("libtsan" in os.environ.get("LD_PRELOAD", ""), reason="ThreadSanitizer needs memory itself")
 def test_threads_that_cannot_be_started() -> None:
     # Room for some of the stacks, not for all: those that did start must be let go, and nothing may hang.
     script = """

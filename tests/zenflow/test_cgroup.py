@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.zenflow.machine import Machine
-from zenflow.host.cgroup import as_int, cgroups, read_int, read_text
+from zenflow.host.limits import as_int, cgroups, read_int, read_text
 
 
 @pytest.fixture

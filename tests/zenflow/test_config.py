@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+import zenflow
+from tests.seeds import fresh_seeds
 from zenflow import ConfigError, ZenFlowConfig
 
 SHARE = "a number from 0 to 1"
@@ -46,7 +49,23 @@ BAD: list[tuple[str, list[Any], str]] = [
 def test_a_bad_value_is_named_with_what_is_allowed(field: str, value: Any, allowed: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ZenFlowConfig(**{field: value})
-    assert str(caught.value) == f"{field} is {value!r}, allowed is {allowed}"
+    assert str(caught.value).partition("; did you mean")[0] == f"{field} is {value!r}; it must be {allowed}"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "meant"),
+    [
+        ("select_strategy", "epocs", "epoch"),
+        ("update_interval", "atuo", "auto"),
+        ("pipeline", "buket", "bucket"),
+        ("deferred_update", "repaly", "replay"),
+    ],
+)
+def test_a_misspelt_value_is_answered_with_the_near_one(field: str, value: Any, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"; did you mean {meant}$"):
+        ZenFlowConfig(**{field: value})
+    with pytest.raises(ConfigError, match=r'"bucket" or "none"$'):
+        ZenFlowConfig(pipeline="streamed")  # type: ignore[arg-type]
 
 
 def test_every_field_has_bad_values_above() -> None:
@@ -69,7 +88,7 @@ def test_ends_of_the_ranges_are_allowed() -> None:
 
 def test_replace_checks_again() -> None:
     config = ZenFlowConfig(update_interval=4, apply_lag=4)
-    with pytest.raises(ConfigError, match=r"apply_lag is 4, allowed is an integer from 1 to update_interval \(2\)"):
+    with pytest.raises(ConfigError, match=r"apply_lag is 4; it must be an integer from 1 to update_interval \(2\)"):
         replace(config, update_interval=2)
 
 
@@ -151,19 +170,22 @@ def test_gradient_clipping(clipping: Any, norm: float | None) -> None:
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (ds({"topk": 0.1}), "zero_optimization.zenflow.topk is 0.1, allowed are the fields apply_lag, auto_ratio"),
-        (ds({"offload_ratio": 0.1}), "zero_optimization.zenflow.offload_ratio is 0.1, allowed are the fields"),
-        (ds({"topk_ratio": 2}), "topk_ratio is 2, allowed is a number from 0 to 1"),
-        (ds({"select_strategy": "custom"}), "select_strategy is 'custom', allowed is"),
-        (ds([]), "zero_optimization.zenflow is [], allowed is a JSON object"),
-        (ds(offload="cpu"), "zero_optimization.offload_optimizer is 'cpu', allowed is a JSON object"),
-        (ds(offload={"device": "nvme"}), "zero_optimization.offload_optimizer.device is 'nvme', allowed is"),
+        (
+            ds({"topk": 0.1}),
+            "zero_optimization.zenflow.topk is 0.1; it must be left out: the fields are apply_lag, auto_ratio",
+        ),
+        (ds({"offload_ratio": 0.1}), "zero_optimization.zenflow.offload_ratio is 0.1; it must be left out: the fields"),
+        (ds({"topk_ratio": 2}), "topk_ratio is 2; it must be a number from 0 to 1"),
+        (ds({"select_strategy": "custom"}), "select_strategy is 'custom'; it must be"),
+        (ds([]), "zero_optimization.zenflow is []; it must be a JSON object"),
+        (ds(offload="cpu"), "zero_optimization.offload_optimizer is 'cpu'; it must be a JSON object"),
+        (ds(offload={"device": "nvme"}), "zero_optimization.offload_optimizer.device is 'nvme'; it must be"),
         (
             ds(offload={"device": "cpu", "ratio": 2}),
-            "zero_optimization.offload_optimizer.ratio is 2, allowed is a number",
+            "zero_optimization.offload_optimizer.ratio is 2; it must be a number",
         ),
-        ({"zero_optimization": 2}, "zero_optimization is 2, allowed is a JSON object"),
-        (ds({}, gradient_clipping=-1), "gradient_clipping is -1, allowed is a number > 0, or none"),
+        ({"zero_optimization": 2}, "zero_optimization is 2; it must be a JSON object"),
+        (ds({}, gradient_clipping=-1), "gradient_clipping is -1; it must be a number > 0, or none"),
     ],
 )
 def test_a_bad_ds_config_is_a_sentence(config: dict[str, Any], sentence: str) -> None:
@@ -194,13 +216,14 @@ def test_a_file_by_path_and_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, "allowed is a readable JSON file (No such file or directory)"),
-        (b"{", "allowed is a file of valid JSON"),
-        (b"", "allowed is a file that holds a JSON object"),
-        (b"\x7fELF\x02\x01\x01\x00\xff\xfe", "allowed is a file of valid JSON"),
-        (b"[1, 2]", "allowed is a file that holds a JSON object"),
-        (b"3", "allowed is a file that holds a JSON object"),
-        (b"null", "allowed is a file that holds a JSON object"),
+        (None, "No such file or directory"),
+        (b"{", "it is neither JSON (line 1, column 2: expecting"),
+        (b"", "it holds no JSON object"),
+        (b"\x7fELF\x02\x01\x01\x00\xff\xfe", "it is not UTF-8 text"),
+        (b"[1, 2]", "it holds no JSON object"),
+        (b"3", "it holds no JSON object"),
+        (b"null", "it holds no JSON object"),
+        (b'{"a": 1, "a": 2}', "a stands twice"),
     ],
 )
 def test_a_bad_file_is_a_sentence(content: bytes | None, sentence: str, tmp_path: Path) -> None:
@@ -209,11 +232,11 @@ def test_a_bad_file_is_a_sentence(content: bytes | None, sentence: str, tmp_path
         path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         ZenFlowConfig.from_ds_config(path)
-    assert str(caught.value).startswith(f"ds_config is '{path}', {sentence}")
+    assert str(caught.value).startswith(f"ds_config '{path}' cannot be read: {sentence}")
 
 
 def test_a_directory_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"allowed is a readable JSON file \(Is a directory\)"):
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         ZenFlowConfig.from_ds_config(tmp_path)
 
 
@@ -233,7 +256,7 @@ def test_the_longest_window_bounds_the_lag() -> None:
     config = ZenFlowConfig(update_interval="auto", max_update_interval=6)
     assert (config.longest_window, config.lag) == (6, 6)
     assert ZenFlowConfig(update_interval="auto", max_update_interval=6, apply_lag=6).lag == 6
-    with pytest.raises(ConfigError, match=r"apply_lag is 7, allowed is an integer from 1 to max_update_interval \(6\)"):
+    with pytest.raises(ConfigError, match=r"apply_lag is 7; it must be an integer from 1 to max_update_interval \(6\)"):
         ZenFlowConfig(update_interval="auto", max_update_interval=6, apply_lag=7)
     assert ZenFlowConfig(update_interval=3).longest_window == 3
     assert ZenFlowConfig(update_interval=3).lag == 3
@@ -247,13 +270,13 @@ def test_changed_replaces_live_knobs_and_checks_them() -> None:
     config = ZenFlowConfig(topk_ratio=0.1, update_interval=4, apply_lag=3)
     new = config.changed({"topk_ratio": 0.2, "update_interval": 8})
     assert (new.topk_ratio, new.update_interval, new.apply_lag) == (0.2, 8, 3)
-    with pytest.raises(ConfigError, match="apply_lag is 3, allowed is an integer from 1 to update_interval"):
+    with pytest.raises(ConfigError, match="apply_lag is 3; it must be an integer from 1 to update_interval"):
         config.changed({"update_interval": 2})
 
 
 @pytest.mark.parametrize("name", ["bucket_bytes", "full_warm_up_rounds", "steps_per_epoch", "ledger", "topk"])
 def test_what_cannot_change_while_it_trains_is_a_sentence(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is 1, allowed are changes of topk_ratio, select_interval"):
+    with pytest.raises(ConfigError, match=f"{name} cannot be changed while it trains: topk_ratio, select_interval"):
         ZenFlowConfig().changed({name: 1})
 
 
@@ -274,3 +297,37 @@ def test_epochs_become_steps(strategy: Any, interval: Any, per_epoch: int | None
     resolved = config.resolved()
     assert (resolved.select_interval, resolved.select_strategy) == (expected, "step")
     assert resolved.resolved() == resolved
+
+
+def drawn(rng: random.Random) -> ZenFlowConfig:
+    """Any knobs that a ds_config has a place for."""
+    update: Any = rng.choice([1, 2, 4, 7, "auto"])
+    return ZenFlowConfig(
+        topk_ratio=rng.choice([0.0, 0.05, 0.1, 1.0]),
+        select_interval=rng.choice(["auto", 8, 31]),
+        update_interval=update,
+        full_warm_up_rounds=rng.choice([0, 3]),
+        overlap_step=rng.random() < 0.5,
+        auto_ratio=rng.choice([0.99, 0.5]),
+        offload_ratio=rng.choice([1.0, 0.3]),
+        max_grad_norm=rng.choice([None, 1.0, 0.3]),
+        deferred_update=rng.choice(["replay", "mean"]),
+        apply_lag=rng.choice([None, 1]),
+        pipeline=rng.choice(["bucket", "none"]),
+        skip_nonfinite=rng.random() < 0.5,
+        host_threads=rng.choice([None, 3]),
+        gradient_accumulation_steps=rng.choice([1, 4]),
+    )
+
+
+@pytest.mark.parametrize("seed", fresh_seeds("ds_config of knobs", 1))
+def test_sections_of_a_ds_config_and_python_are_read_as_the_same_knobs(seed: int) -> None:
+    rng = random.Random(seed)
+    plain = [ZenFlowConfig(), ZenFlowConfig.zero_offload(), ZenFlowConfig.zero_offload(pipeline="bucket")]
+    for config in (*plain, *(drawn(rng) for _ in range(300))):
+        assert ZenFlowConfig.from_ds_config(json.loads(json.dumps(config.to_ds_config()))) == config
+        assert eval(config.to_python(), {"zenflow": zenflow}) == config
+    pipelined = ZenFlowConfig.zero_offload(pipeline="bucket").to_ds_config()
+    assert pipelined == {"gradient_clipping": 0.0, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    assert ZenFlowConfig.from_ds_config(ZenFlowConfig(offload_ratio=0.0).to_ds_config()).offload_ratio == 0
+    assert ZenFlowConfig(topk_ratio=0.05).to_python() == "zenflow.ZenFlowConfig(topk_ratio=0.05)"

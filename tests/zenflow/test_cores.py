@@ -281,15 +281,15 @@ def test_the_summary_names_each_step_that_lowered_the_number(machine: Machine) -
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"reserved_share": 1.5}, "reserved_share is 1.5, allowed is a number from 0 to 1"),
-        ({"reserved_share": math.nan}, "reserved_share is nan, allowed"),
-        ({"reserved_share": True}, "reserved_share is True, allowed"),
-        ({"reserved_share": "half"}, "reserved_share is 'half', allowed"),
-        ({"threads": 0}, "threads is 0, allowed is an integer from 1 to 4096"),
-        ({"threads": 4097}, "threads is 4097, allowed"),
-        ({"threads": True}, "threads is True, allowed"),
-        ({"threads": 2.0}, "threads is 2.0, allowed"),
-        ({"affinity": ()}, "affinity is (), allowed is at least one CPU number"),
+        ({"reserved_share": 1.5}, "reserved_share is 1.5; it must be a number from 0 to 1"),
+        ({"reserved_share": math.nan}, "reserved_share is nan; it must be"),
+        ({"reserved_share": True}, "reserved_share is True; it must be"),
+        ({"reserved_share": "half"}, "reserved_share is 'half'; it must be"),
+        ({"threads": 0}, "threads is 0; it must be an integer from 1 to 4096"),
+        ({"threads": 4097}, "threads is 4097; it must be"),
+        ({"threads": True}, "threads is True; it must be"),
+        ({"threads": 2.0}, "threads is 2.0; it must be"),
+        ({"affinity": ()}, "affinity is (); it must hold at least one CPU number"),
     ],
 )
 def test_bad_arguments_are_one_sentence(arguments: dict[str, Any], sentence: str) -> None:

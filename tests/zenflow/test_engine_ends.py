@@ -21,7 +21,7 @@ from torch import nn
 
 from tests.zenflow.engine_cases import (
     CONFIGS,
-    SURFACES_S,
+    SOON_S,
     Plain,
     engine_threads,
     every_thread_ends,
@@ -57,7 +57,7 @@ def test_ending_with_windows_in_the_queue() -> None:
     assert engine_threads() == 3
     before, began_s = plain.values(), time.monotonic()
     plain.optimizer.abandon()
-    assert time.monotonic() - began_s < SURFACES_S
+    assert time.monotonic() - began_s < SOON_S
     until(lambda: engine_threads() == 0 and os_threads() <= threads)
     assert all(torch.equal(a, b) for a, b in zip(before, plain.values(), strict=True))
     plain.optimizer.abandon()

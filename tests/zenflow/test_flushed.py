@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.tiers import by_day, combinations
 from tests.zenflow.script_cases import Setting, ours, setting, with_module
 from tests.zenflow.small import Stack, seeded, tokens_of
-from zenflow import ZenFlowAdamW
+from zenflow import ZenFlowAdamW, ZenFlowConfig
 
 STEPS = 10
 
@@ -154,3 +154,48 @@ def test_an_error_within_leaves_the_training_as_it_was(setting: Setting) -> None
         raise OSError("no room")
     assert same(weights_of(model), seen)
     optimizer.close()
+
+
+class Attending(nn.Module):
+    """Gives several weights to one function, of which one belongs to a layer that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(2, 5, 8, generator=generator)
+        found: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return found.square().mean()
+
+
+def test_weights_that_one_function_takes_together_are_all_given_back() -> None:
+    def made() -> tuple[nn.Module, ZenFlowAdamW]:
+        torch.manual_seed(3)
+        model = Attending()
+        config = ZenFlowConfig(topk_ratio=0.25, update_interval=4)
+        return model, ZenFlowAdamW(model.parameters(), lr=1e-2, config=config, module=model)
+
+    def go_on(model: nn.Module, optimizer: ZenFlowAdamW, last: int) -> list[float]:
+        losses = []
+        for step in range(optimizer.steps, last):
+            loss = model(step)
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    model, optimizer = made()
+    go_on(model, optimizer, 7)
+    with optimizer.flushed_weights() as steps:
+        assert steps
+        files = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    again, resumed = made()
+    again.load_state_dict(files[0])
+    resumed.load_state_dict(files[1])
+    assert go_on(again, resumed, 10) == go_on(model, optimizer, 10)
+    assert same(weights_of(again), weights_of(model))
+    for one in (optimizer, resumed):
+        one.close()

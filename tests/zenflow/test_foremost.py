@@ -14,8 +14,7 @@ from tests.zenflow.small import Stack, seeded
 from tests.zenflow.test_timeline import BACKWARD_MS, FORWARD_MS, Run, emulated
 from zenflow import CpuDevice, HostEngineError, ZenFlowConfig
 from zenflow.device import Transfer
-from zenflow.host.engine import HostEngine, Job
-from zenflow.host.foremost import Foremost
+from zenflow.host.engine import HostEngine, Job, ReadyFirst
 from zenflow.host.tasks import Task
 
 
@@ -116,7 +115,7 @@ def test_who_is_patient_waits_for_the_foremost(patient: bool) -> None:
         asked.append(len(left))
         return patient
 
-    foremost = Foremost(
+    foremost = ReadyFirst(
         jobs,
         last_arrives_first=True,
         patience=patience,
@@ -133,7 +132,7 @@ def test_what_cannot_be_asked_leaves_the_order_alone() -> None:
         raise RuntimeError("the device is lost")
 
     jobs = Jobs([Copy(), Copy(there=True)]).jobs
-    foremost = Foremost(jobs, last_arrives_first=True, patience=None, produced=broken, engine_works=lambda: True)
+    foremost = ReadyFirst(jobs, last_arrives_first=True, patience=None, produced=broken, engine_works=lambda: True)
     assert list(foremost) == jobs  # and whoever starts the first waits for its copy
 
 

@@ -1,4 +1,4 @@
-"""Over FSDP2 several ranks, each with its rows, train as one process does with the whole batch."""
+"""Several ranks, each with its rows (FSDP2) or state of them, train as one process does with the whole batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.tiers import everything
-from tests.zenflow.fsdp_cases import CASES, Odd, alone
+from tests.zenflow.fsdp_cases import CASES, PARTITIONED, Odd, alone
 from tests.zenflow.rank_runs import Results, results_of_ranks
 
 RANKS = (2, 4, 8) if everything() else (2, 4)
@@ -26,8 +26,12 @@ BEFORE_A_RELEASE = (
     "warm up",
 )
 BY_DAY = {
-    2: [name for name in CASES if name not in BEFORE_A_RELEASE],
-    4: ["exact", "clipped", "twin flow", "zeroed", "knobs"],  # what is new are uneven and empty shards
+    2: [
+        *(name for name in CASES if name not in BEFORE_A_RELEASE and not CASES[name].partitioned),
+        *(f"{name}, partitioned" for name in ("clipped", "scaled", "knobs")),
+    ],
+    # What is new are uneven and empty shards.
+    4: ["exact", "clipped", "zeroed", "exact, partitioned"],
 }
 
 
@@ -50,8 +54,9 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def by_one() -> dict[str, dict[str, Any]]:
     """What one process finds, by the name of the case."""
-    names = dict.fromkeys(name for size in RANKS for name in names_on(size))
-    return {name: alone(CASES[name]) for name in names}
+    names = dict.fromkeys(name.removesuffix(PARTITIONED) for size in RANKS for name in names_on(size))
+    found = {name: alone(CASES[name]) for name in names}
+    return found | {f"{name}{PARTITIONED}": one for name, one in found.items()}
 
 
 def require_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -68,10 +73,18 @@ def test_ranks_are_one_with_the_whole_batch(ranks: Results, by_one: dict[str, di
         assert not any(result[name]["unbalanced"] for result in ranks)
 
 
+def test_ranks_that_have_whole_parameters_have_the_same(ranks: Results) -> None:
+    for name in (name for name in names_on(len(ranks)) if CASES[name].partitioned):
+        for result in ranks[1:]:
+            for key, value in ranks[0][name]["weights"].items():
+                assert torch.equal(result[name]["weights"][key], value), f"{name}: {key}"
+
+
 def test_a_rank_has_its_share_of_the_bytes(ranks: Results, by_one: dict[str, dict[str, Any]]) -> None:
     """Over all ranks as many as one process has: nothing is held, sent or updated twice."""
     columns = sum(weight.shape[-1] for weight in Odd().parameters() if weight.dim() > 1)
-    for name in ("exact", "clipped"):
+    partitioned = "exact, partitioned" if len(ranks) == 4 else "clipped, partitioned"
+    for name in ("exact", "clipped", partitioned):
         expected = by_one[name]
         d2h_bytes = [result[name]["d2h_bytes"] for result in ranks]
         assert [sum(of_step) for of_step in zip(*d2h_bytes, strict=True)] == expected["d2h_bytes"]

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from tests import forked
 from tests.tiers import by_day
+from tests.zenflow.fsdp_cases import STEPS
 from tests.zenflow.fsdp_checkpoint_cases import (
     CASES,
     FOLDER,
@@ -59,7 +60,7 @@ def by_one(checkpoints: Path) -> dict[str, dict[str, Any]]:
         run = alone(name)
         if name == BY_ONE:
             assert [*save_at_stops(name, run, 1)] == [*STOPS]
-        found[name] = run.found() if name == BY_ONE else run.steps(1, 11).found()
+        found[name] = run.found() if name == BY_ONE else run.steps(1, STEPS).found()
     return found
 
 
@@ -160,23 +161,22 @@ def test_i3_of_one_process(by_one: dict[str, Any]) -> None:
 
 # --- refused and failed ----------------------------------------------------------------------------------------------
 
-ALLOWED = "allowed is a folder of zenflow.distributed.save()"
+ALLOWED = "zenflow.distributed.save() wrote"
 SAID = {
-    "foreign": "ConfigError: a parameter of shape (10, 10) is in the optimizer and not in the model, allowed are the "
-    "model's own",
+    "foreign": "ConfigError: a parameter of shape (10, 10) is in the optimizer and not in the model",
     "disk": "CheckpointError: the checkpoint {checkpoint} was not saved: OSError: [Errno 27] File too large",
-    "missing": f"CheckpointError: the checkpoint {{nowhere}} was not loaded: it is no checkpoint, {ALLOWED}",
+    "missing": f"CheckpointError: the checkpoint {{nowhere}} was not loaded: it is no checkpoint that {ALLOWED}",
     "other folder": "CheckpointError: the checkpoint {notes} was not saved: the folder holds something else than a "
-    "checkpoint, allowed is a new one",
-    "only a model": "CheckpointError: the checkpoint {plain} was not loaded: it holds no optimizer of zenflow, "
-    f"{ALLOWED}",
+    "checkpoint: choose a new folder",
+    "only a model": "CheckpointError: the checkpoint {plain} was not loaded: it holds no optimizer of zenflow: "
+    f"load a folder that {ALLOWED}",
     "__1_0.distcp": "CheckpointError: the checkpoint {checkpoint} was not loaded: EOFError",
     ".metadata": "CheckpointError: the checkpoint {checkpoint} was not loaded: UnpicklingError: pickle data was "
     "truncated",
     "another rule": "CheckpointError: the checkpoint {checkpoint} was not loaded: the state_dict is of the rule adamw, "
-    "allowed is sgd",
+    "the optimizer of sgd",
     "another model": "CheckpointError: the checkpoint {checkpoint} was not loaded: "
-    "optimizer.state.blocks.1.up.weight.master is [7, 10], allowed is [6, 10]: it is of another model",
+    "optimizer.state.blocks.1.up.weight.master is [7, 10], the parameter [6, 10]: it is of another model",
 }
 
 
@@ -276,7 +276,7 @@ def test_state_goes_to_torchs_adamw_and_comes_back(on_two: Results, on_four: Res
 def test_an_open_window_is_not_lost_without_a_word(on_four: Results) -> None:
     for results in on_four:
         found = results["in torch's words"]
-        assert found["pending"].startswith("ConfigError: torch_state() was asked for while updates are pending")
+        assert found["pending"].startswith("ConfigError: torch_state() was called while updates are pending")
         assert len(found["warned"]) == 1
         assert 'CheckpointError: state[1]["log"] has not the 2 parts of the open window' in found["open"]
         assert found["of one's own"].startswith("CheckpointError: the state_dict is of a ZenFlow optimizer")

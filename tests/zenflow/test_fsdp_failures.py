@@ -7,13 +7,15 @@ import re
 import pytest
 import torch
 
-from tests.zenflow.fsdp_failures import AT, FAULTS, RANK, WORK
+from tests.tiers import by_day
+from tests.zenflow.fsdp_failures import AT, FAULTS, RANK, TOLD_BY_STEP, WORK
 from tests.zenflow.rank_runs import Results, results_of_ranks
 
-RANKS = 3
-ELSEWHERE = rf"RankError: step {{step}} failed on 1 of {RANKS} ranks, which say why; it was skipped on all of them: .*"
+RANKS = by_day(2, all_of=3)
+ELSEWHERE = rf"RankError: step {{step}} failed on 1 of {RANKS} ranks, see their own messages; it was skipped on all .*"
 MISSING = (
-    rf"RankError: parameter blocks\.0\.up\.weight had a gradient on 2 of {RANKS} ranks at step {AT}, allowed is .*"
+    rf"RankError: parameter blocks\.0\.up\.weight had a gradient on {RANKS - 1} of {RANKS} ranks at step {AT}; "
+    "it must be .*"
 )
 
 # The step at which all are told, and what each is: a fault within a step is told with the next one's gradients.
@@ -24,6 +26,7 @@ TOLD = {
     "step that fails half-way": (AT + 2, "ValueError: something is wrong here", ELSEWHERE),
     "late": (AT + 2, r"HostEngineError: .* failed: a failure was injected", ELSEWHERE),
 }
+TOLD |= {f"{name}, partitioned": TOLD[name] for name in TOLD_BY_STEP}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +52,7 @@ def test_some_weights_were_late(ranks: Results) -> None:
     assert sum(result["late"]["late"] for result in ranks) > 0
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [*FAULTS, *(f"{name}, partitioned" for name in TOLD_BY_STEP)])
 def test_the_step_is_skipped_on_all_ranks(ranks: Results, name: str) -> None:
     """Nothing is deferred in these runs: what a step changes is seen at once."""
     weights = ranks[0][name]["weights"]
@@ -62,3 +65,10 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks: Results)
     assert all(torch.equal(before[key], skipped[key]) for key in before)
     assert all(bool(value.isfinite().all()) for value in after.values())
     assert any(not torch.equal(skipped[key], after[key]) for key in after)
+
+
+def test_a_rank_that_gives_up_its_optimizer_waits_for_nobody(ranks: Results) -> None:
+    for result in ranks:
+        assert result["let go alone"]["pending"]
+        before, after = result["let go alone"]["weights"]
+        assert all(torch.equal(before[key], after[key]) for key in before)

@@ -279,6 +279,6 @@ def test_simulated_ranks_repeat_to_the_last_digit(ranks: Results) -> None:
 def test_weights_on_the_host_are_refused(ranks: Results) -> None:
     for results in ranks:
         assert results["on the host"]["said"] == (
-            "the model's weights are on the host (CPUOffloadPolicy), allowed on a rig are weights on the device: it "
+            "the model's weights are on the host (CPUOffloadPolicy); on a rig they must be on the device: it "
             "has no times for FSDP2's copies"
         )

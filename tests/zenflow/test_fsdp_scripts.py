@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.zenflow.fsdp_cases import STEPS
-from tests.zenflow.fsdp_scripts import TRIED, WORK
+from tests.tiers import by_day
+from tests.zenflow.fsdp_scripts import STEPS, TRIED, WORK
 from tests.zenflow.rank_runs import Results, results_of_ranks
 
-RANKS = 3
+RANKS = by_day(2, all_of=3)
 
 
 @pytest.fixture(scope="module")

@@ -190,7 +190,7 @@ def test_a_parameter_without_an_update_begins_with_what_is_set(runs: Callable[..
     assert torch.equal(unused.detach(), value.bfloat16())
     assert torch.equal(optimizer.full_state(unused)["master"], value)
     optimizer.set_full_state(unused, "sum", state["sum"])
-    with pytest.raises(ConfigError, match="set before its first update, allowed is after it"):
+    with pytest.raises(ConfigError, match="set before its first update; it can be set afterwards"):
         optimizer.set_full_state(unused, "sum", value)
     unused.grad = torch.zeros_like(unused)
     run.step()
@@ -228,9 +228,9 @@ def test_what_others_wrote_to_the_weight_is_in_it(runs: Callable[..., Run]) -> N
 def test_what_is_not_allowed(runs: Callable[..., Run]) -> None:
     run = runs()
     weight = run.weights[0]
-    with pytest.raises(ConfigError, match="name is 'sum', allowed are master, exp_avg, exp_avg_sq"):
+    with pytest.raises(ConfigError, match="name is 'sum'; it must be master, exp_avg, exp_avg_sq"):
         run.optimizer.set_full_state(weight, "sum", torch.zeros(13, 7))
-    with pytest.raises(ConfigError, match="the value of exp_avg has 90 elements, allowed are 91"):
+    with pytest.raises(ConfigError, match="the value of exp_avg has 90 elements, the parameter 91"):
         run.optimizer.set_full_state(weight, "exp_avg", torch.zeros(90))
     with pytest.raises(ConfigError, match=r"of shape \(2, 2\) is not in the optimizer"):
         run.optimizer.full_state(nn.Parameter(torch.zeros(2, 2)))
@@ -298,5 +298,5 @@ def test_the_state_keeps_no_optimizer_alive() -> None:
     del optimizer
     gc.collect()
     assert gone() is None
-    with pytest.raises(Exception, match="the state of an optimizer was asked for that is gone"):
+    with pytest.raises(Exception, match="the state of an optimizer that is gone was requested"):
         view["exp_avg"]

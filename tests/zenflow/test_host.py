@@ -241,7 +241,7 @@ def test_after_the_end_step_is_a_sentence(end: str) -> None:
     getattr(optimizer, end)()
     getattr(optimizer, end)()
     optimizer.close()
-    with pytest.raises(ZenFlowError, match=r"step\(\) was called after close\(\), allowed is a new optimizer"):
+    with pytest.raises(ZenFlowError, match=r"step\(\) was called after close\(\): make a new optimizer"):
         optimizer.step()
 
 

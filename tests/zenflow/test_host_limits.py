@@ -178,7 +178,7 @@ def test_ranks_of_one_node_share_its_memory() -> None:
         first_fitting(ranks, "the log", "lower it")
     assert str(caught.value) == (
         f"the log needs {4 * GIB} bytes of host memory on a, up to {GIB} for each of its 4 ranks, available are "
-        f"{4 * GIB - 3} ({MACHINE}), allowed {GIB - 1} for each; lower it"
+        f"{4 * GIB - 3} ({MACHINE}), {GIB - 1} for each; lower it"
     )
 
 

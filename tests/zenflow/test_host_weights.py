@@ -85,7 +85,7 @@ def test_nothing_is_written_before_it_was_read(ranks: Results) -> None:
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_no_column_is_selected(ranks: Results) -> None:
     """Nor does a hook ask for gradients: FSDP2 would wait for each copy before it went on."""
-    allowed = "and the weights are on the host (CPUOffloadPolicy), allowed is 0: no column stays on cuda"
+    allowed = "and the weights are on the host (CPUOffloadPolicy); it must be 0: no column stays on cuda"
     for result in ranks:
         found = result["said"]
         assert found["said"] == [f"topk_ratio is {value} {allowed}" for value in (0.1, 0.25)]

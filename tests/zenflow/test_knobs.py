@@ -147,12 +147,12 @@ def test_the_step_that_set_knobs_returns() -> None:
 @pytest.mark.parametrize(
     ("knobs", "match"),
     [
-        ({"topk_ratio": 2}, "topk_ratio is 2, allowed is a number from 0 to 1"),
-        ({"bucket_bytes": 3}, "bucket_bytes is 3, allowed"),
-        ({"apply_lag": 5}, "apply_lag is 5, allowed"),
-        ({"update_interval": 2}, "apply_lag is 3, allowed"),
-        ({"steps_per_epoch": 1}, "steps_per_epoch is 1, allowed"),
-        ({"lr": 1}, "lr is 1, allowed"),
+        ({"topk_ratio": 2}, "topk_ratio is 2; it must be a number from 0 to 1"),
+        ({"bucket_bytes": 3}, "bucket_bytes cannot be changed"),
+        ({"apply_lag": 5}, "apply_lag is 5; it must be"),
+        ({"update_interval": 2}, "apply_lag is 3; it must be"),
+        ({"steps_per_epoch": 1}, "steps_per_epoch cannot be changed"),
+        ({"lr": 1}, "lr cannot be changed"),
     ],
 )
 def test_a_refused_change_changes_nothing(knobs: dict[str, Any], match: str) -> None:

@@ -90,7 +90,7 @@ def test_elements_of_an_odd_number_of_bytes_are_not_cut() -> None:
 
 @pytest.mark.parametrize("nbytes", [0, -1])
 def test_an_entry_has_at_least_one_byte(nbytes: int) -> None:
-    with pytest.raises(ZenFlowError, match=f"nbytes is {nbytes}, allowed"):
+    with pytest.raises(ZenFlowError, match=f"nbytes is {nbytes}; it must be"):
         LogPool(KB, host_bytes).take(nbytes)
 
 

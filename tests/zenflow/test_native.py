@@ -378,7 +378,7 @@ def test_off_is_eager(monkeypatch: pytest.MonkeyPatch, no_module: None) -> None:
 
 def test_a_wrong_mode_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZENFLOW_NATIVE", "yes")
-    with pytest.raises(ConfigError, match=r"^ZENFLOW_NATIVE is 'yes', allowed is require, auto, off$"):
+    with pytest.raises(ConfigError, match=r"^ZENFLOW_NATIVE is 'yes'; it must be require or auto or off$"):
         ZenFlowAdamW([nn.Parameter(torch.ones(3, 4))])
 
 

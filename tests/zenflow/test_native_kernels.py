@@ -81,9 +81,21 @@ class TestOnSeveralThreads:
         for layouts in zip(LAYOUTS, draw.choice.sample(LAYOUTS, len(LAYOUTS)), strict=True):
             dtype = draw.choice.choice(DTYPES)
             rule, hyper = hyper_of(name, draw.choice.randint(0, 99))
-            KernelCases().compare(
-                kernels, device, draw, rule, hyper, shape, dtype, layouts, odd=draw.choice.random() < 0.3
-            )
+            for of_gradient in (dtype, torch.float32):
+                KernelCases().compare(
+                    kernels,
+                    device,
+                    draw,
+                    rule,
+                    hyper,
+                    shape,
+                    (dtype, of_gradient),
+                    layouts,
+                    odd=draw.choice.random() < 0.3,
+                    chosen=shape[2] < shape[1] or draw.choice.random() < 0.5,
+                    factor=draw.choice.choice([None, 0.37]),
+                    skip=draw.choice.choice([None, False, True]),
+                )
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_large_matrices_are_packed_and_written(

@@ -44,7 +44,7 @@ def threads() -> set[threading.Thread]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
 def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
     before = threads()
-    with pytest.raises(UnsupportedError, match=f"a parameter is {dtype}, allowed are float32, bfloat16 and float16"):
+    with pytest.raises(UnsupportedError, match=f"a parameter is {dtype}; it must be float32, bfloat16 and float16"):
         ZenFlowAdamW([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2, dtype=dtype))])
     assert threads() == before
 
@@ -52,14 +52,14 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("lr", -1e-3, "lr is -0.001, allowed is a number >= 0"),
-        ("lr", float("nan"), "lr is nan, allowed is a number >= 0"),
-        ("betas", (1.0, 0.9), r"betas is \(1.0, 0.9\), allowed are two numbers from 0 to below 1"),
-        ("betas", (0.9, -0.1), r"betas is \(0.9, -0.1\), allowed are two numbers from 0 to below 1"),
-        ("betas", (0.9,), r"betas is \(0.9,\), allowed are two numbers from 0 to below 1"),
-        ("lr", "fast", r"lr is 'fast', allowed is a number >= 0"),
-        ("eps", -1.0, "eps is -1.0, allowed is a number >= 0"),
-        ("weight_decay", -1.0, "weight_decay is -1.0, allowed is a number >= 0"),
+        ("lr", -1e-3, "lr is -0.001; it must be a number >= 0"),
+        ("lr", float("nan"), "lr is nan; it must be a number >= 0"),
+        ("betas", (1.0, 0.9), r"betas is \(1.0, 0.9\); it must be two numbers from 0 to below 1"),
+        ("betas", (0.9, -0.1), r"betas is \(0.9, -0.1\); it must be two numbers from 0 to below 1"),
+        ("betas", (0.9,), r"betas is \(0.9,\); it must be two numbers from 0 to below 1"),
+        ("lr", "fast", r"lr is 'fast'; it must be a number >= 0"),
+        ("eps", -1.0, "eps is -1.0; it must be a number >= 0"),
+        ("weight_decay", -1.0, "weight_decay is -1.0; it must be a number >= 0"),
     ],
 )
 def test_hyperparameters_that_make_no_sense(name: str, value: Any, message: str) -> None:
@@ -87,12 +87,12 @@ def test_one_rank_of_a_real_process_group_is_allowed() -> None:
 
 def test_parameters_on_two_devices_are_refused() -> None:
     weights = [*weights_of(), nn.Parameter(torch.zeros(2, 2, device="meta"))]
-    with pytest.raises(UnsupportedError, match="parameters are on cpu and meta, allowed is cpu"):
+    with pytest.raises(UnsupportedError, match="parameters are on cpu and meta; at the beginning they were on cpu"):
         ZenFlowAdamW(weights).step()
 
 
 def test_a_device_without_an_implementation_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="parameters are on meta, allowed are"):
+    with pytest.raises(UnsupportedError, match="parameters are on meta; they must be on"):
         ZenFlowAdamW([nn.Parameter(torch.zeros(2, 2, device="meta"))])
 
 
@@ -262,7 +262,7 @@ def test_stats_and_history() -> None:
 def test_host_memory_by_use() -> None:
     weights = weights_of()
     optimizer = ZenFlowAdamW(weights, config=CONFIG)
-    assert optimizer.host_bytes() == {"state": 0, "log": 0, "staging": 0, "migration": 0, "peak": 0}
+    assert optimizer.host_bytes() == {"state": 0, "log": 0, "staging": 0, "migration": 0, "spare": 0, "peak": 0}
     for step in range(1, 7):
         set_grads(weights, step)
         optimizer.step()
@@ -295,3 +295,14 @@ def test_dropping_the_optimizer_ends_its_thread() -> None:
         worker.join(10)
         assert not worker.is_alive()
     module(torch.zeros(1, 4))  # hooks of the module that are left do nothing
+
+
+def test_a_module_that_is_another_model_is_refused() -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    with pytest.raises(ConfigError, match=r"module \(Linear\) has none of the optimizer's parameters"):
+        ZenFlowAdamW(model.parameters(), module=other)
+    wrong: Any = model.parameters()
+    with pytest.raises(ConfigError, match=r"module is <generator.*; it must be the torch\.nn\.Module"):
+        ZenFlowAdamW(model.parameters(), module=wrong)
+    within = nn.Sequential(model, other)
+    ZenFlowAdamW([*model.parameters(), nn.Parameter(torch.ones(2))], module=within).close()

@@ -16,6 +16,7 @@ from tests.zenflow.rank_cases import (
     CONFIGS,
     EXACT,
     NODE_BYTES,
+    PARTITIONED,
     RANKS,
     STEPS,
     WORK,
@@ -33,11 +34,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results_of_ranks(tmp_path_factory.mktemp("ranks"), "tests.zenflow.rank_cases", names, RANKS)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *(f"{name}, partitioned" for name in PARTITIONED)])
 def test_two_ranks_are_one_with_the_whole_batch(ranks: Results, name: str) -> None:
     first, second = (results[name] for results in ranks)
     assert "error" not in first, first
-    config = CONFIGS[name]
+    config = CONFIGS[name.removesuffix(", partitioned")]
     # One rank's losses are means over halves where a half does not use the last layer: take the mean of both halves.
     model = model_of(0)
     optimizer = ZenFlowAdamW(model.parameters(), lr=1e-2, weight_decay=0.1, config=config, module=model)
@@ -68,7 +69,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Results) -> None:
 
 def test_knobs_change_on_all_ranks_or_on_none(ranks: Results) -> None:
     first, second = (results["no room"] for results in ranks)
-    assert first == {"said": "another rank failed at this, and says why; nothing has changed here", "kept": 0.3}
+    assert first == {"said": "another rank failed at this, see its own message; nothing has changed here", "kept": 0.3}
     assert second == {"said": "no room here", "kept": 0.3}
 
 
@@ -81,7 +82,7 @@ def test_memory_of_a_node_is_that_of_its_ranks_together_and_all_are_refused_alik
     found = re.match(rf"the state of the deferred columns {both}, available are {NODE_BYTES} \(what", refused)
     assert found is not None, refused
     assert int(found[1]) == 2 * int(found[2]) > NODE_BYTES > int(found[2])
-    assert f"allowed {NODE_BYTES // 2} for each; lower offload_ratio" in refused
+    assert f"{NODE_BYTES // 2} for each; lower offload_ratio" in refused
     assert shortened == ""
     assert first["longest"][1] < AUTO.longest_window
     for what, sentence in zip(("new split", "gradient log", "new split"), later, strict=True):
@@ -157,7 +158,9 @@ def test_masters_begin_with_what_is_given(offload_ratio: float) -> None:
         found = state[number]["master"]
         assert torch.equal(found.reshape(-1).sort().values, expected.reshape(-1).sort().values)
         assert torch.equal(parameter.detach(), expected.to(torch.bfloat16))
-    with pytest.raises(ConfigError, match="give_masters\\(\\) was called after step 1, allowed is before the first"):
+    with pytest.raises(
+        ConfigError, match="give_masters\\(\\) was called after step 1; it can be called only before the first"
+    ):
         optimizer.give_masters(given)
     optimizer.abandon()
 
@@ -165,7 +168,7 @@ def test_masters_begin_with_what_is_given(offload_ratio: float) -> None:
 def test_masters_of_another_shape_are_refused() -> None:
     model = model_of(0)
     optimizer = ZenFlowAdamW(model.parameters(), config=EXACT, module=model)
-    with pytest.raises(ConfigError, match=r"allowed is torch.float32 of its parameter's shape \(20, 13\)"):
+    with pytest.raises(ConfigError, match=r"it must be torch.float32 of its parameter's shape \(20, 13\)"):
         optimizer.give_masters({next(model.parameters()): torch.zeros(2)})
     optimizer.abandon()
 
@@ -173,6 +176,12 @@ def test_masters_of_another_shape_are_refused() -> None:
 def test_what_ddp_has_averaged_is_left_as_it_is(ranks: Results) -> None:
     for results in ranks:
         assert "error" not in results["ddp"], results["ddp"]["trace"]
-        assert results["ddp"]["sums"] == [STEPS, 0]
-        for ours, ddp in zip(results["ddp"]["ours"], results["ddp"]["ddp"], strict=True):
-            torch.testing.assert_close(ours, ddp, rtol=1e-5, atol=1e-6)
+        assert results["ddp"]["sums"] == [STEPS, 0, 0]
+        for name in ("ddp", "ddp, partitioned"):
+            for ours, ddp in zip(results["ddp"]["ours"], results["ddp"][name], strict=True):
+                torch.testing.assert_close(ours, ddp, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_that_is_sparse_on_one_rank_is_refused_on_both(ranks: Results) -> None:
+    for result in ranks:
+        assert result["sparse"]["said"] == "a gradient is sparse; gradients must be dense"

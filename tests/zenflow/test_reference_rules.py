@@ -123,7 +123,7 @@ def test_defaults_are_torchs(rule: str) -> None:
 
 
 def test_refuses_what_is_no_hyperparameter() -> None:
-    with pytest.raises(TypeError, match=r"^beta is no hyperparameter, allowed are lr, betas, weight_decay$"):
+    with pytest.raises(TypeError, match=r"^there is no hyperparameter beta: there are lr, betas, weight_decay$"):
         made(ReferenceLion, beta=0.9)
 
 

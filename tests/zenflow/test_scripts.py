@@ -34,7 +34,7 @@ from tests.zenflow.script_cases import (
 from tests.zenflow.small import Flat, Stack, seeded, tokens_of
 from zenflow import UnsupportedError, ZenFlowError
 from zenflow.reference import ReferenceAdamW
-from zenflow.standin import StandIn
+from zenflow.standin import GradientPlaceholder
 
 __all__ = ["setting", "with_module"]
 
@@ -464,7 +464,7 @@ def test_the_sum_with_a_gradient_that_a_step_has_taken_is_refused_where_it_is_us
         run.loss().backward()
         run.take()
         run.loss().backward()
-        if any(isinstance(weight.grad, StandIn) for weight in run.weights):  # not where nothing leaves
+        if any(isinstance(weight.grad, GradientPlaceholder) for weight in run.weights):  # not where nothing leaves
             with pytest.raises(UnsupportedError, match="taken by an earlier step and is needed again"):
                 use()
         run.optimizer.zero_grad()

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zenflow.kernels.eager import EagerKernels
-from zenflow.selection import Move, plan_move, top_columns
+from zenflow.kernels.base import EagerKernels
+from zenflow.selection import SelectionChange, plan_move, top_columns
 
 importance = EagerKernels().importance
 
@@ -59,7 +59,7 @@ def selections(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
     return torch.tensor(columns[:count]), torch.tensor(columns[count:]), torch.tensor(wanted)
 
 
-def after(selected: Tensor, slots: Tensor, move: Move) -> tuple[Tensor, Tensor]:
+def after(selected: Tensor, slots: Tensor, move: SelectionChange) -> tuple[Tensor, Tensor]:
     selected, slots = selected.clone(), slots.clone()
     selected[move.places] = move.to_selected
     slots[move.slots] = move.to_deferred

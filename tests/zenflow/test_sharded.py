@@ -56,6 +56,6 @@ def test_sharded_parameters_are_refused_and_left_alone(
 def test_a_torch_is_named_that_is_too_old_for_sharded_parameters(
     said: dict[int, list[dict[str, Any]]], ranks: int
 ) -> None:
-    sentence = "a parameter is a DTensor and torch is 2.8.1+cu128, allowed is torch 2.9 or newer for sharded parameters"
+    sentence = "a parameter is a DTensor and torch is 2.8.1+cu128; sharded parameters need torch 2.9 or newer"
     for everything in said[ranks]:
         assert everything["older torch"] == {"said": [sentence] * 3, "kept": True, "groups": 1}

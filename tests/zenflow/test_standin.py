@@ -16,23 +16,25 @@ from torch import Tensor, nn
 
 from zenflow import UnsupportedError
 from zenflow.control import step_control
-from zenflow.kernels.eager import EagerKernels
-from zenflow.standin import GradientRecord, StandIn
+from zenflow.kernels.base import EagerKernels
+from zenflow.standin import GradientPlaceholder, GradientRecord
 
 SHAPES = [(3, 4), (1, 1), (17, 2), (2, 3, 5), (1, 9)]
 FOREACH = [None, True, False]
 FP32_ROUNDING = 1e-5
 
 
-def stand_in(parameter: Tensor, gradient: Tensor, name: str = "w") -> StandIn:
-    return StandIn(parameter, GradientRecord(name, EagerKernels().energies(gradient.reshape(-1, gradient.shape[-1]))))
+def stand_in(parameter: Tensor, gradient: Tensor, name: str = "w") -> GradientPlaceholder:
+    return GradientPlaceholder(
+        parameter, GradientRecord(name, EagerKernels().energies(gradient.reshape(-1, gradient.shape[-1])))
+    )
 
 
 def effective(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     """What `.grad` stands for, where `gradient` is what backward produced."""
     current = parameter.grad
     assert current is not None
-    if not isinstance(current, StandIn):
+    if not isinstance(current, GradientPlaceholder):
         return current
     if current.record.zeroed:
         return torch.zeros_like(gradient)
@@ -93,7 +95,7 @@ def test_the_norm_of_other_dtypes_is_that_of_fp32_sums(seed: int, foreach: bool 
     assert norm.dtype == torch.float32
     assert float(norm) == pytest.approx(exact, rel=FP32_ROUNDING)
     for parameter in twins.ours:
-        assert isinstance(parameter.grad, StandIn)
+        assert isinstance(parameter.grad, GradientPlaceholder)
         assert parameter.grad.record.factor is not None
         assert float(parameter.grad.record.factor) == pytest.approx(exact / 3 / (exact + 1e-6), rel=1e-4)
 
@@ -114,22 +116,13 @@ def test_a_norm_that_is_not_finite_can_be_asked_about() -> None:
         torch.nn.utils.clip_grad_norm_([weight], 1.0, error_if_nonfinite=True)
 
 
-class Whole:
-    def __init__(self, gradient: Tensor) -> None:
-        self.gradient = gradient
-
-    def norm(self) -> Tensor:
-        norm: Tensor = torch.linalg.vector_norm(self.gradient.float())
-        return norm
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_norms_are_those_of_step_control(seed: int) -> None:
     # A plain bf16 gradient's norm comes from torch in bf16, which is why there is none.
     twins = Twins(seed, dtypes=(torch.float32, torch.bfloat16), plain_share=0)
     torch.nn.utils.clip_grad_norm_(twins.ours, 0.5)
     control = step_control(
-        [Whole(raw) for raw in twins.raw],
+        lambda: torch.stack([torch.linalg.vector_norm(raw.float()) for raw in twins.raw]),
         torch.device("cpu"),
         max_grad_norm=0.5,
         skip_nonfinite=False,
@@ -138,9 +131,38 @@ def test_norms_are_those_of_step_control(seed: int) -> None:
     )
     assert control is not None
     for weight in twins.ours:
-        assert isinstance(weight.grad, StandIn)
+        assert isinstance(weight.grad, GradientPlaceholder)
         assert weight.grad.record.factor is not None
         torch.testing.assert_close(weight.grad.record.factor, control.factor, rtol=FP32_ROUNDING, atol=0.0)
+
+
+@pytest.mark.parametrize("foreach", FOREACH)
+def test_gradients_that_are_clipped_together_have_one_factor(foreach: bool | None) -> None:
+    twins = Twins(0, plain_share=0)
+    scale, found_inf = torch.tensor(0.5), torch.zeros(1)
+    gradients = [weight.grad for weight in twins.ours if weight.grad is not None]
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, scale)
+    for _ in range(2):
+        torch.nn.utils.clip_grad_norm_(twins.ours, 0.5, foreach=foreach)
+        assert len({id(factor_of(weight)) for weight in twins.ours}) == 1
+
+
+def test_a_number_that_was_written_to_is_another_factor() -> None:
+    twins = Twins(0, plain_share=0)
+    number = torch.tensor(0.5)
+    first, second = (weight.grad for weight in twins.ours[:2])
+    assert first is not None
+    assert second is not None
+    first.mul_(number)
+    number.mul_(3)
+    second.mul_(number)
+    assert [float(factor_of(weight)) for weight in twins.ours[:2]] == [0.5, 1.5]
+
+
+def factor_of(weight: nn.Parameter) -> Tensor:
+    assert isinstance(weight.grad, GradientPlaceholder)
+    assert weight.grad.record.factor is not None
+    return weight.grad.record.factor
 
 
 def scaled_in_some_way(rng: random.Random, weights: list[nn.Parameter]) -> None:
@@ -283,7 +305,7 @@ def test_it_looks_like_the_gradient() -> None:
     assert (gradient.numel(), gradient.nbytes, gradient.dim(), len(gradient)) == (24, 48, 2, 6)
     assert repr(gradient) == "StandIn(gradient of layers.0.weight, shape=(6, 4), torch.bfloat16, cpu)"
     alias = gradient.detach()
-    assert isinstance(alias, StandIn)
+    assert isinstance(alias, GradientPlaceholder)
     assert alias.record is gradient.record
 
 
@@ -291,7 +313,7 @@ def test_it_outlives_the_last_reference_from_python() -> None:
     weight = nn.Parameter(torch.zeros(2, 2))
     weight.grad = stand_in(weight, torch.ones(2, 2), "kept")
     gc.collect()
-    assert isinstance(weight.grad, StandIn)
+    assert isinstance(weight.grad, GradientPlaceholder)
     assert weight.grad.record.name == "kept"
 
 
@@ -299,7 +321,7 @@ def test_what_is_done_to_the_module_around_it_still_works() -> None:
     module = nn.Linear(3, 2)
     module.weight.grad = stand_in(module.weight, torch.ones(2, 3))
     module.to("cpu").float().train().requires_grad_(True)
-    assert isinstance(module.weight.grad, StandIn)
+    assert isinstance(module.weight.grad, GradientPlaceholder)
     assert copy.deepcopy(module).weight.grad is None
     assert "weight" in module.state_dict()
     pickle.loads(pickle.dumps(module))
@@ -344,8 +366,9 @@ def test_any_other_use_is_refused_with_a_way_out_where_the_gradient_cannot_come_
     with pytest.raises(UnsupportedError) as caught:
         USES[use](gradient)
     assert str(caught.value) == (
-        "the gradient of layers.0.weight was taken by an earlier step and is needed again, allowed is zero_grad() "
-        "between that step() and the next backward(); ZenFlowConfig(stream=False) keeps gradients whole"
+        "the gradient of layers.0.weight was taken by an earlier step and is needed again: read it before step(), call "
+        "zero_grad() between that step() and the next backward(), or keep gradients whole with "
+        "ZenFlowConfig(stream=False)"
     )
 
 
@@ -361,5 +384,5 @@ def test_one_that_was_replaced_is_refused() -> None:
     gradient = stand_in(nn.Parameter(torch.zeros(2, 2)), torch.ones(2, 2))
     gradient.record.give_up()
     for use in (lambda: gradient.mul_(2), lambda: gradient.norm(), lambda: gradient.zero_()):
-        with pytest.raises(UnsupportedError, match=r"read parameter\.grad anew"):
+        with pytest.raises(UnsupportedError, match=r"read parameter\.grad again"):
             use()

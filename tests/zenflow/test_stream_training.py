@@ -14,7 +14,7 @@ from tests.zenflow.cases import same_bits
 from tests.zenflow.small import Stack, assert_same_run, seeded, tokens_of, train
 from tests.zenflow.stream_cases import DEVICES, MODELS, device_of
 from zenflow import EmulatedAccelerator, Rig, UnsupportedError, ZenFlowAdamW, ZenFlowConfig
-from zenflow.standin import StandIn
+from zenflow.standin import GradientPlaceholder
 
 KNOBS: list[dict[str, Any]] = [
     {"topk_ratio": 0.25, "update_interval": 3, "select_interval": 2},
@@ -63,7 +63,7 @@ class Run:
     @property
     def gone(self) -> int:
         """Gradients that have left."""
-        return sum(isinstance(parameter.grad, StandIn) for parameter in self.model.parameters())
+        return sum(isinstance(parameter.grad, GradientPlaceholder) for parameter in self.model.parameters())
 
     def weights(self) -> list[Tensor]:
         self.optimizer.flush()
@@ -261,7 +261,7 @@ def test_a_step_without_a_new_gradient_is_refused_and_changes_nothing() -> None:
     run.backward()
     run.optimizer.step()
     before = [parameter.detach().clone() for parameter in run.model.parameters()]
-    with pytest.raises(UnsupportedError, match=r"allowed is zero_grad\(\) between that step\(\) and the next backward"):
+    with pytest.raises(UnsupportedError, match=r"call zero_grad\(\) between that step\(\) and the next backward"):
         run.optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
     run.optimizer.zero_grad()

@@ -263,7 +263,7 @@ def test_a_timeline_can_be_read_after_the_end() -> None:
 
 
 def test_a_recording_of_no_steps_is_refused() -> None:
-    with emulated(OVERLAPPED) as run, pytest.raises(ConfigError, match=r"steps is 0, allowed is an integer >= 1"):
+    with emulated(OVERLAPPED) as run, pytest.raises(ConfigError, match=r"steps is 0; it must be an integer >= 1"):
         run.optimizer.record_timeline(0)
 
 

@@ -15,21 +15,21 @@ from torch import nn
 from zenflow import CpuDevice, EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig
 from zenflow.clock import REAL_CLOCK
 from zenflow.device import Device
-from zenflow.host.turnstile import Turnstile
+from zenflow.host.tasks import StartGate
 
 INTERVAL = 4
 CONFIG = ZenFlowConfig(topk_ratio=0.25, update_interval=INTERVAL, select_interval=100)
 SOON_S = 30.0
 
 
-def passes(turnstile: Turnstile, number: int, not_before: int) -> threading.Thread:
+def passes(turnstile: StartGate, number: int, not_before: int) -> threading.Thread:
     thread = threading.Thread(target=turnstile.wait, args=(number, not_before), daemon=True)
     thread.start()
     return thread
 
 
 def test_a_job_waits_for_its_step_or_for_whoever_waits_for_it() -> None:
-    turnstile = Turnstile(REAL_CLOCK)
+    turnstile = StartGate(REAL_CLOCK)
     turnstile.wait(1, 0)
     at_step, urgent, held = (passes(turnstile, number, 5) for number in (2, 3, 4))
     turnstile.reach(4)

@@ -11,7 +11,7 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -243,6 +243,11 @@ def buffer_of(weight: nn.Parameter) -> io.BytesIO:
     return file
 
 
+def set_to(*source: Any) -> Tensor:
+    made: Any = torch.empty(0)  # its declared overloads know neither every storage nor tensors
+    return cast(Tensor, made.set_(*source))
+
+
 # What shows all of a weight's values.
 LOOKS: dict[str, Callable[[nn.Parameter], Any]] = {
     "data": lambda weight: weight.data,
@@ -266,6 +271,7 @@ LOOKS: dict[str, Callable[[nn.Parameter], Any]] = {
     "storage": lambda weight: (
         torch.tensor(weight.untyped_storage().tolist(), dtype=torch.uint8).view(torch.float32).view(weight.shape)
     ),
+    "set": lambda weight: set_to(weight.detach()),
     "own method": lambda weight: nn.Parameter.__deepcopy__(weight, {}),
 }
 
@@ -313,14 +319,22 @@ def test_a_late_weight_looks_like_a_parameter() -> None:
     trainer.finish()
 
 
-def test_a_weight_whose_memory_somebody_holds_is_waited_for_in_step() -> None:
+def storages_of(model: nn.Module) -> dict[str, torch.UntypedStorage]:
+    return {name: parameter.untyped_storage() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("hold", [nn.Module.state_dict, storages_of])
+def test_a_weight_whose_memory_somebody_holds_is_waited_for_in_step(hold: Callable[[nn.Module], Any]) -> None:
     trainer = Trainer(seeded(Stack), holds=False)
     trainer.step()
     trainer.step()
-    aliases = trainer.model.state_dict()
+    aliases = hold(trainer.model)
     trainer.device.taken.clear()
     trainer.step()
     assert trainer.device.taken == ["step"] * 6
+    if hold is storages_of:
+        shapes = {name: parameter.shape for name, parameter in trainer.model.named_parameters()}
+        aliases = {name: set_to(one, 0, shapes[name]) for name, one in aliases.items()}
     assert_complete(aliases)
     trainer.finish()
 

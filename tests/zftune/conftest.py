@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.zftune.thinkers import FORKING
-from zftune.tuner import thinker
+from tests.zftune.samplers import FORKING
+from zftune.tuner import sampler_process
 
 # In milliseconds. The pads are more than ten times as long as the mini model's real work: a busy machine keeps up.
 MINI_TIMELINE = {"forward_ms": 40, "backward_ms": 40, "d2h_ms": 20, "host_ms": 80, "h2d_ms": 20, "scale": 1}
@@ -16,13 +16,13 @@ MINI_POSITIONS = 128
 
 @pytest.fixture(autouse=True)
 def _thinkers_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thinker, "subprocess", FORKING)
+    monkeypatch.setattr(sampler_process, "subprocess", FORKING)
 
 
 @pytest.fixture(scope="session")
 def mini_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model of 51,392 parameters, one layer, 128 positions, and bytes as tokens."""
-    pytest.importorskip("transformers", reason="the demo extra is not installed")
+    pytest.importorskip("transformers", reason="the huggingface extra is not installed")
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 
+from tests.privileges import with_no_right_over_modes
 from tests.tiers import by_day
 from tests.zftune.conftest import MINI_POSITIONS, MINI_TIMELINE, rig_text
-from zftune import __version__, cli
+from zftune import __version__
+from zftune.cli import main as cli
+from zftune.errors import EXTRAS
 
 ZFTUNE = Path(sys.executable).with_name("zftune")
 
@@ -58,7 +61,7 @@ def spawn(*arguments: object, cwd: Path, before: str = "") -> Ended:
     """Run the console script; with `before`, the same in an interpreter that executed it first."""
     command: list[object] = [ZFTUNE]
     if before:
-        command = [sys.executable, "-c", f"{before}\nfrom zftune.cli import main\nmain()"]
+        command = [sys.executable, "-c", f"{before}\nfrom zftune.cli.main import main\nmain()"]
     done = subprocess.run(
         [*map(str, [*command, *arguments])],
         cwd=cwd,
@@ -139,29 +142,29 @@ WITHOUT_A_MODEL = [
     ("--pipeline fast", "pipeline is 'fast'", '"bucket" or "none"'),
     ("--bucket-bytes 0", "bucket_bytes is 0", ">= 1"),
     ("--max-grad-norm 0", "max_grad_norm is 0.0", "> 0"),
-    ("--steps 0", "--steps 0", ">= 1"),
-    ("--micro-batch 0", "--micro-batch 0", ">= 1"),
-    ("--sequence 1", "--sequence 1", ">= 2"),
-    ("--seed -1", "--seed -1", "from 0"),
-    (f"--seed {1 << 63}", f"--seed {1 << 63}", f"to {(1 << 63) - 1}"),
-    ("--dtype int8", "--dtype 'int8'", "bf16, fp32"),
-    ("--config nonesuch.json", "ds_config is 'nonesuch.json'", "readable JSON file (No such file"),
-    ("--config empty", "ds_config is 'empty'", "readable JSON file (Is a directory"),
-    ("--config binary.json", "ds_config is 'binary.json'", "valid JSON"),
-    ("--config half.json", "ds_config is 'half.json'", "valid JSON"),
-    ("--config list.json", "ds_config is 'list.json'", "JSON object"),
+    ("--steps 0", "--steps is 0", ">= 1"),
+    ("--micro-batch 0", "--micro-batch is 0", ">= 1"),
+    ("--sequence 1", "--sequence is 1", ">= 2"),
+    ("--seed -1", "--seed is -1", "from 0"),
+    (f"--seed {1 << 63}", f"--seed is {1 << 63}", f"to {(1 << 63) - 1}"),
+    ("--dtype int8", "--dtype is 'int8'", "bf16 or fp32"),
+    ("--config nonesuch.json", "ds_config 'nonesuch.json' cannot be read", "No such file"),
+    ("--config empty", "ds_config 'empty' cannot be read", "Is a directory"),
+    ("--config binary.json", "ds_config 'binary.json' cannot be read", "not UTF-8 text"),
+    ("--config half.json", "ds_config 'half.json' cannot be read", "neither JSON"),
+    ("--config list.json", "ds_config 'list.json' cannot be read", "JSON object"),
     ("--config field.json", "zero_optimization.zenflow.topk is 0.1", "topk_ratio"),
     ("--config nvme.json", "zero_optimization.offload_optimizer.device is 'nvme'", '"cpu" or "none"'),
     ("--config good.json --topk-ratio 2", "topk_ratio is 2.0", "from 0 to 1"),
-    ("--rig nonesuch", "--rig 'nonesuch'", "llama2-7b-4xa100, "),
-    (f"--rig {LONG}", f"--rig '{LONG}'", "or a TOML file"),
-    ("--rig empty", "--rig 'empty'", "or a TOML file"),
+    ("--rig nonesuch", "--rig is 'nonesuch'", "llama2-7b-4xa100, "),
+    (f"--rig {LONG}", f"--rig is '{LONG}'", "or a TOML file"),
+    ("--rig empty", "--rig is 'empty'", "or a TOML file"),
     ("--rig missing.toml", "rig 'missing.toml' has no timeline.host_ms", "needed are forward_ms"),
-    ("--rig negative.toml", "timeline.host_ms = -1", "numbers > 0"),
-    ("--rig unknown.toml", "timeline.disk_ms = 3", "numbers > 0 for forward_ms"),
-    ("--rig half.toml", "rig is 'half.toml'", "valid TOML"),
-    ("--rig binary.toml", "rig is 'binary.toml'", "valid TOML"),
-    ("--text nonesuch.txt", "--text 'nonesuch.txt'", "file or a folder that exists"),
+    ("--rig negative.toml", "timeline.host_ms = -1", "a number > 0"),
+    ("--rig unknown.toml", "timeline.disk_ms = 3", "a number > 0, as must forward_ms"),
+    ("--rig half.toml", "rig 'half.toml' cannot be read", "it is not TOML"),
+    ("--rig binary.toml", "rig 'binary.toml' cannot be read", "it is not TOML"),
+    ("--text nonesuch.txt", "--text 'nonesuch.txt'", "neither a file nor a folder"),
     ("--text empty", "--text 'empty'", "UTF-8 text"),
     ("--text binary.bin", "--text 'binary.bin'", "UTF-8 text"),
     ("--json nonesuch/profile.json", "--json 'nonesuch/profile.json'", "a folder that exists"),
@@ -170,11 +173,15 @@ WITHOUT_A_MODEL = [
     (f"--json {LONG}.json", f"--json '{LONG}.json'", "a file in a folder"),
 ]
 WITH_A_MODEL = [
-    ("--model nonesuch", "--model 'nonesuch'", "tiny, small, medium or a directory"),
-    ("--model empty", "--model 'empty'", "a directory that holds a config.json"),
+    ("--model nonesuch", "--model is 'nonesuch'", "tiny, small, medium, or a directory"),
+    ("--model empty", "--model is 'empty'", "a directory that holds a config.json"),
     ("--model hollow", "--model 'hollow'", "a causal language model"),
-    (f"--model mini --sequence {MINI_POSITIONS + 1}", f"--sequence {MINI_POSITIONS + 1}", f"model's {MINI_POSITIONS}"),
-    ("--model mini --text short.txt --sequence 10", "--sequence 10", "the text's length of 9 tokens"),
+    (
+        f"--model mini --sequence {MINI_POSITIONS + 1}",
+        f"--sequence is {MINI_POSITIONS + 1}",
+        f"model's {MINI_POSITIONS}",
+    ),
+    ("--model mini --text short.txt --sequence 10", "--sequence is 10", "the text's length of 9 tokens"),
 ]
 
 
@@ -211,7 +218,6 @@ def test_the_guard_against_training_sees_training(zftune: Run, folder: Path) -> 
         zftune("profile", "--model", "mini", "--sequence", "8")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
 @pytest.mark.parametrize(
     ("option", "name"), [("--config", "good.json"), ("--text", "short.txt"), ("--json", "empty/p")]
 )
@@ -219,7 +225,7 @@ def test_what_may_not_be_read_or_written_is_refused(zftune: Run, folder: Path, o
     for part in ("good.json", "short.txt", "empty"):
         (folder / part).chmod(0)
     try:
-        ended = zftune("profile", option, name)
+        ended = with_no_right_over_modes(lambda: zftune("profile", option, name))
     finally:
         (folder / "empty").chmod(0o700)
     ended.is_sentence(2)
@@ -245,12 +251,14 @@ def test_the_installed_command_ends_likewise(zftune: Run, folder: Path, argument
     [
         ("profile --nonesuch 1", ["No such option", "--nonesuch", "zftune profile --help"]),
         ("--nonesuch", ["No such option", "--nonesuch", "zftune --help"]),
-        ("profile --steps many", ["--steps 'many'", "allowed is an integer"]),
-        ("profile --topk-ratio=much", ["--topk-ratio 'much'", "allowed is a number"]),
-        ("profile --", ["command ''", "nothing stands behind --", "allowed is a program"]),
+        ("profile --steps many", ["--steps is 'many'", "it must be an integer"]),
+        ("profile --topk-ratio=much", ["--topk-ratio is 'much'", "it must be a number"]),
+        ("profile --", ["command ''", "nothing stands behind --", "give a program"]),
         ("profile --json p --html ./p", ["--html './p'", "of --json too", "another"]),
-        ("compare a.json", ["argument 'B.json'", "allowed is zftune compare", "A.json B.json"]),
-        ("doctor x", ["(x)", "allowed is zftune doctor"]),
+        ("run --", ["CMD is missing: give a program"]),
+        ("check a\x1bb", ["ds_config 'a\\x1bb' cannot be read"]),
+        ("compare a.json", ["argument 'B.json'", "usage: zftune compare", "A.json B.json"]),
+        ("doctor x", ["(x)", "usage: zftune doctor"]),
         ("profil", ["'profil' (Did you mean 'profile'?)"]),
         ("profile --seed", ["--seed", "requires an argument"]),
         ("profile surplus", ["command 'surplus'", "No such file"]),
@@ -277,12 +285,60 @@ def test_version_and_help(zftune: Run, tmp_path: Path) -> None:
     assert zftune("profile", "--help").code == 0
 
 
-@pytest.mark.parametrize("package", ["torch", "transformers"])
-def test_a_missing_package_is_a_sentence(tmp_path: Path, package: str) -> None:
-    ended = spawn("profile", cwd=tmp_path, before=f"import sys; sys.modules['{package}'] = None")
+PAGES = "--html needs plotly, which is not installed: pip install 'zftune[report]'"
+DIRECTORIES = "--model 'hollow' needs transformers, which is not installed: pip install 'zftune[huggingface]'"
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments", "sentence"),
+    [
+        ("torch", "profile", "zftune profile needs torch, which is not installed: pip install zftune"),
+        ("transformers", "profile --model hollow", DIRECTORIES),
+        ("transformers", "plan --model hollow", DIRECTORIES),
+        ("plotly", "profile --html x.html", PAGES),
+    ],
+)
+def test_a_missing_package_is_a_sentence_with_the_command(
+    folder: Path, package: str, arguments: str, sentence: str
+) -> None:
+    ended = spawn(*arguments.split(), cwd=folder, before=f"import sys; sys.modules['{package}'] = None")
     ended.is_sentence(1)
-    assert package in ended.err
-    assert "zftune[demo]" in ended.err
+    assert ended.err == f"zftune: {sentence}\n"
+
+
+@pytest.mark.parametrize("arguments", ["profile {} -- false", "tune {}", "explain {}", "plan --model llama2-7b {}"])
+def test_a_page_without_plotly_is_refused_at_once(zftune: Run, monkeypatch: pytest.MonkeyPatch, arguments: str) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    ended = zftune(*arguments.format("--html x.html").split())
+    ended.is_sentence(1)
+    assert ended.err == f"zftune: {PAGES}\n"
+
+
+URL = "postgresql://me@localhost:1/x"
+
+
+@pytest.mark.parametrize(
+    ("package", "code", "sentence"),
+    [
+        (
+            "transformers",
+            "import zftune.integrations.huggingface",
+            "integrations.huggingface needs transformers",
+        ),
+        (
+            "deepspeed",
+            "import zftune.integrations.deepspeed as it; it.enable()",
+            "integrations.deepspeed.enable() needs deepspeed",
+        ),
+        ("psycopg", f"import zftune.store as it; exit(it.open_store({URL!r}).notices[0])", "PostgreSQL needs psycopg"),
+    ],
+)
+def test_a_missing_package_is_an_error_with_the_command(package: str, code: str, sentence: str) -> None:
+    program = [sys.executable, "-c", f"import sys; sys.modules['{package}'] = None; {code}"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    told = f"{sentence}, which is not installed: pip install 'zftune[{EXTRAS[package]}]'"
+    assert told in done.stderr.strip().splitlines()[-1]
 
 
 def test_a_rig_that_is_too_fast_is_named_with_its_cause(zftune: Run, folder: Path) -> None:

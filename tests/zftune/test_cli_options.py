@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from zenflow import ZenFlowConfig
-from zftune import cli
+from zftune.cli import main as cli
 from zftune.profile import run
 from zftune.profile.run import ProfileOptions
 

@@ -7,30 +7,23 @@ line, which `zftune.agent.records` describes. Nothing that fails here reaches th
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import zftune
+from zftune.errors import BadInputError
+from zftune.variables import DIR, STEPS, TRIAL, VERSION, WARMUP
 
 PROTOCOL = 1
 """Of the records."""
-DIR, VERSION, WARMUP, STEPS, TRIAL, RUN, RUN_TOP, ONLINE, DISABLE = (
-    "ZFTUNE_AGENT_DIR",
-    "ZFTUNE_AGENT_VERSION",
-    "ZFTUNE_AGENT_WARMUP",
-    "ZFTUNE_AGENT_STEPS",
-    "ZFTUNE_AGENT_TRIAL",
-    "ZFTUNE_RUN",
-    "ZFTUNE_RUN_TOP",
-    "ZFTUNE_ONLINE",
-    "ZFTUNE_DISABLE",
-)
-"""Environment variables that the agent reads."""
-NOBODY = "nobody"
-"""In ONLINE: knobs come from a schedule, and no tuner may change them."""
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
 """Holds the `sitecustomize.py` that a child finds first."""
+
+_MARK = "_zftune_shows_refusals"
 
 
 def armed(base: Mapping[str, str]) -> dict[str, str]:
@@ -66,3 +59,53 @@ def environment(
         STEPS: str(steps),
         **({TRIAL: "1"} if trial else {}),
     }
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for the run."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def show_lines(*, quiet: bool = False) -> None:
+    """Let what is logged be seen, of the first rank.
+
+    Args:
+        quiet: warnings alone.
+    """
+    logger = logging.getLogger("zftune")
+    if not is_first_rank():
+        logger.setLevel(logging.ERROR)
+        return
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    if not logging.getLogger().handlers and not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+
+
+def show_refusals() -> None:
+    """What is refused while the script runs, and caught by nobody, ends the process: a sentence and 2."""
+    others = sys.excepthook
+    if hasattr(others, _MARK):
+        return
+
+    def show(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        from zenflow import CheckpointError  # not before: the import of zenflow comes by here
+
+        if not isinstance(error, (BadInputError, CheckpointError)) or _has_another_behind(error):
+            others(kind, error, traceback)
+            return
+        stream = sys.__stderr__ or sys.stderr  # torch.distributed's hook collects sys.stderr, and drops it at an exit
+        stream.write(f"zftune: {error}\n")
+        raise SystemExit(2)
+
+    setattr(show, _MARK, True)
+    sys.excepthook = show
+
+
+def _has_another_behind(error: BaseException) -> bool:
+    """Whether it came up while another error was handled, the script's perhaps; what it was made from is ours."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error.__context__ is not None and not error.__suppress_context__

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from zftune import integrations
-from zftune.agent.events import DeviceEvents, StreamBackend, WallClock
+from zftune.agent import systems
 from zftune.agent.facts import Facts, device_of
 from zftune.agent.hooks import hook_torch
+from zftune.agent.recorder import DeviceEvents, StreamBackend, WallClock
 from zftune.agent.records import Settings
 from zftune.agent.session import Session
-from zftune.integrations import runtime
+from zftune.agent.systems import runtime
 
 WhenImported = Callable[[str, Callable[[Any], None]], None]
 
@@ -47,7 +47,7 @@ def make_session(settings: Settings) -> Session:
 def hook(session: Session, when_imported: WhenImported) -> None:
     """Install every hook of a session; its `release()` removes them."""
     hook_torch(session)
-    integrations.install(session, when_imported)
+    systems.install(session, when_imported)
 
 
 def backend_for(of: Any) -> StreamBackend:
@@ -57,7 +57,7 @@ def backend_for(of: Any) -> StreamBackend:
         of: whoever makes the steps.
     """
     accelerator = runtime.device_of(of)
-    torch_device = device_of(of, integrations.module_of(of))
+    torch_device = device_of(of, systems.module_of(of))
     if accelerator is None and torch_device.type != "cpu":
         from zenflow.device import device_for
         from zenflow.errors import UnsupportedError

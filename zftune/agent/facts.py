@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 import zftune
-from zftune import integrations
-from zftune.agent.events import EventBackend
+from zftune.agent.recorder import EventBackend
+from zftune.agent.systems import deepspeed_settings, knobs, module_of, optimizer_name
+from zftune.agent.systems import systems as systems_of
 
 _DEPTH = 3  # of containers in a batch
 _NO_STREAM = "plain CPU: there is no device stream whose waits could be called stalls"
@@ -48,6 +49,7 @@ class Facts:
         self._model: dict[str, Any] = {}
         self._shape: tuple[int | None, int | None] | None = None
         self._batches = self._tokens_in_step = self._steps = 0
+        self._workers: int | None = None
         self._looked_at: tuple[type | None, list[weakref.ref[torch.Tensor]]] = (None, [])
 
     def header(self) -> dict[str, Any]:
@@ -67,9 +69,15 @@ class Facts:
         """Fields of the header that may be others for another training."""
         return dict(self._device)
 
-    def batch(self, batch: Any) -> None:
-        """Count a batch of a data loader and its tokens; the first one's shape is the training's."""
+    def batch(self, batch: Any, workers: int | None = None) -> None:
+        """Count a batch of a data loader and its tokens; the first one's shape is the training's.
+
+        Args:
+            batch: as the loader gave it.
+            workers: processes that load for it.
+        """
         self._batches += 1
+        self._workers = workers
         tokens = None if self._shape is not None and self._shape[1] is None else _tokens(batch)
         if tokens is not None:
             self._tokens_in_step += tokens.numel()
@@ -103,7 +111,9 @@ class Facts:
             of: an optimizer or an engine.
             backend: where times come from.
         """
-        module = integrations.module_of(of) or find_module(_parameters(of))
+        from zftune.telemetry.fingerprint import recomputes
+
+        module = module_of(of) or find_module(_parameters(of))
         device = device_of(of, module)
         self._batches = self._tokens_in_step = 0
         self._looked_at = type(of), [weakref.ref(parameter) for parameter in _parameters(of)]
@@ -116,19 +126,19 @@ class Facts:
         if not backend.has_stream:
             reason = _NO_STREAM if device.type == "cpu" else f"no event backend for a device of type {device.type}"
             self.missing |= {"stall": reason, "hidden_ms_per_step": reason}
-        systems = integrations.systems(of, module)
+        systems = systems_of(of, module)
         # Names of whole tables: a reader takes the reason of a figure that it has for none.
         if backend.has_stream and _ranks()["world_size"] > 1:
             self.missing |= {"waits_ms": _ON_STREAMS, "stall.by_cause": _ON_STREAMS}
         elif "DistributedDataParallel" in systems:
             self.missing["waits_ms"] = _REDUCER
         self._model = {
-            **self._sizes(module),
-            "optimizer": integrations.optimizer_name(of),
+            **self._sizes(module, _parameters(of)),
+            "optimizer": optimizer_name(of),
             "systems": systems,
-            "knobs": integrations.knobs(of),
-            "deepspeed": integrations.deepspeed_settings(of),
-            "checkpointing": _checkpoints(module),
+            "knobs": knobs(of),
+            "deepspeed": deepspeed_settings(of),
+            "checkpointing": module is not None and recomputes(module),
         }
 
     def model(self) -> dict[str, Any]:
@@ -144,15 +154,21 @@ class Facts:
             self.missing["workload.micro_batch"] = _NO_BATCH
         if self._model.get("knobs") is None:
             self.missing["knobs"] = "the optimizer is not of this package's runtime"
-        return {**self._model, "micro_batch": micro_batch, "sequence": sequence, "tokens_per_step": tokens}
+        return {
+            **self._model,
+            "micro_batch": micro_batch,
+            "sequence": sequence,
+            "tokens_per_step": tokens,
+            "loader_workers": self._workers,
+        }
 
-    def _sizes(self, module: nn.Module | None) -> dict[str, Any]:
+    def _sizes(self, module: nn.Module | None, stepped: Sequence[torch.Tensor]) -> dict[str, Any]:
         names = ("model", "parameters", "trainable", "dtype", "model_bytes", "model_id")
         found: dict[str, Any] = dict.fromkeys(names)
         if module is None:
             fields = ("workload.model", "workload.parameters", "workload.trainable", "workload.dtype")
             self.missing |= dict.fromkeys((*fields, "fingerprint.model_id"), _NO_MODULE)
-            return found
+            return found | {"model_bytes": _trained_bytes(stepped)}
         parameters = list(module.parameters())
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         dtypes: Counter[str] = Counter()
@@ -170,14 +186,9 @@ class Facts:
             "parameters": sum(map(_elements, parameters)),
             "trainable": sum(map(_elements, trainable)),
             "dtype": dtypes.most_common(1)[0][0] if dtypes else None,
-            "model_bytes": sum(_elements(p) * p.element_size() for p in trainable),
+            "model_bytes": _trained_bytes(trainable),
         }
         return found
-
-
-def _checkpoints(module: nn.Module | None) -> bool:
-    """Whether activations are computed again in backward, where the model tells."""
-    return module is not None and bool(getattr(unwrapped(module), "is_gradient_checkpointing", False))
 
 
 def find_module(parameters: Sequence[torch.Tensor]) -> nn.Module | None:
@@ -236,6 +247,10 @@ def _parameters(of: Any) -> list[torch.Tensor]:
 
 def _elements(parameter: Any) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _trained_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(_elements(parameter) * parameter.element_size() for parameter in parameters if parameter.requires_grad)
 
 
 def _tokens(batch: Any) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from zftune import losses
 from zftune.agent.recorder import Cause
 from zftune.agent.session import Session
 
@@ -22,7 +23,9 @@ def hook_torch(session: Session) -> None:
     patches = session.patches
     patches.replace(_BaseDataLoaderIter, "__next__", lambda original: _next(session, original))
     patches.replace(torch.autograd, "backward", lambda original: backward(session, original, releases=True))
+    patches.replace(torch.amp.GradScaler, "scale", lambda original: _scale(session, original))
     patches.replace(torch.amp.GradScaler, "step", lambda original: _scaler_step(session, original))
+    losses.listeners.append(session.log_loss)
 
     def begins(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not is_compiling():
@@ -35,17 +38,19 @@ def hook_torch(session: Session) -> None:
             session.step_ends(session.clock_ns(), optimizer)
 
     session.undo += [
+        functools.partial(losses.listeners.remove, session.log_loss),
         register_optimizer_step_pre_hook(begins).remove,
         register_optimizer_step_post_hook(ends).remove,
     ]
 
 
-def backward(session: Session, original: Wrapped, *, releases: bool = False) -> Wrapped:
+def backward(session: Session, original: Wrapped, *, of_engine: bool = False, releases: bool = False) -> Wrapped:
     """A function that runs backward, recorded as such.
 
     Args:
         session: told of it.
-        original: the function.
+        original: the function; what it begins from is its first argument.
+        of_engine: whether it is a method, which has its object before that.
         releases: whether it may remove the hooks of a session that is over.
     """
 
@@ -56,7 +61,7 @@ def backward(session: Session, original: Wrapped, *, releases: bool = False) -> 
         began = session.clock_ns()
         if session.off and releases:
             session.release()
-        begun = session.backward_begins(began)
+        begun = session.backward_begins(began, next(iter(args[of_engine:] or kwargs.values()), None))
         try:
             return original(*args, **kwargs)
         finally:
@@ -94,10 +99,23 @@ def _next(session: Session, original: Wrapped) -> Wrapped:
         finally:
             if begun:
                 session.data_ends(session.clock_ns())
-        session.batch(session.clock_ns(), batch)
+        session.batch(session.clock_ns(), batch, getattr(self, "_num_workers", None))
         return batch
 
     return __next__
+
+
+def _scale(session: Session, original: Wrapped) -> Wrapped:
+    """Backward begins from the scaled loss, which is no figure of the training."""
+
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        result = original(self, outputs)
+        if not is_compiling():
+            session.loss_scaled(session.clock_ns(), result, outputs)
+        return result
+
+    return scale
 
 
 def _scaler_step(session: Session, original: Wrapped) -> Wrapped:

@@ -6,7 +6,7 @@
     step     a `StepRow`
     trial    of a trial only: whether a loss is known; at its end the losses and the peak of GPU memory
     missing  a field of the profile document that this process cannot fill, and why
-    end      "measured" (all steps were seen, the agent is gone), "exit", or "failed: <one line>"
+    end      "measured" (all steps were seen, the agent is gone), "exit" or "failed", which has an error beside it
 
 Fields in `_ns` are CLOCK_MONOTONIC. Each line is written at once; the last one may be torn where a process was killed.
 """
@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from zftune import agent
+from zftune import agent, variables
 from zftune.agent.recorder import StepRow
 
 _ROW = tuple(field.name for field in fields(StepRow))
@@ -48,10 +48,10 @@ class Settings:
             ValueError: a number is none.
         """
         return cls(
-            Path(environ[agent.DIR]),
-            int(environ[agent.WARMUP]),
-            int(environ[agent.STEPS]),
-            environ.get(agent.TRIAL) == "1",
+            Path(environ[variables.DIR]),
+            int(environ[variables.WARMUP]),
+            int(environ[variables.STEPS]),
+            environ.get(variables.TRIAL) == "1",
         )
 
 
@@ -86,6 +86,7 @@ class RecordFile:
             header = {"protocol": agent.PROTOCOL, "pid": self._pid, **self._header()}
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._file = os.open(self._folder / f"agent-{self._pid}.jsonl", flags, 0o600)
+            os.fchmod(self._file, 0o600)  # whatever the script's umask left of it
             self._line("header", header)
         self._line(kind, values)
 
@@ -110,10 +111,11 @@ class RecordFile:
         """Append why a field of the profile document will be null."""
         self.write("missing", field=field, reason=" ".join(reason.split()))
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: str, error: str | None = None) -> None:
         """Append the last line and close the file; what is held back is dropped."""
         self._held = None
-        self.write("end", reason=" ".join(reason.split()), ns=time.monotonic_ns())
+        told = {} if error is None else {"error": " ".join(error.split())}
+        self.write("end", reason=reason, **told, ns=time.monotonic_ns())
         self.close()
 
     def close(self) -> None:

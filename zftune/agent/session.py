@@ -16,13 +16,53 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from zftune.agent.events import StreamBackend
 from zftune.agent.facts import Facts
-from zftune.agent.patches import Patches
-from zftune.agent.recorder import Cause, Phase, Recorder, Runtime, StepRow
+from zftune.agent.recorder import Cause, Phase, Recorder, Runtime, StepRow, StreamBackend
 from zftune.agent.records import RecordFile, Settings
+from zftune.losses import Source, StepLosses
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Patches:
+    """Remembers what was replaced, so that all of it can be undone."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, Any, Any, bool]] = []
+
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> bool:
+        """Put `make(original)` in an attribute's place.
+
+        Args:
+            owner: a module or a class.
+            name: of the attribute; a class may inherit it.
+            make: given the original, as `getattr` returns it.
+
+        Returns:
+            Whether there is such an attribute.
+        """
+        if not hasattr(owner, name):
+            return False
+        original = getattr(owner, name)
+        replacement = make(original)
+        self._undo.append((owner, name, original, replacement, name in vars(owner)))
+        setattr(owner, name, replacement)
+        return True
+
+    def undo(self) -> None:
+        """Put the originals back, except where somebody else has replaced an attribute since."""
+        while self._undo:
+            owner, name, original, replacement, own = self._undo.pop()
+            if vars(owner).get(name) is not replacement:
+                continue
+            if own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -70,7 +110,7 @@ class Session:
         settings: what the parent asks for.
         facts: collects what is trained.
         backend_for: where marks come from, for whoever makes the steps.
-        runtime_for: what adds to the rows of whoever makes the steps, from that index on.
+        runtime_for: what adds to the rows of whoever makes the steps.
         is_capturing: whether the stream only notes down what it is given: any mark would spoil that.
         clock_ns: the training thread's clock.
     """
@@ -80,7 +120,7 @@ class Session:
         settings: Settings,
         facts: Facts,
         backend_for: Callable[[Any], StreamBackend],
-        runtime_for: Callable[[Any, int], Runtime | None],
+        runtime_for: Callable[[Any], Runtime | None],
         is_capturing: Callable[[], bool] = bool,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -93,6 +133,8 @@ class Session:
         """Whose `step()` inside another one's is a wait for the host."""
         self.absent: dict[str, str] = {}
         """Fields that stay empty because an installed package lacks what a hook needs, and what that is."""
+        self.sums_losses = False
+        """Whether a step's loss is the sum of what its backward passes begin from, rather than their mean."""
         self.after_step: Callable[[int], None] | None = None
         """Called with a step's number when it is over, but not the first one's."""
         self._settings = settings
@@ -110,6 +152,7 @@ class Session:
         self._recorder: Recorder | None = None
         self._backend: StreamBackend | None = None
         self._runtime: Runtime | None = None
+        self._losses: StepLosses | None = None
         self._thread: int | None = None
         self._primary: weakref.ref[Any] | None = None
         self._others: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -122,6 +165,11 @@ class Session:
         self._described = False
         self._emitted = 0
         self._closing = False
+
+    @property
+    def steps(self) -> int:
+        """Of the training, that this has seen since it began to record."""
+        return 0 if self._recorder is None else self._recorder.index
 
     # --- phases and waits ------------------------------------------------------------------------------------------
 
@@ -142,19 +190,29 @@ class Session:
             self._recorder.leave("data")
 
     @_guarded
-    def batch(self, batch: Any) -> None:
-        """A batch came out of a data loader."""
+    def batch(self, batch: Any, workers: int | None = None) -> None:
+        """A batch came out of a data loader.
+
+        Args:
+            batch: as the loader gave it.
+            workers: processes that load for it.
+        """
         if self._is_mine():
-            self._facts.batch(batch)
+            self._facts.batch(batch, workers)
 
     @_guarded
-    def backward_begins(self) -> bool:
-        """Backward begins, or another one inside it."""
+    def backward_begins(self, loss: Any = None) -> bool:
+        """Backward begins, or another one inside it.
+
+        Args:
+            loss: what it begins from.
+        """
         if not self._is_mine():
             return False
         self._backward_seen = True
         self._backwards += 1
         if self._backwards == 1:
+            self._add_loss(loss, "backward")
             if self._steps and self._steps[0].has_closure:
                 self._leave_phase()
             self._enter("backward")
@@ -185,6 +243,32 @@ class Session:
         """The wait that began last is over."""
         if self._recorder is not None:
             self._recorder.leave_wait()
+
+    # --- losses ----------------------------------------------------------------------------------------------------
+
+    @_guarded
+    def loss_scaled(self, result: Any, loss: Any) -> None:
+        """A GradScaler has multiplied a loss."""
+        if self._losses is not None and self._is_mine():
+            self._losses.scaled(result, loss)
+
+    def log_loss(self, loss: torch.Tensor | float) -> None:
+        """The script logs its loss itself."""
+        self._log_loss(self.clock_ns(), loss)
+
+    @_guarded
+    def _log_loss(self, loss: torch.Tensor | float) -> None:
+        if self._is_mine():
+            self._add_loss(loss, "log_loss")
+
+    def _add_loss(self, loss: Any, source: Source) -> None:
+        if self._losses is None:
+            return
+        try:
+            self._losses.add(loss, source)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # a kind of tensor of its own
+            self._losses = None
+            self.absent["loss"] = f"it could not be read ({type(error).__name__})"
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
@@ -272,6 +356,10 @@ class Session:
         elif self._primary is not None and self._primary() is of:
             self._others.clear()
             self._tokens[self._recorder.index] = self._facts.step_ended()
+            if self._losses is not None:
+                self._losses.end_step(self._recorder.index)
+            if self._runtime is not None:
+                self._runtime.end_step(self._recorder.index)
             self._recorder.end_step()
             if self.after_step is not None:
                 self.after_step(self._recorder.index - 1)
@@ -285,7 +373,8 @@ class Session:
         self._recorder = None
         self._adopt(of)
         self._backend = backend = self._backend_for(of)
-        self._runtime = self._runtime_for(of, 1)
+        self._runtime = self._runtime_for(of)
+        self._losses = StepLosses(backend.on_compute_stream)
         self._facts.look(of, backend)
         settings = self._settings
         self._recorder = Recorder(
@@ -316,7 +405,9 @@ class Session:
         if self._recorder is not None:
             self._recorder.forget()
             self._facts.forget_batches()
-            self._runtime = self._runtime_for(of, self._recorder.index)
+            if self._losses is not None:
+                self._losses.forget()
+            self._runtime = self._runtime_for(of)
 
     def _describe(self) -> None:
         self._described = True
@@ -328,8 +419,12 @@ class Session:
         if row.measured and not self._described:
             self._describe()
         row.tokens = self._tokens.pop(row.index, None)
+        if self._losses is not None:
+            row.loss = self._losses.take(row.index, summed=self.sums_losses)
+            row.loss_source = self._losses.source
         if self._runtime is not None:
-            self._runtime(row, last=self._closing or row.index == self._last_index())
+            newest = 0 if self._recorder is None else self._recorder.index - 1
+            self._runtime(row, last=row.index == (newest if self._closing else self._last_index()))
         self._records.step(row)
         self._emitted = row.index
 
@@ -375,7 +470,7 @@ class Session:
         where = traceback.extract_tb(error.__traceback__)[-1:]
         place = "".join(f" ({os.path.basename(frame.filename)}:{frame.lineno})" for frame in where)  # noqa: PTH119
         with contextlib.suppress(Exception):  # a full disk, say: then the file ends without its last line
-            self._records.end(f"failed: {type(error).__name__}: {error}{place}")
+            self._records.end("failed", f"{type(error).__name__}: {error}{place}")
 
     def forked(self) -> None:
         """This is a new process: it has taken no steps, and its parent's file is not its own."""

@@ -18,20 +18,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zenflow.errors import ZenFlowError
 from zenflow.optimizer import ZenFlowOptimizer
-from zftune.agent.lines import is_first_rank, show_lines, show_refusals
-from zftune.agent.patches import Patches
+from zftune.agent import is_first_rank, show_lines, show_refusals
+from zftune.agent.session import Patches
 from zftune.errors import ZftuneError
 
 if TYPE_CHECKING:
     from zftune.agent.arming import WhenImported
-    from zftune.tuner.following import Tuner
+    from zftune.tuner.tuner import Tuner
+
 
 _LOOK_S = 5.0
 _LONGEST_LOOK_S = 300.0
 _logger = logging.getLogger("zftune")
 
 
-class Part(Protocol):
+class RunHook(Protocol):
     """Something that is asked for."""
 
     def begin(self, optimizer: ZenFlowOptimizer) -> None:
@@ -55,15 +56,15 @@ def begin(wanted: Mapping[str, Any], when_imported: WhenImported, followed: Call
     Raises:
         BadInputError: the schedule cannot be read any more.
     """
-    show_lines()
+    show_lines(quiet=bool(wanted.get("quiet")))
     show_refusals()
-    parts: list[Part] = []
+    parts: list[RunHook] = []
     if wanted.get("export_schedule") is not None and is_first_rank():
-        from zftune.agent.recording import Recording
+        from zftune.agent.schedule import Recording
 
         parts.append(Recording(wanted["export_schedule"]))
     if wanted.get("schedule") is not None:
-        from zftune.agent.replaying import Replay
+        from zftune.agent.schedule import Replay
 
         parts.append(Replay(wanted["schedule"]))
     if wanted.get("online"):
@@ -71,7 +72,7 @@ def begin(wanted: Mapping[str, Any], when_imported: WhenImported, followed: Call
     hook(parts, followed)
 
 
-def hook(parts: list[Part], followed: Callable[[], None]) -> Callable[[], None]:
+def hook(parts: list[RunHook], followed: Callable[[], None]) -> Callable[[], None]:
     """Let parts see the steps of zenflow's optimizers.
 
     Args:
@@ -135,14 +136,15 @@ class Online:
             _logger.exception("Nothing is tuned; the training goes on.")
 
     def _attach(self, optimizer: ZenFlowOptimizer) -> None:
-        from zftune.tuner.attach import attach
-        from zftune.tuner.following import open_tuners
+        from zftune.attaching import attach
+        from zftune.tuner.tuner import open_tuners
 
-        if any(tuner.follows(optimizer) for tuner in open_tuners()):
-            return  # DeepSpeed's engine, a Trainer's callback, or the script itself
-        tuner = weakref.ref(attach(optimizer, quality=self._quality))
-        if is_first_rank():
-            threading.Thread(target=_keep_daemon, args=(tuner,), name="zftune-ensure", daemon=True).start()
+        # One that follows it already is of DeepSpeed's engine, a Trainer's callback, or the script itself.
+        tuner = next((one for one in open_tuners() if one.follows(optimizer)), None)
+        tuner = attach(optimizer, quality=self._quality) if tuner is None else tuner
+        if tuner.asks_daemon and is_first_rank():
+            kept = (weakref.ref(tuner),)
+            threading.Thread(target=_keep_daemon, args=kept, name="zftune-ensure", daemon=True).start()
 
     def before(self, optimizer: ZenFlowOptimizer) -> None:
         """Nothing: the tuner has a hook of its own."""
@@ -174,18 +176,23 @@ def _keep_daemon(tuner: weakref.ref[Tuner]) -> None:
     It may be gone before the first step: a private one ends where no run comes for a while, and models take theirs to
     load.
     """
-    from zftune.daemon.ensuring import ensure_daemon, revive_daemon
+    from zftune.daemon.client.autostart import ensure_daemon, revive_daemon
+    from zftune.errors import OtherStoreError
 
-    look_s = _LOOK_S
+    look_s, told = _LOOK_S, False
     have: Callable[[], Any] = ensure_daemon
     while _searches(tuner):
         try:
             if have() is True:
                 look_s = min(2 * look_s, _LONGEST_LOOK_S)  # it may be what the training asks that kills it
+            have = revive_daemon
+        except OtherStoreError as error:  # it ends with its runs, and then there is room for one of this run
+            if not told:
+                _logger.warning("Nothing is tuned until there is a daemon of this run's store: %s.", error)
+            told = True
         except (ZftuneError, OSError) as error:
             _logger.warning("Nothing is tuned until there is a daemon: %s.", error)
             return
-        have = revive_daemon
         time.sleep(look_s)
 
 

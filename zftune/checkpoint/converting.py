@@ -1,7 +1,11 @@
-"""`import_checkpoint` and `export_checkpoint`: the functions behind `zftune checkpoint`."""
+"""`import_checkpoint` and `export_checkpoint`, the functions behind `zftune checkpoint`, and how their results
+are written.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,18 +14,88 @@ from typing import Any, Literal
 
 import torch
 
-from zftune.checkpoint.loading import load
+from zftune.checkpoint.ours import first_knobs, our_documents, our_state_dict, read_ours
 from zftune.checkpoint.plain import plain_document, read_plain
-from zftune.checkpoint.reading_ours import read_ours
-from zftune.checkpoint.reading_zero import ds_config as ds_config_of
-from zftune.checkpoint.reading_zero import read_zero
-from zftune.checkpoint.rest import Rest, rest_of
-from zftune.checkpoint.sources import Source, open_source
+from zftune.checkpoint.sources import LATEST, Rest, Source, load, open_source, rest_of
 from zftune.checkpoint.state import TrainingState
-from zftune.checkpoint.writing import check_target, save_file, save_folder
-from zftune.checkpoint.writing_ours import first_knobs, our_documents, our_state_dict
-from zftune.checkpoint.writing_zero import zero_documents
-from zftune.errors import BadInputError
+from zftune.checkpoint.zero import ds_config as ds_config_of
+from zftune.checkpoint.zero import read_zero, zero_documents
+from zftune.errors import BadInputError, ZftuneError
+from zftune.text import one_of
+
+
+def check_target(path: str) -> Path:
+    """Where a checkpoint is to be written.
+
+    Raises:
+        BadInputError: something is there already, or its folder is missing or cannot be written.
+    """
+    target = Path(path)
+    try:
+        ok = not target.exists() and target.parent.is_dir() and os.access(target.parent, os.W_OK)
+    except OSError:  # a name that is too long
+        ok = False
+    if not ok:
+        raise BadInputError(
+            f"--output '{path}': it must be a path where nothing is yet, in a folder that exists and can be written"
+        )
+    return target
+
+
+def save_file(document: Any, target: Path) -> None:
+    """Write a file.
+
+    Raises:
+        ZftuneError: it cannot be written; nothing is there then.
+    """
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        _save(document, partial)
+        partial.replace(target)
+    except (OSError, RuntimeError) as error:
+        raise _unwritten(target, error) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def save_folder(documents: Mapping[str, Any], tag: str, target: Path, rest: Rest) -> None:
+    """Write a folder as DeepSpeed's engine does: a folder of that tag, and a file that says it is the latest.
+
+    Args:
+        documents: by file name.
+        tag: the inner folder's name.
+        target: the outer folder.
+        rest: what else belongs into it.
+
+    Raises:
+        ZftuneError: it cannot be written; nothing is there then.
+    """
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        inner = partial / tag
+        inner.mkdir(parents=True)
+        for name, document in documents.items():
+            _save(document, inner / name)
+        rest.copy_to(partial)
+        (partial / LATEST).write_text(tag, encoding="utf-8")
+        partial.replace(target)
+    except (OSError, RuntimeError) as error:
+        raise _unwritten(target, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _save(document: Any, path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(document, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _unwritten(target: Path, error: Exception) -> ZftuneError:
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    return ZftuneError(f"--output '{target}': cannot be written ({reason})")
+
 
 To = Literal["plain", "zero"]
 _FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -76,7 +150,7 @@ def import_checkpoint(source: str, output: str, *, ds_config: str | None = None,
     target = check_target(output)
     opened = open_source(source, trust=trust)
     if opened.form == "ours":
-        raise BadInputError(f"{opened.what}: is a checkpoint of ours already, allowed are ZeRO-1, ZeRO-2 and plain")
+        raise BadInputError(f"{opened.what}: is a checkpoint of ours already; it must be ZeRO-1, ZeRO-2 or plain")
     is_file = target.suffix in _FILE_SUFFIXES
     rest = Rest() if is_file else rest_of(opened.folder, opened.tag)
     with _reading(opened.what):
@@ -108,14 +182,13 @@ def export_checkpoint(
         BadInputError: the source cannot be converted, or something is at `output` already.
         ZftuneError: it cannot be written.
     """
-    if to not in ("plain", "zero"):
-        raise BadInputError(f"--to '{to}': allowed are plain and zero")
+    one_of("--to", to, ("plain", "zero"))
     if ranks < 1 or (ranks > 1 and to == "plain"):
-        raise BadInputError(f"--ranks {ranks}: allowed is a number of at least 1, with --to zero")
+        raise BadInputError.of("--ranks", ranks, "an integer >= 1, and it needs --to zero")
     target = check_target(output)
     opened = open_source(source, trust=trust)
     if opened.form != "ours":
-        raise BadInputError(f"{opened.what}: is not a checkpoint of ours, allowed is what our optimizers saved")
+        raise BadInputError(f"{opened.what}: is not a checkpoint of ours: export what our optimizers saved")
     rest = Rest() if to == "plain" else rest_of(opened.folder, opened.tag)
     tensors = None if model is None else _model(model, trust=trust)
     with _reading(opened.what):
@@ -150,7 +223,7 @@ def _model(path: str, *, trust: bool) -> Mapping[str, torch.Tensor]:
     if isinstance(document, Mapping):
         document = document.get("module", document.get("model", document))
     if not isinstance(document, Mapping) or not all(isinstance(value, torch.Tensor) for value in document.values()):
-        raise BadInputError(f"--model '{path}': allowed is a file with a model's state_dict")
+        raise BadInputError(f"--model '{path}': it must be a file with a model's state_dict")
     return document
 
 
@@ -176,6 +249,4 @@ def _reading(what: str) -> Iterator[None]:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        raise BadInputError(
-            f"{what}: is damaged or of another kind ({type(error).__name__}: {reason}), allowed is a whole checkpoint"
-        ) from error
+        raise BadInputError(f"{what}: is damaged or of another kind ({type(error).__name__}: {reason})") from error

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from zftune.checkpoint.names import names_of
-from zftune.checkpoint.state import MOMENTS, Group, TrainingState, Weight
+from zftune.checkpoint.state import MOMENTS, Group, TrainingState, Weight, names_of
 from zftune.errors import BadInputError
 
 
@@ -57,10 +56,10 @@ def check_settings(groups: Sequence[Mapping[str, Any]], what: str) -> None:
     for number, group in enumerate(groups):
         for name in ("lr", "betas", "eps", "weight_decay"):
             if name not in group:
-                raise BadInputError(f"{what}: param_groups[{number}] has no {name}, allowed is an optimizer AdamW")
+                raise BadInputError(f"{what}: param_groups[{number}] has no {name}; the optimizer must be an AdamW")
         for name, allowed in (("amsgrad", False), ("maximize", False), ("bias_correction", True)):
             if bool(group.get(name, allowed)) is not allowed:
-                raise BadInputError(f"{what}: {name} is {group[name]} in param_groups[{number}], allowed is {allowed}")
+                raise BadInputError(f"{what}: {name} is {group[name]} in param_groups[{number}]; it must be {allowed}")
 
 
 def _shape(state: Mapping[str, Any] | None) -> tuple[int, ...] | None:
@@ -70,13 +69,13 @@ def _shape(state: Mapping[str, Any] | None) -> tuple[int, ...] | None:
 
 def _weight(name: str, master: torch.Tensor, state: Mapping[str, Any] | None, what: str) -> Weight:
     if master.dtype != torch.float32:
-        raise BadInputError(f'{what}: model["{name}"] is {master.dtype}, allowed are fp32 masters')
+        raise BadInputError(f'{what}: model["{name}"] is {master.dtype}; it must be an fp32 master')
     if not state:
         return Weight(name, master, (), 0)
     found = [state.get(moment) for moment in MOMENTS]
     moments = tuple(moment.float() for moment in found if isinstance(moment, torch.Tensor))
     if len(moments) < len(MOMENTS) or any(moment.shape != master.shape for moment in moments):
-        raise BadInputError(f"{what}: the state of '{name}' is not AdamW's, allowed are {' and '.join(MOMENTS)}")
+        raise BadInputError(f"{what}: the state of '{name}' is not AdamW's, which has {' and '.join(MOMENTS)}")
     return Weight(name, master, moments, int(state["step"]))
 
 

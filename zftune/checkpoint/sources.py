@@ -1,19 +1,181 @@
-"""What lies at a path: which of the forms, by what is in it."""
+"""A checkpoint's folder: which form lies there, how it is loaded, and what else is beside it."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import shutil
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+import torch
+
 from zenflow import CheckpointError
 from zenflow.distributed import read_whole
-from zftune.checkpoint.loading import load
-from zftune.checkpoint.rest import LATEST
 from zftune.errors import BadInputError
+
+LATEST = "latest"
+_SCRIPT = "zero_to_fp32.py"
+_STATES = "*_states.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Files and links that go into a new folder as they are."""
+
+    found: Mapping[str, Path] = field(default_factory=dict)
+    """By their paths within it."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the user: what is left out."""
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy all of them; links stay links.
+
+        Raises:
+            OSError: one cannot be copied.
+        """
+        for name, path in self.found.items():
+            place = folder / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, place, follow_symlinks=False)
+            if not place.is_symlink():
+                with place.open("rb") as file:
+                    os.fsync(file.fileno())
+
+
+def rest_of(folder: Path | None, tag: str | None) -> Rest:
+    """Everything in a folder but its checkpoints, and DeepSpeed's script for the masters, if it is installed.
+
+    Args:
+        folder: as DeepSpeed's engine saves; None: the source is a file, or the inner folder alone.
+        tag: the inner folder that is converted.
+
+    Raises:
+        BadInputError: something in it cannot be read.
+    """
+    found: dict[str, Path] = {}
+    left_out: dict[str, str] = {}
+    if folder is not None:
+        try:
+            _sort(folder, found, left_out)
+        except OSError as error:
+            raise BadInputError(
+                f"FROM '{error.filename}': cannot be read ({error.strerror}); all of the folder must be readable"
+            ) from error
+    for written_anew in (LATEST, tag):
+        found.pop(str(written_anew), None)
+        left_out.pop(str(written_anew), None)
+    script = _script()
+    if script is not None:
+        found.setdefault(_SCRIPT, script)  # the folder's own is of the version that saved it
+    return Rest(found, tuple(f"{name} is left out: it is {reason}" for name, reason in left_out.items()))
+
+
+def _sort(folder: Path, found: dict[str, Path], left_out: dict[str, str]) -> None:
+    for path in _entries(folder):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink() and not _stays_within(path, folder):
+            left_out[name] = "a link that leads out of the folder"
+        elif path.is_symlink():
+            found[name] = path
+        elif path.is_dir():
+            left_out[name] = "another checkpoint"
+        elif not path.is_file():
+            left_out[name] = "no regular file"
+        else:
+            with path.open("rb"):  # to fail before minutes are spent
+                found[name] = path
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    """Files, links, and folders that are not entered."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink() and not _is_checkpoint(path):
+            yield from _entries(path)
+        else:
+            yield path
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / LATEST).is_file() or any(folder.glob(_STATES))
+
+
+def _stays_within(link: Path, folder: Path) -> bool:
+    """Whether a link means the same in a copy of the folder: by its words, and by where it leads."""
+    words = link.readlink()
+    by_words = Path(os.path.normpath(link.parent.relative_to(folder) / words))  # absolute where the words are
+    leads_to = Path(os.path.realpath(link))
+    return (
+        not by_words.is_absolute()
+        and os.pardir not in by_words.parts
+        and leads_to.is_relative_to(os.path.realpath(folder))
+    )
+
+
+def _script() -> Path | None:
+    spec = find_spec("deepspeed")  # which imports nothing
+    if spec is None or spec.origin is None:
+        return None
+    script = Path(spec.origin).parent / "utils" / _SCRIPT
+    return script if script.is_file() else None
+
+
+class Opaque:
+    """Stands for an object of DeepSpeed's whose class is not needed; its attributes are there."""
+
+
+_ALLOWED: tuple[tuple[Any, str], ...] = (
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (Opaque, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (Opaque, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (Opaque, "deepspeed.utils.tensor_fragment.fragment_address"),
+)
+"""What DeepSpeed's files hold besides tensors and plain data, and what it is read as."""
+_REFUSED = re.compile(r"GLOBAL ([\w.]+)")
+
+
+def load(path: Path, *, trust: bool) -> Any:
+    """Read a file that `torch.save` wrote, to the CPU; large tensors are read when they are looked at.
+
+    Args:
+        path: the file.
+        trust: whether code in it may run.
+
+    Raises:
+        BadInputError: it cannot be read, is truncated, or holds objects that it takes trust to read.
+    """
+    try:
+        with path.open("rb"):
+            mapped = zipfile.is_zipfile(path)
+    except OSError as error:
+        raise BadInputError(f"FROM '{path}': cannot be read ({error.strerror})") from error
+    try:
+        with torch.serialization.safe_globals(list(_ALLOWED)), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of pickle protocols
+            return torch.load(path, map_location="cpu", mmap=mapped, weights_only=not trust)
+    except ImportError:
+        raise
+    except pickle.UnpicklingError as error:
+        found = _REFUSED.search(str(error))
+        if found is None:
+            raise _damaged(path) from error
+        raise BadInputError(
+            f"FROM '{path}': holds an object of {found[1]}, not tensors and plain data alone; "
+            "give --trust if you know who wrote it, for reading it may run code"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise _damaged(path) from error
+
+
+def _damaged(path: Path) -> BadInputError:
+    return BadInputError(f"FROM '{path}': is truncated or damaged; it must be a whole file that torch.save wrote")
+
 
 HEADER = "zenflow"
 """In `param_groups[0]` of what our optimizers save."""
@@ -21,7 +183,7 @@ IN_FOLDER, STEPS, FOLDER = "in_folder", "steps", "zenflow"
 """What an engine's file says of an optimizer whose state lies in a folder beside it, by rows; and that folder."""
 MODEL_STATES = "mp_rank_00_model_states.pt"
 
-_FORMS = "allowed are a folder that DeepSpeed's engine saved, and a file with a model and its optimizer"
+_FORMS = "it must be a folder that DeepSpeed's engine saved, or a file with a model and its optimizer"
 _RANK = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_?optim_states\.pt")
 
 
@@ -59,17 +221,17 @@ def open_source(path: str, *, trust: bool) -> Source:
             return _open_folder(place, what, trust=trust)
         return replace(_open_folder(place / tag, what, trust=trust), folder=place, tag=tag)
     if not place.is_file():
-        raise BadInputError(f"{what}: is not there, {_FORMS}")
+        raise BadInputError(f"{what}: is not there; {_FORMS}")
     document = load(place, trust=trust)
     if isinstance(document, Mapping) and {"state", "param_groups"} <= document.keys():
         document = {"optimizer": document}
     optimizer = document.get("optimizer") if isinstance(document, Mapping) else None
     if not _is_optimizer(optimizer):
-        raise BadInputError(f'{what}: holds no optimizer\'s state_dict under "optimizer", {_FORMS}')
+        raise BadInputError(f'{what}: holds no optimizer\'s state_dict under "optimizer"; {_FORMS}')
     if HEADER in optimizer["param_groups"][0]:
         return Source("ours", what, document)
     if not isinstance(document.get("model"), Mapping):
-        raise BadInputError(f'{what}: holds no "model", allowed is its state_dict with the fp32 masters')
+        raise BadInputError(f'{what}: holds no "model": it must be the state_dict with the fp32 masters')
     return Source("plain", what, document)
 
 
@@ -81,7 +243,7 @@ def model_of(document: Mapping[str, Any], what: str) -> Mapping[str, Any]:
     """
     model = document.get("module", document.get("model"))
     if not isinstance(model, Mapping):
-        raise BadInputError(f"{what}: holds no model, allowed is one beside the optimizer, or --model FILE")
+        raise BadInputError(f"{what}: holds no model beside the optimizer: give --model FILE")
     return model
 
 
@@ -92,41 +254,41 @@ def _latest(folder: Path, what: str) -> str | None:
         return None
     tag = latest.read_text(encoding="utf-8", errors="replace").strip()
     if tag != Path(tag).name or tag == os.pardir:  # a folder of that name will be written
-        raise BadInputError(f"{what}: its latest is '{tag}', allowed is the name of a folder in it")
+        raise BadInputError(f"{what}: its latest is '{tag}'; it must be the name of a folder in it")
     if not tag or not (folder / tag).is_dir():
-        raise BadInputError(f"{what}: its latest is '{tag}', which is not there, allowed is a whole checkpoint")
+        raise BadInputError(f"{what}: its latest is '{tag}', which is not there")
     return tag
 
 
 def _open_folder(folder: Path, what: str, *, trust: bool) -> Source:
     names = sorted(path.name for path in folder.iterdir())
     if any(name.startswith("zero_pp_rank_") and name.endswith("model_states.pt") for name in names):
-        raise BadInputError(f"{what}: is of ZeRO stage 3, allowed are stages 1 and 2")
+        raise BadInputError(f"{what}: is of ZeRO stage 3; it must be of stage 1 or 2")
     if "mp_rank_01_model_states.pt" in names or any(name.startswith(("layer_", "expert_")) for name in names):
-        raise BadInputError(f"{what}: is of tensor, pipeline or expert parallel training, allowed is data parallel")
+        raise BadInputError(f"{what}: is of tensor, pipeline or expert parallel training, not data parallel")
     if MODEL_STATES not in names:
-        raise BadInputError(f"{what}: holds no {MODEL_STATES}, {_FORMS}")
+        raise BadInputError(f"{what}: holds no {MODEL_STATES}; {_FORMS}")
     document = load(folder / MODEL_STATES, trust=trust)
     if not isinstance(document, Mapping) or not isinstance(document.get("module"), Mapping):
-        raise BadInputError(f'{what}: {MODEL_STATES} holds no "module", {_FORMS}')
+        raise BadInputError(f'{what}: {MODEL_STATES} holds no "module"; {_FORMS}')
     optimizer = document.get("optimizer")
     if isinstance(optimizer, Mapping) and IN_FOLDER in optimizer:
         return Source("ours", what, {**document, "optimizer": _by_rows(folder / FOLDER, what, trust=trust)})
     if _is_optimizer(optimizer) and HEADER in optimizer["param_groups"][0]:
         return Source("ours", what, document)
     if optimizer is not None:
-        raise BadInputError(f"{what}: is of ZeRO stage 0 with another optimizer, allowed are stages 1 and 2, and ours")
+        raise BadInputError(f"{what}: is of ZeRO stage 0 with another optimizer; it must be of stage 1 or 2, or ours")
     ranks = {int(found[1]): folder / name for name in names if (found := _RANK.fullmatch(name))}
     if sorted(ranks) != list(range(len(ranks))) or not ranks:
         have = ", ".join(map(str, sorted(ranks))) or "none"
-        raise BadInputError(f"{what}: has the optim_states of ranks {have}, allowed are those of all ranks")
+        raise BadInputError(f"{what}: has the optim_states of ranks {have}; it must have those of all ranks")
     return Source("zero", what, document, tuple(ranks[rank] for rank in sorted(ranks)))
 
 
 def _by_rows(folder: Path, what: str, *, trust: bool) -> dict[str, Any]:
     if not trust:  # torch.distributed.checkpoint reads its index by pickle
         raise BadInputError(
-            f"{what}: its optimizer lies by rows in the folder {FOLDER}, allowed with --trust, if you know who wrote "
+            f"{what}: its optimizer lies by rows in the folder {FOLDER}: give --trust if you know who wrote "
             "it, for reading it may run code"
         )
     try:

@@ -7,32 +7,208 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any, TextIO
 
 import zftune
-from zftune.daemon.app import create_app
-from zftune.daemon.errors import DaemonError
-from zftune.daemon.limits import Limits
-from zftune.daemon.listening import Claim, claim
-from zftune.daemon.location import TEMPORARY, locate
-from zftune.daemon.logs import log_to
-from zftune.daemon.metrics import Metrics
-from zftune.daemon.notify import Notifier
-from zftune.daemon.page_server import PageServer
-from zftune.daemon.pauses import COLLECT_S, Garbage, few_pauses
-from zftune.daemon.protocols import SocketProtocol
-from zftune.daemon.service import DaemonState, Service
-from zftune.daemon.serving import Listener
-from zftune.errors import BadInputError
+from zftune.daemon.client.autostart import limits_left, raise_limits
+from zftune.daemon.client.location import TEMPORARY, locate, settled
+from zftune.daemon.server.answers import DaemonState, Service
+from zftune.daemon.server.app import create_app
+from zftune.daemon.server.guard import PageServer
+from zftune.daemon.server.limits import Limits, SocketProtocol
+from zftune.daemon.server.sampling import Metrics
+from zftune.daemon.server.serving import Claim, Listener, claim
+from zftune.errors import BadInputError, DaemonError
+from zftune.store import location as stores
+
+_USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+_PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
+
+
+def log_to(stream: TextIO, environment: Mapping[str, str]) -> None:
+    """Send the log of this process to a stream, in the form that suits it.
+
+    Args:
+        stream: standard error.
+        environment: $JOURNAL_STREAM tells whether it ends in systemd's journal.
+    """
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        HumanFormatter() if stream.isatty() else JsonFormatter(journal=_is_journal(stream, environment))
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    for name in ("uvicorn", "alembic", "optuna"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # their greetings
+
+
+class HumanFormatter(logging.Formatter):
+    """Time, level where it matters, and the message."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - its name is logging's
+        line = super().formatMessage(record)
+        fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
+        level = "" if record.levelno <= logging.INFO else f" [{record.levelname.lower()}]"
+        return f"{line}{level}{fields}"
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line.
+
+    Args:
+        journal: whether each line begins with its priority, as systemd's journal reads it.
+    """
+
+    def __init__(self, *, journal: bool = False) -> None:
+        super().__init__()
+        self._journal = journal
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        prefix = f"<{self._priority(record.levelno)}>" if self._journal else ""
+        return prefix + json.dumps(line, default=str)
+
+    @staticmethod
+    def _priority(level: int) -> int:
+        return next((priority for least, priority in _PRIORITIES if level >= least), 7)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return {name: value for name, value in vars(record).items() if name not in _USUAL}
+
+
+def _is_journal(stream: TextIO, environment: Mapping[str, str]) -> bool:
+    try:
+        found = os.fstat(stream.fileno())
+    except (OSError, ValueError):
+        return False
+    return environment.get("JOURNAL_STREAM", "") == f"{found.st_dev}:{found.st_ino}"
+
+
+COLLECT_S = 0.2
+"""Between two calls of `collect_garbage`; 200 runs make 1,000 objects in this time."""
+_ALL_S = 600.0
+_SWITCH_S = 0.0005  # Python's own 5 ms are paid once for each thread that waits for its turn
+_AT_MOST = 100_000  # young objects: who blocks the loop that collects must not fill the memory
+_NEVER = 1_000_000
+
+
+class Garbage:
+    """Looks for garbage; call `collect` every `COLLECT_S`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._all_at_s = clock() + _ALL_S
+
+    def collect(self) -> None:
+        """Look at what has come since the last call, and now and then at everything."""
+        if self._clock() < self._all_at_s:
+            gc.collect(1)
+            return
+        gc.collect()
+        self._all_at_s = self._clock() + _ALL_S
+
+
+@contextmanager
+def few_pauses() -> Iterator[None]:
+    """Keep pauses of the interpreter short, in this process; let `Garbage` look while this holds."""
+    switch_s, thresholds, frozen = sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()
+    sys.setswitchinterval(_SWITCH_S)
+    gc.set_threshold(_AT_MOST, _NEVER, _NEVER)
+    gc.collect()
+    if not frozen:  # else by somebody else, and who thaws thaws everything
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:
+            gc.unfreeze()
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(switch_s)
+
+
+_log = logging.getLogger(__name__)
+
+
+class Notifier:
+    """Sends states to the service manager.
+
+    Args:
+        environment: $NOTIFY_SOCKET, a path or (with @) an abstract name; $WATCHDOG_USEC and $WATCHDOG_PID.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        address = environment.get("NOTIFY_SOCKET", "")
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        self._watchdog = environment.get("WATCHDOG_USEC", "") if self._is_watched(environment) else ""
+
+    @property
+    def watchdog_s(self) -> float | None:
+        """Within which time WATCHDOG=1 has to be sent again; None where nobody watches."""
+        return int(self._watchdog) / 1e6 if self._address and self._watchdog.isdecimal() else None
+
+    def send(self, *states: str) -> None:
+        """Send states such as "READY=1"; a service manager that does not listen harms nobody."""
+        if not self._address:
+            return
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+                channel.setblocking(False)
+                channel.sendto("\n".join(states).encode(), self._address)
+        except OSError as error:
+            _log.warning("the service manager was not told %s (%s)", states[0], error.strerror)
+
+    @staticmethod
+    def _is_watched(environment: Mapping[str, str]) -> bool:
+        return environment.get("WATCHDOG_PID", "") in ("", str(os.getpid()))
+
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def hosted() -> Iterator[Sequence[Service]]:
+    """The services, with the store open for them; what is wrong with it is logged, and nothing fails for it."""
+    from zftune.daemon.runs.api import Runs
+    from zftune.daemon.runs.registry import Registry
+    from zftune.daemon.server.sampling import Node
+    from zftune.store import open_store
+    from zftune.store.location import meant_by
+
+    with open_store() as store:
+        limits = limits_left()
+        for notice in (*store.notices, *limits):
+            _log.warning("%s", notice.rstrip("."))
+        node = Node(lambda: [brain.hello.run for brain in registry.brains() if not brain.over])
+        registry = Registry(store, kept_in=meant_by(os.environ).identity, limits=limits, disturbance=node.watch)
+        yield (Runs(registry, node),)
+
 
 PRIVATE_IDLE_S = 60.0
 """How long a private daemon waits for a run, where nothing else was said."""
@@ -46,7 +222,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Of `zftune daemon`."""
+    """Of `zftune daemon start`."""
 
     private: bool = False
     """Whether it ends with its runs."""
@@ -75,13 +251,27 @@ def serve(options: Options, host: Callable[[], AbstractContextManager[Sequence[S
         BadInputError: the socket's place cannot be used, the port is taken.
         DaemonError: another daemon is there.
     """
+    _settle(private=options.private)
     location = locate(os.environ)
     with claim(location) as claimed:
         log_to(sys.stderr, os.environ)
         if location.source == TEMPORARY:
-            _log.warning("$XDG_RUNTIME_DIR is no folder of this user: the socket is in %s", TEMPORARY)
+            _log.warning("$XDG_RUNTIME_DIR is no folder of this user, or too long: the socket is in %s", TEMPORARY)
         with _ending_on_signals(), host() as services, few_pauses():
             asyncio.run(_Daemon(options, services, claimed).run())
+
+
+def _settle(*, private: bool) -> None:
+    """Stand on its own feet: its working directory is the root, whatever is removed meanwhile.
+
+    Args:
+        private: whether a run has started it, whose limits are none of its own.
+    """
+    os.environ |= stores.settled(settled(os.environ))
+    os.chdir("/")
+    if private:
+        os.umask(0o077)
+        raise_limits()
 
 
 @contextlib.contextmanager

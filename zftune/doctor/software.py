@@ -1,27 +1,316 @@
-"""Python, the packages that zftune needs, the native module, and a compiler for those that build at run time."""
+"""Python and packages, the native module, DeepSpeed with its known defects and stale locks, and the store."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 
 import zftune
 from zftune.doctor.check import Check
-from zftune.doctor.versions import at_least, installed, requirements
+from zftune.ds_config.facts import GOOD, TESTED, scrambles
+from zftune.errors import EXTRAS
+from zftune.store.location import exists, locate, network_file_system
+from zftune.telemetry.fingerprint import installed
 
-_SHOWN = ("torch", "optuna", "sqlalchemy", "plotly")
+_FOLDER = "TORCH_EXTENSIONS_DIR"
+_UNITS = (("d", 86400), ("h", 3600), ("min", 60))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtensionLock:
+    """A lock file that is there."""
+
+    extension: str
+    """Such as "cpu_adam"."""
+    shown: str
+    """The file as a shell understands it, without the user's name."""
+    age_s: float
+    holder: int | None
+    """The process that has it open, and compiles; None: no process that can be seen here."""
+    is_foreign: bool
+    """Whether it is another user's, whose processes cannot be seen."""
+
+    @property
+    def is_left_over(self) -> bool:
+        """Whether nobody compiles any more, as far as this machine shows."""
+        return self.holder is None and not self.is_foreign
+
+    @property
+    def sentence(self) -> str:
+        """Who holds it up, for how long."""
+        age = _age(self.age_s)
+        if self.holder is not None:
+            return f"process {self.holder} has been compiling {self.extension} for {age}"
+        if self.is_foreign:
+            return f"another user has locked {self.extension} for {age} ({self.shown})"
+        return f"an interrupted compilation of {self.extension} left {self.shown} {age} ago, and no process has it open"
+
+    @property
+    def removal(self) -> str:
+        """The command that removes it."""
+        return f"rm {self.shown}"
+
+
+def extension_locks(environment: Mapping[str, str]) -> list[ExtensionLock]:
+    """The locks in torch's folder of extensions, those that nobody holds first.
+
+    Args:
+        environment: $TORCH_EXTENSIONS_DIR and $XDG_CACHE_HOME tell the folder, as they tell torch.
+    """
+    given = environment.get(_FOLDER)
+    if given is not None:
+        folder, shown = Path(given), f'"${_FOLDER}"'
+    elif "XDG_CACHE_HOME" in environment:
+        folder, shown = Path(environment["XDG_CACHE_HOME"]) / "torch_extensions", '"$XDG_CACHE_HOME"/torch_extensions'
+    else:
+        folder, shown = Path("~/.cache/torch_extensions").expanduser(), "~/.cache/torch_extensions"
+    paths = sorted((*folder.glob("*/lock"), *folder.glob("*/*/lock")))  # by default a folder for each build of torch
+    found = list(_looked_at(paths, folder, shown))
+    return sorted(found, key=lambda lock: not lock.is_left_over)
+
+
+def _looked_at(paths: list[Path], folder: Path, shown: str) -> Iterator[ExtensionLock]:
+    for path in paths:
+        try:
+            facts = path.stat()
+        except OSError:  # just removed
+            continue
+        yield ExtensionLock(
+            extension=path.parent.name,
+            shown=f"{shown}/{shlex.quote(str(path.relative_to(folder)))}",
+            age_s=max(0.0, time.time() - facts.st_mtime),
+            holder=_holder(facts),
+            is_foreign=os.geteuid() not in (0, facts.st_uid),
+        )
+
+
+def _holder(facts: os.stat_result) -> int | None:
+    """A process that has a file open; torch's own descriptor is closed in the compilers that it starts."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            for descriptor in (process / "fd").iterdir():
+                if os.path.samestat(descriptor.stat(), facts):
+                    return int(process.name)
+        except OSError:  # it has ended, or is another user's
+            continue
+    return None
+
+
+def _age(seconds: float) -> str:
+    """To the unit that matters: "40 s", "3 min", "5 h"."""
+    for unit, length in _UNITS:
+        if seconds >= 2 * length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The release as numbers: (2, 13, 0) of "2.13.0+cpu"."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+def at_least(version: str, least: str) -> bool:
+    """Whether a release is not before another: 2.10 is not before 2.4, nor 2 before 2.0."""
+    a, b = numbers(version), numbers(least)
+    length = max(len(a), len(b))
+    return a + (0,) * (length - len(a)) >= b + (0,) * (length - len(b))
+
+
+def requirements(distribution: str) -> dict[str, str | None]:
+    """What a distribution always needs: names, and the least version of each or None."""
+    try:
+        lines = metadata.requires(distribution) or []
+    except metadata.PackageNotFoundError:
+        return {}
+    found = {}
+    for line in lines:
+        requirement, _, marker = line.partition(";")
+        if "extra" in marker:
+            continue
+        name = re.match(r"[\w.-]+", requirement)
+        least = re.search(r">=\s*([\w.]+)", requirement)
+        if name is not None:
+            found[name[0]] = least[1] if least else None
+    return found
+
+
+_LEAST_FREE_BYTES = 16_000_000
+"""A database of a few runs, its journal and a backup."""
+_IN_MEMORY = "Without it zftune keeps what it learns in memory, until it ends."
+
+
+def store_checks() -> Iterator[Check]:
+    """The location by the environment."""
+    yield store_check(os.environ, Path.home())
+
+
+def store_check(environment: Mapping[str, str], home: Path, root: Path = Path("/")) -> Check:
+    """Whether the database can be written where it belongs.
+
+    Args:
+        environment: $ZFTUNE_DB is a path or a URL of SQLAlchemy; else $XDG_DATA_HOME counts.
+        home: of the user.
+        root: stands for "/" where the mounts are read.
+    """
+    name = "store"
+    location = locate(environment.get("ZFTUNE_DB", ""), environment, home)
+    if location.url is not None:
+        kind = location.url.partition("://")[0].partition("+")[0]  # the rest may hold a password
+        return Check(name=name, status="note", finding=f"$ZFTUNE_DB names a {kind} server, which was not tried.")
+    path, shown = location.path, location.shown
+    if path is None:
+        return Check(name=name, status="note", finding="$ZFTUNE_DB asks for a database in memory: nothing is kept.")
+    existing = next((folder for folder in (path, *path.parents) if exists(folder)), None)
+    fix = "Set $ZFTUNE_DB to a file in a folder that you may write."
+    if existing is None or not _writable(existing, path):
+        return Check(name=name, status="broken", finding=f"{shown} cannot be written. {_IN_MEMORY}", fix=fix)
+    network = network_file_system(existing, root)
+    if network is not None:
+        return Check(
+            name=name,
+            status="note",
+            finding=f"{shown} is on a network file system ({network}), where SQLite's locks cannot be trusted.",
+            fix="Set $ZFTUNE_DB to a local file, or to the URL of a database server.",
+        )
+    free = free_bytes(existing)
+    if free is not None and free < _LEAST_FREE_BYTES:
+        return Check(
+            name=name,
+            status="broken",
+            finding=f"The disk with {shown} is full: {free / 1e6:.0f} MB are free. {_IN_MEMORY}",
+            fix="Make room there, or set $ZFTUNE_DB to a file on another disk.",
+            figures={"free_bytes": float(free)},
+        )
+    state = "is there and can be written" if existing == path else "can be created"
+    return Check(name=name, status="ok", finding=f"{shown} {state}.")
+
+
+def free_bytes(path: Path) -> int | None:
+    """Room for this user on a path's file system; None: not known."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+def _writable(existing: Path, path: Path) -> bool:
+    if existing == path:
+        return path.is_file() and os.access(path, os.W_OK) and os.access(path.parent, os.W_OK | os.X_OK)
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+
+_LAST_KNOWN = numbers(TESTED[-1])
+
+
+def deepspeed_checks() -> Iterator[Check]:
+    """The installed version, then a check for each defect that it has."""
+    version = installed("deepspeed")
+    if version is None:
+        yield Check(
+            name="DeepSpeed",
+            status="absent",
+            finding="It is not installed: nothing to compare with, and no ds_config to run.",
+            fix=f"pip install deepspeed=={GOOD}",
+        )
+        return
+    yield _version(version)
+    yield from defects(version)
+    yield _builds()
+    yield from left_locks(os.environ)
+
+
+def _version(version: str) -> Check:
+    if numbers(version) > _LAST_KNOWN:
+        return Check(
+            name="DeepSpeed",
+            status="note",
+            finding=f"{version} is newer than the versions whose defects zftune lists.",
+            fix=f"If training differs from what you expect, compare with deepspeed=={GOOD}.",
+        )
+    return Check(name="DeepSpeed", status="ok", finding=f"{version}.")
+
+
+def defects(version: str) -> Iterator[Check]:
+    """What is known to be wrong in a version of DeepSpeed."""
+    release = numbers(version)
+    if scrambles(version):
+        yield Check(
+            name="ZenFlow weights",
+            status="broken",
+            finding=(
+                f"DeepSpeed {version} scrambles every 2-D weight at initialize() under ZenFlow with ZeRO stage 1 or 2:"
+                " a pretrained model starts as noise."
+            ),
+            fix=f"pip install deepspeed=={GOOD} for upstream's ZenFlow at these stages. Without ZenFlow it is sound.",
+        )
+    if release <= _LAST_KNOWN:
+        yield Check(
+            name="ZenFlow 'auto'",
+            status="note",
+            finding='"update_interval": "auto", the default of its own ZenFlow, turns all weights into NaN.',
+            fix='Set a number in the "zenflow" section, such as "update_interval": 4.',
+        )
+
+
+def _builds() -> Check:
+    if shutil.which("ninja") is None and installed("ninja") is None:
+        return Check(
+            name="CPU Adam",
+            status="absent",
+            finding="There is no ninja: DeepSpeed cannot build its CPU Adam on first use.",
+            fix="pip install ninja",
+        )
+    if not any(shutil.which(compiler) for compiler in ("c++", "g++")):
+        return Check(
+            name="CPU Adam",
+            status="absent",
+            finding="There is no C++ compiler: DeepSpeed cannot build its CPU Adam on first use.",
+            fix="apt install g++ (or your system's package of it)",
+        )
+    return Check(name="CPU Adam", status="ok", finding="A compiler and ninja are there to build it on first use.")
+
+
+def left_locks(environment: Mapping[str, str]) -> Iterator[Check]:
+    """The locks of ops that are, or seem to be, compiled.
+
+    Args:
+        environment: tells where they are.
+    """
+    for lock in extension_locks(environment):
+        finding = f"{lock.sentence[0].upper()}{lock.sentence[1:]}"
+        figures = {"age_s": lock.age_s}
+        if lock.is_left_over:
+            finding += ": every run that needs it waits without end."
+            fix = f"{lock.removal} (unless a machine or container that shares the folder is compiling)"
+            yield Check(name="op lock", status="broken", finding=finding, fix=fix, figures=figures)
+        else:
+            finding += "; runs that need it wait until then."
+            yield Check(name="op lock", status="note", finding=finding, figures=figures)
+
+
+_SHOWN = ("torch", "optuna", "sqlalchemy")
 _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT_S = 5
 
 
-def checks() -> Iterator[Check]:
+def software_checks() -> Iterator[Check]:
     """Everything about the software but what belongs to a GPU or to DeepSpeed."""
     yield _python()
     yield from packages(requirements("zftune"))
+    yield extras()
     yield _native_module()
     yield _compiler()
 
@@ -62,6 +351,20 @@ def packages(needed: dict[str, str | None]) -> Iterator[Check]:
     if good:
         more = f"{shown} and {rest} others" if shown else f"{rest} packages"
         yield Check(name="packages", status="ok", finding=f"{more} are recent enough.", required=True)
+
+
+def extras() -> Check:
+    """One for all extras but DeepSpeed's, which has an area of its own."""
+    lacking = {extra for package, extra in EXTRAS.items() if extra != "deepspeed" and find_spec(package) is None}
+    if not lacking:
+        return Check(name="extras", status="ok", finding="The packages of all extras are installed.")
+    names = sorted(lacking)
+    return Check(
+        name="extras",
+        status="absent",
+        finding=f"Not installed: {', '.join(names)}.",
+        fix=f"pip install 'zftune[{','.join(names)}]'",
+    )
 
 
 def _native_module() -> Check:

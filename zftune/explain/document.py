@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -9,19 +10,39 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from zftune import __version__
+from zftune.errors import BadInputError
 from zftune.explain import words
-from zftune.explain.replay import Decided, Replay, replay
-from zftune.store.facts import facts_of, goes_on
-from zftune.store.types import RunRecord, RunState, TrialRecord, TrialState
+from zftune.explain.replay import Decided, Replay, replayed
+from zftune.quality import coverage_warning, summary
+from zftune.store.preset_file import escaped
+from zftune.store.store import facts_of, goes_on, is_written_to
+from zftune.store.types import Curve, RunRecord, RunState, TrialRecord, TrialState
+from zftune.text import slowest_rank
 from zftune.tuner.scores import ExplorationCost
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
 
+
 SCHEMA = "zftune.explain/1"
-_QUALITY = "(1 - coverage)"
-_INTERRUPTED = "Interrupted"
-_UNFINISHED = (TrialState.ABORTED, TrialState.CRASHED, TrialState.VOID)
+TUNE_SCHEMA = "zftune.tune/2"
+_ENDS, _GOES_ON = ("stop", "guard"), ("resume", "reopen")
+_UNKNOWN = (
+    "run",
+    "budget",
+    "start",
+    "best",
+    "gain",
+    "cost",
+    "measurements",
+    "stopped",
+    "feasible",
+    "loss",
+    "coverage",
+    "curve",
+    "ranks_ms",
+)
+"""Of a search of which nothing was written down."""
 
 
 def explain_document(store: Store, run: RunRecord, clock: Callable[[], float] = time.time) -> dict[str, Any]:
@@ -46,8 +67,8 @@ def explain_document(store: Store, run: RunRecord, clock: Callable[[], float] = 
         "workload": {
             "model": model.name or model.model_id,
             "parameters": model.parameters,
-            "micro_batch": run.key.micro_batch,
-            "sequence": run.key.sequence,
+            "micro_batch": run.key.micro_batch or None,
+            "sequence": run.key.sequence or None,
             "dtype": run.key.dtype,
             "world_size": run.key.world_size,
             "nodes": run.key.nodes,
@@ -55,31 +76,50 @@ def explain_document(store: Store, run: RunRecord, clock: Callable[[], float] = 
             "ranks": run.key.ranks,
         },
         "quality": run.key.quality,
+        "ranks_ms": list(told.ranks_ms) or None,
         **_search(run, trials, told),
+        **_quality(store.curve(run.run_id), run.knobs),
     }
+    slowest = slowest_rank(dict(enumerate(told.ranks_ms)))
+    document["notices"] += [] if slowest is None else [slowest]
     return {**document, "verdict": words.verdict(document)}
 
 
-def with_rows(document: Mapping[str, Any], store: Store, run_id: str) -> dict[str, Any]:
-    """The document of a tuned run with what only its rows tell: every measurement, and when it broke even.
+def _quality(curve: Curve, knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """How the training went beside its speed."""
+    found = summary([point.loss for point in curve.points if point.loss is not None])
+    covered = next((point.coverage for point in reversed(curve.points) if point.coverage is not None), None)
+    warning = coverage_warning(covered, curve.changes[-1].knobs if curve.changes else knobs)
+    return {
+        "loss": None if found is None else {**asdict(found), "sentence": str(found)},
+        "coverage": covered,
+        "curve": {name: list(rows) for name, rows in asdict(curve).items()},
+        "notices": [] if warning is None else [warning],
+    }
+
+
+def tune_document(
+    store: Store, run_id: str | None, about: Mapping[str, Any], notices: Sequence[str], conclusion: str
+) -> dict[str, Any]:
+    """What `zftune tune --json` writes: what `zftune explain --json` does, and what only the command knows.
 
     Args:
-        document: of `zftune tune --json`, whose search had begun.
         store: open.
-        run_id: of the run.
+        run_id: of the run; None: nothing was written down.
+        about: what only the command knows; has "device", "rig", "workload", "quality", "interrupted".
+        notices: sentences: what is not as it should be.
+        conclusion: what came of it where nothing was written down.
 
     Raises:
         StoreError: the store could not be read.
     """
-    run = next(one for one in store.runs() if one.run_id == run_id)
-    _, told = read(store, run, time.time)
-    return {
-        **document,
-        "run_id": run_id,
-        "decisions": [_decision(one) for one in told.decided],
-        "history": [asdict(one) for one in told.measured],
-        "cost": {**document["cost"], **_break_even(told)},
-    }
+    if run_id is None:
+        empty: dict[str, Any] = {name: [] for name in ("trials", "decisions", "history", "rejected", "eras")}
+        found = {"zftune": __version__, **dict.fromkeys(_UNKNOWN), **empty, "notices": []}
+    else:
+        found = explain_document(store, next(one for one in store.runs() if one.run_id == run_id))
+    document = {**found, **about, "schema": TUNE_SCHEMA, "notices": [*found["notices"], *notices]}
+    return {**document, "verdict": words.verdict(document) if run_id is not None else conclusion.splitlines()}
 
 
 def read(store: Store, run: RunRecord, clock: Callable[[], float]) -> tuple[list[TrialRecord], Replay]:
@@ -88,9 +128,9 @@ def read(store: Store, run: RunRecord, clock: Callable[[], float]) -> tuple[list
     Raises:
         StoreError: the store could not be read.
     """
-    trials = store.trials(run.run_id)
-    measurements = {row.trial_id: store.measurements(row.trial_id) for row in trials}
-    told = replay(trials, measurements, store.decisions(run.run_id))
+    trials, told = replayed(store, run.run_id)
+    if told.counted:
+        return trials, told
     now = clock()
     until = now if goes_on(store, run, now) else run.ended_unix_s if run.state is RunState.FINISHED else None
     trains_on = run.key.backend == "zenflow"  # others train nothing but trials
@@ -100,10 +140,12 @@ def read(store: Store, run: RunRecord, clock: Callable[[], float]) -> tuple[list
 
 
 def _run(store: Store, run: RunRecord, told: Replay, now: float) -> dict[str, Any]:
-    died = run.state is RunState.RUNNING and not goes_on(store, run, now)  # and nobody has closed it yet
+    lives = goes_on(store, run, now)
+    state = RunState.RUNNING if lives else RunState.LOST if run.state is RunState.RUNNING else run.state
     return {
         "run_id": run.run_id,
-        "state": RunState.LOST.value if died else run.state.value,
+        "state": state.value,
+        "tuned": lives and is_written_to(store, run, now),
         "backend": run.key.backend,
         "stage": run.key.stage,
         "model_id": run.key.model_id,
@@ -120,28 +162,31 @@ def _run(store: Store, run: RunRecord, told: Replay, now: float) -> dict[str, An
 def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict[str, Any]:
     budget = run.settings.get("budget_steps")
     rows = [_trial(run, row, told) for row in trials]
-    gain = told.gain
-    ends = [one.decision for one in told.decided if one.decision.kind in ("stop", "guard", "resume")]
-    stopped = ends[-1].reason if ends and ends[-1].kind != "resume" else None
+    ends = [one.decision for one in told.decided if one.decision.kind in (*_ENDS, *_GOES_ON)]
+    stopped = ends[-1].reason if ends and ends[-1].kind in _ENDS else None
+    total = told.account.total
     cost = ExplorationCost(
-        spent_s=told.account.spent_s, elapsed_s=told.account.elapsed_s, start_step_s=(told.start_step_ms or 0.0) / 1e3
+        spent_s=total.spent_s, elapsed_s=total.seconds, start_step_s=(told.start_step_ms or 0.0) / 1e3
     )
     return {
         "budget": None if budget is None else {"steps": budget, "fixed_because": run.settings.get("fixed_because")},
-        "interrupted": stopped is not None and stopped.startswith(_INTERRUPTED),
+        "interrupted": stopped is not None and run.state is RunState.LOST,
         "start": rows[0] if rows else None,
         "best": rows[told.incumbent] if rows else None,
-        "gain": None if gain is None else {"share": gain.share, "error": 2 * gain.error},
+        "gain": gain(told),
         "cost": {
             "spent_s": cost.spent_s,
-            "allowed_s": cost.allowed_s,
+            "allowed_s": cost.allowed_s if run.key.backend == "zenflow" else None,  # others count measurements
             "elapsed_s": cost.elapsed_s,
+            "steps": total.steps or None,
+            "tokens": total.tokens or None,
             **_break_even(told),
         },
         "measurements": told.measurements,
+        "eras": eras(told),
         "stopped": stopped,
         "trials": rows,
-        "decisions": [_decision(one) for one in told.decided],
+        "decisions": [decision(one) for one in told.decided],
         "history": [asdict(one) for one in told.measured],
         "rejected": words.rejected(rows),
         "feasible": _region(run, rows, budget),
@@ -149,11 +194,22 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
     }
 
 
+def gain(told: Replay) -> dict[str, float] | None:
+    """Of the incumbent over the starting point, with two standard errors; None: nothing was adopted."""
+    found = told.gain
+    return None if found is None else {"share": found.share, "error": 2 * found.error, "era": told.gain_era}
+
+
+def eras(told: Replay) -> list[dict[str, Any]]:
+    """The parts of a search between which step times changed."""
+    return [{**asdict(one), "settings": len(one.settings)} for one in told.eras]
+
+
 def _break_even(told: Replay) -> dict[str, float | None]:
     share = 0.0 if told.gain is None else told.gain.share
     account = told.account
     return {
-        "saved_s": account.saved_s,
+        "saved_s": account.total.saved_s,
         "break_even_s": account.break_even_s,
         "remaining_s": account.remaining_s(share),
     }
@@ -162,12 +218,7 @@ def _break_even(told: Replay) -> dict[str, float | None]:
 def _trial(run: RunRecord, row: TrialRecord, told: Replay) -> dict[str, Any]:
     plans = run.key.backend == "zenflow"  # others have no planner
     return {
-        "number": row.number,
-        "knobs": dict(row.knobs),
-        "source": row.source,
-        "state": row.state.value,
-        "reason": row.reason or (told.reasons.get(row.number) if row.state in _UNFINISHED else None),
-        "step_ms": told.step_ms(row.number),
+        **trial(row, told),
         "predicted_step_ms": row.predicted_step_ms if plans else None,
         "staleness_steps": words.staleness_steps(row.knobs, run.key.backend),
         "quality_cost_steps": _quality_cost(row, run.settings.get("budget_steps")),
@@ -175,10 +226,24 @@ def _trial(run: RunRecord, row: TrialRecord, told: Replay) -> dict[str, Any]:
     }
 
 
+def trial(row: TrialRecord, told: Replay) -> dict[str, Any]:
+    """A setting, and what became of it."""
+    return {
+        "number": row.number,
+        "knobs": dict(row.knobs),
+        "source": row.source,
+        "state": row.state.value,
+        "reason": told.reason(row),
+        "step_ms": told.step_ms(row.number),
+        "earlier_step_ms": told.earlier_step_ms(row.number),
+        "era": told.era(row.number),
+        "predicted_step_ms": row.predicted_step_ms,
+    }
+
+
 def _quality_cost(row: TrialRecord, budget: float | None) -> float | None:
-    """What its constraint says of (1 - coverage) x staleness; None: it says nothing of that."""
-    by_quality = row.state is not TrialState.REJECTED or (row.reason or "").startswith(_QUALITY)
-    if row.number == 0 or not budget or row.constraint is None or not by_quality:
+    """(1 - coverage) x staleness by its constraint; None: not known, as where it was rejected, by whichever limit."""
+    if row.number == 0 or not budget or row.constraint is None or row.state is TrialState.REJECTED:
         return None
     return (1 + row.constraint) * budget
 
@@ -191,7 +256,7 @@ def _region(run: RunRecord, rows: Sequence[Mapping[str, Any]], budget: float | N
 
 
 def _feasible(rows: Sequence[Mapping[str, Any]], budget: float | None) -> list[dict[str, float]] | None:
-    """How long a window may be at each k that was judged; see `zftune.tuner.document.feasible`."""
+    """How long a window may be at each k that was judged; see `zftune.tuner.space.feasible`."""
     found: dict[float, list[float]] = defaultdict(list)
     for row in rows:
         k, cost, stale = row["knobs"].get("topk_ratio"), row["quality_cost_steps"], row["staleness_steps"]
@@ -203,16 +268,87 @@ def _feasible(rows: Sequence[Mapping[str, Any]], budget: float | None) -> list[d
     return limits if len(limits) > 1 else None
 
 
-def _decision(one: Decided) -> dict[str, Any]:
-    decision = one.decision
-    return {
-        "kind": decision.kind,
-        "reason": decision.reason,
-        "trial": one.trial,
-        "details": dict(decision.details),
-        "step": decision.step,
-        "at_s": one.at_s,
-        "at_unix_s": decision.at_unix_s,
-        "incumbent": one.incumbent,
-        "measured": list(one.measured),
-    }
+def decision(one: Decided) -> dict[str, Any]:
+    """What was decided, when, and by which measurements."""
+    found = {**asdict(one), "measured": list(one.measured)}
+    return {**found.pop("decision"), **found}
+
+
+LAST = "last"
+_SHOWN = 8  # digits of an id
+_MOST = 3
+
+
+def chosen_run(store: Store, name: str) -> tuple[RunRecord, str | None]:
+    """The run of an id or its beginning, or the one that trained last and measured something.
+
+    Args:
+        store: open.
+        name: an id, a prefix of one run's alone, or "last".
+
+    Returns:
+        The run, and a sentence where others trained after it, although the last was asked for.
+
+    Raises:
+        BadInputError: there is no such run, or there are several; names those that are near.
+        StoreError: the store could not be read.
+    """
+    runs = _by_end(store)
+    if not runs:
+        raise BadInputError(f"RUN '{_cut(name)}': the store has no runs yet, `zftune tune` makes one")
+    if name == LAST:
+        return _last(store, runs)
+    found = [run for run in runs if name and run.run_id.startswith(name)]
+    if len(found) == 1:
+        return found[0], None
+    if found:
+        raise BadInputError(f"RUN '{_cut(name)}': {len(found)} runs begin with that: {_ids(found)}")
+    from zenflow.names import near_names
+
+    ids = [run.run_id[:_SHOWN] for run in runs]
+    near = near_names(name[:_SHOWN], ids, 0.4) or ids
+    raise BadInputError(
+        f"RUN '{_cut(name)}' is not in the store; give an id, its beginning or 'last' (near: {', '.join(near[:_MOST])})"
+    )
+
+
+def _by_end(store: Store) -> list[RunRecord]:
+    """All runs, those that trained last first: one that goes on before all, one that was resumed by its later end."""
+    now = time.time()
+
+    def until(run: RunRecord) -> tuple[float, float]:
+        if run.ended_unix_s is not None:
+            return run.ended_unix_s, run.began_unix_s
+        return math.inf if goes_on(store, run, now) else run.began_unix_s, run.began_unix_s
+
+    return sorted(store.runs(), key=until, reverse=True)
+
+
+def _last(store: Store, runs: Sequence[RunRecord]) -> tuple[RunRecord, str | None]:
+    """The first of which there is something to be told; where there is none, the first.
+
+    Args:
+        store: open.
+        runs: those that trained last come first.
+    """
+    told = next((run for run in runs if _has_measured(store, run)), runs[0])
+    before = runs.index(told)
+    if before == 0:
+        return told, None
+    newer = f"run {_ids(runs[:1])}" if before == 1 else f"{before} runs"
+    return told, f"This is the last run with a measurement; {newer} after it measured nothing."
+
+
+def _has_measured(store: Store, run: RunRecord) -> bool:
+    return any(store.measurements(trial.trial_id) for trial in store.trials(run.run_id))
+
+
+def _ids(runs: Sequence[RunRecord]) -> str:
+    """Beginnings that tell the runs apart."""
+    length = next(n for n in range(_SHOWN, 65) if len({run.run_id[:n] for run in runs}) == len(runs))
+    ids = [run.run_id[:length] for run in runs]
+    return ", ".join(ids[:_MOST]) + ("" if len(ids) <= _MOST else f" and {len(ids) - _MOST} more")
+
+
+def _cut(name: str) -> str:
+    return escaped(name)[:80]

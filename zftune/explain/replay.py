@@ -5,21 +5,40 @@ Nothing is decided again: who the incumbent was and how much was gained follows 
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from zftune.explain.account import Account
-from zftune.store.types import Decision, Measurement, TrialRecord
-from zftune.tuner.scores import Gain, Sample, score, spread
+from zftune.store.account import Account
+from zftune.store.types import Decision, Measurement, TrialRecord, TrialState
+from zftune.tuner.scores import Gain, Sample, gain_of, relative_error, score, spread
 from zftune.tuner.states import OF_INCUMBENT
 
+if TYPE_CHECKING:
+    from zftune.store.store import Store
+
 _NEWEST = 3  # measurements of a setting that count, as in the search
-_OF_MEDIAN = 1.2533  # standard error of a median over that of a mean, for a normal distribution
 _CLOCK_S = 1e-5  # a wall clock in seconds is not more exact than this
 _ROUNDED_S = 2e-3  # decisions keep their times in milliseconds
+_UNFINISHED = (TrialState.ABORTED, TrialState.CRASHED, TrialState.VOID)
+
+
+@dataclass(slots=True)
+class Era:
+    """A part of a search in which step times are comparable: it ends where they change and the search begins again."""
+
+    number: int
+    """0, 1, .. in its run."""
+    reason: str = ""
+    """Why the search began again; "" for the first."""
+    at_s: float = 0.0
+    """When it did, on the search's clock."""
+    at_unix_s: float | None = None
+    measurements: int = 0
+    """That count; those of the incumbent while waiting left out."""
+    settings: set[int] = field(default_factory=set)
+    """Trials with a valid measurement in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +67,7 @@ class Measured:
     incumbent: int
     """Trial that was the incumbent."""
     incumbent_step_ms: float | None
+    era: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,57 +75,89 @@ class Decided:
     """One decision, and the measurements since the one before it."""
 
     decision: Decision
-    trial: int | None
     at_s: float
     """Since the search began, on its clock."""
     incumbent: int
     """Trial that was the incumbent before it."""
     measured: tuple[int, ...]
     """Numbers of measurements."""
+    era: int
+    """That it was made in; a decision to begin again opens the next one."""
 
 
 class Replay:
-    """What the rows have told so far."""
+    """What the rows have told so far.
 
-    def __init__(self) -> None:
+    Args:
+        counted: the process that trained has counted: rows say how long the run had taken.
+    """
+
+    def __init__(self, *, counted: bool = False) -> None:
+        self.counted = counted
         self.measured: list[Measured] = []
         self.decided: list[Decided] = []
         self.account = Account()
+        """Made from the rows, which is all there is where nobody has counted."""
+        self.at_s = 0.0
+        """How long the run had taken when the last row was written."""
         self.incumbent = 0
         """Trial."""
         self.start_step_ms: float | None = None
         """Of the incumbent when the search began."""
+        self.eras = [Era(0)]
         self.measurements = 0
-        """That the search counts: since times changed last."""
+        """That count towards the search's limit: those of the last era."""
         self.reasons: dict[int, str] = {}
         """Why a trial was not measured to its end, the last time; by number."""
+        self.ranks_ms: Sequence[float] = ()
+        """Of each rank without its waits in collectives, of the newest measurement that tells; (): none does."""
         self.last_unix_s = 0.0
         """When the last row was written."""
-        self._gains: list[Gain] = []
+        self._decisions: list[Decision] = []
+        self._gain: Gain | None = None
         self._samples: dict[int, list[Sample]] = defaultdict(list)
+        self._earlier: dict[int, float] = {}
+        self._eras: dict[int, int] = {}
         self._tokens = 1
         self._since: list[tuple[Measured, Sample | None]] = []
 
     @property
     def gain(self) -> Gain | None:
         """Of the incumbent over the starting point, from all adoptions; None: there was none."""
-        if not self._gains:
-            return None
-        left = math.prod(1 - one.share for one in self._gains)
-        return Gain(1 - left, left * math.sqrt(sum((one.error / (1 - one.share)) ** 2 for one in self._gains)))
+        return self._gain
 
-    def _count(self, seconds: float, spent_s: float, incumbent_s: float) -> None:
+    @property
+    def gain_era(self) -> int:
+        """That the last adoption was made in."""
+        return next((one.era for one in reversed(self.decided) if one.decision.kind == "adopt"), 0)
+
+    def _take(self, seconds: float, incumbent_s: float) -> None:
         share = 0.0 if self.gain is None else self.gain.share
-        self.account.add(seconds, spent_s=spent_s, incumbent_s=incumbent_s, gain=share)
+        counted = self.account.total.tried(seconds, incumbent_s, share)
+        self.account = self.account.taken("", replace(counted, seconds=counted.seconds + seconds))
+        if not self.counted:
+            self.at_s = self.account.total.seconds
 
     def go_on(self, seconds: float) -> None:
         """Count time that the incumbent trained for and no row tells of."""
-        self._count(seconds, 0.0, seconds)
+        self._take(seconds, seconds)
 
     def step_ms(self, trial: int) -> float | None:
-        """Of a trial's newest measurements together; None: it has none that count."""
+        """Of a trial's newest measurements together; None: it has none that count in the last era."""
         samples = self._samples.get(trial)
         return score(samples) * self._tokens / 1e3 if samples else None
+
+    def earlier_step_ms(self, trial: int) -> float | None:
+        """Of a trial in the newest era that it was measured in; None: that is the last one, or there is none."""
+        return None if self.step_ms(trial) is not None else self._earlier.get(trial)
+
+    def era(self, trial: int) -> int:
+        """That a trial was measured or decided about in last; of one that is still to be measured the last one."""
+        return self._eras.get(trial, self.eras[-1].number)
+
+    def reason(self, row: TrialRecord) -> str | None:
+        """Why a trial was rejected, or not measured to its end; None: it was neither."""
+        return row.reason or (self.reasons.get(row.number) if row.state in _UNFINISHED else None)
 
     def measure(self, trial: TrialRecord, row: Measurement) -> None:
         """Take in the next measurement."""
@@ -116,7 +168,9 @@ class Replay:
         self._between(row, incumbent_ms)
         challenged = row.role not in OF_INCUMBENT
         incumbent_s = seconds if incumbent_ms is None or not challenged else count * incumbent_ms / 1e3
-        self._count(seconds, max(0.0, seconds - incumbent_s), incumbent_s)
+        self._take(seconds, incumbent_s)
+        self.at_s = max(self.at_s, row.aggregates.get("at_s", 0.0))  # 0.0: of an older version
+        self.ranks_ms = row.aggregates.get("ranks_ms", self.ranks_ms)
         sample = Sample.of(steps, _interval(trial.knobs), tokens)
         sample_or_none = sample if sample.token_us else None
         if row.role != "hold":
@@ -125,19 +179,21 @@ class Replay:
             self._keep(trial.number, status, sample_or_none, tokens, row.void_reason)
         one = Measured(
             number=len(self.measured) + 1, trial=trial.number, role=row.role, status=status, reason=row.void_reason,
-            steps=len(steps), seconds=seconds, ended_s=self.account.elapsed_s, incumbent=self.incumbent,
-            incumbent_step_ms=self.step_ms(self.incumbent), **_figures(sample_or_none, tokens, [*steps, *discarded]),
+            steps=len(steps), seconds=seconds, ended_s=self.at_s, incumbent=self.incumbent,
+            incumbent_step_ms=self.step_ms(self.incumbent), era=self.eras[-1].number,
+            **_figures(sample_or_none, tokens, [*steps, *discarded]),
         )  # fmt: skip
         self.measured.append(one)
+        self._eras[trial.number] = one.era
+        self._count_in(self.eras[-1], one)
         self._since.append((one, sample_or_none))
         self.last_unix_s = max(self.last_unix_s, _written(row))
 
     def _between(self, row: Measurement, incumbent_ms: float | None) -> None:
         """Count the steps before a measurement: under the incumbent, and under a setting on its way in or out."""
         seconds, late_s, late_steps = row.aggregates.get("between") or (0.0, 0.0, 0)
-        self._count(seconds, 0.0, seconds)
-        incumbent_s = late_s if not incumbent_ms else late_steps * incumbent_ms / 1e3
-        self._count(late_s, max(0.0, late_s - incumbent_s), incumbent_s)
+        self._take(seconds, seconds)
+        self._take(late_s, late_s if not incumbent_ms else late_steps * incumbent_ms / 1e3)
 
     def _keep(self, trial: int, status: str, sample: Sample | None, tokens: int, reason: str | None) -> None:
         if status == "measured" and sample is not None:
@@ -150,28 +206,33 @@ class Replay:
         if status != "measured" and reason:
             self.reasons[trial] = reason
 
-    def decide(self, decision: Decision, trial: int | None) -> None:
+    def decide(self, decision: Decision) -> None:
         """Take in the next decision."""
-        details = decision.details
+        details, trial = decision.details, decision.trial
+        self._decisions.append(decision)
         before = self.incumbent
         elapsed_s, spent_s = (details.get(name, 0.0) for name in ("elapsed_s", "spent_s"))
-        more_s = elapsed_s - self.account.elapsed_s
+        self.at_s = max(self.at_s, elapsed_s) if self.counted else self.at_s
+        total = self.account.total
+        more_s = elapsed_s - total.seconds
         if more_s > _ROUNDED_S:  # no measurement tells of it: the incumbent trained meanwhile
-            cost_s = max(0.0, spent_s - self.account.spent_s)
-            self._count(more_s, cost_s, more_s - cost_s)
-        self._take_effect(decision, trial)
+            self._take(more_s, more_s - max(0.0, spent_s - total.spent_s))
+        self._take_effect(decision)
+        self._gain = gain_of(self._decisions)
+        if trial is not None:
+            self._eras[trial] = self.eras[-1].number
         self.decided.append(
             Decided(
-                decision=decision, trial=trial, at_s=self.account.elapsed_s, incumbent=before,
-                measured=tuple(one.number for one, _ in self._since),
+                decision=decision, at_s=self.at_s, incumbent=before,
+                measured=tuple(one.number for one, _ in self._since), era=self.eras[-1].number,
             )
         )  # fmt: skip
         self._since.clear()
         self.last_unix_s = max(self.last_unix_s, decision.at_unix_s)
 
-    def _take_effect(self, decision: Decision, trial: int | None) -> None:
+    def _take_effect(self, decision: Decision) -> None:
+        trial = decision.trial
         if decision.kind == "adopt" and trial is not None:
-            self._gains.append(Gain(decision.details.get("gain", 0.0), decision.details.get("error", 0.0)))
             self._samples[trial] = self._new("b") or self._new("explore")
             self.incumbent = trial
         elif decision.kind == "start" and self.start_step_ms is None:
@@ -179,15 +240,36 @@ class Replay:
         elif decision.kind == "memory" and trial is not None:
             self.incumbent = trial
         elif decision.kind == "guard":
-            self._gains.clear()
             self.incumbent = 0
         elif decision.kind == "rollback":
-            del self._gains[-1:]
             self.incumbent = int(decision.details.get("pinned", 0))
         elif decision.kind == "reopen":
-            self._samples.clear()
-            self._samples[self.incumbent] = self._new("start")
-            self.measurements = 0
+            self._begin_again(decision)
+
+    def _begin_again(self, decision: Decision) -> None:
+        """Open the next era. A measurement of the incumbent that showed it is its first, if the search keeps it."""
+        for number in self._samples:
+            step_ms = self.step_ms(number)
+            if step_ms is not None:
+                self._earlier[number] = step_ms
+        kept = self._new("start")
+        self._samples.clear()
+        self._samples[self.incumbent] = kept
+        self.measurements = 0
+        before, era = self.eras[-1], Era(len(self.eras), decision.reason, self.at_s, decision.at_unix_s)
+        self.eras.append(era)
+        for one, sample in self._since if kept else ():
+            if (one.role, one.status) == ("start", "measured") and sample is not None:
+                moved = replace(one, era=era.number)
+                self.measured[one.number - 1] = moved
+                before.measurements -= _counts(moved)
+                self._count_in(era, moved)
+
+    @staticmethod
+    def _count_in(era: Era, one: Measured) -> None:
+        era.measurements += _counts(one)
+        if one.status == "measured" and one.step_ms is not None:
+            era.settings.add(one.trial)
 
     def _new(self, role: str) -> list[Sample]:
         """Valid measurements since the last decision."""
@@ -195,7 +277,11 @@ class Replay:
 
 
 def replay(
-    trials: Sequence[TrialRecord], measurements: Mapping[int, Sequence[Measurement]], decisions: Sequence[Decision]
+    trials: Sequence[TrialRecord],
+    measurements: Mapping[int, Sequence[Measurement]],
+    decisions: Sequence[Decision],
+    *,
+    counted: bool = False,
 ) -> Replay:
     """Go through the rows of a run.
 
@@ -203,9 +289,9 @@ def replay(
         trials: in order.
         measurements: by the trials' ids.
         decisions: in order.
+        counted: as of `Replay`.
     """
-    told = Replay()
-    by_id = {row.trial_id: row for row in trials}
+    told = Replay(counted=counted)
     rows = [(trial, row) for trial in trials for row in measurements.get(trial.trial_id, ())]
     rows.sort(key=lambda pair: pair[1].aggregates.get("sequence", pair[1].began_unix_s))
     next_row = 0
@@ -213,11 +299,25 @@ def replay(
         while next_row < len(rows) and _written(rows[next_row][1]) <= decision.at_unix_s + _CLOCK_S:
             told.measure(*rows[next_row])
             next_row += 1
-        about = by_id.get(decision.trial_id) if decision.trial_id is not None else None
-        told.decide(decision, None if about is None else about.number)
+        told.decide(decision)
     for pair in rows[next_row:]:
         told.measure(*pair)
     return told
+
+
+def replayed(store: Store, run_id: str) -> tuple[list[TrialRecord], Replay]:
+    """A run's trials, and what its rows tell.
+
+    Raises:
+        StoreError: the store could not be read.
+    """
+    trials = store.trials(run_id)
+    measurements = {row.trial_id: store.measurements(row.trial_id) for row in trials}
+    account = store.account(run_id)
+    told = replay(trials, measurements, store.decisions(run_id), counted=account is not None)
+    if account is not None:
+        told.account = account
+    return trials, told
 
 
 def _about(row: Measurement) -> tuple[str, list[float], int]:
@@ -234,6 +334,10 @@ def _written(row: Measurement) -> float:
     return row.began_unix_s + (sum(row.steps_ms) + sum(discarded)) / 1e3
 
 
+def _counts(one: Measured) -> bool:
+    return one.role != "hold" and one.status in ("measured", "aborted")
+
+
 def _interval(knobs: Mapping[str, Any]) -> int:
     value = knobs.get("update_interval")
     return value if isinstance(value, int) and value > 0 else 1
@@ -243,9 +347,7 @@ def _figures(sample: Sample | None, tokens: int, steps_ms: Sequence[float]) -> d
     if sample is None:
         mean = sum(steps_ms) / len(steps_ms) if steps_ms else None
         return {"step_ms": mean, "error_ms": None, "noise": None}
-    step_ms, noise = score([sample]) * tokens / 1e3, spread([sample])
-    return {
-        "step_ms": step_ms,
-        "error_ms": _OF_MEDIAN * noise / math.sqrt(len(sample.token_us)) * step_ms,
-        "noise": noise,
-    }
+    step_ms = score([sample]) * tokens / 1e3
+    if len(sample.windows()) < 2:  # a single one shows no noise
+        return {"step_ms": step_ms, "error_ms": None, "noise": None}
+    return {"step_ms": step_ms, "error_ms": relative_error([sample], seed=0) * step_ms, "noise": spread([sample])}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,33 +13,55 @@ from rich.table import Table
 from rich.text import Text
 
 from zftune.explain import words
-from zftune.store.document import escaped
+from zftune.store.preset_file import escaped
+from zftune.words import RUN_STATES, seconds
 
-_STYLES = {"adopt": "bold green", "guard": "bold red", "crash": "red", "abort": "yellow", "void": "yellow"}
+_STYLES = {
+    "adopt": "bold green",
+    "guard": "bold red",
+    "crash": "red",
+    "abort": "yellow",
+    "void": "yellow",
+    "reopen": "yellow",
+}
 
 
 def render(document: Mapping[str, Any]) -> RenderableType:
-    """The document of a run as a screen."""
+    """The document of a run as a screen; of `zftune explain` and of `zftune tune` alike."""
     parts: list[RenderableType] = [*_head(document), Text("")]
     parts += [_decisions(document), Text("")] if document["decisions"] or document["history"] else []
     unseen = list(_unseen(document))
     parts += [*unseen, Text("")] if unseen else []
-    parts.append(Panel(_text("\n".join(document["verdict"])), title="cost and gain", title_align="left"))
+    title = "cost and gain" if document["run"] is not None else "result"
+    parts.append(Panel(_text("\n".join(document["verdict"])), title=title, title_align="left"))
+    if document.get("ds_config") is not None:
+        parts.append(Panel(_text(_config(document["ds_config"])), title="for your ds_config", title_align="left"))
     return Group(*parts)
+
+
+def _config(found: Mapping[str, Any]) -> str:
+    """What to write into the ds_config of a command that was tuned by restarts."""
+    text = json.dumps({name: value for name, value in found.items() if name != "notes"}, indent=2)
+    return "\n".join([text, *found["notes"]])
 
 
 def _head(document: Mapping[str, Any]) -> Iterator[Text]:
     run, work = document["run"], document["workload"]
-    head = _text("zftune explain", "bold")
-    yield head.append(f"  {escaped(run['run_id'][:8])}  {escaped(work['model'])} on {escaped(document['device'])}")
+    head = _text("zftune explain" if run is not None else "zftune tune", "bold")
+    name = f"  {escaped(run['run_id'][:8])}" if run is not None else ""
+    yield head.append(f"{name}  {escaped(work['model'] or 'your command')} on {escaped(document['device'])}")
     if document["rig"] is not None:
-        yield _text(f"  rig {document['rig']['name']}: times are of an emulated accelerator")
-    began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(run["began_unix_s"]))
-    again = run["resumed"]
-    resumed = "" if not again else ", resumed once" if again == 1 else f", resumed {again} times"
-    yield _text(f"  {run['backend']}, quality {document['quality']}, began {began}{resumed}, {run['state']}")
-    if work["world_size"] > 1:
-        yield _text(f"  {work['ranks']}; measured by the first rank, which the others wait for in each step")
+        yield _text(f"  emulated hardware (rig {document['rig']['name']}): times do not come from a GPU")
+    if run is not None:
+        began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(run["began_unix_s"]))
+        again = run["resumed"]
+        resumed = "" if not again else ", resumed once" if again == 1 else f", resumed {again} times"
+        state = RUN_STATES[run["state"]]
+        yield _text(f"  {run['backend']}, quality {document['quality']}, began {began}{resumed}, {state}")
+    if (work.get("world_size") or 1) > 1:
+        yield _text(f"  {work['ranks']}; measured on rank 0, since ranks wait for each other in each step")
+    if document.get("loss") is not None:
+        yield _text(f"  loss {document['loss']['sentence']}")
     for notice in document["notices"]:
         yield _text(f"  {notice}", "yellow")
 
@@ -48,13 +71,18 @@ def _decisions(document: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
     table.add_column(justify="right", no_wrap=True, style="dim")
     table.add_column(overflow="fold", ratio=1)
+    eras = document["eras"]
+    last = -1
     for note in document["decisions"]:
+        if len(eras) > 1 and note["era"] != last:
+            last = note["era"]
+            table.add_row("", _text(words.era(document, eras[last]), "bold dim" if last < len(eras) - 1 else "bold"))
         cell = _text(subject(document, note), "bold").append(_text(note["reason"], _STYLES.get(note["kind"], "")))
-        table.add_row(_text(words.seconds(note["at_s"])), _with_measured(cell, words.measured(document, note)))
+        table.add_row(_text(seconds(note["at_s"])), _with_measured(cell, words.measured(document, note)))
     open_ones = words.measured(document, None)
     if open_ones:
         at_s = max(one["ended_s"] for one in document["history"])
-        table.add_row(_text(words.seconds(at_s)), _with_measured(_text("Nothing was decided since."), open_ones))
+        table.add_row(_text(seconds(at_s)), _with_measured(_text("Nothing was decided since."), open_ones))
     return table
 
 
@@ -71,7 +99,7 @@ def subject(document: Mapping[str, Any], note: Mapping[str, Any]) -> str:
     trial, incumbent = (document["trials"][note[name]] for name in ("trial", "incumbent"))
     what = words.candidate(trial, incumbent)
     more = "" if what in note["reason"] else f", {what}"
-    return f"Trial {trial['number']} ({trial['source']}){more}. "
+    return f"Setting {trial['number']} (from the {trial['source']}){more}. "
 
 
 def _unseen(document: Mapping[str, Any]) -> Iterator[Text]:
@@ -82,7 +110,11 @@ def _unseen(document: Mapping[str, Any]) -> Iterator[Text]:
         yield _text(f"Never applied: {count} setting{'' if count == 1 else 's'}, rejected unseen.")
         for one in rejected:
             yield _text(f"  {one['count']}: {one['reason']}", "dim")
-    for state, name in (("crashed", "Never again"), ("void", "Did not count"), ("in_flight", "In flight")):
+    for state, name in (
+        ("crashed", "Crashed, and not tried again"),
+        ("void", "Not counted"),
+        ("in_flight", "Being measured"),
+    ):
         for trial in document["trials"]:
             if trial["state"] == state:
                 why = f": {trial['reason']}" if trial["reason"] else ""

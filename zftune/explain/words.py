@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from zenflow import ZenFlowConfig
 from zftune.errors import BadInputError
-from zftune.profile.units import number, percent
-from zftune.tuner import sentences as of_search
-from zftune.tuner.settings import Setting
+from zftune.store.account import saved_in_words
+from zftune.text import number, percent
+from zftune.tuner import messages as of_search
+from zftune.tuner.space import Setting
 from zftune.tuner.states import OF_INCUMBENT
+from zftune.words import ROLES, TRIALS, seconds, shares, value
 
 Document = Mapping[str, Any]
 
-_ROLES = {
-    "start": "the starting point",
-    "explore": "a look at it",
-    "a1": "the incumbent before it",
-    "b": "it again",
-    "a2": "the incumbent after it",
-    "hold": "the incumbent, while waiting",
-}
 _UNCOMPARED = "not compared"
 _TRIED = ("measured", "aborted", "crashed")
-_STATES = {"in_flight": "in flight", "planned": "not measured", "void": "did not count", "rejected": "rejected unseen"}
 _FIGURE = re.compile(r"\d+(?:\.\d+)?")
 
 
@@ -49,14 +44,9 @@ def staleness_steps(knobs: Mapping[str, Any], backend: str) -> float | None:
     known = _setting(knobs)
     if known is None or backend == "zenflow":
         return None if known is None else known.mean_staleness_steps
-    from zftune.tuner.restarting.upstream import staleness_steps
+    from zftune.tuner.space import upstream_staleness_steps
 
-    return staleness_steps(known)
-
-
-def value(one: object) -> str:
-    """A knob's value."""
-    return f"{one:g}" if isinstance(one, float) else "default" if one is None else str(one)
+    return upstream_staleness_steps(known)
 
 
 def _setting(knobs: Mapping[str, Any]) -> Setting | None:
@@ -75,13 +65,24 @@ def verdict(document: Document) -> list[str]:
     """What came of it."""
     if document["best"] is None:
         return ["The search had not begun."]
-    sentences = [cost_and_gain(document)] if is_measured(document) else []
+    counted = document["cost"].get("steps") is not None  # also where nothing was measured
+    sentences = [cost_and_gain(document)] if counted or is_measured(document) else []
     changed = differences(document["best"]["knobs"], document["start"]["knobs"])
     if changed:
-        sentences.append(f"Keep {changed}; all else as it was at the start.")
+        sentences += [f"Keep {changed}; all else as it was at the start.", *to_copy(document)]
     else:
         sentences.append(nothing_adopted(document))
     return [*sentences, *ending(document)]
+
+
+def to_copy(document: Document) -> list[str]:
+    """The best knobs of our optimizer as code and as a section of a ds_config."""
+    best = _setting(document["best"]["knobs"])
+    if best is None or document["run"]["backend"] != "zenflow":
+        return []
+    config = best.config(ZenFlowConfig())
+    section = json.dumps(config.to_ds_config().get("zero_optimization", {}))
+    return [f"in Python: {config.to_python()}", f'in a ds_config: "zero_optimization": {section}']
 
 
 def is_measured(document: Document) -> bool:
@@ -93,9 +94,11 @@ def nothing_adopted(document: Document) -> str:
     """What may be said where the best setting is the first one."""
     tried = sum(trial["number"] != 0 and trial["state"] in _TRIED for trial in document["trials"])
     known = is_measured(document)
-    said, kept = of_search.nothing_adopted(measured=known, tried=tried), setting(document["best"]["knobs"])
+    kinds = {note["kind"] for note in document["decisions"]}
+    said = of_search.nothing_adopted(measured=known, tried=tried, kinds=kinds)
+    kept = setting(document["best"]["knobs"])
     uncompared = sum(fate == _UNCOMPARED for fate in fates(document).values())
-    said += f", but {uncompared} of them {'was' if uncompared == 1 else 'were'} only looked at" if uncompared else ""
+    said += f", but {uncompared} of them {'was' if uncompared == 1 else 'were'} never compared" if uncompared else ""
     return f"{said}. {'It began with' if uncompared or not tried else 'Keep what it began with'}: {kept}."
 
 
@@ -103,34 +106,35 @@ def fates(document: Document) -> dict[int, str]:
     """What became of each setting, by number, in a word or two; nothing is claimed of one that was not compared."""
     decided: dict[int, set[str]] = defaultdict(set)
     for note in document["decisions"]:
-        if note["kind"] == "reopen":
-            decided.clear()
-        elif note["trial"] is not None:
+        if note["trial"] is not None:
             decided[note["trial"]].add(note["kind"])
     return {trial["number"]: _fate(document, trial, decided[trial["number"]]) for trial in document["trials"]}
 
 
 def _fate(document: Document, trial: Mapping[str, Any], decided: set[str]) -> str:
     if trial["state"] != "measured":
-        return _STATES.get(trial["state"], str(trial["state"]))
+        return TRIALS.get(trial["state"], str(trial["state"]))
     if trial["number"] == document["best"]["number"]:
         return "kept"
     if trial["number"] == 0:
         return "start"
-    if trial["step_ms"] is None:
-        return "outdated"
-    return "adopted before" if "adopt" in decided else "not adopted" if "keep" in decided else _UNCOMPARED
+    if "rollback" in decided:
+        return "rolled back"
+    if "adopt" in decided or "keep" in decided:
+        return "adopted before" if "adopt" in decided else "not adopted"
+    return _UNCOMPARED if trial["step_ms"] is not None else "measured earlier"
 
 
 def ending(document: Document) -> list[str]:
     """How the run ended, where it did not simply end."""
-    state = document.get("run", {}).get("state")
+    run = document["run"]
+    state = run["state"]
+    if state == "running" and not run["tuned"]:
+        return ["It is still training, and nothing tunes it until a daemon does: this is what is known so far."]
     if state == "running":
         return ["It is still running: this is what is known so far."]
-    if document.get("interrupted"):
-        return ["It was interrupted: this is what was found until then."]
-    if state == "lost":
-        return ["It ended before its search did: these are the rows that it had written."]
+    if document["interrupted"] or state == "lost":  # by its last step, by Ctrl-C, or killed
+        return ["It ended before its search did: this is what was found until then."]
     return []
 
 
@@ -146,36 +150,28 @@ def cost_and_gain(document: Document) -> str:
         parts = [f"Spent {percent(share)} of the run ({spent} of {elapsed})"]
     else:
         parts = [f"Spent nothing in {seconds(cost['elapsed_s'])}"]
-    return ", ".join([*parts, *_gained(document["gain"]), *_even(document)]) + "."
+    left_s = cost["remaining_s"] if cost["spent_s"] > 0 else None
+    more = [] if left_s is None else [f"not yet broken even: {seconds(left_s)} more under these settings pay for it"]
+    return ", ".join([*parts, *_gained(document["gain"], cost["saved_s"]), *saved_in_words(cost), *more]) + "."
 
 
-def _gained(gain: Mapping[str, float] | None) -> list[str]:
-    if gain is None:
-        return ["gained nothing"]
+def _gained(gain: Mapping[str, float] | None, saved_s: float) -> list[str]:
+    if gain is None:  # what was saved before it was rolled back stays saved
+        return [] if saved_s else ["gained nothing"]
     if gain["share"] >= 0:
         return [f"gained {shares(gain['share'], gain['error'])}"]
-    return [f"gave up {shares(-gain['share'], gain['error'])} for less staleness or memory"]
+    return [f"gave up {shares(-gain['share'], gain['error'])} for earlier updates or less memory"]
 
 
-def _even(document: Document) -> list[str]:
-    cost = document["cost"]
-    even_s, left_s = cost.get("break_even_s"), cost.get("remaining_s")
-    if cost["spent_s"] <= 0:
-        return []
-    if even_s is not None:
-        return [f"broke even after {seconds(even_s)}" if even_s > 0 else "broke even at once"]
-    return [] if left_s is None else [f"not yet broken even: {seconds(left_s)} more under these knobs pay for it"]
-
-
-def shares(share: float, error: float) -> str:
-    """A share and its error as percent, with as many digits as the error leaves sense in."""
-    digits = 0 if 100 * error >= 0.95 else 1
-    return f"{100 * share:.{digits}f} +/- {100 * error:.{digits}f}%"
-
-
-def seconds(time_s: float) -> str:
-    """Seconds, three digits."""
-    return f"{number(time_s) if time_s >= 0.01 else f'{time_s:.3f}'} s"
+def era(document: Document, one: Mapping[str, Any]) -> str:
+    """A part of a search, where it has several: what it holds, and whether its figures are still true."""
+    made, tried = one["measurements"], one["settings"]
+    what = f"{made} measurement{'' if made == 1 else 's'} of {tried} setting{'' if tried == 1 else 's'}"
+    if one["number"] == document["eras"][-1]["number"]:
+        return (
+            f"Since step times changed: {what} so far" if made else "Since step times changed: nothing was measured yet"
+        )
+    return f"Before step times changed{' again' if one['number'] else ''}: {what}, no longer comparable"
 
 
 # --- single things ----------------------------------------------------------------------------------------------------
@@ -183,9 +179,9 @@ def seconds(time_s: float) -> str:
 
 def measurement(one: Mapping[str, Any]) -> str:
     """A measurement: its role, its steps, its step time and how noisy single steps were."""
-    role = _ROLES.get(one["role"], one["role"])
+    role = ROLES.get(one["role"], one["role"])
     if one["role"] == "start" and one["number"] > 1:
-        role = "the incumbent, once more"
+        role = "the best so far, once more"
     what = f"{role}, {one['steps']} step{'' if one['steps'] == 1 else 's'}"
     if one["step_ms"] is not None:
         what += f", {number(one['step_ms'])} ms a step"
@@ -193,9 +189,7 @@ def measurement(one: Mapping[str, Any]) -> str:
         what += f", noise {percent(one['noise'])}"
     if one["status"] in ("measured", "aborted"):
         return what
-    return (
-        f"{what}, {'did not count' if one['status'] == 'void' else one['status']}: {one['reason'] or 'no reason given'}"
-    )
+    return f"{what}, {TRIALS.get(one['status'], one['status'])}: {one['reason'] or 'no reason given'}"
 
 
 def measured(document: Document, note: Mapping[str, Any] | None) -> list[str]:
@@ -205,12 +199,12 @@ def measured(document: Document, note: Mapping[str, Any] | None) -> list[str]:
         document: with its history.
         note: one of its decisions; None: those that nothing was decided by.
     """
-    history = {one["number"]: one for one in document.get("history") or ()}
+    history = {one["number"]: one for one in document["history"]}
     if note is None:
-        used = {number for decision in document["decisions"] for number in decision.get("measured", ())}
+        used = {number for decision in document["decisions"] for number in decision["measured"]}
         numbers = [number for number in history if number not in used]
     else:
-        numbers = [number for number in note.get("measured", ()) if number in history]
+        numbers = [number for number in note["measured"] if number in history]
     about = None if note is None else note["trial"]
     return [_of_trial(document, about, history[number]) for number in numbers]
 
@@ -218,7 +212,7 @@ def measured(document: Document, note: Mapping[str, Any] | None) -> list[str]:
 def _of_trial(document: Document, about: int | None, one: Mapping[str, Any]) -> str:
     if one["role"] in OF_INCUMBENT or one["trial"] == about:
         return measurement(one)
-    return f"{measurement(one)} (trial {one['trial']}: {setting(document['trials'][one['trial']]['knobs'])})"
+    return f"{measurement(one)} (setting {one['trial']}: {setting(document['trials'][one['trial']]['knobs'])})"
 
 
 def candidate(trial: Mapping[str, Any], incumbent: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zenflow.sharded import LEAST_TORCH, local_rows
+from zenflow.sharded import LEAST_TORCH, local_rows, rows_of
 from zftune.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -171,8 +171,8 @@ def require_torch() -> None:
     found = tuple(map(int, torch.__version__.split(".")[:2]))
     if found < LEAST_TORCH:
         raise BadInputError(
-            f"ZeRO stage 3 by FSDP2 with torch {torch.__version__}, allowed with the backend zenflow is torch "
-            f"{'.'.join(map(str, LEAST_TORCH))} or newer, or stage 2"
+            f"ZeRO stage 3 with the backend zenflow needs torch {'.'.join(map(str, LEAST_TORCH))} or newer, and this "
+            f"is {torch.__version__}: update it, or use stage 2"
         )
 
 
@@ -203,14 +203,14 @@ def stays_on_device(
         return True
     instead = 'take more ranks, or "zftune": {"backend": "deepspeed"}'
     if not may_leave:
-        instead = f'"offload_param": {{"device": "cpu"}} in zero_optimization, {instead}'
+        instead = f'set "offload_param": {{"device": "cpu"}} in zero_optimization, {instead}'
     elif (streamed := device_bytes(module, ranks, dtype, on_host=True)) <= available_bytes:
         return False
     else:
         needed = streamed
     raise BadInputError(
         f"the weights at ZeRO stage 3 take {needed / 1e9:.1f} GB of a device (ranks: {ranks}), of which "
-        f"{available_bytes / 1e9:.1f} GB are free, allowed with the backend zenflow are ones that fit: {instead}"
+        f"{available_bytes / 1e9:.1f} GB are free: {instead}"
     )
 
 
@@ -289,19 +289,19 @@ def _require_fitting(module: nn.Module, own: list[Any], dtype: torch.dtype | Non
     for parameter in own:
         if not _shape(parameter):
             raise BadInputError(
-                f"{names[id(parameter)]} has no dimension, allowed with ZeRO stage 3 are parameters with one or more: "
-                "make it one of shape (1,)"
+                f"{names[id(parameter)]} has no dimension; at ZeRO stage 3 a parameter must have one or more: "
+                "give it the shape (1,)"
             )
         if not _shape(parameter).numel():
             raise BadInputError(
-                f"{names[id(parameter)]} is of shape {tuple(_shape(parameter))}, allowed with ZeRO stage 3 on several "
-                "ranks are parameters with elements"
+                f"{names[id(parameter)]} is of shape {tuple(_shape(parameter))}, at ZeRO stage 3 on several "
+                "ranks a parameter must have elements"
             )
     dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in own if one.requires_grad})
     if dtype is None and len(dtypes) > 1:
         raise BadInputError(
-            f"the trained parameters beside {names[id(own[0])]} are of dtypes {', '.join(dtypes)}, allowed with ZeRO "
-            "stage 3 is one"
+            f"the trained parameters beside {names[id(own[0])]} are of dtypes {', '.join(dtypes)}; at ZeRO "
+            "stage 3 they must have one"
         )
 
 
@@ -327,18 +327,6 @@ def _cut(
     rounded = rows.dtype == torch.float32 and target != torch.float32
     master = rows.to("cpu", copy=True) if rounded else None
     return (rows.to(home, target).clone() if on_zero else None), master
-
-
-def rows_of(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    """The rows that a rank has of a weight, as FSDP2 deals them: a view.
-
-    Args:
-        whole: of one dimension or more.
-        rank: whose they are.
-        ranks: how many share it.
-    """
-    parts = whole.chunk(ranks)
-    return parts[rank] if rank < len(parts) else whole[:0]
 
 
 def gathered(rows: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:

@@ -20,25 +20,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback
 
 import zftune
 from zenflow import ConfigError, ZenFlowAdamW, ZenFlowConfig
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.sharded import are_sharded
-from zftune.errors import BadInputError
+from zftune.errors import BadInputError, MissingPackageError
 from zftune.store.types import Quality
-from zftune.tuner.following import Tuner
+from zftune.tuner.stats import Figures, innermost
+from zftune.tuner.tuner import Tuner
+
+try:
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_callback import CallbackHandler
+except ModuleNotFoundError as error:
+    raise MissingPackageError("transformers", __name__) from error
 
 __all__ = ["AccelerateAdamW", "ZFTuneCallback", "zenflow_class", "zenflow_optimizer"]
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
-_KNOBS = ("topk_ratio", "update_interval", "select_interval", "offload_ratio")
 
 
 class AccelerateAdamW(ZenFlowAdamW):
@@ -61,9 +67,9 @@ class AccelerateAdamW(ZenFlowAdamW):
                 return super().state_dict()
         except ConfigError as error:
             raise BadInputError(
-                "a checkpoint is saved while updates are pending, which are not in its weights, allowed over FSDP2 "
-                "is after flush(), or a Trainer with callbacks=[ZFTuneCallback()] (with tune=False where nothing is to "
-                "be tuned)"
+                "a checkpoint is saved while updates are pending, which are not in its weights: over FSDP2 "
+                "call flush() first, or give the Trainer callbacks=[ZFTuneCallback()] (with tune=False where nothing "
+                "is to be tuned)"
             ) from error
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -88,7 +94,7 @@ def zenflow_class(
     """
     optim = str(getattr(args.optim, "value", args.optim))
     if optim not in _ADAMW:
-        raise BadInputError(f"optim is {optim!r}, allowed are {' and '.join(_ADAMW)}: the optimizer is an AdamW")
+        raise BadInputError(f"optim is {optim!r}; it must be {' or '.join(_ADAMW)}: the optimizer is an AdamW")
     _refuse_data_parallel(args)
     config = config or ZenFlowConfig()
     if config.gradient_accumulation_steps == 1:
@@ -114,8 +120,8 @@ def zenflow_optimizer(model: nn.Module, args: Any, config: ZenFlowConfig | None 
     """
     if args.fsdp:
         raise BadInputError(
-            "args.fsdp is on, allowed with it is Trainer(optimizer_cls_and_kwargs=zenflow_class(model, args)): the "
-            "Trainer takes no optimizer then"
+            "args.fsdp is on, with which the Trainer takes no optimizer: use "
+            "Trainer(optimizer_cls_and_kwargs=zenflow_class(model, args))"
         )
     kind, values = zenflow_class(model, args, config)
     model.to(args.device)  # the Trainer would do that later, when the optimizer has seen where the weights are
@@ -129,10 +135,11 @@ class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     - After the last step, before evaluation and saving, every pending host update is applied. A checkpoint in mid-run
       holds the weights that training sees; what is pending lies in its `optimizer.pt`, so it is resumed exactly. Over
       FSDP2 it is applied before each save.
-    - The Trainer's log history gets the knobs in force and, where it is known, the stall of a step.
+    - With each loss the Trainer's log history, and what it reports to (`report_to`), get the figures of `zftune.stats`:
+      knobs, stall by cause, coverage, the tuner's gain.
 
     Args:
-        tune: False: nothing but the last two.
+        tune: False: nothing but the rest.
         quality: as of `zftune.attach`.
         sequence: tokens of a sequence, where all are padded to the same length: the planner then knows more.
         attach: other arguments of `zftune.attach`.
@@ -146,7 +153,8 @@ class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._tune, self._attach = tune, {"quality": quality, "sequence": sequence, **attach}
         self._optimizer: ZenFlowOptimizer | None = None
         self._losses: _Losses | None = None
-        self._logged = 0
+        self._figures: Figures | None = None
+        self._early: _Early | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **of: Any) -> None:
         """Begin.
@@ -157,7 +165,9 @@ class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._end()  # of a training that an error ended
         _refuse_data_parallel(args)
         self._optimizer = _zenflow(of.get("optimizer"))
-        self._logged = self._optimizer.steps
+        self._figures = Figures(self._optimizer)
+        self._figures.skip()
+        self._early = _Early.before_reporters(self)
         self._losses = _Losses(None if getattr(args, "torch_compile", False) else of.get("model"))
         if self._tune:
             self.tuner = zftune.attach(self._optimizer, **self._sizes(args))
@@ -181,16 +191,31 @@ class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._flush_before_save(str(getattr(args.save_strategy, "value", args.save_strategy)) == "best")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **of: Any) -> None:
-        if logs and "loss" in logs and state.log_history:
-            if self._losses is not None and not self._losses.seen:  # such as with a loss that the model does not give
-                zftune.log_loss(logs["loss"])
-            state.log_history[-1].update(self._figures())
+        if logs and "loss" in logs and self._losses is not None and not self._losses.seen:
+            zftune.log_loss(logs["loss"])  # such as one that the model does not give
+        if self._early is None:
+            self.add_figures(state, logs)
         if control.should_training_stop:  # before the best model is loaded
             self._end()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
         self._end()
-        self._optimizer = None
+        if self._early is not None:
+            self._early.leave()
+        self._optimizer = self._figures = self._early = None
+
+    def add_figures(self, state: Any, logs: dict[str, Any] | None) -> None:
+        """Put the figures into a log entry of a loss, and into the history, which has a copy.
+
+        Args:
+            state: the Trainer's.
+            logs: the entry, which others see after this.
+        """
+        if self._figures is None or not logs or "loss" not in logs or not state.log_history:
+            return
+        figures = self._figures.take()
+        logs.update(figures)
+        state.log_history[-1].update(figures)
 
     def _flush_before_save(self, saves: bool) -> None:
         """Over FSDP2 a checkpoint has no place for what is pending."""
@@ -209,22 +234,61 @@ class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             return
         self._losses.close()
         self._losses = None
+        if self._figures is not None:
+            self._figures.look()
         if self.tuner is not None:
             self.tuner.close()
         if self._optimizer is not None:
             self._optimizer.flush()
 
-    def _figures(self) -> dict[str, float]:
-        """Knobs that are numbers, and the mean stall of the steps since the last time."""
-        if self._optimizer is None:
-            return {}
-        knobs = {f"zenflow_{name}": getattr(self._optimizer.config, name) for name in _KNOBS}
-        figures = {name: value for name, value in knobs.items() if not isinstance(value, str)}
-        history = self._optimizer.history(after=self._logged)
-        stalls = [sum(stats.stall_ms.values()) for stats in history if stats.stall_ms is not None]
-        if history:
-            self._logged = history[-1].step
-        return {**figures, **({"zenflow_stall_ms": sum(stalls) / len(stalls)} if stalls else {})}
+
+class _Early(TrainerCallback):  # type: ignore[misc]
+    """Puts figures into the Trainer's entries before its reporters see them: a Trainer calls those first.
+
+    Args:
+        callback: that has the figures.
+        handler: of the Trainer.
+    """
+
+    def __init__(self, callback: ZFTuneCallback, handler: CallbackHandler) -> None:
+        self._callback, self._handler = callback, handler
+
+    @classmethod
+    def before_reporters(cls, callback: ZFTuneCallback) -> _Early | None:
+        """Put one before all other callbacks of the Trainer that is calling.
+
+        No argument of a callback leads to its Trainer, so it is looked for among the callers.
+
+        Args:
+            callback: that is being called.
+
+        Returns:
+            It; None: something else calls, so that what comes before the callback sees no figures.
+        """
+        handler = _caller(callback)
+        if handler is None:
+            return None
+        early = cls(callback, handler)
+        rest = [one for one in handler.callbacks if not (isinstance(one, cls) and one._callback is callback)]
+        handler.callbacks = [early, *rest]  # another list: the one that is being gone through stays
+        return early
+
+    def leave(self) -> None:
+        """Leave the Trainer's callbacks as they were."""
+        self._handler.callbacks = [one for one in self._handler.callbacks if one is not self]
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **of: Any) -> None:
+        self._callback.add_figures(state, logs)
+
+
+def _caller(callback: ZFTuneCallback) -> CallbackHandler | None:
+    frame = inspect.currentframe()
+    while frame is not None:
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and any(one is callback for one in handler.callbacks):
+            return handler
+        frame = frame.f_back
+    return None
 
 
 class _Losses:
@@ -285,12 +349,10 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 def _zenflow(optimizer: Any) -> ZenFlowOptimizer:
     """What Accelerate has wrapped."""
-    inner = optimizer
-    while not isinstance(inner, ZenFlowOptimizer) and hasattr(inner, "optimizer"):
-        inner = inner.optimizer
+    inner = innermost(optimizer)
     if not isinstance(inner, ZenFlowOptimizer):
         raise BadInputError(
-            f"the Trainer's optimizer is a {type(inner).__qualname__}, allowed is one of zenflow: "
+            f"the Trainer's optimizer is a {type(inner).__qualname__}; it must be one of zenflow: "
             "Trainer(optimizers=(zenflow_optimizer(model, args), None))"
         )
     return inner
@@ -300,5 +362,5 @@ def _refuse_data_parallel(args: Any) -> None:
     """DataParallel copies the weights without asking their layers, updates in flight or not."""
     if args.n_gpu > 1:
         raise BadInputError(
-            f"args.n_gpu is {args.n_gpu}, allowed is 1: show the process one GPU (CUDA_VISIBLE_DEVICES=0)"
+            f"args.n_gpu is {args.n_gpu}; it must be 1: show the process one GPU (CUDA_VISIBLE_DEVICES=0)"
         )

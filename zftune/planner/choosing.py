@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zenflow import ZenFlowConfig
-from zftune.planner.closed_form import floor, mean_staleness
-from zftune.planner.facts import Job, Machine, Memory, ModelFacts, Prediction
+from zftune.planner.closed_form import floor, mean_staleness, predict
 from zftune.planner.memory import host_bytes, memory
-from zftune.planner.predicting import predict
+from zftune.planner.model import Job, Machine, Memory, ModelFacts, Prediction
 from zftune.planner.rates import Rates
 from zftune.planner.split import split_of, totals_of
+from zftune.quality import assumed_coverage
+from zftune.store.types import STALENESS, Quality
 
 NEAR = 1.02
 """A setting is as good as the best up to this factor of its step time."""
@@ -30,34 +31,23 @@ _FIRST_LOOK = 16
 _SECOND_LOOK = 32
 
 Choice = tuple[ZenFlowConfig, Prediction]
-_BLOG_COVERAGE, _BLOG_TOPK = 0.889, 0.01
-_SHARES = {"exact": 0.0, "published": 1.0, "loose": 2.0}
-
-
-def assumed_coverage(topk_ratio: float) -> float:
-    """Share of the gradient's energy in the top columns, where nobody has measured it.
-
-    A power law through the one published point, 88.9% in the top 1% (DeepSpeed ZenFlow blog, figure 5, one layer): an
-    assumption.
-    """
-    from math import log
-
-    return 0.0 if topk_ratio <= 0 else float(topk_ratio ** (log(_BLOG_COVERAGE) / log(_BLOG_TOPK)))
+PUBLISHED = ZenFlowConfig(topk_ratio=0.1, update_interval=4)
+"""The setting of the ZenFlow paper; its staleness is the budget where the user's configuration has none of its own."""
 
 
 def published_budget(coverage: Callable[[float], float]) -> float:
-    """(1 - coverage) * mean staleness of the published setting, k = 0.1 and S = 4."""
-    window = 4
-    return (1 - coverage(0.1)) * ((window - 1) / 2 + (window + 1) / 2)
+    """(1 - coverage) * mean staleness of the published setting."""
+    window = PUBLISHED.longest_window
+    return (1 - coverage(PUBLISHED.topk_ratio)) * ((window - 1) / 2 + (window + 1) / 2)
 
 
-def budget_of(quality: str) -> float:
+def budget_of(quality: Quality) -> float:
     """Of "exact", "published" or "loose", with the assumed coverage.
 
     Args:
         quality: one of them.
     """
-    return _SHARES[quality] * published_budget(assumed_coverage)
+    return STALENESS[quality] * published_budget(assumed_coverage)
 
 
 def fits(prediction: Prediction, machine: Machine, headroom: float = HEADROOM) -> bool:

@@ -1,4 +1,5 @@
-"""What a setting needs: of the host to the byte, as the runtime plans it; of the device by a stated model.
+"""What a setting needs: of the host to the byte, as the runtime plans it; of the device, activations too, by a
+model.
 
 The device holds the weights; fp32 master, moments and counts of resident and selected columns, and the columns'
 indices; gradients; packed gradients that wait for the link; updated weights that arrive; activations. Its caching
@@ -6,7 +7,8 @@ allocator rounds: blocks to 512 bytes, into segments of 2 MiB (below 1 MiB), 20 
 2 MiB; each stream has segments of its own.
 
 Several devices each have rows of that (FSDP2), and what is gathered or not reduced yet: the layer that computes and two
-that are gathered ahead, the gradients of one layer and of one that is being reduced, and what no layer has.
+that are gathered ahead, the gradients of one layer and of one that is being reduced, and what no layer has. Or each has
+all weights and gradients, and the state of its rows (`zenflow.Partition`), beside two buckets that are being averaged.
 """
 
 from __future__ import annotations
@@ -14,15 +16,46 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
 from zenflow import ZenFlowConfig
 from zenflow.host.places import padded
 from zenflow.layout import ModelPlan, WeightPlan
-from zftune.planner.activations import activations
-from zftune.planner.facts import Job, Memory, ModelFacts
+from zftune.planner.model import Job, Memory, ModelFacts
 from zftune.planner.rates import MOMENTS
 from zftune.planner.split import model_plan, totals_of
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes on the device."""
+
+    layer: int
+    """Kept by one layer's forward until its backward."""
+    checkpoint: int
+    """Kept of one layer that recomputes."""
+    working: int
+    """Made and freed within one layer's backward."""
+    head: int
+    """Kept and made around the logits."""
+
+
+def activations(model: ModelFacts, job: Job) -> Activations:
+    """What one rank keeps."""
+    e, h, tokens = model.element_bytes, model.hidden, job.tokens
+    wide, narrow = model.intermediate or 4 * h, model.key_value_width or h
+    norms = 2 * (4 + 2 * e) * h
+    attention = 3 * e * h + 2 * e * narrow + 4 * model.heads
+    gated = 4 * e * wide
+    working = max(3 * e * wide, 3 * e * h + 8 * h) + 2 * e * h
+    return Activations(
+        layer=tokens * (norms + attention + gated),
+        checkpoint=tokens * e * h,
+        working=tokens * working,
+        head=tokens * (model.vocabulary * (2 * e + 12) + 3 * e * h),
+    )
+
 
 CONTEXT_BYTES = 600 << 20
 """CUDA context, kernels and the libraries' workspaces, outside of the allocator: an estimate."""
@@ -69,7 +102,7 @@ def host_bytes(model: ModelFacts, config: ZenFlowConfig, *, ranks: int = 1) -> d
     Args:
         model: its weights.
         config: the knobs; the log is that of the longest window.
-        ranks: each of which has its rows of every weight (FSDP2).
+        ranks: each of which has the state of its rows of every weight.
     """
     found = [0, 0, 0]
     for part, count in Counter(_alike(model, ranks)).items():
@@ -116,11 +149,12 @@ def device_bytes(
 ) -> dict[str, int]:
     """Memory of a device by use, at the moment at which it needs most."""
     ranks = job.shards
-    weights = segments(model.element_bytes * -(-math.prod(shape) // ranks) for shape in model.weights)
-    frozen = segments([model.element_bytes * (model.parameters - model.trainable) // ranks])
+    among = 1 if job.keeps_whole else ranks
+    weights = segments(model.element_bytes * -(-math.prod(shape) // among) for shape in model.weights)
+    frozen = segments([model.element_bytes * (model.parameters - model.trainable) // among])
     state = segments(size for sizes in _state_tensors(model, plan, ranks) for size in sizes)
     steady = _steady(model, plan, job, config, packed=packed, arrived=arrived)
-    first = _first_step(model, plan, config, ranks)
+    first = {} if job.keeps_whole else _first_step(model, plan, config, ranks)
     return {
         "context": CONTEXT_BYTES,
         "weights": weights + frozen,
@@ -137,7 +171,7 @@ def state_bytes(model: ModelFacts, config: ZenFlowConfig, *, ranks: int = 1) -> 
     Args:
         model: its weights.
         config: the knobs.
-        ranks: each of which has its rows of every weight (FSDP2).
+        ranks: each of which has the state of its rows of every weight.
     """
     return sum(map(sum, _state_tensors(model, model_plan(model, config), ranks)))
 
@@ -176,19 +210,19 @@ def _state_of(elements: int, weight: WeightPlan, ranks: int) -> list[int]:
 
 def _gathered_bytes(model: ModelFacts, config: ZenFlowConfig, job: Job) -> int:
     """Weights of which several devices have more than their rows."""
-    if job.shards == 1:
+    if job.shards == 1 or job.keeps_whole:
         return 0
     *layers, rest = totals_of(model, config).gathered
     kept = _AHEAD * max(layers) + sum(layers) if not job.reshard else (1 + _AHEAD) * max(layers)
     return segments([model.element_bytes * (rest + kept)])
 
 
-def _gradients(model: ModelFacts, plan: ModelPlan, config: ZenFlowConfig) -> tuple[list[int], list[int], int]:
+def _gradients(model: ModelFacts, plan: ModelPlan, *, streams: bool) -> tuple[list[int], list[int], int]:
     """By stage: bytes that a step keeps of its gradients, the largest gradient in full, and the largest of all."""
     kept, largest = [0] * (model.layers + 1), [0] * (model.layers + 1)
     for shape, weight, stage in zip(model.weights, plan.weights, model.stages, strict=True):
         whole = model.element_bytes * math.prod(shape)
-        leaves = config.stream and weight.deferred
+        leaves = streams and weight.deferred
         kept[stage] += whole - (model.element_bytes * weight.deferred * weight.rows if leaves else 0)
         largest[stage] = max(largest[stage], whole)
     return kept, largest, max(largest)
@@ -199,7 +233,8 @@ def _steady(
 ) -> dict[str, int]:
     """The greatest need of a steady backward: activations shrink as gradients grow."""
     acts = activations(model, job)
-    kept, largest, _ = _gradients(model, plan, config)
+    streams = config.stream and not job.keeps_whole
+    kept, largest, _ = _gradients(model, plan, streams=streams)
     layers, ranks = model.layers, job.shards
     units = [model.element_bytes * elements for elements in totals_of(model, config).reduced]
     per_layer = acts.checkpoint if job.checkpointing else acts.layer
@@ -209,17 +244,22 @@ def _steady(
         gradients += kept[stage]
         working = acts.head if stage == layers else acts.working + (acts.layer if job.checkpointing else 0)
         held = per_layer * min(stage + 1, layers) + working
-        if ranks == 1:  # three: the weight's gradient as it is made, in full, and packed
+        if job.keeps_whole:  # nothing leaves before all of them are there
+            made = gradients + largest[stage]
+        elif ranks == 1:  # three: the weight's gradient as it is made, in full, and packed
             made = gradients + 3 * largest[stage]
         else:  # of the layer, of it as it is sent, and of the one before, which is being reduced; the rest's to the end
             made = gradients // ranks + units[-1] + _REDUCED * (units[stage] if stage < layers else 0)
         if held + made > most:
             most, best = held + made, (held, made)
+    if job.keeps_whole:  # two buckets on their way, and what a rank gets of each
+        bucket = model.element_bytes * max(totals_of(model, config).exchanged)
+        best = max(best, (0, gradients + 2 * (bucket + bucket // ranks)), key=sum)
     held, made = best
     return {
         "activations": round(held * (1 + _SPLINTERS)),
         "gradients": round(made * (1 + _SPLINTERS)),
-        "packed": round(packed * (1 + _SPLINTERS)) if config.stream else _deferred_bytes(model, plan) // ranks,
+        "packed": round(packed * (1 + _SPLINTERS)) if streams else _deferred_bytes(model, plan) // ranks,
         "arriving": segments([round(arrived * (1 + _SPLINTERS))]),
     }
 
@@ -227,14 +267,20 @@ def _steady(
 def _first_step(model: ModelFacts, plan: ModelPlan, config: ZenFlowConfig, ranks: int) -> dict[str, int]:
     """The first step keeps every gradient in full: weights are split only in it. Activations are gone then.
 
-    Packed gradients that wait for the link are left out: where memory is short, the allocator waits for their copies.
+    Columns that wait for the link, masters and then gradients, are as many as arrive at a time in later steps.
     """
     whole = model.element_bytes * model.trainable // ranks
     # Of several ranks the rest's gradients are reduced at last: as they are, and as they are sent.
-    most = 3 * _gradients(model, plan, config)[2]
+    most = 3 * _gradients(model, plan, streams=config.stream)[2]
     if ranks > 1:
         most = 2 * model.element_bytes * totals_of(model, config).reduced[-1]
-    return {"activations": 0, "gradients": segments([whole]) + most, "packed": 0, "arriving": 0}
+    packed = min(_deferred_bytes(model, plan) // ranks, config.staging_bytes)
+    return {
+        "activations": 0,
+        "gradients": segments([whole]) + most,
+        "packed": round(packed * (1 + _SPLINTERS)),
+        "arriving": 0,
+    }
 
 
 def _deferred_bytes(model: ModelFacts, plan: ModelPlan) -> int:

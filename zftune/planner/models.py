@@ -1,12 +1,50 @@
-"""Shapes of the trainable weights of public models, and of models that are only sizes."""
+"""Shapes of the trainable weights of public models, their usual names, and models that are only sizes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from zftune.errors import BadInputError
+
+_OF_TUNED = re.compile(r"hf|instruct|chat|base|it|v[\d.]+")
+MODELS = {
+    # Later versions of the same shapes.
+    "llama318b": "Llama-3-8B",
+    "llama3170b": "Llama-3-70B",
+    "llama3370b": "Llama-3-70B",
+}
+"""By `key` of a name, what the library calls it."""
+MACHINES = {
+    "a100": "a100-80-sxm",
+    "a10040": "a100-40-sxm",
+    "a10080": "a100-80-sxm",
+    "h100": "h100-sxm",
+    "h200": "h200-sxm",
+    "3090": "rtx3090",
+    "4090": "rtx4090",
+    "5090": "rtx5090",
+}
+"""The same of machines: those with NVLink, where there are others."""
+
+
+def key(name: str) -> str:
+    """Letters and digits of a name in lower case, without its owner on a hub."""
+    return re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower())
+
+
+def model_key(name: str) -> str:
+    """The same of a model, without what tells how it was tuned: "meta-llama/Meta-Llama-3-8B-Instruct" is "llama38b"."""
+    words = re.sub(r"^meta-", "", name.rpartition("/")[2].lower())
+    kept = [word for word in re.split(r"[-_ ]", words) if not _OF_TUNED.fullmatch(word)]
+    return key("-".join(kept))
+
+
+def machine_key(name: str) -> str:
+    """The same of a machine or a GPU: "NVIDIA A100-80GB" is "a10080"."""
+    return re.sub(r"^(nvidia)?(geforce)?", "", key(name)).replace("gb", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +111,9 @@ class Architecture:
         yield Weight((h,), self.layers)
 
 
-def _llama(layers: int, hidden: int, intermediate: int, heads: int, kv: int, vocabulary: int) -> Architecture:
+def _llama(
+    layers: int, hidden: int, intermediate: int, heads: int, kv: int, vocabulary: int, *, tied: bool = False
+) -> Architecture:
     return Architecture(
         kind="llama",
         layers=layers,
@@ -82,7 +122,7 @@ def _llama(layers: int, hidden: int, intermediate: int, heads: int, kv: int, voc
         heads=heads,
         key_value_heads=kv,
         vocabulary=vocabulary,
-        tied=False,
+        tied=tied,
     )
 
 
@@ -127,11 +167,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Llama-2-13B": _llama(40, 5120, 13824, 40, 40, 32_000),
     "Llama-2-70B": _llama(80, 8192, 28672, 64, 8, 32_000),
     "Llama-3-8B": _llama(32, 4096, 14336, 32, 8, 128_256),
+    "Llama-3-70B": _llama(80, 8192, 28672, 64, 8, 128_256),
+    "Llama-3.2-1B": _llama(16, 2048, 8192, 32, 8, 128_256, tied=True),
+    "Llama-3.2-3B": _llama(28, 3072, 8192, 24, 8, 128_256, tied=True),
+    "Mistral-7B": _llama(32, 4096, 14336, 32, 8, 32_000),
     "Qwen2.5-0.5B": _qwen2(24, 896, 4864, 14, 2),
     "Qwen2.5-1.5B": _qwen2(28, 1536, 8960, 12, 2),
     "Qwen2.5-3B": _qwen2(36, 2048, 11008, 16, 2),
     "Qwen2.5-7B": _qwen2(28, 3584, 18944, 28, 4, tied=False),
+    "Qwen2.5-14B": _qwen2(48, 5120, 13824, 40, 8, tied=False),
     "Qwen2.5-32B": _qwen2(64, 5120, 27648, 40, 8, tied=False),
+    "Qwen2.5-72B": _qwen2(80, 8192, 29568, 64, 8, tied=False),
     "OPT-13B": _opt(40, 5120, 40),
     "OPT-30B": _opt(48, 7168, 56),
 }
@@ -147,7 +193,7 @@ def from_size(parameters: int, layers: int, hidden: int) -> tuple[Architecture, 
     if wide < 1:
         least = layers * (4 * hidden**2 + 3 * hidden)
         raise BadInputError(
-            f"--model '{parameters},{layers},{hidden}': allowed are at least {least} parameters "
+            f"--model '{parameters},{layers},{hidden}': it must have at least {least} parameters "
             f"for {layers} layers of hidden size {hidden}"
         )
     heads = max(1, hidden // 128)

@@ -1,34 +1,140 @@
-"""A plan as a document: what was asked, what is proposed, what else there is, and step times over S."""
+"""A plan as a document: what was asked, what is proposed, what else there is, step times over S, and advice."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
 import zftune
 from zenflow import ZenFlowConfig
 from zftune.planner.choosing import (
     HEADROOM,
+    NEAR,
     Choice,
     budget_of,
     choose,
     fits,
     limits,
 )
-from zftune.planner.facts import Job, Machine, ModelFacts, Prediction
+from zftune.planner.closed_form import predict
 from zftune.planner.memory import host_bytes
-from zftune.planner.predicting import predict
+from zftune.planner.model import Job, Machine, Memory, ModelFacts, Prediction
 from zftune.planner.rates import Rates
 from zftune.planner.simulate import simulate
 from zftune.planner.split import split_of
+from zftune.store.types import Quality
+from zftune.text import size
+from zftune.words import CAUSES
+
+SMALLEST = ZenFlowConfig.zero_offload(pipeline="bucket")
+"""The setting that needs least of a device's memory."""
+_SHORTEST = 256
+_ON_HOST = (
+    "Weights that are on the host, with ZeRO stage 3 and offload_param on the CPU, take less of a GPU; this plan is "
+    "not about them."
+)
+
+Step = tuple[str, Job]
+"""An option of the command line, and the job with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """An option of the command line with which a model fits a device."""
+
+    option: str
+    device_bytes: int
+    """That each GPU then needs."""
+
+
+def of_nothing(model: ModelFacts, machine: Machine, job: Job, headroom: float = HEADROOM) -> list[str]:
+    """Sentences for a model that does not fit: what is short, by how much, and what would do.
+
+    Args:
+        model: what is trained.
+        machine: where.
+        job: batch and ranks.
+        headroom: share of device and host memory that stays free.
+    """
+    device, host = limits(machine, headroom)
+    need = _least(model, machine, job)
+    on_host = need.host_bytes + need.migration_bytes
+    short, answers = [], []
+    if need.device_bytes > device:
+        first = " (in the first step, which keeps every gradient)" if not need.device_by_use["activations"] else ""
+        over = size(need.device_bytes - device)
+        short.append(f"{over} more of a GPU's memory than the {size(device)} that it may use{first}")
+        answers.append(_for_device(model, machine, job, headroom))
+    if on_host > host:
+        short.append(f"{size(on_host - host)} more of the host's memory than the {size(host)} that it may use")
+        answers.append(f"The host needs {size(on_host / (1 - headroom))} of memory in all.")
+    what = " and ".join(short) or "more memory than there is, with any window"
+    return [f"Nothing fits: even with all state on the host a step needs {what}.", *answers]
+
+
+def remedies(model: ModelFacts, machine: Machine, job: Job, headroom: float = HEADROOM) -> list[Remedy]:
+    """What would let the model fit a device: single options where one is enough, else each with `--checkpointing`.
+
+    Args:
+        model: what is trained.
+        machine: where.
+        job: batch and ranks; an option that it has already is not named.
+        headroom: share of the device's memory that stays free.
+    """
+    device, _ = limits(machine, headroom)
+
+    def enough(ladder: Sequence[Step]) -> Iterator[Remedy]:
+        needs = ((option, _least(model, machine, changed).device_bytes) for option, changed in ladder)
+        yield from islice((Remedy(option, nbytes) for option, nbytes in needs if nbytes <= device), 1)
+
+    ladders = _ladders(machine, job)
+    if job.checkpointing:
+        return list(chain.from_iterable(map(enough, ladders)))
+    recomputing = [("--checkpointing", replace(job, checkpointing=True))]
+    alone = list(chain.from_iterable(map(enough, (recomputing, *ladders))))
+    both = (
+        [(f"--checkpointing {option}", replace(one, checkpointing=True)) for option, one in ladder]
+        for ladder in ladders
+    )
+    return alone or list(chain.from_iterable(map(enough, both)))
+
+
+def _ladders(machine: Machine, job: Job) -> list[list[Step]]:
+    """Each option's values, from the least change to the greatest."""
+    batches = [(f"--micro-batch {each}", replace(job, micro_batch=each)) for each in _halves(job.micro_batch, 1)]
+    lengths = [(f"--seq {each}", replace(job, seq=each)) for each in _halves(job.seq, _SHORTEST)]
+    more = [job.gpus * 2**power for power in range(1, machine.gpus.bit_length())]
+    gpus = [(f"--gpus {each}", replace(job, gpus=each)) for each in more if each <= machine.gpus]
+    rows = [("--stage 3", replace(job, stage=3))] if job.keeps_whole else []
+    return [batches, lengths, gpus, rows]
+
+
+def _halves(value: int, least: int) -> list[int]:
+    return [value >> power for power in range(1, value.bit_length()) if value >> power >= least]
+
+
+def _for_device(model: ModelFacts, machine: Machine, job: Job, headroom: float) -> str:
+    if found := remedies(model, machine, job, headroom):
+        return f"What would do: {' or '.join(f'{one.option} ({size(one.device_bytes)})' for one in found)}."
+    most = replace(job, gpus=max(job.gpus, machine.gpus), micro_batch=1, checkpointing=True, stage=3)
+    needed = _least(model, machine, most).device_bytes / (1 - headroom)
+    options = f"{f'--gpus {most.gpus} ' if most.gpus > 1 else ''}--micro-batch 1 --checkpointing"
+    options += " --stage 3" if job.keeps_whole else ""
+    return f"Even {options} takes GPUs of {size(needed)}, and shorter sequences do not help enough. {_ON_HOST}"
+
+
+def _least(model: ModelFacts, machine: Machine, job: Job) -> Memory:
+    return predict(model, machine, job, SMALLEST).memory
+
 
 SCHEMA = "zftune.plan/1"
 BASELINES = {
     "no_offload": ZenFlowConfig.zero_offload(offload_ratio=0.0, pipeline="bucket"),
     "zero_offload": ZenFlowConfig.zero_offload(),
 }
-_SMALLEST = ZenFlowConfig.zero_offload(pipeline="bucket")
 _CURVE_TOPK, _CURVE_RATIOS, _CURVE_S = (0.0, 0.05, 0.1, 0.2), (1.0, 0.5), (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
 _CURVE_PIECES = 32
 _ALTERNATIVES = 4
@@ -48,7 +154,7 @@ _KNOBS = (
 
 
 def make_plan(
-    model: ModelFacts, machine: Machine, job: Job, *, quality: str, headroom: float = HEADROOM
+    model: ModelFacts, machine: Machine, job: Job, *, quality: Quality, headroom: float = HEADROOM
 ) -> dict[str, Any]:
     """The plan for a model on a machine.
 
@@ -68,7 +174,7 @@ def make_plan(
     budget = budget_of(quality)
     found = choose(model, machine, job, budget=budget, memory_headroom=headroom)
     baselines = {name: predict(model, machine, job, config) for name, config in BASELINES.items()}
-    smallest = predict(model, machine, job, _SMALLEST)
+    smallest = predict(model, machine, job, SMALLEST)
     device, host = limits(machine, headroom)
     return {
         "schema": SCHEMA,
@@ -83,8 +189,11 @@ def make_plan(
         "baselines": {
             name: _setting(BASELINES[name], prediction, machine, headroom) for name, prediction in baselines.items()
         },
-        "least": _setting(_SMALLEST, smallest, machine, headroom),
-        "verdict": [*verdict(found, baselines, smallest, machine, headroom), *of_ranks(model, job, found, host)],
+        "least": _setting(SMALLEST, smallest, machine, headroom),
+        "verdict": [
+            *(verdict(found, baselines, machine, headroom) if found else of_nothing(model, machine, job, headroom)),
+            *of_ranks(model, machine, job, found, headroom),
+        ],
         "curves": None,
     }
 
@@ -108,23 +217,22 @@ def curves(model: ModelFacts, machine: Machine, job: Job) -> list[dict[str, Any]
 def verdict(
     found: Sequence[Choice],
     baselines: dict[str, Prediction],
-    smallest: Prediction,
     machine: Machine,
     headroom: float = HEADROOM,
 ) -> list[str]:
-    """What to do, in sentences; the first one is the answer."""
+    """What to do where something fits, in sentences; the first one is the answer."""
     without, zero = baselines["no_offload"], baselines["zero_offload"]
     whole = fits(without, machine, headroom)
-    if not found:
-        return [_nothing_fits(smallest, machine, headroom)]
     config, best = found[0]
     if config.offload_ratio == 0:
         return ["Do not offload: all state fits on the GPU, and no other setting is more than 2% faster."]
-    sentences = [f"{_named(config)}: {best.step_ms:,.0f} ms a step, bound by {best.bound_by}{_stall(best)}."]
+    bound = CAUSES.get(best.bound_by, best.bound_by)
+    sentences = [f"{_named(config)}: {best.step_ms:,.0f} ms a step, bound by {bound}{_stall(best)}."]
     gain = zero.step_ms / best.step_ms
     sentences.append(
         f"That is {gain:.1f} times as fast as ZeRO-Offload; the mean staleness is {best.staleness_steps:.1f} steps."
     )
+    sentences += _faster(found)
     if whole:
         slower = without.step_ms / best.step_ms - 1
         sentences.append(
@@ -132,36 +240,87 @@ def verdict(
             "and without staleness: offload only if you want the GPU's memory for something else."
         )
     elif without.memory.device_bytes > machine.device_memory_bytes:
-        need = without.memory.device_bytes / 2**30
-        sentences.append(f"Without offloading it would need {need:,.0f} GiB of each GPU, which it does not have.")
+        need, has = size(without.memory.device_bytes), size(machine.device_memory_bytes)
+        sentences.append(f"Without offloading it would need {need} of each GPU, which has {has}.")
     return sentences
 
 
-def of_ranks(model: ModelFacts, job: Job, found: Sequence[Choice], host: float) -> list[str]:
-    """How several ranks share the model, and what they need that do not, in sentences.
+def _faster(found: Sequence[Choice]) -> list[str]:
+    """Why the fastest of the settings that are shown is not the one that is proposed; nothing where it is."""
+    (_, best), *others = found[: 1 + _ALTERNATIVES]
+    if not others:
+        return []
+    number, (config, other) = min(enumerate(others, 2), key=lambda one: one[1][1].step_ms)
+    if round(other.step_ms) >= round(best.step_ms):
+        return []
+    near, memory, more = f"{NEAR - 1:.0%}", best.memory, other.memory
+    if 0 < config.offload_ratio < 1:
+        why = f"an offload ratio below 1 is proposed only where it is more than {near} faster"
+    else:
+        if round(best.staleness_steps, 1) < round(other.staleness_steps, 1):
+            least = f"staleness is proposed ({best.staleness_steps:.1f} instead of {other.staleness_steps:.1f} steps)"
+        elif memory.device_bytes < more.device_bytes:
+            least = f"GPU memory is proposed ({size(memory.device_bytes)} instead of {size(more.device_bytes)})"
+        else:
+            least = f"host memory is proposed ({size(memory.host_bytes)} instead of {size(more.host_bytes)})"
+        why = f"of the settings within {near} of the fastest, the one with the least {least}"
+    return [f"Choice {number} is faster, at {other.step_ms:,.0f} ms a step: {why}."]
+
+
+def of_ranks(
+    model: ModelFacts, machine: Machine, job: Job, found: Sequence[Choice], headroom: float = HEADROOM
+) -> list[str]:
+    """How several ranks share the model, what they need at other stages, and without sharing, in sentences.
 
     Args:
         model: what is trained.
+        machine: where.
         job: batch and ranks.
         found: what was chosen, the best first.
-        host: bytes of host memory that may be used.
+        headroom: share of device and host memory that stays free.
     """
     if job.ranks == 1:
         return []
-    config = found[0][0] if found else _SMALLEST
+    config = found[0][0] if found else SMALLEST
     need = job.gpus * sum(host_bytes(model, config).values())
-    fit = "fits" if need <= host else "does not fit"
+    fit = "fits" if need <= limits(machine, headroom)[1] else "does not fit"
+    replicated = (
+        "Ranks that share nothing out, as under DistributedDataParallel, hold all of the state each: "
+        f"{size(need)} of host memory of a machine, which {fit}. Each of them keeps every gradient until "
+        f"step(), and sends and updates all: {job.gpus} times the work of link and host."
+    )
+    return [_shared(job), *_other_stage(model, machine, job, config, headroom), replicated]
+
+
+def _shared(job: Job) -> str:
+    """How ranks share the model, in a sentence."""
+    if job.keeps_whole:
+        return (
+            f"This is for {job.ranks} ranks{_on_nodes(job)} at ZeRO stage 1 or 2 with zftune run (zenflow.Partition): "
+            "each has all weights, and the state of its rows. It averages gradients after backward and gathers weights "
+            "after the update, and no compute hides that."
+        )
     gathered = "gathered again for backward" if job.reshard else "kept until backward"
-    shared = (
+    return (
         f"This is for {job.ranks} ranks{_on_nodes(job)} over PyTorch's FSDP2 ({_sharded(job)}), each with its rows of "
         f"every weight; layers are {gathered}."
     )
-    replicated = (
-        "Ranks that are not sharded, as under DistributedDataParallel or below stage 3, hold all of the state each: "
-        f"{need / 2**30:,.1f} GiB of host memory of a machine, which {fit}. Each of them keeps every gradient until "
-        f"step(), and sends and updates all: {job.gpus} times the work of link and host."
+
+
+def _other_stage(model: ModelFacts, machine: Machine, job: Job, config: ZenFlowConfig, headroom: float) -> list[str]:
+    """What a setting does where ranks share the model the other way, in a sentence."""
+    if job.replicas > 1:
+        return []
+    stages, stage = ("stage 3", 3) if job.keeps_whole else ("stages 1 and 2", 2)
+    found = predict(model, machine, replace(job, stage=stage), config)
+    device, _ = limits(machine, headroom)
+    fit = "fits" if found.memory.device_bytes <= device else "does not fit"
+    whole = "" if stage == 3 else " for all weights and, until step(), all gradients"
+    sentence = (
+        f"At ZeRO {stages} (--stage {stage}) the same setting takes {found.step_ms:,.0f} ms a step and "
+        f"{size(found.memory.device_bytes)} of each GPU{whole}, which {fit}; host memory and host work are the same."
     )
-    return [shared, replicated]
+    return [sentence]
 
 
 def _sharded(job: Job) -> str:
@@ -173,19 +332,6 @@ def _sharded(job: Job) -> str:
 
 def _on_nodes(job: Job) -> str:
     return "" if job.nodes == 1 else f" on {job.nodes} machines with a network of {job.network_gbps:g} GB/s each way"
-
-
-def _nothing_fits(smallest: Prediction, machine: Machine, headroom: float) -> str:
-    device, host = limits(machine, headroom)
-    need = smallest.memory
-    missing = []
-    if need.device_bytes > device:
-        first = " (in the first step, which keeps every gradient)" if not need.device_by_use["activations"] else ""
-        missing.append(f"{need.device_bytes / 2**30:,.1f} GiB of GPU memory{first}, usable are {device / 2**30:,.1f}")
-    if need.host_bytes > host:
-        missing.append(f"{need.host_bytes / 2**30:,.1f} GiB of host memory, usable are {host / 2**30:,.1f}")
-    what = "; ".join(missing) or "more memory than there is, with any window"
-    return f"Nothing fits: even with all state on the host a step needs {what}. Try --checkpointing or a smaller batch."
 
 
 def _named(config: ZenFlowConfig) -> str:
@@ -201,7 +347,7 @@ def _stall(prediction: Prediction) -> str:
     if share < 0.005:
         return ", without a stall worth naming"
     cause = max(prediction.stall_ms_by_cause, key=lambda name: prediction.stall_ms_by_cause[name])
-    return f", {share:.0%} of it stall (most for {cause})"
+    return f", {share:.0%} of it stall (most for {CAUSES[cause]})"
 
 
 def _model(model: ModelFacts) -> dict[str, Any]:
@@ -217,6 +363,8 @@ def _setting(config: ZenFlowConfig, prediction: Prediction, machine: Machine, he
     memory = dataclasses.asdict(prediction.memory)
     return {
         "knobs": {name: getattr(config, name) for name in _KNOBS} | {"apply_lag": config.lag},
+        "python": config.to_python(),
+        "ds_config": config.to_ds_config().get("zero_optimization", {}),
         "step_ms": prediction.step_ms,
         "compute_ms": prediction.compute_ms,
         "stall_ms_by_cause": dict(prediction.stall_ms_by_cause),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from zenflow import Rig
-from zftune.planner.facts import Job, Machine, ModelFacts
+from zenflow import Rig, ZenFlowConfig
+from zftune.planner.model import Job, Machine, ModelFacts
 from zftune.planner.split import Split
 
 MOMENTS = 2
@@ -32,13 +32,15 @@ class Rates:
     comm_latency_ms: float = 0.0
     """Of a collective."""
     ranks: int = 1
-    """Each has its rows of every weight (FSDP2)."""
+    """Each has its rows of every weight (FSDP2), or of its state."""
     replicas: int = 1
     """How many ranks have the same rows (HSDP)."""
     network_gbps: float | None = None
     """What a rank sends to those; None: as `comm_gbps`."""
     reshard: bool = True
     """Whether layers are gathered again for backward."""
+    keeps_whole: bool = False
+    """Whether each of several ranks has all of the weights, and the state of its rows (`zenflow.Partition`)."""
     gloo: bool = False
     """Whether ranks are processors over gloo. A reduce-scatter is an all-reduce there, which sends everything twice,
     and nothing lies beside compute: FSDP2 leaves that to streams, and a processor has none.
@@ -64,12 +66,20 @@ class Rates:
             replicas=job.replicas,
             network_gbps=None if job.replicas == 1 or job.network_gbps is None else job.network_gbps / job.gpus,
             reshard=job.reshard,
+            keeps_whole=job.keeps_whole,
             element_bytes=model.element_bytes,
         )
 
     @classmethod
     def of_rig(
-        cls, rig: Rig, element_bytes: int = 2, *, ranks: int = 1, replicas: int = 1, reshard: bool = True
+        cls,
+        rig: Rig,
+        element_bytes: int = 2,
+        *,
+        ranks: int = 1,
+        replicas: int = 1,
+        reshard: bool = True,
+        keeps_whole: bool = False,
     ) -> Rates:
         """Of an emulated accelerator, or of each of several ranks that have one like it, and of their replicas."""
         return cls(
@@ -85,6 +95,7 @@ class Rates:
             replicas=replicas,
             network_gbps=rig.network_gbps if replicas > 1 else None,
             reshard=reshard,
+            keeps_whole=keeps_whole and ranks > 1,
             element_bytes=element_bytes,
             link_in_host=False,
         )
@@ -93,6 +104,10 @@ class Rates:
     def compute_ms(self) -> float:
         """The compute of a step, c."""
         return self.forward_ms + self.backward_ms
+
+    def streams(self, config: ZenFlowConfig) -> bool:
+        """Whether gradients leave during backward: with whole weights they are averaged after it."""
+        return config.stream and not self.keeps_whole
 
     def device_ms(self, nbytes: float) -> float:
         """Of a kernel that moves so many bytes of device memory."""

@@ -83,7 +83,7 @@ class Collectives:
 
 
 @dataclass(slots=True)
-class Room:
+class StagingBytes:
     """Bytes that are taken now and given back at times that are known, in ascending order."""
 
     capacity: float

@@ -1,10 +1,11 @@
 """A plan on one screen: the answer, the settings beside each other, memory, and what the knobs are.
 
-Fits 100 columns. Nothing is told by colour alone.
+Fits 100 columns, or 80. Nothing is told by colour alone.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,12 +16,16 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from zftune.profile.bars import Bar, Kind, StackedBar
-from zftune.profile.units import amount, ms, percent, size, times
+from zenflow import ZenFlowConfig
+from zftune.bars import Bar, Kind, StackedBar
+from zftune.planner.choosing import LEAST_HEADROOM_BYTES
+from zftune.text import amount, ms, percent, size, times
+from zftune.words import CAUSES
 
 Document = Mapping[str, Any]
 
-_WIDTH = 100
+WIDTH = 100
+"""Columns, where there are so many."""
 _NAMES = {"proposal": "proposed", "no_offload": "no offloading", "zero_offload": "ZeRO-Offload"}
 _COMPUTE = Kind("compute", "█", "#", "green")
 _CAUSES = {
@@ -44,13 +49,19 @@ _USES = {
 }
 
 
-def render(document: Document) -> RenderableType:
-    """The whole screen of a plan."""
+def render(document: Document, width: int = WIDTH) -> RenderableType:
+    """The whole screen of a plan.
+
+    Args:
+        document: of the plan.
+        width: columns that there are.
+    """
+    width = min(width, WIDTH)
     rows = list(_rows(document))
-    parts: list[RenderableType] = [_verdict(document), _heading("a step by setting, on one scale")]
-    parts += [_bars(rows), _heading("the settings beside each other"), _table(rows)]
+    parts: list[RenderableType] = [_verdict(document, width), _heading("a step by setting, on one scale")]
+    parts += [_bars(rows, width), _heading("the settings beside each other"), _table(rows, width)]
     if document["proposal"] is not None:
-        parts += [_heading("the proposal's knobs and memory"), _details(document)]
+        parts += [_heading("the proposal's settings and memory"), _details(document, width)]
     parts.append(_notes(document))
     return Group(*parts)
 
@@ -68,7 +79,7 @@ def _heading(text: str) -> RenderableType:
     return Rule(Text(text, style="bold"), align="left", style="dim")
 
 
-def _verdict(document: Document) -> RenderableType:
+def _verdict(document: Document, width: int) -> RenderableType:
     sentences = [Text(sentence) for sentence in document["verdict"]]
     sentences[0].stylize("bold")
     model, job, machine = document["model"], document["job"], document["machine"]
@@ -84,15 +95,15 @@ def _verdict(document: Document) -> RenderableType:
         border_style="green" if document["proposal"] is not None else "red",
         box=box.ROUNDED,
         padding=(0, 1),
-        width=_WIDTH,
+        width=width,
     )
 
 
-def _bars(rows: list[tuple[str, Mapping[str, Any]]]) -> RenderableType:
+def _bars(rows: list[tuple[str, Mapping[str, Any]]], width: int) -> RenderableType:
     table = Table.grid(padding=(0, 1))
     table.add_column(width=14)
     table.add_column(width=10, justify="right")
-    table.add_column(width=_WIDTH - 27)
+    table.add_column(width=width - 27)
     scale = max(row["step_ms"] for _, row in rows)
     for name, row in rows:
         parts = [(_COMPUTE, row["compute_ms"])]
@@ -100,14 +111,15 @@ def _bars(rows: list[tuple[str, Mapping[str, Any]]]) -> RenderableType:
         style = "" if row["fits"] else "dim"
         table.add_row(Text(name, style=style), Text(ms(row["step_ms"]), style=style), StackedBar(Bar(parts), scale))
     seen = [kind for cause, kind in _CAUSES.items() if any(row["stall_ms_by_cause"][cause] > 0 for _, row in rows)]
-    legend = "   ".join(f"{kind.fill} {kind.name}" for kind in (_COMPUTE, *seen))
+    legend = "   ".join(f"{kind.fill} {CAUSES.get(kind.name, kind.name)}" for kind in (_COMPUTE, *seen))
     table.add_row("", "", Text(legend, style="dim"))
     return table
 
 
-def _table(rows: list[tuple[str, Mapping[str, Any]]]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
-    for head in ("", "k", "S", "lag", "ratio", "stall", "S_min", "stale", "GPU", "host", "fits"):
+def _table(rows: list[tuple[str, Mapping[str, Any]]], width: int) -> RenderableType:
+    gap = (0, 1) if width >= WIDTH else 0
+    table = Table(box=box.SIMPLE_HEAD, padding=gap, pad_edge=False, show_edge=False)
+    for head in ("", "k", "S", "lag", "ratio", "stall", "least S", "stale", "GPU", "host", "fits"):
         table.add_column(head, justify="right" if head else "left", no_wrap=True)
     for name, row in rows:
         knobs, memory = row["knobs"], row["memory"]
@@ -128,13 +140,14 @@ def _table(rows: list[tuple[str, Mapping[str, Any]]]) -> RenderableType:
     return table
 
 
-def _details(document: Document) -> RenderableType:
+def _details(document: Document, width: int) -> RenderableType:
     row = document["proposal"]
-    memory, knobs = row["memory"], row["knobs"]
+    memory = row["memory"]
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", width=16)
-    table.add_column(width=_WIDTH - 20)
-    table.add_row("knobs", ", ".join(f"{name} {value}" for name, value in knobs.items()))
+    table.add_column(width=width - 20)
+    table.add_row("in Python", row["python"])
+    table.add_row("in a ds_config", f'"zero_optimization": {json.dumps(row["ds_config"])}{_unplaced(row["knobs"])}')
     table.add_row("each GPU", _uses(memory["device_by_use"]))
     table.add_row("host", _uses(memory["host_by_use"]) + f"; of it pinned {size(memory['pinned_bytes'])}")
     table.add_row("a reselection", f"takes up to {size(memory['migration_bytes'])} of host memory for a moment")
@@ -145,6 +158,12 @@ def _details(document: Document) -> RenderableType:
     return table
 
 
+def _unplaced(knobs: Mapping[str, Any]) -> str:
+    """What a proposal has that a ds_config has no place for."""
+    usual = ZenFlowConfig().staging_bytes
+    return f"; it has no place for staging_bytes {knobs['staging_bytes']}" if knobs["staging_bytes"] != usual else ""
+
+
 def _uses(uses: Mapping[str, int]) -> str:
     return ", ".join(f"{_USES.get(name, name)} {size(value)}" for name, value in uses.items() if value)
 
@@ -152,10 +171,10 @@ def _uses(uses: Mapping[str, int]) -> str:
 def _notes(document: Document) -> RenderableType:
     figures = document["machine"]["source"]
     guessed = [name for name, source in figures.items() if source.startswith("estimate")]
-    free = percent(document["limits"]["headroom"])
+    free = f"{percent(document['limits']['headroom'])}, but no less than {size(LEAST_HEADROOM_BYTES)}"
     notes = [
         f"coverage of k is {document['quality']['coverage']}; the tuner measures it.",
-        f"device memory is a model of what the runtime and transformers keep; {free} or 2 GiB of it stay free.",
+        f"device memory is a model of what the runtime and transformers keep; {free}, of it stay free.",
     ]
     if guessed:
         notes.append(f"of {document['machine']['name']} these figures are estimates: {', '.join(guessed)}.")

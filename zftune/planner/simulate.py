@@ -6,7 +6,8 @@ many as staging has room for, the log has room for S steps and S times the large
 piece whose gradients are there; it waits for the foremost of all where nothing is lost by it. Selections do not change.
 
 Several ranks are alike: one is followed. Its layers are units of FSDP2, gathered for forward and backward; a layer's
-gradients leave when they are reduced. Waits for late weights are not left to forward.
+gradients leave when they are reduced. Waits for late weights are not left to forward. Ranks that have whole weights
+average gradients after backward and gather weights at a step's end, in turn with all else; nothing leaves before.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from zenflow import ZenFlowConfig
 from zenflow.host.places import padded
-from zftune.planner.facts import CAUSES
+from zftune.planner.model import CAUSES
 from zftune.planner.rates import Rates, score_ms
-from zftune.planner.resources import Collectives, Log, Room, Server
+from zftune.planner.resources import Collectives, Log, Server, StagingBytes
 from zftune.planner.split import Piece, Split
 
 _LEAST_STEPS = 24
@@ -127,12 +129,12 @@ class _Pipeline:
     def __init__(self, rates: Rates, split: Split, config: ZenFlowConfig, *, module: bool) -> None:
         self.rates, self.split, self.config = rates, split, config
         self.window = config.longest_window
-        self.streams = config.stream
+        self.streams = rates.streams(config)
         self.steady = False
         self.state = _State()
         own = split.deferred / rates.ranks
         self.network = None
-        if rates.ranks > 1:
+        if rates.ranks > 1 and not rates.keeps_whole:
             self.network = Collectives(
                 [rates.gather_ms(elements) if elements else 0.0 for elements in split.gathered],
                 [rates.reduce_ms(elements) if elements else 0.0 for elements in split.reduced],
@@ -141,9 +143,9 @@ class _Pipeline:
             )
         self.logged: list[list[int]] = [[] for _ in split.pieces]
         """Of each piece, the open window's entries."""
-        self.staging = Room(rates.element_bytes * own)
+        self.staging = StagingBytes(rates.element_bytes * own)
         """For what waits on the device for the link, as the training thread sees it."""
-        self.packed = Room(math.inf)
+        self.packed = StagingBytes(math.inf)
         """That, as it is."""
         self.by_stage: list[list[int]] = [[] for _ in range(split.layers + 1)]
         self.begun = -math.inf
@@ -160,7 +162,8 @@ class _Pipeline:
         """When each piece's newest gradient is on the host."""
         self.copied = [0.0] * len(split.pieces)
         """When each piece's last result had left the host."""
-        self.in_forward = module and config.pipeline == "bucket" and not (self.network and config.overlap_step)
+        by_unit = self.network is None or not config.overlap_step
+        self.in_forward = module and config.pipeline == "bucket" and by_unit and not rates.keeps_whole
         numbers = list(range(len(split.pieces)))
         if self.network is not None and self.in_forward:
             numbers.sort(key=lambda number: self._unit(split.pieces[number]) < split.layers)  # the rest is first
@@ -173,7 +176,9 @@ class _Pipeline:
         warm = windows // 2 * self.window
         ends: list[float] = []
         for step in range(1, windows * self.window + 1):
-            self.streams = self.config.stream and step > 1  # the first gradients begin the weights, in `step()`
+            self.streams = (
+                self.rates.streams(self.config) and step > 1
+            )  # the first gradients begin the weights, in `step()`
             self._forward()
             self._backward()
             self._step(step)
@@ -310,12 +315,16 @@ class _Pipeline:
         state.thread = max(state.thread, self.last_end)  # it is ahead by a step at most
         if self.network is not None:
             state.stand(self.network.reduced, "comm")
+        if self.rates.keeps_whole:
+            self._exchange(self.rates.reduce_ms)
         state.now += score_ms(self.rates, self.split, stream=self.streams)
         if self.network is not None:
             state.stand(self.network.add_up(state.now, self.rates.add_up_ms(self.split.words)), "comm")
+        elif self.rates.keeps_whole:
+            state.stand(state.now + self.rates.add_up_ms(self.split.words), "comm")
         if step == 1:
             self._read_masters()
-        behind = state.last_down > state.now
+        behind = state.last_down > state.thread
         if behind:
             self._update()
             state.wait(state.last_down, "d2h")
@@ -329,7 +338,13 @@ class _Pipeline:
         if closes:
             self._close(step)
         self._ask(step + 1)
+        if self.rates.keeps_whole:
+            self._exchange(self.rates.gather_ms)
         self.last_end = state.now
+
+    def _exchange(self, duration_ms: Callable[[float], float]) -> None:
+        """A collective of each bucket of whole weights, one after the other, beside no compute."""
+        self.state.stand(self.state.now + sum(map(duration_ms, self.split.exchanged)), "comm")
 
     def _read_masters(self) -> None:
         """The host takes the weights over, once; which of several cycles follows may depend on it."""

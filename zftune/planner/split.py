@@ -12,8 +12,9 @@ from torch import nn
 from zenflow import ZenFlowConfig
 from zenflow.host.places import padded
 from zenflow.layout import ModelPlan, plan_model
+from zenflow.ranks import buckets as exchanges
 from zenflow.schedule import due_step
-from zftune.planner.facts import ModelFacts
+from zftune.planner.model import ModelFacts
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _PIECES = 96
@@ -68,6 +69,8 @@ class Split:
     """Elements of each unit of FSDP2: the layers', in forward order, and of the rest."""
     reduced: tuple[int, ...] = ()
     """Those of them that are trained."""
+    exchanged: tuple[int, ...] = ()
+    """Elements of each bucket in which ranks that have whole weights (`zenflow.Partition`) average and gather them."""
 
 
 @lru_cache(maxsize=8)
@@ -138,6 +141,7 @@ def _buckets(model: ModelFacts, topk_ratio: float, offload_ratio: float, bucket_
         words=words,
         gathered=(*(elements + frozen for elements in reduced[:-1]), reduced[-1]),
         reduced=tuple(reduced),
+        exchanged=tuple(sum(map(torch.numel, one)) for one in exchanges(_parameters(model), bucket_bytes)),
     )
     return _Buckets(tuple(buckets), totals)
 

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zftune.profile.schema import CAUSES
+from zftune.quality import LEAST_FOR_TREND, summary
+from zftune.text import number
 
 if TYPE_CHECKING:
-    from zenflow import Rig, StepStats, ZenFlowConfig
-    from zenflow.emulator import Slack
+    from zenflow import StepStats, ZenFlowConfig
+
+
+_NO_LOSS = "no backward pass began from a single number, and the script gave none to zftune.log_loss"
+NO_FINITE_LOSS = "no loss of the measured steps is a finite number"
+
+
+def finite(loss: float | None) -> float | None:
+    """A loss as JSON may hold it."""
+    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def step_ms(values: Iterable[float]) -> dict[str, float]:
@@ -80,14 +91,16 @@ def link(stats: Sequence[StepStats], model_bytes: int) -> dict[str, float]:
 
 def host(
     stats: Sequence[StepStats], rig_gbps: float | None, engine: tuple[str, int], missing: dict[str, str]
-) -> dict[str, float | str] | None:
+) -> dict[str, float | str | None] | None:
     """What the host did; measures its bandwidth here where there is no rig.
+
+    A probe below what the host did is no ceiling, and is left out.
 
     Args:
         stats: of the measured steps.
         rig_gbps: what the rig's host does; None: it is this machine's.
         engine: who updated, and with how many threads.
-        missing: gets the reason where nothing was updated.
+        missing: gets the reason where nothing was updated, or no ceiling is known.
     """
     from zenflow import host_bandwidth
 
@@ -98,48 +111,47 @@ def host(
         return None
     nbytes = sum(step.host_bytes for step in stats)
     name, threads = engine
+    gbps = nbytes / milliseconds / 1e6
+    ceiling_gbps = rig_gbps
+    if ceiling_gbps is None:
+        probed_gbps = host_bandwidth().gbps_max
+        if gbps <= probed_gbps:
+            ceiling_gbps = probed_gbps
+        else:
+            missing["host.ceiling_gbps"] = (
+                f"the bandwidth probe reached {number(probed_gbps)} GB/s, less than the host updates themselves: their "
+                "data fits into the processor's caches, or the machine was busier during the probe"
+            )
     return {
         "update_ms": milliseconds / max(1, sum(step.closed for step in stats)),
-        "gbps": nbytes / milliseconds / 1e6,
-        "ceiling_gbps": host_bandwidth().gbps if rig_gbps is None else rig_gbps,
+        "gbps": gbps,
+        "ceiling_gbps": ceiling_gbps,
         "bytes_per_element": nbytes / elements,
         "engine": name,
         "threads": threads,
     }
 
 
-def rig(rig: Rig, slacks: Sequence[Slack], *, attempts: int) -> dict[str, Any]:
-    """The emulated accelerator, what the real work took, and in real time how far it stayed ahead of its pads.
-
-    Args:
-        rig: its rates.
-        slacks: of all runs on it; at least one segment in all.
-        attempts: times that a run was measured until it was accepted.
-    """
-    margins_ms = [1e3 * margin for slack in slacks for margin in slack.margins_s]
-    in_real_time = (
-        {
-            "min_ms": min(margins_ms),
-            "p50_ms": statistics.median(margins_ms),
-            "fraction_used_p50": statistics.median(used for slack in slacks for used in slack.used),
-        }
-        if margins_ms
-        else None
-    )
-    return {
-        **dataclasses.asdict(rig),
-        "segments": sum(slack.segments for slack in slacks),
-        "late_segments": sum(slack.late for slack in slacks),
-        "attempts": attempts,
-        "clock": "simulated" if in_real_time is None else "real",
-        "real_work_s": sum(slack.worked_s for slack in slacks),
-        "slack": in_real_time,
-    }
-
-
 def host_memory(host_bytes: Mapping[str, int]) -> dict[str, int]:
     """Host memory by use."""
     return {f"host_{use}_bytes": host_bytes[use] for use in ("state", "log", "staging", "peak")}
+
+
+def loss(losses: Sequence[float | None], missing: dict[str, str]) -> dict[str, Any] | None:
+    """Where the loss begins and ends, and whether it falls.
+
+    Args:
+        losses: of the measured steps; None: not known. May be not a number.
+        missing: gets the reason where nothing is known.
+    """
+    known = [value for value in losses if value is not None]
+    found = summary([value for value in known if math.isfinite(value)])
+    if found is None:
+        missing.setdefault("loss", NO_FINITE_LOSS if known else _NO_LOSS)
+        return None
+    if found.error is None:
+        missing["loss.error"] = f"it takes {LEAST_FOR_TREND} losses to tell noise from a trend"
+    return {**dataclasses.asdict(found), "not_finite": len(known) - found.count}
 
 
 def selection(stats: Sequence[StepStats], missing: dict[str, str]) -> dict[str, float | None] | None:
@@ -183,7 +195,7 @@ def roofs(document: Mapping[str, Any], missing: dict[str, str]) -> dict[str, flo
         missing["roofs"] = document["missing"]["link"]
         return None
     if stalled is None:
-        missing["roofs"] = "without a device stream nobody knows what the step is without its waits"
+        missing["roofs"] = "without a GPU stream the step cannot be told from its waits"
         return None
     rates = {name: None if rig is None else rig[f"link_{name}_gbps"] for name in ("d2h", "h2d")}
     times: dict[str, float | None] = {"compute_ms": max(0.0, document["step_ms"]["mean"] - stalled["ms_per_step"])}
@@ -193,8 +205,9 @@ def roofs(document: Mapping[str, Any], missing: dict[str, str]) -> dict[str, flo
             reason = "the link's rate was not measured"
             missing |= {f"roofs.{name}_ms": reason, f"roofs.{name}_gbps": reason}
     worker = document["host"]
-    if worker is None:
-        missing |= dict.fromkeys(("roofs.host_ms", "roofs.host_gbps"), document["missing"]["host"])
+    if worker is None or worker["ceiling_gbps"] is None:
+        reason = missing["host" if worker is None else "host.ceiling_gbps"]
+        missing |= dict.fromkeys(("roofs.host_ms", "roofs.host_gbps"), reason)
         times["host_ms"] = rates["host"] = None
     else:
         rates["host"] = worker["ceiling_gbps"]

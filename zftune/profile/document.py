@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from zenflow import Rig
+from zftune.emulated import rig_document
 from zftune.profile import derive
+from zftune.profile.companions import TorchAdamW
 from zftune.profile.measure import Measurement, Task
 from zftune.profile.sampling import Sampling
 from zftune.profile.schema import SCHEMA_NAME, validate
@@ -19,6 +21,8 @@ from zftune.telemetry import fingerprint, hardware, software
 BASELINES = ("no_offload", "zero_offload", "zero_offload_pipelined")
 
 _NO_STREAM = "plain CPU: there is no device stream whose waits could be called stalls"
+_IDLES_IN_STALLS = "emulated hardware has no kernel launches, so that it is idle only in stalls"
+_NO_KERNEL_SEEN = "torch.profiler saw no kernel, it may need permission to watch the GPU"
 _SWITCHED_OFF = "the baselines were switched off"
 _TOO_LARGE = "it does not fit into the GPU's memory"
 _WAITS_TOGETHER = "the runtime counts the training thread's waits together: see hidden_ms_per_step"
@@ -111,11 +115,13 @@ def _own(own: Measurement, rig: Rig | None, module: Any, missing: dict[str, str]
     rig_gbps = None if rig is None else rig.host_gbps
     step_ms, stall, per_step = derive.step_ms(own.step_ms), _stall(own), _per_step(own)
     phases_ms = derive.mean_of([step["phases_ms"] for step in per_step])
+    assert own.config is not None
     return {
         "knobs": derive.knobs(own.config, own.stats),
         "step_ms": step_ms,
         "phases_ms": phases_ms,
         "stall": stall,
+        "idle": own.idle,
         "hidden_ms_per_step": None if stall is None else derive.mean(own.stats, "hidden_ms"),
         "waits_ms": None,
         "link": derive.link(own.stats, model_bytes),
@@ -123,6 +129,7 @@ def _own(own: Measurement, rig: Rig | None, module: Any, missing: dict[str, str]
         "memory": _memory(own, missing),
         "selection": derive.selection(own.stats, missing),
         "staleness": derive.staleness(own.stats, missing),
+        "loss": derive.loss(own.losses, missing),
         "per_step": per_step,
         "timeline": own.timeline,
     }
@@ -131,7 +138,7 @@ def _own(own: Measurement, rig: Rig | None, module: Any, missing: dict[str, str]
 def _per_step(own: Measurement) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     begin_ms = 0.0
-    for stats, phases_ms, step_ms in zip(own.stats, own.phases_ms, own.step_ms, strict=True):
+    for stats, phases_ms, step_ms, loss in zip(own.stats, own.phases_ms, own.step_ms, own.losses, strict=True):
         row = {
             "step": stats.step,
             "begin_ms": begin_ms,
@@ -139,6 +146,7 @@ def _per_step(own: Measurement) -> list[dict[str, Any]]:
             "phases_ms": {**phases_ms, "other": max(0.0, step_ms - sum(phases_ms.values()))},  # but for rounding 0
             "stall_ms": None if stats.stall_ms is None else dict(stats.stall_ms),
             "waits_ms": {},
+            "loss": derive.finite(loss),
         }
         rows.append(row)
         begin_ms += step_ms
@@ -148,11 +156,16 @@ def _per_step(own: Measurement) -> list[dict[str, Any]]:
 def _reasons(document: Mapping[str, Any], fitting: Mapping[str, Measurement]) -> dict[str, str]:
     """Why top-level fields are null."""
     reasons = {"overhead_fraction": _NO_OVERHEAD, "waits_ms": _WAITS_TOGETHER}
+    if any(step["loss"] is None for step in document["per_step"]):
+        reasons["per_step.loss"] = "it is not a finite number"
     if document["timeline"] is None:
         reasons["timeline"] = _NO_WINDOW
     if document["stall"] is None:
         reasons |= dict.fromkeys(("stall", "hidden_ms_per_step", "per_step.stall_ms"), _NO_STREAM)
         reasons |= {f"baselines.{name}.stall": _NO_STREAM for name in fitting}
+    if document["idle"] is None:
+        on_rig, on_cpu = document["rig"] is not None, document["stall"] is None
+        reasons["idle"] = _IDLES_IN_STALLS if on_rig else _NO_STREAM if on_cpu else _NO_KERNEL_SEEN
     if document["baselines"] is None:
         reasons |= {"baselines": _SWITCHED_OFF, "practicality": _SWITCHED_OFF}
     elif "no_offload" not in fitting:
@@ -162,7 +175,7 @@ def _reasons(document: Mapping[str, Any], fitting: Mapping[str, Measurement]) ->
 
 def _rig(rig: Rig, runs: Sequence[Measurement]) -> dict[str, Any]:
     slacks = [run.slack for run in runs if run.slack is not None]
-    return derive.rig(rig, slacks, attempts=max(run.attempts for run in runs))
+    return rig_document(rig, slacks, attempts=max(run.attempts for run in runs))
 
 
 def _throughput(task: Task, run: Measurement) -> dict[str, float]:
@@ -194,10 +207,11 @@ def _baselines(
 
 
 def _baseline(run: Measurement, own: Measurement) -> dict[str, Any]:
+    torchs = {"optimizer": TorchAdamW.NAME}
     return {
         "step_ms": derive.step_ms(run.step_ms),
         "stall": _stall(run),
-        "knobs": derive.knobs(run.config, run.stats),
+        **(torchs if run.config is None else {"knobs": derive.knobs(run.config, run.stats)}),
         "speedup": statistics.fmean(run.step_ms) / statistics.fmean(own.step_ms),
     }
 
@@ -208,6 +222,7 @@ def _sources(document: Mapping[str, Any], event: str) -> dict[str, str]:
         "throughput": event,
         "phases_ms": event,
         "stall": event,
+        "idle": "torch.profiler",
         "hidden_ms_per_step": event,
         "link": "count",
         "host": "wall clock" if event == "event" else "rig",
@@ -217,6 +232,7 @@ def _sources(document: Mapping[str, Any], event: str) -> dict[str, str]:
         "memory.device_peak_bytes": "torch allocator",
         "selection": "count",
         "staleness": "count",
+        "loss": "backward",
         "practicality": event,
         "baselines": event,
         "ranks": event,

@@ -9,8 +9,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from zftune.profile.plain_verdict import WITH_DATA
-from zftune.profile.units import ms, number, percent, size
+from zftune.profile.verdict import WITH_DATA
+from zftune.quality import LossSummary
+from zftune.text import ms, number, percent, size
 
 Document = Mapping[str, Any]
 
@@ -53,7 +54,7 @@ def _lines(document: Document) -> Iterator[Figure]:
     if document["command"] is not None and document["command"]["systems"]:
         yield Figure("system", "; ".join(document["command"]["systems"]), ())
     if document["knobs"] is not None:
-        yield Figure("knobs", _knobs(document["knobs"]), ())
+        yield Figure("settings", _knobs(document["knobs"]), ())
     yield Figure("speed", _speed(document), ("throughput",))
     for name, show, fields in _GROUPS:
         value = " · ".join(part for part in show(document) if part)
@@ -113,6 +114,14 @@ def _waits(document: Document) -> list[str]:
     return parts if hidden is None else [*parts, f"{ms(hidden)} of them run beside compute"]
 
 
+def _idle(document: Document) -> list[str]:
+    idle = document.get("idle")
+    if idle is None:
+        return []
+    causes = ", ".join(f"{cause} {number(value)}" for cause, value in idle["by_cause"].items())
+    return [f"{ms(idle['ms_per_step'])} a step without a kernel: {causes}"]
+
+
 def _roofs(document: Document) -> list[str]:
     roofs = document["roofs"]
     if roofs is None:
@@ -146,13 +155,22 @@ def _host(document: Document) -> list[str]:
     return parts
 
 
+def _loss(document: Document) -> list[str]:
+    found = document.get("loss")
+    if found is None:
+        return []
+    whole = {name: found[name] for name in ("first", "last", "error", "trend", "count")}
+    more = [f"not a finite number in {found['not_finite']} steps"] if found["not_finite"] else []
+    return [f"{LossSummary(**whole)} ({found['count']} steps)", *more]
+
+
 def _selection(document: Document) -> list[str]:
     selection = document["selection"] or {}
     parts = []
     if selection.get("coverage") is not None:
         parts.append(f"covers {percent(selection['coverage'])} of the gradient energy")
     if selection.get("churn") is not None:
-        parts.append(f"churn {percent(selection['churn'])}")
+        parts.append(f"{percent(selection['churn'])} new each time")
     return parts
 
 
@@ -222,13 +240,15 @@ def _overhead(document: Document) -> list[str]:
 _GROUPS = (
     ("phases", _phases, ("phases_ms",)),
     ("waits", _waits, ("waits_ms", "hidden_ms_per_step")),
+    ("idle", _idle, ("idle",)),
     ("collectives", _collectives, ("stall",)),
     ("link a step", _link, ("link",)),
     ("host update", _host, ("host",)),
+    ("loss", _loss, ("loss",)),
     ("selection", _selection, ("selection",)),
     ("staleness", _staleness, ("staleness",)),
     ("memory", _memory, ("memory",)),
-    ("roofs", _roofs, ("roofs",)),
+    ("lower bound", _roofs, ("roofs",)),
     ("NVML", _nvml, ("nvml",)),
     ("processes", _host_load, ("system",)),
     ("overhead", _overhead, ("overhead_fraction",)),

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Self, TypeVar, overload
 
 import torch
+from torch import Tensor
 
 from zenflow import Device, EmulatedAccelerator, RigSpec, StepStats, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
 from zenflow.clock import REAL_CLOCK
@@ -18,17 +19,20 @@ from zenflow.device import device_for
 from zenflow.emulator import Slack
 from zenflow.rig import Rig
 from zenflow.timeline import TimelineRecorder
+from zftune.emulated import MAX_LATE_SHARE
 from zftune.errors import BadInputError, ProfileError
+from zftune.profile.companions import FusedAdamW, IdleProfiler, TorchAdamW, calibration_steps
 from zftune.workload import Batch, TextCorpus, Workload, batches, build_model
 
-MAX_LATE_SHARE = 0.01
-"""Share of segments (or of host time) that may be late before a run on a rig in real time is refused."""
 _ATTEMPTS = 3
 _LEARNING_RATE = 1e-4
 _PHASES = ("data", "forward", "backward", "optimizer")
 
 OnStep = Callable[[int, int], None]
 """Told after each step: steps done and steps in all."""
+
+System = ZenFlowConfig | TorchAdamW
+"""What is measured: our optimizer under these knobs, or torch's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +65,7 @@ class Task:
         workload = build_model(self.model, dtype=self.dtype, seed=self.seed)
         if self.sequence > workload.max_sequence:
             raise BadInputError(
-                f"--sequence {self.sequence}: allowed is an integer from 2 to the model's {workload.max_sequence}"
+                f"--sequence is {self.sequence}; it must be an integer from 2 to the model's {workload.max_sequence}"
             )
         workload.module.to(self.torch_device)
         return workload
@@ -91,8 +95,8 @@ class Task:
 class Measurement:
     """One system's measured steps."""
 
-    config: ZenFlowConfig
-    """The knobs, resolved."""
+    config: ZenFlowConfig | None
+    """The knobs, resolved; None: torch's optimizer has none."""
     stats: list[StepStats]
     """Of the measured steps, in order."""
     discarded: int
@@ -109,6 +113,10 @@ class Measurement:
     device_peak_bytes: int | None
     slack: Slack | None
     """None without a rig."""
+    losses: list[float]
+    """Of each measured step."""
+    idle: dict[str, Any] | None
+    """What a GPU idled for in some more steps, under torch.profiler; None where there is none, or it saw no kernel."""
     attempts: int
     """Times that the run was measured until it was accepted."""
 
@@ -118,14 +126,14 @@ class Measurement:
         return [stats.step_ms for stats in self.stats if stats.step_ms is not None]
 
 
-def step_counts(config: ZenFlowConfig, steps: int) -> tuple[int, int]:
+def step_counts(config: ZenFlowConfig | None, steps: int) -> tuple[int, int]:
     """Steps to discard and to measure: whole windows, and at least two of them before anything counts."""
-    window = config.longest_window
-    discarded = max(3, 2 * window) + config.full_warm_up_rounds
+    window = 1 if config is None else config.longest_window
+    discarded = max(3, 2 * window) + (0 if config is None else config.full_warm_up_rounds)
     return discarded, -(-steps // window) * window
 
 
-def measure(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep) -> Measurement:
+def measure(task: Task, system: System, steps: int, on_step: OnStep) -> Measurement:
     """Measure one system; on a rig in real time again, at most three times, while real work was late for its pads.
 
     Raises:
@@ -134,14 +142,14 @@ def measure(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep) -> M
     """
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            result = _measure_once(task, config, steps, on_step, attempt)
+            result = _measure_once(task, system, steps, on_step, attempt)
         except ZenFlowError as error:
             raise ProfileError(str(error)) from error
         fault = None if result.slack is None else lateness(result.slack)
         if fault is None:
             return result
     raise ProfileError(
-        f"rig '{task.rig.name if task.rig else ''}': {fault} in each of {_ATTEMPTS} runs, allowed is "
+        f"rig '{task.rig.name if task.rig else ''}': {fault} in each of {_ATTEMPTS} runs, more than "
         f"{MAX_LATE_SHARE:.0%}; leave out --real-time, or use a rig with a larger scale, a smaller --model or "
         "--sequence, or a less busy machine"
     )
@@ -165,29 +173,20 @@ def _hopeless(device: Device, done: float) -> bool:
     return late or slack.late_host_s > MAX_LATE_SHARE * slack.host_s / done > 0
 
 
-def _measure_once(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep, attempt: int) -> Measurement:
+def _measure_once(task: Task, system: System, steps: int, on_step: OnStep, attempt: int) -> Measurement:
     gc.collect()  # the last run's model, before the next one takes its place
-    workload = task.build()
-    feed = task.feed(workload)
-    if task.ranks > 1:
-        workload.shard()
-    with ExitStack() as cleanup:
-        device = task.device_for(workload)
-        cleanup.callback(device.close)
-        optimizer = ZenFlowAdamW(
-            workload.module.parameters(), lr=_LEARNING_RATE, config=config, module=workload.module, device=device
-        )
-        cleanup.callback(optimizer.abandon)
+    with Training(task, system, timed=True) as training:
+        device, optimizer = training.device, training.optimizer
         discarded, measured = step_counts(optimizer.config, steps)
-        loop = _Loop(workload, feed, device, optimizer)
-        with steady(task.rig is not None):
-            begin_ns = _train(loop, device, discarded, measured, on_step)
-            stats = optimizer.history(wait=True, after=discarded)
-            peak_bytes = device.peak_bytes()
-            slack = device.slack if isinstance(device, EmulatedAccelerator) else None
-            phases_ms = loop.phases_ms(discarded)
-            span_ns = (begin_ns, time.monotonic_ns())
-            timeline = optimizer.timeline()
+        begin_ns = _train(training, discarded, measured, on_step)
+        stats = optimizer.history(wait=True, after=discarded)
+        peak_bytes = device.peak_bytes()
+        slack = device.slack if isinstance(device, EmulatedAccelerator) else None
+        phases_ms = training.phases_ms(discarded)
+        losses = training.losses(discarded, measured)
+        span_ns = (begin_ns, time.monotonic_ns())
+        timeline = optimizer.timeline()
+        idle = _idle(training, discarded + measured) if device.torch_device.type == "cuda" else None
         optimizer.close()  # what is pending comes back to the pools, which then are at their largest
         host_bytes, engine = optimizer.host_bytes(), optimizer.host_engine
     return Measurement(
@@ -201,80 +200,155 @@ def _measure_once(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep
         *engine,
         peak_bytes,
         slack,
+        losses,
+        idle,
         attempt,
     )
 
 
-def _train(loop: _Loop, device: Device, discarded: int, measured: int, on_step: OnStep) -> int:
+def _idle(training: Training[Any], taken: int) -> dict[str, Any] | None:
+    """Take a few steps more, and find what the device idles for.
+
+    Args:
+        training: on a GPU.
+        taken: steps so far.
+    """
+    optimizer = training.optimizer
+    steps = calibration_steps(1 if optimizer.config is None else optimizer.config.longest_window)
+    profiler = IdleProfiler()
+    with profiler.recording(training.device.torch_device):
+        for _ in range(steps):
+            training.step()
+    found = profiler.idle(steps)
+    return None if found is None else found.document(optimizer.history(wait=True, after=taken))
+
+
+def _train(training: Training[Any], discarded: int, measured: int, on_step: OnStep) -> int:
     """Take all steps; when the measured ones began (CLOCK_MONOTONIC, in nanoseconds)."""
-    begin_ns = 0
+    begin_ns, device = 0, training.device
     for step in range(discarded + measured):
         if step == discarded - 1:
-            loop.record_window()  # from its end on, where a window closes
+            training.record_window()  # from its end on, where a window closes
         if step == discarded:
             device.reset_peaks()
             begin_ns = time.monotonic_ns()
-        loop.step()
+        training.step()
         on_step(step + 1, discarded + measured)
         if step >= discarded and _hopeless(device, (step + 1 - discarded) / measured):
             break  # refused whatever comes: do not let a person wait for it
     return begin_ns
 
 
-class _Loop:
-    """The training loop, with a mark on the device's timeline between its phases."""
+Optimizer = TypeVar("Optimizer", bound=ZenFlowAdamW | FusedAdamW)
 
+
+class Training(Generic[Optimizer]):
+    """The built-in workload in training, from entering to leaving; nothing that is pending is applied at the end.
+
+    Args:
+        task: what is trained, and where. With several ranks each has one, and all take the same steps.
+        system: trains it.
+        timed: whether to keep the time of each step's phases, and its loss.
+
+    Raises:
+        BadInputError: the model or the text does not fit the options.
+        ZenFlowError: the runtime refused the model.
+    """
+
+    optimizer: Optimizer
+
+    @overload
+    def __init__(self: Training[ZenFlowAdamW], task: Task, system: ZenFlowConfig, *, timed: bool = False) -> None: ...
+
+    @overload
     def __init__(
-        self,
-        workload: Workload,
-        feed: Iterator[Batch],
-        device: Device,
-        optimizer: ZenFlowAdamW,
-    ) -> None:
-        self._workload = workload
-        self._feed = feed
-        self._device = device
-        self._optimizer = optimizer
+        self: Training[ZenFlowAdamW | FusedAdamW], task: Task, system: System, *, timed: bool = False
+    ) -> None: ...
+
+    def __init__(self, task: Task, system: System, *, timed: bool = False) -> None:
+        self.task = task
+        self.workload = task.build()
+        self._feed = task.feed(self.workload)
+        if task.ranks > 1:
+            self.workload.shard()
+        self._timed = timed
         self._marks: list[tuple[object, object, object, object]] = []
+        self._losses: list[Tensor] = []
         self._recorder: TimelineRecorder | None = None
+        with ExitStack() as cleanup:
+            self.device = task.device_for(self.workload)
+            cleanup.callback(self.device.close)
+            self.optimizer = _optimizer(system, self.workload, self.device)  # type: ignore[assignment]
+            cleanup.callback(self.optimizer.abandon)
+            self._cleanup = cleanup.pop_all()
+
+    def __enter__(self) -> Self:
+        self._cleanup.enter_context(steady(self.task.rig is not None))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
+
+    @property
+    def tokens(self) -> int:
+        """Of a step of this rank."""
+        return self.task.micro_batch * self.task.sequence
 
     def record_window(self) -> None:
         """Record the timeline of the update window that begins next."""
-        self._recorder = self._optimizer.record_timeline()
+        self._recorder = self.optimizer.record_timeline()
 
-    def step(self) -> None:
-        """One training step."""
-        clock = self._device.clock
+    def step(self) -> Tensor:
+        """One training step; its loss, a scalar on the device."""
+        device, clock = self.device, self.device.clock
         began_s = clock.now()
-        batch = Batch(*(self._device.send(tensor) for tensor in next(self._feed)))
+        batch = Batch(*(device.send(tensor) for tensor in next(self._feed)))
         loaded_s = clock.now()
-        begin = self._device.mark()
-        loss = self._workload.loss(batch)
-        forward = self._device.mark()
+        begin = device.mark()
+        loss = self.workload.loss(batch)
+        forward = device.mark()
         loss.backward()
-        self._device.begin_step()
-        backward = self._device.mark()
+        device.begin_step()
+        backward = device.mark()
         recorder = self._recorder
         if recorder is not None:  # before the step's end, which may be the recording's
             recorder.wall("data", "batch", began_s, loaded_s)
             recorder.compute("forward", begin, forward)
             recorder.compute("backward", forward, backward)
-        self._optimizer.step()
-        end = self._optimizer.last_end  # where the statistics end the step, so that phases add up to it
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        end = self.optimizer.last_end  # where the statistics end the step, so that phases add up to it
+        self.optimizer.zero_grad()
         if recorder is not None:
             recorder.compute("optimizer", backward, end)
-        self._marks.append((begin, forward, backward, end))
+        if self._timed:
+            self._marks.append((begin, forward, backward, end))
+            self._losses.append(loss.detach())
+        return loss.detach()
+
+    def losses(self, discarded: int, measured: int) -> list[float]:
+        """Of the measured steps; waits for the device."""
+        return [float(loss) for loss in self._losses[discarded : discarded + measured]]
 
     def phases_ms(self, discarded: int) -> list[dict[str, float]]:
-        """Milliseconds of each phase of the measured steps; after the device has reached their marks."""
-        device, marks = self._device, self._marks[discarded - 1 :]
+        """Milliseconds of each phase of the measured steps; after the device has reached their marks.
+
+        Args:
+            discarded: first steps, which do not count; at least one.
+        """
+        device, marks = self.device, self._marks[discarded - 1 :]
         device.wait_for(marks[-1][-1])
         steps = []
         for (*_, last_end), step in itertools.pairwise(marks):
             points = (last_end, *step)
             steps.append({name: 1e3 * device.elapsed_s(*points[i : i + 2]) for i, name in enumerate(_PHASES)})
         return steps
+
+
+def _optimizer(system: System, workload: Workload, device: Device) -> ZenFlowAdamW | FusedAdamW:
+    module = workload.module
+    if isinstance(system, TorchAdamW):
+        return FusedAdamW(module.parameters(), lr=_LEARNING_RATE, system=system, device=device)
+    return ZenFlowAdamW(module.parameters(), lr=_LEARNING_RATE, config=system, module=module, device=device)
 
 
 @contextmanager

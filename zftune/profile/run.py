@@ -13,12 +13,13 @@ import torch
 
 from zenflow import ConfigError, ZenFlowConfig
 from zenflow.device import default_torch_device, device_name
+from zftune.emulated import DEFAULT_RIG, load_rig
 from zftune.errors import BadInputError, ProfileError
-from zftune.profile.companions import several_ranks
+from zftune.profile.companions import TorchAdamW, several_ranks
 from zftune.profile.document import BASELINES, build_document, everybodys
-from zftune.profile.measure import Measurement, OnStep, Task, measure
+from zftune.profile.measure import Measurement, OnStep, System, Task, measure
 from zftune.profile.sampling import Sampling
-from zftune.rig_files import DEFAULT_RIG, load_rig
+from zftune.text import one_of
 from zftune.workload import load_text
 
 OWN = "this run"
@@ -74,16 +75,17 @@ def profile(options: ProfileOptions, on_system: OnSystem) -> dict[str, Any]:
     return build_document(task, own, baselines, ranks, device_name=name_of_device, sampling=sampling)
 
 
-def _systems(options: ProfileOptions) -> dict[str, ZenFlowConfig]:
-    return {OWN: options.config} | (_baseline_configs(options.config) if options.baselines else {})
+def _systems(options: ProfileOptions) -> dict[str, System]:
+    own: dict[str, System] = {OWN: options.config}
+    return own | (_baselines(options.config) if options.baselines else {})
 
 
-def _runs(task: Task, options: ProfileOptions, on_system: OnSystem) -> dict[ZenFlowConfig, Measurement | None]:
-    runs: dict[ZenFlowConfig, Measurement | None] = {}
-    for name, config in _systems(options).items():
-        if config not in runs:
+def _runs(task: Task, options: ProfileOptions, on_system: OnSystem) -> dict[System, Measurement | None]:
+    runs: dict[System, Measurement | None] = {}
+    for name, system in _systems(options).items():
+        if system not in runs:
             steps = options.steps if name == OWN else min(options.steps, SYNCHRONOUS_STEPS)
-            runs[config] = _measure_if_it_fits(task, config, steps, on_system(name))
+            runs[system] = _measure_if_it_fits(task, system, steps, on_system(name))
     return runs
 
 
@@ -95,15 +97,15 @@ def _measure_beside(options: ProfileOptions, rank: int) -> None:
         everybodys(task, own)
 
 
-def _measure_if_it_fits(task: Task, config: ZenFlowConfig, steps: int, on_step: OnStep) -> Measurement | None:
+def _measure_if_it_fits(task: Task, system: System, steps: int, on_step: OnStep) -> Measurement | None:
     """None where the GPU's memory is too small: for no offloading that is a finding, not a failure."""
     try:
-        return measure(task, config, steps, on_step)
+        return measure(task, system, steps, on_step)
     except torch.cuda.OutOfMemoryError:
         return None
 
 
-def _baseline_configs(own: ZenFlowConfig) -> dict[str, ZenFlowConfig]:
+def _baselines(own: ZenFlowConfig) -> dict[str, System]:
     """The familiar systems, with this run's clipping, so that they do the same work."""
     common: dict[str, Any] = {
         "max_grad_norm": own.max_grad_norm,
@@ -113,12 +115,12 @@ def _baseline_configs(own: ZenFlowConfig) -> dict[str, ZenFlowConfig]:
         "pt_reserved_cores_perc": own.pt_reserved_cores_perc,
         "select_interval": own.select_interval,
     }
-    configs = {
-        "no_offload": ZenFlowConfig.zero_offload(offload_ratio=0.0, pipeline="bucket", **common),
-        "zero_offload": ZenFlowConfig.zero_offload(**common),
-        "zero_offload_pipelined": ZenFlowConfig.zero_offload(pipeline="bucket", **common),
+    return {
+        "no_offload": TorchAdamW(own.max_grad_norm, own.skip_nonfinite),
+        # Resolved as this run's, which may be one of them.
+        "zero_offload": ZenFlowConfig.zero_offload(**common).resolved(),
+        "zero_offload_pipelined": ZenFlowConfig.zero_offload(pipeline="bucket", **common).resolved(),
     }
-    return {name: config.resolved() for name, config in configs.items()}  # as this run's, which may be one of them
 
 
 def task_of(options: ProfileOptions) -> tuple[Task, str]:
@@ -171,11 +173,10 @@ def _check(options: ProfileOptions) -> None:
         ("sequence", options.sequence, 2),
     ):
         if value is not None and value < least:
-            raise BadInputError(f"--{name} {value}: allowed is an integer >= {least}")
+            raise BadInputError(f"--{name} is {value}; it must be an integer >= {least}")
     if not 0 <= options.seed < _SEEDS:
-        raise BadInputError(f"--seed {options.seed}: allowed is an integer from 0 to {_SEEDS - 1}")
-    if options.dtype not in DTYPES:
-        raise BadInputError(f"--dtype '{options.dtype}': allowed are {', '.join(DTYPES)}")
+        raise BadInputError(f"--seed is {options.seed}; it must be an integer from 0 to {_SEEDS - 1}")
+    one_of("--dtype", options.dtype, list(DTYPES))
 
 
 def _torch_device(rig: str | None) -> torch.device:

@@ -6,6 +6,7 @@ Fits 100 columns, and narrower terminals with fewer of the table's columns. Noth
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -15,12 +16,141 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from zftune.profile.bars import Bar, Kind, StackedBar
+from zftune.bars import Bar, Kind, StackedBar
 from zftune.profile.figures import figures
-from zftune.profile.plain_verdict import WITH_DATA
-from zftune.profile.ranks import PHASE_KINDS, phases_bar, rank_bars, ranks_table
-from zftune.profile.systems import System, systems
-from zftune.profile.units import amount, ms, number, percent, size, times
+from zftune.profile.schema import PHASES
+from zftune.profile.verdict import WITH_DATA, do_not_offload
+from zftune.text import amount, ms, number, percent, size, times
+from zftune.words import CAUSES
+
+_BASELINES = {
+    "no_offload": "no offload",
+    "zero_offload": "ZeRO-Offload",
+    "zero_offload_pipelined": "ZeRO-Offload, pipelined",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One measured system. What was not measured is None."""
+
+    name: str
+    style: str
+    mean_ms: float
+    p50_ms: float
+    p95_ms: float
+    stall_fraction: float | None
+    stall_ms: float | None
+    by_cause: Mapping[str, float] | None
+    phases: Mapping[str, float | None] | None
+    against_zero_offload: float | None
+    """Speed relative to ZeRO-Offload in DeepSpeed's order."""
+    practicality: float | None
+    """Speed relative to no offloading."""
+
+
+def systems(document: Document) -> list[System]:
+    """This run first, then every baseline that there is."""
+    baselines = {name: run for name, run in (document["baselines"] or {}).items() if run is not None}
+    name = "this run" if document["knobs"] is None else f"this run: {label(document['knobs'])}"
+    rows = [_system(document, name, "bold", baselines)]
+    for key, familiar in _BASELINES.items():
+        if key in baselines:  # torch's optimizer has no knobs
+            shown = familiar if "knobs" in baselines[key] else f"{familiar}: fused AdamW"
+            rows.append(_system(baselines[key], shown, "", baselines))
+    return rows
+
+
+def label(knobs: Mapping[str, Any]) -> str:
+    """The familiar name of a point of the knob space."""
+    if knobs["offload_ratio"] == 0:
+        return "no offload"
+    if knobs["topk_ratio"] > 0:
+        return "ZenFlow"
+    if knobs["offload_ratio"] < 1:
+        return "Twin-Flow"
+    if knobs["update_interval"] > 1 or knobs["overlap_step"]:
+        return "delayed updates"
+    return "ZeRO-Offload" if knobs["pipeline"] == "none" else "ZeRO-Offload, pipelined"
+
+
+def _system(run: Mapping[str, Any], name: str, style: str, baselines: Mapping[str, Any]) -> System:
+    step, stall = run["step_ms"], run["stall"]
+    return System(
+        name=name,
+        style=style,
+        mean_ms=step["mean"],
+        p50_ms=step["p50"],
+        p95_ms=step["p95"],
+        stall_fraction=None if stall is None else stall["fraction"],
+        stall_ms=None if stall is None else stall["ms_per_step"],
+        by_cause=None if stall is None else stall["by_cause"],
+        phases=run.get("phases_ms"),
+        against_zero_offload=_speed(baselines.get("zero_offload"), step["mean"]),
+        practicality=_speed(baselines.get("no_offload"), step["mean"]),
+    )
+
+
+def _speed(baseline: Mapping[str, Any] | None, mean_ms: float) -> float | None:
+    return None if baseline is None else float(baseline["step_ms"]["mean"]) / mean_ms
+
+
+Rank = Mapping[str, Any]
+
+MAX_RANKS = 8
+"""Ranks that are shown; of more, the first and the slowest."""
+# Fills and letters tell the phases apart where there is no colour.
+PHASE_KINDS = {
+    "data": Kind("data", "·", "L", "bright_black"),
+    "forward": Kind("forward", "█", "#", "green"),
+    "backward": Kind("backward", "▓", "B", "blue"),
+    "optimizer": Kind("optimizer", "▒", "O", "red"),
+    "other": Kind("other", "░", "X", "magenta"),
+}
+
+
+def phases_bar(phases: Mapping[str, float | None]) -> Bar:
+    """A bar of the phases that are known."""
+    return Bar([(PHASE_KINDS[name], value) for name in PHASES if (value := phases[name]) is not None])
+
+
+def rank_bars(ranks: Sequence[Rank]) -> Iterator[tuple[str, str, Bar]]:
+    """Name, style and phases of each rank that is shown."""
+    for rank in _shown(ranks):
+        name = "a step" if len(ranks) == 1 else f"rank {rank['rank']}"
+        phases = rank["phases_ms"] or {**dict.fromkeys(PHASES), "other": rank["step_ms"]["mean"]}
+        yield name, "bold" if rank is ranks[0] else "", phases_bar(phases)
+
+
+def ranks_table(ranks: Sequence[Rank], *, stall: Mapping[str, Any] | None, wide: bool) -> RenderableType:
+    """Step times and phases of each rank that is shown, in milliseconds.
+
+    Args:
+        ranks: as in the document.
+        stall: of the first one, who alone tells it; None if it is not known.
+        wide: whether there is room for the phases.
+    """
+    table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim")
+    stalls = () if stall is None else ("stall",)
+    for title in ("rank", "steps", "step ms: mean", "p50", "p95", *stalls, *(PHASES if wide else ())):
+        table.add_column(title, justify="right", no_wrap=True)
+    for rank in _shown(ranks):
+        step, phases = rank["step_ms"], rank["phases_ms"] or {}
+        cells = [str(rank["rank"]), str(rank["steps"]), *(number(step[name]) for name in ("mean", "p50", "p95"))]
+        if stall is not None:
+            cells.append(percent(stall["fraction"]) if rank is ranks[0] else "–")
+        if wide:
+            cells += ["–" if phases.get(name) is None else number(phases[name]) for name in PHASES]
+        table.add_row(*(Text(cell) for cell in cells), style="bold" if rank is ranks[0] else "")
+    return table
+
+
+def _shown(ranks: Sequence[Rank]) -> list[Rank]:
+    if len(ranks) <= MAX_RANKS:
+        return list(ranks)
+    slowest = sorted(ranks[1:], key=lambda rank: -float(rank["step_ms"]["mean"]))[: MAX_RANKS - 1]
+    return [ranks[0], *sorted(slowest, key=lambda rank: int(rank["rank"]))]
+
 
 Document = Mapping[str, Any]
 
@@ -38,28 +168,40 @@ _CAUSES = {
     "comm": Kind("comm", "≈", "C", "blue"),
     "data": Kind("data", "·", "L", "bright_black"),
 }
-_MEANINGS = {
-    "compute": "compute",
-    "host": "host update",
-    "h2d": "weights up (h2d)",
-    "d2h": "gradients down (d2h)",
-    "select": "selection",
-    "comm": "communication",
-    "data": "next batch",
-}
 _KINDS = tuple(dict.fromkeys((_COMPUTE, *_CAUSES.values(), *PHASE_KINDS.values())))
 _RAW = ("per_step.", "series.")  # no figures of this screen
+_FEW = 2
+"""Lines about what is missing; one more says how to see the rest."""
+_WANTED = (
+    "nvml.devices",
+    "stall",
+    "loss",
+    "throughput",
+    "selection",
+    "nvml",
+    "phases_ms",
+    "memory",
+    "host",
+    "link",
+    "system",
+)
+"""Figures whose absence matters, the most first: a device that fails in mid-run is no missing feature."""
 _VISIBLE = 0.004  # share of the longest bar: what is shorter is not in the legend
 
 
-def render(document: Document) -> RenderableType:
-    """The whole screen of a valid profile document, to be printed by a rich console."""
-    return _Screen(document)
+def render(document: Document, *, verbose: bool = False) -> RenderableType:
+    """The whole screen of a valid profile document, to be printed by a rich console.
+
+    Args:
+        document: of the profile.
+        verbose: with every figure that is missing, and not only those that matter most.
+    """
+    return _Screen(document, verbose=verbose)
 
 
 class _Screen:
-    def __init__(self, document: Document) -> None:
-        self._document = document
+    def __init__(self, document: Document, *, verbose: bool) -> None:
+        self._document, self._verbose = document, verbose
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, _MAX_WIDTH)
@@ -72,7 +214,7 @@ class _Screen:
             _heading("this run in figures"),
             figures(self._document, wide=width >= _WIDE),
             Text(),
-            _notes(self._document),
+            Group(*_note_lines(self._document, verbose=self._verbose)),
         )
         yield from console.render(Group(*parts), options.update_width(width))
 
@@ -80,7 +222,7 @@ class _Screen:
         sources = _table_sources(self._document)
         ranks = self._document["ranks"]
         if self._document["command"] is None:
-            yield _heading(f"the systems beside each other{sources}")
+            yield _heading(f"this run beside its baselines{sources}")
             yield _table(rows, wide=wide)
         else:
             yield _heading(f"{'the ranks' if len(ranks) > 1 else 'its steps'}{sources}")
@@ -145,7 +287,7 @@ def _place(document: Document, width: int) -> str:
 
 def _verdict_color(document: Document) -> str:
     stall = document["stall"]
-    if any(sentence.startswith("Do not offload") for sentence in document["verdict"]):
+    if do_not_offload(document) is not None:
         return "red"
     if stall is None:
         return "bright_black"
@@ -180,7 +322,7 @@ def _bar(row: System) -> Bar:
 
 def _meanings(document: Document) -> Mapping[str, str]:
     forward = {} if (document["phases_ms"] or {}).get("data") is not None else {"forward": WITH_DATA}
-    return _MEANINGS | forward
+    return {**CAUSES, **forward}
 
 
 class _Legend:
@@ -198,13 +340,13 @@ class _Legend:
 
 def _table(rows: list[System], *, wide: bool) -> RenderableType:
     table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("\nsystem", no_wrap=True)
+    table.add_column("\nrun", no_wrap=True)
     for title in ("step ms\np50", "\np95", "\nstall", "stall\nms"):
         table.add_column(title, justify="right", no_wrap=True)
     if wide:
         table.add_column("\nof which, ms", ratio=1)
     table.add_column("vs ZeRO-\nOffload", justify="right", no_wrap=True)
-    table.add_column("\npracticality", justify="right", no_wrap=True)
+    table.add_column("speed vs no\noffload", justify="right", no_wrap=True)
     for row in rows:
         cells = [row.name, number(row.p50_ms), number(row.p95_ms), *_stall_cells(row)]
         if wide:
@@ -233,24 +375,35 @@ def _known(value: float | None, show: Any) -> str:
     return "–" if value is None else str(show(value))
 
 
-def _notes(document: Document) -> RenderableType:
-    return Group(*_note_lines(document))
-
-
-def _note_lines(document: Document) -> Iterator[Text]:
+def _note_lines(document: Document, *, verbose: bool) -> Iterator[Text]:
     rig = document["rig"]
     if rig is not None:
         yield Text.assemble(
-            (f"Emulated: times come from the rig {rig['name']}, not from a GPU:", "bold yellow"), f" {_rig(rig)}"
+            (f"Emulated hardware (rig {rig['name']}): times do not come from a GPU:", "bold yellow"),
+            f" {_rig(rig)}",
         )
         if (ranks := len(document["ranks"])) > 1:
-            yield Text(f"Each of {ranks} ranks has such a rig and its rows of the model; figures are those of rank 0.")
+            yield Text(
+                f"Each of {ranks} ranks has such a device and its rows of the model; figures are those of rank 0."
+            )
     by_reason: dict[str, list[str]] = {}
     for name, reason in document["missing"].items():
         if not name.startswith(_RAW):
             by_reason.setdefault(reason, []).append(name)
-    for reason, names in by_reason.items():
+    shown = list(by_reason.items())
+    if not verbose:
+        shown.sort(key=lambda item: min(map(_weight, item[1])))
+        shown = shown[:_FEW]
+    for reason, names in shown:
         yield Text(f"missing  {', '.join(names)}: {reason}", style="dim")
+    more = sum(map(len, by_reason.values())) - sum(len(names) for _, names in shown)
+    if more:
+        yield Text(f"{more} more figures are missing: zftune profile -v shows which, and why", style="dim")
+
+
+def _weight(name: str) -> int:
+    """A place in the order in which missing figures are shown."""
+    return next((at for at, one in enumerate(_WANTED) if name.startswith(one)), len(_WANTED))
 
 
 def _rig(rig: Mapping[str, Any]) -> str:
@@ -266,7 +419,7 @@ def _clock(rig: Mapping[str, Any]) -> str:
     slack = rig["slack"]
     if slack is None:
         worked = ms(1e3 * rig["real_work_s"])
-        return f"Time is simulated: training was done for real, in {worked}, and counted as the rig's."
+        return f"Time is simulated: training was done for real, in {worked}, and counted at the emulated speed."
     again = f" (measured {rig['attempts']} times)" if rig["attempts"] > 1 else ""
     return (
         f"Real work fills {percent(slack['fraction_used_p50'])} of its padding: slack {ms(slack['p50_ms'])} median, "

@@ -7,12 +7,244 @@ wait, for what, and what shortens that; how does it stand against ZeRO-Offload.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zftune.profile.observations import observations
-from zftune.profile.plain_verdict import plain_verdict, work
-from zftune.profile.units import ms, number, percent, size, times
+from zftune.profile.derive import NO_FINITE_LOSS
+from zftune.quality import coverage_warning, figure
+from zftune.text import UNEVEN, ms, number, percent, size, slowest_rank, times
+
+_NOTABLE = 0.1  # share of a step from which a second phase is worth a sentence
+_SMALL_STALL = 0.05
+_IDLE_PERCENT = 50.0  # of a core, for each rank: below it a step is no computing, at least not on the CPU
+WITH_DATA = "forward and what precedes it"
+"""What the screen calls the phase "forward" where nobody saw a data loader."""
+_PLAIN_WORK = {
+    "data": "loading data",
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "optimizer": "the optimizer",
+    "other": "work outside the forward pass, backward pass and optimizer",
+}
+_WAITS = {
+    "host": "the host optimizer",
+    "h2d": "copies to the device",
+    "d2h": "copies to the host",
+    "select": "the selection of columns",
+    "comm": "communication between ranks",
+    "data": "the next batch",
+}
+_COMPUTE = "What is left is compute: a lower precision, torch.compile or a faster device shortens it."
+_PLAIN_ADVICE = {
+    "other": "Look there for logging, evaluation, clipping and .item() calls: none of them has to happen every step.",
+    "comm": "Look at the interconnect, or give every rank a larger micro-batch.",
+    "h2d": "Pin the memory that is copied from, and copy with non_blocking=True.",
+    "d2h": "Copy with non_blocking=True into pinned memory, and read losses less often.",
+    "select": "Raise select_interval: columns then change tiers less often.",
+}
+_NO_LOADER = "No torch DataLoader gave the batches, so getting them is in there; with one it is told apart."
+_IDLE = "The processes use {cores} of a core: a step waits, for data, disk, network or a timer, rather than computes."
+_FUSED = "A fused optimizer (fused=True) makes fewer passes, gradient accumulation makes fewer steps."
+_OFFLOADED = (
+    "It works on the host while the device waits: ZenFlow with overlap_step lets it work beside the next steps, and "
+    "an offload ratio below 1 (Twin-Flow) gives it less to do."
+)
+_ZENFLOW = "Raise ZenFlow's update_interval or topk_ratio: the host then has less to do a step."
+
+
+def plain_verdict(document: Document) -> list[str]:
+    """Sentences, the most important first; the document's own "verdict" is not read."""
+    stall, phases = document["stall"], document["phases_ms"]
+    if stall is not None and stall["fraction"] >= _SMALL_STALL and stall["by_cause"]:
+        return [_stalled(document, stall), _advice(_longest(stall["by_cause"]), document)]
+    sentences = []
+    known = {name: value for name, value in (phases or {}).items() if value is not None}
+    if stall is not None:
+        whole = "" if "data" in known else " for what is known"
+        waits = f"{ms(stall['ms_per_step'])} a step ({percent(stall['fraction'])})"
+        sentences.append(f"The device hardly waits{whole}: {waits}.")
+    if not known:
+        return [*sentences, "What a step consists of was not recorded."]
+    first = _longest(known)
+    sentences += [f"Most of a step is {_of_step(first, known[first], document)}.", _advice(first, document)]
+    more = [name for name in ("data", "optimizer", "other") if name != first and name in known]
+    for name in sorted(more, key=lambda name: -known[name]):
+        if known[name] >= _NOTABLE * document["step_ms"]["mean"]:
+            sentences.append(f"Then {_of_step(name, known[name], document)}. {_advice(name, document)}")
+    return sentences
+
+
+def _stalled(document: Document, stall: Mapping[str, Any]) -> str:
+    cause = _longest(stall["by_cause"])
+    return (
+        f"The device waits {ms(stall['ms_per_step'])} of {ms(document['step_ms']['mean'])} a step "
+        f"({percent(stall['fraction'])}), {percent(stall['by_cause'][cause] / stall['ms_per_step'])} of it for "
+        f"{_WAITS[cause]}."
+    )
+
+
+def _of_step(name: str, value: float, document: Document) -> str:
+    mean = document["step_ms"]["mean"]
+    return f"{work(_PLAIN_WORK, name, document)}: {ms(value)} of {ms(mean)} ({percent(min(1.0, value / mean))})"
+
+
+def work(names: Mapping[str, str], name: str, document: Document) -> str:
+    """What a phase is called; the forward pass has the batches' share in it where nobody saw them loaded."""
+    unseen = name == "forward" and (document["phases_ms"] or {}).get("data") is None
+    return f"{names[name]} and what precedes it" if unseen else names[name]
+
+
+def _advice(name: str, document: Document) -> str:
+    if name in ("forward", "backward"):
+        return _advice_on_compute(name, document)
+    if name == "data":
+        return advice_on_data(document)
+    if name not in ("optimizer", "host"):
+        return _PLAIN_ADVICE[name]
+    systems = " ".join((document["command"] or {}).get("systems", ()))
+    if "ZenFlow" in systems:
+        return _ZENFLOW
+    return _OFFLOADED if "offload" in systems.lower() or name == "host" else _FUSED
+
+
+def advice_on_data(document: Document) -> str:
+    """What helps a training that waits for batches, by the workers that there are."""
+    workers, cores = (document["command"] or {}).get("loader_workers"), document["hardware"]["usable_cores"]
+    if workers is None:
+        return "Give the DataLoader workers, more of them, or let them prefetch; or prepare the data beforehand."
+    if workers == 0:
+        return "The DataLoader has no workers: give it some (num_workers), or prepare the data beforehand."
+    has = f"The DataLoader has {workers} worker{'s' if workers > 1 else ''}"
+    if cores is not None and workers >= cores:
+        return f"{has} on {cores:g} usable cores, more would not help: prepare the data beforehand."
+    return f"{has}: give it more, let them prefetch more (prefetch_factor), or prepare the data beforehand."
+
+
+def _advice_on_compute(name: str, document: Document) -> str:
+    """A faster device helps, unless it is not computing that takes the time."""
+    used = (document["system"] or {}).get("cpu_percent")
+    idle = used is not None and used < _IDLE_PERCENT * len(document["ranks"])
+    if document["stall"] is None and idle and _core_pressure(document) is None:  # else it waits for a core
+        return _IDLE.format(cores=number((used or 0.0) / 100))
+    return _NO_LOADER if name == "forward" and document["phases_ms"]["data"] is None else _COMPUTE
+
+
+def _longest(values: Mapping[str, float]) -> str:
+    return max(values, key=lambda name: values[name])
+
+
+DISAGREEMENT_POINTS = 10.0
+"""Difference between NVML's idle share and the events' stall from which it is told."""
+_THROTTLED = 0.05
+_PRESSED_PERCENT = 10.0
+CROWDED_PERCENT = 50.0
+_HARMLESS = {"idle", "gpu idle", "none"}
+
+
+def observations(document: Document) -> Iterator[str]:
+    """One sentence each, for what is worth telling; none if nothing is."""
+    for find in _FINDERS:
+        sentence = find(document)
+        if sentence is not None:
+            yield sentence
+
+
+def _loss(document: Document) -> str | None:
+    found = document.get("loss")
+    wrong = 0 if found is None else found["not_finite"]
+    if document["missing"].get("loss") == NO_FINITE_LOSS:
+        return "The loss is not a finite number in any measured step: this training is broken."
+    if wrong:
+        return f"The loss is not a finite number in {wrong} of the measured steps."
+    if found is None or found["trend"] != "rising":
+        return None
+    first, last = (figure(found[name], found["error"]) for name in ("first", "last"))
+    return f"The loss rises over the measured steps, from {first} to {last}, however fast they are."
+
+
+def _coverage(document: Document) -> str | None:
+    selection = document["selection"] or {}
+    return coverage_warning(selection.get("coverage"), document["knobs"] or {})
+
+
+def _disagreement(document: Document) -> str | None:
+    stall, busy = document["stall"], (document["nvml"] or {}).get("utilisation_percent")
+    if stall is None or busy is None or document["rig"] is not None:
+        return None
+    idle, stalled = 1 - busy / 100, stall["fraction"]
+    if round(100 * abs(idle - stalled), 6) <= DISAGREEMENT_POINTS:
+        return None
+    profiled = document.get("idle")
+    of_launches = "" if profiled is None else f" ({ms(profiled['by_cause']['launch'])} a step by torch.profiler)"
+    why = (
+        f"the device also waits for what no event pair covers, such as launches{of_launches}"
+        if idle > stalled
+        else "kernels that only wait, such as those of NCCL, count as busy there"
+    )
+    return f"NVML saw the device idle {percent(idle)} of the time, the events saw {percent(stalled)} of stall: {why}."
+
+
+def _slowest_rank(document: Document) -> str | None:
+    ranks = document["ranks"]
+    if all("comm_ms" in rank for rank in ranks):
+        return slowest_rank({rank["rank"]: rank["step_ms"]["mean"] - rank["comm_ms"] for rank in ranks})
+    slowest = max(ranks, key=lambda rank: rank["step_ms"]["mean"])
+    mean, own = slowest["step_ms"]["mean"], ranks[0]["step_ms"]["mean"]
+    if mean <= (1 + UNEVEN) * own:
+        return None
+    return f"Rank {slowest['rank']} is slower than rank {ranks[0]['rank']}: {ms(mean)} a step instead of {ms(own)}."
+
+
+def _quota(document: Document) -> str | None:
+    system = document["system"] or {}
+    share = system.get("throttled_fraction")
+    if share is None or share < _THROTTLED:
+        return None
+    return f"The CPU quota held this run back {percent(share)} of the time: give it more cores or use fewer threads."
+
+
+def _core_pressure(document: Document) -> str | None:
+    share = (document["system"] or {}).get("psi_cpu_percent")
+    if share is None or share < CROWDED_PERCENT:
+        return None
+    return (
+        f"Tasks waited for a core {percent(share / 100)} of the time: the machine has fewer cores than its programs "
+        "use, and steps are longer than they would be alone."
+    )
+
+
+def _memory_pressure(document: Document) -> str | None:
+    share = (document["system"] or {}).get("psi_memory_percent")
+    if share is None or share < _PRESSED_PERCENT:
+        return None
+    return f"Tasks waited for memory {percent(share / 100)} of the time: the host swaps or reclaims."
+
+
+def _clocks(document: Document) -> str | None:
+    reasons = (document["nvml"] or {}).get("throttle_reasons") or ()
+    reasons = [reason for reason in reasons if reason.lower() not in _HARMLESS]
+    return f"The device's clocks were held down: {', '.join(reasons)}." if reasons else None
+
+
+def _neighbours(document: Document) -> str | None:
+    others = (document["nvml"] or {}).get("other_processes")
+    if not others:
+        return None
+    return f"{others} other process{'es' if others > 1 else ''} used the device meanwhile."
+
+
+_FINDERS = (
+    _loss,
+    _coverage,
+    _disagreement,
+    _slowest_rank,
+    _quota,
+    _core_pressure,
+    _memory_pressure,
+    _clocks,
+    _neighbours,
+)
+
 
 Document = Mapping[str, Any]
 
@@ -55,14 +287,16 @@ def verdict(document: Document) -> list[str]:
     """
     if document["knobs"] is None:
         return [*plain_verdict(document), *observations(document)]
-    against = _do_not_offload(document)
+    against = do_not_offload(document)
     sentences = [against, *_bottleneck(document, advise=against is None), _comparison(document)]
     return [*(sentence for sentence in sentences if sentence is not None), *observations(document)]
 
 
-def _do_not_offload(document: Document) -> str | None:
+def do_not_offload(document: Document) -> str | None:
+    """Why offloading is a mistake here, in a sentence; None: it is none, or that is not known."""
     trainable, parameters = document["workload"]["trainable"], document["workload"]["parameters"]
-    if document["knobs"]["offload_ratio"] == 0 or trainable is None or parameters is None:
+    knobs = document["knobs"]  # None: another optimizer than ours trains
+    if knobs is None or knobs["offload_ratio"] == 0 or trainable is None or parameters is None:
         return None
     state = _STATE_BYTES * trainable
     if trainable < _FEW_TRAINABLE * parameters:
@@ -202,11 +436,11 @@ def _advise_select(document: Document) -> str:
 
 
 def _advise_comm(_: Document) -> str:
-    return "No offloading knob shortens that: look at the interconnect, or give every rank a larger micro-batch."
+    return "No offloading setting shortens that: look at the interconnect, or give every rank a larger micro-batch."
 
 
-def _advise_data(_: Document) -> str:
-    return "No offloading knob shortens that: give the data loader more workers or let it prefetch."
+def _advise_data(document: Document) -> str:
+    return f"No offloading setting shortens that. {advice_on_data(document)}"
 
 
 _ADVICE = {

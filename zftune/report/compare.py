@@ -1,24 +1,132 @@
-"""Two profiles beside each other: what changed, and whether by more than the steps of each vary."""
+"""Two profiles beside each other: what changed, and whether by more than noise; as a document and on a screen."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NoReturn
 
-from zftune.profile.units import ms, number, percent
-from zftune.report.noise import standard_error
-from zftune.report.settings import Setting, changed_settings, warnings_about
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from zftune.errors import BadInputError
+from zftune.profile.schema import SCHEMA_NAME as PROFILE_SCHEMA
+from zftune.profile.schema import first_fault
+from zftune.quality import figure
+from zftune.report.tables import Setting, changed_settings, warnings_about
 from zftune.report.values import Document, figures, shown
+from zftune.text import ms, number, percent
+from zftune.tuner.scores import ERRORS, Gain, Sample, error_of_mean, gain, score
+
+_ALLOWED = "give a file that `zftune profile --json` wrote"
+
+
+def read_profile(path: str) -> dict[str, Any]:
+    """The profile document in a file.
+
+    Raises:
+        BadInputError: it cannot be read, is not JSON, or is not a valid profile.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInputError(f"'{path}': cannot be read ({error.strerror or error}), {_ALLOWED}") from error
+    except (ValueError, RecursionError) as error:  # of bytes that are no text, a path that is none, and of JSON
+        raise BadInputError(f"'{path}': is not JSON, {_ALLOWED}") from error
+    name = document.get("schema") if isinstance(document, dict) else None
+    if name != PROFILE_SCHEMA:
+        _refuse(path, "has no schema" if name is None else f"has the schema {name!r:.60}")
+    fault = first_fault(document)
+    if fault is not None:
+        _refuse(path, f"is not a valid profile ({fault})")
+    return dict(document)
+
+
+def _refuse(path: str, fault: str, cause: Exception | None = None) -> NoReturn:
+    raise BadInputError(f"'{path}': {fault}, {_ALLOWED} ({PROFILE_SCHEMA})") from cause
+
+
+_STYLES = {"beyond noise": "bold", "changed": "bold", "within noise": "dim"}
+
+_ABOUT_NOISE = (
+    "Noise is two standard errors of the difference (column error has one), estimated from the steps of each run and "
+    "from how alike neighbouring steps are. Two runs with the same settings may differ by more."
+)
+
+
+def render(comparison: Comparison) -> RenderableType:
+    """The whole screen, to be printed by a rich console."""
+    return Group(*_parts(comparison))
+
+
+def _parts(comparison: Comparison) -> Iterator[RenderableType]:
+    sentences = [Text(sentence) for sentence in comparison.verdict]
+    sentences[0].stylize("bold")
+    yield Panel(Group(*sentences), title=Text("zftune compare", style="bold"), title_align="left")
+    for warning in comparison.warnings:
+        yield Text(f"warning: {warning}", style="yellow")
+    yield _figures([one for one in comparison.differences if one.finding != "same" and _is_something(one)])
+    same = sum(one.finding == "same" for one in comparison.differences)
+    if same:
+        yield Text(f"{same} more figure{'s are' if same > 1 else ' is'} the same in both.", style="dim")
+    yield Text(_ABOUT_NOISE, style="dim")
+    if comparison.settings:
+        yield Text()
+        yield _settings(comparison.settings)
+
+
+def _is_something(one: Difference) -> bool:
+    return bool(one.a or one.b)
+
+
+def _figures(differences: list[Difference]) -> Table:
+    table = Table(box=None, expand=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("figure", no_wrap=True)
+    for title in ("A", "B", "change", "error"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for one in differences:
+        values = (shown(one.name, value).replace(" × the model", "×") for value in (one.a, one.b))  # 80 columns
+        cells = (one.name, *values, _change(one), _error(one), one.finding)
+        table.add_row(*(Text(cell) for cell in cells), style=_STYLES.get(one.finding, ""))
+    return table
+
+
+def _change(one: Difference) -> str:
+    if one.change is None:
+        return "–"
+    sign = "+" if one.change > 0 else "−" if one.change < 0 else ""
+    return f"{sign}{percent(abs(one.relative))}" if one.relative is not None else f"{sign}{number(abs(one.change))}"
+
+
+def _error(one: Difference) -> str:
+    unit = "" if one.name == "loss" else " ms"
+    return "" if one.standard_error is None else f"{number(one.standard_error)}{unit}"
+
+
+def _settings(settings: list[Setting]) -> Table:
+    table = Table(box=None, expand=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("setting", no_wrap=True)
+    for title in ("A", "B"):
+        table.add_column(title, overflow="fold")
+    for one in settings:
+        table.add_row(Text(one.name), Text(one.a), Text(one.b))
+    return table
+
 
 Finding = Literal["beyond noise", "within noise", "same", "changed", "noise unknown", "only in A", "only in B"]
 
 SCHEMA_NAME = "zftune.comparison/1"
-_ERRORS = 2.0
-"""Standard errors of a difference that count as noise."""
+_LEAST_FOR_TREND = 5
+"""Steps: a line through fewer leaves nothing to tell noise by."""
+_SEED = 0  # the same two files always compare alike
 _SAME = 1e-3
 """Relative difference up to which figures without a noise are called the same."""
 _COUNTS = ("link", "memory")
@@ -94,9 +202,11 @@ def compare(a: Document, b: Document) -> Comparison:
 
     Noise is what the steps of each run vary by; what differs from run to run on top of it no single pair can show.
     """
-    differences = [*_timed(a, b), *_others(a, b)]
+    steps = _late_steps(a, b)
+    differences = [*_timed(a, b), *_loss(a, b, steps), *_others(a, b)]
     settings = changed_settings(a, b)
-    return Comparison(differences, settings, warnings_about(a, b, settings), [*_verdict(differences, settings)])
+    verdict = [*_verdict(differences, settings, steps)]
+    return Comparison(differences, settings, warnings_about(a, b, settings), verdict)
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -104,7 +214,9 @@ def compare(a: Document, b: Document) -> Comparison:
 
 def _timed(a: Document, b: Document) -> Iterator[Difference]:
     """Figures that every step has a value of."""
-    yield _compared("step_ms.mean", _series(a, "step_ms"), _series(b, "step_ms"), _window(a), _window(b))
+    steps = _series(a, "step_ms"), _series(b, "step_ms")
+    yield _compared("step_ms.mean", *steps, _window(a), _window(b))
+    yield _typical(a, b)
     for field, name in (("stall_ms", "stall.by_cause"), ("phases_ms", "phases_ms")):
         if field == "stall_ms" and a["stall"] is not None and b["stall"] is not None:
             totals = (_totals(a), _totals(b))
@@ -112,6 +224,18 @@ def _timed(a: Document, b: Document) -> Iterator[Difference]:
         keys = dict.fromkeys(key for side in (a, b) for row in side["per_step"] for key in row[field] or ())
         for key in keys:
             yield _compared(f"{name}.{key}", _series(a, field, key), _series(b, field, key), _window(a), _window(b))
+
+
+def _typical(a: Document, b: Document) -> Difference:
+    """The step time that a search would compare the two by: slow steps that come now and then leave it as it is."""
+    samples = [Sample.of(_series(side, "step_ms") or (), _window(side), 1) for side in (a, b)]
+    if min(len(sample.windows()) for sample in samples) < 2:
+        before, after = (statistics.median(_series(side, "step_ms") or (0.0,)) for side in (a, b))
+        return Difference("step_ms.typical", before, after, None, _without_noise(before, after, "noise unknown"))
+    first, second = (score([sample]) / 1e3 for sample in samples)
+    found: Gain = gain(samples[:1], samples[1:], seed=_SEED)
+    finding: Finding = "beyond noise" if found.beyond_noise else "within noise"
+    return Difference("step_ms.typical", first, second, first * found.error, finding)
 
 
 def _series(document: Document, field: str, key: str | None = None) -> list[float] | None:
@@ -142,12 +266,51 @@ def _compared(name: str, a: list[float] | None, b: list[float] | None, *windows:
         values = [None if side is None else statistics.fmean(side) for side in (a, b)]
         return Difference(name, values[0], values[1], None, _without_noise(values[0], values[1], "noise unknown"))
     first, second = statistics.fmean(a), statistics.fmean(b)
-    errors = [standard_error(side, window) for side, window in zip((a, b), windows, strict=True)]
+    errors = [error_of_mean(side, window) for side, window in zip((a, b), windows, strict=True)]
     if errors[0] is None or errors[1] is None:
         return Difference(name, first, second, None, "noise unknown")
     error = math.hypot(errors[0], errors[1])
-    beyond = abs(second - first) > _ERRORS * error + 1e-9 * abs(first)
+    beyond = abs(second - first) > ERRORS * error + 1e-9 * abs(first)
     return Difference(name, first, second, error, "beyond noise" if beyond else "within noise")
+
+
+def _losses(document: Document) -> dict[int, float]:
+    """By step, those that are known."""
+    return {row["step"]: row["loss"] for row in document["per_step"] if row.get("loss") is not None}
+
+
+def _late_steps(a: Document, b: Document) -> list[int]:
+    """The later half of the steps whose loss both have: where what a change of knobs costs has begun to show."""
+    common = sorted(_losses(a).keys() & _losses(b).keys())
+    return common[len(common) // 2 :]
+
+
+def _loss(a: Document, b: Document, steps: Sequence[int]) -> Iterator[Difference]:
+    """Step by step, since runs that see the same batches share most noise. A steady drift is no noise."""
+    first, second = _losses(a), _losses(b)
+    if not steps:
+        last, other = ((document.get("loss") or {}).get("last") for document in (a, b))
+        if last is not None or other is not None:
+            yield Difference("loss", last, other, None, _without_noise(last, other, "noise unknown"))
+        return
+    apart = [second[step] - first[step] for step in steps]
+    error = error_of_mean(_without_trend(apart), 1)
+    means = statistics.fmean(first[step] for step in steps), statistics.fmean(second[step] for step in steps)
+    if error is None:
+        yield Difference("loss", *means, None, "noise unknown")
+        return
+    beyond = abs(statistics.fmean(apart)) > ERRORS * error + 1e-9 * abs(means[0])
+    yield Difference("loss", *means, error, "beyond noise" if beyond else "within noise")
+
+
+def _without_trend(values: Sequence[float]) -> list[float]:
+    """What is left of a straight line, widened by the degree of freedom that it takes; few values stay as they are."""
+    if len(values) < _LEAST_FOR_TREND:
+        return list(values)
+    places = range(len(values))
+    slope, start = statistics.linear_regression(places, values)
+    wider = math.sqrt((len(values) - 1) / (len(values) - 2))
+    return [wider * (value - start - slope * place) for place, value in zip(places, values, strict=True)]
 
 
 def _others(a: Document, b: Document) -> Iterator[Difference]:
@@ -173,9 +336,14 @@ def _is_number(value: Any) -> bool:
 # --- verdict ----------------------------------------------------------------------------------------------------------
 
 
-def _verdict(differences: list[Difference], settings: list[Setting]) -> Iterator[str]:
+def _verdict(differences: list[Difference], settings: list[Setting], steps: Sequence[int]) -> Iterator[str]:
     by_name = {one.name: one for one in differences}
-    yield _about_step(by_name["step_ms.mean"])
+    step = by_name["step_ms.typical"]
+    loss = by_name.get("loss")
+    yield _about_step(step)
+    yield from _about_mean(by_name["step_ms.mean"], step)
+    if loss is not None:
+        yield _about_loss(loss, step, steps)
     stall = by_name.get("stall.ms_per_step")
     causes = [one for one in differences if one.name.startswith("stall.by_cause.") and one.finding == "beyond noise"]
     causes.sort(key=lambda one: -abs(one.change or 0.0))
@@ -185,23 +353,53 @@ def _verdict(differences: list[Difference], settings: list[Setting]) -> Iterator
     if knobs:
         changes = ", ".join(f"{one.name.removeprefix('knobs.')} {one.a} → {one.b}" for one in knobs[:4])
         more = f" and {len(knobs) - 4} more" if len(knobs) > 4 else ""
-        yield f"Knobs that changed: {changes}{more}."
+        yield f"Settings that changed: {changes}{more}."
+    if loss is None:
+        yield "Neither profile has a loss: this comparison is of the speed alone."
 
 
 def _about_step(step: Difference) -> str:
     assert step.a is not None
     assert step.b is not None
     if step.standard_error is None:
-        return f"The step goes from {ms(step.a)} to {ms(step.b)}; there are too few steps to know the noise."
+        return f"The typical step goes from {ms(step.a)} to {ms(step.b)}; there are too few steps to see the noise."
     error = f"{number(step.standard_error)} ms"
     if step.finding == "within noise":
         return (
-            f"The step does not differ beyond noise: {ms(step.a)} and {ms(step.b)}, a difference of "
+            f"The typical step does not differ beyond noise: {ms(step.a)} and {ms(step.b)}, a difference of "
             f"{number(step.b - step.a)} ms with a standard error of {error}."
         )
     word = "shorter" if step.b < step.a else "longer"
     share = percent(abs(step.b - step.a) / step.a)
-    return f"The step is {share} {word}: {ms(step.a)} → {ms(step.b)}, with a standard error of {error}."
+    return f"The typical step is {share} {word}: {ms(step.a)} → {ms(step.b)}, with a standard error of {error}."
+
+
+def _about_mean(mean: Difference, step: Difference) -> Iterator[str]:
+    """Where one run had some very slow steps, such as those beside other work, its mean is not that of most steps."""
+    if mean.finding != "beyond noise" or mean.change is None or step.change is None:
+        return
+    how = "does" if step.finding != "beyond noise" else "goes the other way" if mean.change * step.change < 0 else ""
+    if how:
+        yield (
+            f"The mean step {how}: {ms(mean.a or 0.0)} → {ms(mean.b or 0.0)}. Some steps of one run were far slower "
+            "than the others, as beside other work: profile both again on a quiet machine."
+        )
+
+
+def _about_loss(loss: Difference, step: Difference, steps: Sequence[int]) -> str:
+    if loss.a is None or loss.b is None:
+        return f"Only {'A' if loss.b is None else 'B'} has a loss: this comparison is of the speed alone."
+    if loss.standard_error is None:
+        return "The losses are not of the same steps, or are too few: whether the change costs loss is not known."
+    first, second, error = (figure(value, loss.standard_error) for value in (loss.a, loss.b, loss.standard_error))
+    where = f"in steps {steps[0]} to {steps[-1]} of both"
+    if loss.finding == "within noise":
+        return f"The loss does not differ beyond noise {where}: {first} and {second}, with a standard error of {error}."
+    higher, shorter = loss.b > loss.a, step.finding == "beyond noise" and (step.b or 0.0) < (step.a or 0.0)
+    share = "" if loss.relative is None else f"{percent(abs(loss.relative))} "
+    but = ": the shorter step is not free" if higher and shorter else ""
+    word = "higher" if higher else "lower"
+    return f"The loss is {share}{word} {where}: {first} → {second}, with a standard error of {error}{but}."
 
 
 def _about_stall(stall: Difference, causes: list[Difference]) -> str:

@@ -13,16 +13,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from plotly.offline import get_plotlyjs
-
-from zftune.json_output import write_text
-from zftune.profile.units import amount, ms, number
+from zftune.output import write_text
+from zftune.plotly_js import plotly_js
 from zftune.report import tables
-from zftune.report.chart import Chart, reason
-from zftune.report.lanes import timeline_chart
-from zftune.report.roofs import roofs_chart
-from zftune.report.run import run_chart
-from zftune.report.values import Document
+from zftune.report.run import roofs_chart, run_chart
+from zftune.report.trace import timeline_chart
+from zftune.report.values import Chart, Document, reason
+from zftune.text import amount, ms, number
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
@@ -62,7 +59,7 @@ def page(title: str, body: str, document: Document, figures: Mapping[str, Any]) 
         body=body,
         profile=_json(document),
         figures=_json(figures),
-        plotly=get_plotlyjs(),
+        plotly=plotly_js(),
         script=_asset("page.js"),
     )
 
@@ -108,7 +105,7 @@ def _json(value: Any) -> str:
 
 
 def _asset(name: str) -> str:
-    return resources.files("zftune.report.page").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("zftune.report").joinpath("page", name).read_text(encoding="utf-8")
 
 
 # --- sections ---------------------------------------------------------------------------------------------------------
@@ -144,7 +141,10 @@ def _place(document: Document) -> str:
     parts = [document["device"]]
     parts += [machine["cpu_model"]] if machine["cpu_model"] is not None else []
     parts += [f"{number(machine['usable_cores'])} cores"] if machine["usable_cores"] is not None else []
-    parts += [*command["systems"], _count(command["ranks"], "rank")] if command is not None else []
+    if command is not None:
+        parts += [*command["systems"], _count(command["ranks"], "rank")]
+    elif len(document["ranks"]) > 1:
+        parts.append(_count(len(document["ranks"]), "rank"))
     parts.append(f"{_count(steps['measured'], 'step')}, {steps['discarded']} more discarded")
     return " · ".join(parts)
 
@@ -157,7 +157,7 @@ def _rig(document: Document) -> str:
     rig = document["rig"]
     if rig is None:
         return ""
-    text = f"Emulated: times come from the rig {rig['name']}, not from a GPU. {rig['source']}"
+    text = f"Emulated hardware: times come from the rig {rig['name']}, not from a GPU. {rig['source']}"
     return f'<p class="rig">{escape(text)}</p>\n'
 
 
@@ -176,11 +176,11 @@ def _charts(document: Document, charts: dict[str, Chart | None]) -> Iterable[str
     yield section(
         "roofs",
         "The least possible step",
-        "Each resource's own time for a step, at its measured rate or the rig's. The highest roof at this run's "
-        "setting is the least possible step; what lies between it and the measured step is waiting that better "
-        "overlap can win. The deferred share is offload_ratio × (1 − topk_ratio).",
+        "How long each resource alone would need for a step, at its measured rate or that of the emulated hardware. "
+        "No step can be shorter than the slowest of them needs. What this run's step takes beyond that is waiting, "
+        "which better overlap can win. The deferred share is offload_ratio × (1 − topk_ratio): what the host updates.",
         charts["roofs"],
-        f"There are no roofs: {reason(document, 'roofs')}.",
+        f"No lower bound is known: {reason(document, 'roofs')}.",
     )
 
 

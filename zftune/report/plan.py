@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
 
-from zftune.json_output import write_text
-from zftune.profile.units import amount, ms, number, percent, size
-from zftune.report.chart import Chart, axis, layout
 from zftune.report.html import page, section
+from zftune.report.values import Chart, axis, layout
+from zftune.text import amount, ms, number, percent, size
 
 # One colour for each k (after Okabe and Ito), one dash for each ratio.
 _COLOURS = ("#D55E00", "#E69F00", "#009E73", "#1B7FC4", "#CC79A7", "#8C8C8C")
@@ -21,25 +19,14 @@ _MARK = "#7A7A7A"
 _NAMES = {"proposal": "proposed", "no_offload": "no offloading", "zero_offload": "ZeRO-Offload"}
 
 
-def write_plan_html(document: Mapping[str, Any], path: str | Path) -> None:
-    """Write the page of a plan.
-
-    Args:
-        document: a plan with curves.
-        path: the file, which is replaced at once.
-
-    Raises:
-        ZftuneError: the file cannot be written.
-    """
-    write_text(plan_html(document), path, option="--html")
-
-
 def plan_html(document: Mapping[str, Any]) -> str:
     """The page of a plan with curves."""
     chart = curves_chart(document)
     lead = (
-        "Predicted by the simulated pipeline, windows that overlap, lag S. Left of a curve's bend the host or the link "
-        "is what a step waits for; right of it a longer window adds staleness, not speed. Memory is not looked at."
+        "Predicted by simulating the pipeline, with windows that overlap and a lag of S. k is topk_ratio, S is "
+        "update_interval. Left of a curve's bend a step waits for the host or the link; right of it a longer window "
+        "makes updates later, not steps shorter. In the table, least S is the shortest window with which the host "
+        "keeps up. Memory is left out here."
     )
     written = f"Written by zftune {document['zftune']} from a {document['schema']} document, which this page holds."
     parts = [
@@ -149,7 +136,7 @@ def _settings(document: Mapping[str, Any]) -> str:
     named = [] if document["proposal"] is None else [(_NAMES["proposal"], document["proposal"])]
     named += [(f"choice {place}", one) for place, one in enumerate(document["alternatives"], 2)]
     named += [(_NAMES[name], one) for name, one in document["baselines"].items()]
-    heads = ("setting", "k", "S", "lag", "ratio", "step", "stall", "S_min", "staleness", "GPU", "host", "fits")
+    heads = ("setting", "k", "S", "lag", "ratio", "step", "stall", "least S", "staleness", "GPU", "host", "fits")
     return _table(heads, (_row(name, one) for name, one in named))
 
 

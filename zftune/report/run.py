@@ -1,4 +1,4 @@
-"""The measured steps on one time axis: what each was spent on, and samples of link, processors, power and memory."""
+"""The measured steps on one time axis with their samples, and lower bounds beside them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,109 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from zftune.report.chart import Chart, axis, layout, reason
-from zftune.report.lanes import steps_of
-from zftune.report.palette import CAUSE_NAMES, CAUSES, PHASES, colour
-from zftune.report.values import Document, device_of, samples
+from zftune.profile.schema import CAUSES, PHASES
+from zftune.report.trace import steps_of
+from zftune.report.values import Chart, Document, axis, device_of, layout, rate, reason, samples
+from zftune.text import ms
+from zftune.words import CAUSE_NAMES, colour
+
+_ROOFS = {
+    "d2h": ("link down (D2H)", "d2h_ms", "d2h_gbps"),
+    "h2d": ("link up (H2D)", "h2d_ms", "h2d_gbps"),
+    "host": ("host memory", "host_ms", "host_gbps"),
+}
+_SHADE = "rgba(140,140,140,0.16)"
+_POINTS = 101
+
+
+def roofs_chart(document: Document) -> Chart | None:
+    """Time per step against the share of the state that is deferred; None where the document has no roofs.
+
+    Link and host roofs grow in proportion to the deferred share, compute does not; below the highest of them no step
+    can be. None of them counts waits that follow from the order of the work, so a measured step lies on or above.
+    """
+    roofs = document["roofs"]
+    if roofs is None:
+        return None
+    now, unit = _deferred_now(document)
+    slopes = {key: (roofs[field] or 0.0) / now for key, (_, field, _) in _ROOFS.items()}
+    floor = roofs["compute_ms"] or 0.0
+    highest = max([floor, *slopes.values(), document["step_ms"]["mean"]]) * 1.12
+    figure = go.Figure(layout=_layout(unit, highest))
+    xs = [index / (_POINTS - 1) for index in range(_POINTS)]
+    least = [max([floor, *(slope * x for slope in slopes.values())]) for x in xs]
+    shade = {"fill": "tozeroy", "fillcolor": _SHADE, "line": {"width": 0}, "hoverinfo": "skip"}
+    figure.add_trace(go.Scatter(name="no step can be here", x=xs, y=least, mode="lines", **shade))
+    if roofs["compute_ms"] is not None:
+        figure.add_trace(_line("compute", [0.0, 1.0], [floor, floor], colour("compute"), "solid"))
+    for key, slope in slopes.items():
+        if slope:
+            dash = "dash" if key == "h2d" else "solid"
+            figure.add_trace(_line(_ROOFS[key][0], [0.0, now, 1.0], [0.0, slope * now, slope], colour(key), dash))
+    _points(figure, document, now)
+    return Chart(figure, _legend(roofs))
+
+
+def _deferred_now(document: Document) -> tuple[float, str]:
+    """Where this run is on the axis, and what the axis is."""
+    knobs = document["knobs"]
+    if knobs is not None:
+        share = knobs["offload_ratio"] * (1 - knobs["topk_ratio"])
+        if share > 0:
+            return share, "deferred share of the state"
+    return 1.0, "bytes per step, over this run's"
+
+
+def _layout(unit: str, highest: float) -> dict[str, Any]:
+    return layout(340, xaxis=axis(unit, range=[0, 1]), yaxis=axis("ms a step", range=[0, highest]), hovermode="closest")
+
+
+def _line(name: str, xs: list[float], ys: list[float], fill: str, dash: str) -> go.Scatter:
+    hover = "%{x:.2f}: %{y:.1f} ms<extra>" + name + "</extra>"
+    return go.Scatter(
+        name=name, x=xs, y=ys, mode="lines", line={"color": fill, "dash": dash, "width": 2.5}, hovertemplate=hover
+    )
+
+
+def _points(figure: go.Figure, document: Document, now: float) -> None:
+    least, measured = document["roofs"]["least_step_ms"], document["step_ms"]["mean"]
+    side = "right" if now > 0.5 else "left"
+    for name, value, symbol, place in (
+        ("measured step", measured, "circle", "top"),
+        ("least possible step", least, "diamond-open", "bottom"),
+    ):
+        figure.add_trace(
+            go.Scatter(
+                name=name,
+                x=[now],
+                y=[value],
+                mode="markers",
+                marker={"size": 12, "symbol": symbol, "color": "#7A7A7A", "line": {"width": 2, "color": "#7A7A7A"}},
+                hovertemplate="%{y:.1f} ms<extra>" + name + "</extra>",
+            )
+        )
+        figure.add_annotation(
+            x=now,
+            y=value,
+            text=f"<b>{name} {ms(value)}</b>",
+            showarrow=False,
+            xanchor=side,
+            yanchor="bottom" if place == "top" else "top",
+            xshift=-4 if side == "right" else 4,
+            yshift=8 if place == "top" else -8,
+        )
+
+
+def _legend(roofs: Mapping[str, Any]) -> dict[str, str]:
+    named = {}
+    if roofs["compute_ms"] is not None:
+        named[f"compute {ms(roofs['compute_ms'])}"] = colour("compute")
+    for key, (name, field, limit) in _ROOFS.items():
+        if roofs[field]:
+            at = "" if roofs[limit] is None else f" at {rate(roofs[limit])}"
+            named[f"{name} {ms(roofs[field])}{at}"] = colour(key)
+    return {**named, "no step can be here": _SHADE}
+
 
 _BARS_PX, _PANEL_PX, _GAP_PX = 230, 96, 40
 _TOP_PX, _BOTTOM_PX = 30, 46
@@ -62,9 +161,9 @@ def run_chart(document: Document) -> Chart:
         for source, line in shown:
             _samples(figure, number, _rows(document, source, line), line)
         _title(figure, number, _panel_title(title, shown))
-    end_s = (document["per_step"][-1]["begin_ms"] + document["per_step"][-1]["step_ms"]) / 1e3
-    figure.update_xaxes(**axis(), range=[0, end_s])
-    figure.update_xaxes(title={"text": "s since the first measured step began", "standoff": 8}, row=1 + len(panels))
+    last = document["per_step"][-1]
+    figure.update_xaxes(**axis(), range=[0, last["begin_ms"] + last["step_ms"]])
+    figure.update_xaxes(title={"text": "ms since the first measured step began", "standoff": 8}, row=1 + len(panels))
     figure.update_yaxes(**axis(), rangemode="tozero", nticks=5)
     _mark_window(figure, document)
     return Chart(figure, legend, [*_dashes(document), *_absent(document, [title for title, _ in panels])])
@@ -98,7 +197,7 @@ def _steps(figure: go.Figure, document: Document) -> dict[str, str]:
             legend[names[kind]] = colour(kind)
     left = [max(0.0, row["step_ms"] - sum(v or 0.0 for v in (row[field] or {}).values())) for row in rows]
     if stalls or any(value > 0.001 * row["step_ms"] for value, row in zip(left, rows, strict=True)):
-        rest = "compute and all else" if stalls else "not told apart"
+        rest = "compute and all else" if stalls else "not distinguished"
         figure.add_trace(_step_bars(rows, left, rest, _REST), row=1, col=1)
         legend[rest] = _REST
     what = "stall by cause" if stalls else "phases"
@@ -109,9 +208,9 @@ def _steps(figure: go.Figure, document: Document) -> dict[str, str]:
 def _step_bars(rows: Sequence[Mapping[str, Any]], values: list[float], name: str, fill: str) -> go.Bar:
     return go.Bar(
         name=name,
-        x=[row["begin_ms"] / 1e3 for row in rows],
+        x=[row["begin_ms"] for row in rows],
         offset=0,
-        width=[row["step_ms"] / 1e3 for row in rows],
+        width=[row["step_ms"] for row in rows],
         y=values,
         marker={"color": fill, "line": {"width": 0.5 if len(rows) <= _MANY_STEPS else 0, "color": _EDGE}},
         customdata=[[row["step"], row["step_ms"]] for row in rows],
@@ -131,12 +230,12 @@ def _samples(figure: go.Figure, number: int, rows: list[Mapping[str, Any]], line
         label = name if device is None else f"{name}, GPU {device}"
         trace = go.Scatter(
             name=label,
-            x=[row["at_ms"] / 1e3 for row in own],
+            x=[row["at_ms"] for row in own],
             y=[row[field] * factor for row in own],
             mode="lines+markers" if len(own) < 3 else "lines",
             line={"color": fill, "width": 1.6, "dash": _dash(device or 0)},
             meta={"field": field, "factor": factor},
-            hovertemplate="%{x:.2f} s<br>%{y:.3~g}<extra>" + label + "</extra>",
+            hovertemplate="%{x:,.0f} ms<br>%{y:.3~g}<extra>" + label + "</extra>",
         )
         figure.add_trace(trace, row=number, col=1)
 
@@ -171,10 +270,10 @@ def _mark_window(figure: go.Figure, document: Document) -> None:
     """A band over the steps that the timeline shows."""
     rows = steps_of(document)
     if rows:
-        begin_s, end_s = rows[0]["begin_ms"] / 1e3, (rows[-1]["begin_ms"] + rows[-1]["step_ms"]) / 1e3
+        begin_ms, end_ms = rows[0]["begin_ms"], rows[-1]["begin_ms"] + rows[-1]["step_ms"]
         fill = {"fillcolor": "rgba(86,180,233,0.14)", "line": {"width": 0}, "layer": "below"}
         figure.add_shape(
-            {"type": "rect", "xref": "x", "yref": "paper", "y0": 0, "y1": 1, "x0": begin_s, "x1": end_s} | fill
+            {"type": "rect", "xref": "x", "yref": "paper", "y0": 0, "y1": 1, "x0": begin_ms, "x1": end_ms} | fill
         )
 
 

@@ -2,16 +2,142 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from zftune.profile.units import ms, number, percent, size, times
+from zftune.profile.verdict import CROWDED_PERCENT
+from zftune.quality import coverage_warning
 from zftune.report.values import Document, figures, leaves, rate, shown, source_of
+from zftune.text import ms, number, percent, size, times
 
+_FIELDS = ("knobs", "workload", "command", "device", "rig", "hardware", "software", "fingerprint", "seed", "steps")
+_OF_THE_RUN = (
+    "rig.segments",
+    "rig.late_segments",
+    "rig.attempts",
+    "rig.real_work_s",
+    "rig.slack",
+    "command.exit_code",
+    "command.stopped",
+)
+_FEW_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Something that differs between the profiles, in words."""
+
+    name: str
+    """Dotted, as in the document."""
+    a: str
+    b: str
+
+
+def changed_settings(a: Document, b: Document) -> list[Setting]:
+    """Everything that differs between two profiles but for their figures."""
+    sides = [dict(_leaves(document)) for document in (a, b)]
+    names = dict.fromkeys([*sides[0], *sides[1]])
+    pairs = ((name, sides[0].get(name, "none"), sides[1].get(name, "none")) for name in names)
+    return [Setting(name, first, second) for name, first, second in pairs if first != second]
+
+
+def warnings_about(a: Document, b: Document, settings: Sequence[Setting]) -> list[str]:
+    """Why the figures of two profiles may not be comparable, in sentences."""
+    return [*_different(settings), *_emulated(a, b), *_few(a, b), *_busy(a, b), *_quality(a, b)]
+
+
+def _different(settings: Sequence[Setting]) -> Iterator[str]:
+    workload = [one for one in settings if one.name.startswith("workload.") or one.name == "fingerprint.model_id"]
+    if workload:
+        yield f"The workloads differ ({_listed(workload)}): their times cannot be compared step by step."
+    machine = [one for one in settings if one.name.startswith("hardware.") or one.name == "device"]
+    if machine or any(one.name == "fingerprint.hw_id" for one in settings):
+        yield f"The machines differ ({_listed(machine)})." if machine else "The machines differ."
+    ranks = [one for one in settings if one.name == "command.ranks"]
+    if ranks:
+        yield f"The numbers of ranks differ ({_listed(ranks)})."
+
+
+def _emulated(a: Document, b: Document) -> Iterator[str]:
+    rigs = [document["rig"] and document["rig"]["name"] for document in (a, b)]
+    if (rigs[0] is None) != (rigs[1] is None):
+        yield f"Only {'A' if rigs[1] is None else 'B'} was measured on an emulated accelerator."
+    elif rigs[0] != rigs[1]:
+        yield f"The emulated hardware differs ({rigs[0]} → {rigs[1]})."
+
+
+def _few(a: Document, b: Document) -> Iterator[str]:
+    for name, document in (("A", a), ("B", b)):
+        steps = document["steps"]["measured"]
+        if steps < _FEW_STEPS:
+            yield f"{name} has {steps} measured steps: its noise is a guess below {_FEW_STEPS}."
+
+
+def _busy(a: Document, b: Document) -> Iterator[str]:
+    waited = [(document["system"] or {}).get("psi_cpu_percent") for document in (a, b)]
+    crowded = [
+        f"{name} {percent(share / 100)}"
+        for name, share in zip("AB", waited, strict=True)
+        if share is not None and share >= CROWDED_PERCENT
+    ]
+    if crowded:
+        yield (
+            f"Tasks waited for a core much of the time ({', '.join(crowded)}): what differs may be other work on the "
+            "machine, so measure both again when it is quiet."
+        )
+
+
+def _quality(a: Document, b: Document) -> Iterator[str]:
+    for name, document in (("A", a), ("B", b)):
+        wrong = (document.get("loss") or {}).get("not_finite")
+        if wrong:
+            yield f"{name}: the loss is not a finite number in {wrong} of the measured steps."
+        warning = coverage_warning((document["selection"] or {}).get("coverage"), document["knobs"] or {})
+        if warning is not None:
+            yield f"{name}: {warning}"
+
+
+def _listed(settings: Sequence[Setting]) -> str:
+    shown = ", ".join(f"{one.name.rpartition('.')[2]} {one.a} → {one.b}" for one in settings[:3])
+    return shown if len(settings) <= 3 else f"{shown} and {len(settings) - 3} more"
+
+
+def _leaves(document: Document) -> Iterator[tuple[str, str]]:
+    for field in _FIELDS:
+        for name, value in _flat(document[field], field):
+            if ".missing" not in name and not name.startswith(_OF_THE_RUN):
+                yield name, value
+
+
+def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from _flat(child, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
+        for index, child in enumerate(value):
+            yield from _flat(child, f"{path}.{index}")
+    elif isinstance(value, (list, tuple)):
+        yield path, ", ".join(str(item) for item in value) or "none"
+    elif not (value is None and path in _FIELDS):  # of a profile without knobs every knob is missing
+        yield path, _word(value)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value is None:
+        return "none"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+_TILE_CHARS = 20
 _GROUPS = {
     "step_ms": "step",
+    "throughput": "speed",
     "phases_ms": "phases of a step",
+    "idle": "time without a kernel, per step",
     "hidden_ms_per_step": "hidden waits",
     "waits_ms": "waits of the training thread, per step",
     "link": "link",
@@ -19,26 +145,32 @@ _GROUPS = {
     "nvml": "GPU counters (NVML)",
     "system": "host counters",
     "overhead_fraction": "cost of measuring",
+    "practicality": "speed, as a share of that without offloading",
+    "baselines": "the same training without offloading, and under ZeRO-Offload",
+    "roofs": "lower bounds of a step: what each resource alone needs",
 }
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], classes: Sequence[str] = ()) -> str:
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], classes: Sequence[str] = (), earlier: Collection[int] = ()
+) -> str:
     """A table of plain text.
 
     Args:
         head: the columns' titles.
         rows: cells; a row of one cell is the heading of those that follow.
         classes: of each column's cells.
+        earlier: places of rows whose figures are of an earlier era.
     """
     kinds = [*classes, *([""] * (len(head) - len(classes)))]
     titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
     body = []
-    for row in rows:
+    for place, row in enumerate(rows):
         if len(row) == 1:
             body.append(f'<tr class="group"><th colspan="{len(head)}" scope="colgroup">{escape(row[0])}</th></tr>')
         else:
             cells = "".join(f'<td class="{kind}">{escape(cell)}</td>' for cell, kind in zip(row, kinds, strict=True))
-            body.append(f"<tr>{cells}</tr>")
+            body.append(f'<tr class="earlier">{cells}</tr>' if place in earlier else f"<tr>{cells}</tr>")
     return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
 
 
@@ -81,7 +213,7 @@ def knobs_table(document: Document) -> str:
     """The knobs that the run had."""
     knobs = document["knobs"]
     if knobs is None:
-        return "<p>This run has no knobs of zenflow.</p>"
+        return "<p>This run has no settings of zenflow.</p>"
     rows = [(name, "off" if value is None else shown("", value)) for name, value in knobs.items()]
     return table(("knob", "value"), rows, ("name", "value"))
 
@@ -109,8 +241,9 @@ def tiles(document: Document) -> str:
 
 
 def _unbroken(text: str) -> str:
-    """Text that breaks at its commas only."""
-    return ", ".join(part.replace(" ", "\u00a0") for part in text.split(", "))
+    """Text that breaks at its commas only, but for parts that are wider than a tile."""
+    parts = text.split(", ")
+    return ", ".join(part if len(part) > _TILE_CHARS else part.replace(" ", "\u00a0") for part in parts)
 
 
 def _tiles(document: Document) -> Iterable[tuple[str, str, str]]:
@@ -134,9 +267,9 @@ def _tiles(document: Document) -> Iterable[tuple[str, str, str]]:
 def _offload_tiles(document: Document) -> Iterable[tuple[str, str, str]]:
     baselines, link, host = document["baselines"] or {}, document["link"], document["host"]
     if document["practicality"] is not None:
-        yield "Practicality", percent(document["practicality"]), "of the speed without offloading"
+        yield "Against no offloading", percent(document["practicality"]), "of its speed"
     if baselines.get("zero_offload") is not None:
-        yield "Against ZeRO-Offload", times(baselines["zero_offload"]["speedup"]), "its step over this run's"
+        yield "Against ZeRO-Offload", times(baselines["zero_offload"]["speedup"]), "its speed"
     down, up = (None if link is None else link[f"{way}_bytes_per_step"] for way in ("d2h", "h2d"))
     if down is not None and up is not None:
         yield "Link a step", size(down + up), f"{size(down)} down, {size(up)} up"

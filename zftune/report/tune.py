@@ -6,13 +6,161 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
 from zftune.explain import words
-from zftune.profile.units import amount, ms, number, percent
-from zftune.report.chart import Chart
 from zftune.report.html import page, section
 from zftune.report.tables import table
-from zftune.report.tune_history import history_chart
 from zftune.report.tune_knobs import importance_chart, knobs_chart, plane_chart
+from zftune.report.values import Chart, axis, layout
+from zftune.text import amount, ms, number, percent
+from zftune.tuner.states import OF_INCUMBENT
+from zftune.words import DECISIONS, seconds
+
+KINDS = {
+    "best so far": ("#8C8C8C", "circle", 8),
+    "best so far, while waiting": ("#8C8C8C", "circle-open", 6),
+    "not adopted": ("#56B4E9", "circle", 10),
+    "adopted": ("#009E73", "circle", 12),
+    "aborted": ("#D55E00", "triangle-up", 11),
+    "crashed": ("#CC79A7", "x", 11),
+    "did not count": ("#E69F00", "circle-open", 10),
+}
+"""What came of a measurement: colour, symbol, size."""
+_LINE = "#1B7FC4"
+_EARLIER = "rgba(128,128,128,0.22)"
+
+
+def history_chart(document: Document) -> Chart | None:
+    """Step time of each measurement, and of the incumbent; None: nothing was measured."""
+    rows = [row for row in measured(document) if row["step_ms"] is not None or row["kind"] == "crashed"]
+    if not rows:
+        return None
+    look = axis("measurement", tickformat="d", nticks=13, range=[rows[0]["number"] - 0.6, rows[-1]["number"] + 0.6])
+    figure = go.Figure(layout=layout(380, xaxis=look, yaxis=axis("ms a step"), hovermode="closest"))
+    known = [row for row in rows if row["incumbent_step_ms"] is not None]
+    figure.add_trace(
+        go.Scatter(
+            name="step time of the best so far",
+            x=[row["number"] for row in known],
+            y=[row["incumbent_step_ms"] for row in known],
+            mode="lines",
+            line={"color": _LINE, "width": 2, "shape": "hv"},
+            hoverinfo="skip",
+        )
+    )
+    legend = {"step time of the best so far": _LINE} if known else {}
+    for kind, (colour, _, _) in KINDS.items():
+        those = [row for row in rows if row["kind"] == kind]
+        if those:
+            figure.add_trace(_marks(document, kind, those))
+            legend[kind] = colour
+    _lines(figure, document)
+    legend |= _earlier(figure, document, rows)
+    return Chart(figure, legend, [])
+
+
+def measured(document: Document) -> list[dict[str, Any]]:
+    """Every measurement with what came of it as "kind"."""
+    decided = {number: note["kind"] for note in document["decisions"] for number in note["measured"]}
+    return [{**row, "kind": _kind(row, decided.get(row["number"]))} for row in document["history"]]
+
+
+def _kind(row: Mapping[str, Any], decision: str | None) -> str:
+    if row["status"] != "measured":
+        return {"aborted": "aborted", "crashed": "crashed"}.get(row["status"], "did not count")
+    if row["role"] in OF_INCUMBENT:
+        return "best so far, while waiting" if row["role"] == "hold" else "best so far"
+    return "adopted" if decision == "adopt" else "not adopted"
+
+
+def _marks(document: Document, kind: str, rows: Sequence[Mapping[str, Any]]) -> go.Scatter:
+    colour, symbol, size = KINDS[kind]
+    return go.Scatter(
+        name=kind,
+        x=[row["number"] for row in rows],
+        y=[row["incumbent_step_ms"] if row["step_ms"] is None else row["step_ms"] for row in rows],
+        error_y={
+            "type": "data",
+            "array": [2 * (row["error_ms"] or 0.0) for row in rows],
+            "color": colour,
+            "thickness": 1.5,
+            "width": 3,
+        },
+        mode="markers",
+        marker={"color": colour, "symbol": symbol, "size": size, "line": {"width": 2 if "open" in symbol else 0.5}},
+        customdata=[[_hover(document, row)] for row in rows],
+        hovertemplate="%{customdata[0]}<extra>" + kind + "</extra>",
+    )
+
+
+def _hover(document: Document, row: Mapping[str, Any]) -> str:
+    trial = document["trials"][row["trial"]]
+    time = "no time" if row["step_ms"] is None else f"{row['step_ms']:.1f} ms a step"
+    error = f" ± {2 * row['error_ms']:.1f}" if row["error_ms"] else ""
+    lines = [f"{row['number']}: {row['role']}, {time}{error}", words.setting(trial["knobs"])]
+    lines += [str(row["reason"])] if row["reason"] else []
+    return "<br>".join(escape(line) for line in lines)
+
+
+def _lines(figure: go.Figure, document: Document) -> None:
+    """Where another setting was adopted, and where the guard stopped the search."""
+    for note in document["decisions"]:
+        after = max(note["measured"], default=None)
+        if after is not None and note["kind"] in ("adopt", "guard"):
+            colour = KINDS["adopted"][0] if note["kind"] == "adopt" else KINDS["aborted"][0]
+            figure.add_vline(x=after + 0.5, line={"color": colour, "width": 1, "dash": "dot"})
+
+
+def _earlier(figure: go.Figure, document: Document, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Grey behind each era but the last, and what that means; the legend's entry."""
+    eras = document["eras"]
+    for era in eras[:-1]:
+        numbers = [row["number"] for row in rows if row["era"] == era["number"]]
+        if numbers:
+            fill = {"fillcolor": _EARLIER, "line": {"width": 0}, "layer": "below"}
+            figure.add_vrect(x0=numbers[0] - 0.5, x1=numbers[-1] + 0.5, **fill)
+    return {"before step times changed": _EARLIER} if len(eras) > 1 else {}
+
+
+# --- the training -----------------------------------------------------------------------------------------------------
+
+_CURVES = (("step_ms", "ms a step", _LINE), ("loss", "loss", "#D55E00"), ("coverage", "coverage", "#009E73"))
+_MOST_CHANGES = 200
+_CURVE_PX = 130
+
+
+def curve_chart(document: Document) -> Chart | None:
+    """Step time, loss and coverage over the steps of the training, and where knobs changed; None: none is known."""
+    curve = document["curve"] or {"points": (), "changes": ()}
+    known = {name: [one for one in curve["points"] if one[name] is not None] for name, _, _ in _CURVES}
+    rows = [row for row in _CURVES if known[row[0]]]
+    if not rows:
+        return None
+    figure = make_subplots(rows=len(rows), cols=1, shared_xaxes=True, vertical_spacing=0.06)
+    figure.update_layout(**layout(90 + _CURVE_PX * len(rows), hovermode="x unified"))
+    for place, (name, title, colour) in enumerate(rows, 1):
+        points = known[name]
+        figure.add_trace(
+            go.Scatter(
+                name=title,
+                x=[one["step"] for one in points],
+                y=[one[name] for one in points],
+                mode="lines" if len(points) > 1 else "markers",
+                line={"color": colour, "width": 2},
+                hovertemplate="%{y:.4~g}",
+            ),
+            row=place,
+            col=1,
+        )
+        figure.update_yaxes(**axis(title, nticks=5), row=place, col=1)
+    figure.update_xaxes(**axis())
+    figure.update_xaxes(title={"text": "step", "standoff": 8}, row=len(rows))
+    for change in curve["changes"][1:][-_MOST_CHANGES:]:
+        figure.add_vline(x=change["step"], line={"color": KINDS["best so far"][0], "width": 1, "dash": "dot"})
+    return Chart(figure, {title: colour for _, title, colour in rows})
+
 
 Document = Mapping[str, Any]
 
@@ -30,7 +178,7 @@ def tune_page(document: Document) -> str:
 
 
 def _title(document: Document) -> str:
-    run = document.get("run")
+    run = document["run"]
     command = "tune" if run is None else f"explain {run['run_id'][:8]}"
     return f"zftune {command}: {_subject(document)}"
 
@@ -46,12 +194,12 @@ def _subject(document: Document) -> str:
 
 def _head(document: Document) -> str:
     work = document["workload"]
-    sentences = document.get("verdict") or words.verdict(document)
+    sentences = document["verdict"]
     stopped = [document["stopped"]] if document["stopped"] else []
     place = [document["device"], f"quality {document['quality']}"]
     if work.get("micro_batch") and work.get("sequence"):
         place.insert(1, f"{work['micro_batch']} × {work['sequence']} tokens")
-    place += [str(document["run"]["backend"])] if "run" in document else []
+    place += [str(document["run"]["backend"])] if document["run"] is not None else []
     place += [work["ranks"]] if (work.get("world_size") or 1) > 1 else []
     lines = "\n".join(f'<p class="verdict">{escape(sentence)}</p>' for sentence in (*sentences, *stopped))
     title = escape(_title(document).replace(": ", " · ", 1))
@@ -65,7 +213,7 @@ def _rig(document: Document) -> str:
     rig = document["rig"]
     if rig is None:
         return ""
-    text = f"Emulated: times come from the rig {rig['name']}, not from a GPU. {rig.get('source', '')}"
+    text = f"Emulated hardware: times come from the rig {rig['name']}, not from a GPU. {rig.get('source', '')}"
     return f'<p class="rig">{escape(text.strip())}</p>\n'
 
 
@@ -81,28 +229,40 @@ def _figures(document: Document) -> Iterator[tuple[str, str, str]]:
     best, start, gain, cost = (document[name] for name in ("best", "start", "gain", "cost"))
     if best is None or cost is None:
         return
-    if best["step_ms"] is not None:
-        before = "" if start["step_ms"] is None or best == start else f"{ms(start['step_ms'])} before"
-        yield "Step", ms(best["step_ms"]), before
+    now, earlier = best["step_ms"], best["earlier_step_ms"]
+    if now is not None:
+        at_start = "" if start["step_ms"] is None or best == start else f"{ms(start['step_ms'])} at the start"
+        yield "Step", ms(now), at_start
+    elif earlier is not None:
+        yield "Step", ms(earlier), _BEFORE
     if gain is not None:
         title = "Gained" if gain["share"] >= 0 else "Given up"
         error = "" if gain["error"] is None else f"± {100 * gain['error']:.1f}% of the step time"
+        error += f", {_BEFORE}" if gain["era"] < len(document["eras"]) - 1 else ""
         yield title, f"{100 * abs(gain['share']):.1f}%", error
     share = percent(cost["spent_s"] / cost["elapsed_s"]) if cost["elapsed_s"] else "0%"
-    yield "Spent on exploring", share, f"{words.seconds(cost['spent_s'])} of {words.seconds(cost['elapsed_s'])}"
-    if cost.get("break_even_s") is not None and cost["spent_s"] > 0:
-        after = words.seconds(cost["break_even_s"]) if cost["break_even_s"] > 0 else "at once"
+    yield "Spent on exploring", share, f"{seconds(cost['spent_s'])} of {seconds(cost['elapsed_s'])}"
+    if cost["break_even_s"] is not None and cost["spent_s"] > 0:
+        after = seconds(cost["break_even_s"]) if cost["break_even_s"] > 0 else "at once"
         yield "Broke even", after, "of training since the search began"
-    elif cost.get("remaining_s") is not None:
-        yield "Breaks even in", words.seconds(cost["remaining_s"]), "of training with these knobs"
-    tried = sum(trial["step_ms"] is not None for trial in document["trials"])
-    unseen = sum(trial["state"] == "rejected" for trial in document["trials"])
-    yield "Measurements", str(document["measurements"]), f"of {tried} settings; {unseen} more rejected unseen"
+    elif cost["remaining_s"] is not None:
+        yield "Breaks even in", seconds(cost["remaining_s"]), "of training with these settings"
+    yield "Measurements", *_counts(document)
+
+
+def _counts(document: Document) -> tuple[str, str]:
+    eras, trials = document["eras"], document["trials"]
+    made = sum(era["measurements"] for era in eras)
+    tried = sum(trial["step_ms"] is not None or trial["earlier_step_ms"] is not None for trial in trials)
+    unseen = sum(trial["state"] == "rejected" for trial in trials)
+    since = f"; {eras[-1]['measurements']} since step times changed" if len(eras) > 1 else ""
+    return str(made), f"of {tried} settings{since}; {unseen} more rejected unseen"
 
 
 def _foot(document: Document) -> str:
-    version = document.get("zftune") or (document.get("software") or {}).get("zftune") or ""
-    text = f"Written by zftune {version} from a {document['schema']} document, which this page holds as JSON."
+    text = (
+        f"Written by zftune {document['zftune']} from a {document['schema']} document, which this page holds as JSON."
+    )
     return f"<footer>{escape(text)}</footer>"
 
 
@@ -115,24 +275,38 @@ def _charts(document: Document) -> dict[str, tuple[str, Chart | None]]:
     why = importance if isinstance(importance, str) else ""
     found = (
         ("history", "Search history", _HISTORY, history_chart(document), "Nothing was measured."),
+        ("curve", "The training meanwhile", _CURVE, curve_chart(document), ""),
         ("plane", "Step time over k and S", _PLANE, plane_chart(document), _flat(document)),
-        ("knobs", "Step time over the other knobs", _KNOBS, knobs_chart(document) if document["best"] else None, _SAME),
+        (
+            "knobs",
+            "Step time over the other values",
+            _KNOBS,
+            knobs_chart(document) if document["best"] else None,
+            _SAME,
+        ),
         ("importance", "What matters", _IMPORTANCE, None if isinstance(importance, str) else importance, why),
     )
-    return {name: (section(name, title, lead, chart, empty), chart) for name, title, lead, chart, empty in found}
+    return {
+        name: (section(name, title, lead, chart, empty), chart)
+        for name, title, lead, chart, empty in found
+        if chart is not None or empty
+    }
 
 
 _HISTORY = (
-    "Each measurement in order, with two standard errors. A setting is adopted after the incumbent was measured before "
-    "and after it; dotted lines mark where that happened, and where the search began again or was stopped."
+    "Each measurement in order, with two standard errors. A setting is adopted after the best so far was measured "
+    "before and after it; dotted lines mark where that happened. Where step times changed the search began again: what "
+    "was measured before lies on grey, and is not compared with what came after."
 )
+_CURVE = "Means of some steps each, over the whole training; dotted lines mark where settings changed."
 _PLANE = (
-    "Circles were measured, fast ones dark; small squares were not. Settings of the same k and S that differ in other "
-    "knobs stand beside each other."
+    "k is topk_ratio, S is update_interval. Circles were measured, fast ones dark; empty circles were measured before "
+    "step times changed; small squares were not measured. Settings that differ otherwise stand beside each other."
 )
-_KNOBS = "Measured settings, whatever their other knobs were."
-_IMPORTANCE = "By PED-ANOVA: how much the fastest settings differ from all others in a knob. Few settings say little."
-_SAME = "No other knob was set in more than one way."
+_KNOBS = "Measured settings, whatever their other values were; grey ones were measured before step times changed."
+_BEFORE = "measured before step times changed"
+_IMPORTANCE = "How much the fastest settings differ from the others in each value (PED-ANOVA): with few a rough guide."
+_SAME = "No other value was varied."
 
 
 def _flat(document: Document) -> str:
@@ -167,32 +341,49 @@ def _details(title: str, content: str, *, is_open: bool) -> str:
 
 
 def _decisions(document: Document) -> str:
-    rows = []
+    rows: list[Sequence[str]] = []
+    earlier, eras, last = set(), document["eras"], -1
     for note in document["decisions"]:
-        at_s = note.get("at_s", note["details"].get("elapsed_s"))
+        era = note["era"]
+        if len(eras) > 1 and era != last:
+            last = era
+            rows.append((words.era(document, eras[era]),))
+        if era < len(eras) - 1:
+            earlier.add(len(rows))
         figures = "; ".join(words.measured(document, note))
         setting = "" if note["trial"] is None else str(note["trial"])
-        rows.append(("" if at_s is None else words.seconds(at_s), note["kind"], setting, note["reason"], figures))
-    return table(("at", "decision", "setting", "reason", "measured"), rows, ("value", "", "value", "", "source"))
+        kind = DECISIONS.get(note["kind"], note["kind"])
+        rows.append((seconds(note["at_s"]), kind, setting, note["reason"], figures))
+    heads = ("at", "decision", "setting", "reason", "measured")
+    return table(heads, rows, ("value", "", "value", "", "source"), earlier)
 
 
 def _trials(document: Document, trials: Sequence[Mapping[str, Any]]) -> str:
-    fates = words.fates(document)
+    fates, eras = words.fates(document), document["eras"]
     heads = ("", "setting", "by", "measured", "planner", "staleness", "state", "why")
-    rows = [
-        (
-            str(trial["number"]),
-            words.setting(trial["knobs"]),
-            str(trial["source"]),
-            _ms(trial["step_ms"]),
-            _ms(trial["predicted_step_ms"]),
-            "" if trial["staleness_steps"] is None else number(trial["staleness_steps"]),
-            fates[trial["number"]],
-            trial["reason"] or "",
-        )
-        for trial in trials
-    ]
-    return table(heads, rows, ("value", "", "", "value", "value", "value", "", "source"))
+    rows: list[Sequence[str]] = []
+    earlier = set()
+    for era in range(max(1, len(eras)) - 1, -1, -1):
+        those = [trial for trial in trials if trial["era"] == era]
+        if len(eras) > 1 and those:
+            rows.append((words.era(document, eras[era]),))
+        if era < len(eras) - 1:
+            earlier |= set(range(len(rows), len(rows) + len(those)))
+        rows += [_trial(trial, fates[trial["number"]]) for trial in those]
+    return table(heads, rows, ("value", "", "", "value", "value", "value", "", "source"), earlier)
+
+
+def _trial(trial: Mapping[str, Any], fate: str) -> Sequence[str]:
+    return (
+        str(trial["number"]),
+        words.setting(trial["knobs"]),
+        str(trial["source"]),
+        _ms(trial["step_ms"] if trial["step_ms"] is not None else trial["earlier_step_ms"]),
+        _ms(trial["predicted_step_ms"]),
+        "" if trial["staleness_steps"] is None else number(trial["staleness_steps"]),
+        fate,
+        trial["reason"] or "",
+    )
 
 
 def _ms(value: float | None) -> str:

@@ -13,8 +13,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from zftune.explain import words
-from zftune.profile.units import number
-from zftune.report.chart import Chart, axis, layout
+from zftune.report.values import Chart, axis, layout
+from zftune.text import number
+from zftune.words import value
 
 Document = Mapping[str, Any]
 
@@ -22,6 +23,7 @@ _EDGE, _UNSEEN = "rgba(128,128,128,0.9)", "rgba(140,140,140,0.75)"
 _CHOSEN, _START = "#D55E00", "#CC79A7"
 _FORBIDDEN, _LAGS = "rgba(128,128,128,0.34)", "rgba(128,128,128,0.15)"
 _BAR = _POINT = "#1B7FC4"
+_EARLIER = "#9AA3AB"
 _SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
 _INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _SLOWEST = 1.5  # times the fastest: slower ones share a colour
@@ -54,7 +56,7 @@ def plane_chart(document: Document) -> Chart | None:
     )  # fmt: skip
     legend = _region(figure, document, top)
     legend |= _placed(figure, document, trials)
-    return Chart(figure, legend, [] if document.get("feasible") else [_no_region(document)])
+    return Chart(figure, legend, [] if document["feasible"] else [_no_region(document)])
 
 
 def _is_placed(trial: Mapping[str, Any]) -> bool:
@@ -65,13 +67,13 @@ def _is_placed(trial: Mapping[str, Any]) -> bool:
 def _no_region(document: Document) -> str:
     budget = document["budget"]
     if budget is not None and budget["fixed_because"]:
-        return f"No region is shaded: knobs that change the trajectory stay, {budget['fixed_because']}."
+        return f"No region is shaded: settings that change the trajectory stay, {budget['fixed_because']}."
     return "No region is shaded: what the quality allows was not recorded."
 
 
 def _region(figure: go.Figure, document: Document, top: float) -> dict[str, str]:
     """Shade what the budget forbids at any lag, and what it allows, but not with the most lag."""
-    limits = document.get("feasible") or ()
+    limits = document["feasible"] or ()
     if not limits:
         return {}
     x = [math.sqrt(one["topk_ratio"]) for one in limits]
@@ -102,13 +104,18 @@ def _height(interval: float, top: float) -> float:
 
 def _placed(figure: go.Figure, document: Document, trials: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     places = _places(trials)
-    unseen = [trial for trial in trials if trial["step_ms"] is None]
+    earlier = [trial for trial in trials if trial["earlier_step_ms"] is not None]
+    unseen = [trial for trial in trials if trial["step_ms"] is None and trial not in earlier]
     timed = sorted((trial for trial in trials if trial["step_ms"] is not None), key=lambda trial: -trial["step_ms"])
     legend = {}
     if unseen:
         mark = {"color": _UNSEEN, "symbol": "square-open", "size": 7}
         figure.add_trace(_dots("not measured", unseen, places, mark))
         legend["not measured"] = _UNSEEN
+    if earlier:
+        mark = {"color": _EARLIER, "symbol": "circle-open", "size": 13, "line": {"width": 2, "color": _EARLIER}}
+        figure.add_trace(_dots("measured before step times changed", earlier, places, mark))
+        legend["measured before step times changed"] = _EARLIER
     if timed:
         fastest, slowest = timed[-1]["step_ms"], timed[0]["step_ms"]
         mark = {
@@ -136,7 +143,7 @@ def _places(trials: Sequence[Mapping[str, Any]]) -> dict[int, tuple[float, float
     """By number: measured settings of the same k and S stand beside each other, the others lie in the middle."""
     cells: dict[tuple[float, int], list[int]] = defaultdict(list)
     for trial in trials:
-        if trial["step_ms"] is not None:
+        if trial["step_ms"] is not None or trial["earlier_step_ms"] is not None:
             cells[trial["knobs"]["topk_ratio"], trial["knobs"]["update_interval"]].append(trial["number"])
     places = {}
     for trial in trials:
@@ -170,6 +177,8 @@ def _about(trial: Mapping[str, Any]) -> str:
     lines = [f"{trial['number']}: {words.setting(trial['knobs'])}"]
     if trial["step_ms"] is not None:
         lines.append(f"measured {trial['step_ms']:.1f} ms a step")
+    elif trial["earlier_step_ms"] is not None:
+        lines.append(f"measured {trial['earlier_step_ms']:.1f} ms a step before step times changed")
     if trial["predicted_step_ms"] is not None:
         lines.append(f"the planner predicts {trial['predicted_step_ms']:.1f} ms")
     lines += [f"{trial['state']}: {trial['reason']}"] if trial["reason"] else []
@@ -178,7 +187,7 @@ def _about(trial: Mapping[str, Any]) -> str:
 
 def knobs_chart(document: Document) -> Chart | None:
     """Step time over each knob that varied and has no axis of its own; None: there is none."""
-    timed = [trial for trial in document["trials"] if trial["step_ms"] is not None]
+    timed = [trial for trial in document["trials"] if _step_ms(trial) is not None]
     placed = ("topk_ratio", "update_interval") if plane_chart(document) is not None else ()
     names = [name for name in _varied(timed) if name not in placed]
     if not names:
@@ -194,28 +203,30 @@ def knobs_chart(document: Document) -> Chart | None:
         figure.update_xaxes(**axis(type="category", categoryorder="array", categoryarray=labels), row=row, col=1)
         figure.update_yaxes(**axis(nticks=5), row=row, col=1)
         _title(figure, row, f"{escape(name)}: ms a step")
-    return Chart(figure, {"measured": _POINT, "kept": _CHOSEN})
+    old = any(trial["step_ms"] is None for trial in timed)
+    more = {"measured before step times changed": _EARLIER} if old else {}
+    return Chart(figure, {"measured": _POINT, "kept": _CHOSEN, **more})
 
 
 def _varied(trials: Sequence[Mapping[str, Any]]) -> list[str]:
     names = dict.fromkeys(name for trial in trials for name in trial["knobs"])
-    return [name for name in names if len({words.value(trial["knobs"].get(name)) for trial in trials}) > 1]
+    return [name for name in names if len({value(trial["knobs"].get(name)) for trial in trials}) > 1]
 
 
 def _labels(values: Sequence[object]) -> list[str]:
     """Values in words, numbers in their order and before what is none."""
-    numbers = {words.value(one): one if isinstance(one, int | float) else math.inf for one in values}
+    numbers = {value(one): one if isinstance(one, int | float) else math.inf for one in values}
     return [escape(label) for label in sorted(numbers, key=lambda label: (numbers[label], label))]
 
 
 def _strip(trials: Sequence[Mapping[str, Any]], name: str, best: int) -> go.Scatter:
     return go.Scatter(
         name=escape(name),
-        x=[escape(words.value(trial["knobs"].get(name))) for trial in trials],
-        y=[trial["step_ms"] for trial in trials],
+        x=[escape(value(trial["knobs"].get(name))) for trial in trials],
+        y=[_step_ms(trial) for trial in trials],
         mode="markers",
         marker={
-            "color": [_CHOSEN if trial["number"] == best else _POINT for trial in trials],
+            "color": [_strip_colour(trial, best) for trial in trials],
             "size": [12 if trial["number"] == best else 9 for trial in trials],
             "opacity": 0.85,
         },
@@ -224,11 +235,23 @@ def _strip(trials: Sequence[Mapping[str, Any]], name: str, best: int) -> go.Scat
     )
 
 
+def _step_ms(trial: Mapping[str, Any]) -> float | None:
+    """Of the newest era that it was measured in."""
+    found: float | None = trial["step_ms"]
+    return trial["earlier_step_ms"] if found is None else found
+
+
+def _strip_colour(trial: Mapping[str, Any], best: int) -> str:
+    if trial["number"] == best:
+        return _CHOSEN
+    return _POINT if trial["step_ms"] is not None else _EARLIER
+
+
 def _title(figure: go.Figure, row: int, text: str) -> None:
     suffix = "" if row == 1 else str(row)
     figure.add_annotation(
         text=text, xref="paper", yref=f"y{suffix} domain", x=0, y=1, yshift=4, xanchor="left", yanchor="bottom",
-        showarrow=False, font={"size": 13},
+        showarrow=False, font={"size": 12},
     )  # fmt: skip
 
 
@@ -237,14 +260,14 @@ def _title(figure: go.Figure, row: int, text: str) -> None:
 
 def importance_chart(document: Document) -> Chart | str:
     """Bars, or why there are none."""
-    from zftune.tuner.importance import LEAST, importances
+    from zftune.tuner.optuna_export import LEAST, importances
 
     settings, times, count = told(document)
     if count < LEAST:
-        return f"Too few measurements: {count} settings have a step time, needed are {LEAST}."
+        return f"Too few measurements: {count} settings have a step time, and {LEAST} are needed."
     shares = importances(settings, times)
     if shares is None:
-        return "No knob stands out: the fastest settings have the same knobs as the others."
+        return "No setting stands out: the fastest ones have the same values as the others."
     rows = list(reversed(shares.items()))
     figure = go.Figure(
         layout=layout(

@@ -13,51 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zftune.store.errors import StoreError
-from zftune.store.types import (
-    Decision,
-    Evidence,
-    Hardware,
-    Key,
-    Match,
-    Measurement,
-    Model,
-    Preset,
-    PresetState,
-    Query,
-    Ratios,
-    Reaped,
-    Run,
-    RunRecord,
-    RunState,
-    TrialRecord,
-    TrialState,
-)
+from zftune.store.location import DATABASE, home_of
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
-
-__all__ = [
-    "Decision",
-    "Evidence",
-    "Hardware",
-    "Key",
-    "Match",
-    "Measurement",
-    "Model",
-    "Preset",
-    "PresetState",
-    "Query",
-    "Ratios",
-    "Reaped",
-    "Run",
-    "RunRecord",
-    "RunState",
-    "StoreError",
-    "TrialRecord",
-    "TrialState",
-    "open_store",
-]
 
 
 def open_store(
@@ -79,10 +38,6 @@ def open_store(
     from zftune.store.store import Store
 
     environment = os.environ if environment is None else environment
-    value = environment.get("ZFTUNE_DB", "") if url is None else url
-    try:
-        home: Path | None = Path(environment["HOME"]) if environment.get("HOME") else Path.home()
-    except RuntimeError:  # no home is known
-        home = None
-    database, path, notices = open_database(value, environment, home, root)
+    value = environment.get(DATABASE, "") if url is None else url
+    database, path, notices = open_database(value, environment, home_of(environment), root)
     return Store(database, path, notices, clock)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
+DATABASE = "ZFTUNE_DB"
+"""Environment variable that names the store."""
 NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "fuse.sshfs", "9p")
 """Types of file systems, or what they begin with, on which SQLite's locks cannot be trusted."""
 
 _SERVER = re.compile(r"(\w+)(?:\+\w+)?://")
 _SQLITE = re.compile(r"^sqlite(?:\+\w+)?:///")
+_URI = re.compile(r"^file:(?://(?:localhost)?(?=/))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +29,59 @@ class Location:
     shown: str
     """How to call it, without a user's name or a password."""
 
+    @property
+    def identity(self) -> str:
+        """What all processes that mean this database call it: the real path of a file; no user's name, no password."""
+        if self.path is not None:
+            real = os.path.realpath(self.path) if self.path.is_absolute() else self.path
+            return os.fsencode(real).decode("utf-8", "backslashreplace")
+        if self.url is not None:
+            kind = self.url.partition("://")[0].partition("+")[0]
+            return f"{kind} server {hashlib.sha256(self.url.encode(errors='surrogateescape')).hexdigest()[:8]}"
+        return "memory"
+
+
+def home_of(environment: Mapping[str, str]) -> Path | None:
+    """The user's home folder; None where none is known.
+
+    Args:
+        environment: $HOME counts.
+    """
+    try:
+        return Path(environment["HOME"]) if environment.get("HOME") else Path.home()
+    except RuntimeError:
+        return None
+
+
+def meant_by(environment: Mapping[str, str]) -> Location:
+    """The database that an environment asks for.
+
+    Args:
+        environment: $ZFTUNE_DB, $XDG_DATA_HOME and $HOME count.
+    """
+    return locate(environment.get(DATABASE, ""), environment, home_of(environment))
+
+
+def settled(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which a relative path in $ZFTUNE_DB is absolute, as it is meant here: processes change folders.
+
+    Args:
+        environment: of a process in this folder.
+    """
+    path = meant_by(environment).path if environment.get(DATABASE) else None
+    return {**environment} if path is None else {**environment, DATABASE: str(path)}
+
 
 def locate(value: str, environment: Mapping[str, str], home: Path | None) -> Location:
     """Where the database is to be.
 
     Args:
-        value: a path or a URL of SQLAlchemy, of $ZFTUNE_DB; "" means the default.
+        value: a path, a URL of SQLAlchemy or a "file:" URI of SQLite, of $ZFTUNE_DB; "" means the default.
         environment: $XDG_DATA_HOME counts.
         home: of the user, if there is one.
     """
+    if value.startswith("file:"):
+        return _of_uri(value)
     server = _SERVER.match(value)
     if server is not None and server[1] != "sqlite":
         return Location(None, value, f"the {server[1]} database of $ZFTUNE_DB")
@@ -39,12 +89,20 @@ def locate(value: str, environment: Mapping[str, str], home: Path | None) -> Loc
         file = _SQLITE.sub("", value).partition("?")[0] if "://" in value else value
         if "://" in value and (file in ("", ":memory:") or (server is not None and file == value)):
             return Location(None, None, "$ZFTUNE_DB")
-        return Location(_expanded(file, home).absolute(), None, "$ZFTUNE_DB")
+        return Location(_absolute(_expanded(file, home)), None, "$ZFTUNE_DB")
     folder = environment.get("XDG_DATA_HOME", "")
     if folder and Path(folder).is_absolute():  # others are ignored, as the specification of XDG asks
         return Location(Path(folder) / "zftune" / "zftune.db", None, "$XDG_DATA_HOME/zftune/zftune.db")
     shown = "~/.local/share/zftune/zftune.db"
     return Location(None if home is None else home / ".local/share/zftune/zftune.db", None, shown)
+
+
+def _of_uri(value: str) -> Location:
+    """Of a URI such as file:results/zftune.db or file:///srv/zftune.db, whose query counts for memory alone."""
+    file, _, query = value.partition("#")[0].partition("?")
+    file = unquote(_URI.sub("", file))
+    in_memory = file in ("", ":memory:") or "mode=memory" in query.split("&")
+    return Location(None if in_memory else _absolute(Path(file)), None, f"${DATABASE}")
 
 
 def network_file_system(path: Path, root: Path = Path("/")) -> str | None:
@@ -54,7 +112,7 @@ def network_file_system(path: Path, root: Path = Path("/")) -> str | None:
         path: need not exist.
         root: stands for "/" where the mounts are read.
     """
-    kind = file_system(next((one for one in (path, *path.parents) if _exists(one)), Path("/")), root)
+    kind = file_system(next((one for one in (path, *path.parents) if exists(one)), Path("/")), root)
     return kind if kind is not None and kind.startswith(NETWORK) else None
 
 
@@ -90,7 +148,15 @@ def _expanded(file: str, home: Path | None) -> Path:
     return Path(file)
 
 
-def _exists(path: Path) -> bool:
+def _absolute(path: Path) -> Path:
+    try:
+        return path.absolute()
+    except OSError:  # the working directory was removed: nothing can be made there, and whoever tries says so
+        return path
+
+
+def exists(path: Path) -> bool:
+    """Whether there is something; False where nobody can tell."""
     try:
         return path.exists()
     except (OSError, ValueError):  # a name that is too long, or a folder that may not be entered

@@ -1,22 +1,252 @@
-"""Opening a database. Whatever is wrong with it, a store comes out: at worst in memory, with a sentence about it."""
+"""Opening a database: its engine, schema and backups. Whatever is wrong, a store comes out, at worst in memory."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sqlite3
 import stat
-from collections.abc import Iterator, Mapping
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import Connection, Engine, inspect, text
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import URL, Connection, Engine, StaticPool, create_engine, event, inspect, make_url, text
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.orm import Session
 
+from zftune.errors import BadInputError, MissingPackageError, StoreError
 from zftune.store import files
-from zftune.store.engine import Database, cause_of, file_engine, memory_engine, server_engine
 from zftune.store.location import Location, locate, network_file_system, node_local
-from zftune.store.schema import HEAD, REVISIONS, upgrade
 from zftune.store.tables import Base
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+
+BUSY_TIMEOUT_S = 60.0
+
+_T = TypeVar("_T")
+_WRITES = "zftune_writes"
+_ATTEMPTS = 3
+_json = partial(json.dumps, allow_nan=False)
+
+
+class Database:
+    """An engine, and how it is written to.
+
+    Args:
+        engine: of `file_engine`, `memory_engine` or `server_engine`.
+        shown: how to call it in sentences.
+        serial: whether threads take turns, since they share one connection.
+    """
+
+    def __init__(self, engine: Engine, shown: str, *, serial: bool = False) -> None:
+        self.engine = engine
+        self.shown = shown
+        self._writing = engine.execution_options(**{_WRITES: True})
+        self._turn: Any = threading.RLock() if serial else nullcontext()
+
+    def write(self, work: Callable[[Session], _T]) -> _T:
+        """Run `work` in a transaction of its own and commit it; again where another process wrote the same row first.
+
+        Raises:
+            StoreError: it could not be kept; nothing of it was.
+        """
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                with self._turn, Session(self._writing, expire_on_commit=False) as session, session.begin():
+                    return work(session)
+            except IntegrityError as error:
+                if attempt == _ATTEMPTS:
+                    raise self._failed("could not be written", error) from error
+            except SQLAlchemyError as error:
+                raise self._failed("could not be written", error) from error
+        raise AssertionError("unreachable")
+
+    def read(self, work: Callable[[Session], _T]) -> _T:
+        """Run `work` on one snapshot.
+
+        Raises:
+            StoreError: it could not be read.
+        """
+        try:
+            with self._turn, Session(self.engine) as session, session.begin():
+                return work(session)
+        except SQLAlchemyError as error:
+            raise self._failed("could not be read", error) from error
+
+    def close(self) -> None:
+        """Close every connection."""
+        self.engine.dispose()
+
+    def _failed(self, what: str, error: SQLAlchemyError) -> StoreError:
+        return StoreError(f"{self.shown} {what} ({cause_of(error)})")
+
+
+def file_engine(path: Path) -> Engine:
+    """Connections to a SQLite file that `zftune.store.opening` has prepared (WAL is a property of the file)."""
+    url = URL.create("sqlite", database=str(path))
+    engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S}, json_serializer=_json)
+    return _sqlite(engine)
+
+
+def memory_engine() -> Engine:
+    """A database that ends with this process."""
+    options: Any = {"poolclass": StaticPool, "connect_args": {"check_same_thread": False}}
+    return _sqlite(create_engine("sqlite://", json_serializer=_json, **options))
+
+
+def server_engine(url: str) -> Engine:
+    """Connections to a database server.
+
+    Raises:
+        SQLAlchemyError: the URL is none.
+        ImportError: its driver is not installed.
+    """
+    try:
+        return create_engine(url, json_serializer=_json, pool_pre_ping=True)
+    except ModuleNotFoundError as error:
+        if make_url(url).get_backend_name() != "postgresql":
+            raise
+        raise MissingPackageError("psycopg", "PostgreSQL") from error
+
+
+def cause_of(error: BaseException) -> str:
+    """The first line of what the driver said: without the statement, the values and any URL."""
+    original = getattr(error, "orig", None) or error
+    lines = str(original).strip().splitlines() or [type(original).__name__]
+    return lines[0][:200].rstrip(".")
+
+
+def _sqlite(engine: Engine) -> Engine:
+    event.listen(engine, "connect", _on_connect)
+    event.listen(engine, "begin", _on_begin)
+    # A forked child must not use, nor close, its parent's connections.
+    alive = weakref.ref(engine)
+
+    def forget() -> None:
+        forked = alive()
+        if forked is not None and not isinstance(forked.pool, StaticPool):
+            forked.dispose(close=False)
+
+    os.register_at_fork(after_in_child=forget)
+    return engine
+
+
+def _on_connect(connection: Any, _: Any) -> None:
+    connection.isolation_level = None  # the driver would begin transactions of its own, and not at once
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.execute("PRAGMA synchronous=FULL")
+    cursor.execute("PRAGMA trusted_schema=OFF")
+    cursor.close()
+
+
+def _on_begin(connection: Connection) -> None:
+    # IMMEDIATE waits for its turn before it reads: two that read first could not both go on to write.
+    writes = connection.get_execution_options().get(_WRITES, False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+REVISIONS = ("0001", "0002", "0003", "0004")
+"""Oldest first. They are the files of `migrations/versions`; Alembic is imported only where one has to be run."""
+HEAD = REVISIONS[-1]
+
+MIGRATIONS = Path(__file__).with_name("migrations")
+
+
+def upgrade(connection: Connection) -> None:
+    """Bring a database to the newest schema, within the connection's transaction.
+
+    Raises:
+        SQLAlchemyError: a statement failed.
+    """
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+def database_file(value: str, home: Path, environment: dict[str, str], root: Path = Path("/")) -> Path:
+    """The SQLite file that backups lie beside.
+
+    Raises:
+        BadInputError: the store is none.
+    """
+    location = locate(value, environment, home)
+    if location.path is None:
+        raise BadInputError(f"{location.shown} has no backups: only a SQLite file has")
+    try:
+        return trusted(location.path, location.shown, root, [])[0]
+    except Unusable as reason:
+        raise BadInputError(f"{location.shown}: {reason}; it must be a local file") from reason
+
+
+def chosen(path: Path, which: str) -> Path:
+    """A backup by its number (1 is the newest) or its file's name.
+
+    Raises:
+        BadInputError: there is no such backup.
+    """
+    found = files.backups(path)
+    for number, backup in enumerate(found, 1):
+        if which in (str(number), backup.name):
+            return backup
+    others = "--list shows those that there are" if found else "none was made yet"
+    raise BadInputError(f"there is no backup '{which[:80]}': {others}")
+
+
+def restore(path: Path, backup: Path) -> Path | None:
+    """Put a backup in the database's place, and bring it to the newest schema.
+
+    Args:
+        path: the database; a usable one is backed up first, and programs that have it open go on with what was
+            brought back; one that cannot be used is renamed.
+        backup: of it.
+
+    Returns:
+        Where the database is now that was there before; None if there was none.
+
+    Raises:
+        StoreError: it could not be done; the database is as it was.
+    """
+    try:
+        with files.locked(path):
+            state = files.state_of(backup)
+            check(state)
+            if state.kind != "ours":
+                raise Unusable("is empty")
+            before = _make_room(path, backup)
+            files.copy(backup, path)
+        prepare(path)
+    except Unusable as reason:
+        raise StoreError(f"{backup.name} {reason}") from reason
+    except OSError as error:
+        raise StoreError(f"{backup.name} could not be brought back ({error.strerror or error})") from error
+    except sqlite3.Error as error:
+        raise StoreError(f"{backup.name} could not be brought back ({error})") from error
+    return before
+
+
+def _make_room(path: Path, backup: Path) -> Path | None:
+    state = files.state_of(path)
+    try:
+        check(state)
+    except Unusable:
+        return files.set_aside(path)
+    if state.kind == "empty":
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return None
+    return files.back_up(path, spare=backup)
+
 
 _IN_MEMORY = "what zftune learns is kept in memory until it ends"
 _MEMORY = "the store in memory"
@@ -109,7 +339,7 @@ def check(state: files.FileState) -> None:
         raise Unusable("is another program's database and was left as it is")
     if state.revision is not None and state.revision not in REVISIONS:
         raise Unusable(
-            f"has the schema {_short(state.revision)} of a newer zftune (this one knows {HEAD}) and was not opened"
+            f"has the schema {_short(state.revision)} of a newer zftune (this one supports {HEAD}) and was not opened"
         )
 
 

@@ -1,17 +1,57 @@
-"""The runs of a store as they were written down."""
+"""The runs of a store as they were written down, and how settings are cleared of crashes that were none of theirs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sqlalchemy import or_, select
+from sqlalchemy import and_, delete, func, or_, select
+from sqlalchemy.orm import Session
 
-from zftune.store.engine import Database
-from zftune.store.living import Living
-from zftune.store.rows import decision_of, measurement_of, run_of, trial_of
-from zftune.store.tables import DecisionRow, MeasurementRow, RunRow, TrialRow
-from zftune.store.types import Decision, Key, Measurement, RunRecord, RunState, TrialRecord, TrialState
+from zftune.store.account import Account, beat_of, died, trains
+from zftune.store.locks import RunLocks
+from zftune.store.opening import Database
+from zftune.store.tables import (
+    CurveRow,
+    DecisionRow,
+    MeasurementRow,
+    RunRow,
+    TrialRow,
+    account_of,
+    curve_of,
+    decision_of,
+    measurement_of,
+    run_of,
+    trial_of,
+)
+from zftune.store.types import Barred, Curve, Decision, Key, Measurement, RunRecord, RunState, TrialRecord, TrialState
+
+
+def was_measured(session: Session, trial_id: int) -> bool:
+    """Whether a trial has a measurement that counts."""
+    valid = (MeasurementRow.trial_id == trial_id, MeasurementRow.void_reason.is_(None))
+    return session.scalar(select(func.count()).where(*valid)) != 0
+
+
+def spare(session: Session, run_id: str, *, crash: str, void: str) -> None:
+    """No trial of a training that lives crashed, also where it was taken for dead since the run was gone on with last.
+
+    Args:
+        session: of the transaction.
+        run_id: of the run.
+        crash: the reason that was written where it was taken for dead.
+        void: the reason that is written in its place.
+    """
+    # A run that is gone on with tells its search of a crash, as a measurement: that one was a training which died.
+    told = (MeasurementRow.trial_id == TrialRow.trial_id, MeasurementRow.void_reason == crash)
+    believed = select(MeasurementRow.measurement_id).where(*told).exists()
+    dead = and_(TrialRow.state == TrialState.CRASHED, TrialRow.reason == crash, ~believed)
+    flying = or_(TrialRow.state == TrialState.IN_FLIGHT, dead)
+    for row in session.scalars(select(TrialRow).where(TrialRow.run_id == run_id, flying)).all():
+        measured = was_measured(session, row.trial_id)
+        row.state, row.reason = TrialState.MEASURED if measured else TrialState.VOID, None if measured else void
+        taken_back = (DecisionRow.trial_id == row.trial_id, DecisionRow.kind == "crash", DecisionRow.reason == crash)
+        session.execute(delete(DecisionRow).where(*taken_back))
 
 
 class PastRuns:
@@ -19,7 +59,7 @@ class PastRuns:
 
     _database: Database
     _clock: Callable[[], float]
-    _living: Living
+    _living: RunLocks
 
     def runs(self) -> list[RunRecord]:
         """All, the newest first.
@@ -55,8 +95,49 @@ class PastRuns:
         Raises:
             StoreError: the store could not be read.
         """
-        order = select(DecisionRow).where(DecisionRow.run_id == run_id).order_by(DecisionRow.decision_id)
-        return self._database.read(lambda session: [decision_of(row) for row in session.scalars(order)])
+        order = (
+            select(DecisionRow, TrialRow.number)
+            .outerjoin(TrialRow, TrialRow.trial_id == DecisionRow.trial_id)
+            .where(DecisionRow.run_id == run_id)
+            .order_by(DecisionRow.decision_id)
+        )
+        return self._database.read(lambda session: [decision_of(*row) for row in session.execute(order)])
+
+    def curve(self, run_id: str) -> Curve:
+        """How a run went; empty where nothing was written of that.
+
+        Raises:
+            StoreError: the store could not be read.
+        """
+
+        def work(session: Session) -> Curve:
+            row = session.get(CurveRow, run_id)
+            return Curve() if row is None else curve_of(row)
+
+        return self._database.read(work)
+
+    def account(self, run_id: str) -> Account | None:
+        """What a run took, spent and gained so far; None: nobody counted, as in runs that are older than the account.
+
+        Raises:
+            StoreError: the store could not be read.
+        """
+
+        def work(session: Session) -> Account:
+            row = session.get(RunRow, run_id)
+            return Account() if row is None else account_of(row)
+
+        found, beat = self._database.read(work), beat_of(self._living, run_id)
+        found = found if beat is None else found.taken(beat.process, beat.count)
+        return found if found.process else None
+
+    def is_trained(self, run_id: str) -> bool:
+        """Whether the process that trains a run is known to live, whether or not somebody tunes it."""
+        return trains(self._living, run_id)
+
+    def has_died(self, run_id: str) -> bool:
+        """Whether the process that trained a run is known to have ended without goodbye, whoever wrote for it."""
+        return died(self._living, run_id)
 
     def lease_left_s(self, run_id: str) -> float:
         """For how many seconds a run still counts as one that runs, whoever wrote to it; 0: a lock tells, or it ended.
@@ -70,7 +151,7 @@ class PastRuns:
         until = self._database.read(lambda session: session.scalar(select(RunRow.lease_until_unix_s).where(*running)))
         return 0.0 if until is None else max(0.0, until - self._clock())
 
-    def crashed_knobs(self, key: Key) -> list[dict[str, Any]]:
+    def barred(self, key: Key) -> list[Barred]:
         """Settings not to be tried again for a model on a machine.
 
         Those that were in flight when a run crashed, and those that somebody has rolled back.
@@ -78,15 +159,16 @@ class PastRuns:
         Raises:
             StoreError: the store could not be read.
         """
-        barred = select(DecisionRow.trial_id).where(DecisionRow.kind == "rollback")
+        rolled_back = select(DecisionRow.trial_id).where(DecisionRow.kind == "rollback")
         wanted = (
-            select(TrialRow.knobs)
+            select(TrialRow.knobs, TrialRow.state)
             .join(RunRow, RunRow.run_id == TrialRow.run_id)
             .where(RunRow.model_id == key.model_id, RunRow.hw_id == key.hw_id, RunRow.backend == key.backend)
-            .where(or_(TrialRow.state == TrialState.CRASHED, TrialRow.trial_id.in_(barred)))
+            .where(or_(TrialRow.state == TrialState.CRASHED, TrialRow.trial_id.in_(rolled_back)))
             .order_by(TrialRow.trial_id)
         )
-        return self._database.read(lambda session: list(session.scalars(wanted)))
+        rows = self._database.read(lambda session: list(session.execute(wanted)))
+        return [Barred(knobs, "crash" if state is TrialState.CRASHED else "rollback") for knobs, state in rows]
 
     def unfinished_run(self, key: Key, knobs: Mapping[str, Any], settings: Mapping[str, Any]) -> RunRecord | None:
         """The newest run of a search that measured something, if it ended before the search did.
@@ -102,6 +184,8 @@ class PastRuns:
         for run in self.runs():
             same = all(run.settings.get(name) == value for name, value in settings.items())
             if not same or run.key != key or run.knobs != knobs or run.state is RunState.RUNNING:
+                continue
+            if self.is_trained(run.run_id):  # its daemon has ended, and the next one takes it up
                 continue
             if run.state is RunState.FINISHED:
                 return None

@@ -1,6 +1,6 @@
 """The runs of a store, with their trials, measurements and decisions.
 
-A run is written to by the one process that holds its lock and its lease (see `zftune.store.living`). Both end by
+A run is written to by the one process that holds its lock and its lease (see `zftune.store.locks`). Both end by
 themselves; `reap` closes what ended so.
 """
 
@@ -8,20 +8,31 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from zftune.store.errors import StoreError
-from zftune.store.living import Living
-from zftune.store.past_runs import PastRuns
+from zftune.errors import StoreError
+from zftune.store.account import Account, Beat, beat_of, runs_with_pulse, trains
+from zftune.store.locks import RunLocks
+from zftune.store.past_runs import PastRuns, spare, was_measured
 from zftune.store.presets import save_facts
-from zftune.store.rows import measurement_row, trial_of
-from zftune.store.sparing import spare, was_measured
-from zftune.store.tables import REASON_LENGTH, DecisionRow, MeasurementRow, RunRow, TrialRow
+from zftune.store.tables import (
+    REASON_LENGTH,
+    CurveRow,
+    DecisionRow,
+    MeasurementRow,
+    RunRow,
+    TrialRow,
+    account_of,
+    measurement_row,
+    trial_of,
+)
 from zftune.store.types import (
+    LEASE_S,
+    Curve,
     Decision,
     Hardware,
     Key,
@@ -34,19 +45,17 @@ from zftune.store.types import (
     TrialState,
 )
 
-LEASE_S = 120.0
-
 _OPEN = (TrialState.PLANNED, TrialState.IN_FLIGHT)
 _CRASH = "the run ended without goodbye while this setting was in flight"
 _VOID = "the run ended before this setting was measured"
-_RUNNING = "run '{}' is still running, allowed is one that has ended"
+_RUNNING = "run '{}' is still running: wait until it has ended"
 
 
 class Runs(PastRuns):
     """The part of a store that keeps runs."""
 
     _clock: Callable[[], float]
-    _living: Living
+    _living: RunLocks
 
     def begin_run(
         self,
@@ -103,45 +112,54 @@ class Runs(PastRuns):
             self._living.release(run.run_id)
             raise
 
-    def renew_lease(self, run: Run, lease_s: float = LEASE_S) -> None:
+    def renew_lease(self, run: Run, lease_s: float = LEASE_S, account: Account | None = None) -> None:
         """Say that a run lives, for so many seconds more.
+
+        Args:
+            run: which.
+            lease_s: for so long.
+            account: of it by now; None: as before.
 
         Raises:
             StoreError: it could not be written, or the run is another process's now.
         """
 
         def work(session: Session) -> None:
-            _own(session, run).lease_until_unix_s = self._clock() + lease_s
+            _own(session, run, account).lease_until_unix_s = self._clock() + lease_s
 
         self._database.write(work)
 
-    def finish_run(self, run: Run) -> None:
+    def finish_run(self, run: Run, account: Account | None = None) -> None:
         """Say goodbye: trials that are open are void.
+
+        Args:
+            run: which.
+            account: of it; None: as before. Likewise below.
 
         Raises:
             StoreError: it could not be written, or the run is another process's now.
         """
-        self._end_run(run, RunState.FINISHED, TrialState.VOID)
+        self._end_run(run, RunState.FINISHED, TrialState.VOID, account)
 
-    def interrupt_run(self, run: Run) -> None:
+    def interrupt_run(self, run: Run, account: Account | None = None) -> None:
         """Say goodbye before the search is over: nothing crashed, and the run is there to be resumed.
 
         Raises:
             StoreError: it could not be written, or the run is another process's now.
         """
-        self._end_run(run, RunState.LOST, TrialState.VOID)
+        self._end_run(run, RunState.LOST, TrialState.VOID, account)
 
-    def lose_run(self, run: Run) -> None:
+    def lose_run(self, run: Run, account: Account | None = None) -> None:
         """Close a run whose training was not heard of any more, as `reap` does: what was in flight is marked crashed.
 
         Raises:
             StoreError: it could not be written, or the run is another process's now.
         """
-        self._end_run(run, RunState.LOST, TrialState.CRASHED)
+        self._end_run(run, RunState.LOST, TrialState.CRASHED, account)
 
-    def _end_run(self, run: Run, state: RunState, in_flight: TrialState) -> None:
+    def _end_run(self, run: Run, state: RunState, in_flight: TrialState, account: Account | None) -> None:
         def work(session: Session) -> None:
-            row = _own(session, run)
+            row = _own(session, run, account)
             row.state, row.ended_unix_s = state, self._clock()
             self._close_trials(session, run.run_id, in_flight=in_flight)
 
@@ -183,7 +201,8 @@ class Runs(PastRuns):
             if row.state is RunState.RUNNING:
                 if not taken.died and row.lease_until_unix_s >= now:
                     raise StoreError(_RUNNING.format(run_id))
-                self._close_trials(session, run_id, in_flight=TrialState.CRASHED)
+                self._close_trials(session, run_id, in_flight=_fate(beat_of(self._living, run_id)))
+            self._take_beat(session, run_id)
             row.token, row.state, row.ended_unix_s = run.token, RunState.RUNNING, None
             row.lease_until_unix_s = now + lease_s
             return run
@@ -251,7 +270,7 @@ class Runs(PastRuns):
             _own(session, run)
             row = _trial(session, run, trial_id)
             if row.state not in (*_OPEN, TrialState.MEASURED):
-                raise StoreError(f"trial {trial_id} is {row.state.value}, allowed is one that is planned or measured")
+                raise StoreError(f"trial {trial_id} is {row.state.value}; it must be planned or measured")
             row.state, row.ended_unix_s = TrialState.IN_FLIGHT, None
 
         self._database.write(work)
@@ -285,7 +304,13 @@ class Runs(PastRuns):
         self._database.write(work)
 
     def add_measurement(
-        self, run: Run, trial_id: int, measurement: Measurement, *, state: TrialState | None = None
+        self,
+        run: Run,
+        trial_id: int,
+        measurement: Measurement,
+        *,
+        state: TrialState | None = None,
+        account: Account | None = None,
     ) -> None:
         """Keep a measurement of a trial.
 
@@ -294,13 +319,14 @@ class Runs(PastRuns):
             trial_id: the trial; one that was measured may be measured again.
             measurement: of it.
             state: the trial's from now on, in the same transaction; None leaves it.
+            account: of the run by now; None: as before.
 
         Raises:
             StoreError: it could not be written, or the run is another process's now.
         """
 
         def work(session: Session) -> None:
-            _own(session, run)
+            _own(session, run, account)
             row = _trial(session, run, trial_id)
             session.add(measurement_row(trial_id, measurement))
             if state is not None and row.state is not state:
@@ -308,24 +334,45 @@ class Runs(PastRuns):
 
         self._database.write(work)
 
-    def add_decision(self, run: Run, decision: Decision) -> None:
+    def add_decision(self, run: Run, decision: Decision, *, account: Account | None = None) -> None:
         """Keep a decision; its time is now.
+
+        Args:
+            run: whose it is.
+            decision: as it is kept.
+            account: of the run by now; None: as before.
 
         Raises:
             StoreError: it could not be written, or the run is another process's now.
         """
 
         def work(session: Session) -> None:
-            _own(session, run)
+            _own(session, run, account)
             _decide(session, run.run_id, decision, self._clock())
+
+        self._database.write(work)
+
+    def save_curve(self, run: Run, curve: Curve) -> None:
+        """Keep how a run went so far, in place of what was kept of that.
+
+        Raises:
+            StoreError: it could not be written, or the run is another process's now.
+        """
+        points, changes = [astuple(one) for one in curve.points], [[one.step, dict(one.knobs)] for one in curve.changes]
+
+        def work(session: Session) -> None:
+            _own(session, run)
+            session.merge(CurveRow(run_id=run.run_id, points=points, changes=changes))
 
         self._database.write(work)
 
     def reap(self) -> list[Reaped]:
         """Close the runs whose process has ended: what was in flight is marked crashed, what was planned is void.
 
-        A run that nobody has a lock on has ended; where there are no locks, one whose lease has ended. Locks' files of
-        processes that were killed before their run was written down, or after its end was, are removed.
+        A run that nobody has a lock on has ended; where there are no locks, one whose lease has ended. One whose daemon
+        alone has ended goes on; what its training has written down of itself until it ended is taken into its account,
+        and nothing crashed where the incumbent ran then. Locks' files of processes that were killed before their run
+        was written down, or after its end was, are removed.
 
         Raises:
             StoreError: it could not be written.
@@ -334,20 +381,36 @@ class Runs(PastRuns):
 
         def work(session: Session) -> tuple[list[Reaped], set[str]]:
             now, found, running = self._clock(), [], set()
+            for run_id in runs_with_pulse(self._living):
+                self._take_beat(session, run_id)
             rows = select(RunRow).where(RunRow.state == RunState.RUNNING)
             for row in session.scalars(rows.with_for_update()):
                 running.add(row.run_id)
-                lives = self._living.lives(row.run_id)
-                if row.lease_until_unix_s >= now if lives is None else lives:
+                if self._goes_on(row, now):
                     continue
-                row.state, row.ended_unix_s = RunState.LOST, min(now, row.lease_until_unix_s)
-                found.append(self._close_trials(session, row.run_id, in_flight=TrialState.CRASHED))
+                beat = beat_of(self._living, row.run_id)
+                row.state = RunState.LOST
+                row.ended_unix_s = min(now, row.lease_until_unix_s if beat is None else beat.at_unix_s)
+                found.append(self._close_trials(session, row.run_id, in_flight=_fate(beat)))
             return found, running
 
         found, running = self._database.write(work)
         for run_id in {one.run_id for one in found} | (files - running):
             self._living.bury(run_id)
         return found
+
+    def _goes_on(self, row: RunRow, now: float) -> bool:
+        """Whether the run's process, or the one that trains it, lives."""
+        if trains(self._living, row.run_id):
+            return True
+        lives = self._living.lives(row.run_id)
+        return row.lease_until_unix_s >= now if lives is None else lives
+
+    def _take_beat(self, session: Session, run_id: str) -> None:
+        """Take what the process that trains a run has counted into its account."""
+        row, beat = session.get(RunRow, run_id, with_for_update=True), beat_of(self._living, run_id)
+        if row is not None and beat is not None:
+            row.account = asdict(account_of(row).taken(beat.process, beat.count))
 
     def _close_trials(self, session: Session, run_id: str, *, in_flight: TrialState) -> Reaped:
         """End what is open in a run. A setting that was measured before stays so, unless it crashed."""
@@ -360,18 +423,30 @@ class Runs(PastRuns):
         for was, state in ((TrialState.IN_FLIGHT, in_flight), (TrialState.PLANNED, TrialState.VOID)):
             reason = _CRASH if state is TrialState.CRASHED else _VOID
             those = (TrialRow.run_id == run_id, TrialRow.state == was)
-            closed[was] = tuple(session.scalars(select(TrialRow.trial_id).where(*those).order_by(TrialRow.number)))
+            trials = list(session.scalars(select(TrialRow).where(*those).order_by(TrialRow.number)))
+            closed[was] = tuple(one.trial_id for one in trials)
+            numbers = [one.number for one in trials]
             session.execute(update(TrialRow).where(*those).values(state=state, reason=reason, ended_unix_s=now))
             if state is TrialState.CRASHED:
-                for trial_id in closed[was]:
-                    _decide(session, run_id, Decision(kind="crash", reason=_CRASH, trial_id=trial_id), now)
+                for number in numbers:
+                    _decide(session, run_id, Decision("crash", _CRASH, number), now)
         return Reaped(run_id, closed[TrialState.IN_FLIGHT], closed[TrialState.PLANNED])
 
 
-def _own(session: Session, run: Run) -> RunRow:
+def _fate(beat: Beat | None) -> TrialState:
+    """What became of the setting in flight where a training ended without goodbye: by its last words, if there are any.
+
+    A daemon may have been killed long before its training was; that went on under the incumbent.
+    """
+    return TrialState.VOID if beat is not None and beat.trial is None else TrialState.CRASHED
+
+
+def _own(session: Session, run: Run, account: Account | None = None) -> RunRow:
     row = session.get(RunRow, run.run_id, with_for_update=True)
     if row is None or row.token != run.token or row.state is not RunState.RUNNING:
         raise StoreError(f"run '{run.run_id}' was closed or taken over after its lease had ended: it takes no more")
+    if account is not None:
+        row.account = asdict(account)
     return row
 
 
@@ -386,13 +461,15 @@ def _open_trial(session: Session, run: Run, trial_id: int) -> TrialRow:
     _own(session, run)
     row = _trial(session, run, trial_id)
     if row.state not in _OPEN:
-        raise StoreError(f"trial {trial_id} is {row.state.value}, allowed is one that is planned or in flight")
+        raise StoreError(f"trial {trial_id} is {row.state.value}; it must be planned or in flight")
     return row
 
 
 def _decide(session: Session, run_id: str, decision: Decision, now: float) -> None:
     values = {**asdict(decision), "details": dict(decision.details), "at_unix_s": now}
-    session.add(DecisionRow(run_id=run_id, **values))
+    about = (TrialRow.run_id == run_id, TrialRow.number == values.pop("trial"))
+    trial_id = None if decision.trial is None else session.scalars(select(TrialRow.trial_id).where(*about)).one()
+    session.add(DecisionRow(run_id=run_id, trial_id=trial_id, **values))
 
 
 def _cut(reason: str | None) -> str | None:

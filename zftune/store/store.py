@@ -1,15 +1,65 @@
-"""`Store`: an open database."""
+"""`Store`: an open database, and what it keeps of machines and models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from zftune.store.engine import Database
-from zftune.store.living import Living
+from zftune.store.locks import RunLocks
+from zftune.store.opening import Database
 from zftune.store.presets import Presets
 from zftune.store.runs import Runs
+from zftune.store.tables import HardwareRow, ModelRow, hardware_of, model_of
+from zftune.store.types import Hardware, Key, Model, RunRecord, RunState
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+
+def facts_of(store: Store, key: Key) -> tuple[Model, Hardware]:
+    """The model and the machine of a key; only their ids where nothing else is known.
+
+    Raises:
+        StoreError: the store could not be read.
+    """
+
+    def work(session: Session) -> tuple[Model, Hardware]:
+        model, hardware = session.get(ModelRow, key.model_id), session.get(HardwareRow, key.hw_id)
+        return (
+            Model(model_id=key.model_id) if model is None else model_of(model),
+            Hardware(hw_id=key.hw_id) if hardware is None else hardware_of(hardware),
+        )
+
+    return store._database.read(work)
+
+
+def goes_on(store: Store, run: RunRecord, now: float) -> bool:
+    """Whether the process of a run lives, the one that trains it at least; nothing is closed where it does not.
+
+    Args:
+        store: of the run.
+        run: as it was read.
+        now: wall clock, seconds.
+    """
+    if run.state is RunState.FINISHED:
+        return False
+    return store.is_trained(run.run_id) or is_written_to(store, run, now)
+
+
+def is_written_to(store: Store, run: RunRecord, now: float) -> bool:
+    """Whether whoever searches for a run lives: the daemon, or the process that trains.
+
+    Args:
+        store: of the run.
+        run: as it was read.
+        now: wall clock, seconds.
+    """
+    if run.state is not RunState.RUNNING:
+        return False
+    lives = store._living.lives(run.run_id)
+    return run.lease_until_unix_s >= now if lives is None else lives
 
 
 class Store(Presets, Runs):
@@ -28,14 +78,20 @@ class Store(Presets, Runs):
     def __init__(self, database: Database, path: Path | None, notices: list[str], clock: Callable[[], float]) -> None:
         self._database = database
         self._clock = clock
-        self._living = Living(path)
+        self._living = RunLocks(path)
         self.path = path
         self.notices = notices
+        self._file = None if path is None else _file(path)
 
     @property
     def is_kept(self) -> bool:
         """Whether what is written outlives this process."""
         return self.path is not None or self._database.engine.dialect.name != "sqlite"
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the file is still the one that was opened: what is written into one that was removed is lost."""
+        return self._file is None or (self.path is not None and _file(self.path) == self._file)
 
     def close(self) -> None:
         """Close every connection. What was written stays; runs that are not over are lost, and may be resumed."""
@@ -49,3 +105,12 @@ class Store(Presets, Runs):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _file(path: Path) -> tuple[int, int] | None:
+    """What tells a file from others; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

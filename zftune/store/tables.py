@@ -1,9 +1,10 @@
-"""The tables (design: hardware, model, preset, run, trial, measurement, decision). Times `_unix_s` are wall clock."""
+"""The tables, and their rows as plain data. Times `_unix_s` are wall clock."""
 
 from __future__ import annotations
 
 import enum
-from typing import Any
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     JSON,
@@ -19,7 +20,119 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from zftune.store.types import PresetState, RunState, TrialState
+from zftune.store.account import Account
+from zftune.store.types import (
+    Curve,
+    CurvePoint,
+    Decision,
+    Evidence,
+    Hardware,
+    Key,
+    KnobChange,
+    Measurement,
+    Model,
+    Preset,
+    PresetState,
+    Ratios,
+    RunRecord,
+    RunState,
+    TrialRecord,
+    TrialState,
+    Withdrawal,
+)
+
+T = TypeVar("T")
+
+
+def _read(kind: type[T], row: Base | KeyColumns, **given: Any) -> T:
+    """A dataclass from the columns of its fields' names, but for those that are given."""
+    names: Any = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    return kind(**{name: getattr(row, name) for name in names if name not in given}, **given)
+
+
+def hardware_of(row: HardwareRow) -> Hardware:
+    """A machine."""
+    return _read(Hardware, row)
+
+
+def model_of(row: ModelRow) -> Model:
+    """A model."""
+    return _read(Model, row)
+
+
+def preset_of(row: PresetRow, model: ModelRow, hardware: HardwareRow) -> Preset:
+    """A preset."""
+    ratios = None
+    if row.host_over_compute is not None and row.link_over_compute is not None:
+        ratios = Ratios(row.host_over_compute, row.link_over_compute)
+    return _read(
+        Preset,
+        row,
+        key=_read(Key, row),
+        evidence=Evidence(**row.evidence),
+        model=model_of(model),
+        hardware=hardware_of(hardware),
+        ratios=ratios,
+        withdrawn=None if row.withdrawn is None else Withdrawal(**row.withdrawn),
+    )
+
+
+def preset_row(preset: Preset) -> PresetRow:
+    """A new row; its model and machine must be there."""
+    return PresetRow(
+        **asdict(preset.key),
+        name=preset.name,
+        knobs=dict(preset.knobs),
+        evidence=asdict(preset.evidence),
+        versions=dict(preset.versions),
+        usable_cores=preset.usable_cores,
+        host_over_compute=None if preset.ratios is None else preset.ratios.host_over_compute,
+        link_over_compute=None if preset.ratios is None else preset.ratios.link_over_compute,
+        imported=preset.imported,
+        state=preset.state,
+        lost_comparisons=preset.lost_comparisons,
+        withdrawn=None if preset.withdrawn is None else asdict(preset.withdrawn),
+        created_unix_s=preset.created_unix_s,
+    )
+
+
+def run_of(row: RunRow) -> RunRecord:
+    """A run, without the right to write into it."""
+    return _read(RunRecord, row, key=_read(Key, row))
+
+
+def account_of(row: RunRow) -> Account:
+    """What is kept of a run's account; nothing where it is of an older version."""
+    return Account() if row.account is None else Account.of(row.account)
+
+
+def trial_of(row: TrialRow) -> TrialRecord:
+    """A trial."""
+    return _read(TrialRecord, row)
+
+
+def measurement_of(row: MeasurementRow) -> Measurement:
+    """A measurement."""
+    return _read(Measurement, row, steps_ms=tuple(row.steps_ms))
+
+
+def measurement_row(trial_id: int, measurement: Measurement) -> MeasurementRow:
+    """A new row."""
+    values: dict[str, Any] = asdict(measurement)
+    return MeasurementRow(trial_id=trial_id, **{**values, "steps_ms": list(measurement.steps_ms)})
+
+
+def curve_of(row: CurveRow) -> Curve:
+    """How a run went."""
+    return Curve(
+        tuple(CurvePoint(*point) for point in row.points), tuple(KnobChange(step, knobs) for step, knobs in row.changes)
+    )
+
+
+def decision_of(row: DecisionRow, trial: int | None) -> Decision:
+    """A decision about a trial with that number."""
+    return _read(Decision, row, trial=trial)
+
 
 ID_LENGTH = 16
 NAME_LENGTH = 64
@@ -39,7 +152,7 @@ class Base(DeclarativeBase):
     """All tables."""
 
     metadata = MetaData(naming_convention=_NAMES)
-    type_annotation_map = {dict[str, Any]: JSON, list[float]: JSON}  # noqa: RUF012 - SQLAlchemy's own spelling
+    type_annotation_map = {dict[str, Any]: JSON, list[float]: JSON, list[Any]: JSON}  # noqa: RUF012 - SQLAlchemy's own spelling
 
 
 def _enum(kind: type[enum.StrEnum], name: str) -> Enum:
@@ -113,6 +226,8 @@ class PresetRow(KeyColumns, Base):
     imported: Mapped[bool]
     state: Mapped[PresetState] = mapped_column(_enum(PresetState, "state"))
     lost_comparisons: Mapped[int]
+    withdrawn: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    """By whom it was withdrawn, where it was not by comparisons."""
     created_unix_s: Mapped[float]
 
 
@@ -132,6 +247,8 @@ class RunRow(KeyColumns, Base):
     began_unix_s: Mapped[float]
     lease_until_unix_s: Mapped[float]
     ended_unix_s: Mapped[float | None]
+    account: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    """A `zftune.store.account.Account`."""
 
 
 class TrialRow(Base):
@@ -185,3 +302,13 @@ class DecisionRow(Base):
     step: Mapped[int | None]
     details: Mapped[dict[str, Any]]
     at_unix_s: Mapped[float]
+
+
+class CurveRow(Base):
+    """How a run went."""
+
+    __tablename__ = "curve"
+
+    run_id: Mapped[str] = mapped_column(ForeignKey("run.run_id", ondelete="CASCADE"), primary_key=True)
+    points: Mapped[list[Any]]
+    changes: Mapped[list[Any]]

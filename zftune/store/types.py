@@ -5,10 +5,26 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Quality = Literal["exact", "published", "loose"]
+QUALITIES: tuple[Quality, ...] = get_args(Quality)
+PROMISES: dict[Quality, str] = {
+    "exact": "exact: the weights are those of the plain optimizer",
+    "published": "published: updates of unimportant columns come late",
+    "loose": "loose: updates of unimportant columns come late, twice as much as published",
+}
+STALENESS: dict[Quality, int] = {"exact": 0, "published": 1, "loose": 2}
+"""What a quality allows, as a multiple of the published setting's staleness or of the user's own."""
 Backend = Literal["zenflow", "deepspeed"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+DecisionKind = Literal[
+    "start", "adopt", "keep", "abort", "void", "crash", "stop", "hold", "reopen", "guard", "resume", "remark",
+    "rollback", "memory", "pause", "unpause",
+]  # fmt: skip
+
+LEASE_S = 120.0
+"""Of a run, after which another process may take it over."""
 
 
 class TrialState(enum.StrEnum):
@@ -42,7 +58,7 @@ class PresetState(enum.StrEnum):
 
     ACTIVE = "active"
     WITHDRAWN = "withdrawn"
-    """It lost two later comparisons."""
+    """It lost two later comparisons, or was withdrawn: see `Preset.withdrawn`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +76,11 @@ class Key:
     nodes: int = 1
     """Machines that they are on."""
     shards: int = 1
-    """Ranks that share each weight by rows (FSDP2); 1: each has all of it, or as the stage of DeepSpeed's says."""
+    """Ranks that share out each weight's state by rows; 1: each has all of it, or as the stage of DeepSpeed's says."""
     micro_batch: int
+    """Sequences of a rank's pass; 0: not known."""
     sequence: int
-    """Tokens a sequence. Of a preset: the most that was recorded; it serves shorter ones too."""
+    """Tokens a sequence; 0: not known. Of a preset: the most that was recorded; it serves shorter ones too."""
     checkpointing: bool
     """Whether activations are computed again in backward."""
     quality: Quality
@@ -75,7 +92,7 @@ class Key:
 
 
 def ranks_in_words(ranks: int, nodes: int = 1, shards: int | None = None) -> str:
-    """How many ranks train, and how they share the weights.
+    """How many ranks train, and how they share the state of the weights.
 
     Args:
         ranks: all of them.
@@ -88,8 +105,8 @@ def ranks_in_words(ranks: int, nodes: int = 1, shards: int | None = None) -> str
     if ranks == 1 or shards is None:
         return words
     if shards == 1:
-        return f"{words}, weights replicated"
-    return f"{words}, weights sharded" + ("" if shards == ranks else f" over {shards}")
+        return f"{words}, state replicated"
+    return f"{words}, state sharded" + ("" if shards == ranks else f" over {shards}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +155,7 @@ class Hardware:
 
     @classmethod
     def of(cls, hw_id: str, machine: Mapping[str, Any], *, rig: str | None = None) -> Hardware:
-        """From what `zftune.telemetry.hardware.hardware()` returns."""
+        """From what `zftune.telemetry.fingerprint.hardware()` returns."""
         gpus = machine["gpus"] or [{"name": None, "memory_bytes": None}]
         return cls(
             hw_id=hw_id,
@@ -172,6 +189,32 @@ class Evidence:
         return 1.0 - self.step_ms / self.baseline_step_ms
 
 
+@dataclass(frozen=True, slots=True)
+class Withdrawal:
+    """Why a preset was withdrawn that has not lost its comparisons."""
+
+    kind: Literal["rollback", "guard"]
+    """Somebody rolled its setting back, or training went wrong under it."""
+    by: str = ""
+    """Who, in words such as "by hand"."""
+
+    @property
+    def sentence(self) -> str:
+        """In words, without a full stop."""
+        if self.kind == "guard":
+            return "training went wrong under it"
+        return f"it was rolled back {self.by}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Barred:
+    """A setting that is not tried again."""
+
+    knobs: Mapping[str, Any]
+    kind: Literal["crash", "rollback"]
+    """A training did not survive it, or somebody rolled it back."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
     """Knobs with what they were proven for, and by what."""
@@ -191,7 +234,17 @@ class Preset:
     """From a file: always provisional."""
     state: PresetState = PresetState.ACTIVE
     lost_comparisons: int = 0
+    withdrawn: Withdrawal | None = None
+    """None: it is active, or has lost its comparisons."""
     created_unix_s: float = 0.0
+
+    @property
+    def withdrawn_because(self) -> str:
+        """Why it is proposed no more, in words without a full stop; "": it is."""
+        if self.state is PresetState.ACTIVE:
+            return ""
+        lost = f"it was slower in {self.lost_comparisons} later comparisons"
+        return lost if self.withdrawn is None else self.withdrawn.sentence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,17 +331,50 @@ class Measurement:
     """Of the samplers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Decision:
-    """What was decided, and why in a sentence."""
+    """What a search has decided, or somebody for it, and why in a sentence."""
 
-    kind: str
-    """"adopt", "keep", "reject", "abort", "guard", "stop", "reopen", "crash", "resume", "memory"."""
+    kind: DecisionKind
+    """Who asked for it and what it is about is in `details`: nothing is read out of the sentence."""
     reason: str
-    step: int | None = None
-    trial_id: int | None = None
+    trial: int | None = None
+    """Its number in the run."""
     details: Mapping[str, Any] = field(default_factory=dict)
+    step: int | None = None
     at_unix_s: float = 0.0
+    """When it was written down."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """Consecutive steps of a training as one point; means over those of them where a figure is known."""
+
+    step: int
+    """The last of them."""
+    steps: int
+    """How many were seen."""
+    step_ms: float | None = None
+    loss: float | None = None
+    coverage: float | None = None
+    """Share of the gradient energy in the selected columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnobChange:
+    """Knobs that held from a step on."""
+
+    step: int
+    knobs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """How a run went, from its first step to its last, in a few hundred points."""
+
+    points: tuple[CurvePoint, ...] = ()
+    changes: tuple[KnobChange, ...] = ()
+    """Oldest first."""
 
 
 @dataclass(frozen=True, slots=True)

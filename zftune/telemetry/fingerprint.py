@@ -1,17 +1,100 @@
-"""The key under which knobs are remembered: which machine, and which set of trainable parameters."""
+"""This machine's hardware, and the key under which settings are remembered: which machine, which trainable
+parameters.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import platform
 from collections import Counter
 from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zftune.telemetry.hardware import hardware
+import zftune
+from zftune.telemetry.host_sampler import cpu_quota, numa_node_count, read
+from zftune.telemetry.nvml import driver_version, gpus
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+_ROOT = Path("/")
+_PACKAGES = ("torch", "transformers", "deepspeed")
+
+
+def hardware() -> dict[str, Any]:
+    """The machine: CPU, cores, NUMA nodes, memory, GPUs.
+
+    Returns:
+        {"cpu_model", "logical_cores", "usable_cores" (by affinity and control group, may be a fraction),
+        "numa_nodes", "ram_bytes", "gpus": [{"name", "compute_capability", "memory_bytes", "mig_profile",
+        "pcie_gen", "pcie_width", "nvlink"}, ..] or null, "missing": {name: reason}}.
+    """
+    missing: dict[str, str] = {}
+    found: dict[str, Any] = {
+        "cpu_model": _cpu_model(_ROOT),
+        "logical_cores": os.cpu_count(),
+        "usable_cores": _usable_cores(_ROOT),
+        "numa_nodes": numa_node_count(_ROOT),
+        "ram_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),  # where /proc is hidden, too
+        "gpus": gpus(missing),
+        "missing": missing,
+    }
+    for name in ("cpu_model", "logical_cores", "usable_cores", "numa_nodes"):
+        if found[name] is None:
+            missing[name] = "the operating system does not tell"
+    return found
+
+
+def software() -> dict[str, Any]:
+    """Versions, read without importing anything heavy.
+
+    Returns:
+        {"os", "python", "zftune", "torch", "transformers", "deepspeed", "nvidia_driver" (each a string or null),
+        "missing": {name: reason}}.
+    """
+    missing: dict[str, str] = {}
+    found: dict[str, Any] = {
+        "os": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "zftune": zftune.__version__,
+    }
+    for package in _PACKAGES:
+        found[package] = installed(package)
+        if found[package] is None:
+            missing[package] = "not installed"
+    found["nvidia_driver"] = driver_version(missing)
+    found["missing"] = missing
+    return found
+
+
+def _usable_cores(root: Path) -> float | None:
+    try:
+        cores: float | None = len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # not every operating system has affinity
+        cores = os.cpu_count()
+    return min((limit for limit in (cores, cpu_quota(root)) if limit is not None), default=None)
+
+
+def _cpu_model(root: Path) -> str | None:
+    for line in read(root / "proc/cpuinfo").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Processor") and value.strip():
+            return value.strip()
+    return platform.processor() or None
+
+
+def installed(distribution: str) -> str | None:
+    """The version of a distribution; None where it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
 
 _GIB = 1 << 30
 _DIGITS = 16
@@ -59,6 +142,11 @@ def model_id(model: nn.Module) -> str:
             uses[id(parameter)] += 1
             kinds[id(parameter)] = (tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
     return _digest(sorted([*kind, uses[key]] for key, kind in kinds.items()))
+
+
+def recomputes(model: nn.Module) -> bool:
+    """Whether activations are computed again in backward, where a model tells as those of transformers do."""
+    return any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
 
 
 def _gpu_key(gpu: Mapping[str, Any]) -> dict[str, Any]:

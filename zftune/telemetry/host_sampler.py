@@ -1,27 +1,212 @@
-"""`HostSampler`: what this machine and the training processes did over time."""
+"""`HostSampler`: what this machine and the training processes did over time, read from /proc, /sys and psutil."""
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from zftune.telemetry.host_files import (
-    RESOURCES,
-    cpu_folders,
-    cpu_quota,
-    nodes_used,
-    numa_node_count,
-    pressure_file,
-    pressure_us,
-    throttling,
-)
-from zftune.telemetry.readings import Log, Reading, known, mean, rows
-from zftune.telemetry.ticker import Ticker
-from zftune.telemetry.watched import Watched
+from zftune.telemetry.ticker import Log, Reading, Ticker, known, mean, rows
+
+RESOURCES = ("cpu", "memory", "io")
+_LEAST_SHARE = 0.01  # of the pages: a node with fewer holds the odd library page
+
+
+@dataclass(frozen=True, slots=True)
+class Throttling:
+    """Counters of a control group's CPU quota."""
+
+    periods: int
+    """Periods in which the group wanted to run."""
+    throttled: int
+    """Those in which it had to stop because its quota was spent."""
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Cores that the control groups of this process allow; None if they set no limit."""
+    limits = [quota for folder in cpu_folders(root) if (quota := _quota_of(folder)) is not None]
+    return min(limits, default=None)
+
+
+def cpu_folders(root: Path = Path("/")) -> list[Path]:
+    """Folders of this process's CPU control groups, each before those that enclose it: the least quota applies."""
+    folders: dict[Path, None] = {}
+    for line in read(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for mount in ("", "unified") if not controllers else (controllers, "cpu"):
+            base = root / "sys/fs/cgroup" / mount
+            # In a container the group's path may belong to the host: then only the mount point itself exists.
+            inside = base / group.lstrip("/")
+            folders |= dict.fromkeys(folder for folder in (inside, *inside.parents) if folder.is_relative_to(base))
+    return list(folders)
+
+
+def throttling(folders: list[Path]) -> dict[Path, Throttling]:
+    """The counters of every group that has a quota and tells."""
+    found = {}
+    for folder in folders:
+        counts = dict(re.findall(r"^(\w+) (\d+)$", read(folder / "cpu.stat"), re.MULTILINE))
+        if "nr_periods" in counts and "nr_throttled" in counts:
+            found[folder] = Throttling(int(counts["nr_periods"]), int(counts["nr_throttled"]))
+    return found
+
+
+def pressure_file(resource: str, folders: list[Path], root: Path = Path("/")) -> Path | None:
+    """The file of a resource's pressure stall information: of the innermost control group that has one, else of the
+    machine; None where the kernel keeps none.
+    """
+    candidates = [folder / f"{resource}.pressure" for folder in folders] + [root / "proc/pressure" / resource]
+    return next((path for path in candidates if pressure_us(path) is not None), None)
+
+
+def pressure_us(path: Path) -> int | None:
+    """Microseconds, since boot, in which some task waited for the resource."""
+    found = re.search(r"^some .*\btotal=(\d+)", read(path), re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def numa_node_count(root: Path = Path("/")) -> int | None:
+    """NUMA nodes of the machine; None where the kernel does not tell."""
+    return len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or None
+
+
+def numa_pages(pid: int, root: Path = Path("/")) -> dict[int, int]:
+    """Pages of a process's own memory, files left out, by NUMA node; empty where the kernel does not tell.
+
+    The kernel walks through all of the process's pages for it: not to be asked often.
+    """
+    pages: dict[int, int] = {}
+    for line in read(root / "proc" / str(pid) / "numa_maps").splitlines():
+        if " file=" not in line:
+            for node, count in re.findall(r" N(\d+)=(\d+)", line):
+                pages[int(node)] = pages.get(int(node), 0) + int(count)
+    return pages
+
+
+def nodes_used(pages: dict[int, int]) -> int:
+    """Nodes that hold at least a hundredth of the pages."""
+    return sum(count >= _LEAST_SHARE * sum(pages.values()) for count in pages.values())
+
+
+def read(path: Path) -> str:
+    """A file's text, "" where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _quota_of(folder: Path) -> float | None:
+    fields = read(folder / "cpu.max").split()
+    if len(fields) != 2:
+        fields = [read(folder / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+    try:
+        quota, period = int(fields[0]), int(fields[1])
+    except ValueError:  # "max", or no such file
+        return None
+    return quota / period if quota > 0 and period > 0 else None
+
+
+_NUMA_AFTER_NS = 2_000_000_000  # by then a process holds most of its memory
+
+
+class Watched:
+    """Follows a changing set of processes; those that are gone drop out.
+
+    Args:
+        pids: called at every `update`.
+        root: stands for "/" where NUMA maps are read.
+    """
+
+    def __init__(self, pids: Callable[[], Sequence[int]], root: Path) -> None:
+        self._pids = pids
+        self._root = root
+        self._processes: dict[int, psutil.Process] = {}
+        self._first_seen_ns: dict[int, int] = {}
+        self._cpu_s: dict[int, float] = {}
+        self._pages: dict[int, dict[int, int]] = {}
+
+    def update(self, now_ns: int) -> None:
+        """Ask anew which processes to watch."""
+        for pid in self._pids():
+            if pid not in self._processes:
+                with _gone_is_fine():
+                    self._processes[pid] = psutil.Process(pid)
+                    self._first_seen_ns[pid] = now_ns
+
+    def read(self) -> dict[str, float]:
+        """CPU seconds since the last call ("cpu_s"), "rss_bytes" and "threads"; nothing where no process lives."""
+        total: dict[str, float] = {}
+        for pid, process in list(self._processes.items()):
+            try:
+                figures = self._of(pid, process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                del self._processes[pid]
+                continue
+            total = {name: total.get(name, 0.0) + value for name, value in figures.items()}
+        return total
+
+    def _of(self, pid: int, process: psutil.Process) -> dict[str, float]:
+        with process.oneshot():
+            times = process.cpu_times()
+            figures = {"rss_bytes": float(process.memory_info().rss), "threads": float(process.num_threads())}
+        used_s = times.user + times.system
+        # A process that is new brings its past with it.
+        figures["cpu_s"] = used_s - self._cpu_s.get(pid, used_s)
+        self._cpu_s[pid] = used_s
+        return figures
+
+    def affinity_cores(self) -> int | None:
+        """Logical CPUs that at least one thread may run on; None where no process lives."""
+        cores: set[int] = set()
+        for process in self._processes.values():
+            with _gone_is_fine():
+                for thread in process.threads():
+                    with suppress(ProcessLookupError):
+                        cores |= os.sched_getaffinity(thread.id)
+        return len(cores) or None
+
+    def pages(self, now_ns: int, *, last: bool) -> dict[int, int]:
+        """Pages by NUMA node, read once of each process: when it is 2 s old, or at the last opportunity."""
+        for pid, since_ns in self._first_seen_ns.items():
+            if pid not in self._pages and (last or now_ns - since_ns >= _NUMA_AFTER_NS):
+                self._pages[pid] = numa_pages(pid, self._root)
+        total: dict[int, int] = {}
+        for pages in self._pages.values():
+            for node, count in pages.items():
+                total[node] = total.get(node, 0) + count
+        return total
+
+
+@contextmanager
+def _gone_is_fine() -> Iterator[None]:
+    with suppress(psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
+        yield
+
+
+def is_ours(pid: int) -> bool | None:
+    """Whether a process is this one or a descendant of it; None where there is no such process here.
+
+    A container's process may be known to the driver by its number outside.
+    """
+    try:
+        process = psutil.Process(pid)
+        return pid == os.getpid() or any(parent.pid == os.getpid() for parent in process.parents())
+    except psutil.NoSuchProcess:
+        return None
+    except psutil.AccessDenied:
+        return False  # of another user
+
 
 SERIES_FIELDS = (
     "cpu_percent",
@@ -46,7 +231,7 @@ _REASONS = {
     "threads": _NO_PROCESS,
     "affinity_cores": _NO_PROCESS,
     "quota_cores": "no control group limits the CPU time",
-    "throttled_fraction": "no control group tells about throttling",
+    "throttled_fraction": "no control group reports throttling",
     "numa_nodes_used": "the kernel does not tell where the pages are",
 } | {f"psi_{resource}_percent": "the kernel keeps no pressure stall information" for resource in RESOURCES}
 

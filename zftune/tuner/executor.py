@@ -1,79 +1,227 @@
 """Carries out in a training loop what a desk asks for: knobs change through `set_knobs`, without a restart.
 
 Nothing here waits: step times come from the optimizer's own history, two steps late, and a desk (see
-`zftune.tuner.thinking`) answers when it can, while training goes on under the incumbent's knobs.
+`zftune.tuner.worker`) answers when it can, while training goes on under the incumbent's knobs.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Literal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
-from zenflow import StepStats
+from zenflow import ConfigError, HostMemoryError, StepStats
+from zenflow.errors import HostThreadsError, RankError
 from zenflow.optimizer import ZenFlowOptimizer
-from zftune.tuner.changing import AtOnce, Change, Changes, Verdict
-from zftune.tuner.drift import Pace
-from zftune.tuner.guard import Losses
-from zftune.tuner.outside import Outside
-from zftune.tuner.settings import Setting
-from zftune.tuner.states import Between, Outcome, Request
-from zftune.tuner.thinking import Answer, Desk
+from zftune.store.account import Counter
+from zftune.tuner.guard import Losses, LossGuard
+from zftune.tuner.scores import Pace
+from zftune.tuner.search import Search
+from zftune.tuner.space import Setting
+from zftune.tuner.states import OF_INCUMBENT, Outcome, Request, UnmeasuredSteps
+from zftune.tuner.training_info import device_limit
+from zftune.tuner.worker import Answer, DeskMaker, Recorder, SearchWorker, ThreadWorker
 
-Disturbance = Callable[[], str | None]
-"""Asked at the end of a measurement: why it does not count, or None. What came before is over then."""
+Change = Callable[[int, Mapping[str, Any]], None]
+"""Told of the step after which new knobs hold (before the first step: that with which they do), and of the knobs."""
+
+REFUSALS = (ConfigError, HostMemoryError, HostThreadsError, RankError, MemoryError, torch.OutOfMemoryError)
+"""Of knobs: nothing has changed then, and the training goes on."""
+
+
 _logger = logging.getLogger("zftune")
 
 
-class Executor:
-    """Measures what a desk asks for.
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a change that was asked for."""
+
+    step: int | None = None
+    """After which the knobs hold, 0 where that is before the first; None: nothing has changed."""
+    refused: str = ""
+    """Why these knobs cannot be had."""
+    void: str = ""
+    """Why it was not tried."""
+
+
+def change_knobs(optimizer: ZenFlowOptimizer, knobs: Mapping[str, Any]) -> Verdict:
+    """Change knobs, or say why they cannot be; with several ranks all call this after the same step.
 
     Args:
         optimizer: that trains.
-        desk: where it is thought about.
-        start: the setting that the search begins from: where training goes wrong, it is set again.
-        incumbent: the best setting so far.
-        tokens: of a step.
-        disturbance: says that a measurement does not count.
-        losses: are watched over; None: nobody does.
-        on_change: told of every change of knobs.
-        changes: how knobs change; None: at once.
+        knobs: as `set_knobs` takes them.
+
+    Raises:
+        HostEngineError: host work failed.
+    """
+    begun = optimizer.steps > 0
+    try:
+        step = optimizer.set_knobs(**knobs)
+    except REFUSALS as error:
+        return Verdict(refused=str(error) or type(error).__name__)
+    return Verdict(step if begun else 0)
+
+
+class Changes(ABC):
+    """Takes wishes for knobs, one at a time. No call waits for anybody but as training itself does."""
+
+    @abstractmethod
+    def ask(self, knobs: Mapping[str, Any]) -> None:
+        """Want knobs changed; not before the last verdict was taken."""
+
+    @abstractmethod
+    def verdict(self) -> Verdict | None:
+        """What became of it, once; None: nobody knows yet."""
+
+    def withdraw(self) -> None:  # noqa: B027 - what is done at once cannot be taken back
+        """Want no change any more; there is a verdict all the same."""
+
+    def ranks_ms(self) -> tuple[float, ...]:
+        """What a step takes each rank without its waits in collectives, of the last steps; (): not known."""
+        return ()
+
+
+class AtOnce(Changes):
+    """Changes them when it is asked to.
+
+    Args:
+        optimizer: that trains.
     """
 
-    def __init__(
-        self,
-        optimizer: ZenFlowOptimizer,
-        desk: Desk,
-        *,
-        start: Setting,
-        incumbent: Setting,
-        tokens: int,
-        disturbance: Disturbance = lambda: None,
-        losses: Losses | None = None,
-        on_change: Change | None = None,
-        changes: Changes | None = None,
-    ) -> None:
+    def __init__(self, optimizer: ZenFlowOptimizer) -> None:
+        self._optimizer = optimizer
+        self._verdict: Verdict | None = None
+
+    def ask(self, knobs: Mapping[str, Any]) -> None:
+        self._verdict = change_knobs(self._optimizer, knobs)
+
+    def verdict(self) -> Verdict | None:
+        verdict, self._verdict = self._verdict, None
+        return verdict
+
+
+class UnmeasuredCounter:
+    """Takes them in, in order."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        """Their numbers."""
+        self.seconds = 0.0
+        """Of all of them."""
+        self._changes: list[tuple[int, bool]] = []
+        self._seconds = self._late_s = 0.0
+        self._late_steps = 0
+
+    def change(self, step: int, *, challenges: bool) -> None:
+        """Knobs change.
+
+        Args:
+            step: after which they hold. It closes a window and moves columns: where a setting is tried, for its sake.
+            challenges: whether they are not the incumbent's.
+        """
+        begin = step if challenges else step + 1
+        self._changes = [change for change in self._changes if change[0] < begin]
+        self._changes.append((begin, challenges))
+
+    def forget_changes(self) -> None:
+        """Steps are numbered otherwise from here on, and have the incumbent's knobs until they change."""
+        self._changes = []
+
+    def add(self, step: int, step_ms: float) -> bool:
+        """Count a step; whether it belongs to a setting that is not the incumbent.
+
+        Args:
+            step: its number.
+            step_ms: its time.
+        """
+        seconds = step_ms / 1e3
+        self.steps.append(step)
+        self.seconds += seconds
+        begun = [challenges for begin, challenges in self._changes if begin <= step]
+        late = bool(begun) and begun[-1]
+        if late:
+            self._late_s += seconds
+            self._late_steps += 1
+        else:
+            self._seconds += seconds
+        del self._changes[: max(0, len(begun) - 1)]
+        return late
+
+    def taken(self) -> UnmeasuredSteps:
+        """What was counted since this was asked last."""
+        found = UnmeasuredSteps(self._seconds, self._late_s, self._late_steps)
+        self._seconds = self._late_s = 0.0
+        self._late_steps = 0
+        return found
+
+
+Disturbance = Callable[[], str | None]
+"""Asked at the end of a measurement: why it does not count, or None. What came before is over then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningContext:
+    """What a search is carried out in."""
+
+    optimizer: ZenFlowOptimizer
+    tokens: int
+    """Of a step."""
+    disturbance: Disturbance = lambda: None
+    """Tells why a measurement does not count, or None."""
+    guard: LossGuard | None = None
+    """Watches over the loss; None: nobody does."""
+    on_change: Change | None = None
+    """Told of every change of knobs."""
+    counter: Counter | None = None
+    """Counts what the run takes, and is told of its steps; None: the search has its own."""
+    changes: Changes | None = None
+    """How knobs change; None: at once."""
+
+
+class Executor:
+    """Measures what a worker asks for.
+
+    Args:
+        scene: what training it measures in.
+        worker: where it is thought about.
+        start: the setting that the search begins from: where training goes wrong, it is set again.
+        incumbent: the best setting so far.
+    """
+
+    def __init__(self, scene: TuningContext, worker: SearchWorker, *, start: Setting, incumbent: Setting) -> None:
+        optimizer = scene.optimizer
+        self._counts_steps = scene.counter is None
+        self.counter = scene.counter or Counter(optimizer.device.clock.now())
+        """Of what the run takes, spends and gains."""
         self.request: Request | None = None
         """What is measured now; None: nothing, somebody thinks."""
         self.incumbent = incumbent
         """The best setting so far, as of the last answer."""
+        self.gain = 0.0
+        """Of it over what the search began from, a share of that one's step time."""
         self.over = False
         """Whether the search has ended."""
         self.overhead_s = 0.0
         """Time spent in here by the training thread."""
-        self.outside = Outside()
+        self.outside = UnmeasuredCounter()
         """The steps that belong to no measurement."""
-        self.losses = losses
+        self.losses = None if scene.guard is None else Losses(optimizer.device, scene.guard)
         """That are watched over; None: nobody does."""
+        if self.losses is not None:
+            self.losses.heard = worker.hear_loss
         self._start = start
-        self._optimizer, self._tokens = optimizer, tokens
-        self._disturbance, self._on_change = disturbance, on_change
-        self._desk = desk
-        self._changes = changes or AtOnce(optimizer)
+        self._left: set[Setting] = set()
+        """That were the incumbent before."""
+        self._optimizer, self._tokens = optimizer, scene.tokens
+        self._disturbance, self._on_change = scene.disturbance, scene.on_change
+        self._worker = worker
+        self._changes = scene.changes or AtOnce(optimizer)
         self._asked: Setting | None = None
         """What knobs are about to change to; None: nothing is under way."""
         self._stays = False
@@ -87,9 +235,13 @@ class Executor:
         self._steps: list[float] = []
         self._stats: list[StepStats] = []
         """Of the steps that count."""
+        self._pinning = False
+        """Whether nothing is measured before the window's end, since host memory was being pinned."""
         self._recounted = False
         """Whether steps have another number of tokens than what is measured began with."""
-        self._between = Between()
+        self._between = UnmeasuredSteps()
+        self._incumbent_step_s: float | None = None
+        """What the incumbent takes for a step, by what was asked for last."""
 
     @property
     def steady_steps(self) -> int:
@@ -109,6 +261,8 @@ class Executor:
             HostEngineError: host work failed.
         """
         began = time.perf_counter()
+        if self._counts_steps:
+            self.counter.step(self._optimizer.device.clock.now(), 1, self._tokens)
         try:
             return self._on_step(loss)
         finally:
@@ -136,12 +290,12 @@ class Executor:
         """
         self.close()
         if not self.over:
-            self._desk.stop(reason)
+            self._worker.stop(reason)
             self._end()
 
     def close(self) -> None:
         """End the thinking, within seconds; the search may be read and written down from here on."""
-        self._desk.close()
+        self._worker.close()
 
     def go_on_from_saved(self) -> None:
         """Call it after the first step of a state that was loaded: the incumbent's knobs are set in it.
@@ -168,7 +322,7 @@ class Executor:
         self._settle()
         for stats in self._new():
             self._seen = stats.step
-            self._desk.observe(stats)
+            self._worker.observe(stats)
             self._take(stats)
             self._stay(stats)
         self._count_anew()
@@ -176,7 +330,7 @@ class Executor:
         if self.request is None and not self._handed:
             self._hand(None)
         while self._handed and self._asked is None:
-            answer = self._desk.poll()
+            answer = self._worker.poll()
             if answer is None:
                 break
             self._carry_out(answer)
@@ -191,14 +345,32 @@ class Executor:
     def _carry_out(self, answer: Answer) -> None:
         """Apply what is asked for; where that is refused there may be another answer at once."""
         self._handed = False
-        self.incumbent, self.request = answer.incumbent, answer.request
         self._start = answer.start or self._start
+        self._adopt(answer.incumbent, answer.gain)
+        self.request = answer.request
         self._discarded, self._steps, self._stats = [], [], []
+        self._pinning = False
         if self.request is None:
-            self._desk.idle(self.outside.taken())
+            self._worker.idle(self.outside.taken())
             self._end()
         else:
+            if self.request.role not in OF_INCUMBENT:
+                self._incumbent_step_s = (self.request.incumbent_step_ms or 0.0) / 1e3 or None
             self._ask(self.request.setting)
+
+    def _adopt(self, incumbent: Setting, gain: float) -> None:
+        """Take the best setting so far, and say so where it is another one."""
+        before, self.incumbent, self.gain = self.incumbent, incumbent, gain
+        changes = incumbent.differences(before)
+        if not changes:
+            return
+        if incumbent == self._start:
+            what = "goes back to the settings that it began with"
+        else:
+            what = "goes back to" if incumbent in self._left else "adopts"
+        self._left.add(before)
+        saved = f"{gain:.1%} of the step time" if gain > 0 else "nothing"
+        _logger.info("zftune %s: %s, which saves %s.", what, changes, saved)
 
     def _ask(self, setting: Setting) -> None:
         """Change knobs; where they run already, wait for the window's end: to watch a training is not to alter it."""
@@ -217,7 +389,7 @@ class Executor:
         if not self._stays or not stats.closed or not of_these or setting is None:
             return
         self._asked, self._stays, self._from = None, False, stats.step
-        self._desk.applied(stats.step, setting)
+        self._worker.applied(stats.step, setting)
         self._disturbance()  # what was before does not count
 
     def _settle(self) -> None:
@@ -233,7 +405,7 @@ class Executor:
             self._fail(verdict)
         elif verdict.refused:
             _logger.warning(
-                "The knobs %s stay for now: they could not be changed (%s).", self._applied, verdict.refused
+                "The settings %s stay for now: they could not be changed (%s).", self._applied, verdict.refused
             )
         elif wanted:
             self._disturbance()  # what was before does not count
@@ -243,7 +415,7 @@ class Executor:
     def _applied_after(self, step: int, setting: Setting) -> None:
         self._from, self._applied = step, setting
         self.outside.change(step, challenges=setting != self.incumbent)
-        self._desk.applied(step, setting)
+        self._worker.applied(step, setting)
         if self._on_change is not None:
             self._on_change(step or 1, setting.knobs())
 
@@ -257,9 +429,10 @@ class Executor:
     def _take(self, stats: StepStats) -> None:
         """Count a step, and hand over what came of the request where it is over."""
         request, step_ms = self.request, stats.step_ms or 0.0
-        if request is None or self._asked is not None or stats.step <= self._from:
-            self.outside.add(stats.step, step_ms)
+        if request is None or self._asked is not None or stats.step <= self._from or self._is_made_ready(stats):
+            self._count("change", step_ms, challenges=self.outside.add(stats.step, step_ms))
             return
+        self._count("measurement", step_ms, challenges=request.role not in OF_INCUMBENT)
         if not self._discarded and not self._steps:
             self._between = self.outside.taken()
         if len(self._discarded) < request.discard:
@@ -282,6 +455,20 @@ class Executor:
         else:
             self._hand(self._outcome("measured", ""))
 
+    def _count(self, part: str, step_ms: float, *, challenges: bool) -> None:
+        if challenges:
+            self.counter.tried(part, step_ms / 1e3, self._incumbent_step_s, self.gain)
+        else:
+            self.counter.trained(step_ms / 1e3, self.gain)
+
+    def _is_made_ready(self, stats: StepStats) -> bool:
+        """Whether host memory was pinned for this setting beside a step, or in its window: measured are later ones."""
+        if self._discarded or self._steps:
+            return False
+        found = self._pinning or stats.pin_ms > 0
+        self._pinning = found and (stats.pin_ms > 0 or not stats.closed)
+        return found
+
     def _outcome(self, status: str, reason: str) -> Outcome:
         return Outcome(
             status=status,  # type: ignore[arg-type]
@@ -289,10 +476,11 @@ class Executor:
             discarded_ms=tuple(self._discarded),
             tokens=self._tokens,
             device_bytes=self._optimizer.device.peak_bytes(),
-            host_bytes=sum(v for use, v in self._optimizer.host_bytes().items() if use != "peak"),
+            host_bytes=sum(v for use, v in self._optimizer.host_bytes().items() if use not in ("spare", "peak")),
             reason=reason,
             between=self._between,
             pace=Pace.of(self._stats),
+            ranks_ms=self._changes.ranks_ms(),
         )
 
     def _void(self, reason: str) -> Outcome:
@@ -302,9 +490,9 @@ class Executor:
         return self._outcome("void", reason)
 
     def _hand(self, outcome: Outcome | None) -> None:
-        """Let the desk think; meanwhile nothing but the incumbent runs."""
+        """Let the worker think; meanwhile nothing but the incumbent runs."""
         self.request, self._handed = None, True
-        self._desk.hand(outcome)
+        self._worker.hand(outcome)
         self._restore()
 
     def _count_anew(self) -> None:
@@ -314,11 +502,12 @@ class Executor:
             self._hand(self._void("the tokens of a step have changed"))
 
     def _give_up(self) -> None:
-        """Give up what is measured, where the desk asks for that."""
-        recall = self._desk.recall()
+        """Give up what is measured, where the worker asks for that."""
+        recall = self._worker.recall()
         if recall is None:
             return
-        self.incumbent = recall.incumbent or self.incumbent
+        if recall.incumbent is not None:
+            self._adopt(recall.incumbent, recall.gain)
         if self.request is None:
             self._restore()
         else:
@@ -352,6 +541,27 @@ class Executor:
         Args:
             reason: a sentence.
         """
-        self._desk.guard(reason)
-        self.incumbent = self._start
+        self._worker.guard(reason)
+        self.incumbent, self.gain = self._start, 0.0
         self._end()
+
+
+def live_search(
+    scene: TuningContext, search: Search, *, recorder: Recorder | None = None, worker: DeskMaker | None = None
+) -> Executor:
+    """An executor of a search that is thought about in the process that trains.
+
+    Args:
+        scene: what training it measures in.
+        search: begins at the optimizer's knobs. While a worker thinks it is the worker's: read it after `close()`.
+        recorder: where it is written down.
+        worker: where it is thought about; None: in a thread.
+    """
+    search.book.device_limit_bytes = device_limit(scene.optimizer)
+    worker = worker or partial(ThreadWorker, clock=scene.optimizer.device.clock)
+    start, incumbent = search.book.trials[0].setting, search.book.incumbent.setting
+    found = Executor(scene, worker(search, recorder), start=start, incumbent=incumbent)
+    if recorder is not None:
+        counted = found.counter  # not the executor: the recorder's thread would keep it and the tuner
+        recorder.follow(lambda: counted.count)
+    return found

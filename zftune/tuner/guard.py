@@ -1,19 +1,173 @@
-"""The loss guard: whether training goes wrong while its knobs change."""
+"""What makes a measurement void or a search give up: a disturbed GPU, and a loss that goes wrong."""
 
 from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from operator import mul
+from typing import Any, Protocol
 
 import torch
 
-from zenflow import Device
+from zenflow import Device, EmulatedAccelerator
 from zenflow.device import Transfer
+from zftune.emulated import MAX_LATE_SHARE
 from zftune.errors import BadInputError
+from zftune.telemetry import NvmlSampler
+
+_SLOWDOWNS = {
+    "hw_slowdown": "the GPU was slowed down by its hardware",
+    "sw_thermal_slowdown": "the GPU was slowed down because it was hot",
+    "hw_thermal_slowdown": "the GPU was slowed down because it was hot",
+    "hw_power_brake_slowdown": "the GPU was slowed down by its power supply",
+}
+_MOST_LATE = 0.005  # of the time: by so much an emulated accelerator's times may be off
+
+
+class Watch(Protocol):
+    """Says that a measurement does not count."""
+
+    def __call__(self) -> str | None:
+        """Why what was since it was asked last does not count, or None."""
+
+    def close(self) -> None:
+        """End the watch."""
+
+
+def disturbance_of(device: Device, *, sampled: bool = True) -> Watch:
+    """Whoever watches over measurements on a device.
+
+    Args:
+        device: that trains.
+        sampled: whether a GPU is sampled in this process; not where the daemon does that.
+    """
+    if isinstance(device, EmulatedAccelerator):
+        return LateDisturbance(device)
+    if not sampled:
+        return NoDisturbance()
+    uuid = gpu_uuid(device.torch_device)
+    if uuid is None:
+        return NoDisturbance()
+    sampler = NvmlSampler()
+    sampler.start()
+    return GpuDisturbance(sampler, uuid)
+
+
+class Sampler(Protocol):
+    """What a `NvmlSampler` is asked here."""
+
+    def summary(
+        self, begin_ns: int, end_ns: int, uuids: Collection[str] | None = None
+    ) -> tuple[dict[str, Any] | None, dict[str, str]]:
+        """The figures over a window."""
+
+    def stop(self) -> None:
+        """End."""
+
+
+class NoDisturbance:
+    """Nobody watches."""
+
+    def __call__(self) -> str | None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class GpuDisturbance:
+    """What NVML saw of one GPU.
+
+    Args:
+        sampler: started; ends with this.
+        uuid: of the GPU; None: of all that are sampled.
+        clock_ns: the sampler's clock.
+    """
+
+    def __init__(self, sampler: Sampler, uuid: str | None, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._sampler, self._clock_ns = sampler, clock_ns
+        self._uuids = None if uuid is None else [uuid]
+        self._begin_ns = clock_ns()
+        self._others: int | None = None
+        self._links: dict[str, int] = {}
+
+    def __call__(self) -> str | None:
+        begin_ns, self._begin_ns = self._begin_ns, self._clock_ns()
+        figures, _ = self._sampler.summary(begin_ns, self._begin_ns, self._uuids)
+        if figures is None:
+            return None
+        found = [self._slowed(figures), self._shared(figures), self._shifted(figures)]
+        return next((reason for reason in found if reason is not None), None)
+
+    def close(self) -> None:
+        self._sampler.stop()
+
+    def _slowed(self, figures: Mapping[str, Any]) -> str | None:
+        return next((_SLOWDOWNS[name] for name in figures["throttle_reasons"] or () if name in _SLOWDOWNS), None)
+
+    def _shared(self, figures: Mapping[str, Any]) -> str | None:
+        others = figures["other_processes"]
+        if others is None:
+            return None
+        self._others = others if self._others is None else min(self._others, others)
+        more = others - self._others
+        return None if more == 0 else f"the GPU was shared with {more} more process{'' if more == 1 else 'es'}"
+
+    def _shifted(self, figures: Mapping[str, Any]) -> str | None:
+        for name, word in (("pcie_gen", "generation"), ("pcie_width", "width")):
+            now = figures[name]
+            if now is None:
+                continue
+            best = self._links[name] = max(now, self._links.get(name, now))
+            if now < best:
+                return f"the PCIe link was shifted down to {word} {now} from {best}"
+        return None
+
+
+class LateDisturbance:
+    """Whether this machine was too slow for the emulated accelerator.
+
+    Args:
+        device: the emulated accelerator.
+    """
+
+    def __init__(self, device: EmulatedAccelerator) -> None:
+        self._device = device
+        self._begin = device.mark()
+        self._before = self._now()
+
+    def __call__(self) -> str | None:
+        device, before = self._device, self._before
+        now, mark = self._now(), device.mark()
+        passed_s = device.elapsed_s(self._begin, mark)
+        late_s = -sum(min(0.0, margin) for margin in device.slack.margins_s[before[0] :])
+        host_s, late_host_s = now[1] - before[1], now[2] - before[2]
+        self._begin, self._before = mark, now
+        if late_s > _MOST_LATE * passed_s:
+            return f"this machine was late on the emulated accelerator by {late_s / passed_s:.1%} of the time"
+        if host_s and late_host_s > MAX_LATE_SHARE * host_s:
+            return f"this host was {late_host_s / host_s:.1%} slower than the emulated one"
+        return None
+
+    def close(self) -> None:
+        return None
+
+    def _now(self) -> tuple[int, float, float]:
+        slack = self._device.slack
+        return len(slack.margins_s), slack.host_s, slack.late_host_s
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """Of a GPU; None for other devices, and where torch does not tell it."""
+    if device.type == "cpu":
+        return None
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return None if uuid is None else str(uuid)
+
 
 _TREND = 32
 _RECENT = 4
@@ -69,7 +223,8 @@ class Losses:
     """
 
     def __init__(self, device: Device, guard: LossGuard, heard: Callable[[int, float], None] | None = None) -> None:
-        self._device, self._guard, self._heard = device, guard, heard
+        self.heard = heard
+        self._device, self._guard = device, guard
         self._waiting: deque[tuple[int, torch.Tensor | float, Transfer | None]] = deque()
 
     def add(self, step: int, loss: torch.Tensor | float) -> None:
@@ -86,15 +241,15 @@ class Losses:
             self._waiting.append((step, float(loss), None))
             return
         if loss.numel() != 1:
-            raise BadInputError(f"loss has the shape {tuple(loss.shape)}, allowed is a scalar")
+            raise BadInputError(f"loss has the shape {tuple(loss.shape)}; it must be a scalar")
         if loss.device.type == "cpu":
             self._waiting.append((step, float(loss.item()), None))  # it is there already
             return
-        value = loss.detach().reshape(1).to(torch.float32)
+        value = loss.detach().reshape(1)
         if value.device != self._device.torch_device:
             self._waiting.append((step, value.clone(), None))
             return
-        target = self._device.host_empty((1,), torch.float32)
+        target = self._device.host_empty((1,), value.dtype)
         self._waiting.append((step, target, self._device.d2h(value, target)))
 
     def forget(self) -> None:
@@ -107,12 +262,12 @@ class Losses:
         while self._waiting and (self._waiting[0][2] is None or self._waiting[0][2].done()):
             step, arrived, _ = self._waiting.popleft()
             loss = float(arrived)
-            if self._heard is not None:
-                self._heard(step, loss)
+            if self.heard is not None:
+                self.heard(step, loss)
             reason = self._guard.add(loss)
             if reason is not None:
                 return (
-                    f"Stopped at step {step}: {reason}; the starting point's knobs are back, and the last good "
+                    f"Stopped at step {step}: {reason}; the settings at the start are back, and the last good "
                     f"checkpoint is the newest from before step {max(1, step - _RECENT + 1)}."
                 )
         return None

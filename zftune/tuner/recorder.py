@@ -1,20 +1,216 @@
-"""Writes a search into the store while it goes on. Training never fails because of it."""
+"""Writes a search into the store while it goes on, and rebuilds one from there. Training never fails because of it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from zftune.errors import ZftuneError
-from zftune.store import Decision, Run, TrialState
-from zftune.store.runs import LEASE_S
-from zftune.tuner.rebuild import Told, lives, measurement_row, rebuild
+from zftune.store.account import Account, Count
+from zftune.store.types import LEASE_S, Decision, Measurement, Run, TrialRecord, TrialState
+from zftune.tuner import messages
+from zftune.tuner.curve import CurveBuilder
+from zftune.tuner.scores import Pace, Sample, describe
 from zftune.tuner.search import Search
-from zftune.tuner.states import OF_INCUMBENT, Outcome, Request
+from zftune.tuner.space import Setting
+from zftune.tuner.states import OF_INCUMBENT, Choosing, Outcome, Request, Trial, UnmeasuredSteps
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from zftune.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One thing that a search was told."""
+
+    trial: int
+    role: str
+    outcome: Outcome
+    life: int = 0
+    """How often its run had been resumed before."""
+    cost: tuple[float, float] | None = None
+    """What the search had spent until then, and in how long; None: of an older version."""
+
+
+def measurement_row(
+    request: Request,
+    outcome: Outcome,
+    sequence: int,
+    *,
+    began_unix_s: float,
+    life: int = 0,
+    cost: tuple[float, float] | None = None,
+    at_s: float | None = None,
+) -> Measurement:
+    """What the store keeps of an outcome, all of it.
+
+    Args:
+        request: what was asked for.
+        outcome: what came of it.
+        sequence: how many outcomes of the search came before.
+        began_unix_s: wall clock.
+        life: how often the run was resumed before.
+        cost: what the search had spent before it was told, and in how long; None: that follows from the rows.
+        at_s: how long the run had taken when it ended; None: nobody counts that.
+    """
+    sample = Sample.of(outcome.steps_ms, request.setting.update_interval, outcome.tokens)
+    token_us, mad_us = describe(sample) if sample.token_us else (0.0, None)
+    return Measurement(
+        role=request.role,
+        steps=len(outcome.steps_ms),
+        step_ms=token_us * outcome.tokens / 1e3,
+        token_us=token_us,
+        mad_us=mad_us,
+        began_unix_s=began_unix_s,
+        void_reason=None if outcome.status == "measured" else outcome.reason or outcome.status,
+        steps_ms=outcome.steps_ms,
+        aggregates={
+            "sequence": sequence,
+            "status": outcome.status,
+            "discarded_ms": list(outcome.discarded_ms),
+            "tokens": outcome.tokens,
+            "device_bytes": outcome.device_bytes,
+            "host_bytes": outcome.host_bytes,
+            "between": astuple(outcome.between),
+            "life": life,
+            **({} if cost is None else {"cost": cost}),
+            **({} if at_s is None else {"at_s": at_s}),
+            **({"called_off": True} if outcome.called_off else {}),
+            **({} if outcome.pace is None else {"pace": asdict(outcome.pace)}),
+            **({"ranks_ms": list(outcome.ranks_ms)} if outcome.ranks_ms else {}),
+        },
+    )
+
+
+def rebuild(
+    search: Search, trials: Sequence[TrialRecord], measurements: Mapping[int, Sequence[Measurement]]
+) -> list[Told]:
+    """Bring a new search to where the rows say it was; it then asks what the old one would have asked.
+
+    Where training was ended and went on, the incumbent was measured again (see `Search.begin_again`), here as there.
+
+    Args:
+        search: new, with the arguments of the one that wrote the rows.
+        trials: of its run, in order.
+        measurements: by the trials' ids.
+
+    Returns:
+        Crashes that no measurement tells of: trials that were in flight when the run ended without goodbye.
+
+    Raises:
+        ZftuneError: the rows are not those of such a search.
+    """
+    if not trials:
+        return []
+    book = search.book
+    if Setting.from_knobs(trials[0].knobs) != book.incumbent.setting:
+        raise ZftuneError("the run in the store began with another setting than this one: it cannot go on from it")
+    life = 0
+    for told in _in_order(trials, measurements):
+        if told.life > life:
+            life = told.life
+            _charge(search, told)
+            search.begin_again()
+        _take_in(search, trials[: told.trial + 1])
+        _charge(search, told)
+        _tell(search, told)
+    _take_in(search, trials)
+    crashes = []
+    for row in trials:
+        trial = book.trials[row.number]
+        if row.state is TrialState.CRASHED and trial.state is not TrialState.CRASHED:
+            crashes.append(Told(row.number, _role(search, row.number), Outcome("crashed", reason=row.reason or "")))
+            _tell(search, crashes[-1])
+        elif row.number and row.state is TrialState.VOID and trial.state is TrialState.PLANNED:
+            if book.find(trial.setting) is trial:
+                search.agenda.repeat(trial)
+            else:
+                trial.state = TrialState.VOID  # it was repeated
+    return crashes
+
+
+def _charge(search: Search, told: Told) -> None:
+    """What it had cost by then: rows do not tell of all that the training has counted."""
+    if told.cost is not None:
+        search.cost.spent_s, search.cost.elapsed_s = told.cost
+
+
+def lives(measurements: Mapping[int, Sequence[Measurement]]) -> int:
+    """In how many lives of a run something was measured.
+
+    Args:
+        measurements: of its trials.
+    """
+    return 1 + max((int(one.aggregates.get("life", 0)) for rows in measurements.values() for one in rows), default=-1)
+
+
+def _take_in(search: Search, trials: Sequence[TrialRecord]) -> None:
+    for row in trials[len(search.book.trials) :]:
+        search.book.append(_trial(search, row))
+
+
+def _trial(search: Search, row: TrialRecord) -> Trial:
+    setting = Setting.from_knobs(row.knobs)
+    trial = Trial(row.number, setting, row.source, forecast=search.book.forecast(setting))
+    trial.constraint = row.constraint or 0.0
+    if row.state is TrialState.REJECTED:
+        trial.state, trial.reason = TrialState.REJECTED, row.reason or ""
+    return trial
+
+
+def _in_order(trials: Iterable[TrialRecord], measurements: Mapping[int, Sequence[Measurement]]) -> list[Told]:
+    found = [
+        (int(one.aggregates["sequence"]), _told(row, one))
+        for row in trials
+        for one in measurements.get(row.trial_id, ())
+    ]
+    return [told for _, told in sorted(found, key=lambda pair: pair[0])]
+
+
+def _told(trial: TrialRecord, row: Measurement) -> Told:
+    about, outcome = row.aggregates, _outcome(row)
+    cost = about.get("cost")
+    return Told(trial.number, row.role, outcome, int(about.get("life", 0)), None if cost is None else tuple(cost))
+
+
+def _outcome(row: Measurement) -> Outcome:
+    about: Mapping[str, Any] = row.aggregates
+    return Outcome(
+        status=about["status"],
+        steps_ms=tuple(row.steps_ms),
+        discarded_ms=tuple(about["discarded_ms"]),
+        tokens=about["tokens"],
+        device_bytes=about["device_bytes"],
+        host_bytes=about["host_bytes"],
+        reason=row.void_reason or "",
+        between=UnmeasuredSteps(*about.get("between", ())),
+        called_off=about.get("called_off", False),
+        pace=Pace(**about["pace"]) if "pace" in about else None,
+        ranks_ms=tuple(about.get("ranks_ms", ())),
+    )
+
+
+def _role(search: Search, trial: int) -> str:
+    """What a trial was in flight for when it crashed."""
+    if isinstance(search.state, Choosing):
+        return "explore"
+    request = search.next()
+    return request.role if request is not None and request.trial == trial else "explore"
+
+
+def _tell(search: Search, told: Told) -> None:
+    """Put the question that the rows answer, without asking Optuna again."""
+    if isinstance(search.state, Choosing):
+        search.resume_choice(told.trial, told.role)
+    request = search.next()
+    if request is None or (request.trial, request.role) != (told.trial, told.role):
+        raise ZftuneError(f"the rows of trial {told.trial} in the store do not follow from those before them")
+    search.tell(told.outcome)
+
 
 _LEASE_SPARE = 3.0  # a measurement takes no longer than so many times what is expected
 
@@ -30,7 +226,15 @@ class StoreRecorder:
     def __init__(self, store: Store, run: Run) -> None:
         self.notices: list[str] = []
         """Sentences: why nothing more is written."""
+        self.curve = CurveBuilder()
+        """How the training goes; written with what is measured."""
         self._store, self._run = store, run
+        self._curve_version = 0
+        self._account = store.account(run.run_id) or Account()
+        self._process = ""
+        self._counted: Callable[[], Count] = Count
+        self._cost: tuple[float, float] | None = None
+        """What the search had spent, and in how long, before what it is told next; None: that follows from the rows."""
         self._ids: list[int] = []
         self._outcomes = 0
         self._notes = 0
@@ -43,6 +247,27 @@ class StoreRecorder:
     def run_id(self) -> str:
         """Of its run."""
         return self._run.run_id
+
+    @property
+    def database(self) -> Path | None:
+        """The file in which the run is; None: a server's, or none that lasts."""
+        return self._store.path
+
+    @property
+    def account(self) -> Account:
+        """What the run took, spent and gained, by now."""
+        if self._process:
+            self._account = self._account.taken(self._process, self._counted())
+        return self._account
+
+    def follow(self, counted: Callable[[], Count], process: str = "") -> None:
+        """Keep the account with every row from now on.
+
+        Args:
+            counted: what the process that trains has counted so far.
+            process: which that is; "": this one.
+        """
+        self._process, self._counted = process or self._run.token, counted
 
     def resume(self, search: Search) -> Sequence[Told]:
         """Bring a new search to where the store says that this run's was; its first request is the incumbent.
@@ -57,6 +282,7 @@ class StoreRecorder:
         rows = self._store.trials(self._run.run_id)
         measurements = {row.trial_id: self._store.measurements(row.trial_id) for row in rows}
         crashes = rebuild(search, rows, measurements)
+        self.curve.join(self._store.curve(self._run.run_id))
         self._ids = [row.trial_id for row in rows]
         self._outcomes = sum(map(len, measurements.values()))
         self._life = lives(measurements) - 1
@@ -67,6 +293,12 @@ class StoreRecorder:
         self._commands(search)
         self._notes = len(search.notes)
         self._life += 1
+        if self._account == Account():  # of an older version, which counted nothing but what the search saw
+            cost = search.cost
+            self._account = Account(before=Count(seconds=cost.elapsed_s, spent_s=cost.spent_s))
+        total = self.account.total
+        search.cost.catch_up(total.spent_s, total.seconds)
+        self._charge(search)
         search.begin_again()
         self._trials(search)
         self._decisions(search)
@@ -97,8 +329,10 @@ class StoreRecorder:
             self._measured(
                 request, outcome, None if outcome.status == "void" and state is not TrialState.VOID else state
             )
+            self._charge(search)
             self._trials(search)
             self._decisions(search)
+            self._write_curve()
         except ZftuneError as error:
             self.notices.append(f"{error}.")
 
@@ -113,15 +347,19 @@ class StoreRecorder:
         self._trials(search)
         self._decisions(search)
 
-    def command(self, kind: str, reason: str) -> None:
+    def command(self, kind: Literal["pause", "unpause"], by: str) -> None:
         """Write down what somebody asked for that the search has no part in. May be called from any thread.
+
+        Args:
+            kind: what they asked for.
+            by: who asked for it, in words.
 
         Raises:
             ZftuneError: it could not be written.
         """
         if self.notices:
             raise ZftuneError(self.notices[-1].rstrip("."))
-        self._store.add_decision(self._run, Decision(kind=kind, reason=reason))
+        self._decided(Decision(kind, messages.commanded(kind, {"by": by}), details={"by": by}))
 
     def put_away(self, trial: int) -> None:
         """Write down that a trial which was in flight does not run any more.
@@ -145,7 +383,8 @@ class StoreRecorder:
         Raises:
             ZftuneError: it could not be written.
         """
-        self._store.renew_lease(self._run, lease_s)
+        self._store.renew_lease(self._run, lease_s, self._kept)
+        self._write_curve()
 
     def lose(self) -> None:
         """The training was not heard of any more: what was in flight is marked crashed, unless it was survived."""
@@ -166,24 +405,31 @@ class StoreRecorder:
             try:
                 self._trials(search)
                 self._decisions(search)
+                self._write_curve()
             except ZftuneError as error:
                 self.notices.append(f"{error}.")
                 return  # nor would it be closed now
         self._end(self._store.interrupt_run if unfinished or self.notices else self._store.finish_run)
 
-    def _end(self, end: Callable[[Run], None]) -> None:
+    def _end(self, end: Callable[[Run, Account | None], None]) -> None:
         """Also where the store took no more: it may again, and what is in flight would be taken for a crash."""
         try:
-            end(self._run)
+            end(self._run, self._kept)
         except ZftuneError as error:
             if not self.notices:
                 self.notices.append(f"{error}.")
+
+    def _write_curve(self) -> None:
+        version = self.curve.version
+        if version != self._curve_version:
+            self._store.save_curve(self._run, self.curve.curve())
+            self._curve_version = version
 
     def _commands(self, search: Search) -> None:
         """What somebody asked for in an earlier life holds on."""
         for one in self._store.decisions(self._run.run_id):
             if one.kind == "rollback" and search.book.adoptions:
-                search.roll_back(one.reason)
+                search.roll_back(str(one.details.get("by", "")), one.reason)
             elif one.kind == "stop" and one.details.get("final"):
                 search.stop(one.reason, final=True)
             elif one.kind == "guard":
@@ -195,8 +441,15 @@ class StoreRecorder:
         until = time.monotonic() + _LEASE_SPARE * (request.discard + request.steps) * step_ms / 1e3
         if self._lease_until - until < LEASE_S / 2:
             lease_s = until - time.monotonic() + LEASE_S
-            self._store.renew_lease(self._run, lease_s)
+            self._store.renew_lease(self._run, lease_s, self._kept)
             self._lease_until = time.monotonic() + lease_s
+
+    def _charge(self, search: Search) -> None:
+        """Let the search go by the account; what it was told of last may not be in there yet."""
+        account = self._kept
+        if account is not None and self._process:
+            search.cost.elapsed_s = account.total.seconds
+        self._cost = search.cost.spent_s, search.cost.elapsed_s
 
     def _trials(self, search: Search) -> None:
         for trial in search.book.trials[len(self._ids) :]:
@@ -215,14 +468,28 @@ class StoreRecorder:
 
     def _measured(self, request: Request, outcome: Outcome, state: TrialState | None) -> None:
         began_unix_s = time.time() - outcome.seconds
-        row = measurement_row(request, outcome, self._outcomes, began_unix_s=began_unix_s, life=self._life)
-        self._store.add_measurement(self._run, self._ids[request.trial], row, state=state)
+        account = self._kept
+        row = measurement_row(
+            request, outcome, self._outcomes, began_unix_s=began_unix_s, life=self._life,
+            cost=self._cost, at_s=None if account is None else account.total.seconds,
+        )  # fmt: skip
+        self._store.add_measurement(self._run, self._ids[request.trial], row, state=state, account=account)
         self._outcomes += 1
 
     def _decisions(self, search: Search) -> None:
         for note in search.notes[self._notes :]:
-            trial_id = None if note.trial is None else self._ids[note.trial]
-            self._store.add_decision(
-                self._run, Decision(kind=note.kind, reason=note.reason, trial_id=trial_id, details=note.details)
-            )
+            self._decided(note)
             self._notes += 1
+
+    def _decided(self, decision: Decision) -> None:
+        account = self._kept
+        if account is not None:
+            known = {"elapsed_s": round(account.total.seconds, 3), "spent_s": round(account.total.spent_s, 3)}
+            decision = replace(decision, details={**decision.details, **known})
+        self._store.add_decision(self._run, decision, account=account)
+
+    @property
+    def _kept(self) -> Account | None:
+        """The account, where somebody counts."""
+        account = self.account
+        return account if account.process else None

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from zftune.errors import ZftuneError
-from zftune.store import (
+from zftune.errors import StoreError, ZftuneError
+from zftune.store.types import (
+    Backend,
     Evidence,
     Hardware,
     Key,
@@ -17,24 +18,23 @@ from zftune.store import (
     Model,
     Preset,
     PresetState,
+    Quality,
     Query,
     Ratios,
     Run,
     RunRecord,
-    StoreError,
+    Withdrawal,
 )
-from zftune.store.types import Backend, Quality
-from zftune.tuner.document import feasible
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.scores import score
 from zftune.tuner.search import Search, SearchOptions
-from zftune.tuner.settings import Setting
+from zftune.tuner.space import Setting, Space, feasible
+from zftune.tuner.states import BarredSetting
 
 if TYPE_CHECKING:
     from torch import dtype, nn
 
     from zftune.store.store import Store
-    from zftune.tuner.space import Space
 
 _logger = logging.getLogger("zftune")
 
@@ -73,7 +73,7 @@ class RunFacts:
             name: of the model.
             more: as the class takes them.
         """
-        from zftune.telemetry import model_id
+        from zftune.telemetry.fingerprint import model_id, recomputes
 
         parameters = list(module.parameters())
         model = Model(
@@ -83,11 +83,12 @@ class RunFacts:
             trainable=sum(one.numel() for one in parameters if one.requires_grad),
             dtype=str(dtype).removeprefix("torch."),
         )
-        return cls(model=model, micro_batch=micro_batch, sequence=sequence, **more)
+        checkpointing = recomputes(module)
+        return cls(model=model, micro_batch=micro_batch, sequence=sequence, checkpointing=checkpointing, **more)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Here:
+class MachineInfo:
     """The machine and the software that a process trains with."""
 
     hardware: Hardware
@@ -96,7 +97,7 @@ class Here:
     versions: Mapping[str, str]
 
     @classmethod
-    def now(cls, rig: str | None = None) -> Here:
+    def now(cls, rig: str | None = None) -> MachineInfo:
         """Of this process.
 
         Args:
@@ -122,7 +123,7 @@ class Recording:
         here: where it trains; None: in this process.
     """
 
-    def __init__(self, store: Store, facts: RunFacts, quality: Quality, here: Here | None = None) -> None:
+    def __init__(self, store: Store, facts: RunFacts, quality: Quality, here: MachineInfo | None = None) -> None:
         self.notices = list(store.notices)
         self.recorder: StoreRecorder | None = None
         self.ratios: Ratios | None = None
@@ -130,7 +131,7 @@ class Recording:
         self._stake: tuple[str, Setting] | None = None
         self._versions: Mapping[str, str] = {}
         self._store = store
-        self._here = here or Here.now(facts.rig)
+        self._here = here or MachineInfo.now(facts.rig)
         self.key = Key(
             model_id=facts.model.model_id, hw_id=self._here.hardware.hw_id, backend=facts.backend, stage=facts.stage,
             dtype=facts.model.dtype or "unknown", world_size=facts.world_size, nodes=facts.nodes,
@@ -140,20 +141,23 @@ class Recording:
         self._model = facts.model
         self._hardware, self._usable_cores = self._here.hardware, self._here.usable_cores
 
-    def crashed(self) -> tuple[Setting, ...]:
-        """Settings that earlier runs did not survive; runs that ended without goodbye are closed first."""
+    def barred(self) -> tuple[BarredSetting, ...]:
+        """Settings that earlier runs did not survive, or that were rolled back.
+
+        Runs that ended without goodbye are closed first.
+        """
         try:
             self._store.reap()
-            rows = self._store.crashed_knobs(self.key)
+            rows = self._store.barred(self.key)
         except ZftuneError as error:
             self.notices.append(f"{error}.")
             return ()
         found = []
-        for knobs in rows:
+        for row in rows:
             try:
-                found.append(Setting.from_knobs(knobs))
+                found.append(BarredSetting(Setting.from_knobs(row.knobs), row.kind))
             except ZftuneError as error:  # of another version: this one cannot propose it
-                _logger.debug("A setting that crashed is not one of this version's: %s.", error)
+                _logger.debug("A setting that is barred is not one of this version's: %s.", error)
         return tuple(found)
 
     def preset(self) -> Match | None:
@@ -296,22 +300,21 @@ class Recording:
         try:
             self._keep_preset(search)
         except (StoreError, ValueError) as error:
-            self.notices.append(f"The knobs were not kept as a preset: {error}.")
+            self.notices.append(f"The settings were not kept as a preset: {error}.")
 
-    def withdraw_preset(self, setting: Setting) -> None:
+    def withdraw_preset(self, setting: Setting, why: Withdrawal) -> None:
         """Somebody does not want a setting any more: no preset of this key proposes it.
 
         Args:
             setting: which.
+            why: they do not.
 
         Raises:
             StoreError: it could not be written.
         """
         for one in self._store.presets():
-            mine = one.key == self.key and one.knobs == setting.knobs() and not one.imported
-            while mine and one.state is PresetState.ACTIVE:
-                if self._store.record_comparison(one.name, won=False) is PresetState.WITHDRAWN:
-                    break
+            if one.key == self.key and one.knobs == setting.knobs() and not one.imported:
+                self._store.withdraw_preset(one.name, why)
 
     def _judge_preset(self, search: Search) -> None:
         """Write down whether the preset that was measured again was the best, if it was compared with anything."""
@@ -319,7 +322,7 @@ class Recording:
         if self._stake is None or won is None:
             return
         if self._store.record_comparison(self._stake[0], won=won) is PresetState.WITHDRAWN:
-            self.notices.append(f"Preset {self._stake[0]} has lost two later comparisons and is withdrawn.")
+            self.notices.append(f"Preset {self._stake[0]} was slower in two later comparisons and is withdrawn.")
 
     def _keep_preset(self, search: Search) -> None:
         gain, start, best = search.book.gain, search.book.trials[0], search.book.incumbent

@@ -3,24 +3,199 @@
 A step of a window often waits for what the others do not, so that the median of all steps would not see the stall.
 The score is therefore a mean over the steps of a window, of each the median over the windows; where windows have one
 step, that is the plain median.
+
+The noise of a score, and of a mean, is what steps differ by at the same place of a window. Slow steps come in runs, so
+that neighbours tell less than as many independent steps would: errors grow by their correlation. `zftune compare` and
+the search use the same functions, so that they agree about the same two runs (studies/022-noise has the coverage).
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
+
+from zenflow import StepStats
+from zftune.planner.rates import Rates
+from zftune.store.types import Decision, Ratios
+from zftune.tuner.space import Forecaster, Setting
+
+OTHER_TIMES = 0.10
+"""Of the incumbent's time: where a comparison's measurement of it differs by so much, times have changed."""
+_BUSY_LINK = 0.05
+"""Of a step: where it waits so long for gradients on their way, the link was busy all the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What steps showed of the work that a training has for the device and the host."""
+
+    elements: int
+    """Of the weights that could be offloaded."""
+    busy_ms: float | None
+    """Of a step without its stall; None where there was none that tells."""
+    host_bytes: int
+    """Memory traffic of all host updates."""
+    host_ms: float
+    """Their time."""
+
+    @classmethod
+    def of(cls, steps: Sequence[StepStats], module: nn.Module) -> Load:
+        """From a warm-up.
+
+        Args:
+            steps: of it.
+            module: that trains.
+        """
+        busy = [busy_ms(one) for one in steps if one.step_ms and one.stall_ms is not None]
+        return cls(
+            elements=sum(one.numel() for one in module.parameters() if one.requires_grad and one.dim() >= 2),
+            busy_ms=statistics.median(busy) if busy else None,
+            host_bytes=sum(one.host_bytes for one in steps),
+            host_ms=sum(one.host_ms for one in steps),
+        )
+
+
+def busy_ms(step: StepStats) -> float:
+    """Of a step without what it waited because of offloading; what ranks wait for each other is in it."""
+    offloading = sum(ms for cause, ms in (step.stall_ms or {}).items() if cause != "comm")
+    return (step.step_ms or 0.0) - offloading
+
+
+def ratios_of(load: Load, rates: Rates) -> Ratios | None:
+    """Ratios of a training: as its steps show them, and where they do not, as its rates say. None: there are none.
+
+    They are those of the whole model, of ranks that share it of each one's rows, whatever share of it the steps had on
+    the host.
+
+    Args:
+        load: what the steps of the warm-up showed.
+        rates: of the planner; the link's are measured before the training.
+    """
+    compute_ms = rates.compute_ms if load.busy_ms is None else load.busy_ms
+    elements = load.elements / rates.ranks
+    host_ms = _measured_host(load, rates).host_ms(elements, 1)
+    if not compute_ms > 0:
+        return None
+    found = (host_ms / compute_ms, rates.down_ms(elements) / compute_ms)
+    return Ratios(*found) if all(math.isfinite(one) and one > 0 for one in found) else None
+
+
+def _measured_host(load: Load, rates: Rates) -> Rates:
+    """With the bandwidth that the host's updates had: whatever limited them is in it."""
+    if not load.host_bytes or not load.host_ms > 0:
+        return rates
+    return replace(rates, host_gbps=load.host_bytes / load.host_ms / 1e6, update_gelements_s=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """What the steps of a measurement showed of the resources; None: nothing."""
+
+    busy_ms: float | None = None
+    """Of a step without its stall; what ranks wait for each other is in it."""
+    host_gbps: float | None = None
+    """Of the host's updates."""
+    link_gbps: float | None = None
+    """Of the gradients' way, known only where steps waited for it."""
+
+    @classmethod
+    def of(cls, steps: Sequence[StepStats]) -> Pace | None:
+        """From the steps that count; None: they have no stream that would tell."""
+        known = [(one, one.step_ms, one.stall_ms) for one in steps if one.step_ms and one.stall_ms is not None]
+        if not known:
+            return None
+        total_ms = math.fsum(ms for _, ms, _ in known)
+        waited_ms = math.fsum(stall.get("d2h", 0.0) for _, _, stall in known)
+        sent = sum(one.d2h_bytes for one, _, _ in known)
+        host_ms, host_bytes = math.fsum(one.host_ms for one, _, _ in known), sum(one.host_bytes for one, _, _ in known)
+        return cls(
+            busy_ms=math.fsum(busy_ms(one) for one, _, _ in known) / len(known),
+            host_gbps=host_bytes / host_ms / 1e6 if host_bytes and host_ms > 0 else None,
+            link_gbps=sent / total_ms / 1e6 if sent and waited_ms > _BUSY_LINK * total_ms else None,
+        )
+
+
+class Planning(Protocol):
+    """The planner, who is asked again where times have changed."""
+
+    @property
+    def forecast(self) -> Forecaster:
+        """Its prediction for a setting, by what it knows now."""
+
+    def learn(self, before: Pace | None, now: Pace) -> None:
+        """Take in what a setting showed before a change, and what it shows now."""
+
+    def planned(self) -> Sequence[Setting]:
+        """Its own choices, best first; may take seconds."""
+
+
+def changed(rates: Rates, before: Pace | None, now: Pace) -> Rates:
+    """The rates of a machine, and the compute of a step, after a change.
+
+    Args:
+        rates: before it.
+        before: what a setting showed then; None: nothing is known.
+        now: what the same setting shows.
+    """
+    if before is None:
+        return rates
+    compute = _factor(now.busy_ms, before.busy_ms)
+    host = _factor(now.host_gbps, before.host_gbps)
+    arithmetic = rates.update_gelements_s
+    link = 1.0
+    if now.link_gbps is not None:  # both directions change together, as a bus does that is shifted down
+        link = now.link_gbps / (before.link_gbps or rates.d2h_gbps)
+    return replace(
+        rates,
+        forward_ms=rates.forward_ms * compute,
+        backward_ms=rates.backward_ms * compute,
+        host_gbps=rates.host_gbps * host,
+        update_gelements_s=None if arithmetic is None else arithmetic * host,
+        d2h_gbps=rates.d2h_gbps * link,
+        h2d_gbps=rates.h2d_gbps * link,
+    )
+
+
+def differs(before: Sequence[Sample], sample: Sample, *, seed: int, least: float = OTHER_TIMES) -> bool:
+    """Whether a measurement of the incumbent belongs to other times than those before it.
+
+    Args:
+        before: its measurements so far.
+        sample: the new one.
+        seed: of the bootstrap.
+        least: share of the time.
+    """
+    if not before:
+        return False
+    found = gain(before, [sample], seed=seed)
+    return abs(found.share) > max(least, 2 * found.error)
+
+
+def _factor(now: float | None, before: float | None) -> float:
+    return now / before if now and before else 1.0
+
 
 LEAST_STEPS = 20
 MOST_STEPS = 3 * LEAST_STEPS
 """Of a comparison's measurement, but for filling up windows."""
 ABORT_FACTOR = 1.5
+_LEAST_ABORTED = 8
 LEAST_GAIN = 0.02
+ERRORS = 2.0
+"""Standard errors that count as noise."""
 _RESAMPLES = 400
+_LEAST_FOR_CORRELATION = 8
+"""Steps: fewer do not show whether neighbours are alike."""
+_MOST_CORRELATION = 0.9
 _DEPARTURE = 0.15
 """Of the usual step time: steps that are all farther off than that are no noise."""
 _DEPARTED_STEPS = 8
@@ -73,16 +248,21 @@ class Gain:
     share: float
     """Of the other's time that is saved; below 0: it is slower."""
     error: float
-    """Bootstrap standard error of it."""
+    """Standard error of it."""
+
+    @property
+    def beyond_noise(self) -> bool:
+        """Whether the two differ by more than noise explains."""
+        return abs(self.share) > ERRORS * self.error + 1e-9  # simulated times have rounding errors alone
 
     @property
     def needed(self) -> float:
-        """What it has to exceed to be believed."""
-        return max(LEAST_GAIN, 2 * self.error)
+        """What it has to exceed for a change of settings."""
+        return max(LEAST_GAIN, ERRORS * self.error)
 
     @property
     def holds(self) -> bool:
-        """Whether it is believed."""
+        """Whether it is worth a change."""
         return self.share > self.needed
 
     def __str__(self) -> str:
@@ -98,13 +278,28 @@ def in_a_row(gains: Sequence[Gain]) -> Gain | None:
     return Gain(1 - left, left * relative)
 
 
+def gain_of(decisions: Iterable[Decision]) -> Gain | None:
+    """The gain of the incumbent over the starting point, from the decisions of a run; None: nothing was adopted."""
+    adopted: list[Gain] = []
+    for one in decisions:
+        if one.kind == "adopt":
+            adopted.append(Gain(one.details.get("gain", 0.0), one.details.get("error", 0.0)))
+        elif one.kind == "rollback":
+            del adopted[-1:]
+        elif one.kind == "guard":
+            adopted.clear()
+    return in_a_row(adopted)
+
+
 def score(samples: Sequence[Sample]) -> float:
     """Microseconds per token of one setting's measurements together."""
     return _score(_joined(samples))
 
 
-def spread(samples: Sequence[Sample]) -> float:
-    """Relative noise of single steps: a standard deviation from the median absolute deviation."""
+def spread(samples: Sequence[Sample]) -> float | None:
+    """Relative noise of single steps: a standard deviation from the median absolute deviation. None: of one window."""
+    if all(len(sample.token_us) == sample.interval for sample in samples):
+        return None
     left = np.concatenate([_residuals(_joined([sample])).ravel() for sample in samples])
     return 1.4826 * float(np.median(np.abs(left - 1.0)))
 
@@ -117,29 +312,70 @@ def gain(before: Sequence[Sample], after: Sequence[Sample], *, seed: int) -> Gai
         after: measurements of another one.
         seed: of the bootstrap.
     """
-    old, new = _joined(before), _joined(after)
-    random = np.random.default_rng(seed)
-    shares = 1.0 - _resampled(new, random) / _resampled(old, random)
-    return Gain(1.0 - _score(new) / _score(old), float(np.std(shares, ddof=1)))
+    left = score(after) / score(before)
+    return Gain(1.0 - left, left * math.hypot(relative_error(before, seed=seed), relative_error(after, seed=seed + 1)))
 
 
-def steps_for(noise: float, interval: int, *, error: float = 0.01, most: int = MOST_STEPS) -> int:
+def relative_error(samples: Sequence[Sample], *, seed: int) -> float:
+    """Standard error of a score as a share of it, by resampling what steps differ from their place's median by.
+
+    Args:
+        samples: measurements of one setting, of two windows or more.
+        seed: of the bootstrap.
+    """
+    windows = _joined(samples)
+    error = float(np.std(_resampled(windows, np.random.default_rng(seed)), ddof=1)) / _score(windows)
+    return error * _of_correlation([_clipped(_residuals(sample.windows()).ravel() - 1.0) for sample in samples])
+
+
+def error_of_mean(values: Sequence[float], interval: int) -> float | None:
+    """Standard error of the mean of `values`, one for each step; None where there are fewer than two.
+
+    Steps of a window differ by their place in it, which is no noise. Where there are not two whole windows all steps
+    are taken as alike, which gives a larger error.
+
+    Args:
+        values: in the order of the steps.
+        interval: S.
+    """
+    if len(values) < 2:
+        return None
+    rows = len(values) // interval
+    whole = np.asarray(values[: rows * interval] if rows >= 2 else values, dtype=np.float64)
+    windows = whole.reshape(rows, interval) if rows >= 2 else whole.reshape(-1, 1)
+    left = windows - windows.mean(axis=0)
+    variance = float((left**2).sum()) / (left.size - left.shape[1])
+    widths = left.std(axis=0)  # a place that varies more would hide how alike its neighbours are
+    return math.sqrt(variance / len(values)) * _of_correlation([(left / np.where(widths > 0, widths, 1.0)).ravel()])
+
+
+def steps_for(noise: float | None, interval: int, *, error: float = 0.01, most: int = MOST_STEPS) -> int:
     """Steps of a comparison's measurement, so that the gain's standard error is about `error`.
 
     Args:
-        noise: relative standard deviation of single steps.
+        noise: relative standard deviation of single steps; None: not known.
         interval: S.
         error: wanted.
         most: steps, but for filling up windows.
     """
     of_median = 1.2533  # standard error of a median over that of a mean, for a normal distribution
-    wanted = 1.5 * (of_median * noise / error) ** 2  # two measurements against one
+    wanted = math.inf if noise is None else 1.5 * (of_median * noise / error) ** 2  # two measurements against one
     return steps_of(interval, round(min(most, max(LEAST_STEPS, wanted))))
 
 
 def too_slow(steps_ms: Sequence[float], interval: int, incumbent_step_ms: float) -> float | None:
-    """The abort rule: the first whole window whose mean exceeds 1.5 times the incumbent's; its factor, or None."""
-    return next((factor for factor in _factors(steps_ms, interval, incumbent_step_ms) if factor > ABORT_FACTOR), None)
+    """The abort rule: how many times the incumbent's the score of the windows so far is; None: at most 1.5 times.
+
+    Args:
+        steps_ms: from the first step of a window on; fewer than 8 tell nothing, since single steps may be slow.
+        interval: S.
+        incumbent_step_ms: a step's time.
+    """
+    whole = len(steps_ms) // interval * interval
+    if whole < _LEAST_ABORTED:
+        return None
+    factor = fmean(median(steps_ms[place:whole:interval]) for place in range(interval)) / incumbent_step_ms
+    return factor if factor > ABORT_FACTOR else None
 
 
 def departure(steps_ms: Sequence[float], interval: int, usual_ms: float) -> float | None:
@@ -181,6 +417,31 @@ def _residuals(windows: Array) -> Array:
     return residuals
 
 
+def _clipped(residuals: Array) -> Array:
+    """Without far outliers, which a median does not follow either."""
+    width = 3 * 1.4826 * float(np.median(np.abs(residuals)))
+    clipped: Array = np.clip(residuals, -width, width)
+    return clipped
+
+
+def _of_correlation(series: Sequence[Array]) -> float:
+    """By how much errors grow where neighbours are alike: sqrt((1 + r) / (1 - r)), as for an AR(1) process.
+
+    An estimate of r from few steps is too small by about (1 + 4 r) / n (Kendall 1954), which is put right.
+
+    Args:
+        series: [steps] what the steps of each measurement differ from the usual by, in order.
+    """
+    centred = [one - one.mean() for one in series]
+    power = sum(float((one**2).sum()) for one in centred)
+    steps = sum(map(len, centred)) / len(centred)
+    if power == 0.0 or steps < _LEAST_FOR_CORRELATION:
+        return 1.0
+    found = sum(float((one[1:] * one[:-1]).sum()) for one in centred) / power
+    correlation = min(max((steps * found + 1) / (steps - 4), 0.0), _MOST_CORRELATION)
+    return math.sqrt((1 + correlation) / (1 - correlation))
+
+
 def _resampled(windows: Array, random: np.random.Generator) -> Array:
     """[resamples] scores. Residuals are drawn from all places of the window: few windows have few of each."""
     residuals = _residuals(windows).ravel()
@@ -218,6 +479,10 @@ class ExplorationCost:
         self.elapsed_s += seconds
         if incumbent_step_s is not None:
             self.spent_s += max(0.0, seconds - steps * incumbent_step_s)
+
+    def catch_up(self, spent_s: float, elapsed_s: float) -> None:
+        """Take in what others have counted: a search that was made anew from its rows does not know of the rest."""
+        self.spent_s, self.elapsed_s = max(self.spent_s, spent_s), max(self.elapsed_s, elapsed_s)
 
     def begin(self, step_s: float) -> None:
         """Take the incumbent's step time as the one that the search begins with, unless it has begun."""
@@ -282,7 +547,8 @@ class ChangePoint:
         self._up = self._down = 0.0
 
 
-def describe(sample: Sample) -> tuple[float, float]:
-    """A measurement's score and the median absolute deviation of its steps, microseconds per token."""
+def describe(sample: Sample) -> tuple[float, float | None]:
+    """A measurement's score and the median absolute deviation of its steps, microseconds per token; None: of one."""
     values = np.asarray(sample.token_us)
-    return score([sample]), float(np.median(np.abs(values - np.median(values))))
+    deviation = float(np.median(np.abs(values - np.median(values)))) if len(values) > 1 else None
+    return score([sample]), deviation

@@ -1,42 +1,56 @@
 """The search for the fastest knobs, as a state machine: `next()` says what to measure, `tell()` takes what came of it.
 
 It neither trains nor waits nor looks at a clock: whoever drives it does. What it does follows from its arguments and
-from what it was told, so that it is rebuilt from the store's rows (see `zftune.tuner.rebuild`).
+from what it was told, so that it is rebuilt from the store's rows (see `zftune.tuner.recorder`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
-from zftune.store.types import TrialState
-from zftune.tuner import sentences
-from zftune.tuner.agenda import Agenda
-from zftune.tuner.book import Book
-from zftune.tuner.course import Course
-from zftune.tuner.drift import Pace, Planning, differs
-from zftune.tuner.scores import LEAST_GAIN, LEAST_STEPS, ChangePoint, Sample, gain, spread, steps_for, steps_of
-from zftune.tuner.settings import Setting
-from zftune.tuner.space import Forecaster, Space
+import numpy as np
+
+from zftune.store.types import Decision, DecisionKind, TrialState
+from zftune.tuner import messages
+from zftune.tuner.forecast import MOST_REJECTIONS, Proposer, propose
+from zftune.tuner.scores import (
+    LEAST_GAIN,
+    LEAST_STEPS,
+    ChangePoint,
+    ExplorationCost,
+    Pace,
+    Planning,
+    Sample,
+    differs,
+    gain,
+    spread,
+    steps_for,
+    steps_of,
+)
+from zftune.tuner.space import Forecaster, Setting, Space
 from zftune.tuner.states import (
     OF_INCUMBENT,
     Choosing,
     Comparing,
     Exploring,
-    Holding,
-    Opening,
+    MeasuringBaseline,
     Outcome,
     Purpose,
     Request,
     Role,
+    Sampler,
     SearchOptions,
     State,
     Stopped,
     Trial,
+    UnmeasuredSteps,
+    WaitingForBudget,
 )
+from zftune.tuner.trials import TrialTable
 
 __all__ = ["MOST_VOIDS", "Search", "SearchOptions"]
-
 MOST_VOIDS = 3
 _COMPARISON = 3  # measurements
 _HOLD_STEPS = 200
@@ -48,7 +62,92 @@ _OTHER_TIMES = 0.05
 """Of the step time: where the incumbent's differs by so much, what was measured before is no longer true."""
 
 
-class Search(Course):
+class CandidateQueue:
+    """Settings that are still to be tried.
+
+    Args:
+        book: what is known.
+        planned: the planner's choices, best first.
+        sampler: Optuna's.
+        seed: of the questions.
+    """
+
+    def __init__(self, book: TrialTable, planned: Sequence[Setting], sampler: Sampler, seed: int) -> None:
+        self.propose: Proposer = propose
+        """Who answers what to look at next, where nothing is planned."""
+        self._book, self._sampler, self._seed = book, sampler, seed
+        start = book.trials[0].setting
+        self._planned = [(setting, "planner") for setting in planned if setting != start]
+        self._plan: Callable[[], Sequence[Setting]] | None = None
+
+    def suggest(self, setting: Setting, source: str) -> None:
+        """Look at a setting before all others that are planned.
+
+        Args:
+            setting: any; the planner judges it before it runs.
+            source: who proposes it.
+        """
+        if setting != self._book.trials[0].setting:
+            self._planned.insert(0, (setting, source))
+
+    def plan_again(self, plan: Callable[[], Sequence[Setting]]) -> None:
+        """Ask the planner anew, once the next setting is wanted: what it planned before is out of date.
+
+        Args:
+            plan: gives its choices, best first; may take seconds.
+        """
+        self._planned = [(setting, source) for setting, source in self._planned if source != "planner"]
+        self._plan = plan
+
+    def repeat(self, trial: Trial) -> None:
+        """Propose the setting of a trial again that its run did not come to."""
+        self._book.drop(trial)
+        if (trial.setting, trial.source) not in self._planned:
+            self._planned.insert(0, (trial.setting, trial.source))
+
+    def next_trial(self) -> Trial | None:
+        """The next one; None: everything that is allowed was tried."""
+        return self._planned_trial() or self._searched_trial()
+
+    def _take_plan(self) -> None:
+        """The first of the planner's new choices that may run; the incumbent is one that does."""
+        plan, self._plan = self._plan, None
+        for setting in () if plan is None else plan():
+            if setting == self._book.incumbent.setting:
+                return
+            if not self._book.judge(setting).rejected:
+                self._planned.append((setting, "planner"))
+                return
+
+    def _planned_trial(self) -> Trial | None:
+        self._take_plan()
+        while self._planned:
+            setting, source = self._planned[0]
+            known = self._book.find(setting)
+            if known is not None and known.state is TrialState.PLANNED and not self._book.judge(setting).rejected:
+                return known  # it was too dear before
+            self._planned.pop(0)
+            if known is not None:
+                continue
+            judged = self._book.judge(setting)
+            trial = self._book.add(judged, source)
+            if not judged.rejected:
+                return trial
+        return None
+
+    def _searched_trial(self) -> Trial | None:
+        waiting = self._book.waiting()
+        if waiting is not None and not self._book.judge(waiting.setting).rejected:
+            return waiting
+        book = self._book
+        seed = int(np.random.SeedSequence([self._seed, book.tried]).generate_state(1)[0])
+        proposal = self.propose(book.space, book.told(), book.judge, sampler=self._sampler, seed=seed)
+        for judged in proposal.rejected[:MOST_REJECTIONS]:
+            book.add(judged, "search")
+        return None if proposal.chosen is None else book.add(proposal.chosen, "search")
+
+
+class Search:
     """A search over a space.
 
     Args:
@@ -70,10 +169,13 @@ class Search(Course):
         planning: Planning | None = None,
     ) -> None:
         self.options = options or SearchOptions()
-        super().__init__(Book(space, forecast, start, self.options.crashed), self.options)
+        self.book = TrialTable(space, forecast, start, self.options.barred)
+        self.state: State = MeasuringBaseline()
+        self.notes: list[Decision] = []
+        self.cost = ExplorationCost(self.options.cost_share, self.options.grant_s, self.options.grant_steps)
         self.measurements = 0
         """Since times changed last."""
-        self.agenda = Agenda(self.book, planned, self.options.sampler, self.options.seed)
+        self.agenda = CandidateQueue(self.book, planned, self.options.sampler, self.options.seed)
         self._misses = 0
         self._ties: set[int] = set()
         self._tied = False
@@ -83,6 +185,50 @@ class Search(Course):
         self._changed = False
         """Whether the planner is to be asked again once the incumbent was measured."""
 
+    # --- from outside -------------------------------------------------------------------------------------------------
+
+    def idle(self, between: UnmeasuredSteps) -> None:
+        """Count steps that belong to no measurement; `tell` does so with those before an outcome."""
+        step_s = self.book.incumbent_step_ms / 1e3
+        self.cost.add(between.seconds, 0, None)
+        self.cost.add(between.late_s, between.late_steps, step_s or None)
+        if between.late_s and step_s:
+            self.cost.changed(between.late_s, between.late_steps, step_s)
+
+    def remark(self, reason: str) -> None:
+        """Write down what was found out beside the search."""
+        self._note("remark", reason, None)
+
+    def stop(self, reason: str, *, final: bool = False, **about: str | bool) -> None:
+        """End the search; the incumbent stays.
+
+        Args:
+            reason: a sentence.
+            final: it does not begin again where step times change.
+            about: what the sentence is made from, such as who asked for it.
+        """
+        self._note("stop", reason, self.book.incumbent.number, **({"final": 1.0} if final else {}), **about)
+        self.state = Stopped(reason, final=final)
+
+    def roll_back(self, by: str, reason: str = "") -> None:
+        """End the search with the incumbent before the last one; that one is barred from now on.
+
+        Args:
+            by: who asked for it, in words.
+            reason: a sentence that was made before.
+        """
+        barred = self.book.roll_back()
+        about = {"by": by, "barred": str(barred.setting)}
+        reason = reason or messages.commanded("rollback", about)
+        self._note("rollback", reason, barred.number, pinned=float(self.book.incumbent.number), **about)
+        self.state = Stopped(reason, final=True)
+
+    def guard(self, reason: str) -> None:
+        """End the search because training goes wrong: the starting point's knobs are the incumbent again."""
+        self.book.restore_start()
+        self._note("guard", reason, self.book.incumbent.number)
+        self.state = Stopped(reason, final=True)
+
     # --- what next ---------------------------------------------------------------------------------------------------
 
     def next(self) -> Request | None:
@@ -90,7 +236,7 @@ class Search(Course):
         if isinstance(self.state, Choosing):
             self.state = self._choose()
         book, state = self.book, self.state
-        if isinstance(state, Opening):
+        if isinstance(state, MeasuringBaseline):
             steps = LEAST_STEPS if state.then is None else state.then.steps
             return self._request(book.incumbent, "start", steps_of(book.incumbent.setting.update_interval, steps))
         if isinstance(state, Exploring):
@@ -99,7 +245,7 @@ class Search(Course):
         if isinstance(state, Comparing):
             trial = book.trials[state.trial] if state.role == "b" else book.incumbent
             return self._request(trial, state.role, steps_of(trial.setting.update_interval, state.steps))
-        if isinstance(state, Holding):
+        if isinstance(state, WaitingForBudget):
             return self._request(book.incumbent, "hold", steps_of(book.incumbent.setting.update_interval, state.steps))
         if self.options.watch and not (isinstance(state, Stopped) and state.final):
             return self._request(book.incumbent, "hold", steps_of(book.incumbent.setting.update_interval, _HOLD_STEPS))
@@ -116,9 +262,9 @@ class Search(Course):
 
     def _choose(self) -> State:
         if self.measurements + 1 + _COMPARISON > self.options.most_measurements:
-            return self._settle(sentences.enough(self.measurements))
+            return self._settle(messages.enough(self.measurements))
         if self._misses >= self.options.patience:
-            return self._settle(sentences.patience(self._misses))
+            return self._settle(messages.patience(self._misses))
         trial = self.agenda.next_trial()
         if trial is None:
             return self._settle("Every setting that is allowed was tried.")
@@ -132,12 +278,12 @@ class Search(Course):
         missing_s = max(step_s, slower_s) + self._overhead_s(trial) - self.cost.left_s  # a step is lost in any case
         if missing_s <= 0:
             return Exploring(trial.number)
-        reason = sentences.spent(self.cost)
+        reason = messages.spent(self.cost)
         if not self.options.hold:
             return self._settle(reason)
         steps = min(_HOLD_STEPS, max(1, round(missing_s / self.cost.share / step_s)))
         self._note("hold", reason, None)
-        return Holding(steps)
+        return WaitingForBudget(steps)
 
     def _overhead_s(self, trial: Trial) -> float:
         """What the changes of knobs for a trial cost, and what has to be left."""
@@ -170,8 +316,8 @@ class Search(Course):
         if role == "explore":
             self.state = Exploring(trial)
         elif role == "hold":
-            self._note("hold", sentences.spent(self.cost), None)
-            self.state = Holding(1)
+            self._note("hold", messages.spent(self.cost), None)
+            self.state = WaitingForBudget(1)
         else:
             self.state = self._settle("")
 
@@ -180,10 +326,10 @@ class Search(Course):
         state = self.state
         if isinstance(state, Stopped):
             return
-        then = state.then if isinstance(state, Opening) else state if isinstance(state, Comparing) else None
+        then = state.then if isinstance(state, MeasuringBaseline) else state if isinstance(state, Comparing) else None
         then = None if then is None else replace(then, before=(), after=(), voids=0)
-        self.state = Opening(again=bool(self.book.incumbent.samples), then=then)
-        self._note("resume", sentences.resumed(self.measurements), None)
+        self.state = MeasuringBaseline(again=bool(self.book.incumbent.samples), then=then)
+        self._note("resume", messages.resumed(self.measurements), None)
 
     # --- what came of it ---------------------------------------------------------------------------------------------
 
@@ -198,14 +344,14 @@ class Search(Course):
         self.cost.add(outcome.seconds, outcome.step_count, step_s)
         trial = self.book.trials[request.trial]
         if self._counts_anew(outcome):
-            self._changed_times(sentences.other_tokens(outcome.tokens, self.book.tokens))
+            self._changed_times(messages.other_tokens(outcome.tokens, self.book.tokens))
             self.book.tokens = outcome.tokens
         elif request.role == "hold":
             self._held(request, outcome)
         elif outcome.status == "void":
             self._void(trial, outcome)
         elif outcome.status == "measured":
-            self.measurements += not (isinstance(self.state, Opening) and self.state.again)
+            self.measurements += not (isinstance(self.state, MeasuringBaseline) and self.state.again)
             self._measured(trial, request, outcome)
         else:
             self.measurements += outcome.status == "aborted"
@@ -228,7 +374,7 @@ class Search(Course):
         tight, trial = self.book.incumbent, self.book.move_to(room)
         # What the machine does now was learnt just before, or is still to be learnt, by the pace before.
         trial.pace = None if request.role == "start" and outcome.status == "measured" else tight.pace
-        self._note("memory", sentences.made_room(trial, tight, outcome, self.book.device_limit_bytes), trial.number)
+        self._note("memory", messages.made_room(trial, tight, outcome, self.book.device_limit_bytes), trial.number)
         self._changed_times("With another share of the state offloaded the search begins again.")
 
     def _measured(self, trial: Trial, request: Request, outcome: Outcome) -> None:
@@ -236,8 +382,8 @@ class Search(Course):
         sample = self.book.keep(trial, outcome)
         if request.role in ("a1", "a2") and differs(earlier, sample, seed=self.options.seed):
             trial.pace = pace  # of the times before
-            self._changed_times("The incumbent takes another time than before: the search begins again.")
-        elif isinstance(self.state, Opening):
+            self._changed_times("The best settings so far take another time than before: the search begins again.")
+        elif isinstance(self.state, MeasuringBaseline):
             self._opened(trial, sample, self.state)
             self._ask_planner(pace, outcome.pace)
         elif isinstance(self.state, Exploring):
@@ -250,16 +396,16 @@ class Search(Course):
             if len(self.state.before) == 2:
                 self._compared(self.state)
 
-    def _opened(self, trial: Trial, sample: Sample, state: Opening) -> None:
+    def _opened(self, trial: Trial, sample: Sample, state: MeasuringBaseline) -> None:
         before = trial.samples[:-1]
         if not state.again or not before:
-            self._note("start", sentences.start(trial, self.book.incumbent_step_ms), trial.number)
+            self._note("start", messages.start(trial, self.book.incumbent_step_ms), trial.number)
             self.cost.begin(self.book.incumbent_step_ms / 1e3)
             self.state = Choosing()
             return
         found = gain(before, [sample], seed=self.options.seed)
         if abs(found.share) > max(_OTHER_TIMES, 2 * found.error):
-            self._reopen(sentences.other_times(found), trial)
+            self._reopen(messages.other_times(found), trial)
             self._changed = True
             trial.samples = [sample]
             self.state = Choosing()
@@ -283,7 +429,7 @@ class Search(Course):
         seen = gain(incumbent.samples, [sample], seed=self.options.seed)
         if seen.share < LEAST_GAIN:
             self._misses += 1
-            self._note("keep", sentences.slower(trial, incumbent, seen), trial.number, gain=seen.share)
+            self._note("keep", messages.slower(trial, incumbent, seen), trial.number, gain=seen.share)
             self.state = Choosing()
             return
         comparing = self._comparing(trial, "gain")
@@ -299,10 +445,10 @@ class Search(Course):
         against_each = [gain([one], done.after, seed=self.options.seed).share for one in done.before]
         if done.purpose == "tie":
             adopted = -found.share + found.error <= LEAST_GAIN
-            reason = sentences.tied(trial, incumbent, found, adopted=adopted)
+            reason = messages.tied(trial, incumbent, found, adopted=adopted)
         else:
             adopted = found.holds and min(against_each) > 0
-            reason = sentences.compared(trial, incumbent, found, adopted=adopted)
+            reason = messages.compared(trial, incumbent, found, adopted=adopted)
         self._note(
             "adopt" if adopted else "keep",
             reason,
@@ -320,16 +466,16 @@ class Search(Course):
     def _void(self, trial: Trial, outcome: Outcome) -> None:
         """Measure again; give up where that does not help. What was called off says nothing of that."""
         state = self.state
-        if outcome.called_off or not isinstance(state, (Opening, Exploring, Comparing)):
+        if outcome.called_off or not isinstance(state, (MeasuringBaseline, Exploring, Comparing)):
             return
         if state.voids + 1 < MOST_VOIDS:
             again = self._affordable(trial) if isinstance(state, Exploring) else state
             self.state = replace(again, voids=state.voids + 1) if isinstance(again, type(state)) else again
             return
-        challenger = trial if isinstance(state, Opening) else self.book.trials[state.trial]
-        reason = sentences.void(trial, challenger, MOST_VOIDS, outcome.reason)
+        challenger = trial if isinstance(state, MeasuringBaseline) else self.book.trials[state.trial]
+        reason = messages.void(trial, challenger, MOST_VOIDS, outcome.reason)
         self._note("void", reason, challenger.number)
-        if isinstance(state, Opening):
+        if isinstance(state, MeasuringBaseline):
             self._give_up_opening(reason, trial)
             return
         if not challenger.samples:
@@ -340,7 +486,7 @@ class Search(Course):
     def _give_up_opening(self, reason: str, trial: Trial) -> None:
         """The incumbent cannot be measured: later, where the search may wait."""
         if self.options.hold:
-            self.state = Holding(_HOLD_STEPS)
+            self.state = WaitingForBudget(_HOLD_STEPS)
         else:
             self._note("stop", reason, trial.number)
             self.state = Stopped(reason)
@@ -348,7 +494,7 @@ class Search(Course):
     def _failed(self, trial: Trial, request: Request, outcome: Outcome) -> None:
         """Aborted or crashed."""
         if request.role in OF_INCUMBENT:
-            reason = sentences.incumbent_failed(trial, outcome.reason)
+            reason = messages.incumbent_failed(trial, outcome.reason)
             self._note("crash", reason, trial.number)
             self.state = Stopped(reason)
             return
@@ -357,16 +503,16 @@ class Search(Course):
             self.book.crash(trial, outcome.reason)
         else:
             self.book.abort(trial, outcome)
-        self._note("crash" if crashed else "abort", sentences.failed(trial, outcome), trial.number)
+        self._note("crash" if crashed else "abort", messages.failed(trial, outcome), trial.number)
         self._misses += 1
         # That may be the times' fault, unless the incumbent was measured just before: it is looked at again.
         again = outcome.status == "aborted" and self._last_role == request.role == "explore"
-        self.state = Opening(again=True) if again else Choosing()
+        self.state = MeasuringBaseline(again=True) if again else Choosing()
 
     def _held(self, request: Request, outcome: Outcome) -> None:
         known = bool(self.book.incumbent.samples)
-        if isinstance(self.state, Holding) and not known:
-            self.state = Opening()
+        if isinstance(self.state, WaitingForBudget) and not known:
+            self.state = MeasuringBaseline()
         if outcome.status == "void" or not known:
             return
         window = request.setting.update_interval
@@ -375,14 +521,14 @@ class Search(Course):
             changed = self._change.add(sum(outcome.steps_ms[begin : begin + window]) / window) or changed
         if changed:
             self._changed_times("Step times have changed: the search begins again.")
-        elif isinstance(self.state, Holding):
+        elif isinstance(self.state, WaitingForBudget):
             self.state = Choosing()
 
     def _changed_times(self, reason: str) -> None:
         """Begin again, with the incumbent's measurement."""
         self._changed = True
         self._reopen(reason, self.book.incumbent)
-        self.state = Opening()
+        self.state = MeasuringBaseline()
 
     def _reopen(self, reason: str, incumbent: Trial) -> None:
         """Forget what was measured under other circumstances."""
@@ -392,3 +538,10 @@ class Search(Course):
         self._ties.clear()
         self._tied = False
         self._note("reopen", reason, incumbent.number)
+
+    def _note(self, kind: DecisionKind, reason: str, trial: int | None, **details: float | str) -> None:
+        figures: dict[str, Any] = {
+            name: value if isinstance(value, str | bool) else float(f"{value:.6g}") for name, value in details.items()
+        }
+        figures["spent_s"], figures["elapsed_s"] = round(self.cost.spent_s, 3), round(self.cost.elapsed_s, 3)
+        self.notes.append(Decision(kind, reason, trial, figures))

@@ -1,4 +1,4 @@
-"""The settings that a search may propose: a grid of choices, the quality that the user asked for, and what fits.
+"""Settings, and those that a search may propose: a grid, the quality that was asked for, and what fits.
 
 Trajectory knobs are free while (1 - coverage(k)) * mean staleness stays within a budget. That figure knows nothing of
 `select_interval` (coverage is that of a fresh selection) and of `deferred_update="mean"` (which averages instead of
@@ -9,22 +9,118 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
+from zenflow import ZenFlowConfig
+from zftune import words
 from zftune.errors import BadInputError
-from zftune.store.types import Quality
-from zftune.tuner.settings import Setting
+from zftune.planner import choosing
+from zftune.store.types import STALENESS, Quality
 
-QUALITIES: tuple[Quality, ...] = ("exact", "published", "loose")
-QUALITY_WORDS = {
-    "exact": "exact: the plain optimizer's trajectory; only knobs that change nothing but the speed are tuned",
-    "published": "published: gradients get no staler, by what they weigh, than under your own knobs",
-    "loose": "loose: gradients may get twice as stale, by what they weigh, as under your own knobs",
-}
-PUBLISHED = Setting(topk_ratio=0.1, update_interval=4, apply_lag=4)
-"""The published setting: the budget where the user's configuration has no `zenflow` section of its own."""
+TRAJECTORY_KNOBS = (
+    "topk_ratio",
+    "update_interval",
+    "select_interval",
+    "apply_lag",
+    "deferred_update",
+    "overlap_step",
+)
+"""What changes the training trajectory; the other knobs change only its speed."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Values of the live knobs. Two settings that the runtime takes for the same are equal (see `of`)."""
+
+    topk_ratio: float = 0.1
+    update_interval: int = 4
+    select_interval: int | Literal["auto"] = "auto"
+    apply_lag: int = 4
+    """L in 1..S; there is no None."""
+    offload_ratio: float = 1.0
+    deferred_update: Literal["replay", "mean"] = "replay"
+    host_threads: int | None = None
+    """None: one on each core that is left to the host engine."""
+    overlap_step: bool = True
+    """False: every window is applied in the step that closes it."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.apply_lag <= self.update_interval:
+            raise BadInputError(
+                f"apply_lag is {self.apply_lag}; it must be an integer from 1 to {self.update_interval}"
+            )
+
+    @classmethod
+    def of(cls, config: ZenFlowConfig) -> Setting:
+        """The setting of a configuration.
+
+        Raises:
+            BadInputError: its update interval is "auto", which has no window of a known length to measure.
+        """
+        if config.update_interval == "auto":
+            raise BadInputError("update_interval is 'auto'; it must be an integer: a search sets it itself")
+        return cls(
+            topk_ratio=config.topk_ratio,
+            update_interval=config.update_interval,
+            select_interval=config.select_interval,
+            apply_lag=config.lag,
+            offload_ratio=config.offload_ratio,
+            deferred_update=config.deferred_update,
+            host_threads=config.host_threads,
+            overlap_step=config.overlap_step,
+        )
+
+    @classmethod
+    def from_knobs(cls, knobs: Mapping[str, Any]) -> Setting:
+        """From `knobs()`, such as the store keeps.
+
+        Raises:
+            BadInputError: a knob is missing or unknown, or has a value that is not allowed.
+        """
+        if set(knobs) != set(cls.__dataclass_fields__):
+            raise BadInputError(f"knobs are {', '.join(sorted(knobs))}; they must be {', '.join(_NAMES)}")
+        return cls(**knobs)
+
+    def knobs(self) -> dict[str, Any]:
+        """What `set_knobs` takes."""
+        return asdict(self)
+
+    def config(self, base: ZenFlowConfig) -> ZenFlowConfig:
+        """A configuration with this setting; the rest as in `base`."""
+        return replace(base, **self.knobs())
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether every gradient is applied in its own step: the plain optimizer's trajectory."""
+        return self.mean_staleness_steps == 0
+
+    @property
+    def mean_staleness_steps(self) -> float:
+        """Steps from a deferred gradient's production to its application, on average over many buckets."""
+        if self.offload_ratio == 0 or self.topk_ratio == 1:
+            return 0.0
+        in_window = (self.update_interval - 1) / 2
+        return in_window + (self.apply_lag + 1) / 2 if self.overlap_step else in_window
+
+    def differences(self, other: Setting) -> str:
+        """What is set otherwise than in `other`, in words; "" where nothing is."""
+        return ", ".join(
+            f"{name} {words.value(value)}" for name, value in self.knobs().items() if value != getattr(other, name)
+        )
+
+    def __str__(self) -> str:
+        window = f"topk_ratio {self.topk_ratio:g}, update_interval {self.update_interval}"
+        window += f", apply_lag {self.apply_lag}" if self.overlap_step else ", each window synchronous"
+        window += "" if self.offload_ratio == 1 else f", offload_ratio {self.offload_ratio:g}"
+        window += "" if self.deferred_update == "replay" else f", deferred_update {self.deferred_update}"
+        return window if self.host_threads is None else f"{window}, host_threads {self.host_threads}"
+
+
+_NAMES = tuple(Setting.__dataclass_fields__)
+
+
+PUBLISHED = Setting.of(choosing.PUBLISHED)
 TOPK_RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
 UPDATE_INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16)
 LAG_SHARES = (0.0, 0.5, 1.0)
@@ -32,9 +128,13 @@ LAG_SHARES = (0.0, 0.5, 1.0)
 OFFLOAD_RATIOS = (0.4, 0.6, 0.8, 0.9, 1.0)
 
 _ROUNDING = 1e-9
+_FEASIBLE_POINTS = 40
 
 Coverage = Callable[[float], float]
 """Share of the gradient energy in the top k columns, for every k from 0 to 1."""
+
+
+_NO_LOSS = "no loss is known, so that a training that goes wrong would not be noticed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +230,9 @@ class Space:
         if cost <= self.budget * (1 + _ROUNDING) + _ROUNDING:
             return None
         excess = cost / self.budget - 1 if self.budget else cost
-        return Violation(excess, f"(1 - coverage) x staleness is {cost:.2f} steps, allowed are {self.budget:.2f}")
+        return Violation(
+            excess, f"updates would come {cost:.2f} steps late on average, the quality allows {self.budget:.2f}"
+        )
 
 
 def space_for(
@@ -153,12 +255,7 @@ def space_for(
         threads: choices for the host engine's threads; none: they stay.
         offload_ratios: choices; a single one where memory forbids others.
         zenflow_section: whether the base's trajectory knobs are the user's own choice, not a default.
-
-    Raises:
-        BadInputError: the quality is unknown.
     """
-    if quality not in QUALITIES:
-        raise BadInputError(f"--quality '{quality}': allowed are {', '.join(QUALITIES)}")
     speed = Dimension("offload_ratio", tuple(offload_ratios)), Dimension("host_threads", tuple(threads))
     if quality == "exact":
         return _exact(base, coverage, speed)
@@ -170,7 +267,7 @@ def space_for(
         space,
         base=replace(base, overlap_step=True),
         dimensions=_open((*_trajectory(), *speed)),
-        budget=2 * budget if quality == "loose" else budget,
+        budget=STALENESS[quality] * budget,
     )
 
 
@@ -180,16 +277,13 @@ def _exact(base: Setting, coverage: Coverage, speed: Sequence[Dimension]) -> Spa
     split = Dimension("topk_ratio", tuple(sorted({*TOPK_RATIOS, base.topk_ratio})))
     return Space(
         base=base, quality="exact", dimensions=_open((split, *speed)), budget=0.0, coverage=coverage,
-        fixed_because="exact asks for the plain optimizer's trajectory",
+        fixed_because="exact keeps the plain optimizer's trajectory",
     )  # fmt: skip
 
 
 def _open(dimensions: Sequence[Dimension]) -> tuple[Dimension, ...]:
     """Those that leave a choice."""
     return tuple(one for one in dimensions if len(one.choices) > 1)
-
-
-_NO_LOSS = "no loss is known, so that nobody would see training go wrong"
 
 
 def _trajectory() -> list[Dimension]:
@@ -208,3 +302,44 @@ def _nearest(choices: Sequence[Any], value: Any) -> int:
     if value is None:  # default threads: one on each core that is left, the most of the choices
         return len(choices) - 1
     return min(range(len(choices)), key=lambda index: abs(choices[index] - value))
+
+
+def feasible(space: Space) -> list[dict[str, float]] | None:
+    """How long a window may be at each k; None where k and S do not vary.
+
+    Args:
+        space: of a search.
+
+    Returns:
+        `update_interval`: the longest with the least lag; `with_any_lag`: the longest with the most lag. Staleness is
+        linear in S, so that these need not be whole.
+    """
+    names = {one.name: one.choices for one in space.dimensions}
+    if space.fixed_because or not space.budget or not {"topk_ratio", "update_interval"} <= set(names):
+        return None
+    most = max(names["topk_ratio"])
+    found = []
+    for share in (most * (index / _FEASIBLE_POINTS) ** 2 for index in range(_FEASIBLE_POINTS + 1)):
+        one, other = (_costs(space, share, interval, names.get("overlap_step")) for interval in (1, 2))
+        if other[0] > one[0]:
+            longest, any_lag = (1 + (space.budget - low) / (high - low) for low, high in zip(one, other, strict=True))
+            found.append({"topk_ratio": share, "update_interval": longest, "with_any_lag": any_lag})
+    return found
+
+
+def _costs(space: Space, share: float, interval: int, overlaps: Sequence[bool] | None) -> tuple[float, float]:
+    """The least and the most that a k and an S cost, by lag."""
+    costs = [
+        space.cost(replace(space.base, topk_ratio=share, update_interval=interval, apply_lag=lag, overlap_step=overlap))
+        for lag in (1, interval)
+        for overlap in (overlaps or (space.base.overlap_step,))
+    ]
+    return min(costs), max(costs)
+
+
+def upstream_staleness_steps(setting: Setting) -> float:
+    """Steps from a deferred gradient's production to its application, on average."""
+    if setting.topk_ratio == 0:
+        return 0.0
+    window = setting.update_interval
+    return (window - 1) / 2 + (window if setting.overlap_step else 0)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from zftune.store.types import TrialState
-from zftune.tuner.drift import Pace
-from zftune.tuner.scores import Gain, Sample, departure, too_slow
-from zftune.tuner.settings import Setting
-from zftune.tuner.space import Forecast
+from zftune.tuner.scores import Gain, Pace, Sample, departure, too_slow
+from zftune.tuner.space import Forecast, Setting
 
 Role = Literal["start", "explore", "a1", "b", "a2", "hold"]
 """What a measurement is for: the starting point, a look at a setting, a comparison, or nothing but waiting."""
 OF_INCUMBENT: tuple[Role, ...] = ("start", "a1", "a2", "hold")
 Purpose = Literal["gain", "tie"]
 Sampler = Literal["gp", "tpe", "random", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class BarredSetting:
+    """One that is not tried again."""
+
+    setting: Setting
+    kind: Literal["crash", "rollback"]
+    """A training did not survive it, or somebody rolled it back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +46,8 @@ class SearchOptions:
     """When it has stopped: go on looking at step times, and search again where they change."""
     thinking_s: float | None = None
     """In simulated time, how long a thought takes; None: as long as it really did."""
-    crashed: tuple[Setting, ...] = field(default=())
-    """By earlier runs: never tried."""
+    barred: tuple[BarredSetting, ...] = field(default=())
+    """In earlier runs: never tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +77,16 @@ class Request:
             return None if factor is None else f"steps take {factor:.2f} times what they took"
         factor = too_slow(steps_ms, self.setting.update_interval, self.incumbent_step_ms)
         if factor is not None:
-            return f"a whole window took {factor:.2f} times the incumbent's {self.incumbent_step_ms:.0f} ms a step"
+            return f"its steps take {factor:.2f} times the {self.incumbent_step_ms:.0f} ms of the best so far"
         done = len(discarded_ms) + len(steps_ms)
         excess_s = (sum(discarded_ms) + sum(steps_ms) - done * self.incumbent_step_ms) / 1e3
         if self.allowance_s is None or excess_s <= self.allowance_s:
             return None
-        return f"{excess_s:.1f} s more than under the incumbent is all that exploring may cost now"
+        return f"{excess_s:.1f} s more than the best so far would have taken is all that exploring may cost now"
 
 
 @dataclass(frozen=True, slots=True)
-class Between:
+class UnmeasuredSteps:
     """Steps that belong to no measurement: somebody thinks, or a change of knobs is under way."""
 
     seconds: float = 0.0
@@ -106,12 +113,14 @@ class Outcome:
     host_bytes: int | None = None
     reason: str = ""
     """Why it was not measured to its end."""
-    between: Between = Between()
+    between: UnmeasuredSteps = UnmeasuredSteps()
     """What came before its first step, since the outcome before."""
     called_off: bool = False
     """Void because nobody wanted it any more, such as in a pause: that does not speak against measuring it again."""
     pace: Pace | None = None
     """What the steps that count showed of the machine; None: nothing."""
+    ranks_ms: tuple[float, ...] = ()
+    """What a step took each of several ranks without its waits in collectives; (): not known."""
 
     @property
     def seconds(self) -> float:
@@ -143,32 +152,6 @@ class Trial:
     host_bytes: int | None = None
     pace: Pace | None = None
     """Of its last measurement."""
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """A decision: what `zftune explain` prints."""
-
-    kind: Literal[
-        "start",
-        "adopt",
-        "keep",
-        "abort",
-        "void",
-        "crash",
-        "stop",
-        "hold",
-        "reopen",
-        "guard",
-        "resume",
-        "remark",
-        "rollback",
-        "memory",
-    ]
-    reason: str
-    """A sentence."""
-    trial: int | None = None
-    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +188,7 @@ class Comparing:
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class MeasuringBaseline:
     """The incumbent has to be measured first."""
 
     voids: int = 0
@@ -216,7 +199,7 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class WaitingForBudget:
     """Exploring has cost what it may: the incumbent runs until more time has passed."""
 
     steps: int
@@ -231,7 +214,7 @@ class Stopped:
     """Also where they change."""
 
 
-State = Opening | Choosing | Exploring | Comparing | Holding | Stopped
+State = MeasuringBaseline | Choosing | Exploring | Comparing | WaitingForBudget | Stopped
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,11 @@
     feed = batches(workload.encode(corpus), micro_batch=1, sequence=64, seed=0)
     loss = workload.loss(next(feed))
 
-Importing this package does not import transformers; `build_model` does.
+Only a model directory needs transformers, which `build_model` imports then.
 """
 
-from zftune.workload.batches import Batch, batches
 from zftune.workload.model import MODEL_SIZES, Workload, build_model
-from zftune.workload.text import ByteTokenizer, TextCorpus, Tokenizer, load_text
+from zftune.workload.text import Batch, ByteTokenizer, TextCorpus, Tokenizer, batches, load_text
 
 __all__ = [
     "MODEL_SIZES",

@@ -1,4 +1,4 @@
-"""The model that a profile trains: a named size of the Llama architecture, or a local model directory."""
+"""The model that a profile trains: a named size of the Llama architecture, which is here, or a local directory."""
 
 from __future__ import annotations
 
@@ -7,25 +7,166 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from zftune.errors import BadInputError
+from zftune.errors import BadInputError, require
 from zftune.integrations.fsdp2 import units_of
-from zftune.workload.batches import Batch
-from zftune.workload.text import ByteTokenizer, TextCorpus, Tokenizer
+from zftune.text import one_of
+from zftune.workload.text import Batch, ByteTokenizer, TextCorpus, Tokenizer
+
+_EPSILON = 1e-6
+_ROTARY_BASE = 10_000.0
+_FIRST_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig:
+    """Sizes, named as in a config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    num_hidden_layers: int
+
+
+class Output(NamedTuple):
+    """Of a forward pass."""
+
+    loss: Tensor
+    """The mean cross-entropy of the next token, a scalar."""
+    logits: Tensor
+    """[batch, sequence, vocabulary]."""
+
+
+class Norm(nn.Module):
+    """Root mean square normalisation, in fp32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + _EPSILON)
+        return self.weight * wide.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (
+            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = (each * cos + torch.cat((-each.chunk(2, -1)[1], each.chunk(2, -1)[0]), -1) * sin for each in (q, k))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """The gated multi-layer perceptron."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    """Attention and perceptron, each behind a norm and beside a residual."""
+
+    def __init__(self, width: int, inner: int, heads: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(width, heads)
+        self.mlp = FeedForward(width, inner)
+        self.input_layernorm = Norm(width)
+        self.post_attention_layernorm = Norm(width)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Trunk(nn.Module):
+    """Everything before the output embedding."""
+
+    frequencies: Tensor
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        width, heads = config.hidden_size, config.num_attention_heads
+        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.layers = nn.ModuleList(
+            Layer(width, config.intermediate_size, heads) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = Norm(width)
+        head = width // heads
+        frequencies = 1.0 / (_ROTARY_BASE ** (torch.arange(0, head, 2, dtype=torch.float) / head))
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens)
+        with torch.no_grad():
+            angles = torch.arange(tokens.shape[1], device=tokens.device).float()[:, None] * self.frequencies
+            angles = torch.cat((angles, angles), -1)
+            cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+class Llama(nn.Module):
+    """A language model with random first weights, from the default generator; its two embeddings are separate."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Trunk(config)
+        self.model.apply(_draw)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head.apply(_draw)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, use_cache: bool = False) -> Output:
+        """Loss and logits.
+
+        Args:
+            input_ids: [batch, sequence] tokens.
+            labels: the same tokens; they are shifted here, and -100 does not count.
+            use_cache: as models of transformers take it; there is none.
+        """
+        logits = self.lm_head(self.model(input_ids))
+        following = functional.pad(labels, (0, 1), value=-100)[..., 1:]
+        return Output(functional.cross_entropy(logits.float().flatten(0, 1), following.flatten()), logits)
+
+
+def _draw(module: nn.Module) -> None:
+    # In the order of the modules, after torch's own first weights were drawn: so seeds give transformers' weights.
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=_FIRST_STD)
+
 
 # Heads have 64 dimensions, the multi-layer perceptron 2.75 times the hidden size (Llama's 8/3, rounded), the input
 # and output embeddings are separate (as in Llama). Parameters: 0.87, 26 and 402 million. "tiny" must be short enough
 # for the emulated accelerator (its real forward pass runs inside a pad of a few milliseconds) and still have enough
 # columns for a selection of 5% to mean something. SDPA beats eager attention at each of them, on a CPU too.
-MODEL_SIZES: Mapping[str, Mapping[str, int]] = {
-    "tiny": {"hidden_size": 128, "num_hidden_layers": 4},
-    "small": {"hidden_size": 512, "num_hidden_layers": 8},
-    "medium": {"hidden_size": 1280, "num_hidden_layers": 20},
-}
+MODEL_SIZES: Mapping[str, tuple[int, int]] = {"tiny": (128, 4), "small": (512, 8), "medium": (1280, 20)}
+"""Hidden size and layers."""
 _HEAD_DIM = 64
 _MAX_SEQUENCE = 4096
 # A tokenizer of a model directory is much slower than bytes, and a profile reads a few thousand sequences at most.
@@ -66,7 +207,7 @@ class Workload:
         if tokens.numel() and int(tokens.max()) >= self.vocabulary:
             raise BadInputError(
                 f"--model '{self.name}': its tokenizer makes token {int(tokens.max())}, "
-                f"allowed are tokens below its vocabulary of {self.vocabulary}"
+                f"its tokens must be below its vocabulary of {self.vocabulary}"
             )
         return tokens
 
@@ -122,9 +263,7 @@ def build_model(name_or_dir: str | Path, *, dtype: torch.dtype, seed: int) -> Wo
     elif os.path.isfile(directory / "config.json"):  # noqa: PTH113 - Path.is_file() raises where a name is too long
         workload = _from_directory(directory, dtype)
     else:
-        raise BadInputError(
-            f"--model '{name_or_dir}': allowed are {', '.join(MODEL_SIZES)} or a directory that holds a config.json"
-        )
+        one_of("--model", str(name_or_dir), list(MODEL_SIZES), "a directory that holds a config.json")
     workload.module.train()
     # Only the parameters: `module.to(dtype)` would round the rotary frequencies too.
     for parameter in workload.module.parameters():
@@ -133,30 +272,24 @@ def build_model(name_or_dir: str | Path, *, dtype: torch.dtype, seed: int) -> Wo
 
 
 def _named(name: str, dtype: torch.dtype, seed: int) -> Workload:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    size = MODEL_SIZES[name]
-    heads = size["hidden_size"] // _HEAD_DIM
+    width, layers = MODEL_SIZES[name]
+    heads = width // _HEAD_DIM
     config = LlamaConfig(
         vocab_size=ByteTokenizer.vocabulary,
-        intermediate_size=size["hidden_size"] * 11 // 4,
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
         num_attention_heads=heads,
         num_key_value_heads=heads,
-        max_position_embeddings=_MAX_SEQUENCE,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        **size,
+        num_hidden_layers=layers,
     )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which reaches the GPUs' generators too
-        module = LlamaForCausalLM(config)
+        module = Llama(config)
     return Workload(name, module, dtype, ByteTokenizer(), ByteTokenizer.vocabulary, _MAX_SEQUENCE)
 
 
 def _from_directory(directory: Path, dtype: torch.dtype) -> Workload:
+    require("transformers", f"--model '{directory}'")
     from transformers import AutoModelForCausalLM
 
     with _quiet(), torch.random.fork_rng(devices=[]):
@@ -164,15 +297,15 @@ def _from_directory(directory: Path, dtype: torch.dtype) -> Workload:
             module: Any = AutoModelForCausalLM.from_pretrained(directory, **_LOCAL)
         except Exception as error:  # whatever config, weights and model code raise: all of it is the directory's fault
             raise BadInputError(
-                f"--model '{directory}': cannot be loaded ({_first_line(error)}), "
-                "allowed is a directory with a causal language model as save_pretrained writes it"
+                f"--model '{directory}': cannot be loaded ({_first_line(error)}); "
+                "give a directory with a causal language model as save_pretrained writes it"
             ) from error
     module.config.use_cache = False
     vocabulary = module.get_input_embeddings().num_embeddings
     tokenizer = _tokenizer(directory)
     if isinstance(tokenizer, ByteTokenizer) and vocabulary < ByteTokenizer.vocabulary:
         raise BadInputError(
-            f"--model '{directory}': has no tokenizer and a vocabulary of {vocabulary}, allowed is one of at least 256"
+            f"--model '{directory}': has no tokenizer and a vocabulary of {vocabulary}; bytes as tokens need 256"
         )
     longest = getattr(module.config, "max_position_embeddings", None) or _MAX_SEQUENCE
     return Workload(directory.resolve().name, module, dtype, tokenizer, vocabulary, longest)
@@ -211,8 +344,8 @@ def _tokenizer(directory: Path) -> Tokenizer:
         return _DirectoryTokenizer(AutoTokenizer.from_pretrained(directory, **_LOCAL))
     except Exception as error:
         raise BadInputError(
-            f"--model '{directory}': its tokenizer cannot be loaded ({_first_line(error)}), "
-            "allowed is a tokenizer as save_pretrained writes it, or none"
+            f"--model '{directory}': its tokenizer cannot be loaded ({_first_line(error)}); "
+            "it must be as save_pretrained writes it, or there must be none"
         ) from error
 
 

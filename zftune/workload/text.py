@@ -8,12 +8,49 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from zftune.errors import BadInputError
+
+
+class Batch(NamedTuple):
+    """One micro-batch on the CPU; a causal language model shifts the labels by itself."""
+
+    input_ids: Tensor  # [micro_batch, sequence], int64
+    labels: Tensor  # [micro_batch, sequence], int64, equal to input_ids
+
+
+def batches(tokens: Tensor, *, micro_batch: int, sequence: int, seed: int) -> Iterator[Batch]:
+    """Endless batches of sequences that start at random places of `tokens`.
+
+    Args:
+        tokens: [n], any integer dtype, on the CPU.
+        micro_batch: sequences in a batch, >= 1.
+        sequence: tokens in a sequence, from 2 to n.
+        seed: of the places; equal seeds give equal batches.
+
+    Raises:
+        BadInputError: a size is out of its range; raised here, not at the first batch.
+    """
+    if micro_batch < 1:
+        raise BadInputError(f"--micro-batch is {micro_batch}; it must be an integer >= 1")
+    if not 2 <= sequence <= tokens.numel():
+        raise BadInputError(
+            f"--sequence is {sequence}; it must be an integer from 2 to the text's length of {tokens.numel()} tokens"
+        )
+    return _draw(tokens, micro_batch, sequence, torch.Generator().manual_seed(seed))
+
+
+def _draw(tokens: Tensor, micro_batch: int, sequence: int, generator: torch.Generator) -> Iterator[Batch]:
+    within = torch.arange(sequence)
+    while True:
+        starts = torch.randint(tokens.numel() - sequence + 1, (micro_batch, 1), generator=generator)
+        input_ids = tokens[starts + within].to(torch.int64)
+        yield Batch(input_ids, input_ids.clone())
+
 
 DEFAULT_TEXT = "Python standard library"
 MAX_TEXT_BYTES = 8 << 20  # far more than a profile reads, and quickly read
@@ -67,9 +104,9 @@ def load_text(path: str | Path | None = None, *, max_bytes: int = MAX_TEXT_BYTES
     elif os.path.isfile(source):  # noqa: PTH113
         corpus = _collect(iter([source]), _name(source), max_bytes)
     else:
-        raise BadInputError(f"--text '{path}': allowed is a file or a folder that exists")
+        raise BadInputError(f"--text '{path}' is neither a file nor a folder")
     if not corpus.data.strip():
-        raise BadInputError(f"--text '{path}': no text in it, allowed is a readable file or folder with UTF-8 text")
+        raise BadInputError(f"--text '{path}': no text in it; give a readable file or folder with UTF-8 text")
     return corpus
 
 
@@ -78,7 +115,7 @@ def _load_stdlib(max_bytes: int) -> TextCorpus:
     sources = (file for file in _walk(root, _SKIPPED_STDLIB_FOLDERS) if file.suffix == ".py")
     corpus = _collect(sources, DEFAULT_TEXT, max_bytes)
     if not corpus.data:  # an interpreter that was shipped without sources
-        raise BadInputError("--text is not given and this Python has no sources: allowed is a file or folder of text")
+        raise BadInputError("this Python has no sources to train on: give a file or folder of text by --text")
     return corpus
 
 

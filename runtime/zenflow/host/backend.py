@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from zenflow.device import HostSpan
 from zenflow.errors import ConfigError, HostEngineError
 from zenflow.host.tasks import Task
+from zenflow.names import VARIABLES, did_you_mean, unread_variables
 from zenflow.rules import Rule
 from zenflow.state import ColumnState
 
@@ -113,9 +114,11 @@ def choose_backend(cpus: list[int]) -> Backend:
     from zenflow.host.eager import EagerBackend
     from zenflow.host.native import NativeBackend, load_native
 
+    for sentence in unread_variables(os.environ, "ZENFLOW_", VARIABLES):
+        warnings.warn(sentence, stacklevel=2)
     mode = os.environ.get("ZENFLOW_NATIVE") or "auto"
     if mode not in MODES:
-        raise ConfigError(f"ZENFLOW_NATIVE is {mode!r}, allowed is {', '.join(MODES)}")
+        raise ConfigError.of("ZENFLOW_NATIVE", mode, f"{' or '.join(MODES)}{did_you_mean(mode, MODES)}")
     if mode == "off":
         return EagerBackend()
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zenflow.errors import ConfigError
-from zenflow.host.cgroup import Cgroup, as_int, cgroups, read_int, read_text
+from zenflow.host.limits import Cgroup, as_int, cgroups, read_int, read_text
 
 MAX_THREADS = 4096
 _MAX_CPU = 1 << 16  # above any kernel's; a list with a larger number is garbage
@@ -270,9 +270,9 @@ def _count(number: int, noun: str) -> str:
 def _check(reserved_share: Any, threads: Any, affinity: Collection[int] | None) -> None:
     share_ok = isinstance(reserved_share, (int, float)) and not isinstance(reserved_share, bool)
     if not share_ok or not 0 <= reserved_share <= 1:
-        raise ConfigError(f"reserved_share is {reserved_share!r}, allowed is a number from 0 to 1")
+        raise ConfigError.of("reserved_share", reserved_share, "a number from 0 to 1")
     threads_ok = isinstance(threads, int) and not isinstance(threads, bool)
     if threads is not None and not (threads_ok and 1 <= threads <= MAX_THREADS):
-        raise ConfigError(f"threads is {threads!r}, allowed is an integer from 1 to {MAX_THREADS}")
+        raise ConfigError.of("threads", threads, f"an integer from 1 to {MAX_THREADS}")
     if affinity is not None and not affinity:
-        raise ConfigError(f"affinity is {affinity!r}, allowed is at least one CPU number")
+        raise ConfigError(f"affinity is {affinity!r}; it must hold at least one CPU number")

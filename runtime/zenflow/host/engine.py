@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,11 +19,89 @@ from zenflow.clock import Event, Queue, Thread
 from zenflow.device import Device, HostSpan, Mark, Transfer
 from zenflow.errors import HostEngineError
 from zenflow.host.backend import Backend
-from zenflow.host.foremost import Foremost, inputs_are_there
-from zenflow.host.of_process import OwnProcess, finalize
-from zenflow.host.tasks import Task
-from zenflow.host.turnstile import Turnstile
+from zenflow.host.places import OwnProcess, finalize
+from zenflow.host.tasks import StartGate, Task
 from zenflow.signals import look_for_signals
+
+if TYPE_CHECKING:
+    from zenflow.device import Transfer
+
+
+class ReadyFirst:
+    """An iterator over jobs that do not depend on each other, listed in the order in which their results are needed.
+
+    It looks at the inputs only when the device has produced all of them, and when the job before the last one is
+    finished: the engine then has one job to go on with, and inputs have had all the time that there is to arrive.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        *,
+        last_arrives_first: bool,
+        patience: Callable[[Sequence[Job]], bool] | None,
+        produced: Callable[[], None],
+        engine_works: Callable[[], bool],
+    ) -> None:
+        """Begin with the first two.
+
+        Args:
+            jobs: all of them.
+            last_arrives_first: whether the inputs of the last job arrive first; else those of the first.
+            patience: asked once, in the beginning, whether the foremost is waited for in any case; None: it is not.
+            produced: blocks until the device has produced all inputs, which may still be on their way then.
+            engine_works: whether jobs still get finished.
+        """
+        self._left = list(jobs)
+        self._otherwise = -1 if last_arrives_first else 0
+        self._patience = patience
+        self._patient = False
+        self._produced: Callable[[], None] | None = produced
+        self._engine_works = engine_works
+        self._last: Job | None = None
+        self._before_last: Job | None = None
+
+    def __iter__(self) -> Iterator[Job]:
+        return self
+
+    def __next__(self) -> Job:
+        if not self._left:
+            raise StopIteration
+        produced, self._produced = self._produced, None
+        if produced is not None:
+            self._begin(produced)
+        if self._patient:
+            return self._left.pop(0)
+        if self._before_last is not None:
+            self._before_last.join(self._engine_works)
+        there = (place for place, job in enumerate(self._left) if inputs_are_there(job))
+        job = self._left.pop(next(there, self._otherwise))
+        self._before_last, self._last = self._last, job
+        return job
+
+    def _begin(self, produced: Callable[[], None]) -> None:
+        try:
+            produced()  # the training thread is ahead of the device by up to a step
+            for transfer in _shared_by(self._left):  # such as the step's clipping factor, behind all gradients
+                transfer.wait()
+            self._patient = self._patience is not None and self._patience(self._left)
+        except Exception:  # noqa: BLE001 - whoever starts the first job waits for its inputs, and is told then
+            self._patient = True
+
+
+def _shared_by(jobs: Sequence[Job]) -> list[Transfer]:
+    """The inputs without which none of several jobs can begin."""
+    first, *others = jobs
+    return [one for one in first.inputs if all(one in job.inputs for job in others)]
+
+
+def inputs_are_there(job: Job) -> bool:
+    """Whether a job could begin."""
+    try:
+        return all(transfer.done() for transfer in job.inputs)
+    except Exception:  # noqa: BLE001 - whoever starts the job waits for them, and is told then
+        return True
+
 
 _TOLD_S = 0.2
 
@@ -57,12 +136,13 @@ class Job:
         self.number = 0
         """Counted from 1 in the order of submission."""
         self.span = HostSpan()
-        self.submitted: Mark = device.mark()
+        self.submitted: Mark = device.asked()
         self.delivered: torch.Tensor | None = None
         """Device memory that the result arrives in, once the copy was queued."""
         self.transfer: Transfer | None = None
         self._device = device
-        self._asked: Mark | None = None
+        self._is_asked = False
+        self._asked: Mark = None
         self.over = device.clock.event(name)
         """That the engine is through with this job."""
         self._error: HostEngineError | None = None
@@ -76,8 +156,8 @@ class Job:
     def ask_result(self) -> None:
         """Send the result to the device as soon as it is there."""
         with self._lock:
-            if self._asked is None:
-                self._asked = self._device.mark()
+            if not self._is_asked:
+                self._is_asked, self._asked = True, self._device.asked()
                 if self.finished and self._error is None:
                     self._send()
 
@@ -88,7 +168,7 @@ class Job:
         if self.after is not None:
             self.after()
         with self._lock:
-            if self._asked is not None:
+            if self._is_asked:
                 self._send()
             self.over.set()
 
@@ -150,7 +230,7 @@ class HostEngine:
         """The one that has the threads."""
         self._device = device
         clock = device.clock
-        self._turnstile = Turnstile(clock)
+        self._turnstile = StartGate(clock)
         self._submitted = 0
         self._waiting: Queue[Iterable[Job] | None] = clock.queue("host work")
         self._gathered: list[Job] | None = None
@@ -222,7 +302,7 @@ class HostEngine:
             yield
         finally:
             self._gathered = None
-            jobs = Foremost(
+            jobs = ReadyFirst(
                 gathered,
                 last_arrives_first=last_arrives_first,
                 patience=self._rest_comes_soon if patient else None,
@@ -387,7 +467,7 @@ class HostEngine:
 
 def _end(
     waiting: Queue[Iterable[Job] | None],
-    turnstile: Turnstile,
+    turnstile: StartGate,
     backend: Backend,
     threads: list[Thread],
 ) -> None:

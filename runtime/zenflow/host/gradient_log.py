@@ -43,13 +43,22 @@ class GradientLog:
         def allocate(nbytes: int) -> torch.Tensor:
             return memory.empty((nbytes,), torch.uint8, "log", max(entries, default=nbytes))
 
-        self._pool = LogPool(0, allocate, clock=device.clock)
+        self._pool = LogPool(0, allocate, clock=device.clock, segment_bytes=device.pin_bytes, beside=memory.beside)
         engine.on_failure(self._pool.fail)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that it has now."""
+        """Bytes that it has now, or that are being allocated."""
         return self._pool.allocated_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """Of these, what windows had that were longer than those planned and reserved."""
+        return self._pool.spare_bytes
+
+    def give_up_spare(self) -> None:
+        """Give back what is to spare, but for segments that have an entry in them: somebody needs the memory."""
+        self._pool.give_up_spare()
 
     def plan(self, entry_bytes: int, *, instead_of: int = 0) -> None:
         """Make room for one more bucket.
@@ -67,25 +76,22 @@ class GradientLog:
         self._resize()
 
     def set_interval(self, update_interval: int) -> None:
-        """Make room for windows of another length; what is too much goes when nothing is in it.
+        """Make room for windows of another length; what is too much is kept, since it took long to pin.
 
         Args:
             update_interval: S.
-
-        Raises:
-            MemoryError: the host has less memory.
         """
         self._update_interval = update_interval
         self._resize()
 
     def reserve(self, update_interval: int) -> None:
-        """Get the memory for longer windows now.
+        """Get the memory for longer windows now; where that takes long, beside training.
 
         Args:
             update_interval: S of the windows to come.
 
         Raises:
-            MemoryError: the host has less memory.
+            MemoryError: the host has less memory. Where it is got beside training, a later `send` says so.
         """
         self._pool.reserve(self.bytes_for(update_interval))
 
@@ -93,7 +99,7 @@ class GradientLog:
         """Get all the memory that is planned now: a hook of backward is no place to allocate it.
 
         Raises:
-            MemoryError: the host has less memory.
+            MemoryError: the host has less memory. Where it is got beside training, a later `send` says so.
         """
         self._pool.fill()
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from zenflow.clock import REAL_CLOCK, Clock
 from zenflow.errors import ConfigError
 from zenflow.host.places import ALIGN_BYTES, Piece, Places, padded
+
+
+def _at_once(work: Callable[[], None]) -> None:
+    work()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +32,8 @@ class Extents:
 class LogPool:
     """Owns segments of host memory and hands out parts of them. Any thread may call it.
 
-    If all that is taken is given back in the end, then every take of at most the capacity succeeds in the end.
+    If all that is taken is given back in the end, then every take of at most the capacity succeeds in the end. Memory
+    beyond the capacity is kept, though not handed out, until `give_up_spare`: it may have taken long to get.
     """
 
     def __init__(
@@ -37,21 +43,28 @@ class LogPool:
         *,
         align: int = ALIGN_BYTES,
         clock: Clock = REAL_CLOCK,
+        segment_bytes: int | None = None,
+        beside: Callable[[Callable[[], None]], object] = _at_once,
     ):
         """Begin without any memory. ConfigError: a negative capacity.
 
         Args:
-            capacity_bytes: most bytes of all segments together; plan it with `padded` sizes.
-            allocate: gives a new 1-D uint8 CPU tensor of that many bytes; called by the thread that takes.
+            capacity_bytes: most bytes that are handed out; plan it with `padded` sizes.
+            allocate: gives a new 1-D uint8 CPU tensor of that many bytes.
             align: entries are cut only at multiples of this many bytes, at least 1.
             clock: by which takes wait.
+            segment_bytes: most bytes of a segment, a multiple of `align`; None: there is no limit.
+            beside: calls what `fill` and `reserve` have to do, perhaps in another thread; takes wait for it then.
         """
         self._allocate = allocate
         self._align = align
+        self._segment_bytes = segment_bytes
+        self._beside = beside
         self._places = Places(0, align)
         self._changed = clock.condition("room in the gradient log")
         self._error: BaseException | None = None
         self._taken: dict[Extents, bool] = {}  # and whether they were promised
+        self._older: set[Extents] = set()  # taken before the capacity fell
         self._peak_bytes = self._reserved_bytes = 0
         self._segments: list[torch.Tensor] = []
         self._bases: list[int] = []  # ascending: their addresses
@@ -59,13 +72,19 @@ class LogPool:
 
     @property
     def capacity_bytes(self) -> int:
-        """Most bytes of all segments together."""
+        """Most bytes that are handed out."""
         return self._places.capacity_bytes
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all segments, also of one that is being allocated right now."""
+        """Bytes of all segments, also of those that are being allocated right now."""
         return self._places.allocated_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """Of these, what is there already and neither planned nor reserved."""
+        wanted = max(padded(self.capacity_bytes, self._align), self._reserved_bytes)
+        return max(0, self.allocated_bytes - self._places.coming_bytes - wanted)
 
     @property
     def taken_bytes(self) -> int:
@@ -99,8 +118,7 @@ class LogPool:
                 raise TimeoutError(f"no room for {needed} bytes in {timeout_s} s, {self.taken_bytes} bytes are taken")
             pieces, fresh = choice
             self._places.take(pieces, fresh)
-        if fresh:
-            pieces.append((self._grow(fresh, pieces), fresh))
+        self._grow(fresh, pieces)
         with self._changed:
             extents = Extents(nbytes, self._views(pieces, nbytes), tuple(pieces))
             self._taken[extents] = False
@@ -117,28 +135,45 @@ class LogPool:
         with self._changed:
             self._places.promised -= self._known(extents)
             del self._taken[extents]
+            if extents in self._older:
+                self._older.remove(extents)
+                self._places.older_bytes -= padded(extents.nbytes, self._align)
             self._release(extents.pieces)
 
     def resize(self, capacity_bytes: int) -> None:
-        """Change the capacity; segments beyond a smaller one go when all is free. ConfigError: it is negative."""
+        """Change the capacity; segments beyond a smaller one stay. ConfigError: it is negative.
+
+        What is taken when the capacity falls does not count against it until it is given back.
+        """
         if capacity_bytes < 0:
-            raise ConfigError(f"capacity_bytes is {capacity_bytes}, allowed is an integer >= 0")
+            raise ConfigError.of("capacity_bytes", capacity_bytes, "an integer >= 0")
         with self._changed:
+            if capacity_bytes < self._places.capacity_bytes:
+                self._older = set(self._taken)
+                self._places.older_bytes = sum(padded(extents.nbytes, self._align) for extents in self._older)
             self._places.capacity_bytes = capacity_bytes
             self._reserved_bytes = 0
-            self._trim()
             self._changed.notify_all()
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate now, so that segments have as much together, and keep it until `resize`; for the taking thread."""
+        """Allocate now, so that segments have as much together, for a capacity to come."""
         with self._changed:
             self._reserved_bytes = padded(nbytes, self._align)
-            self._trim()
         self._allocate_up_to(self._reserved_bytes)
 
     def fill(self) -> None:
-        """Allocate the whole capacity now, so that no later take does; for the taking thread."""
+        """Allocate the whole capacity now, so that no later take does."""
         self._allocate_up_to(self.capacity_bytes // self._align * self._align)
+
+    def give_up_spare(self) -> int:
+        """Drop segments in which nothing is taken, as far as they are to spare; how many bytes that were."""
+        with self._changed:
+            before = self.allocated_bytes
+            for number in reversed(range(len(self._segments))):
+                base, nbytes = self._bases[number], len(self._segments[number])
+                if nbytes <= self.spare_bytes and self._places.drop_segment(base, nbytes):
+                    del self._bases[number], self._segments[number]
+            return before - self.allocated_bytes
 
     def fail(self, error: BaseException) -> None:
         """Let every waiting and later take raise an error (the first one given); `give` still works."""
@@ -147,24 +182,36 @@ class LogPool:
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Drop all segments. ValueError: something is taken, so a copy may still write to it."""
+        """Drop all segments. ValueError: something is taken, so a copy may still write to it, or is being allocated."""
         with self._changed:
-            if self.taken_bytes:
-                raise ValueError(f"{self.taken_bytes} bytes are taken, allowed is to clear a pool that is all free")
-            self._drop()
+            if used := self.taken_bytes + self._places.coming_bytes:
+                raise ValueError(f"cannot clear the pool: {used} bytes of it are in use")
+            self._places.drop()
+            self._segments.clear()
+            self._bases.clear()
 
     def _allocate_up_to(self, nbytes: int) -> None:
         with self._changed:
             fresh = max(0, nbytes - self.allocated_bytes)
-            self._places.count_segment(fresh)
+            self._places.expect(fresh)
         if fresh:
-            base = self._grow(fresh, [])
+            self._beside(partial(self._allocate_expected, fresh))
+
+    def _allocate_expected(self, nbytes: int) -> None:
+        """Allocate what is expected. Where that fails nothing is expected any more: a take that needs it tries anew."""
+        try:
+            while nbytes:
+                size = min(nbytes, self._segment_bytes or nbytes)
+                self._add_segment(size, expected=True)
+                nbytes -= size
+        finally:
             with self._changed:
-                self._release([(base, fresh)])
+                self._places.expect(-nbytes)
+                self._changed.notify_all()
 
     def _needed(self, nbytes: int) -> int:
         if nbytes < 1:
-            raise ConfigError(f"nbytes is {nbytes}, allowed is an integer >= 1")
+            raise ConfigError.of("nbytes", nbytes, "an integer >= 1")
         return padded(nbytes, self._align)
 
     def _known(self, extents: Extents) -> bool:
@@ -177,22 +224,30 @@ class LogPool:
             raise self._error
         return self._places.choose(needed)
 
-    def _grow(self, nbytes: int, pieces: list[Piece]) -> int:
-        """Allocate a segment that is already counted, without the lock as it may take long; gives its address."""
+    def _grow(self, nbytes: int, pieces: list[Piece]) -> None:
+        """Allocate what is already counted, and add it to an entry's pieces, which are freed where that fails."""
         try:
-            segment = self._allocate(nbytes)
-            if segment.shape != (nbytes,) or segment.dtype != torch.uint8 or segment.device.type != "cpu":
-                raise ValueError(f"allocate gave {segment.dtype} {list(segment.shape)}, allowed is uint8 [{nbytes}]")
+            while nbytes:
+                size = min(nbytes, self._segment_bytes or nbytes)
+                pieces.append((self._add_segment(size), size))
+                nbytes -= size
         except BaseException:
             with self._changed:
                 self._places.count_segment(-nbytes)
                 self._release(pieces)
             raise
+
+    def _add_segment(self, nbytes: int, *, expected: bool = False) -> int:
+        """Allocate a segment that is counted, without the lock as it may take long; gives its address."""
+        segment = self._allocate(nbytes)
+        if segment.shape != (nbytes,) or segment.dtype != torch.uint8 or segment.device.type != "cpu":
+            raise ValueError(f"allocate gave {segment.dtype} {list(segment.shape)}; it must give uint8 [{nbytes}]")
         with self._changed:
-            base = self._places.add_segment(nbytes)
+            base = self._places.add_segment(nbytes, expected=expected)
             self._bases.append(base)
             self._segments.append(segment)
             self._peak_bytes = max(self._peak_bytes, self.allocated_bytes)
+            self._changed.notify_all()
         return base
 
     def _views(self, pieces: list[Piece], nbytes: int) -> tuple[torch.Tensor, ...]:
@@ -203,16 +258,6 @@ class LogPool:
             nbytes -= size
         return tuple(views)
 
-    def _trim(self) -> None:
-        if not self.taken_bytes and self.allocated_bytes > max(self.capacity_bytes, self._reserved_bytes):
-            self._drop()
-
-    def _drop(self) -> None:
-        self._places.drop()
-        self._segments.clear()
-        self._bases.clear()
-
     def _release(self, pieces: Sequence[Piece]) -> None:
         self._places.give(pieces)
-        self._trim()
         self._changed.notify_all()

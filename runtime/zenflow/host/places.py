@@ -6,10 +6,54 @@ An entry may therefore lie in several pieces; in return, memory never exceeds th
 
 from __future__ import annotations
 
+import os
+import weakref
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from zenflow.errors import ConfigError
+from zenflow.errors import ConfigError, UnsupportedError
+
+
+class OwnProcess:
+    """The process that made this object."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_this(self) -> bool:
+        """Whether it is the calling process, and not a child that was forked from it."""
+        return os.getpid() == self._pid
+
+    def require(self) -> None:
+        """Refuse a use by a forked child.
+
+        Raises:
+            UnsupportedError: it is one.
+        """
+        if not self.is_this:
+            raise UnsupportedError(
+                f"process {os.getpid()} was forked from process {self._pid}, which alone has the optimizer's state and "
+                "threads: here the model's weights can be read, nothing else"
+            )
+
+
+def finalize(owner: object, end: Callable[..., object], *arguments: Any) -> weakref.finalize[Any, Any]:
+    """As `weakref.finalize`, for what a forked child has not got and must not end: there it does nothing.
+
+    Args:
+        owner: with whose end it is called.
+        end: what to call.
+        arguments: for that.
+    """
+    return weakref.finalize(owner, _unless_forked, OwnProcess(), end, arguments)
+
+
+def _unless_forked(process: OwnProcess, end: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    if process.is_this:
+        end(*arguments)
+
 
 ALIGN_BYTES = 64
 Piece = tuple[int, int]
@@ -47,8 +91,12 @@ class Places:
         """
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = 0
-        """Of all segments, also of one that is being made."""
+        """Of all segments, also of those that are being made."""
+        self.coming_bytes = 0
+        """Of segments that are being made for nobody in particular."""
         self.taken_bytes = 0
+        self.older_bytes = 0
+        """Of what is taken, that of entries from before the capacity fell: they do not count against it."""
         self.promised = 0
         """Entries that are given back without their taker's doing."""
         self._align = align
@@ -68,10 +116,12 @@ class Places:
         Raises:
             ConfigError: that is more than there can ever be.
         """
-        most = max(self.capacity_bytes // self._align * self._align, self.allocated_bytes)
+        most = self.capacity_bytes // self._align * self._align
         if needed > most:
-            raise ConfigError(f"nbytes is {needed} (padded), allowed are at most the pool's {most} bytes")
-        room, unused = most - self.allocated_bytes, most - self.taken_bytes
+            raise ConfigError(f"nbytes is {needed} (padded); it must be at most the pool's {most} bytes")
+        room = max(0, most - self.allocated_bytes)
+        free = room + self.allocated_bytes - self.coming_bytes - self.taken_bytes
+        unused = min(free, most - (self.taken_bytes - self.older_bytes))
         if unused < needed:
             return None
         pieces: list[Piece] = []
@@ -104,10 +154,26 @@ class Places:
         self.allocated_bytes += nbytes
         self.taken_bytes += nbytes
 
-    def add_segment(self, nbytes: int) -> int:
-        """The address of a segment that was counted."""
+    def expect(self, nbytes: int) -> None:
+        """Count segments that are being made and will be free; negative where they could not be made."""
+        self.allocated_bytes += nbytes
+        self.coming_bytes += nbytes
+
+    def add_segment(self, nbytes: int, *, expected: bool = False) -> int:
+        """The address of a segment that was counted; one that was expected is free from now on."""
         base, self._end = self._end, self._end + nbytes + self._align
+        if expected:
+            self.coming_bytes -= nbytes
+            self._add(base, nbytes)
         return base
+
+    def drop_segment(self, base: int, nbytes: int) -> bool:
+        """Forget a segment, if nothing of it is taken; whether it is gone."""
+        if self._free_bytes_at.get(base) != nbytes:
+            return False
+        self._remove(base)
+        self.allocated_bytes -= nbytes
+        return True
 
     def give(self, pieces: Sequence[Piece]) -> None:
         """Free what was taken."""

@@ -1,30 +1,32 @@
 """Device kernels on the columns of a weight: importance, gather, scatter, selective update.
 
-In Triton where there is an accelerator and Triton can be imported, in the native module where the weights are in host
-memory and it can be loaded, else in PyTorch.
+In Triton where there is an accelerator and a first kernel could be launched on it, in the native module where the
+weights are in host memory and it can be loaded, else in PyTorch.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
 
-from zenflow.errors import ConfigError, HostEngineError
+from zenflow.errors import ConfigError, HostEngineError, UnsupportedError
 from zenflow.kernels.base import ColumnUpdate, Kernels
+from zenflow.names import did_you_mean
 
 MODES = ("auto", "eager", "native", "triton")
 
 
-def _eager(_: int | None = None) -> Kernels:
-    from zenflow.kernels.eager import EagerKernels
+def _eager(_device: torch.device, _threads: int | None) -> Kernels:
+    from zenflow.kernels.base import EagerKernels
 
     return EagerKernels()
 
 
-def _native(threads: int | None) -> Kernels:
+def _native(_device: torch.device, threads: int | None) -> Kernels:
     from zenflow.host.native import load_native
     from zenflow.kernels.native import NativeKernels
 
@@ -33,20 +35,25 @@ def _native(threads: int | None) -> Kernels:
     return NativeKernels(load_native(), threads)
 
 
-def _triton(_: int | None) -> Kernels:
-    from zenflow.kernels.triton_launch import TritonKernels
+def _triton(device: torch.device, _threads: int | None) -> Kernels:
+    from zenflow.kernels.triton_launch import TritonKernels, require_launch
 
-    return TritonKernels()
+    kernels = TritonKernels()
+    if kernels.runs_on(device):
+        require_launch(kernels, device)
+    return kernels
 
 
 # Nothing of Triton is imported before somebody asks for its kernels.
-_MAKERS: Mapping[str, Callable[[int | None], Kernels]] = MappingProxyType(
+_MAKERS: Mapping[str, Callable[[torch.device, int | None], Kernels]] = MappingProxyType(
     {"eager": _eager, "native": _native, "triton": _triton}
 )
 
 
 def kernels_for(device: torch.device, threads: int | None = None) -> Kernels:
     """The kernels for a device, or those that `$ZENFLOW_KERNELS` asks for.
+
+    Warns where PyTorch's are taken on an accelerator, and says why. Waits for the device.
 
     Args:
         device: where the weights are.
@@ -59,18 +66,20 @@ def kernels_for(device: torch.device, threads: int | None = None) -> Kernels:
     """
     mode = os.environ.get("ZENFLOW_KERNELS") or "auto"
     if mode not in MODES:
-        raise ConfigError(f"ZENFLOW_KERNELS is {mode!r}, allowed is {', '.join(MODES)}")
+        raise ConfigError.of("ZENFLOW_KERNELS", mode, f"{' or '.join(MODES)}{did_you_mean(mode, MODES)}")
     name = mode if mode != "auto" else "native" if device.type == "cpu" else "triton"
     try:
-        kernels = _MAKERS[name](threads)
-    except (ImportError, HostEngineError) as error:
+        kernels = _MAKERS[name](device, threads)
+    except (ImportError, HostEngineError, UnsupportedError) as error:
         if isinstance(error, HostEngineError) and os.environ.get("ZENFLOW_NATIVE") == "require":
             raise
         if mode == "auto":
-            return _eager()
-        raise ConfigError(f"ZENFLOW_KERNELS is {mode!r}, allowed is auto or eager: {error}") from error
+            if device.type != "cpu":
+                warnings.warn(f"device updates run in PyTorch, several times slower: {error}", stacklevel=2)
+            return _eager(device, threads)
+        raise ConfigError(f"ZENFLOW_KERNELS is {mode!r}; it must be auto or eager: {error}") from error
     if not kernels.runs_on(device):
-        raise ConfigError(f"ZENFLOW_KERNELS is {mode!r} on {device}, allowed is auto or eager there")
+        raise ConfigError(f"ZENFLOW_KERNELS is {mode!r}; on {device} it must be auto or eager")
     return kernels
 
 

@@ -1,4 +1,4 @@
-"""What device kernels do with the columns of one weight."""
+"""What device kernels do with the columns of one weight: the interface, and the same in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,49 @@ ENERGY_ROWS = 64
 
 
 def finite_or_zero(energies: torch.Tensor) -> torch.Tensor:
-    """Importance for energies, in any shape: 0 where they are not finite."""
-    return torch.nan_to_num(energies, nan=0.0, posinf=0.0, neginf=0.0)
+    """Turn energies, in any shape, into importance, in place: 0 where they are not finite."""
+    return energies.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def sums(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What each of many tensors adds up to; off the CPU in one launch for all of them.
+
+    Args:
+        parts: at least one, of one dimension, fp32, without numbers below 0.
+
+    Returns:
+        [parts] fp32.
+    """
+    if parts[0].device.type == "cpu":  # in the order that torch has for one sum
+        return torch.stack([part.sum() for part in parts])
+    return torch.stack(torch._foreach_norm(list(parts), 1))  # what is not negative is its own absolute value
+
+
+def column_norms(energies: Sequence[torch.Tensor], factors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """The L2 norms of many matrices; off the CPU in a few launches for all of them.
+
+    Args:
+        energies: at least one; of each matrix [columns] fp32, the squared L2 norm of each column.
+        factors: what each matrix was multiplied with since, 0-dim fp32; None: nothing.
+
+    Returns:
+        [matrices] fp32, not finite where the matrix is not.
+    """
+    if energies[0].device.type == "cpu":  # one root is not always torch's of many
+        found = torch.stack([one.sum().sqrt() for one in energies])
+    else:
+        found = sums(energies).sqrt()
+    if all(factor is None for factor in factors):
+        return found
+    one = torch.ones((), dtype=torch.float32, device=found.device)
+    return found * torch.stack([one if factor is None else factor for factor in factors]).abs()
+
+
+def whole_norms(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The L2 norms of tensors in any shape and dtype, each 0-dim fp32; off the CPU in one launch for those alike."""
+    if tensors[0].device.type == "cpu":
+        return [torch.linalg.vector_norm(one.float()) for one in tensors]
+    return torch._foreach_norm(list(tensors), 2, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +134,6 @@ class Kernels(ABC):
             rows: [n, rows], fp32 or the matrix' dtype.
         """
 
-    @abstractmethod
     def update(
         self,
         rule: Rule,
@@ -120,7 +160,9 @@ class Kernels(ABC):
             skip: 0-dim bool on the device; where it is true the state stays as it is and the weights are written from
                 it all the same.
         """
+        self.update_many(rule, [ColumnUpdate(state, gradient, weights, hyper, columns)], factor=factor, skip=skip)
 
+    @abstractmethod
     def update_many(
         self,
         rule: Rule,
@@ -137,7 +179,49 @@ class Kernels(ABC):
             factor: as for `update`, the same for all.
             skip: likewise.
         """
+
+
+def _down(rows: torch.Tensor) -> torch.Tensor:
+    """The sum over the first dimension, from first to last; `torch.sum` has an order of its own."""
+    total = torch.zeros_like(rows[0]) if len(rows) else rows.sum(dim=0)
+    for row in rows:
+        total += row
+    return total
+
+
+class EagerKernels(Kernels):
+    """One PyTorch operation after the other."""
+
+    name = "eager"
+
+    def energies(self, matrix: torch.Tensor) -> torch.Tensor:
+        squares = matrix.float().square()
+        if matrix.device.type != "cpu":  # where no order is promised: row after row would be as many launches
+            return squares.sum(dim=0)
+        whole = matrix.shape[0] // ENERGY_ROWS * ENERGY_ROWS
+        blocks = _down(squares[:whole].unflatten(0, (-1, ENERGY_ROWS)).transpose(0, 1))
+        return _down(torch.cat([blocks, _down(squares[whole:])[None]]))
+
+    def pack(self, matrix: torch.Tensor, columns: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        packed = matrix.t().index_select(0, columns)
+        return packed if into is None else into.copy_(packed)
+
+    def scatter(self, matrix: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
+        matrix.index_copy_(1, columns.long(), rows.t().to(matrix.dtype))
+
+    def update_many(
+        self,
+        rule: Rule,
+        updates: Sequence[ColumnUpdate],
+        *,
+        factor: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> None:
         for one in updates:
-            self.update(
-                rule, one.state, one.gradient, one.weights, one.hyper, columns=one.columns, factor=factor, skip=skip
-            )
+            gradient = one.gradient.t()
+            rows = (gradient if one.columns is None else gradient.index_select(0, one.columns)).float()
+            one.state.update(rule, rows if factor is None else rows.mul(factor), one.hyper, skip=skip)
+            if one.weights is not None and one.columns is None:
+                one.weights.copy_(one.state.master.t())
+            elif one.weights is not None and one.columns is not None:
+                self.scatter(one.weights, one.columns, one.state.master)

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zenflow.kernels.base import ColumnUpdate, Kernels
-from zenflow.kernels.eager import EagerKernels
-from zenflow.rules import RULES, Hyper, Rule
-from zenflow.state import ColumnState
+from zenflow.kernels.base import ColumnUpdate, EagerKernels, Kernels
+from zenflow.rules import RULES, Rule
 
 if TYPE_CHECKING:
     from zenflow import _native
@@ -83,20 +81,6 @@ class NativeKernels(Kernels):
             _DTYPES[source.dtype],
             self._threads,
         )
-
-    def update(
-        self,
-        rule: Rule,
-        state: ColumnState,
-        gradient: torch.Tensor,
-        weights: torch.Tensor | None,
-        hyper: Hyper,
-        *,
-        columns: torch.Tensor | None = None,
-        factor: torch.Tensor | None = None,
-        skip: torch.Tensor | None = None,
-    ) -> None:
-        self.update_many(rule, [ColumnUpdate(state, gradient, weights, hyper, columns)], factor=factor, skip=skip)
 
     def update_many(
         self,

@@ -14,6 +14,10 @@ An address is an int64: a weight may have more than 2^31 elements.
 import triton
 import triton.language as tl
 
+# Triton compiles a kernel anew for an integer that is 1, or the first that is a multiple of 16, and likewise for a
+# pointer. These change with every selection, or are parts of what all weights have together, and nothing is gained.
+_VARYING = ["n", "columns", "count", "updated", "rate", "inverse_root", "factor", "skip"]
+
 
 @triton.jit
 def widened(raw, BF16: tl.constexpr):
@@ -114,7 +118,7 @@ def column_sums(
     high = tl.minimum(low + part_rows, rows)
     total = tl.full((BLOCK_N, BLOCK_R), 0.0, tl.float32)
     for start in range(low, high, BLOCK_R):
-        r = start + tl.arange(0, BLOCK_R)
+        r = start + tl.arange(0, BLOCK_R).to(tl.int64)  # the interpreter's `start` is a number without a width
         raw = load_columns(matrix, i, r, i_ok, r < high, stride_row, stride_column, ROWS_FIRST)
         value = widened(raw, BF16)
         if SQUARED:
@@ -126,7 +130,7 @@ def column_sums(
     tl.store(sums + part * n + i, column, mask=i_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def pack_columns(
     matrix,
     columns,
@@ -146,7 +150,7 @@ def pack_columns(
     tl.store(packed + i[:, None] * rows + r[None, :], tile, mask=i_ok[:, None] & r_ok[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def scatter_columns(
     matrix,
     columns,
@@ -278,7 +282,7 @@ def store_count(count, updated, i, i_ok, r, skip):
         tl.store(count + i, tl.load(updated + i, mask=i_ok, other=0), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def update_columns(
     gradient,
     weights,

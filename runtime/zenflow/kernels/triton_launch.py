@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
+from zenflow.errors import UnsupportedError
 from zenflow.kernels import triton_kernels
-from zenflow.kernels.base import Kernels
-from zenflow.kernels.eager import EagerKernels
+from zenflow.kernels.base import ColumnUpdate, EagerKernels, Kernels
 from zenflow.rules import Hyper, Rule, SGDHyper
 from zenflow.rules.adagrad import AdagradHyper
 from zenflow.rules.adam import AdamHyper, AdamWHyper
 from zenflow.rules.base import per_count, root
 from zenflow.rules.lion import LionHyper
-from zenflow.state import ColumnState
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -40,8 +43,21 @@ class _Numbers:
     """What depends on a column's update count, for `per_count`."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """What depends on the update counts of one update's columns: [n] or [n, 1], views of what all updates have."""
+
+    updated: torch.Tensor | None = None
+    """int32, the counts with this update; None where the rule does not count."""
+    rate: torch.Tensor | None = None
+    inverse_root: torch.Tensor | None = None
+
+
 class TritonKernels(Kernels):
-    """One launch for each method, two for an importance whose rows are cut into parts."""
+    """One launch for each method, two for an importance whose rows are cut into parts.
+
+    The updates of a step take a dozen more, for what depends on their counts.
+    """
 
     name = "triton"
 
@@ -61,7 +77,7 @@ class TritonKernels(Kernels):
         rows, columns = matrix.shape
         if matrix.numel() == 0 or matrix.dtype not in _DTYPES:
             return self._eager.importance(matrix) if finite else self._eager.energies(matrix)
-        block_n, block_r = _tile(_SUM_TILE, columns, rows, _rows_first(matrix))
+        block_n, block_r = _tile(_SUM_TILE, matrix)
         wanted = max(1, _SUM_PROGRAMS // _ceil(columns, block_n))
         parts = min(wanted, _ceil(rows, 4 * block_r))
         sums = torch.empty((parts, columns), dtype=torch.float32, device=matrix.device)
@@ -78,7 +94,7 @@ class TritonKernels(Kernels):
             return self._eager.pack(matrix, columns, into=into)
         packed = matrix.new_empty((n, rows)) if into is None else into
         bits = _BITS[matrix.element_size()]
-        block_n, block_r = _tile(_COPY_TILE, n, rows, _rows_first(matrix))
+        block_n, block_r = _tile(_COPY_TILE, matrix)
         with torch.cuda.device_of(matrix):
             triton_kernels.pack_columns[(_ceil(n, block_n) * _ceil(rows, block_r),)](
                 matrix.view(bits),
@@ -86,7 +102,7 @@ class TritonKernels(Kernels):
                 packed.view(bits),
                 n,
                 rows,
-                *matrix.stride(),
+                *_strides(matrix),
                 ROWS_FIRST=_rows_first(matrix),
                 BLOCK_N=block_n,
                 BLOCK_R=block_r,
@@ -100,7 +116,7 @@ class TritonKernels(Kernels):
             self._eager.scatter(matrix, columns, rows)
             return
         n, length = rows.shape
-        block_n, block_r = _tile(_COPY_TILE, n, length, _rows_first(matrix))
+        block_n, block_r = _tile(_COPY_TILE, matrix)
         with torch.cuda.device_of(matrix):
             triton_kernels.scatter_columns[(_ceil(n, block_n) * _ceil(length, block_r),)](
                 _raw(matrix),
@@ -108,7 +124,7 @@ class TritonKernels(Kernels):
                 _raw(rows.contiguous()),
                 n,
                 length,
-                *matrix.stride(),
+                *_strides(matrix),
                 CONVERT=convert,
                 BF16=matrix.dtype == torch.bfloat16,
                 ROWS_FIRST=_rows_first(matrix),
@@ -116,61 +132,102 @@ class TritonKernels(Kernels):
                 BLOCK_R=block_r,
             )
 
-    def update(
+    def update_many(
         self,
         rule: Rule,
-        state: ColumnState,
-        gradient: torch.Tensor,
-        weights: torch.Tensor | None,
-        hyper: Hyper,
+        updates: Sequence[ColumnUpdate],
         *,
-        columns: torch.Tensor | None = None,
         factor: torch.Tensor | None = None,
         skip: torch.Tensor | None = None,
     ) -> None:
-        numbers = _numbers(hyper)
-        known = all(tensor is None or tensor.dtype in _DTYPES for tensor in (gradient, weights))
-        if numbers is None or state.master.numel() == 0 or not known:
-            self._eager.update(rule, state, gradient, weights, hyper, columns=columns, factor=factor, skip=skip)
-            return
-        with torch.cuda.device_of(gradient):
-            _update(numbers, rule.counts(hyper), state, gradient, weights, columns, factor, skip)
+        together: dict[Hyper, tuple[_Numbers, list[ColumnUpdate]]] = {}
+        others = []
+        for one in updates:
+            numbers = _numbers(one.hyper) if _known(one) else None
+            if numbers is None:
+                others.append(one)
+            else:
+                together.setdefault(one.hyper, (numbers, []))[1].append(one)
+        self._eager.update_many(rule, others, factor=factor, skip=skip)
+        for numbers, alike in together.values():
+            with torch.cuda.device_of(alike[0].gradient):
+                counts = _counts(numbers, alike) if rule.counts(alike[0].hyper) else [_Counts()] * len(alike)
+                for one, of_one in zip(alike, counts, strict=True):
+                    _update(numbers, one, of_one, factor, skip)
+
+
+def _known(one: ColumnUpdate) -> bool:
+    """Whether it has anything to update, in dtypes that the kernel takes."""
+    return one.state.master.numel() > 0 and all(
+        tensor is None or tensor.dtype in _DTYPES for tensor in (one.gradient, one.weights)
+    )
+
+
+def _counts(numbers: _Numbers, updates: Sequence[ColumnUpdate]) -> list[_Counts]:
+    """The counts of all updates and what follows from them, made at once: it takes a dozen launches."""
+    sizes = [len(one.state.count) for one in updates]
+    updated = torch.cat([one.state.count for one in updates]) + 1
+    # By the rules' own means: the fp64 powers are then the eager ones on every device.
+    scalars = per_count(updated, *numbers.per_column)
+    return [_Counts(*parts) for parts in zip(*(whole.split(sizes) for whole in (updated, *scalars)), strict=True)]
+
+
+def require_launch(kernels: Kernels, device: torch.device) -> None:
+    """Launch the smallest kernel on a device: that Triton can be imported does not say that it can be used.
+
+    Before its first kernel it builds a C module for Python, with a C compiler and Python's headers.
+
+    Args:
+        kernels: whose launch is tried.
+        device: where.
+
+    Raises:
+        UnsupportedError: the kernel could not be built or launched, or did not do what it should; with the reason.
+    """
+    try:
+        matrix = torch.tensor([[1.0, 2.0]], dtype=torch.float32, device=device)
+        packed = kernels.pack(matrix, torch.tensor([1], device=device)).tolist()
+    except Exception as error:  # Triton, the compiler, the loader and the driver raise what they like
+        raise UnsupportedError(f"{kernels.name} cannot launch a kernel on {device}: {_why(error)}") from error
+    if packed != [[2.0]]:
+        raise UnsupportedError(f"{kernels.name}'s first kernel on {device} gave {packed} instead of [[2.0]]")
+
+
+def _why(error: Exception) -> str:
+    """The reason of a failed launch in one line."""
+    if isinstance(error, subprocess.CalledProcessError):  # the compiler itself has told the terminal more
+        scheme = sysconfig.get_default_scheme()
+        headers = Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme))
+        missing = "" if (headers / "Python.h").exists() else f", and Python.h is not in {headers}"
+        return f"{Path(error.cmd[0]).name} failed to build a C module for Python{missing}"
+    first = (str(error).strip() or type(error).__name__).partition("\n")[0]
+    return first.rstrip(".")
 
 
 def _update(
-    numbers: _Numbers,
-    counts: bool,
-    state: ColumnState,
-    gradient: torch.Tensor,
-    weights: torch.Tensor | None,
-    columns: torch.Tensor | None,
-    factor: torch.Tensor | None,
-    skip: torch.Tensor | None,
+    numbers: _Numbers, one: ColumnUpdate, counts: _Counts, factor: torch.Tensor | None, skip: torch.Tensor | None
 ) -> None:
+    state, gradient, weights = one.state, one.gradient, one.weights
     n, rows = state.master.shape
-    block_n, block_r = _tile(_STATE_TILE, n, rows, _rows_first(gradient))
-    # By the rules' own means: the fp64 powers are then the eager ones on every device.
-    updated = state.count + 1 if counts else None
-    scalars = () if updated is None else per_count(updated, *numbers.per_column)
-    rate, inverse_root = (*scalars, None, None)[:2]
-    first, second = (*(state.moments if counts else ()), None, None)[:2]
+    block_n, block_r = _tile(_STATE_TILE, gradient)
+    first, second = (*(() if counts.updated is None else state.moments), None, None)[:2]
     triton_kernels.update_columns[(_ceil(n, block_n) * _ceil(rows, block_r),)](
         _raw(gradient),
         None if weights is None else _raw(weights),
-        None if columns is None else columns.contiguous(),
+        None if one.columns is None else one.columns.contiguous(),
         state.master,
         first,
         second,
-        state.count if counts else None,
-        updated,
-        rate,
-        inverse_root,
+        None if counts.updated is None else state.count,
+        counts.updated,
+        counts.rate,
+        counts.inverse_root,
         factor,
         skip,
         n,
         rows,
-        *gradient.stride(),
-        *(gradient if weights is None else weights).stride(),
+        *_strides(gradient),
+        *_strides(gradient if weights is None else weights),
         *numbers.scalars,
         RULE=numbers.kind,
         L2=numbers.l2,
@@ -188,7 +245,7 @@ def _update(
 def _sum_columns(matrix: torch.Tensor, sums: torch.Tensor, *, squared: bool, finite: bool) -> None:
     rows, columns = matrix.shape
     parts = sums.shape[0]
-    block_n, block_r = _tile(_SUM_TILE, columns, rows, _rows_first(matrix))
+    block_n, block_r = _tile(_SUM_TILE, matrix)
     with torch.cuda.device_of(matrix):
         triton_kernels.column_sums[(_ceil(columns, block_n), parts)](
             _raw(matrix),
@@ -196,7 +253,7 @@ def _sum_columns(matrix: torch.Tensor, sums: torch.Tensor, *, squared: bool, fin
             rows,
             columns,
             _ceil(_ceil(rows, parts), block_r) * block_r,
-            *matrix.stride(),
+            *_strides(matrix),
             SQUARED=squared,
             FINITE=finite,
             BF16=matrix.dtype == torch.bfloat16,
@@ -248,16 +305,22 @@ def _rows_first(matrix: torch.Tensor) -> bool:
     return matrix.stride(0) < matrix.stride(1) or matrix.shape[1] == 1
 
 
-def _tile(elements: int, n: int, rows: int, rows_first: bool) -> tuple[int, int]:
-    """Columns and rows of a tile, powers of two: long along rows where these are contiguous, else nearly square."""
-    along = 256 if rows_first else 1 << (elements.bit_length() - 1) // 2
-    block_n = min(_power_of_two(n), elements // min(_power_of_two(rows), along))
-    return block_n, min(_power_of_two(rows), elements // block_n)
+def _strides(matrix: torch.Tensor) -> tuple[int, int]:
+    """Its strides; 0 for that of a single column, for the compiler sees that 0 is aligned and the column is not."""
+    row, column = matrix.stride()
+    return row, 0 if matrix.shape[1] == 1 else column
 
 
-def _power_of_two(number: int) -> int:
-    """The smallest power of two that is not below a number of at least 1."""
-    return 1 << (number - 1).bit_length()
+def _tile(elements: int, matrix: torch.Tensor) -> tuple[int, int]:
+    """Columns and rows of a tile of a matrix: long along rows where these are contiguous, else nearly square.
+
+    Powers of two that are the same for every size: the kernels leave out what is not there, and each other tile would
+    be one more variant to compile.
+    """
+    if matrix.shape[1] == 1:  # a whole parameter in one column
+        return 1, elements
+    along = 256 if _rows_first(matrix) else 1 << (elements.bit_length() - 1) // 2
+    return elements // along, along
 
 
 def _ceil(number: int, divisor: int) -> int:

@@ -69,7 +69,7 @@ class Rule(ABC):
         for name in self.at_least_0:
             value = _real(group[name], name)
             if value is None or not value >= 0:
-                raise ConfigError(f"{name} is {group[name]!r}, allowed is a number >= 0")
+                raise ConfigError.of(name, group[name], "a number >= 0")
         for name, instead in _NOT_HERE.items():
             check_flag(group, name, allowed=False, why=instead)
 
@@ -112,7 +112,7 @@ def number(group: Mapping[str, Any], name: str) -> float:
     """
     value = _real(group[name], name)
     if value is None:
-        raise ConfigError(f"{name} is {group[name]!r}, allowed is a number")
+        raise ConfigError.of(name, group[name], "a number")
     return value
 
 
@@ -125,7 +125,7 @@ def betas(group: Mapping[str, Any]) -> tuple[float, float]:
     """
     found = _betas(group)
     if found is None:
-        raise ConfigError(f"betas is {group['betas']!r}, allowed are two numbers")
+        raise ConfigError.of("betas", group["betas"], "two numbers")
     return found
 
 
@@ -138,7 +138,7 @@ def check_betas(group: Mapping[str, Any]) -> None:
     """
     found = _betas(group)
     if found is None or not all(0 <= beta < 1 for beta in found):
-        raise ConfigError(f"betas is {group['betas']!r}, allowed are two numbers from 0 to below 1")
+        raise ConfigError.of("betas", group["betas"], "two numbers from 0 to below 1")
 
 
 def check_flag(group: Mapping[str, Any], name: str, *, allowed: bool, why: str) -> None:
@@ -149,7 +149,7 @@ def check_flag(group: Mapping[str, Any], name: str, *, allowed: bool, why: str) 
     """
     value = group.get(name, allowed)
     if bool(value) is not allowed:
-        raise ConfigError(f"{name} is {value!r}, allowed is {allowed}: {why}")
+        raise ConfigError.of(name, value, f"{allowed}: {why}")
 
 
 def per_count(count: torch.Tensor, *scalars: Callable[[Any], Any]) -> tuple[torch.Tensor, ...]:

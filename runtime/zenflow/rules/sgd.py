@@ -40,14 +40,12 @@ class SGD(Rule):
         super().check(group)
         momentum, dampening, nesterov = (group[name] for name in ("momentum", "dampening", "nesterov"))
         if not math.isfinite(number(group, "dampening")):
-            raise ConfigError(f"dampening is {dampening!r}, allowed is a finite number")
+            raise ConfigError.of("dampening", dampening, "a finite number")
         if not isinstance(nesterov, bool):
-            raise ConfigError(f"nesterov is {nesterov!r}, allowed is True or False")
+            raise ConfigError.of("nesterov", nesterov, "True or False")
         if nesterov and (number(group, "momentum") == 0 or number(group, "dampening") != 0):
-            raise ConfigError(
-                f"nesterov is True with momentum {momentum!r} and dampening {dampening!r}, "
-                "allowed is a momentum above 0 and a dampening of 0"
-            )
+            what = f"False with momentum {momentum!r} and dampening {dampening!r}: it needs momentum alone"
+            raise ConfigError.of("nesterov", nesterov, what)
 
     def counts(self, hyper: Hyper) -> bool:
         assert isinstance(hyper, SGDHyper)

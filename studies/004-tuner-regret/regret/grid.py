@@ -10,11 +10,11 @@ from typing import Any
 from studykit import Job, code_digest
 
 from regret.scene import BASE, SETTINGS, Scene, scene_of
-from zenflow import RigSpec
-from zftune.tuner.builtin import Training
-from zftune.tuner.settings import Setting
+from zenflow import RigSpec, ZenFlowAdamW
+from zftune.profile.measure import Training
+from zftune.tuner.space import Setting
 
-CODE = ("runtime/zenflow", "zftune/tuner/builtin.py", "zftune/workload")
+CODE = ("runtime/zenflow", "zftune/profile/measure.py", "zftune/workload")
 _SETTLING_WINDOWS, _SETTLING_STEPS = 3, 6  # at least: most windows then are as the one before, all within 1%
 _LEAST_WINDOWS = 2  # to be counted: two may take turns
 _NOISY_STEPS = 36  # where copies are noisy, at least
@@ -69,7 +69,7 @@ def _least_steps(spec: RigSpec) -> int:
     return _NOISY_STEPS if "link_noise" in spec.effects else 0
 
 
-def _window(training: Training, setting: Setting, least: int) -> list[float]:
+def _window(training: Training[ZenFlowAdamW], setting: Setting, least: int) -> list[float]:
     """Mean time of each step of a window, once the setting has settled."""
     interval = setting.update_interval
     settling = interval * max(_SETTLING_WINDOWS, -(-_SETTLING_STEPS // interval))

@@ -10,8 +10,8 @@ from studykit import Job, code_digest
 from regret.grid import CODE, Times, mean_ms
 from regret.replay import MOST_MEASUREMENTS
 from regret.scene import BASE, START, scene_of, space
-from zftune.tuner.builtin import Training
-from zftune.tuner.live import LiveSearch
+from zftune.profile.measure import Training
+from zftune.tuner.executor import TuningContext, live_search
 from zftune.tuner.search import Search, SearchOptions
 
 RIGS = ("slow-core", "link-bound")
@@ -50,7 +50,7 @@ def searched(rig: str) -> dict[str, Any]:
     with Training(scene.task(), BASE) as training:
         for _ in range(_WARM_UP_STEPS):
             training.step()
-        running = LiveSearch(training.optimizer, search, tokens=training.tokens)
+        running = live_search(TuningContext(optimizer=training.optimizer, tokens=training.tokens), search)
         try:
             for _ in range(MOST_STEPS):
                 if not running.on_step(training.step()):

@@ -12,7 +12,7 @@ from regret.grid import Times, mean_ms
 from regret.scene import SETTINGS, START, Scene, space
 from zftune.tuner.scores import Sample, score, steps_of
 from zftune.tuner.search import Search, SearchOptions
-from zftune.tuner.settings import Setting
+from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome, Request
 
 MOST_MEASUREMENTS = 24

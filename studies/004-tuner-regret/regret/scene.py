@@ -10,13 +10,15 @@ from functools import cache, cached_property
 import torch
 
 from zenflow import RigSpec, ZenFlowConfig
-from zftune.planner import Job, ModelFacts, Rates, assumed_coverage, predict
+from zftune.emulated import load_rig
 from zftune.planner.choosing import ranked
+from zftune.planner.closed_form import predict
+from zftune.planner.model import Job, ModelFacts
+from zftune.planner.rates import Rates
 from zftune.profile.measure import Task
-from zftune.rig_files import load_rig
+from zftune.quality import assumed_coverage
 from zftune.tuner.forecast import PlannerForecast, rig_machine
-from zftune.tuner.settings import Setting
-from zftune.tuner.space import PUBLISHED, Dimension, Forecaster, Space
+from zftune.tuner.space import PUBLISHED, Dimension, Forecaster, Setting, Space
 from zftune.workload import load_text
 
 RIGS: Mapping[str, str] = {

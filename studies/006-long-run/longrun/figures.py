@@ -11,7 +11,7 @@ from typing import Any
 from longrun.grid import Grid
 from longrun.scene import PHASES
 from longrun.tuned import COST_SHARE, GRANT_S, GRANT_STEPS, spent
-from zftune.tuner.settings import Setting
+from zftune.tuner.space import Setting
 
 LEAST_GAP, LEAST_RECOVERED = 0.20, 0.70
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from longrun.scene import BASE, PHASES, START, Phase
 from longrun.training import Training
-from zftune.tuner.facts import device_limit
-from zftune.tuner.settings import Setting
-from zftune.tuner.space import Coverage, space_for
+from zftune.tuner.space import Coverage, Setting, space_for
+from zftune.tuner.training_info import device_limit
 
 _SETTLING_WINDOWS = 2
 _SELECTING_STEPS = 4 * BASE.longest_window

@@ -12,8 +12,8 @@ from plotly.subplots import make_subplots
 from longrun.figures import Fixed
 from longrun.grid import Grid
 from longrun.scene import PHASES, START
-from zftune.report.chart import Chart, axis, layout
 from zftune.report.html import page, section
+from zftune.report.values import Chart, axis, layout
 
 _SMOOTH = 24  # steps: a multiple of most windows
 _COLOURS = {"daemon": "#1B7FC4", "oracle": "#009E73", "best fixed setting": "#D55E00"}

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zenflow import Rig, RigSpec, ZenFlowConfig
+from zftune.emulated import load_rig
 from zftune.planner.choosing import LEAST_HEADROOM_BYTES
-from zftune.rig_files import load_rig
-from zftune.tuner.settings import Setting
+from zftune.tuner.space import Setting
 
 WIDTH, LAYERS = 320, 4
 ELEMENTS = LAYERS * WIDTH * WIDTH

@@ -16,14 +16,14 @@ from typing import Any
 from longrun.scene import PHASES
 from longrun.training import Training
 from zenflow.emulator import Slack
-from zftune.daemon.client import DaemonClient
-from zftune.daemon.errors import DaemonError
+from zftune.daemon.client.driver import DaemonDriver
+from zftune.daemon.client.http import DaemonClient
+from zftune.errors import DaemonError
 from zftune.store import open_store
-from zftune.tuner.disturbances import disturbance_of
-from zftune.tuner.facts import Wishes
-from zftune.tuner.following import Tuner
-from zftune.tuner.remote.counsel import DaemonCounsel
+from zftune.tuner.guard import disturbance_of
 from zftune.tuner.search import SearchOptions
+from zftune.tuner.training_info import TuneRequest
+from zftune.tuner.tuner import Tuner
 
 COMPRESSION = 100
 """A step of the run stands for one of so many times its length: some 50 ms for 5 s."""
@@ -58,7 +58,7 @@ def daemon(folder: Path) -> Iterator[Path]:
         "ZFTUNE_SOCKET": str(path),
         "ZFTUNE_DB": f"sqlite:///{folder}/zftune.db",
     }
-    command = [sys.executable, "-c", "from zftune.cli import main; main()", "daemon"]
+    command = [sys.executable, "-c", "from zftune.cli.main import main; main()", "daemon", "start"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
@@ -124,10 +124,10 @@ def _attached(training: Training, seed: int, client: DaemonClient, run: Run) -> 
         thinking_s=THINKING_S,
     )
     tokens = PHASES[0].tokens
-    wishes = Wishes(quality="published", sequence=tokens, tune_memory=True, fresh=True, search=search)
+    wishes = TuneRequest(quality="published", sequence=tokens, tune_memory=True, fresh=True, search=search)
     return Tuner(
         training.optimizer,
-        DaemonCounsel(training.optimizer, wishes, tokens, client),
+        DaemonDriver(training.optimizer, wishes, tokens, client),
         tokens=tokens,
         disturbance=disturbance_of(training.device),
         on_change=lambda step, knobs: run.changes.append((step, dict(knobs))),

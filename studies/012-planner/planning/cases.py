@@ -14,9 +14,9 @@ from planning.allocator import replay
 from planning.record import RecordedAccelerator, Recorder, leave_out_host, leave_out_importance
 from zenflow import Rig, ZenFlowAdamW, ZenFlowConfig
 from zftune.planner.choosing import LEAST_HEADROOM_BYTES, choose
-from zftune.planner.facts import Job, Machine, ModelFacts, Prediction
+from zftune.planner.closed_form import predict
 from zftune.planner.memory import CONTEXT_BYTES
-from zftune.planner.predicting import predict
+from zftune.planner.model import Job, Machine, ModelFacts, Prediction
 from zftune.planner.rates import Rates
 
 MIB = 1 << 20

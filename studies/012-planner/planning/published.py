@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zftune.planner.facts import ModelFacts
+from zftune.planner.model import ModelFacts
 
 A100_GBPS = 1555.0
 _DOWN, _UP, _HOST = 4, 2, 28

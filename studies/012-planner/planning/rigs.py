@@ -13,13 +13,13 @@ import torch
 from studykit import Results, code_digest, percentile
 
 from zenflow import ZenFlowConfig
+from zftune.emulated import load_rig
 from zftune.planner.closed_form import floor
-from zftune.planner.facts import ModelFacts
+from zftune.planner.model import ModelFacts
 from zftune.planner.rates import Rates
 from zftune.planner.simulate import simulate
 from zftune.planner.split import split_of
 from zftune.profile.measure import Measurement, Task, measure
-from zftune.rig_files import load_rig
 from zftune.workload import load_text
 
 RIGS = ("host-bound", "slow-link", "qwen2.5-1.5b-2xa100")

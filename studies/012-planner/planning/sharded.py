@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zenflow import ZenFlowConfig
-from zftune.planner.facts import Job, Machine, ModelFacts, model_facts
+from zftune.planner.closed_form import predict
+from zftune.planner.model import Job, Machine, ModelFacts, model_facts
 from zftune.planner.plan import BASELINES
-from zftune.planner.predicting import predict
 from zftune.planner.rates import Rates
 
 PUBLISHED = ZenFlowConfig(topk_ratio=0.1, update_interval=4)

@@ -12,11 +12,10 @@ from contextlib import contextmanager
 import psutil
 
 from zenflow import ZenFlowConfig
-from zftune.tuner.book import Book
-from zftune.tuner.propose import Told
-from zftune.tuner.settings import Setting
-from zftune.tuner.space import Forecast, space_for
-from zftune.tuner.thinker import Thinker, ThinkerError, gentle_share
+from zftune.tuner.forecast import Observation
+from zftune.tuner.sampler_process import SamplerError, SamplerProcess, gentle_share
+from zftune.tuner.space import Forecast, Setting, space_for
+from zftune.tuner.trials import TrialTable
 
 _KNOWN = 20  # settings whose time is known, as late in a search
 
@@ -45,27 +44,27 @@ def ratios(train: Callable[[int], float], config: ZenFlowConfig, pairs: int, ste
 @contextmanager
 def _thinking(config: ZenFlowConfig) -> Iterator[psutil.Process]:
     """A process that is asked one question after the other, as `zftune.attach` would ask them."""
-    thinker = Thinker(share=gentle_share())
-    thinker.ready()
+    sampler_process = SamplerProcess(share=gentle_share())
+    sampler_process.ready()
     (process,) = psutil.Process().children()
-    thread = threading.Thread(target=_ask, args=(thinker, Setting.of(config)), daemon=True)
+    thread = threading.Thread(target=_ask, args=(sampler_process, Setting.of(config)), daemon=True)
     thread.start()
     try:
         yield process
     finally:
-        thinker.close()
+        sampler_process.close()
         thread.join()
 
 
-def _ask(thinker: Thinker, start: Setting) -> None:
+def _ask(sampler_process: SamplerProcess, start: Setting) -> None:
     draw = random.Random(0)
     space = space_for(start, "published", coverage=_coverage)
-    book = Book(space, _forecast, start)
+    book = TrialTable(space, _forecast, start)
     settings = draw.sample(list(space.settings()), _KNOWN)
-    told = [Told(setting, draw.gauss(0.0, 0.1), 0.0) for setting in settings]
-    with contextlib.suppress(ThinkerError):  # it was closed: that is the end
+    told = [Observation(setting, draw.gauss(0.0, 0.1), 0.0) for setting in settings]
+    with contextlib.suppress(SamplerError):  # it was closed: that is the end
         while True:
-            thinker.propose(space, told, book.judge, sampler="gp", seed=draw.randrange(1 << 30))
+            sampler_process.propose(space, told, book.judge, sampler="gp", seed=draw.randrange(1 << 30))
 
 
 def _coverage(topk_ratio: float) -> float:

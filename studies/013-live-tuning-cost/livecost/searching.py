@@ -13,16 +13,16 @@ import torch
 
 from zenflow import ZenFlowConfig
 from zenflow.device import default_torch_device
-from zftune.profile.measure import Task
-from zftune.rig_files import load_rig
+from zftune.emulated import load_rig
+from zftune.profile.measure import Task, Training
 from zftune.store import open_store
-from zftune.tuner.builtin import Training
-from zftune.tuner.live import LiveSearch
-from zftune.tuner.preparing import Preparation, Prepared, Seen, Wishes
+from zftune.tuner.executor import Executor, TuningContext, live_search
+from zftune.tuner.sampler_process import SamplerProcess, gentle_share
 from zftune.tuner.search import SearchOptions
+from zftune.tuner.setup import Preparation, Prepared
 from zftune.tuner.states import OF_INCUMBENT, Outcome
-from zftune.tuner.thinker import Thinker, gentle_share
-from zftune.tuner.thinking import Answer, ThreadDesk
+from zftune.tuner.training_info import TuneRequest, WarmupStats
+from zftune.tuner.worker import Answer, ThreadWorker
 from zftune.workload import load_text
 
 RIG = "host-heavy"
@@ -70,7 +70,7 @@ class Handed:
     discarded: Sequence[float]
 
 
-class PatientDesk(ThreadDesk):
+class PatientDesk(ThreadWorker):
     """Begins to think only after some steps, which show what steps take while nobody thinks."""
 
     handed: list[Handed]
@@ -142,11 +142,11 @@ class Run:
         self.training = self._cleanup.enter_context(Training(task, config_of(real_time=real_time)))
         self._store = open_store(f"sqlite:///{folder}/zftune.db")
         self._cleanup.callback(self._store.close)
-        self._thinker = Thinker(share=gentle_share()) if real_time else Thinker(gives_way=False)
-        self._cleanup.callback(self._thinker.close)
+        self._sampler_process = SamplerProcess(share=gentle_share()) if real_time else SamplerProcess(gives_way=False)
+        self._cleanup.callback(self._sampler_process.close)
         options = SearchOptions(seed=seed, most_measurements=most, thinking_s=None if real_time else THINKING_S)
-        wishes = Wishes(quality="published", micro_batch=task.micro_batch, sequence=task.sequence, search=options)
-        self._preparation = Preparation(self.training.optimizer, wishes, self._store, self._thinker)
+        wishes = TuneRequest(quality="published", micro_batch=task.micro_batch, sequence=task.sequence, search=options)
+        self._preparation = Preparation(self.training.optimizer, wishes, self._store, self._sampler_process)
 
     def __enter__(self) -> Run:
         return self
@@ -154,29 +154,25 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self._cleanup.close()
 
-    def search(self, desk: type[PatientDesk] = PatientDesk) -> Searched:
+    def search(self, worker: type[PatientDesk] = PatientDesk) -> Searched:
         """Warm up, and search until the search is over."""
         optimizer = self.training.optimizer
         for _ in range(WARM_UP_STEPS):
             self.training.step()
-        seen = Seen(optimizer.config, tuple(optimizer.history()), has_loss=True)
+        seen = WarmupStats(optimizer.config, tuple(optimizer.history()), has_loss=True)
         prepared = self._preparation.prepare(seen)
         desks: list[PatientDesk] = []
         changes: list[int] = []
 
         def make(*arguments: Any) -> PatientDesk:
-            desks.append(desk(*arguments, thinker=self._thinker, clock=optimizer.device.clock))
+            desks.append(worker(*arguments, sampler_process=self._sampler_process, clock=optimizer.device.clock))
             desks[0].handed = []
             return desks[0]
 
-        live = LiveSearch(
-            optimizer,
-            prepared.search,
-            tokens=self.training.tokens,
-            recorder=prepared.recorder,
-            desk=make,
-            on_change=lambda step, _: changes.append(step),
+        scene = TuningContext(
+            optimizer=optimizer, tokens=self.training.tokens, on_change=lambda step, _: changes.append(step)
         )
+        live = live_search(scene, prepared.search, recorder=prepared.recorder, worker=make)
         try:
             steps = self._train(live, desks[0])
         finally:
@@ -186,12 +182,12 @@ class Run:
         balanced = sum(balance.balanced for balance in balances)
         return Searched(prepared, steps, desks[0].handed, len(changes), len(balances), balanced)
 
-    def _train(self, live: LiveSearch, desk: PatientDesk) -> list[Step]:
+    def _train(self, live: Executor, worker: PatientDesk) -> list[Step]:
         steps: list[Step] = []
         optimizer, since, going = self.training.optimizer, 0, True
         while going:
             begin = time.perf_counter()
-            between, resting = live.request is None, desk.resting
+            between, resting = live.request is None, worker.resting
             loss = self.training.step()
             asked = time.perf_counter()
             going = live.on_step(loss)

@@ -25,10 +25,10 @@ KINDS = {
 Figures = Mapping[str, Any]
 
 
-def searched(seed: int, most: int, desk: type[PatientDesk] = PatientDesk) -> dict[str, Any]:
+def searched(seed: int, most: int, worker: type[PatientDesk] = PatientDesk) -> dict[str, Any]:
     """One search."""
     with tempfile.TemporaryDirectory() as folder, Run(seed, most, Path(folder), real_time=False) as run:
-        return figures_of(run.search(desk))
+        return figures_of(run.search(worker))
 
 
 def figures_of(found: Searched) -> dict[str, Any]:

@@ -18,7 +18,7 @@ TITLES = {
     "ZeRO-Offload": "What scripts do, with ZeRO-Offload at stage 2",
     "ZenFlow": "What scripts do, with ZenFlow at stage 2, nothing deferred",
     "settings": "Settings of ZenFlow and Twin-Flow, and a loss scale that overflows",
-    "ranks": "Several ranks, with ZeRO-Offload and, at stage 3, ZenFlow",
+    "ranks": "Several ranks, with ZeRO-Offload and ZenFlow",
     "idioms": "What scripts do to weights beside training them, fp32",
     "scripts": "Scripts of `examples/`, bf16",
 }

@@ -28,10 +28,10 @@ from compatibility.cells import Cell
 _SHARED = (
     "compatibility.idioms.comparing",
     "compatibility.oracle",
-    "zftune.integrations.deepspeed.online",
+    "zftune.integrations.deepspeed.backend",
     "zftune.integrations.deepspeed.upstream",
-    "zftune.store.apply",
-    "zftune.store.lookup",
+    "zftune.integrations.deepspeed.presets",
+    "zftune.store.presets",
     "zftune.telemetry.fingerprint",
 )
 

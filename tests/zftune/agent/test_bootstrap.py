@@ -89,6 +89,22 @@ def test_none_at_all_leaves_ours(tmp_path: Path) -> None:
     assert with_us.stderr == ""
 
 
+def test_it_leaves_notes_of_what_it_saw(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").touch()
+    for code, notes in (("pass", b"p"), ("import torch", b"pt")):
+        folder = tmp_path / str(len(notes))
+        folder.mkdir()
+        env = environ(folder, PYTHONPATH=str(tmp_path))
+        previous = os.umask(0o777)
+        try:
+            child = run([sys.executable, "-c", code], folder, env, started=True)
+        finally:
+            os.umask(previous)
+        assert (child.stdout, child.stderr) == ("", "")
+        assert (folder / "notes").read_bytes() == notes
+        assert (folder / "notes").stat().st_mode & 0o777 == 0o600
+
+
 def test_torch_is_only_looked_for_not_imported(tmp_path: Path) -> None:
     with_us, _ = python(
         tmp_path / "r",
@@ -121,8 +137,8 @@ def test_another_zftune_is_named_and_left_alone(tmp_path: Path) -> None:
     folder.mkdir()
     env = environ(folder) | {"ZFTUNE_AGENT_VERSION": "9.9"}
     child = run([sys.executable, script(tmp_path, STEPS)], folder, env)
-    reason = child.only("end")["reason"]
-    assert reason == f"failed: this Python has zftune {zftune.__version__}, the profile is made by 9.9"
+    error = child.only("end")["error"]
+    assert error == f"this Python has zftune {zftune.__version__}, the profile is made by 9.9"
     assert child.steps == []
 
 
@@ -138,7 +154,7 @@ def test_a_python_without_zftune_is_named(tmp_path: Path) -> None:
     child = run([base, "-c", "import torch; print('fine')"], folder, env)
     assert child.stdout == "fine\n"
     assert child.stderr == ""
-    assert "has no zftune" in child.only("end")["reason"]
+    assert "has no zftune" in child.only("end")["error"]
     assert child.only("header")["rank"] == 1
 
 

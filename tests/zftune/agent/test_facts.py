@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from zftune.agent.events import WallClock
 from zftune.agent.facts import Facts, device_of, find_module, unwrapped
+from zftune.agent.recorder import WallClock
 from zftune.telemetry import model_id
 
 IDS = torch.zeros(3, 7, dtype=torch.long)

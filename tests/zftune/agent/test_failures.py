@@ -49,8 +49,8 @@ def test_an_optimizer_that_we_cannot_look_at(tmp_path: Path) -> None:
     plain = train(tmp_path / "plain", QUIET + TAIL)
     assert child.said == plain.said
     assert child.stderr == plain.stderr == ""
-    reason = child.only("end")["reason"]
-    assert reason.startswith("failed: RuntimeError: look away now (train.py:")
+    error = child.only("end")["error"]
+    assert error.startswith("RuntimeError: look away now (train.py:")
     assert child.steps == []
 
 
@@ -85,7 +85,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         + TAIL,
         torn=True,
     )
-    (file,) = (tmp_path / "records").iterdir()
+    (file,) = (tmp_path / "records").glob("*.jsonl")
     assert file.stat().st_size == 2000
     assert child.only("model")["model"] == "Small"
     assert child.stderr == ""
@@ -104,5 +104,5 @@ def test_a_broken_environment_is_named(tmp_path: Path, name: str, value: str | N
     else:
         env[name] = value
     child = run([sys.executable, script(tmp_path, QUIET + TAIL)], folder, env)
-    assert said in child.only("end")["reason"]
+    assert said in child.only("end")["error"]
     assert child.stderr == ""

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from zenflow.device import CpuDevice
-from zftune.agent.events import DeviceEvents, EventBackend, WallClock
-from zftune.agent.recorder import Cause, Recorder, StepRow
+from zftune.agent.recorder import Cause, DeviceEvents, EventBackend, Recorder, StepRow, WallClock
 
 
 @dataclass

@@ -16,15 +16,17 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.device import CpuDevice
 from zftune.agent import arming
-from zftune.agent.events import DeviceEvents, StreamBackend, WallClock
 from zftune.agent.facts import Facts
 from zftune.agent.hooks import hook_torch
-from zftune.agent.patches import Patches
+from zftune.agent.recorder import DeviceEvents, StreamBackend, WallClock
 from zftune.agent.records import Settings
-from zftune.agent.session import Session
-from zftune.integrations.deepspeed import watching
+from zftune.agent.session import Patches, Session
+from zftune.agent.systems import deepspeed, runtime
+from zftune.profile.command.document import runtime_of
+from zftune.profile.command.records import read_records
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -33,7 +35,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 def session_in(folder: Path, *, steps: int = 3, backend: StreamBackend | None = None, **more: Any) -> Session:
     backend = backend or WallClock()
-    return Session(Settings(folder, 1, steps), Facts(), lambda _: backend, lambda _of, _index: None, **more)
+    return Session(Settings(folder, 1, steps), Facts(), lambda _: backend, lambda _of: None, **more)
 
 
 def step(session: Session, optimizer: Any) -> None:
@@ -74,7 +76,7 @@ def test_what_an_installed_deepspeed_lacks_is_a_reason(tmp_path: Path) -> None:
         "deepspeed.utils.timer": types.SimpleNamespace(),
         "deepspeed.runtime.zero.stage_1_and_2": types.SimpleNamespace(),
     }
-    watching.watch(session, lambda name, call: call(modules[name]) if name in modules else None)
+    deepspeed.watch(session, lambda name, call: call(modules[name]) if name in modules else None)
     optimizer = optimizer_of(nn.Linear(1, 1))
     for _ in range(2):
         step(session, optimizer)
@@ -133,6 +135,63 @@ def test_another_training_replaces_what_was_measured_of_the_first(tmp_path: Path
     assert measured == list(range(1, 31))
     assert lines[-1] == {"kind": "end", "reason": "measured", "ns": lines[-1]["ns"]}
     assert session.off
+
+
+def zenflow_training() -> tuple[nn.Module, ZenFlowAdamW]:
+    model = nn.Linear(64, 64)
+    return model, ZenFlowAdamW(model.parameters(), config=ZenFlowConfig(topk_ratio=0, update_interval=1))
+
+
+def train(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        session.backward_begins(session.clock_ns())
+        model(torch.ones(1, 64)).sum().backward()
+        session.backward_ends(session.clock_ns())
+        session.step_begins(session.clock_ns(), optimizer)
+        optimizer.step()
+        session.step_ends(session.clock_ns(), optimizer)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_training_that_ends_early_keeps_zenflows_figures(tmp_path: Path, gone: bool) -> None:
+    """The rows of the last steps are made at the end, where the optimizer may be no more."""
+    session = Session(Settings(tmp_path, 1, 30), Facts(), arming.backend_for, runtime.rows_of)
+    model, optimizer = zenflow_training()
+    train(session, model, optimizer, 9)
+    if gone:
+        weights = weakref.ref(model.weight)
+        del model, optimizer
+        gc.collect()
+        assert weights() is None  # nothing of ours kept it
+    session.close()
+    (rank,) = read_records(tmp_path)
+    assert [row["runtime"]["step"] for row in rank.steps] == list(range(2, 10))
+    assert "timeline" in rank.steps[-1]["runtime"]
+    assert all("timeline" not in row["runtime"] for row in rank.steps[:-1])
+    found = runtime_of(rank, {})
+    assert found is not None
+    assert found.host_bytes["state"] > 0
+    assert found.timeline is not None
+
+
+def test_zenflows_figures_survive_a_kill_and_a_resume(tmp_path: Path) -> None:
+    session = Session(Settings(tmp_path, 1, 30), Facts(), arming.backend_for, runtime.rows_of)
+    model, optimizer = zenflow_training()
+    train(session, model, optimizer, 5)
+    state = optimizer.state_dict()
+    train(session, model, optimizer, 1)
+    optimizer.load_state_dict(state)
+    train(session, model, optimizer, 4)
+    (rank,) = read_records(tmp_path)  # nobody has closed the session
+    assert [row["runtime"]["step"] for row in rank.steps] == [2, 3, 4, 5, 6, 6, 7]
+    assert runtime_of(rank, {}) is not None
+
+
+def test_what_no_module_holds_is_measured_too() -> None:
+    facts = Facts()
+    facts.look(torch.optim.SGD([nn.Parameter(torch.ones(3, 2))], lr=0.1), WallClock())
+    assert facts.model()["model_bytes"] == 24
 
 
 def test_a_short_second_training_replaces_nothing(tmp_path: Path) -> None:
@@ -229,7 +288,7 @@ def test_another_threads_hooks_are_not_charged(tmp_path: Path) -> None:
 
 def test_what_comes_of_a_batch_is_charged_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = session_in(tmp_path)
-    monkeypatch.setattr(session._facts, "batch", lambda _: time.sleep(0.01))
+    monkeypatch.setattr(session._facts, "batch", lambda *_: time.sleep(0.01))
     hook_torch(session)
     try:
         loader: DataLoader[Any] = DataLoader(TensorDataset(torch.zeros(4, 1)))
@@ -272,7 +331,7 @@ def test_a_failure_is_written_once_and_switches_off(tmp_path: Path) -> None:
     def fails(_of: Any) -> Any:
         raise ValueError("two\nlines")
 
-    session = Session(Settings(tmp_path, 1, 3), Facts(), fails, lambda _of, _index: None)
+    session = Session(Settings(tmp_path, 1, 3), Facts(), fails, lambda _of: None)
     optimizer = optimizer_of(nn.Linear(1, 1))
     for _ in range(3):
         step(session, optimizer)
@@ -280,7 +339,7 @@ def test_a_failure_is_written_once_and_switches_off(tmp_path: Path) -> None:
     session.close()
     assert session.off
     (end,) = [line for line in lines_of(tmp_path) if line["kind"] == "end"]
-    assert end["reason"].startswith("failed: ValueError: two lines (test_session.py:")
+    assert end["error"].startswith("ValueError: two lines (test_session.py:")
 
 
 def test_patches_put_back_what_was_there() -> None:

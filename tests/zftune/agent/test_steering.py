@@ -13,20 +13,17 @@ import torch
 from torch import nn
 
 import zftune
+from tests.zftune.tuner.scene import SyncWorker
 from zenflow import EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig
 from zenflow.errors import RankError
-from zftune.agent.recording import BEGINNING, Recording
-from zftune.agent.replaying import Replay
-from zftune.agent.steering import Part, hook
+from zftune.agent.schedule import BEGINNING, Entry, Recording, Replay, encode, read_schedule
+from zftune.agent.steering import RunHook, hook
 from zftune.errors import BadInputError
-from zftune.planner import assumed_coverage
-from zftune.schedule import Entry, encode, read_schedule
-from zftune.tuner.live import LiveSearch
-from zftune.tuner.preparing import NoForecast
+from zftune.quality import assumed_coverage
+from zftune.tuner.executor import Executor, TuningContext, live_search
 from zftune.tuner.search import Search, SearchOptions
-from zftune.tuner.settings import Setting
-from zftune.tuner.space import space_for
-from zftune.tuner.thinking import InlineDesk
+from zftune.tuner.setup import NoForecast
+from zftune.tuner.space import Setting, space_for
 
 OWN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, host_threads=1)
 RATES = dict.fromkeys(("link_d2h_gbps", "link_h2d_gbps", "host_gbps", "device_gbps"), 1.0)
@@ -66,7 +63,7 @@ PROBES = (33, 70)
 """Steps after which a tuner's probe flushes."""
 
 
-def tuned(loop: Loop, most: int = 6) -> LiveSearch:
+def tuned(loop: Loop, most: int = 6) -> Executor:
     """Search in the optimizer's own hook, as a tuner does, and flush there now and then, as its probe does."""
     optimizer = loop.optimizer
     optimizer.set_knobs(update_interval=4, apply_lag=None)
@@ -79,7 +76,7 @@ def tuned(loop: Loop, most: int = 6) -> LiveSearch:
         [Setting(topk_ratio=0.2, update_interval=2, apply_lag=1, host_threads=1)],
         SearchOptions(sampler="random", most_measurements=most),
     )
-    live = LiveSearch(optimizer, search, tokens=16, desk=InlineDesk)
+    live = live_search(TuningContext(optimizer=optimizer, tokens=16), search, worker=SyncWorker)
 
     def after(*_: Any) -> None:
         live.on_step()
@@ -96,7 +93,7 @@ def steer() -> Iterator[Steer]:
     undo: list[Callable[[], None]] = []
     ends: list[Callable[[], None]] = []
 
-    def steer(*parts: Part) -> list[int]:
+    def steer(*parts: RunHook) -> list[int]:
         followed: list[int] = []
         undo.append(hook(list(parts), lambda: followed.append(1)))
         undo.extend(part.patches.undo for part in parts if isinstance(part, Recording))
@@ -194,17 +191,17 @@ def test_nobody_tunes_a_replayed_run(
         assert not tuner.searching
         loop.train(12)
         assert tuner.incumbent.topk_ratio == 0.3
-    assert zftune.tuner.following.open_tuners() == []
+    assert zftune.tuner.tuner.open_tuners() == []
     with pytest.raises(BadInputError, match=r"optimizer is a torch\.optim"):
         zftune.attach(torch.optim.AdamW(loop.module.parameters()))
     replay.end()
     assert caplog.messages == [
-        "zftune.attach does nothing: the knobs come from a schedule.",
-        f"zftune replays the knobs of '{path}' (2 changes).",
+        "zftune.attach does nothing: the settings come from a schedule.",
+        f"zftune replays the settings of '{path}' (2 changes).",
         f"The training ended after step 12: of the 2 changes in '{path}' 1 did not come.",
     ]
     other = Loop()
-    with pytest.raises(BadInputError, match="a second zenflow optimizer takes steps, allowed is one"):
+    with pytest.raises(BadInputError, match="a second zenflow optimizer takes steps; a schedule is of one"):
         other.train(1)
     for one in (loop, other):
         one.close()
@@ -215,7 +212,7 @@ def test_knobs_that_do_not_go_with_the_training_are_refused(steer: Steer, tmp_pa
     path.write_text(encode([Entry(3, {"apply_lag": 9})]))
     steer(Replay(str(path)))
     loop = Loop()
-    with pytest.raises(BadInputError, match="after step 3: apply_lag is 9, allowed is an integer from 1 to"):
+    with pytest.raises(BadInputError, match="after step 3: apply_lag is 9; it must be an integer from 1 to"):
         loop.train(5)
     loop.close()
 
@@ -229,10 +226,10 @@ def test_what_another_rank_refuses_is_a_sentence_here_too(
     loop = Loop()
 
     def refuse(**_: Any) -> int:
-        raise RankError("another rank failed at this, and says why")
+        raise RankError("another rank failed at this, see its own message")
 
     monkeypatch.setattr(loop.optimizer, "set_knobs", refuse)
-    with pytest.raises(BadInputError, match="after step 3: another rank failed at this, and says why"):
+    with pytest.raises(BadInputError, match="after step 3: another rank failed at this, see its own message"):
         loop.train(5)
     loop.close()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from zftune.integrations.deepspeed.ds_config import MISSING, path_of, put
+from zftune.ds_config.reading import MISSING, path_of, put
 
 SAFE = Path(__file__).parent / "safe"
 ZERO = "zero_optimization"
@@ -165,14 +165,14 @@ THE_FILE = (
     Bad("refused-by-deepspeed", "zero2-offload", {"optimizer.type": "OneBitAdam"}, "train", "AssertionError",
         mended=False),
     Bad("unknown-setting", "zero2-offload", {"comms_logger": {"enabled": False, "prof_step": 1}}, "parse", INVALID,
-        path="comms_logger.prof_step"),
+        path="comms_logger.prof_step", mended=False),
     Bad("unknown-setting", "zero2-offload", {"compile": {"disable": True}}, "parse", INVALID, path="compile.disable"),
-    Bad("unknown-setting", "zero2-offload", {f"{ZERO}.stages": 2}, "parse", INVALID),
-    Bad("unknown-setting", "zero2-offload", {f"{OFFLOAD}.ration": 0.5}, "parse", INVALID),
-    Bad("unknown-setting", "zero3-offload", {f"{ZERO}.offload_param.path": "x"}, "parse", INVALID),
+    Bad("unknown-setting", "zero2-offload", {f"{ZERO}.stages": 2}, "parse", INVALID, mended=False),
+    Bad("unknown-setting", "zero2-offload", {f"{OFFLOAD}.ration": 0.5}, "parse", INVALID, mended=False),
+    Bad("unknown-setting", "zero3-offload", {f"{ZERO}.offload_param.path": "x"}, "parse", INVALID, mended=False),
     Bad("unknown-setting", "zero2-offload", {"bf16.loss_scale": 1}, "parse", INVALID),
-    Bad("unknown-setting", "fp16-offload", {"fp16.scale": 1}, "parse", INVALID),
-    _zf("unknown-setting", {f"{ZENFLOW}.topk": 0.1}, "parse", INVALID),
+    Bad("unknown-setting", "fp16-offload", {"fp16.scale": 1}, "parse", INVALID, mended=False),
+    _zf("unknown-setting", {f"{ZENFLOW}.topk": 0.1}, "parse", INVALID, mended=False),
     _zf("unknown-setting", {f"{ZENFLOW}.apply_lag": 2}, "parse", INVALID),
     Bad("zftune-misplaced", "zero2-offload", {f"{ZERO}.zftune": {"preset": "best"}}, "parse", INVALID),
     Bad("zftune-auto", "hugging-face", {"zftune": {"preset": "auto"}}, "accelerate", path="zftune.preset"),

@@ -12,8 +12,8 @@ import pytest
 from tests import upstream_ops, zygote
 from tests.once import once
 from tests.zftune.check.cases import CASES, SAFE, Bad, safe
-from zftune.check.fixing import fix
-from zftune.integrations.deepspeed.ds_config import Source, filled
+from zftune.ds_config.reading import Source, filled
+from zftune.integrations.deepspeed.check.checking import fix
 
 ROOT = Path(__file__).parents[3]
 # The others: DeepSpeed has no fp16 on a CPU, and an overlapped worker takes 15 s to begin.

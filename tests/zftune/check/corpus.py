@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zftune.integrations.deepspeed.ds_config import MISSING, path_of, put
-from zftune.integrations.deepspeed.tables import KINDS, Table, table
+from zftune.ds_config.reading import MISSING, path_of, put
+from zftune.ds_config.tables import KINDS, Table, table
 
 VERSION = "0.19.6"
 WORLDS = (1, 2, 8)

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from zftune import cli
-from zftune.check.checking import check
-from zftune.check.findings import Report
+from zftune.cli import main as cli
+from zftune.ds_config.reading import given, read
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed.ds_config import given, read
+from zftune.integrations.deepspeed.check.checking import check
+from zftune.integrations.deepspeed.check.findings import Report
 from zftune.integrations.deepspeed.named import named_by
 
 ROOT = Path(__file__).parents[3]
@@ -95,7 +95,7 @@ YAMLS = {
             "bf16", "zero_stage: 3", "offload_optimizer_device: nvme", "offload_optimizer_nvme_path: /local_nvme"
         ),
         "refused",
-        'deepspeed_config.offload_optimizer_device is "nvme", allowed is "cpu"',
+        'deepspeed_config.offload_optimizer_device is "nvme"; it must be "cpu"',
         ("deepspeed_config.offload_optimizer_nvme_path = /local_nvme",),
     ),
     "NVMe on weights": Yaml(
@@ -107,7 +107,7 @@ YAMLS = {
             "offload_param_nvme_path: /local_nvme",
         ),
         "refused",
-        'deepspeed_config.offload_param_device is "nvme", allowed are "none" and "cpu"',
+        'deepspeed_config.offload_param_device is "nvme"; it must be "none" or "cpu"',
         ("deepspeed_config.offload_param_device = nvme",),
     ),
     "a stage that is none": Yaml(
@@ -181,7 +181,7 @@ class Launched(NamedTuple):
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """The ds_config of Accelerate's plugin in a training that its launcher would begin."""
-    launch = pytest.importorskip("accelerate.commands.launch")
+    launch = pytest.importorskip("accelerate.commands.launch", reason="the huggingface extra is not installed")
     from accelerate.utils import DeepSpeedPlugin
     from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
@@ -270,7 +270,7 @@ def test_a_file_that_it_names_is_judged(tmp_path: Path, plugin: Callable[..., di
         (
             "nowhere.yaml",
             deepspeed("null", "deepspeed_config_file: nowhere.json"),
-            "'nowhere.json', which is not there",
+            "'nowhere.json', which does not exist",
         ),
         ("recipe.yaml", "model: m\ndeepspeed: null\n", "is YAML without"),
         ("empty.yaml", "", "is YAML without"),

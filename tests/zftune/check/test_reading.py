@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.zftune.check.cases import safe
-from zftune.check.checking import check
+from zftune.ds_config.reading import filled, is_hugging_face, leaves, read
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed.ds_config import filled, is_hugging_face, leaves, read
+from zftune.integrations.deepspeed.check.checking import check
 
 
 def written(folder: Path, text: str) -> str:
@@ -61,7 +61,7 @@ def test_nan_is_a_word_to_deepspeed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["[1]", "hello", "", '{"a": ', "{]"])
 def test_what_is_no_ds_config(tmp_path: Path, text: str) -> None:
-    with pytest.raises(BadInputError, match="allowed is a ds_config") as raised:
+    with pytest.raises(BadInputError, match="give a ds_config") as raised:
         read(written(tmp_path, text))
     assert "\n" not in str(raised.value)
 

@@ -9,10 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.zftune.check.cases import CASES, OFFLOAD, SAFE, ZENFLOW, ZERO, ZF_S, ZF_U, ZF_W, Bad, safe
-from zftune.check.checking import check
-from zftune.check.findings import SEVERITIES, Finding
-from zftune.check.fixing import fix
-from zftune.integrations.deepspeed.ds_config import Source, leaves, path_of, put
+from zftune.ds_config.reading import Source, leaves, path_of, put
+from zftune.integrations.deepspeed.check.checking import check, fix
+from zftune.integrations.deepspeed.check.findings import SEVERITIES, Finding
 from zftune.store.types import Backend
 
 NAMES = sorted(path.stem for path in SAFE.glob("*.json"))

@@ -12,7 +12,7 @@ import pytest
 
 from tests import upstream_ops, zygote
 from tests.zftune.check.cases import safe
-from zftune.check.checking import check
+from zftune.integrations.deepspeed.check.checking import check
 
 ROOT = Path(__file__).parents[3]
 

@@ -63,7 +63,7 @@ def accelerate(config: Any) -> None:
     """As `Accelerator.prepare` does, which the Trainer calls too."""
     from accelerate.utils import DeepSpeedPlugin
 
-    from zftune.integrations.deepspeed.ds_config import FILLED
+    from zftune.ds_config.reading import FILLED
 
     plugin = DeepSpeedPlugin(hf_ds_config=config)
     plugin.deepspeed_config_process(must_match=False, **FILLED)

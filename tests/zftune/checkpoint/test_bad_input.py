@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import zenflow
 from tests.zftune.checkpoint.tiny import Tiny, groups_of, train
 from zftune.checkpoint.sources import MODEL_STATES
-from zftune.cli import app
+from zftune.cli.main import app
 
 
 def run(*arguments: object) -> Result:
@@ -27,7 +27,6 @@ def refused(result: Result, *parts: str) -> None:
     """One sentence that says what is allowed."""
     assert result.exit_code == 2, result.output
     (sentence,) = (line for line in result.stderr.splitlines() if line.startswith("zftune: "))
-    assert "allowed" in sentence
     assert "Traceback" not in result.output
     for part in parts:
         assert part in sentence, sentence
@@ -109,8 +108,8 @@ def test_truncated_files(plain: Path, ours: Path, tmp_path: Path, share: float) 
 def test_the_other_direction_is_named(plain: Path, ours: Path, tmp_path: Path) -> None:
     refused(run("import", ours, "-o", tmp_path / "new.pt"), "is a checkpoint of ours already")
     refused(run("export", plain, "-o", tmp_path / "new.pt"), "is not a checkpoint of ours")
-    refused(run("export", ours, "-o", tmp_path / "new.pt", "--to", "onnx"), "--to 'onnx'", "plain and zero")
-    refused(run("export", ours, "-o", tmp_path / "new.pt", "--ranks", 2), "--ranks 2")
+    refused(run("export", ours, "-o", tmp_path / "new.pt", "--to", "onnx"), "--to is 'onnx'", "plain or zero")
+    refused(run("export", ours, "-o", tmp_path / "new.pt", "--ranks", 2), "--ranks is 2")
     refused(run("import", plain, "-o", tmp_path / "new.pt", "--ds-config", tmp_path / "no.json"), "--ds-config")
 
 
@@ -147,8 +146,8 @@ def test_code_in_a_file_runs_only_where_it_is_trusted(plain: Path, tmp_path: Pat
         (lambda d: d["optimizer"]["state"][2].pop("step"), ("KeyError",)),
         (lambda d: d["model"].pop("up.weight"), ("'up.weight' is not in the model",)),
         (lambda d: d["model"].update({"up.weight": torch.ones(3, 3)}), ("'up.weight' has the shape [3, 3]",)),
-        (lambda d: d["model"].update({"up.bias": torch.ones(13).half()}), ("torch.float16", "fp32 masters")),
-        (lambda d: d["optimizer"]["param_groups"][0]["param_names"].pop(), ("2 param_names of 3 parameters",)),
+        (lambda d: d["model"].update({"up.bias": torch.ones(13).half()}), ("torch.float16", "an fp32 master")),
+        (lambda d: d["optimizer"]["param_groups"][0]["param_names"].pop(), ("2 param_names for 3 parameters",)),
     ],
 )
 def test_plain_documents_that_are_none(plain: Path, tmp_path: Path, change: Any, parts: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from zftune.checkpoint.names import names_of
+from zftune.checkpoint.state import names_of
 from zftune.errors import BadInputError
 
 SHAPES = [(2,), (3,), (2, 3), (3, 2)]

@@ -136,7 +136,7 @@ def test_an_optimizers_own_state_dict_needs_the_model(tmp_path: Path) -> None:
     model, optimizer = ours(WINDOW, torch.bfloat16)
     torch.save(optimizer.state_dict(), tmp_path / "ours.pt")
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    with pytest.raises(BadInputError, match="holds no model, allowed is one beside the optimizer, or --model FILE"):
+    with pytest.raises(BadInputError, match="holds no model beside the optimizer: give --model FILE"):
         export_checkpoint(str(tmp_path / "ours.pt"), str(tmp_path / "plain.pt"))
     export_checkpoint(str(tmp_path / "ours.pt"), str(tmp_path / "plain.pt"), model=str(tmp_path / "model.pt"))
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "both.pt")
@@ -190,7 +190,7 @@ def test_adam_is_not_taken_for_adamw(tmp_path: Path, kind: Any, ours_kind: Any) 
     other.load_state_dict(load(tmp_path / "ours.pt")["optimizer"])
     other.close()
     if ours_kind is not None:
-        with pytest.raises(zenflow.CheckpointError, match="of the rule adam, allowed is adamw"):
+        with pytest.raises(zenflow.CheckpointError, match="of the rule adam, the optimizer of adamw"):
             zenflow.ZenFlowAdamW(model.parameters()).load_state_dict(load(tmp_path / "ours.pt")["optimizer"])
 
 
@@ -199,14 +199,14 @@ def test_another_rule_is_refused(tmp_path: Path) -> None:
     optimizer = zenflow.ZenFlowLion(groups_of(model), lr=LR, config=WINDOW)
     list(train(model, optimizer, range(1)))
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ours.pt")
-    with pytest.raises(BadInputError, match="is of the rule lion, allowed are adamw and adam"):
+    with pytest.raises(BadInputError, match="is of the rule lion; it must be of adamw or adam"):
         export_checkpoint(str(tmp_path / "ours.pt"), str(tmp_path / "plain.pt"))
     optimizer.close()
 
 
 def test_columns_of_a_conv1d_stay_columns(tmp_path: Path) -> None:
     """transformers' GPT-2 stores weights [in, out], and some are square."""
-    transformers = pytest.importorskip("transformers", reason="the demo extra is not installed")
+    transformers = pytest.importorskip("transformers", reason="the huggingface extra is not installed")
     config = transformers.GPT2Config(n_embd=8, n_head=2, n_layer=1, n_inner=12, n_positions=8, vocab_size=11)
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     tokens = torch.arange(8).view(1, -1)

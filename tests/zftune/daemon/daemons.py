@@ -21,14 +21,14 @@ from typing import Any
 import pytest
 
 from tests import zygote
-from zftune.daemon.client import DaemonClient
+from zftune.daemon.client.http import DaemonClient
 
 OTHER_UID = 65534
 ROOT = Path(__file__).parents[3]
 SOON_S = 60.0
 HOSTED = "tests.zftune.daemon.hosted"
 COMMAND = None
-"""In place of a module: `zftune daemon` itself, which takes seconds to begin."""
+"""In place of a module: `zftune daemon start` itself, which takes seconds to begin."""
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
@@ -105,7 +105,7 @@ def begun(
     It is forked from the zygote. Without `hangs_up` it begins as under nohup; then, or if it is not to be `forked`, an
     interpreter is started for it, as for a user's.
     """
-    command = ["-c", zygote.MAIN, "daemon"] if module is None else ["-m", module]
+    command = ["-c", zygote.MAIN, "daemon", "start"] if module is None else ["-m", module]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, (folder / "log").open("ab") as log:
         manager.settimeout(SOON_S)
         address = folder / "n"

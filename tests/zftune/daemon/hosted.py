@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,11 +18,12 @@ from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry, Counter
 from pydantic import BaseModel, Field
 
-from zftune.daemon import protocols
-from zftune.daemon.limits import Limits
 from zftune.daemon.process import Options, serve
-from zftune.daemon.service import Service
+from zftune.daemon.server import limits as protocols
+from zftune.daemon.server.answers import Service
+from zftune.daemon.server.limits import Limits
 from zftune.errors import BadInputError
+from zftune.store.location import meant_by
 
 ANSWER_S = 2.0
 BODY_S = 1.0
@@ -46,6 +48,9 @@ class Hosted(Service):
 
     def live_runs(self) -> int:
         return self._runs
+
+    def store(self) -> str | None:
+        return meant_by(os.environ).identity
 
     def register(self, registry: CollectorRegistry) -> None:
         self._asked = Counter("test_asked", "Requests to /v1/test/echo", registry=registry)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import runpy
 
-from zftune.daemon.metrics import Metrics
+from zftune.daemon.server.sampling import Metrics
 
 if __name__ == "__main__":
     Metrics.keep_textfile.__defaults__ = (0.001,)

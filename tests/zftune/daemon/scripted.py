@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.zftune.daemon.brain.agents import SOON_S, Agent, facts, faster
 from tests.zftune.daemon.daemons import COMMAND, Daemon, serving
-from zftune.daemon.client import DaemonClient
-from zftune.daemon.wire import Again, Applied, Done, StepFigures, encode
-from zftune.tuner.settings import Setting
+from tests.zftune.daemon.runs.agents import SOON_S, Agent, facts, faster
+from zftune.daemon.client.http import DaemonClient
+from zftune.daemon.protocol.messages import Applied, Done, Reattach, StepFigures
+from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome
 
 EVIL = "</script><img src=x onerror=alert(1)>[red]\x1b[2J"
@@ -39,8 +39,8 @@ class Training(Agent):
         self.step, self._model, self._noise = 0, model, random.Random(run)
         super().__init__(client, **{"step_ms": faster, **more}, run=run)
 
-    def say_hello(self, again: Again | None = None) -> None:
-        training = {**self._hello.training, "model": {**self._hello.training["model"], "name": self._model}}
+    def say_hello(self, again: Reattach | None = None) -> None:
+        training = replace(self._hello.training, model=replace(self._hello.training.model, name=self._model))
         argv = ("train.py", "--name", self._model)
         self._hello = replace(self._hello, training=training, argv=argv, began_unix_s=time.time())
         super().say_hello(again)
@@ -60,14 +60,19 @@ class Training(Agent):
         times = tuple(self.step_ms(setting) * (1 + 0.01 * self._noise.random()) for _ in range(count))
         decision = self.last.decision
         if request is None:
-            self.report(knobs=setting.knobs())
+            self.report(knobs=setting)
         applied = None if request is None else Applied(decision, self.step)
         figures = tuple(StepFigures(self.step + place + 1, ms, _stalls(ms)) for place, ms in enumerate(times))
         self.step += count
-        self.report(steps=figures, losses=((self.step, 2.5),), knobs=setting.knobs(), applied=applied)
+        self.report(
+            steps=figures,
+            losses=((self.step, 2.5 + 1 / (1 + self.step / 200)),),
+            knobs=setting,
+            applied=applied,
+        )
         if request is not None:
             outcome = Outcome("measured", times[request.discard :], times[: request.discard])
-            self.done = Done(decision, encode(outcome))
+            self.done = Done(decision, outcome)
 
     def train_until(self, state: str) -> None:
         """Go on until the run is in a state."""
@@ -81,7 +86,7 @@ class Training(Agent):
 
     def _resting(self) -> Setting:
         """What holds while nothing is asked for."""
-        return Setting.from_knobs(self.last.incumbent) if self.last.incumbent else START
+        return self.last.incumbent or START
 
 
 @contextmanager

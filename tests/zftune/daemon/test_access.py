@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.zftune.daemon.daemons import OTHER_UID
-from zftune.daemon.access import Secrets, kept_token, same
-from zftune.daemon.peer import loopback_uid
+from zftune.daemon.client.location import loopback_uid
+from zftune.daemon.server.guard import Secrets, kept_token, same
 from zftune.errors import BadInputError
 
 

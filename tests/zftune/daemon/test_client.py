@@ -17,9 +17,9 @@ from tests.zftune.daemon.daemons import OTHER_UID, Daemon, as_other_user, needs_
 from tests.zftune.daemon.test_socket import LISTEN
 from zftune import __version__
 from zftune.daemon import PROTOCOL
-from zftune.daemon import client as client_module
-from zftune.daemon.client import DaemonClient
-from zftune.daemon.errors import DaemonError
+from zftune.daemon.client import http as client_module
+from zftune.daemon.client.http import DaemonClient
+from zftune.errors import DaemonError
 
 HEAD = f"HTTP/1.1 200 OK\r\nzftune-protocol: {PROTOCOL}\r\n".encode()
 TIMEOUT_S = 0.5
@@ -68,6 +68,8 @@ def test_health(served: Daemon) -> None:
             "pid": served.process.pid,
             "runs": 0,
             "private": False,
+            "store": "memory",
+            "notices": [],
         }
         document = {"topk_ratio": 0.25, "name": "ä\u2028"}
         assert client.post("/v1/test/echo/7", document) == document
@@ -78,7 +80,7 @@ def test_the_environment_names_the_socket(served: Daemon, monkeypatch: pytest.Mo
     with DaemonClient() as client:
         assert client.get("/v1/health")["pid"] == served.process.pid
     monkeypatch.setenv("ZFTUNE_SOCKET", "x" * 200)
-    with DaemonClient() as client, pytest.raises(DaemonError, match="allowed are 107"):
+    with DaemonClient() as client, pytest.raises(DaemonError, match="more than the 107"):
         client.get("/v1/health")
 
 
@@ -132,16 +134,16 @@ def test_nobody_is_there(folder: Path, left: str) -> None:
 
 
 ODD = {
-    "garbage": (b"\x00\xff garbage\r\n\r\n", "cannot be asked"),
-    "nothing": (b"", "cannot be asked"),
+    "garbage": (b"\x00\xff garbage\r\n\r\n", "cannot be reached"),
+    "nothing": (b"", "cannot be reached"),
     "half a head": (HEAD, "something else than JSON"),
-    "half a body": (HEAD + b"content-length: 100\r\n\r\n7", "cannot be asked"),
+    "half a body": (HEAD + b"content-length: 100\r\n\r\n7", "cannot be reached"),
     "no JSON": (HEAD + b"content-length: 2\r\n\r\n{]", "something else than JSON"),
     "too deep": (HEAD + b"content-length: 200000\r\n\r\n" + b"[" * 200000, "something else than JSON"),
     "no daemon": (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", "is no zftune daemon"),
     "another protocol": (
         b"HTTP/1.1 200 OK\r\nzftune-protocol: 99\r\ncontent-length: 2\r\n\r\n{}",
-        f"speaks protocol '99', allowed is protocol {PROTOCOL}",
+        f"speaks protocol '99'; this zftune needs protocol {PROTOCOL}",
     ),
     "a bad length": (HEAD + b"content-length: many\r\n\r\n{}", None),
     "an error without a sentence": (
@@ -189,7 +191,7 @@ def test_a_full_queue_is_an_error_at_once(folder: Path) -> None:
         listener.listen(0)
         with socket.socket(socket.AF_UNIX) as first:
             first.connect(str(folder / "s"))
-            with DaemonClient(folder / "s") as client, pytest.raises(DaemonError, match="cannot be asked"):
+            with DaemonClient(folder / "s") as client, pytest.raises(DaemonError, match="cannot be reached"):
                 client.get("/v1/health")
 
 
@@ -244,7 +246,7 @@ def test_a_server_of_another_user_is_not_asked(folder: Path) -> None:
         with DaemonClient(folder / "s") as client, pytest.raises(DaemonError) as error:
             client.post("/v1/x", {"secret": 1})
         planter.communicate()
-    assert str(error.value) == f"the socket '{folder}/s' is served by user {OTHER_UID}, allowed is your own"
+    assert str(error.value) == f"the socket '{folder}/s' is served by user {OTHER_UID}, not by you"
     assert os.getuid() != OTHER_UID
 
 

@@ -1,4 +1,4 @@
-"""`zftune daemon`, `status`, `stop`: what they say, and their exit codes."""
+"""`zftune daemon start status stop`: what they print, and their exit codes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from zftune.daemon import PROTOCOL
 
 def test_status_and_stop(folder: Path) -> None:
     with serving(folder, module=COMMAND, forked=False) as daemon:
+        assert Path(f"/proc/{daemon.process.pid}/cwd").readlink() == Path("/")  # a folder may be removed
         told = zftune(folder, "daemon", "status")
         assert (told.returncode, told.stderr) == (0, "")
         assert re.fullmatch(
-            rf"zftune {__version__} serves no run on {daemon.path} since \d+ s \(pid {daemon.process.pid}\)\n",
+            rf"zftune {__version__} serves no run on {daemon.path} since \d+ s \(pid {daemon.process.pid}\), "
+            r"its store is memory\n\$ZFTUNE_DB asks for a database in memory: .* until it ends\.\n",
             told.stdout,
         )
         document = json.loads(zftune(folder, "daemon", "status", "--json", "-").stdout)
@@ -31,6 +33,10 @@ def test_status_and_stop(folder: Path) -> None:
             "pid": daemon.process.pid,
             "runs": 0,
             "private": False,
+            "store": "memory",
+            "notices": [
+                "$ZFTUNE_DB asks for a database in memory: what zftune learns is kept in memory until it ends."
+            ],
         }
         stopped = zftune(folder, "daemon", "stop")
         assert (stopped.returncode, stopped.stdout, stopped.stderr) == (0, "The daemon has ended.\n", "")
@@ -38,21 +44,28 @@ def test_status_and_stop(folder: Path) -> None:
     for command in ("status", "stop", "open"):
         ended = zftune(folder, "daemon", command)
         assert (ended.returncode, ended.stdout) == (1, "")
-        assert ended.stderr == f"zftune: no daemon serves '{daemon.path}', start one with: zftune daemon\n"
+        assert ended.stderr == f"zftune: no daemon serves '{daemon.path}', start one with: zftune daemon start\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--idle-exit-s 0", ["--idle-exit-s 0", "above 0"]),
-        ("--idle-exit-s nan", ["--idle-exit-s nan", "above 0"]),
-        ("--idle-exit-s soon", ["--idle-exit-s 'soon'", "allowed is a number"]),
-        ("--port 65536", ["--port 65536", "allowed is 0 to 65535"]),
-        ("--port 1 --metrics-textfile nonesuch/x", ["--metrics-textfile 'nonesuch/x'", "a folder that exists"]),
-        ("--metrics-textfile -", ["--metrics-textfile '-'", "allowed is a file"]),
-        ("--private status", ["the options before 'status'", "allowed is none"]),
+        ("start --idle-exit-s 0", ["--idle-exit-s is 0", "above 0"]),
+        ("start --idle-exit-s nan", ["--idle-exit-s is nan", "above 0"]),
+        ("start --idle-exit-s soon", ["--idle-exit-s is 'soon'", "it must be a number"]),
+        ("start --port 65536", ["--port is 65536", "it must be from 0 to 65535"]),
+        ("start --port 1 --metrics-textfile nonesuch/x", ["--metrics-textfile 'nonesuch/x'", "a folder that exists"]),
+        ("start --metrics-textfile -", ["--metrics-textfile '-'", "give a file"]),
         ("status --json nonesuch/x", ["--json 'nonesuch/x'"]),
         ("nonesuch", ["No such command", "nonesuch"]),
+        # as it was typed once
+        ("", ["'zftune daemon' is now: zftune daemon start\n"]),
+        ("--private", ["is now: zftune daemon start --private\n"]),
+        ("runs --json -", ["is now: zftune runs list --json -\n"]),
+        ("logs -f", ["is now: zftune runs logs -f\n"]),
+        ("pause a1", ["is now: zftune runs pause a1\n"]),
+        ("status a1 --json -", ["is now: zftune runs show a1 --json -\n"]),
+        ("stop a1", ["'zftune daemon stop a1' is now: zftune runs stop a1\n"]),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence(folder: Path, arguments: str, words: list[str]) -> None:
@@ -65,7 +78,7 @@ def test_a_wrong_command_line_is_one_sentence(folder: Path, arguments: str, word
 
 def test_a_place_that_cannot_be_used_is_one_sentence(folder: Path) -> None:
     for place in (folder / "nonesuch" / "s", folder / ("x" * 120)):
-        for command in (["daemon"], ["daemon", "status"]):
+        for command in (["daemon", "start"], ["daemon", "status"]):
             ended = zftune(folder, *command, ZFTUNE_SOCKET=str(place))
             assert ended.returncode in (1, 2)
             assert ended.stderr.count("\n") == 1
@@ -77,13 +90,7 @@ def test_a_port_that_is_taken_is_one_sentence(folder: Path) -> None:
     with serving(folder, "--port", "0") as daemon:
         found = re.search(r"127\.0\.0\.1:(\d+)", daemon.log.read_text())
         assert found is not None
-        ended = zftune(folder, "daemon", "--port", found[1], ZFTUNE_SOCKET=str(folder / "other"))
+        ended = zftune(folder, "daemon", "start", "--port", found[1], ZFTUNE_SOCKET=str(folder / "other"))
         assert (ended.returncode, ended.stdout) == (2, "")
-        assert f"--port {found[1]}: allowed is a port that is free" in ended.stderr.splitlines()[-1]
+        assert f"--port {found[1]} cannot be used (" in ended.stderr.splitlines()[-1]
         assert not (folder / "other").exists()
-
-
-def test_help_says_what_there_is(folder: Path) -> None:
-    shown = zftune(folder, "daemon", "--help").stdout
-    for word in ("status", "stop", "open", "--private", "--idle-exit-s", "--port", "--metrics-textfile"):
-        assert word in shown

@@ -20,7 +20,7 @@ ZFTUNE = Path(sys.executable).with_name("zftune")
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not here")
 def test_systemd_takes_the_unit(folder: Path) -> None:
     unit = (EXAMPLES / "systemd" / "zftune.service").read_text()
-    assert "ExecStart=%h/.venv/bin/zftune daemon\n" in unit
+    assert "ExecStart=%h/.venv/bin/zftune daemon start\n" in unit
     (folder / "zftune.service").write_text(unit.replace("%h/.venv/bin/zftune", str(ZFTUNE)))
     verified = subprocess.run(
         ["systemd-analyze", "verify", "--user", "--man=no", str(folder / "zftune.service")],

@@ -17,11 +17,11 @@ from tests.zftune.daemon.chromium import Chromium, chromium, needs_chromium
 from tests.zftune.daemon.daemons import Daemon, serving, short_folder
 from tests.zftune.daemon.scripted import Training
 from tests.zftune.daemon.test_page import NO_COOKIE, USED
-from zftune.daemon.client import DaemonClient
+from zftune.daemon.client.http import DaemonClient
 
 pytestmark = needs_chromium
 
-HOSTED = "tests.zftune.daemon.brain.hosted"
+HOSTED = "tests.zftune.daemon.runs.hosted"
 EVIL = "evil.test"
 ATTACKS = Path(__file__).with_name("attacks.js").read_text()
 

@@ -28,7 +28,7 @@ from tests.zftune.daemon.daemons import (
     serving,
     status_of,
 )
-from zftune.daemon.client import DaemonClient
+from zftune.daemon.client.http import DaemonClient
 
 
 def held(daemon: Daemon) -> socket.socket:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.zftune.daemon.daemons import serving
-from zftune.daemon.logs import HumanFormatter, JsonFormatter, log_to
+from zftune.daemon.process import HumanFormatter, JsonFormatter, log_to
 
 
 def record(level: int, message: str, *arguments: object, **fields: object) -> logging.LogRecord:

@@ -11,8 +11,8 @@ from tests.zftune.daemon.daemons import Daemon, exchange, get, serving, status_o
 from tests.zftune.daemon.test_page import Browser, link
 from zftune import __version__
 from zftune.daemon import PROTOCOL
-from zftune.daemon import metrics as metrics_module
-from zftune.daemon.client import DaemonClient
+from zftune.daemon.client.http import DaemonClient
+from zftune.daemon.server import sampling as metrics_module
 
 
 def samples(text: str) -> dict[str, float]:

@@ -8,9 +8,10 @@ from urllib.parse import urlsplit
 
 from tests.zftune.daemon.chromium import Chromium, chromium, needs_chromium
 from tests.zftune.daemon.daemons import Daemon
+from tests.zftune.daemon.runs.agents import faster
 from tests.zftune.daemon.scripted import EVIL, START, Training, training_under
-from zftune.daemon.client import DaemonClient
-from zftune.report.palette import COLOURS
+from zftune.daemon.client.http import DaemonClient
+from zftune.words import COLOURS
 
 pytestmark = needs_chromium
 
@@ -21,6 +22,14 @@ PAGE = Path(__file__).parents[3] / "zftune" / "daemon" / "page"
 
 def button(command: str) -> str:
     return f"document.querySelector('[data-command={command}]')"
+
+
+def traces(browser: Chromium, plot: str) -> dict[str, list[float]]:
+    """What a plot shows, by name."""
+    found: dict[str, list[float]] = browser.run(
+        f"Object.fromEntries(document.getElementById('{plot}').data.map(one => [one.name, one.y]))"
+    )
+    return found
 
 
 def opened(browser: Chromium, daemon: Daemon) -> str:
@@ -48,7 +57,9 @@ def test_a_run_is_seen_and_told_what_to_do(folder: Path) -> None:
             evil.report()  # it lives
         fits(browser)
         assert browser.complaints == []
-        assert {"page.css", "page.js", "runs"} <= {url.rpartition("/")[2] for url in browser.asked}
+        assert {"page.css", "page.js", "plotly-basic.min.js", "runs"} <= {
+            url.rpartition("/")[2] for url in browser.asked
+        }
         assert [url for url in browser.asked if not url.startswith(f"{origin}/")] == []
         daemon.process.kill()
         browser.until("document.querySelector('#daemon.lost')?.textContent.includes('does not answer')")
@@ -61,14 +72,15 @@ def shows_the_run(browser: Chromium, training: Training) -> None:
     assert browser.run("location.hash.slice(1)") == training.run
     assert browser.run("document.querySelectorAll('#runs li').length") == 2
     decisions = browser.text("#decisions")
-    assert re.search(r"adopt\s+Adopted: .* of the step time", decisions)
+    assert re.search(r"adopted\s+Adopted: .* of the step time", decisions)
     assert decisions.index("Adopted: ") < decisions.index("The search begins from")  # the newest first
     assert "the best" in browser.text("#trials")
     assert re.search(r"gain\s+(19|20)\.\d ± 0\.\d%", browser.text("#figures"))
-    assert browser.run("document.querySelectorAll('#steps polygon').length") == 4  # causes
-    assert browser.run("document.querySelectorAll('#knobs path').length") >= 4
-    knobs = browser.text("#knobs")
-    assert f"update_interval\n{START.update_interval} to " in knobs or "topk_ratio" in knobs
+    assert len(traces(browser, "steps")) == 5  # four causes, and the whole step
+    course = traces(browser, "course")
+    assert course["loss"][0] > course["loss"][-1] > 2.5  # beside step times, and it falls
+    assert {"step time", "loss", "topk_ratio", "update_interval", "apply_lag"} <= set(course)
+    assert course["update_interval"][0] == START.update_interval
     bar = "document.querySelector('#runs [aria-pressed=true] .bar')"
     shares = browser.run(
         f"[...{bar}.children].map(one => one.className + ' ' + parseFloat(one.style.width).toFixed(0))"
@@ -84,14 +96,14 @@ def lives(browser: Chromium, training: Training) -> None:
 
 
 def pauses_by_keyboard(browser: Chromium, training: Training) -> None:
-    browser.until(f"{STATE} === 'frozen' && {button('resume')}.disabled")
+    browser.until(f"{STATE} === 'settled' && {button('resume')}.disabled")
     browser.run(f"{button('pause')}.focus()")
     browser.key("Enter", 13)
     browser.until(f"{STATE} === 'paused' && {button('pause')}.disabled")
     assert training.report().kind == "pause"
-    browser.until("document.querySelector('#decisions .kind').textContent === 'pause'")
+    browser.until("document.querySelector('#decisions .kind').textContent === 'paused'")
     browser.run(f"{button('resume')}.click()")
-    browser.until(f"{STATE} === 'frozen'")
+    browser.until(f"{STATE} === 'settled'")
     assert training.report().kind != "pause"
 
 
@@ -106,15 +118,43 @@ def shows_hostile_text_as_text(browser: Chromium, evil: Training) -> None:
 def rolls_back_when_it_is_meant(browser: Chromium, training: Training) -> None:
     browser.run(f"{button('rollback')}.click()")
     assert browser.run(f"{button('rollback')}.textContent") == "Really roll back?"
-    assert training.report().incumbent != START.knobs()
+    assert training.report().incumbent != START
     browser.run(f"{button('rollback')}.click()")
-    browser.until("document.querySelector('#decisions .kind').textContent === 'rollback'")
-    assert training.report().incumbent == START.knobs()
+    browser.until("document.querySelector('#decisions .kind').textContent === 'rolled back'")
+    assert training.report().incumbent == START
+    browser.until("document.querySelector('#figures').innerText.includes('what was adopted was taken back')")
     browser.until(f"{button('rollback')}.disabled")  # there is no other one to go back to
     browser.run(f"{button('stop')}.click()")
     browser.run(f"{button('stop')}.click()")
     browser.until("document.querySelector('#state').textContent.includes('Rolled back')")
     training.until(lambda: training.last.kind == "stop")
+
+
+def test_a_search_that_begins_again_keeps_its_history_apart(folder: Path) -> None:
+    slow = [1.0]
+    with training_under(folder) as (daemon, _), chromium(folder) as browser, DaemonClient(daemon.path) as client:
+        training = Training(client, run="c1" * 16, step_ms=lambda setting: slow[0] * faster(setting))
+        training.report()
+        training.train_until("frozen")
+        slow[0] = 1.5
+        training.train_until("drifted")
+        opened(browser, daemon)
+        browser.until("document.querySelectorAll('#trials tr.era').length === 2")
+        details = client.get(f"/v1/runs/{training.run}")
+        rows = browser.run("[...document.querySelectorAll('#trials tr')].map(one => one.className)")
+        assert rows[0] == "era"
+        earlier = rows.index("era", 1)
+        assert "best" in rows[:earlier]
+        assert set(rows[earlier + 1 :]) == {"earlier"}
+        measured = sum((one["step_ms"] or one["earlier_step_ms"]) is not None for one in details["trials"])
+        assert f"settings measured\n{measured}\n" in browser.text("#figures")
+        assert "of them since step times changed" in browser.text("#figures")
+        assert "measured before step times changed" in browser.text("#figures")  # the gain
+        titles = browser.run(
+            "[...document.querySelectorAll('#decisions li:not(.earlier) .kind')].map(one => one.innerText)"
+        )
+        assert titles[-1] == "began again"  # the oldest of those that still hold
+        assert browser.complaints == []
 
 
 def fits(browser: Chromium) -> None:
@@ -136,7 +176,8 @@ def test_a_run_without_steps_and_a_daemon_without_runs(folder: Path) -> None:
             assert not browser.run("document.querySelector('#run').checkVisibility()")
             Training(client, run="b1" * 16, model="")
             browser.until("/^a run · [0-9a-f]{8}$/.test(document.querySelector('#run-title').textContent)")
-            assert "no step was reported yet" in browser.run("document.querySelector('#steps').textContent")
+            assert "no step was reported yet" in browser.text("main")
+            assert not browser.run("document.querySelector('#steps').checkVisibility()")
             assert not browser.run("document.querySelector('#no-run').checkVisibility()")
         assert browser.complaints == []
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.zftune.daemon.brain.loops import Loop
 from tests.zftune.daemon.chromium import SOON_S, chromium, needs_chromium
 from tests.zftune.daemon.daemons import COMMAND, serving
+from tests.zftune.daemon.runs.loops import Loop
 from tests.zftune.daemon.test_page_in_a_browser import STATE, STEP, button, opened
-from zftune.daemon.client import DaemonClient
-from zftune.explain.choosing import chosen_run
+from zftune.daemon.client.http import DaemonClient
+from zftune.explain.document import chosen_run
 from zftune.store import open_store
 
 pytestmark = needs_chromium
@@ -42,7 +42,7 @@ def test_it_is_seen_paused_and_gone_on_with(folder: Path) -> None:
             while not client.get("/v1/runs"):
                 assert daemon.process.poll() is None
             opened(browser, daemon)
-            browser.until(f"['searching', 'confirming'].includes({STATE})")
+            browser.until(f"['searching', 'comparing'].includes({STATE})")
             first = browser.run(STEP)
             browser.until(f"{STEP} > {first}")  # it lives
             browser.run(f"{button('pause')}.click()")

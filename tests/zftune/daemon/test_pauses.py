@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from zftune.daemon.pauses import Garbage, few_pauses
+from zftune.daemon.process import Garbage, few_pauses
 
 
 class Cycle:

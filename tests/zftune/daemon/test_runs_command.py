@@ -1,4 +1,4 @@
-"""`zftune daemon runs status pause resume rollback stop logs` and what they do to runs that train."""
+"""`zftune runs list show logs pause resume rollback stop` and what they do to runs that train."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.zftune.daemon.brain.agents import faster
 from tests.zftune.daemon.daemons import short_folder
+from tests.zftune.daemon.runs.agents import faster
 from tests.zftune.daemon.scripted import EVIL, START, Training, training_under
-from zftune.cli import app
-from zftune.daemon.client import DaemonClient
-from zftune.daemon.runs_asked import among
+from zftune.cli.main import app
+from zftune.daemon.client.http import DaemonClient, among
 from zftune.errors import BadInputError, ZftuneError
-from zftune.tuner.settings import Setting
+from zftune.tuner.space import Setting
 
 Tell = Callable[..., tuple[int, str, str]]
 
@@ -54,33 +53,33 @@ def teller(capsys: pytest.CaptureFixture[str]) -> Tell:
 
 
 def test_runs_are_listed(tell: Tell, runs: list[Training]) -> None:
-    code, out, err = tell("daemon", "runs")
+    code, out, err = tell("runs", "list")
     assert (code, err, out.count("\n")) == (0, "", 2)
     first, second = out.splitlines()
-    assert re.match(runs[0].called + r"  frozen +step \d+, 8\d\.\d ms a step, 12% host, 8% h2d, k 0\.1 S \d", first)
+    assert re.match(runs[0].called + r"  settled +step \d+, 8\d\.\d ms a step, 12% host, 8% h2d, k 0\.1 S \d", first)
     assert first.endswith("(gpt2)")
     assert second.startswith(f"{runs[1].called}  ")
-    document = json.loads(tell("daemon", "runs", "--json", "-")[1])
+    document = json.loads(tell("runs", "list", "--json", "-")[1])
     assert document["schema"] == "zftune.daemon.runs/1"
     assert [one["run"] for one in document["runs"]] == [one.run for one in runs]
     assert document["runs"][1]["model"] == EVIL
 
 
 def test_nothing_in_a_run_steers_the_terminal(tell: Tell) -> None:
-    for command in ("runs", "status a2", "logs a2", "pause a2", "resume a2"):
-        code, out, _ = tell("daemon", *command.split())
+    for command in ("list", "show a2", "logs a2", "pause a2", "resume a2"):
+        code, out, _ = tell("runs", *command.split())
         assert code == 0
         assert "\x1b" not in out
-    assert "[red]\\x1b[2J" in tell("daemon", "status", "a2")[1]
+    assert "[red]\\x1b[2J" in tell("runs", "show", "a2")[1]
 
 
 def test_a_run_is_shown_with_its_decisions_and_trials(tell: Tell) -> None:
-    code, out, err = tell("daemon", "status", "a1")
+    code, out, err = tell("runs", "show", "a1")
     assert (code, err) == (0, "")
     words = " ".join(out.split())
-    for sentence in ("The search begins from", "Adopted: ", "of the step time", "decisions", "trials", "◆ 1 measured"):
+    for sentence in ("The search begins from", "Adopted: ", "of the step time", "decisions", "settings", "◆ 1 kept"):
         assert sentence in words
-    document = json.loads(tell("daemon", "status", "a1", "--json", "-")[1])
+    document = json.loads(tell("runs", "show", "a1", "--json", "-")[1])
     assert document["schema"] == "zftune.daemon.run/1"
     assert document["gain"]["share"] == pytest.approx(0.2, abs=0.02)
     assert 0 < document["gain"]["error"] < 0.02
@@ -96,40 +95,40 @@ def test_a_run_is_shown_with_its_decisions_and_trials(tell: Tell) -> None:
 
 
 def test_logs_are_the_decisions(tell: Tell) -> None:
-    code, out, _ = tell("daemon", "logs", "a1")
+    code, out, _ = tell("runs", "logs", "a1")
     assert code == 0
     stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
     lines = out.splitlines()
-    assert re.match(stamp + "start     The search begins", lines[0])
-    assert re.match(stamp + "adopt     Adopted: ", lines[1])
-    document = json.loads(tell("daemon", "logs", "a1", "--json", "-")[1])
+    assert re.match(stamp + "start        The search begins", lines[0])
+    assert re.match(stamp + "adopted      Adopted: ", lines[1])
+    document = json.loads(tell("runs", "logs", "a1", "--json", "-")[1])
     assert len(document["decisions"]) == len(lines)
 
 
 def test_pause_and_resume(tell: Tell, runs: list[Training]) -> None:
-    code, out, err = tell("daemon", "pause", runs[0].run)
+    code, out, err = tell("runs", "pause", runs[0].run)
     assert (code, err) == (0, "")
-    assert out.startswith(f"Run {runs[0].called} is paused: ")
+    assert out == f"Run {runs[0].called} is paused: the best settings so far stay until it is resumed.\n"
     assert runs[0].report().kind == "pause"
     assert runs[1].report().kind != "pause"
-    document = json.loads(tell("daemon", "resume", "a1", "--json", "-")[1])
+    document = json.loads(tell("runs", "resume", "a1", "--json", "-")[1])
     assert document["run"]["state"] == "frozen"
     assert runs[0].report().kind != "pause"
-    code, out, err = tell("daemon", "resume", "a1")
+    code, out, err = tell("runs", "resume", "a1")
     assert (code, out) == (1, "")
-    assert err == "zftune: the run is frozen, allowed is resuming one that is paused\n"
+    assert err == "zftune: cannot resume: the run is settled, not paused\n"
 
 
-@pytest.mark.parametrize("command", ["pause", "resume", "rollback", "logs"])
+@pytest.mark.parametrize("command", ["show", "logs", "pause", "resume", "rollback", "stop"])
 def test_a_run_must_be_named_where_there_are_two(tell: Tell, runs: list[Training], command: str) -> None:
     names = ", ".join(one.called for one in runs)
     for run, words in (
-        ([], f"RUN is missing, there are 2 runs, allowed is one of {names}"),
-        (["a"], f"RUN 'a' is the beginning of 2, allowed is one of {names}"),
-        (["x"], f"RUN 'x', allowed is one of {names}"),
-        ([""], "RUN '', allowed is one of"),
+        ([], f"RUN is missing, there are 2 runs; the runs are {names}"),
+        (["a"], f"RUN 'a' is the beginning of 2; the runs are {names}"),
+        (["x"], f"RUN 'x'; the runs are {names}"),
+        ([""], "RUN ''; the runs are"),
     ):
-        code, out, err = tell("daemon", command, *run)
+        code, out, err = tell("runs", command, *run)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert words in err
 
@@ -137,35 +136,42 @@ def test_a_run_must_be_named_where_there_are_two(tell: Tell, runs: list[Training
 def test_rollback_and_stop_of_a_run(tell: Tell, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with training_under(folder, "gpt2", until="frozen") as (daemon, (training,)):
         monkeypatch.setenv("ZFTUNE_SOCKET", str(daemon.path))
-        assert Setting.from_knobs(training.last.incumbent or {}) != START
-        code, out, _ = tell("daemon", "rollback")
+        assert training.last.incumbent != START
+        code, out, _ = tell("runs", "rollback")
         assert code == 0
-        assert out.startswith(f"Run {training.called} is frozen: Rolled back by hand: ")
-        assert training.report().incumbent == START.knobs()
-        code, _, err = tell("daemon", "rollback")
-        assert (code, err) == (1, "zftune: nothing was adopted in this run, allowed is rolling back what was\n")
-        assert json.loads(tell("daemon", "status", "a", "--json", "-")[1])["gain"] is None
-        code, out, _ = tell("daemon", "stop", "a1")
+        assert out.startswith(f"Run {training.called} is settled: Rolled back by hand: ")
+        assert training.report().incumbent == START
+        code, _, err = tell("runs", "rollback")
+        assert (code, err) == (1, "zftune: cannot roll back: nothing was adopted in this run\n")
+        assert json.loads(tell("runs", "show", "a", "--json", "-")[1])["gain"] is None
+        code, out, _ = tell("runs", "stop", "a1")
         assert (code, training.report().kind) == (0, "stop")
+        assert out == f"Run {training.called} is settled: Stopped by hand.\n"  # not what was done before
+        fates = [one["fate"] for one in json.loads(tell("runs", "show", "--json", "-")[1])["trials"]]
+        assert "rolled back" in fates
         assert tell("daemon", "status")[0] == 0  # the daemon lives
         follows = threading.Thread(target=training.goodbye)
         follows.start()
-        code, out, _ = tell("daemon", "logs", "--follow")  # ends with the run
+        code, out, _ = tell("runs", "logs", "--follow")  # ends with the run
         follows.join()
         assert code == 0
-        assert "  rollback  Rolled back by hand" in out
+        assert "  rolled back  Rolled back by hand" in out
+        assert "ended: its search was stopped, the training goes on" in tell("runs", "show")[1]
+        for command, verb in (("pause", "pause"), ("resume", "resume"), ("rollback", "roll back"), ("stop", "stop")):
+            code, _, err = tell("runs", command)
+            assert (code, err) == (1, f"zftune: cannot {verb}: its search was stopped, the training goes on\n")
         document = json.loads(tell("daemon", "stop", "--json", "-")[1])
         assert document == {"schema": "zftune.daemon/1", "stopped": True}
         assert daemon.ends() == 0
-        for command in ("runs", "status a1", "pause", "resume", "rollback", "logs", "stop a1"):
-            code, out, err = tell("daemon", *command.split())
+        for command in ("list", "show", "logs", "pause", "resume", "rollback", "stop"):
+            code, out, err = tell("runs", *command.split())
             assert (code, out) == (1, "")
-            assert err == f"zftune: no daemon serves '{daemon.path}', start one with: zftune daemon\n"
+            assert err == f"zftune: no daemon serves '{daemon.path}', start one with: zftune daemon start\n"
 
 
 def test_a_file_that_cannot_be_written_is_found_out_before_anything_is_done(tell: Tell, runs: list[Training]) -> None:
-    for command in ("runs", "status a1", "pause a1", "logs a1", "stop", "stop a1"):
-        code, _, err = tell("daemon", *command.split(), "--json", "nonesuch/x")
+    for command in ("list", "show a1", "logs a1", "pause a1", "stop a1"):
+        code, _, err = tell("runs", *command.split(), "--json", "nonesuch/x")
         assert (code, err.count("\n")) == (2, 1)
         assert "--json 'nonesuch/x'" in err
     assert runs[0].report().kind not in ("pause", "stop")
@@ -181,12 +187,11 @@ def test_which_run_is_meant() -> None:
     assert among([first], None) is first
     assert among([first, second], "A1") is first
     assert among([first, second], "c0f") is first
-    gone_on_with = a_run("a3", record="c0ffee")
-    assert among([first, gone_on_with], "c0f") is gone_on_with
-    with pytest.raises(BadInputError, match="RUN 'c0' is the beginning of 2, allowed is one of c0ffee, c0de "):
-        among([gone_on_with, a_run("a4", record="c0de")], "c0")
+    other = a_run("a3", record="c0ff")
+    with pytest.raises(BadInputError, match="RUN 'c0' is the beginning of 2; the runs are c0ff, c0de "):
+        among([other, a_run("a4", record="c0de")], "c0")
     with pytest.raises(ZftuneError, match="no run, start one with") as none:
         among([], "a1")
     assert not isinstance(none.value, BadInputError)
-    with pytest.raises(BadInputError, match=r"allowed is one of (\w{8}, ){5}\w{8} \.\. \(see zftune daemon runs\)$"):
+    with pytest.raises(BadInputError, match=r"the runs are (\w{8}, ){5}\w{8} \.\. \(see zftune runs list\)$"):
         among([a_run(f"b{number}") for number in range(9)], None)

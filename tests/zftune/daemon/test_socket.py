@@ -25,10 +25,9 @@ from tests.zftune.daemon.daemons import (
     status_of,
     zftune,
 )
-from zftune.daemon.errors import DaemonError
-from zftune.daemon.listening import claim
-from zftune.daemon.location import Location, locate, make_folder
-from zftune.errors import BadInputError
+from zftune.daemon.client.location import SHORTEST, TEMPORARY, Location, locate, make_folder, settled
+from zftune.daemon.server.serving import claim
+from zftune.errors import BadInputError, DaemonError
 
 ASK = """
 with socket.socket(socket.AF_UNIX) as connection:
@@ -71,6 +70,26 @@ def test_the_environment_says_where_it_is(folder: Path) -> None:
         assert last.socket == folder / f"zftune-{os.getuid()}" / "zftune.sock"
 
 
+def test_a_runtime_folder_that_is_too_long_is_not_used(folder: Path) -> None:
+    long = folder / ("r" * 100)
+    long.mkdir()
+    usual = folder / f"zftune-{os.getuid()}" / "zftune.sock"
+    assert locate({"XDG_RUNTIME_DIR": str(long)}, temporary=folder).socket == usual
+    last = locate({}, temporary=long)
+    assert (last.socket, last.source) == (SHORTEST / usual.relative_to(folder), TEMPORARY)
+
+
+def test_a_socket_in_a_folder_that_is_gone_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert settled({"ZFTUNE_SOCKET": "own"}) == {"ZFTUNE_SOCKET": str(folder / "own")}
+    gone = folder / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(BadInputError, match="'own': the working directory is gone; give an absolute path"):
+        locate({"ZFTUNE_SOCKET": "own"})
+
+
 @needs_root
 def test_a_runtime_folder_of_somebody_else_is_not_used(folder: Path) -> None:
     theirs = folder / "theirs"
@@ -85,22 +104,25 @@ def test_a_path_may_have_107_bytes_and_no_more(folder: Path) -> None:
     assert locate({"ZFTUNE_SOCKET": longest}).socket == Path(longest)
     with claim(at(Path(longest))):
         assert stat.S_ISSOCK(os.lstat(longest).st_mode)
-    with pytest.raises(BadInputError, match="has 108 bytes, allowed are 107"):
+    with pytest.raises(BadInputError, match="has 108 bytes, more than the 107"):
         locate({"ZFTUNE_SOCKET": longest + "y"})
 
 
 def test_our_own_folder_is_ours_alone(folder: Path) -> None:
     location = locate({"XDG_RUNTIME_DIR": str(folder)})
     made = location.socket.parent
-    previous = os.umask(0)
-    try:
-        make_folder(location)
-    finally:
-        os.umask(previous)
-    assert mode(made) == 0o700
+    for mask in (0o777, 0):
+        previous = os.umask(mask)
+        try:
+            make_folder(location)
+        finally:
+            os.umask(previous)
+        assert mode(made) == 0o700
+        made.rmdir()
+    make_folder(location)
     make_folder(location)
     made.chmod(0o755)
-    with pytest.raises(BadInputError, match="has mode 0755, allowed is a real folder of your own with mode 0700"):
+    with pytest.raises(BadInputError, match="has mode 0755; it must be a real folder of your own with mode 0700"):
         make_folder(location)
     made.rmdir()
     (folder / "real").mkdir(mode=0o700)
@@ -216,7 +238,7 @@ def test_what_is_no_socket_is_refused(folder: Path, kind: str) -> None:
             with socket.socket(socket.AF_UNIX) as left:
                 left.bind(str(folder / "elsewhere"))
     before = {one: one.lstat().st_ino for one in folder.iterdir()}
-    with pytest.raises(BadInputError, match="is not a socket, allowed is a path that is free"), claim(at(path)):
+    with pytest.raises(BadInputError, match="is not a socket; remove it"), claim(at(path)):
         pass
     assert {one: one.lstat().st_ino for one in folder.iterdir()} == before
 
@@ -240,7 +262,7 @@ def test_a_planted_lock_is_refused(folder: Path, kind: str) -> None:
 def test_a_socket_or_lock_of_somebody_else_is_refused(folder: Path) -> None:
     (folder / "z.sock.lock").write_text("")
     os.chown(folder / "z.sock.lock", OTHER_UID, OTHER_UID)
-    ended = zftune(folder, "daemon")
+    ended = zftune(folder, "daemon", "start")
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
     assert "is not a file of yours" in ended.stderr
     (folder / "z.sock.lock").unlink()
@@ -248,9 +270,9 @@ def test_a_socket_or_lock_of_somebody_else_is_refused(folder: Path) -> None:
     with as_other_user(LISTEN, str(folder / "z.sock")) as planter:
         assert planter.stdout is not None
         assert planter.stdout.readline() == "ready\n"
-        for command in (("daemon",), ("daemon", "status")):
+        for command in (("daemon", "start"), ("daemon", "status")):
             ended = zftune(folder, *command)
-            assert ended.returncode == (2 if command == ("daemon",) else 1)
+            assert ended.returncode == (2 if command[1] == "start" else 1)
             assert ended.stdout == ""
             assert ended.stderr.count("\n") == 1
             assert f"user {OTHER_UID}" in ended.stderr
@@ -265,7 +287,7 @@ def test_another_user_gets_no_answer(folder: Path) -> None:
         daemon.path.chmod(0o666)  # the mode is one wall, the peer's uid another
         answer = as_other_user(ASK, str(daemon.path)).communicate(timeout=SOON_S)[0]
         assert answer.startswith("HTTP/1.1 403 ")
-        assert f"user {OTHER_UID} asks, allowed is the daemon's own user" in answer
+        assert f"user {OTHER_UID} may not connect; only the daemon's own user may" in answer
         assert "uptime_s" not in answer
         assert status_of(exchange(daemon.path, get("/v1/health"))) == 200
 
@@ -273,7 +295,7 @@ def test_another_user_gets_no_answer(folder: Path) -> None:
 def test_a_second_daemon_is_refused_and_a_killed_one_replaced(folder: Path) -> None:
     with serving(folder, module=COMMAND) as daemon:
         assert mode(daemon.path) == 0o600
-        ended = zftune(folder, "daemon")
+        ended = zftune(folder, "daemon", "start")
         assert (ended.returncode, ended.stdout) == (1, "")
         assert ended.stderr == f"zftune: another daemon (pid {daemon.process.pid}) serves '{daemon.path}' already\n"
         assert status_of(exchange(daemon.path, get("/v1/health"))) == 200

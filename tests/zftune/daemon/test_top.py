@@ -12,6 +12,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from fcntl import ioctl
 from io import StringIO
 from pathlib import Path
@@ -23,10 +24,9 @@ from rich.console import Console
 from tests.zftune.daemon.daemons import SOON_S, environment, short_folder
 from tests.zftune.daemon.scripted import EVIL, START, Training, training_under
 from tests.zftune.daemon.test_runs_command import teller
-from zftune.daemon.client import DaemonClient
-from zftune.daemon.top import words
-from zftune.daemon.top.command import look
-from zftune.daemon.top.screen import Frame, frame, most_rows
+from zftune.cli import top
+from zftune.cli.top import Frame, frame, look, most_rows
+from zftune.daemon.client.http import DaemonClient
 
 LEAVES = b"\x1b[?1049l"
 
@@ -55,15 +55,23 @@ def drawn(found: Frame, width: int, height: int) -> list[str]:
 def test_a_small_terminal_shows_what_matters(client: DaemonClient, runs: list[Training]) -> None:
     lines = drawn(look(client, None, 24), 80, 24)
     assert lines[0].startswith("zftune top  1 run on ")
-    assert lines[1].split() == ["run", "state", "step", "ms", "stall", "gain", "knobs"]
-    assert lines[2].startswith(f"{runs[0].called} frozen ")
+    assert lines[1].split() == ["run", "state", "step", "ms", "stall", "gain", "settings"]
+    assert lines[2].startswith(f"{runs[0].called} settled ")
     assert " █░░░░ 12% host " in lines[2]
     assert " ± " in lines[2]
     assert lines[2].split("% ")[-1].strip().startswith("k0.1 S")
     assert lines[3].startswith("  ")  # the last decision's reason
     assert lines[4].startswith(f"{runs[1].called} ended ")
     below = "\n".join(lines[6:])
-    for expected in ("meta-llama/Llama-2-7b-hf", "frozen: ", "stall     █ host", "decisions", "adopt ", "trials", "◆ "):
+    for expected in (
+        "meta-llama/Llama-2-7b-hf",
+        "settled: ",
+        "stall     █ host",
+        "decisions",
+        "adopted ",
+        "settings",
+        "◆ ",
+    ):
         assert expected in below
 
 
@@ -101,7 +109,7 @@ def test_everything_fits(client: DaemonClient, size: tuple[int, int]) -> None:
     lines = drawn(full, 80, 50)
     assert any(line.startswith("and 94 more") for line in lines)
     assert len(lines) >= 48  # the room is used
-    assert {"decisions", "trials"} <= {line.split("  ")[0] for line in lines}
+    assert {"decisions", "settings"} <= {line.split("  ")[0] for line in lines}
 
 
 def test_rows_leave_room_for_one_run() -> None:
@@ -133,8 +141,8 @@ def test_a_page_is_printed_once_into_a_pipe(
     assert [one["run"]["state"] for one in document["runs"]] == ["frozen", "ended"]
     assert len(json.loads(tell("top", "a1", "--json", "-")[1])["runs"]) == 1
     for arguments, sentence in (
-        (["x"], "RUN 'x', allowed is one of "),
-        (["--interval-s", "0"], "--interval-s 0: allowed is 0.1 to 3600"),
+        (["x"], "RUN 'x'; the runs are "),
+        (["--interval-s", "0"], "--interval-s is 0; it must be from 0.1 to 3600"),
         (["--json", "nonesuch/x"], "--json 'nonesuch/x'"),
     ):
         code, out, err = tell("top", *arguments)
@@ -143,7 +151,7 @@ def test_a_page_is_printed_once_into_a_pipe(
     monkeypatch.setenv("ZFTUNE_SOCKET", f"{client.path}x")
     code, out, err = tell("top")
     assert (code, out) == (1, "")
-    assert err == f"zftune: no daemon serves '{client.path}x', start one with: zftune daemon\n"
+    assert err == f"zftune: no daemon serves '{client.path}x', start one with: zftune daemon start\n"
 
 
 class Terminal:
@@ -155,7 +163,7 @@ class Terminal:
         self.before = termios.tcgetattr(self._inside)
         more = {"TERM": "xterm-256color", "COLUMNS": "", "LINES": ""}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from zftune.cli import main; main()", *arguments],
+            [sys.executable, "-c", "from zftune.cli.main import main; main()", *arguments],
             env={name: value for name, value in environment(folder, **more).items() if value},
             stdin=self._inside,
             stdout=self._inside,
@@ -208,21 +216,33 @@ def test_it_goes_on_until_ctrl_c_and_leaves_the_terminal_as_it_was(folder: Path)
 
 
 def test_words_for_figures() -> None:
-    assert [words.step_ms(ms) for ms in (None, 0.5, 80.44, 7012.3)] == ["-", "0.50", "80.4", "7012"]
-    assert [words.count(steps) for steps in (7, 999_999, 12_345_678, 2_500_000_000)] == [
+    assert [top.step_ms(ms) for ms in (None, 0.5, 80.44, 7012.3)] == ["–", "0.50", "80.4", "7012"]
+    assert [top.count(steps) for steps in (7, 999_999, 12_345_678, 2_500_000_000)] == [
         "7",
         "999999",
         "12.35M",
         "2.5G",
     ]
-    assert words.knobs(START.knobs(), few=True) == "k0.1 S4 L4 r1"
-    assert (
-        words.knobs({**START.knobs(), "overlap_step": False}) == "k 0.1 S 4 L 4 r 1 host_threads 1 overlap_step False"
-    )
-    assert words.knobs(None) == words.gain(None) == "-"
-    assert words.gain({"share": 0.2, "error": 0.0141}) == "20.0 ± 1.4%"
+    assert top.knobs(START.knobs(), few=True) == "k0.1 S4 L4 r1"
+    assert top.knobs({**START.knobs(), "overlap_step": False}) == "k 0.1 S 4 L 4 r 1 host_threads 1 overlap_step off"
+    assert top.knobs(None) == top.gain(None) == "–"
+    assert top.gain({"share": 0.2, "error": 0.0141, "text": "20 ± 1%"}) == "20 ± 1%"
     run = {"step_ms": 200.0, "stall_ms": {"h2d": 10.0, "host": 50.0, "data": 0.0}}
-    assert words.stalls(run) == (("host", 0.25), ("h2d", 0.05))
-    decision = words.decision({"at_unix_s": 0.0, "kind": "keep", "reason": "\x1b[2J\n[red]"})
-    assert decision.endswith("  keep      \\x1b[2J\\n[red]")
-    assert words.stalls({"step_ms": None, "stall_ms": {"h2d": 1.0}}) == ()
+    assert top.stalls(run) == (("host", 0.25), ("h2d", 0.05))
+    decision = top.decision({"at_unix_s": 0.0, "kind": "keep", "title": "not adopted", "reason": "\x1b[2J\n[red]"})
+    assert decision.endswith("  not adopted  \\x1b[2J\\n[red]")
+    assert top.stalls({"step_ms": None, "stall_ms": {"h2d": 1.0}}) == ()
+
+
+def test_a_runs_loss_and_what_its_speed_may_cost(client: DaemonClient, runs: list[Training]) -> None:
+    found = look(client, None, 50)
+    one: dict[str, Any] = json.loads(json.dumps(found.looked_at))
+    one["run"]["losses"] = {"sentence": "3.54 → 2.18 ± 0.05, falling"}
+    one["run"]["coverage"] = {"measured": 0.13, "assumed": 0.89, "warning": "A sentence."}
+    below = "\n".join(drawn(replace(found, looked_at=one), 80, 50))
+    assert "loss  3.54 → 2.18 ± 0.05, falling" in below
+    assert "coverage  13% where 89% is assumed: raise topk_ratio, lower update_interval" in below
+    one["run"]["coverage"]["warning"] = one["run"]["losses"] = None
+    below = "\n".join(drawn(replace(found, looked_at=one), 80, 50))
+    assert "loss  " not in below
+    assert "coverage" not in below

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from zftune.doctor.bandwidth import link_check
+from tests.privileges import with_no_right_over_modes
 from zftune.doctor.check import Check, Status
-from zftune.doctor.deepspeed import defects
-from zftune.doctor.gpu import cuda_check, triton_check
-from zftune.doctor.host import cores_check, numa_check, pinned_check, throttled
-from zftune.doctor.nvml import findings
-from zftune.doctor.software import packages
-from zftune.doctor.store import store_check
-from zftune.doctor.versions import at_least, installed, numbers, requirements
+from zftune.doctor.gpu import cuda_check, findings, triton_check
+from zftune.doctor.host import cores_check, link_check, numa_check, pinned_check, throttled
+from zftune.doctor.software import at_least, defects, extras, numbers, packages, requirements, store_check
+from zftune.telemetry.fingerprint import installed
 
 H200 = {"name": "NVIDIA H200"}
 FIGURES: dict[str, Any] = {"other_processes": 0, "throttle_reasons": []}
@@ -66,6 +66,14 @@ def test_packages_that_are_missing_or_too_old_are_required() -> None:
     assert found[2].finding.startswith("torch ")
 
 
+def test_extras_that_are_missing_come_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("plotly", "psycopg", "deepspeed"):
+        monkeypatch.setitem(sys.modules, package, None)
+    check = extras()
+    assert (check.status, check.is_fault, check.finding) == ("absent", False, "Not installed: postgres, report.")
+    assert check.fix == "pip install 'zftune[postgres,report]'"
+
+
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
@@ -107,6 +115,26 @@ def test_triton(version: str | None, has_cuda: bool, status: Status) -> None:
     check = triton_check(version, has_cuda)
     assert check.status == status
     assert (check.fix is not None) == (has_cuda or version == "2.9")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here, on which Triton works")
+@pytest.mark.parametrize(
+    ("mode", "status", "words", "fix"),
+    [
+        ("auto", "broken", "device updates run in PyTorch, several times slower: triton cannot launch a kernel", "gcc"),
+        ("triton", "broken", "ZENFLOW_KERNELS is 'triton'; it must be auto or eager: triton cannot launch", "unset"),
+        ("eager", "note", "3.7.1 is not used: ZENFLOW_KERNELS is 'eager'.", None),
+    ],
+)
+def test_triton_is_tried(
+    mode: str, status: Status, words: str, fix: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the training's kernels say on a GPU that is not there."""
+    monkeypatch.setenv("ZENFLOW_KERNELS", mode)
+    pytest.importorskip("triton", reason="Triton cannot be imported here")
+    check = triton_check("3.7.1", has_cuda=True)
+    assert (check.status, words in check.finding) == (status, True), check.finding
+    assert check.fix is None if fix is None else fix in str(check.fix)
 
 
 def test_nvml_with_everything() -> None:
@@ -234,6 +262,15 @@ def test_a_store_in_memory(value: str, tmp_path: Path) -> None:
     assert store({"ZFTUNE_DB": value}, tmp_path).status == "note"
 
 
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=3, f_frsize=1_000_000))
+    check = store({}, tmp_path)
+    assert check.status == "broken"
+    assert check.finding.startswith("The disk with ~/.local/share/zftune/zftune.db is full: 3 MB are free.")
+    assert check.fix is not None
+    assert "$ZFTUNE_DB" in check.fix
+
+
 def test_a_server_is_named_without_its_password(tmp_path: Path) -> None:
     check = store({"ZFTUNE_DB": "postgresql+psycopg://me:secret@host/db"}, tmp_path)
     assert check.finding == "$ZFTUNE_DB names a postgresql server, which was not tried."
@@ -250,10 +287,9 @@ def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_the_right_to_write(tmp_path: Path) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("root may write everywhere")
     tmp_path.chmod(0o500)
-    assert store({"ZFTUNE_DB": str(tmp_path / "z.db")}, tmp_path).status == "broken"
+    check = with_no_right_over_modes(lambda: store({"ZFTUNE_DB": str(tmp_path / "z.db")}, tmp_path))
+    assert check.status == "broken"
 
 
 @pytest.mark.parametrize(("kind", "status"), [("nfs4", "note"), ("lustre", "note"), ("ext4", "ok")])

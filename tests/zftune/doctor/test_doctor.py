@@ -17,13 +17,12 @@ import pytest
 from rich.console import Console
 
 from tests.nvml.scripted import HOPPER, NO_PERMISSION, Machine
-from zftune.doctor.check import SCHEMA_NAME, Area, Check, document
-from zftune.doctor.examine import Examination
-from zftune.doctor.screen import render
+from zftune.cli.doctor import render
+from zftune.doctor.check import SCHEMA_NAME, Area, Check, Examination, document
 
 COMMAND = """
 import typer
-from zftune.doctor.command import doctor
+from zftune.cli.doctor import doctor
 app = typer.Typer(pretty_exceptions_enable=False)
 app.command()(doctor)
 app()
@@ -103,7 +102,7 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> Non
     begin_s = time.monotonic()
     done = doctor("--json", str(tmp_path / "missing" / "x.json"))
     assert done.returncode != 0
-    assert "allowed is a file in a folder that exists" in done.stderr
+    assert "give a file in a folder that exists" in done.stderr
     assert time.monotonic() - begin_s < 5
 
 

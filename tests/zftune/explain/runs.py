@@ -6,12 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.zftune.tuner.surfaces import START, TOKENS, Driver, make
-from zftune.store import Decision, Hardware, Key, Measurement, Model, Run, RunRecord, TrialState
 from zftune.store.store import Store
+from zftune.store.types import Decision, DecisionKind, Hardware, Key, Measurement, Model, Run, RunRecord, TrialState
 from zftune.tuner.recorder import StoreRecorder
+from zftune.tuner.scores import score
 from zftune.tuner.search import Search
-from zftune.tuner.states import Outcome, Request
+from zftune.tuner.space import feasible
+from zftune.tuner.states import Outcome, Request, Trial
 
+NOTED = ("kind", "reason", "trial", "details")
+"""Of a decision, what the search itself has."""
 KEY = Key(
     model_id="m" * 16, hw_id="h" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1, micro_batch=1,
     sequence=TOKENS, checkpointing=False, quality="published",
@@ -117,8 +121,10 @@ class ByHand:
         self.store.add_measurement(self.run, trial, row, state=state)
         self.clock.now += 0.001
 
-    def decide(self, kind: str, trial: int | None = None, reason: str = "Because.", **details: float) -> None:
-        self.store.add_decision(self.run, Decision(kind=kind, reason=reason, trial_id=trial, details=details))
+    def decide(self, kind: DecisionKind, trial: int | None = None, reason: str = "Because.", **details: float) -> None:
+        rows = self.store.trials(self.run.run_id)
+        number = next((row.number for row in rows if row.trial_id == trial), None)
+        self.store.add_decision(self.run, Decision(kind, reason, number, details))
         self.clock.now += 0.001
 
 
@@ -142,3 +148,34 @@ def by_hand(store: Store, clock: Clock) -> Run:
     rows.measure(fast, "hold", 200, steps=50)
     rows.decide("stop", fast, "That is enough.")
     return rows.run
+
+
+def live_document(search: Search) -> dict[str, Any]:
+    """What a search itself knows of what is told from its rows."""
+    book, space, gain = search.book, search.book.space, search.book.gain
+    return {
+        "start": _live_trial(search, book.trials[0]),
+        "best": _live_trial(search, book.incumbent),
+        "gain": None if gain is None else {"share": gain.share, "error": 2 * gain.error},
+        "cost": {"spent_s": search.cost.spent_s, "elapsed_s": search.cost.elapsed_s},
+        "measurements": search.measurements,
+        "stopped": next((note.reason for note in reversed(search.notes) if note.kind in ("stop", "guard")), None),
+        "trials": [_live_trial(search, trial) for trial in book.trials],
+        "decisions": [{name: getattr(note, name) for name in NOTED} for note in search.notes],
+        "feasible": feasible(space),
+    }
+
+
+def _live_trial(search: Search, trial: Trial) -> dict[str, Any]:
+    return {
+        "number": trial.number,
+        "knobs": trial.setting.knobs(),
+        "source": trial.source,
+        "state": trial.state.value,
+        "reason": trial.reason or None,
+        "step_ms": score(trial.samples) * search.book.tokens / 1e3 if trial.samples else None,
+        "predicted_step_ms": search.book.forecast(trial.setting).step_ms,
+        "staleness_steps": trial.setting.mean_staleness_steps,
+        "quality_cost_steps": search.book.space.cost(trial.setting),
+        "constraint": trial.constraint,
+    }

@@ -13,9 +13,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.zftune.explain.runs import HARDWARE, MODEL, ByHand, Clock, begin, finished
-from zftune.cli import app
+from zftune.cli.main import app
 from zftune.explain import words
-from zftune.store import Hardware, Model, open_store
+from zftune.store import open_store
+from zftune.store.types import Hardware, Model
 
 EVIL = "[bold]x[/bold] \x1b[2J\u202e<b>&"
 
@@ -95,14 +96,25 @@ def test_a_run_that_measured_nothing_is_passed_over() -> None:
         ByHand(store, Clock(), empty[0]).trial("start")
     shown = call().stdout
     assert f"  {first[:8]}  " in shown
-    assert "This is the newest run with a measurement; 2 runs after it measured nothing." in flat(shown)
+    assert "This is the last run with a measurement; 2 runs after it measured nothing." in flat(shown)
     assert f"  {empty[0].run_id[:8]}  " in call(empty[0].run_id).stdout
     second = saved(4)
     assert f"  {second[:8]}  " in call().stdout
-    assert "newest run with" not in call().stdout
+    assert "last run with" not in call().stdout
     with open_store() as store:
         empty.append(begin(store))
     assert f"; run {empty[2].run_id[:8]} after it measured nothing." in flat(call().stdout)
+
+
+def test_the_last_run_is_the_one_that_trained_last() -> None:
+    first, second = saved(1), saved(4)
+    with open_store() as store:
+        again = store.resume_run(first)
+        assert f"  {first[:8]}  " in call().stdout  # it goes on
+        store.finish_run(again)
+    shown = call().stdout
+    assert f"  {first[:8]}  " in shown
+    assert second[:8] not in shown
 
 
 def test_of_runs_that_measured_nothing_it_is_the_newest() -> None:
@@ -111,7 +123,7 @@ def test_of_runs_that_measured_nothing_it_is_the_newest() -> None:
         ByHand(store, Clock(), runs[1]).trial("start")
     shown = flat(call().stdout)
     assert runs[1].run_id[:8] in shown
-    assert "newest run with" not in shown
+    assert "last run with" not in shown
     assert "Nothing was measured, so that nothing is known of any setting." in shown
 
 
@@ -128,15 +140,18 @@ def test_each_measurement_is_of_the_setting_that_is_named() -> None:
         rows.decide("stop", start, "Somebody ended it.")
         rows.measure(second, "explore", 80)
     shown = flat(call().stdout)
-    assert "Somebody ended it. a look at it, 20 steps, 90 ms a step, noise 0% (trial 1: topk_ratio 0.2," in shown
-    assert "Nothing was decided since. a look at it, 20 steps, 80 ms a step, noise 0% (trial 2: topk_ratio 0.3" in shown
+    assert "Somebody ended it. first measurement, 20 steps, 90 ms a step, noise 0% (setting 1: topk_ratio 0.2," in shown
+    assert (
+        "Nothing was decided since. first measurement, 20 steps, 80 ms a step, noise 0% (setting 2: topk_ratio 0.3"
+        in shown
+    )
 
 
 def test_runs_that_are_not_there() -> None:
     assert fails() == "RUN 'last': the store has no runs yet, `zftune tune` makes one"
     run_id = saved()
     assert fails("nothing-like-it") == (
-        f"RUN 'nothing-like-it': is not in the store, allowed is an id, its beginning or 'last'; near is {run_id[:8]}"
+        f"RUN 'nothing-like-it' is not in the store; give an id, its beginning or 'last' (near: {run_id[:8]})"
     )
     assert "is not in the store" in fails("")
     assert "\x1b" not in fails("\x1b[2J")
@@ -149,7 +164,7 @@ def test_a_beginning_of_several_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         begin(store)
         begin(store)
     sentence = fails("a")
-    assert sentence.startswith("RUN 'a': 2 runs begin with that, allowed is one of ")
+    assert sentence.startswith("RUN 'a': 2 runs begin with that: ")
     assert {"abababab", "acacacac"} == set(re.findall(r"\w{8}(?=,|$)", sentence))
 
 
@@ -159,12 +174,10 @@ def test_outputs(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["run"]["run_id"] == run_id
     assert "zftune explain" in result.stderr
     assert (tmp_path / "run.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
-    assert fails("--json", "/nowhere/x.json").startswith("--json '/nowhere/x.json': allowed is a file in a folder")
-    assert fails("--html", "-").startswith("--html '-': allowed is a file")
+    assert fails("--json", "/nowhere/x.json").startswith("--json '/nowhere/x.json' cannot be written: give a file")
+    assert fails("--html", "-").startswith("--html '-' cannot be written: give a file")
     same = tmp_path / "same"
-    assert (
-        fails("--json", same, "--html", same) == f"--html '{same}': is the file of --json too, allowed is another one"
-    )
+    assert fails("--json", same, "--html", same) == f"--html '{same}': is the file of --json too; give another one"
 
 
 def test_text_of_the_store_is_shown_as_text() -> None:
@@ -190,7 +203,7 @@ def test_whether_it_goes_on_is_seen_at_once() -> None:
         rows = ByHand(store, Clock(), begin(store))
         rows.measure(rows.trial("start"), "start", 100)
         assert "It is still running: this is what is known so far." in flat(call().stdout)
-    assert "It ended before its search did: these are the rows that it had written." in flat(call().stdout)
+    assert "It ended before its search did: this is what was found until then." in flat(call().stdout)
     with open_store() as store:
         assert [run.state.value for run in store.runs()] == ["running"]  # nothing was written
 

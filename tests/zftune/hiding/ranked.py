@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from zenflow import EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig
-from zftune.hiding import following
-from zftune.hiding.following import FIRST_STEPS, follow
+from zftune import hiding
+from zftune.hiding import FIRST_STEPS, follow
 
 RANKS = 2
 STEPS = FIRST_STEPS + 12
@@ -74,7 +74,7 @@ def train(rank: int, quality: Any) -> dict[str, Any]:
 def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    with patch.object(following, "Thinker", _Inline):
+    with patch.object(hiding, "SamplerProcess", _Inline):
         found = {quality: train(rank, quality) for quality in ("exact", "published")}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

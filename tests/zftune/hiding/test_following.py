@@ -16,13 +16,10 @@ from torch import nn
 import zftune
 from tests.tiers import by_day
 from zenflow import EmulatedAccelerator, HostMemoryError, Rig, ZenFlowAdamW, ZenFlowConfig
-from zftune.hiding import following
-from zftune.hiding.following import FIRST_STEPS, follow
-from zftune.hiding.measured import waits_for_all
-from zftune.hiding.words import NOTHING_TO_HIDE_BEHIND
-from zftune.profile.measure import Task
-from zftune.rig_files import load_rig
-from zftune.tuner.builtin import Training
+from zftune import hiding
+from zftune.emulated import load_rig
+from zftune.hiding import FIRST_STEPS, NOTHING_TO_HIDE_BEHIND, follow, waits_for_all
+from zftune.profile.measure import Task, Training
 from zftune.workload import load_text
 
 EXACT = ZenFlowConfig.zero_offload(pipeline="bucket")
@@ -50,7 +47,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [one for one in caplog.messages if one.startswith("zftune: ")]
 
 
-def training_on(rig: str, model: Path) -> Training:
+def training_on(rig: str, model: Path) -> Training[ZenFlowAdamW]:
     return Training(
         Task(
             model=str(model),
@@ -199,7 +196,7 @@ def test_knobs_that_are_known_are_forecast(loop: Callable[..., Loop], lines: Cal
 def test_what_cannot_be_planned_is_the_default(
     loop: Callable[..., Loop], lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "measured", lambda *_: 1 / 0)
+    monkeypatch.setattr(hiding, "measured", lambda *_: 1 / 0)
     training = loop(SLOW_HOST)
     follow(training.optimizer, "loose")
     training.train(FIRST_STEPS)

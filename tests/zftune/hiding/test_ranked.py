@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests import zygote
 from tests.zftune.hiding.ranked import RANKS
-from zftune.hiding.following import FIRST_STEPS
+from zftune.hiding import FIRST_STEPS
 
 ROOT = Path(__file__).parents[3]
 

@@ -342,7 +342,7 @@ def gradients_that_have_left() -> None:
     """A gradient is whole and exact where it is on the host already, and the step takes what was made of it."""
     from deepspeed import utils
 
-    from zenflow.standin import StandIn
+    from zenflow.standin import GradientPlaceholder
 
     with (
         training("odd", "bf16", zenflow=LATE) as ours,
@@ -356,7 +356,7 @@ def gradients_that_have_left() -> None:
             for one in (ours, alone_):
                 one.backward()
             for weight, gradient in zip(weights, expected, strict=True):
-                left += isinstance(weight.grad, StandIn)
+                left += isinstance(weight.grad, GradientPlaceholder)
                 assert torch.equal(utils.safe_get_full_grad(weight).clone(), gradient)
                 utils.safe_set_full_grad(weight, gradient)
                 assert torch.equal(utils.safe_get_full_grad(weight), gradient)

@@ -1,6 +1,6 @@
-"""A training at ZeRO stage 3 that saves as it goes, and a rank of which ends in the midst of it; or goes on from there.
+"""A training over ranks that saves as it goes, and a rank of which ends in the midst of it; or goes on from there.
 
-python -m tests.zftune.integrations.ds_ends FOLDER STEPS [VICTIM --moment MOMENT] [--tag TAG]
+python -m tests.zftune.integrations.ds_ends FOLDER STEPS [VICTIM --moment MOMENT] [--tag TAG] [--stage STAGE]
 
 Each rank prints "step", number and loss as a line. VICTIM is a rank that gets SIGKILL where, after the first
 checkpoint, it is about to open, write, move or remove something in FOLDER for the MOMENT-th time; a negative MOMENT is
@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("victim", type=int, nargs="?", default=-1)
     parser.add_argument("--moment", type=int, default=0)
     parser.add_argument("--tag")
+    parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--local_rank", help="as DeepSpeed's launcher tells it")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -92,7 +93,8 @@ def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo", verbose=False, timeout=TIMEOUT)
     zftune.integrations.deepspeed.enable()
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    config = ds_config(stage=3, zenflow=ZENFLOW, optimizer=ADAMW) | {"train_micro_batch_size_per_gpu": 4 // ranks}
+    config = ds_config(stage=args.stage, zenflow=ZENFLOW, optimizer=ADAMW)
+    config["train_micro_batch_size_per_gpu"] = 4 // ranks
     model = make_model("plain")
     moments = Moments(args.folder, args.moment if rank == args.victim else 0)
     for layer in model.children():

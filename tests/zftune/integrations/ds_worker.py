@@ -7,8 +7,8 @@ CASES.json holds {name: case}; OUT.pt then holds {name: what was seen}. Keys of 
 "scheduler" (instance, callable), "steps", "passes" (backward passes of a step), "load" and "save" (folders),
 "save_after", "die" (kill -9 after saving), "form" (of the config: dict, path, base64, args), "model" (plain, odd, ...),
 "backward" (engine, scaled, direct), "twice" (initialize a second time, on the same model), "init" (the dtype in which
-`deepspeed.zero.Init` makes the model), "visit" (before which step a script does what it may at stage 3), "parts" (calls
-those of a model of the kind "odd", and clips and decays the parameters that it listed before `initialize`),
+`deepspeed.zero.Init` makes the model), "visit" (before which step a script does what it may at its stage), "parts"
+(calls those of a model of the kind "odd", and clips and decays the parameters that it listed before `initialize`),
 "device_bytes" (of a small device's memory).
 """
 
@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from tests import upstream_ops
-from tests.zftune.integrations import ds_stage3
+from tests.zftune.integrations import ds_stage2, ds_stage3
 from zftune.integrations.fsdp2 import whole
 
 LR = 1e-3
@@ -77,6 +77,17 @@ class Late(nn.Module):
         return self.late(hidden) + hidden if self.forwards > 8 else hidden
 
 
+class Scaled(nn.Linear):
+    """With a trained parameter of no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
 class Experts(nn.Module):
     """Each of two ranks uses one, and both another."""
 
@@ -99,8 +110,9 @@ def make_model(kind: str) -> nn.Module:
         model = nn.Sequential(Experts(), nn.Linear(WIDTH, WIDTH))
         set_z3_leaf_modules(model, [Experts])
         return model
-    if kind in ("odd", "late"):
-        return Odd() if kind == "odd" else Late()
+    kinds: dict[str, type[nn.Module]] = {"odd": Odd, "late": Late, "scaled": Scaled}
+    if kind in kinds:
+        return kinds[kind]()
     if kind in ("scalar", "empty"):
         return nn.ParameterDict({"it": nn.Parameter(torch.ones(()) if kind == "scalar" else torch.ones(0, 3))})
     return nn.Sequential(nn.Linear(WIDTH, 40), nn.Tanh(), nn.LayerNorm(40), nn.Linear(40, WIDTH))
@@ -187,7 +199,7 @@ def train(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             seen["client_state"] = engine.load_checkpoint(case["load"])[1]
         for number in range(case.get("steps", 12)):
             if number == case.get("visit"):
-                seen["visit"] = ds_stage3.visited(engine, model, folder)
+                seen["visit"] = _visited(engine, model, case, folder)
             _step(engine, model, case, seen, early)
     seen |= {
         "skipped": engine.skipped_steps,
@@ -210,6 +222,18 @@ def train(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         time.sleep(0.01)
     seen["threads"] = _threads() - threads
     return seen
+
+
+def _visited(engine: Any, model: nn.Module, case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    if case["config"]["zero_optimization"]["stage"] == 3:
+        return ds_stage3.visited(engine, model, folder)
+    return ds_stage2.visited(engine, model, batch(99, _part()), folder)
+
+
+def _part() -> slice:
+    """Of each batch, this rank's."""
+    rows = 4 // torch.distributed.get_world_size()
+    return slice(torch.distributed.get_rank() * rows, (torch.distributed.get_rank() + 1) * rows)
 
 
 @contextlib.contextmanager
@@ -254,8 +278,7 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def _step(
     engine: Any, model: nn.Module, case: dict[str, Any], seen: dict[str, Any], early: list[nn.Parameter] | None
 ) -> None:
-    rows, passes, loss_sum = 4 // torch.distributed.get_world_size(), case.get("passes", 1), 0.0
-    part = slice(torch.distributed.get_rank() * rows, (torch.distributed.get_rank() + 1) * rows)
+    part, passes, loss_sum = _part(), case.get("passes", 1), 0.0
     for number in range(passes):
         x = batch(passes * engine.global_steps + number, part)
         loss = (engine(x.to(next(model.parameters()).dtype)).float() - x).square().mean()

@@ -111,8 +111,8 @@ def test_a_checkpoint_of_zero_is_refused_with_what_to_do(tmp_path: Path) -> None
     seen = run_cases(tmp_path / "of zero", {"saved": saving, "loaded": loading})[0]
     assert "error" not in seen["saved"], seen["saved"]
     assert seen["loaded"]["error"] == (
-        "BadInputError: the checkpoint is of ZeRO, allowed is one of the backend zenflow: `zftune checkpoint import` "
-        "makes it"
+        "BadInputError: the checkpoint is of ZeRO, and the backend zenflow loads its own: `zftune checkpoint import` "
+        "makes one"
     )
 
 
@@ -130,4 +130,31 @@ def test_a_group_that_joins_has_the_models_names() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.5, 1e-3]
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": thawed[:1]})
+    optimizer.close()
+
+
+class _Scaler:
+    """What is used of DeepSpeed's, which takes seconds to import; those of whole runs are real."""
+
+    cur_scale = 8.0
+
+    def __init__(self) -> None:
+        self.overflows: list[bool] = []
+
+    def update_scale(self, overflow: bool) -> None:
+        self.overflows.append(overflow)
+
+
+def test_the_loss_scale_is_made_where_the_gradients_are() -> None:
+    model = nn.Linear(8, 8).half()
+    recipe = optimizers.from_config(ds_config(optimizer=ADAMW))
+    assert recipe is not None
+    scaler = _Scaler()
+    optimizer = EngineOptimizer(list(model.parameters()), recipe, ZenFlowConfig(skip_nonfinite=True), model, scaler)
+    for _ in range(3):
+        (8.0 * model(torch.ones(2, 8).half()).float().square().mean()).backward()
+        with torch.device("meta"):  # where a number without a device of its own would be, to be copied from there
+            optimizer.step()
+        optimizer.zero_grad()
+    assert scaler.overflows == [False] * 3
     optimizer.close()

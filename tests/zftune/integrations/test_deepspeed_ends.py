@@ -1,4 +1,4 @@
-"""A rank of DeepSpeed's engine at stage 3 is killed: the others end, and what was saved is whole and goes on.
+"""A rank of DeepSpeed's engine is killed: the others end, and what was saved is whole and goes on.
 
 `ZFTUNE_KILLS=100` does it at more moments.
 """
@@ -56,57 +56,63 @@ def steps_of(said: str) -> Losses:
     return {int(number): float(loss) for number, loss in re.findall(r"^step (\d+) (\S+)$", said, re.MULTILINE)}
 
 
+@pytest.fixture(scope="module", params=by_day((3,), all_of=(3, 2)))
+def stage(request: pytest.FixtureRequest) -> str:
+    """Words for `ds_ends`."""
+    return f"--stage={request.param}"
+
+
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Losses:
-    codes, losses, errors = trained(tmp_path_factory.mktemp("unbroken"), RANKS)
+def unbroken(tmp_path_factory: pytest.TempPathFactory, stage: str) -> Losses:
+    codes, losses, errors = trained(tmp_path_factory.mktemp("unbroken"), RANKS, stage)
     assert codes == [0] * RANKS, errors
     assert list(losses) == list(range(1, STEPS + 1))
     return losses
 
 
-def test_a_rank_killed_in_training_ends_the_others_and_it_goes_on(tmp_path: Path, unbroken: Losses) -> None:
+def test_a_rank_killed_in_training_ends_the_others_and_it_goes_on(tmp_path: Path, unbroken: Losses, stage: str) -> None:
     for number in range(KILLS):
         folder = tmp_path / str(number)
         folder.mkdir()
         rng = random.Random(number)
         victim, moment = rng.randrange(RANKS), rng.randint(1, 24)  # in one of the steps up to the last
-        codes, losses, _ = trained(folder, RANKS, str(victim), f"--moment=-{moment}")
+        codes, losses, _ = trained(folder, RANKS, str(victim), f"--moment=-{moment}", stage)
         assert codes[victim] == -signal.SIGKILL
         assert all(codes)
         assert losses == {step: unbroken[step] for step in losses}
-        goes_on(folder, unbroken, (RANKS, 1, 4)[number % 3], begins=range(EVERY, STEPS, EVERY))
+        goes_on(folder, unbroken, (RANKS, 1, 4)[number % 3], stage)
 
 
-def test_a_rank_killed_while_it_saves_leaves_a_whole_checkpoint(tmp_path: Path, unbroken: Losses) -> None:
+def test_a_rank_killed_while_it_saves_leaves_a_whole_checkpoint(tmp_path: Path, unbroken: Losses, stage: str) -> None:
     moments = [(rank, moment) for rank, last in MOMENTS.items() for moment in range(1, last + 1)]
     for number, (victim, moment) in enumerate(by_day([HALF_A_MODEL], all_of=moments)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        codes, _, errors = trained(folder, RANKS, str(victim), f"--moment={moment}")
+        codes, _, errors = trained(folder, RANKS, str(victim), f"--moment={moment}", stage)
         assert codes[victim] == -signal.SIGKILL, errors
         assert all(codes)
-        goes_on(folder, unbroken, (1, RANKS, 4)[number % 3], begins=range(EVERY, STEPS, EVERY))
+        goes_on(folder, unbroken, (1, RANKS, 4)[number % 3], stage)
 
 
-def goes_on(folder: Path, unbroken: Losses, ranks: int, begins: range) -> None:
+def goes_on(folder: Path, unbroken: Losses, ranks: int, stage: str) -> None:
     """From what `latest` names: to the bit on as many ranks, within rounding on others."""
-    codes, losses, errors = trained(folder, ranks)
+    codes, losses, errors = trained(folder, ranks, stage)
     assert codes == [0] * ranks, errors
-    assert min(losses) - 1 in begins
+    assert min(losses) - 1 in range(EVERY, STEPS, EVERY)
     expected = {step: unbroken[step] for step in range(min(losses), STEPS + 1)}
     assert losses == (expected if ranks == RANKS else pytest.approx(expected, rel=1e-4))
 
 
 @pytest.mark.usefixtures("every_fault")
-def test_a_tag_that_was_half_overwritten_is_no_checkpoint(tmp_path: Path, unbroken: Losses) -> None:
+def test_a_tag_that_was_half_overwritten_is_no_checkpoint(tmp_path: Path, unbroken: Losses, stage: str) -> None:
     """Where a script saves under one tag again and again, it goes on from one step or is told; never from two."""
     refused = 0
     for moment in range(1, MOMENTS[0] + 1):
         folder = tmp_path / str(moment)
         folder.mkdir()
-        codes, _, _ = trained(folder, RANKS, "0", f"--moment={moment}", "--tag=one")
+        codes, _, _ = trained(folder, RANKS, "0", f"--moment={moment}", "--tag=one", stage)
         assert all(codes)
-        codes, losses, errors = trained(folder, RANKS, "--tag=one")
+        codes, losses, errors = trained(folder, RANKS, "--tag=one", stage)
         if any(codes):
             refused += "is of two steps" in errors
             assert not losses

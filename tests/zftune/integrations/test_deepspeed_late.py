@@ -12,7 +12,7 @@ import torch
 from tests.zftune.integrations.ds_running import ADAMW, ZENFLOW, ds_config
 from tests.zftune.integrations.ds_worker import make_model
 from zenflow import ZenFlowConfig
-from zftune.hiding.measured import waits_for_all
+from zftune.hiding import waits_for_all
 from zftune.integrations.deepspeed import backend
 from zftune.integrations.deepspeed.choosing import Chosen
 from zftune.integrations.deepspeed.section import Section
@@ -58,13 +58,13 @@ def test_the_planner_finds_late_knobs_where_nobody_has_any(quality: Any, caplog:
     assert making.follows
     assert waits_for_all(config)
     assert caplog.messages[-1].endswith(
-        "; the planner finds the knobs in 15 steps, each of which waits for every update"
+        "; the planner finds the settings in 15 steps, each of which waits for every update"
     )
     making, _ = chosen(PLAIN, quality=quality, preset="best")
     assert making.follows
     assert "no preset is for this model on this hardware yet" in caplog.messages[-1]
     assert caplog.messages[-1].endswith(
-        "so the planner finds the knobs in 15 steps, each of which waits for every update"
+        "so the planner finds the settings in 15 steps, each of which waits for every update"
     )
 
 
@@ -78,4 +78,4 @@ def test_who_has_late_knobs_or_a_tuner_keeps_them(
     monkeypatch.setenv("ZFTUNE_ONLINE", "nobody")
     making, _ = chosen(PLAIN, quality="published")
     assert not making.follows
-    assert all(message.endswith("the knobs are the ds_config's") for message in caplog.messages)
+    assert all(message.endswith("the settings are the ds_config's") for message in caplog.messages)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from zftune.ds_config.reading import Source
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed.ds_config import Source
 from zftune.integrations.deepspeed.named import named_by
 
 CONFIG = {"train_batch_size": 1, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
@@ -122,13 +122,16 @@ def test_nothing_is_named(folder: Path, line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("python train.py --deepspeed broken.json", "'broken.json': is neither JSON"),
-        ("python train.py --deepspeed_config data.json", "'data.json': holds no JSON object"),
-        ("python train.py --deepspeed config.json", "'config.json': is a model's config.json"),
-        ("accelerate launch --config_file broken.yaml train.py", "'broken.yaml': is not YAML"),
+        ("python train.py --deepspeed broken.json", "ds_config 'broken.json' cannot be read: it is neither JSON"),
+        (
+            "python train.py --deepspeed_config data.json",
+            "ds_config 'data.json' cannot be read: it holds no JSON object",
+        ),
+        ("python train.py --deepspeed config.json", "'config.json' is a model's config.json"),
+        ("accelerate launch --config_file broken.yaml train.py", "'broken.yaml' is not YAML"),
         (
             "accelerate launch --config_file file.yaml --use_deepspeed --deepspeed_config_file broken.json t.py",
-            "'broken",
+            "ds_config 'broken",
         ),
     ],
 )

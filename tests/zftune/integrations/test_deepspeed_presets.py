@@ -15,7 +15,7 @@ from tests.zftune.integrations.ds_worker import make_model
 from tests.zftune.store.examples import KNOBS, PRESET
 from zftune.integrations.deepspeed.choosing import Training
 from zftune.store import open_store
-from zftune.store.document import document_of
+from zftune.store.preset_file import document_of
 
 OWN = (ZENFLOW["topk_ratio"], ZENFLOW["update_interval"])
 PROVEN, THEIRS = (0.4, 2), (0.3, 3)
@@ -42,32 +42,39 @@ CASES = {
     "whole batch": {"config": {"train_batch_size": 4, **_config()}},
     "quality exact": {"config": _config(quality="exact", preset="best")},
     "late in exact": {"config": _config(quality="exact", preset="theirs")},
-    "plain, published": {"config": _plain("published", 1)},
+    "plain, published": {"config": {**_plain("published", 1), "train_micro_batch_size_per_gpu": 2}},
     "plain, loose": {"config": _plain("loose", 1)},
     "plain, with a preset": {"config": _plain("published", 2)},
     "plain, exact": {"config": _plain("exact", 2)},
     "misspelt": {"config": _config(preset="thiers")},
+    "tuned online": {"config": {**_plain("loose", 1), "zftune": {"quality": "loose", "online": True}}, "steps": 24},
 }
 
 
+TRAINING = Training(
+    module=make_model("plain").to(torch.bfloat16),
+    backend="zenflow",
+    stage=2,
+    dtype="bfloat16",
+    micro_batch=4,
+    world_size=1,
+    quality="published",
+)
+
+
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("presets")
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path) -> dict[str, Any]:
     """What each training ran with."""
-    folder: Path = tmp_path_factory.mktemp("presets")
-    training = Training(
-        module=make_model("plain").to(torch.bfloat16),
-        backend="zenflow",
-        stage=2,
-        dtype="bfloat16",
-        micro_batch=4,
-        world_size=1,
-        quality="published",
-    )
     proven, theirs = (
         replace(PRESET, name=name, knobs={**KNOBS, "topk_ratio": k, "update_interval": interval, "host_threads": None})
         for name, (k, interval) in (("proven", PROVEN), ("theirs", THEIRS))
     )
-    key = replace(training.key(), sequence=2048)
+    key = replace(TRAINING.key(), sequence=2048)
     with open_store(str(folder / "zftune.db")) as store:
         store.save_preset(
             replace(
@@ -81,7 +88,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = folder / "theirs.json"
     file.write_text(json.dumps(document_of(theirs)))
     CASES["from a file"]["config"]["zftune"]["preset"] = str(file)
-    return run_cases(folder, {name: {**case, "ours": True, "steps": 2} for name, case in CASES.items()})[0]
+    return run_cases(folder, {name: {"steps": 2, **case, "ours": True} for name, case in CASES.items()})[0]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +99,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("by name", THEIRS),
         ("from a file", THEIRS),
         ("enable", PROVEN),
-        ("another stage", OWN),
+        ("another stage", PROVEN),
         ("another batch", OWN),
         ("whole batch", PROVEN),
         ("plain, published", PUBLISHED),
@@ -108,8 +115,14 @@ def test_what_it_trains_with(seen: dict[str, Any], name: str, knobs: tuple[float
 
 def test_quality_exact_never_trains_late(seen: dict[str, Any]) -> None:
     assert seen["quality exact"]["update_interval"] == 1
-    assert 'allowed with quality "exact" are knobs that wait for every update' in seen["late in exact"]["error"]
+    assert 'under which updates come late; quality "exact" waits for every one' in seen["late in exact"]["error"]
 
 
 def test_a_misspelt_name_is_a_sentence_with_the_near_ones(seen: dict[str, Any]) -> None:
-    assert seen["misspelt"]["error"] == "BadInputError: preset 'thiers': is not in the store, allowed is theirs"
+    assert seen["misspelt"]["error"] == "BadInputError: preset 'thiers': is not in the store; there are theirs"
+
+
+def test_what_is_found_online_is_kept_where_the_next_training_looks(seen: dict[str, Any], folder: Path) -> None:
+    assert "error" not in seen["tuned online"], seen["tuned online"]["error"]
+    with open_store(str(folder / "zftune.db")) as store:
+        assert [run.key for run in store.runs()] == [replace(TRAINING, stage=1, quality="loose").key()]

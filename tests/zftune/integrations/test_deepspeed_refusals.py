@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from tests.zftune.integrations.ds_running import ADAMW, ZENFLOW, ds_config
+from zftune.ds_config import facts
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed import backend, facts, optimizers, support, upstream
+from zftune.integrations.deepspeed import backend, optimizers, outcome, upstream
 from zftune.integrations.deepspeed.precision import Precision
 from zftune.integrations.deepspeed.section import Section
 
@@ -27,22 +28,22 @@ def _zero(**more: Any) -> dict[str, Any]:
 
 
 REFUSED = {
-    "stage 4": (_zero(stage=4), "zero_optimization.stage is 4, allowed are 0, 1, 2 and 3"),
+    "stage 4": (_zero(stage=4), "zero_optimization.stage is 4; it must be 0, 1, 2 or 3"),
     "weights on NVMe": (
         _zero(stage=3, offload_param={"device": "nvme", "nvme_path": "/x"}),
-        'offload_param.device is "nvme", allowed are "none" and "cpu"',
+        'offload_param.device is "nvme"; it must be "none" or "cpu"',
     ),
-    "hpZ": (_zero(stage=3, zero_hpz_partition_size=2), "zero_hpz_partition_size is 2, allowed is none"),
+    "hpZ": (_zero(stage=3, zero_hpz_partition_size=2), "zero_hpz_partition_size is 2; it must be left out"),
     "stage true": (_zero(stage=True), "zero_optimization.stage is True"),
-    "nvme": (_zero(offload_optimizer={"device": "nvme"}), 'offload_optimizer.device is "nvme", allowed is "cpu"'),
+    "nvme": (_zero(offload_optimizer={"device": "nvme"}), 'offload_optimizer.device is "nvme"; it must be "cpu"'),
     "quantized": (_zero(zero_quantized_gradients=True), "zero_optimization.zero_quantized_gradients is True"),
-    "amp": (_changed(amp={"enabled": True}), 'amp.enabled is True, allowed is false.*use "bf16"'),
-    "compile": (_changed(compile={"deepcompile": True}), "compile.deepcompile is True, allowed is false"),
+    "amp": (_changed(amp={"enabled": True}), 'amp.enabled is True; it must be false.*use "bf16"'),
+    "compile": (_changed(compile={"deepcompile": True}), "compile.deepcompile is True; it must be false"),
     "compression": (_changed(compression_training={"weight_quantization": {}}), "compression_training is there"),
-    "sequence parallel": (_changed(sequence_parallel_size=2), "sequence_parallel_size is 2, allowed is 1"),
+    "sequence parallel": (_changed(sequence_parallel_size=2), "sequence_parallel_size is 2; it must be 1"),
     "tensor parallel": (_changed(tensor_parallel={"autotp_size": 4}), "tensor_parallel.autotp_size is 4"),
     "sparse": (_changed(sparse_gradients=True), "sparse_gradients is True"),
-    "sum": (_changed(gradient_allreduce_op="sum"), "gradient_allreduce_op is 'sum', allowed is \"mean\""),
+    "sum": (_changed(gradient_allreduce_op="sum"), "gradient_allreduce_op is 'sum'; it must be \"mean\""),
     "unmanaged": (_changed(managed_gradient_accumulation=False), "managed_gradient_accumulation is False"),
     "autocast": (_changed(torch_autocast={"enabled": True, "dtype": "float16"}), "torch_autocast.dtype is 'float16'"),
     "fp32 sums": (
@@ -51,13 +52,13 @@ REFUSED = {
     ),
     "both halves": (
         _changed(bf16={"enabled": True}, fp16={"enabled": True}),
-        "fp16.enabled is True, allowed is false where bf16",
+        "fp16.enabled is True; it must be false where bf16",
     ),
     "loss scale": (
         _changed(fp16={"enabled": True, "loss_scale": -1}),
-        "fp16.loss_scale is -1, allowed is a number >= 0",
+        "fp16.loss_scale is -1; it must be a number >= 0",
     ),
-    "topk": (_zero(zenflow={**ZENFLOW, "topk_ratio": 2}), "topk_ratio is 2, allowed is a number from 0 to 1"),
+    "topk": (_zero(zenflow={**ZENFLOW, "topk_ratio": 2}), "topk_ratio is 2; it must be a number from 0 to 1"),
     "unknown knob": (_zero(zenflow={**ZENFLOW, "top_k": 2}), "zero_optimization.zenflow.top_k is 2"),
     "ratio": (_zero(offload_optimizer={"device": "cpu", "ratio": 3}), "zero_optimization.offload_optimizer.ratio is 3"),
     "buffers": (_changed(data_types={"buffer_dtype": "int8"}), "data_types.buffer_dtype is 'int8'"),
@@ -124,19 +125,22 @@ def test_what_is_done_is_not_refused(device: str) -> None:
     config = _zero(
         offload_optimizer={"device": device, "pin_memory": True}, overlap_comm=True, round_robin_gradients=True
     )
-    assert list(support.refusals(config)) == []
+    assert list(outcome.refusals(config)) == []
 
 
 @pytest.mark.parametrize(
     ("section", "sentence"),
     [
-        ("best", "zftune is 'best', allowed is a JSON object"),
-        ({"presets": "best"}, "zftune.presets is 'best', allowed are the fields preset, online, quality, backend"),
-        ({"preset": "auto"}, "zftune.preset is 'auto', allowed is any other word: Hugging Face takes \"auto\""),
-        ({"preset": 3}, 'zftune.preset is 3, allowed is "best", a name or a file'),
-        ({"online": "yes"}, "zftune.online is 'yes', allowed is true or false"),
-        ({"quality": "best"}, "zftune.quality is 'best', allowed are exact, published, loose"),
-        ({"backend": "torch"}, "zftune.backend is 'torch', allowed are zenflow, deepspeed"),
+        ("best", "zftune is 'best'; it must be a JSON object"),
+        (
+            {"presets": "best"},
+            "zftune.presets is 'best'; it must be left out: the fields are preset, online, quality, backend",
+        ),
+        ({"preset": "auto"}, "zftune.preset is 'auto'; it must be another word: Hugging Face takes \"auto\""),
+        ({"preset": 3}, 'zftune.preset is 3; it must be "best", a name or a file'),
+        ({"online": "yes"}, "zftune.online is 'yes'; it must be true or false"),
+        ({"quality": "best"}, "zftune.quality is 'best'; it must be exact, published or loose"),
+        ({"backend": "torch"}, "zftune.backend is 'torch'; it must be zenflow or deepspeed"),
     ],
 )
 def test_a_section_that_is_wrong(section: Any, sentence: str) -> None:
@@ -153,13 +157,16 @@ def test_what_is_asked_for_comes_before_the_section() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "sentence"),
     [
-        ({"type": "OneBitAdam"}, "optimizer.type is 'OneBitAdam', allowed are Adam, AdamW, Adagrad, Lion and SGD"),
-        ({"type": "AdamW", "params": 1}, "optimizer.params is 1, allowed is a JSON object"),
-        ({"type": "AdamW", "params": {"rho": 1}}, "optimizer.params.rho is 1, allowed for AdamW are lr, betas, eps"),
+        ({"type": "OneBitAdam"}, "optimizer.type is 'OneBitAdam'; it must be Adam, AdamW, Adagrad, Lion"),
+        ({"type": "AdamW", "params": 1}, "optimizer.params is 1; it must be a JSON object"),
+        (
+            {"type": "AdamW", "params": {"rho": 1}},
+            "optimizer.params.rho is 1; it must be left out: AdamW has lr, betas, eps",
+        ),
         ({"type": "Adam", "params": {"bias_correction": False}}, "optimizer.params.bias_correction is False"),
         (
             {"type": "Adam", "params": {"max_grad_norm": 1}},
-            "max_grad_norm is not DeepSpeed's, allowed is gradient_clip",
+            "max_grad_norm is not DeepSpeed's; it must be gradient_clip",
         ),
     ],
 )
@@ -169,7 +176,9 @@ def test_an_optimizer_that_does_not_fit(optimizer: Any, sentence: str) -> None:
 
 
 def test_a_passed_optimizer_that_does_not_fit() -> None:
-    with pytest.raises(BadInputError, match=r"the optimizer is a torch.optim.*RMSprop, allowed are Adam"):
+    with pytest.raises(
+        BadInputError, match=r"the optimizer is a torch.optim.*RMSprop; the backend zenflow trains with Adam"
+    ):
         optimizers.from_client(torch.optim.RMSprop(nn.Linear(2, 2).parameters()))
 
 
@@ -187,11 +196,11 @@ def test_adam_is_adamw_unless_it_says_otherwise() -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_upstreams_zenflow_is_refused_where_it_scrambles_weights(version: str, stage: int) -> None:
     config = ds_config(stage=stage, zenflow=ZENFLOW)
-    with pytest.raises(BadInputError, match=f"{version}, allowed is 0.19.6: {version} scrambles every 2-D weight"):
-        support.refuse_scrambling(config, version)
-    support.refuse_scrambling(ds_config(stage=stage), version)
-    support.refuse_scrambling(ds_config(stage=3, zenflow=ZENFLOW), version)
-    support.refuse_scrambling(config, "0.19.6")
+    with pytest.raises(BadInputError, match=f"{version} scrambles every 2-D weight .* install 0.19.6"):
+        outcome.refuse_scrambling(config, version)
+    outcome.refuse_scrambling(ds_config(stage=stage), version)
+    outcome.refuse_scrambling(ds_config(stage=3, zenflow=ZENFLOW), version)
+    outcome.refuse_scrambling(config, "0.19.6")
 
 
 SAFE = {**ZENFLOW, "select_strategy": "step", "select_interval": 128, "full_warm_up_rounds": 4}
@@ -217,7 +226,7 @@ def test_what_ends_upstreams_training_is_refused_before_it_begins(
     config = {**ds_config("bf16", zenflow=zenflow), **more}
     with pytest.raises(BadInputError, match=sentence) as raised:
         upstream.changed(config, Section(backend="deepspeed"), nn.Linear(2, 2))
-    assert "allowed with the backend deepspeed is" in str(raised.value)
+    assert "which the backend deepspeed refuses" in str(raised.value)
 
 
 def test_what_upstream_can_do_is_left_as_it_is(

@@ -50,15 +50,18 @@ CASES = by_day(
     all_of=ALL,
 )
 RANKS = by_day((2,), all_of=(2, 4))
+RESUMED_ON = by_day((1, 2), all_of=(1, 2, 4))
 ROUNDED = ("bf16", "fp16", "reduced in fp32", "made in bf16", "made in bf16, odd")
 SAVED = {
     "late": ALL["late"],
     "odd bf16": {"config": config_of("bf16", zenflow=ZENFLOW, optimizer=ADAMW), "model": "odd"},
+    "late at 2": {"config": ds_config(zenflow=ZENFLOW, optimizer=ADAMW)},
+    "odd bf16 at 2": {"config": ds_config("bf16", zenflow=ZENFLOW, optimizer=ADAMW), "model": "odd"},
 }
+"""At stage 3, and at 2."""
 REFUSED = {
-    "late from 2 at 3": "the checkpoint was saved below ZeRO stage 3, allowed with stage 3 on several ranks is one of",
-    "scalar": "it has no dimension, allowed with ZeRO stage 3 are parameters with one or more",
-    "empty": "it is of shape (0, 3), allowed with ZeRO stage 3 on several ranks are parameters with elements",
+    "scalar": "it has no dimension; at ZeRO stage 3 a parameter must have one or more",
+    "empty": "it is of shape (0, 3), at ZeRO stage 3 on several ranks a parameter must have elements",
 }
 VISITED = {"config": config_of(optimizer=ADAMW), "model": "odd", "visit": 3}
 SMALL = {"device_bytes": 10_000}
@@ -123,19 +126,19 @@ def resuming(folder: Path, ranks: int, source: int = 2) -> dict[str, Any]:
 
 
 EXPERTS = {"config": config_of(optimizer=ADAMW), "model": "experts"}
-BELOW = {**SAVED["late"], "config": ds_config(zenflow=ZENFLOW, optimizer=ADAMW)}
-"""The same training at stage 2."""
+CHANGES = {
+    "stage 3 to 2": ("late at 2", "of 2 late"),
+    "stage 2 to 3": ("late", "of 2 late at 2"),
+    "one rank to two at stage 2": ("late at 2", "of 1 late at 2"),
+    "one rank at stage 2 to two at stage 3": ("late", "of 1 late at 2"),
+}
+"""What goes on from where, all of the same training; one rank has saved whole state in the model's file."""
 
 
-def changing_stage(folder: Path) -> dict[str, Any]:
-    """Between stages, on two ranks; what stage 2 saves may not be of ranks that have rows."""
-    steps, saved = STEPS - SAVED_AFTER, str(folder / "of stage 2")
-    given = {
-        "late from 3": {**BELOW, "steps": steps, "load": str(folder / "of 2 late")},
-        "saved at 2": {**BELOW, "save_after": SAVED_AFTER, "save": saved},
-        "late from 2 at 3": {**SAVED["late"], "steps": steps, "load": saved},
-    }
-    return on(2, given)
+def changing(folder: Path) -> dict[str, Any]:
+    """On two ranks."""
+    steps = STEPS - SAVED_AFTER
+    return on(2, {name: {**SAVED[to], "steps": steps, "load": str(folder / of)} for name, (to, of) in CHANGES.items()})
 
 
 @pytest.fixture(scope="module")
@@ -151,13 +154,14 @@ def by_ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
     two = {**on(2, {**CASES, "experts": EXPERTS}), **saving(folder, 2), **refused, **on_host(2)}
     found = {2: run_cases(folder / "two", two, ranks=2)}
     saved = {**on(1, {"saved": VISITED})["saved"], **SMALL, "save_after": SAVED_AFTER, "save": str(folder / "of host")}
-    found[1] = run_cases(folder / "one", {**on(1, CASES), **resuming(folder, 1), **on_host(1), "saved on host": saved})
+    one = {**on(1, CASES), **resuming(folder, 1), **on_host(1), "saved on host": saved, **saving(folder, 1)}
+    found[1] = run_cases(folder / "one", one)
     from_host = on(2, {"from host": {**VISITED, "visit": None, "steps": STEPS - SAVED_AFTER, "load": saved["save"]}})
-    again = run_cases(folder / "again", {**resuming(folder, 2), **changing_stage(folder), **from_host}, ranks=2)
+    again = run_cases(folder / "again", {**resuming(folder, 2), **changing(folder), **from_host}, ranks=2)
     for seen, more in zip(found[2], again, strict=True):
         seen.update(more)
-    four = {**(on(4, CASES) if 4 in RANKS else {}), **resuming(folder, 4)}
-    found[4] = run_cases(folder / "four", four, ranks=4)
+    if 4 in RANKS:
+        found[4] = run_cases(folder / "four", {**on(4, CASES), **resuming(folder, 4)}, ranks=4)
     for ranks in found.values():
         for seen in ranks:
             for name, case in list(seen.items()):
@@ -188,7 +192,7 @@ def test_ranks_train_as_one(by_ranks: dict[int, list[dict[str, Any]]], name: str
 
 
 @pytest.mark.parametrize("name", SAVED)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", RESUMED_ON)
 def test_it_goes_on_on_any_number_of_ranks(by_ranks: dict[int, list[dict[str, Any]]], name: str, ranks: int) -> None:
     for rank, seen in enumerate(by_ranks[ranks]):
         uninterrupted, resumed = by_ranks[2][rank % 2][f"saved {name}"], seen[f"{name} from 2"]
@@ -202,9 +206,10 @@ def test_it_goes_on_on_any_number_of_ranks(by_ranks: dict[int, list[dict[str, An
 
 
 @pytest.mark.usefixtures("by_ranks")
-def test_the_files_are_those_of_deepspeed(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["odd bf16", "odd bf16 at 2"])
+def test_the_files_are_those_of_deepspeed(folder: Path, tmp_path: Path, name: str) -> None:
     """With whole weights that lack no update, and fp32 ones that `zero_to_fp32` finds in the files of all ranks."""
-    path = folder / "of 2 odd bf16"
+    path = folder / f"of 2 {name}"
     tag = (path / "latest").read_text()
     saved = torch.load(path / tag / "mp_rank_00_model_states.pt", weights_only=False)  # it holds more than tensors
     model = make_model("odd")
@@ -212,9 +217,9 @@ def test_the_files_are_those_of_deepspeed(folder: Path, tmp_path: Path) -> None:
     zygote.run([path / "zero_to_fp32.py", path, tmp_path / "out"], check=True)
     whole = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     assert whole.keys() == model.state_dict().keys()
-    for name, value in model.state_dict().items():
-        assert whole[name].dtype == (torch.float32 if name != "frozen" else torch.bfloat16), name
-        torch.testing.assert_close(whole[name].bfloat16(), value, rtol=0.0, atol=0.0, msg=name)
+    for key, value in model.state_dict().items():
+        assert whole[key].dtype == (torch.float32 if key != "frozen" else torch.bfloat16), key
+        torch.testing.assert_close(whole[key].bfloat16(), value, rtol=0.0, atol=0.0, msg=key)
     assert not all(torch.equal(value, value.bfloat16().float()) for value in whole.values())
     assert saved["optimizer"] == {"in_folder": True, "steps": SAVED_AFTER}
 
@@ -277,9 +282,10 @@ def test_ranks_use_different_experts(by_ranks: dict[int, list[dict[str, Any]]]) 
     assert not any(torch.equal(first["flushed"][f"0.{name}"], value) for name, value in before.items())
 
 
-def test_stage_2_goes_on_from_stage_3(by_ranks: dict[int, list[dict[str, Any]]]) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_stages_go_on_from_each_other(by_ranks: dict[int, list[dict[str, Any]]], name: str) -> None:
     for seen in by_ranks[2]:
-        uninterrupted, resumed = seen["saved late"], seen["late from 3"]
+        uninterrupted, resumed = seen["saved late"], seen[name]
         assert resumed["losses"] == pytest.approx(uninterrupted["losses"][SAVED_AFTER:], rel=1e-4)
         torch.testing.assert_close(resumed["flushed"], uninterrupted["flushed"], rtol=0.0, atol=1e-5)
 
@@ -311,10 +317,11 @@ def test_training_goes_on_with_what_was_written(by_ranks: dict[int, list[dict[st
 
 
 @pytest.mark.usefixtures("by_ranks")
-def test_it_becomes_a_plain_checkpoint(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["late", "late at 2"])
+def test_it_becomes_a_plain_checkpoint(folder: Path, tmp_path: Path, name: str) -> None:
     """With what was logged by rows applied, which takes masters and moments."""
-    source = folder / "of 2 late"
-    with pytest.raises(BadInputError, match="lies by rows in the folder zenflow, allowed with --trust"):
+    source = folder / f"of 2 {name}"
+    with pytest.raises(BadInputError, match="lies by rows in the folder zenflow: give --trust"):
         export_checkpoint(str(source), str(tmp_path / "plain.pt"))
     export_checkpoint(str(source), str(tmp_path / "plain.pt"), trust=True)
     found = torch.load(tmp_path / "plain.pt", weights_only=True)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from zenflow.sharded import rows_of
 from zftune.errors import BadInputError
-from zftune.integrations.fsdp2 import device_bytes, rows_of, shapes_of, stays_on_device, units_of
+from zftune.integrations.fsdp2 import device_bytes, shapes_of, stays_on_device, units_of
 
 
 class Block(nn.Module):
@@ -69,7 +70,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     assert stays_on_device(model, 4, None, 288 + 288, besides_bytes=1)
     with pytest.raises(BadInputError, match=r"take 0\.0 GB of a device \(ranks: 1\), of which 0\.0 GB are free"):
         stays_on_device(model, 1, torch.bfloat16, 575)
-    with pytest.raises(BadInputError, match=r'ranks: 4.*allowed .* "offload_param": .*, take more ranks'):
+    with pytest.raises(BadInputError, match=r'ranks: 4.*: set "offload_param": .*, take more ranks'):
         stays_on_device(model, 4, None, 575)
 
 
@@ -80,7 +81,7 @@ def test_else_they_are_on_the_host_where_they_may_be() -> None:
     assert stays_on_device(model, 4, None, 576 + 9, may_leave=True, besides_bytes=9)
     assert not stays_on_device(model, 4, None, 1000, may_leave=True, besides_bytes=1000)
     assert not stays_on_device(model, 1, torch.bfloat16, 432, may_leave=True)
-    with pytest.raises(BadInputError, match=r"that fit: take more ranks, or"):
+    with pytest.raises(BadInputError, match=r"are free: take more ranks, or"):
         stays_on_device(model, 1, torch.bfloat16, 431, may_leave=True)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-pytest.importorskip("accelerate", reason="the demo extra is not installed")
+pytest.importorskip("accelerate", reason="the huggingface extra is not installed")
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer

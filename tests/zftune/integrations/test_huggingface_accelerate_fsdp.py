@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="the demo extra is not installed")
+pytest.importorskip("transformers", reason="the huggingface extra is not installed")
 
 from tests import zygote
 from tests.tiers import by_day
@@ -82,7 +82,7 @@ def test_it_goes_on_from_a_checkpoint(by_ranks: dict[int, Results], name: str, r
 def test_what_is_pending_is_not_left_out_of_a_checkpoint(by_ranks: dict[int, Results]) -> None:
     for result in by_ranks[2]:
         said = "BadInputError: a checkpoint is saved while updates are pending, which are not in its weights"
-        assert result["pending"]["said"].startswith(f"{said}, allowed over FSDP2 is after flush()")
+        assert result["pending"]["said"].startswith(f"{said}: over FSDP2 call flush() first")
 
 
 def test_no_state_is_made_while_it_is_prepared(by_ranks: dict[int, Results]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("transformers", reason="the demo extra is not installed")
+pytest.importorskip("transformers", reason="the huggingface extra is not installed")
 
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
@@ -23,7 +23,7 @@ from tests.zftune.integrations.trainers import EXACT, LATE, furthest, same, tiny
 from zenflow import EmulatedAccelerator, Rig, ZenFlowAdamW
 from zftune.errors import BadInputError
 from zftune.integrations.huggingface import ZFTuneCallback, zenflow_optimizer
-from zftune.tuner.settings import Setting
+from zftune.tuner.space import Setting
 
 
 def late(model: nn.Module, args: Any) -> torch.optim.Optimizer:
@@ -190,7 +190,7 @@ def test_a_trainer_is_tuned_while_it_trains(tmp_path: Path) -> None:
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     made = trainer(tmp_path, None, callbacks=[ZFTuneCallback()])
-    with pytest.raises(BadInputError, match=r"optimizer is a AdamW, allowed is one of zenflow"):
+    with pytest.raises(BadInputError, match=r"optimizer is a AdamW; it must be one of zenflow"):
         made.train()
 
 

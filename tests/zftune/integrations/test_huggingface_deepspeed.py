@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-pytest.importorskip("transformers", reason="the demo extra is not installed")
+pytest.importorskip("transformers", reason="the huggingface extra is not installed")
 
 from tests import upstream_ops, zygote
 from tests.once import once
@@ -172,8 +172,11 @@ STAGE_3: dict[str, Any] = {
 }
 
 
-def stage_3(folder: Path) -> Path:
-    """By stage 2 of DeepSpeed; by us at stage 3 on two ranks, and from a checkpoint of theirs on two and on one."""
+STAGES = {2: {**_BASE, "optimizer": {"type": "AdamW", "params": _AUTO}}, 3: STAGE_3}
+
+
+def on_two_ranks(folder: Path, config: dict[str, Any]) -> Path:
+    """By stage 2 of DeepSpeed; by us at a stage on two ranks, and from a checkpoint of theirs on two and on one."""
     save = "from tests.zftune.integrations.trainers import tiny_model; tiny_model().save_pretrained('model')"
     path = os.pathsep.join([str(upstream_ops.ROOT), os.environ.get("PYTHONPATH", "")])
     zygote.run(["-c", save], cwd=folder, env={**os.environ, "PYTHONPATH": path}, check=True)
@@ -181,17 +184,18 @@ def stage_3(folder: Path) -> Path:
         "zero_optimization": {"stage": 2}
     }
     run(folder, "theirs", None, ranks=2, config=upstream)
-    run(folder, "ours", None, ours=True, ranks=2, config=STAGE_3)
-    run(folder, "again", folder / "ours" / MIDDLE, ours=True, ranks=2, config=STAGE_3)
-    run(folder, "on one", folder / "ours" / MIDDLE, ours=True, ranks=1, config=STAGE_3)
+    run(folder, "ours", None, ours=True, ranks=2, config=config)
+    run(folder, "again", folder / "ours" / MIDDLE, ours=True, ranks=2, config=config)
+    run(folder, "on one", folder / "ours" / MIDDLE, ours=True, ranks=1, config=config)
     return folder
 
 
 @pytest.mark.usefixtures("every_fault")
-def test_stage_3_on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = once(tmp_path_factory, "trainer-at-stage-3", stage_3)
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks(tmp_path_factory: pytest.TempPathFactory, stage: int) -> None:
+    folder = once(tmp_path_factory, f"trainer-at-stage-{stage}", lambda folder: on_two_ranks(folder, STAGES[stage]))
     theirs, ours, again, alone = (seen_by(folder, name) for name in ("theirs", "ours", "again", "on one"))
-    assert (theirs["was cut up"], ours["was cut up"]) == (False, True)
+    assert (theirs["was cut up"], ours["was cut up"]) == (False, stage == 3)
     assert ours["optimizer"] == "EngineOptimizer"
     assert column(ours, "learning_rate") == column(theirs, "learning_rate")
     assert column(ours, "loss") == pytest.approx(column(theirs, "loss"), rel=1e-4)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="the demo extra is not installed")
+pytest.importorskip("transformers", reason="the huggingface extra is not installed")
 
 from tests import upstream_ops, zygote
 from tests.once import once

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zftune.planner.facts import Machine
+from zftune.planner.model import Machine
 from zftune.planner.rates import Rates
 from zftune.planner.split import Piece, Split
 

@@ -10,9 +10,11 @@ import pytest
 from tests.zftune.planner.conftest import toy_machine
 from zenflow import ZenFlowConfig
 from zftune.errors import BadInputError
-from zftune.planner import Job, Memory, ModelFacts, Prediction, assumed_coverage, choose, fits, predict, ranked
-from zftune.planner.choosing import published_budget
+from zftune.planner.choosing import choose, fits, published_budget, ranked
+from zftune.planner.closed_form import predict
+from zftune.planner.model import Job, Memory, ModelFacts, Prediction
 from zftune.planner.plan import verdict
+from zftune.quality import assumed_coverage
 
 MODEL = ModelFacts.from_text("1B,12,2048")
 JOB = Job(seq=1024, checkpointing=True)
@@ -57,6 +59,41 @@ def test_a_ratio_below_one_has_to_win() -> None:
     assert order(({}, whole), ({"offload_ratio": 0.0}, replace(part, staleness_steps=0.0))) == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("knobs", "other", "reason"),
+    [
+        (
+            {},
+            prediction(99.0, staleness=4.0),
+            "the one with the least staleness is proposed (1.0 instead of 4.0 steps).",
+        ),
+        (
+            {},
+            prediction(99.0, staleness=1.0, device=2 << 30),
+            "the least GPU memory is proposed (1 bytes instead of 2.15 GB).",
+        ),
+        (
+            {},
+            prediction(99.0, staleness=1.0, device=1, host=1),
+            "the least host memory is proposed (0 bytes instead of 1 bytes).",
+        ),
+        ({"offload_ratio": 0.5}, prediction(99.0), "is proposed only where it is more than 2% faster."),
+    ],
+)
+def test_that_a_faster_one_is_not_proposed_has_its_reason(
+    knobs: dict[str, Any], other: Prediction, reason: str
+) -> None:
+    proposed = (ZenFlowConfig(), prediction(100.0, staleness=1.0, device=1))
+    found = ranked([(ZenFlowConfig(**knobs), other), proposed])
+    assert found[0] == proposed
+    baselines = {"no_offload": prediction(900.0, device=1 << 50), "zero_offload": prediction(900.0)}
+    (sentence,) = (
+        one for one in verdict(found, baselines, toy_machine()) if one.startswith("Choice 2 is faster, at 99")
+    )
+    assert sentence.endswith(reason)
+    assert not any("Choice" in one for one in verdict([proposed], baselines, toy_machine()))
+
+
 def test_nothing_to_choose_from() -> None:
     assert ranked([]) == []
 
@@ -90,7 +127,7 @@ def test_where_all_fits_and_the_host_is_slow_nothing_is_offloaded() -> None:
     assert config.offload_ratio == 0
     assert best.stall_ms == 0
     without = predict(MODEL, machine, JOB, config)
-    sentences = verdict([(config, best)], {"no_offload": without, "zero_offload": without}, without, machine)
+    sentences = verdict([(config, best)], {"no_offload": without, "zero_offload": without}, machine)
     assert sentences[0].startswith("Do not offload")
 
 
@@ -110,7 +147,7 @@ def test_staging_grows_where_weights_would_come_too_late() -> None:
 
 
 def test_more_gpus_than_there_are() -> None:
-    with pytest.raises(BadInputError, match="--gpus 8: allowed are 1 to 4"):
+    with pytest.raises(BadInputError, match="--gpus is 8; it must be an integer from 1 to 4"):
         choose(MODEL, toy_machine(), Job(gpus=8), budget=1.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from torch import nn
 
 from zftune.errors import BadInputError
-from zftune.planner import Machine, ModelFacts, machine_names, model_facts
-from zftune.planner.machine_files import FIGURES, parse_machine
+from zftune.planner.machine import FIGURES, machine_names, parse_machine
+from zftune.planner.model import Machine, ModelFacts, model_facts
 from zftune.workload import build_model
 
 # As the models' own pages give them; ties count once.
@@ -24,7 +25,13 @@ PUBLISHED = {
     "Qwen2.5-1.5B": 1_543_714_304,
     "Qwen2.5-3B": 3_085_938_688,
     "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
     "Qwen2.5-32B": 32_763_876_352,
+    "Qwen2.5-72B": 72_706_203_648,
+    "Llama-3-70B": 70_553_706_496,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.2-3B": 3_212_749_824,
+    "Mistral-7B": 7_241_732_096,
     "Llama-2-70B": 68_976_648_192,
     "OPT-13B": 12_853_473_280,
     "OPT-30B": 29_974_540_288,
@@ -39,6 +46,55 @@ def test_public_models_have_their_parameters(name: str) -> None:
     assert len(facts.stages) == len(facts.weights)
     assert list(facts.stages) == sorted(facts.stages)
     assert set(facts.stages) == set(range(facts.layers + 1))
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("meta-llama/Llama-3-8B", "Llama-3-8B"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "Llama-3-8B"),
+        ("meta-llama/Llama-3.1-8B", "Llama-3-8B"),
+        ("meta-llama/Llama-2-7b-chat-hf", "Llama-2-7B"),
+        ("llama2-7b", "Llama-2-7B"),
+        ("Qwen/Qwen2.5-7B-Instruct", "Qwen2.5-7B"),
+        ("mistralai/Mistral-7B-v0.1", "Mistral-7B"),
+        ("facebook/opt-13b", "OPT-13B"),
+    ],
+)
+def test_a_model_by_the_name_that_a_hub_has_for_it(said: str, meant: str) -> None:
+    assert model_facts(said).name == meant
+
+
+@pytest.mark.parametrize(
+    ("said", "near"),
+    [("Llama-2-8B", "Llama-2-7B"), ("Qwen2.5-8B", "Qwen2.5-7B"), ("meta-llama/Lama-3-8B", "Llama-3-8B")],
+)
+def test_a_misspelt_model_is_told_the_near_ones(said: str, near: str) -> None:
+    with pytest.raises(BadInputError, match=rf"or P,layers,hidden; did you mean .*{re.escape(near)}"):
+        model_facts(said)
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("h100", "h100-sxm"),
+        ("H100-SXM", "h100-sxm"),
+        ("4090", "rtx4090"),
+        ("RTX 4090", "rtx4090"),
+        ("a100", "a100-80-sxm"),
+        ("a100-40gb", "a100-40-sxm"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80-sxm"),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+    ],
+)
+def test_a_machine_by_a_short_name_or_its_gpus(said: str, meant: str) -> None:
+    assert Machine.load(said) == Machine.load(meant)
+
+
+def test_a_misspelt_machine_is_told_the_near_ones() -> None:
+    with pytest.raises(BadInputError, match=r"or a TOML file; did you mean h100-sxm"):
+        Machine.load("h100-sxn")
 
 
 @pytest.mark.parametrize("size", ["tiny", "small"])
@@ -73,7 +129,7 @@ def test_a_directory_is_built_without_reading_weights(mini_model: Path, tmp_path
 
 
 def test_weights_that_are_stored_transposed_are_known(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="the huggingface extra is not installed")
     transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=256).save_pretrained(tmp_path)
     facts = ModelFacts.from_dir(tmp_path)
     transposed = [facts.weights[number] for number in sorted(facts.transposed)]
@@ -91,15 +147,16 @@ def test_a_size_makes_about_as_many_parameters() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("gpt-5", "allowed are tiny"),
+        ("gpt-5", "it must be tiny"),
         ("7B,32", "P,layers,hidden"),
         ("7B,32,4096,1", "P,layers,hidden"),
         ("nan,32,4096", "P,layers,hidden"),
         ("inf,32,4096", "P,layers,hidden"),
-        ("0,32,4096", "at most 1e13"),
-        ("7B,0,4096", "at most 1e13"),
-        ("1M,32,4096", "allowed are at least 2147876864 parameters"),
-        ("x" * 5000, "allowed are tiny"),
+        ("0,32,4096", "1 to 1e13 parameters"),
+        ("7B,0,4096", "1 to 1000 layers"),
+        ("", "it must be tiny"),
+        ("1M,32,4096", "it must have at least 2147876864 parameters"),
+        ("x" * 5000, "it must be tiny"),
         ("/", "config.json"),
     ],
 )
@@ -152,13 +209,13 @@ def test_a_machine_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("nonsense", "valid TOML"),
+        ("nonsense", "it is not TOML"),
         (text_of(host_gbps=None), "figures.host_gbps is None"),
-        (text_of(host_gbps=0), "figures.host_gbps is 0, allowed is a number > 0"),
+        (text_of(host_gbps=0), "figures.host_gbps is 0; it must be a number > 0"),
         (text_of(host_gbps="nan"), "figures.host_gbps is nan"),
         (text_of(host_gbps="inf"), "figures.host_gbps is inf"),
         (text_of(host_gbps="true"), "figures.host_gbps is True"),
-        (text_of(gpus=1.5), "figures.gpus is 1.5, allowed is an integer > 0"),
+        (text_of(gpus=1.5), "figures.gpus is 1.5; it must be an integer > 0"),
         (text_of(compute_share=1.1), "a number above 0, at most 1"),
         (text_of(warp_speed=9), "figures.warp_speed"),
         (text_of().replace('cores = "made up"\n', ""), "source.cores is None"),
@@ -173,9 +230,9 @@ def test_a_wrong_machine_is_a_sentence(text: str, says: str) -> None:
     assert says in str(found.value)
 
 
-@pytest.mark.parametrize("name", ["a100", "", "/", "y" * 5000])
+@pytest.mark.parametrize("name", ["abacus", "", "/", "y" * 5000])
 def test_an_unknown_machine_names_those_that_there_are(name: str) -> None:
-    with pytest.raises(BadInputError, match="allowed are here, a100-40-pcie"):
+    with pytest.raises(BadInputError, match="it must be here, a100-40-pcie"):
         Machine.load(name)
 
 

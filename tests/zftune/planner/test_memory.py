@@ -6,6 +6,7 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from torch import nn
 
 from tests.zftune.planner.conftest import toy_machine
 from zenflow import CpuDevice, ZenFlowAdamW, ZenFlowConfig
-from zftune.planner import Job, ModelFacts, predict
-from zftune.planner.activations import activations
-from zftune.planner.memory import CONTEXT_BYTES, device_bytes, host_bytes, memory, segments
+from zftune.planner.closed_form import predict
+from zftune.planner.memory import CONTEXT_BYTES, activations, device_bytes, host_bytes, memory, segments
+from zftune.planner.model import Job, ModelFacts
 from zftune.planner.split import model_plan
 
 FOLDER = Path(__file__).parents[3] / "studies" / "012-planner"
@@ -214,7 +215,12 @@ def test_the_state_on_the_device_by_hand() -> None:
     assert found["state"] == 2 * 20 * MIB + 2 * MIB
     assert found["weights"] == 32 * MIB + 2 * MIB  # 31.25 MiB, and the small one
     assert found["context"] == CONTEXT_BYTES
-    assert found["packed"] == 0
+    # Of the first step, which needs most here: 900 columns wait for the link, or what staging_bytes allows.
+    assert found["packed"] == round(1.06 * 2 * 900 * 16384)
+    narrow = replace(config, staging_bytes=MIB)
+    assert device_bytes(model, model_plan(model, narrow), Job(seq=1), narrow, packed=0, arrived=0)["packed"] == round(
+        1.06 * MIB
+    )
 
 
 def test_the_first_step_keeps_every_gradient_in_full() -> None:

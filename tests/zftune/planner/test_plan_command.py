@@ -14,14 +14,17 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.tiers import by_day
 from zenflow import ZenFlowConfig
+from zftune.cli.plan import plan
 from zftune.errors import BadInputError
-from zftune.planner import Job, Machine, ModelFacts, make_plan
-from zftune.planner.command import plan
-from zftune.planner.plan import SCHEMA, curves, of_ranks
-from zftune.planner.predicting import predict
+from zftune.planner.choosing import LEAST_HEADROOM_BYTES, limits
+from zftune.planner.closed_form import predict
+from zftune.planner.model import Job, Machine, ModelFacts
+from zftune.planner.plan import SCHEMA, SMALLEST, curves, make_plan, of_nothing, of_ranks, remedies
 from zftune.planner.screen import render
 from zftune.report.plan import curves_chart, plan_html
+from zftune.text import size
 
 APP = typer.Typer()
 APP.command()(plan)
@@ -53,16 +56,18 @@ def test_the_document_is_plain_and_complete(document: dict[str, Any]) -> None:
     assert len(document["curves"]) == 8
 
 
-def test_the_screen_fits_and_says_what_to_do(document: dict[str, Any]) -> None:
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(render(document))
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_screen_fits_and_says_what_to_do(document: dict[str, Any], width: int) -> None:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(render(document, width))
     text = console.export_text()
-    assert max(map(len, text.splitlines())) <= 100
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
     for word in (
         "proposed",
         "no offloading",
         "ZeRO-Offload",
-        "S_min",
+        "least S",
         "pinned",
         "estimates",
         document["verdict"][0][:40],
@@ -75,19 +80,48 @@ def test_several_ranks_are_told_what_they_share_and_what_others_need(document: d
     alone = predict(model, Machine.load("a100-80-sxm"), Job(seq=512), config)
     together = 4 * alone.memory.host_bytes
     for host, fit in ((together, "fits"), (together - 1, "does not fit")):
-        shared, replicated = of_ranks(model, Job(gpus=4), [(config, alone)], host)
+        machine = replace(Machine.load("a100-80-sxm"), host_memory_bytes=host)
+        shared, _, replicated = of_ranks(model, machine, Job(gpus=4), [(config, alone)], headroom=0.0)
         assert shared.endswith("layers are gathered again for backward.")
-        memory = f"{together / 2**30:,.1f} GiB of host memory of a machine, which {fit}"
+        memory = f"{size(together)} of host memory of a machine, which {fit}"
         assert f"hold all of the state each: {memory}." in replicated
         assert replicated.endswith("4 times the work of link and host.")
-    assert of_ranks(model, Job(gpus=1), [(config, alone)], 0) == []
+    assert of_ranks(model, machine, Job(gpus=1), [(config, alone)]) == []
     job = Job(seq=512, gpus=2, reshard=False)
     found = make_plan(model, Machine.load("a100-80-sxm"), job, quality="exact")
-    assert found["verdict"][-2].startswith("This is for 2 ranks over PyTorch's FSDP2")
-    assert found["verdict"][-2].endswith("layers are kept until backward.")
+    assert found["verdict"][-3].startswith("This is for 2 ranks over PyTorch's FSDP2")
+    assert found["verdict"][-3].endswith("layers are kept until backward.")
     assert "ranks" not in " ".join(document["verdict"])
     # What two ranks need together is what one would, but for the counts of columns.
     assert predict(model, Machine.load("a100-80-sxm"), job, config).memory.host_bytes < 1.001 * together / 4
+
+
+def test_each_stage_is_told_what_the_other_would_take() -> None:
+    """Averaging and gathering are beside no compute at stage 2; they take 3 x (N - 1) / N of the weights at stage 3."""
+    model, machine, config = ModelFacts.from_name(MODEL), Machine.load("a100-80-sxm"), ZenFlowConfig(topk_ratio=0.1)
+    jobs = [Job(seq=512, gpus=4, stage=stage) for stage in (3, 2, 1)]
+    sharded, whole, first = (predict(model, machine, job, config) for job in jobs)
+    assert whole == first
+    assert whole.memory.host_by_use == sharded.memory.host_by_use
+    weights = model.element_bytes * model.parameters
+    uses = predict(model, machine, replace(jobs[1], seq=16), config).memory.device_by_use  # hardly any activations
+    assert weights <= uses["weights"] < 1.3 * weights  # in segments
+    assert weights < uses["gradients"] < 1.9 * weights  # of the embeddings, a quarter of it, there is more than one
+    assert (uses["gathered"], uses["state"]) == (0, sharded.memory.device_by_use["state"])
+    sent_ms = 2 * weights * 3 / 4 / machine.comm_gbps / 1e6
+    assert whole.stall_ms_by_cause["comm"] == pytest.approx(sent_ms, rel=0.01)
+    assert whole.step_ms > sharded.step_ms
+    for job, other, said in ((jobs[0], whole, "--stage 2"), (jobs[1], sharded, "--stage 3")):
+        told, elsewhere, _ = of_ranks(model, machine, job, [(config, sharded)])
+        assert ("zenflow.Partition" in told) == (job.stage == 2)
+        assert f"({said}) the same setting takes {other.step_ms:,.0f} ms" in elsewhere
+        assert f"{size(other.memory.device_bytes)} of each GPU" in elsewhere
+    assert "fits" in elsewhere
+    sharded_job, whole_job = (replace(job, seq=16) for job in jobs[:2])
+    need = predict(model, machine, whole_job, SMALLEST).memory.device_bytes
+    short = replace(machine, device_memory_bytes=need + LEAST_HEADROOM_BYTES - 1)
+    assert "does not fit" in of_ranks(model, short, sharded_job, [])[1]
+    assert "--stage 3" in [one.option for one in remedies(model, short, whole_job)]
 
 
 def test_machines_share_a_model_over_their_network() -> None:
@@ -103,7 +137,7 @@ def test_machines_share_a_model_over_their_network() -> None:
     assert two.bound_by == "comm"
     fast = predict(model, machine, Job(seq=512, gpus=4, nodes=2, network_gbps=1e6), config)
     assert fast.step_ms < one.step_ms  # two hosts update, with half of the ranks each
-    (shared, _) = of_ranks(model, job, [(config, two)], 0)
+    shared, *_ = of_ranks(model, machine, job, [(config, two)])
     assert shared.startswith("This is for 8 ranks on 2 machines with a network of 0.5 GB/s each way over PyTorch's")
 
 
@@ -120,7 +154,7 @@ def test_replicas_have_a_machine_each_and_send_gradients_alone() -> None:
     assert two.bound_by == "comm"
     fast = predict(model, machine, replace(job, network_gbps=1e6), config)
     assert fast.step_ms == pytest.approx(one.step_ms, rel=1e-3)  # each host updates all of the model
-    (shared, _) = of_ranks(model, job, [(config, two)], 0)
+    (shared, _) = of_ranks(model, machine, job, [(config, two)])
     assert "over a mesh of 2 by 4, so that each machine has all rows" in shared
     where = ("--model", "tiny", "--hardware", "a100-80-sxm", "--gpus", "4", "--nodes", "2", "--network-gbps", "9")
     told = run(*where, "--replicate")
@@ -176,26 +210,91 @@ def test_what_does_not_fit_ends_with_1_and_says_what_is_missing() -> None:
     result = CliRunner().invoke(APP, ["--model", "100B,80,8192", "--hardware", "rtx3090"])
     assert result.exit_code == 1
     assert "Nothing fits" in result.output
-    assert "GiB of GPU memory" in result.output.replace("\n", " ")
+    assert "more of a GPU's memory than the 23.2 GB that it may use" in unwrapped(result.output)
+
+
+def unwrapped(output: str) -> str:
+    return re.sub(r"[\s│]+", " ", output)
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "job"),
+    by_day(
+        [
+            ("Qwen2.5-3B", "rtx4090", Job(seq=4096, micro_batch=2)),
+            ("Qwen2.5-3B", "rtx4090", Job(seq=16384, checkpointing=True)),
+            ("Llama-2-7B", "rtx4090", Job(checkpointing=True)),
+        ],
+        all_of=[
+            ("Llama-2-13B", "a100-80-sxm", Job(micro_batch=4)),
+            ("Llama-2-70B", "a100-80-sxm", Job(gpus=4)),
+            ("Qwen2.5-3B", "rtx4090", Job(seq=4096, micro_batch=2)),
+            ("Qwen2.5-3B", "rtx4090", Job(seq=16384, checkpointing=True)),
+            ("Llama-2-7B", "rtx4090", Job(checkpointing=True)),
+        ],
+    ),
+)
+def test_what_would_do_does_and_less_of_it_would_not(model: str, machine: str, job: Job) -> None:
+    facts, place = ModelFacts.from_name(model), Machine.load(machine)
+    device, _ = limits(place)
+
+    def needs(options: str) -> int:
+        said = dict(re.findall(r"--(\S+) ?(\d+)?", options))
+        numbers: dict[str, Any] = {name.replace("-", "_"): int(value) for name, value in said.items() if value}
+        changed = replace(
+            job,
+            checkpointing=job.checkpointing or "checkpointing" in said,
+            **numbers,
+        )
+        return predict(facts, place, changed, SMALLEST).memory.device_bytes
+
+    assert needs("") > device
+    found = remedies(facts, place, job)
+    assert bool(found) == (model != "Llama-2-7B")
+    for one in found:
+        assert needs(one.option) == one.device_bytes <= device
+        assert not (job.checkpointing and "--checkpointing" in one.option)
+        option, _, value = one.option.rpartition(" ")
+        if option and not option.endswith("--gpus"):
+            assert needs(f"{option} {2 * int(value)}") > device
+        elif option and int(value) // 2 > job.gpus:
+            assert needs(f"{option} {int(value) // 2}") > device
+    sentence = unwrapped(" ".join(of_nothing(facts, place, job)))
+    assert all(one.option in sentence for one in found)
+    assert found or "--micro-batch 1 --checkpointing takes GPUs of" in sentence
+
+
+def test_memory_that_is_given_counts_instead_of_the_machines() -> None:
+    result = run("--host-memory", "4", "--gpu-memory", "6", "--seq", "512")
+    assert result.exit_code == 1
+    said = unwrapped(result.output)
+    assert "more of the host's memory than the 3.6 GB that it may use." in said
+    assert "more of a GPU's memory than the 3.85 GB that it may use" in said
+    assert "device_memory_bytes" not in said  # no estimate: it was given
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--gpus", "0"], "--gpus 0: allowed is an integer from 1"),
-        (["--gpus", "2"], "--gpus 2: allowed are 1 to 1"),
-        (["--no-reshard"], "--no-reshard: allowed only with --gpus 2 or more"),
-        (["--nodes", "0"], "--nodes 0: allowed is an integer from 1"),
-        (["--nodes", "2"], "--nodes 2: allowed only with --network-gbps"),
-        (["--network-gbps", "3"], "--network-gbps 3: allowed only with --nodes 2 or more"),
-        (["--nodes", "2", "--network-gbps", "0"], "--network-gbps 0.0: allowed is a number above 0"),
-        (["--replicate"], "--replicate: allowed only with --gpus 2 or more of each of --nodes 2 or more"),
-        (["--seq", "-1"], "--seq -1"),
-        (["--micro-batch", "0"], "--micro-batch 0"),
-        (["--dtype", "int8"], "--dtype 'int8': allowed are bf16"),
-        (["--quality", "best"], "--quality 'best': allowed are exact"),
-        (["--compute-ms", "nan"], "--compute-ms nan"),
-        (["--compute-ms", "0"], "--compute-ms 0"),
+        (["--gpus", "0"], "--gpus is 0; it must be an integer from 1"),
+        (["--gpus", "2"], "--gpus is 2; it must be an integer from 1 to 1"),
+        (["--no-reshard"], "--no-reshard needs --gpus 2 or more"),
+        (["--nodes", "0"], "--nodes is 0; it must be an integer from 1"),
+        (["--nodes", "2"], "--nodes 2 needs --network-gbps"),
+        (["--network-gbps", "3"], "--network-gbps 3 needs --nodes 2 or more"),
+        (["--nodes", "2", "--network-gbps", "0"], "--network-gbps is 0.0; it must be a number above 0"),
+        (["--stage", "0"], "--stage is 0; it must be 1, 2 or 3"),
+        (["--stage", "2", "--no-reshard"], "--no-reshard needs --stage 3"),
+        (["--stage", "1", "--replicate"], "--replicate needs --stage 3"),
+        (["--replicate"], "--replicate needs --gpus 2 or more of each of --nodes 2 or more"),
+        (["--seq", "-1"], "--seq is -1"),
+        (["--micro-batch", "0"], "--micro-batch is 0"),
+        (["--dtype", "int8"], "--dtype is 'int8'; it must be bf16, fp16 or fp32"),
+        (["--quality", "best"], "--quality is 'best'; it must be exact, published or loose"),
+        (["--compute-ms", "nan"], "--compute-ms is nan"),
+        (["--compute-ms", "0"], "--compute-ms is 0"),
+        (["--gpu-memory", "nan"], "--gpu-memory is nan; it must be a number of GB above 0"),
+        (["--host-memory", "0"], "--host-memory is 0.0; it must be a number of GB above 0"),
         (["--hardware", "abacus"], "--hardware 'abacus'"),
         (["--model", "abacus"], "--model 'abacus'"),
         (["--json", "/no/such/folder/x.json"], "--json '/no/such/folder/x.json'"),

@@ -1,4 +1,7 @@
-"""Predictions for several ranks over FSDP2, beside what they do: bytes, host memory, and steps on rigs."""
+"""Predictions for several ranks, beside what they do: bytes, host memory, and steps on rigs.
+
+Each has its rows of the weights (FSDP2), or all of the weights and the state of its rows (`zenflow.Partition`).
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,17 @@ from torch import Tensor, nn
 
 from tests.tiers import by_day
 from tests.zenflow.rank_runs import Results, results_of_ranks
-from zenflow import EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig
-from zftune.planner import ModelFacts, Rates
+from zenflow import EmulatedAccelerator, Partition, Rig, ZenFlowAdamW, ZenFlowConfig
 from zftune.planner.closed_form import floor
 from zftune.planner.memory import host_bytes
+from zftune.planner.model import ModelFacts
+from zftune.planner.rates import Rates
 from zftune.planner.simulate import simulate
 from zftune.planner.split import split_of
 
 RANKS = by_day([2], all_of=[2, 4])
 WIDTH, LAYERS, VOCABULARY = 32, 4, 64
+AT_ONCE = 6
 
 
 class Layer(nn.Module):
@@ -83,7 +88,8 @@ class Setting:
     rig: Rig = RIG
     reshard: bool = True
     replicas: int = 1
-    steps: int = 24
+    steps: int = by_day(16, all_of=24)
+    keeps_whole: bool = False
 
 
 def windows(interval: int, **knobs: Any) -> ZenFlowConfig:
@@ -101,9 +107,30 @@ ALL = {
     "kept": Setting(windows(4, bucket_bytes=2000), reshard=False),
     "slow network": Setting(windows(4, bucket_bytes=2000), rig=SLOW),
     "slow network, kept": Setting(windows(4, bucket_bytes=2000), rig=SLOW, reshard=False),
+    "whole weights, in turn": Setting(ZenFlowConfig.zero_offload(bucket_bytes=2000), keeps_whole=True),
+    "whole weights, pipelined": Setting(
+        ZenFlowConfig.zero_offload(pipeline="bucket", bucket_bytes=2000), keeps_whole=True
+    ),
+    "whole weights, windows": Setting(windows(4, bucket_bytes=20_000), keeps_whole=True),
+    "whole weights, early": Setting(windows(4, apply_lag=1, bucket_bytes=2000), keeps_whole=True),
+    "whole weights, half": Setting(windows(2, offload_ratio=0.5, bucket_bytes=2000), keeps_whole=True),
+    "whole weights, on the device": Setting(
+        ZenFlowConfig.zero_offload(offload_ratio=0.0, pipeline="bucket"), keeps_whole=True
+    ),
+    "whole weights, slow network": Setting(windows(4, bucket_bytes=2000), rig=SLOW, keeps_whole=True),
 }
 SETTINGS = by_day(
-    {name: ALL[name] for name in ("pipelined", "windows", "half", "slow network, kept")},
+    {
+        name: ALL[name]
+        for name in (
+            "pipelined",
+            "windows",
+            "half",
+            "slow network, kept",
+            "whole weights, pipelined",
+            "whole weights, windows",
+        )
+    },
     all_of=ALL,
 )
 ALL_REPLICAS = {
@@ -125,11 +152,18 @@ def train(setting: Setting, rank: int) -> dict[str, Any]:
     else:
         names = ("replicas", "rows")
         mesh = init_device_mesh("cpu", (setting.replicas, ranks // setting.replicas), mesh_dim_names=names)
-    for unit in (*model.layers, model):
+    for unit in () if setting.keeps_whole else (*model.layers, model):
         fully_shard(unit, mesh=mesh, reshard_after_forward=setting.reshard and unit is not model)
     model.to(torch.bfloat16)
     device = EmulatedAccelerator(setting.rig)
-    optimizer = ZenFlowAdamW(model.parameters(), lr=1e-3, config=setting.config, module=model, device=device)
+    optimizer = ZenFlowAdamW(
+        model.parameters(),
+        lr=1e-3,
+        config=setting.config,
+        module=model,
+        device=device,
+        partition=Partition() if setting.keeps_whole else None,
+    )
     device.attach(model)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(setting.steps):
@@ -154,10 +188,17 @@ WORK = {name: partial(train, setting) for name, setting in (SETTINGS | HSDP).ite
 
 
 def trained(folder: Path, names: Iterable[str], ranks: int) -> Results:
-    found = results_of_ranks(folder, "tests.zftune.planner.test_ranks", list(names), ranks)
-    for results in found:
-        for result in results.values():
-            assert "error" not in result, result["trace"]
+    """In processes of their own, so many settings at a time."""
+    left = list(names)
+    found: Results = [{} for _ in range(ranks)]
+    while left:
+        now, left = left[:AT_ONCE], left[AT_ONCE:]
+        begun = folder / str(len(left))
+        begun.mkdir()
+        for results, more in zip(found, results_of_ranks(begun, __name__, now, ranks), strict=True):
+            for result in more.values():
+                assert "error" not in result, result["trace"]
+            results |= more
     return found
 
 
@@ -179,7 +220,7 @@ def facts() -> ModelFacts:
 def test_steps_are_those_of_ranks_on_rigs(ranks: Results, name: str) -> None:
     """Apart from the numbers that the host is told in a step, 4 bytes of each weight, which are much in a toy."""
     setting = SETTINGS[name]
-    rates = Rates.of_rig(setting.rig, ranks=len(ranks), reshard=setting.reshard)
+    rates = Rates.of_rig(setting.rig, ranks=len(ranks), reshard=setting.reshard, keeps_whole=setting.keeps_whole)
     split = split_of(facts(), setting.config, pieces=1 << 20)
     steady, least = simulate(rates, split, setting.config), floor(rates, split, setting.config)
     for results in ranks:

@@ -13,9 +13,10 @@ import pytest
 
 from tests.zftune.planner.conftest import MEGA, toy_rates, toy_split
 from zenflow import RigSpec, ZenFlowConfig
-from zftune.planner import ModelFacts, Rates
 from zftune.planner.closed_form import floor
-from zftune.planner.resources import Log, Room, Server
+from zftune.planner.model import ModelFacts
+from zftune.planner.rates import Rates
+from zftune.planner.resources import Log, Server, StagingBytes
 from zftune.planner.simulate import Steady, simulate
 from zftune.planner.split import split_of
 
@@ -38,7 +39,7 @@ def test_a_server_takes_one_after_the_other() -> None:
 
 
 def test_a_room_waits_for_what_comes_back() -> None:
-    room = Room(10.0)
+    room = StagingBytes(10.0)
     for back in (4.0, 9.0):
         assert room.when(0.0, 5.0) == 0.0
         room.take(5.0)
@@ -226,7 +227,7 @@ def test_over_gloo_nothing_is_hidden_and_gradients_are_sent_twice() -> None:
 
 
 def rig_rates(values: dict[str, float] | None, name: str) -> Rates:
-    spec = RigSpec.load(STUDIES / "rigs" / f"{name}.toml")
+    spec = RigSpec.load(STUDIES.parent / "zftune" / "rigs" / f"{name}.toml")
     if values is not None:
         assert dict(spec.values) == values  # the record is of this rig
     model = ModelFacts.from_name("tiny")

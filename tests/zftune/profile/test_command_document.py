@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from zenflow import ZenFlowConfig
-from zftune.profile.command.document import Ended, build_document
+from zftune.profile.command.document import Ended, build_document, runtime_of
 from zftune.profile.command.records import Rank
-from zftune.profile.command.runtime import runtime_of
 from zftune.profile.sampling import Sampling
 from zftune.profile.schema import schema
 
@@ -116,6 +115,20 @@ def test_our_own_runtime_tells_the_rest(sampling: Sampling) -> None:
     assert document["memory"]["host_peak_bytes"] == 70
 
 
+def test_a_probe_below_what_the_host_did_is_no_ceiling(sampling: Sampling) -> None:
+    """A pass of a byte in hardly any time: no probe of memory reaches that."""
+    model = {"model_bytes": 1000, "knobs": dataclasses.asdict(ZenFlowConfig(update_interval=1))}
+    row = {**STATS, "host_ms": 1e-6, "host_memory": TOTALS, "host_engine": ["native", 2]}
+    steps = [step(5, runtime=row, stall_ms={"host": 1.0}, hidden_ms=0.0)]
+    document = build(rank(model=model, steps=steps, header={"has_stream": True}), sampling=sampling)
+    assert document["host"]["gbps"] > 1e6
+    assert document["host"]["ceiling_gbps"] is None
+    assert "the processor's caches" in document["missing"]["host.ceiling_gbps"]
+    assert "host.ceiling_gbps" not in document["sources"]
+    assert document["roofs"]["host_ms"] is None
+    assert document["missing"]["roofs.host_ms"] == document["missing"]["host.ceiling_gbps"]
+
+
 def test_a_script_on_an_emulated_accelerator_says_so(sampling: Sampling) -> None:
     rig = json.loads((Path(__file__).parent / "data/example.json").read_text())["rig"]
     model = {"model_bytes": 1000, "knobs": dataclasses.asdict(ZenFlowConfig(update_interval=1))}
@@ -154,14 +167,26 @@ def test_the_timeline_is_the_window_that_the_runtime_recorded(sampling: Sampling
 def test_a_runtime_that_tells_nonsense_is_not_believed(change: Row) -> None:
     model = {"model_bytes": 1000, "knobs": dataclasses.asdict(ZenFlowConfig())}
     last = {**STATS, "host_memory": TOTALS, "host_engine": ["native", 2]}
-    assert runtime_of(rank(model=model, steps=[step(5, runtime=last)])) is not None
-    assert runtime_of(rank(model=model, steps=[step(5, runtime={**last, **change})])) is None
+    assert runtime_of(rank(model=model, steps=[step(5, runtime=last)]), {}) is not None
+    assert runtime_of(rank(model=model, steps=[step(5, runtime={**last, **change})]), {}) is None
 
 
 def test_knobs_of_another_version_are_not_believed() -> None:
     last = {**STATS, "host_memory": TOTALS, "host_engine": ["native", 2]}
     for knobs in ({"nonesuch": 1}, {"topk_ratio": 7}, {"topk_ratio": "x"}):
-        assert runtime_of(rank(model={"model_bytes": 1, "knobs": knobs}, steps=[step(5, runtime=last)])) is None
+        missing: dict[str, str] = {}
+        found = runtime_of(rank(model={"model_bytes": 1, "knobs": knobs}, steps=[step(5, runtime=last)]), missing)
+        assert found is None
+        assert "zenflow's optimizer trained" in missing["link"]
+
+
+def test_steps_of_which_the_runtime_tells_nothing_leave_those_of_the_others(sampling: Sampling) -> None:
+    model = {"model_bytes": 1000, "knobs": dataclasses.asdict(ZenFlowConfig(update_interval=1))}
+    first = {**STATS, "host_memory": TOTALS, "host_engine": ["native", 2]}
+    document = build(rank(model=model, steps=[step(5, runtime=first), step(6)]), sampling=sampling)
+    assert document["link"]["bytes_over_model_bytes"] == pytest.approx(0.16)
+    assert document["memory"]["host_peak_bytes"] == 70
+    assert "link" not in document["missing"]
 
 
 def test_a_reason_for_what_is_known_is_dropped(sampling: Sampling) -> None:
@@ -259,3 +284,27 @@ def test_only_the_ranks_gpus_are_asked_about() -> None:
     assert asked.uuids == ["GPU-a", "GPU-b"]
     build(rank(header={"device_uuid": "GPU-a"}), rank(1), sampling=asked)
     assert asked.uuids is None
+
+
+def test_the_loss_and_what_it_shows(sampling: Sampling) -> None:
+    steps = [step(5 + i, loss=4.0 - i / 8, loss_source="log_loss") for i in range(16)]
+    document = build_document([rank(steps=steps)], Ended(0, False), sampling)
+    assert document["loss"]["trend"] == "falling"
+    assert (document["loss"]["count"], document["loss"]["not_finite"]) == (16, 0)
+    assert [row["loss"] for row in document["per_step"]] == [row["loss"] for row in steps]
+    assert document["sources"]["loss"] == "log_loss"
+
+
+def test_a_loss_that_is_not_finite_or_not_known(sampling: Sampling) -> None:
+    steps = [step(5 + i, loss=float("nan") if i == 3 else 4.0, loss_source="backward") for i in range(8)]
+    document = build_document([rank(steps=steps)], Ended(0, False), sampling)
+    assert document["loss"]["not_finite"] == 1
+    assert document["per_step"][3]["loss"] is None
+    assert "The loss is not a finite number in 1 of the measured steps." in document["verdict"]
+    broken = [{**row, "loss": float("inf")} for row in steps]
+    document = build_document([rank(steps=broken)], Ended(0, False), sampling)
+    assert document["loss"] is None
+    assert any("not a finite number in any measured step" in sentence for sentence in document["verdict"])
+    document = build_document([rank()], Ended(0, False), sampling)
+    assert document["loss"] is None
+    assert "zftune.log_loss" in document["missing"]["loss"]

@@ -109,7 +109,7 @@ def test_the_screen_says_so(documents: list[Document]) -> None:
     with console.capture() as shown:
         console.print(render(documents[0]))
     assert "zftune profile · 2 ranks · mini" in shown.get()
-    assert "Each of 2 ranks has such a rig and its rows of the model; figures are those of rank 0." in shown.get()
+    assert "Each of 2 ranks has such a device and its rows of the model; figures are those of rank 0." in shown.get()
 
 
 @pytest.mark.parametrize("more", [{"rig": "none"}, {"real_time": True}], ids=["no rig", "real time"])
@@ -119,7 +119,7 @@ def test_ranks_are_of_simulated_time(options: ProfileOptions, more: dict[str, An
 
 
 def test_there_is_at_least_one(options: ProfileOptions) -> None:
-    with pytest.raises(BadInputError, match="--ranks 0: allowed is an integer >= 1"):
+    with pytest.raises(BadInputError, match="--ranks is 0; it must be an integer >= 1"):
         run_profile(options, ranks=0)
 
 

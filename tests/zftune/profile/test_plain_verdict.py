@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from zftune.profile.observations import observations
-from zftune.profile.verdict import verdict
+from zftune.profile.verdict import observations, verdict
 
 Document = dict[str, Any]
 NVML = {"utilisation_percent": 60.0, "throttle_reasons": [], "other_processes": 0}
@@ -116,8 +115,8 @@ def test_the_rank_that_others_wait_for_is_told(of_a_command: Document) -> None:
         rank |= {"step_ms": {"mean": 55.0, "p50": 55.0, "p95": 55.0}, "comm_ms": comm_ms}
     (sentence,) = observations(of_a_command)
     assert sentence == (
-        "Rank 1 is the slowest: without its collectives a step takes it 53 ms, the fastest one 30 ms; the others "
-        "wait for it in them."
+        "Rank 1 is the slowest: its step takes 53 ms without collectives, that of the fastest rank 30 ms; the other "
+        "ranks wait for it."
     )
 
 
@@ -167,3 +166,17 @@ def test_on_a_gpu_the_processes_may_be_idle(of_a_command: Document) -> None:
 def test_a_zenflow_script_without_a_loader(document: Document) -> None:
     document["phases_ms"] |= {"data": None, "forward": 150.0, "backward": 50.0}
     assert any("is the forward pass and what precedes it: 150 ms" in sentence for sentence in verdict(document))
+
+
+@pytest.mark.parametrize(
+    ("workers", "advice"),
+    [
+        (0, "The DataLoader has no workers: give it some (num_workers)"),
+        (1, "The DataLoader has 1 worker: give it more"),
+        (64, "The DataLoader has 64 workers on 2 usable cores, more would not help: prepare the data beforehand."),
+    ],
+)
+def test_advice_on_data_looks_at_the_workers_that_there_are(of_a_command: Document, workers: int, advice: str) -> None:
+    of_a_command["command"]["loader_workers"] = workers
+    of_a_command["hardware"]["usable_cores"] = 2
+    assert advice in verdict(step_of(of_a_command, data=60.0, forward=40.0))[1]

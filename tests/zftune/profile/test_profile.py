@@ -12,9 +12,10 @@ import torch
 
 from tests.zftune.conftest import MINI_TIMELINE
 from zenflow import ZenFlowConfig
-from zftune import cli
+from zftune.cli import main as cli
 from zftune.errors import BadInputError, ProfileError
 from zftune.profile import measure as measure_module
+from zftune.profile.companions import TorchAdamW
 from zftune.profile.run import ProfileOptions, profile, read_config, task_of
 from zftune.profile.schema import validate
 from zftune.profile.screen import render
@@ -84,7 +85,8 @@ def test_knobs_steps_and_workload_are_what_was_asked_for(document: Document) -> 
     assert document["rig"]["name"] == "mini"
     assert document["device"] == "cpu (emulated accelerator)"
     baselines = document["baselines"]
-    assert baselines["no_offload"]["knobs"]["offload_ratio"] == 0
+    assert "knobs" not in baselines["no_offload"]
+    assert baselines["no_offload"]["optimizer"] == "torch.optim.AdamW(fused=True)"
     assert baselines["zero_offload"]["knobs"]["pipeline"] == "none"
     assert baselines["zero_offload_pipelined"]["knobs"]["pipeline"] == "bucket"
 
@@ -170,7 +172,7 @@ def test_figures_have_sources_and_gaps_have_reasons(document: Document, alone: D
     assert document["sources"]["link"] == "count"
     assert "memory.device_peak_bytes" not in document["sources"]
     sampled = {"nvml", "system", "series.nvml", "series.system"}
-    others = {"overhead_fraction", "waits_ms", "memory.device_peak_bytes", "selection.churn"}
+    others = {"idle", "overhead_fraction", "waits_ms", "memory.device_peak_bytes", "selection.churn"}
     assert set(document["missing"]) == sampled | others
     assert "rig mini" in render_text(document)
     assert set(alone["missing"]) >= {"baselines", "practicality"}
@@ -263,10 +265,10 @@ def test_plain_cpu_has_no_stall_and_says_why(options: ProfileOptions) -> None:
 def test_a_baseline_that_does_not_fit_is_null_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, options: ProfileOptions
 ) -> None:
-    def measure(task: Any, config: Any, *rest: Any) -> Any:
-        if config.offload_ratio == 0:
+    def measure(task: Any, system: Any, *rest: Any) -> Any:
+        if isinstance(system, TorchAdamW) or system.offload_ratio == 0:
             raise torch.cuda.OutOfMemoryError
-        return measure_module.measure(task, config, *rest)
+        return measure_module.measure(task, system, *rest)
 
     monkeypatch.setattr("zftune.profile.run.measure", measure)
     document = run_profile(options, rig="none", steps=1)

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zftune.profile.command.reasons import nothing_recorded, remarks
+from zftune.agent.bootstrap.sitecustomize import Notes
+from zftune.profile.command.document import Seen, nothing_recorded, remarks, waits_for
 from zftune.profile.command.records import Rank, measured, read_records
 
 Row = dict[str, Any]
@@ -59,7 +63,7 @@ def test_a_torn_last_line_is_no_fault(tmp_path: Path) -> None:
         {"step_ms": 0}, {"step_ms": -1}, {"step_ms": "1"}, {"step_ms": True}, {"begin_ns": 1.5}, {"end_ns": None},
         {"phases_ms": {"sleep": 1}}, {"phases_ms": None}, {"waits_ms": {"data": -1}}, {"stall_ms": {"luck": 1}},
         {"measured": "yes"}, {"spans": [["forward", 1]]}, {"spans": [[1, 2, 3]]}, {"hidden_ms": "x"}, {"kind": "stop"},
-        {"tokens": -1}, {"tokens": 1.5}, {"tokens": "many"},
+        {"tokens": -1}, {"tokens": 1.5}, {"tokens": "many"}, {"loss": "low"}, {"loss_source": "a guess"},
     ],
     ids=str,
 )  # fmt: skip
@@ -98,7 +102,7 @@ def test_ranks_are_in_order_and_of_each_the_longest_counts(tmp_path: Path) -> No
     ranks = read_records(tmp_path)
     chosen = measured(ranks)
     assert [(rank.rank, len(rank.steps)) for rank in chosen] == [(0, 2), (1, 1)]
-    assert "1 more training process of the same rank left out of the profile" in remarks(ranks, chosen, 2)
+    assert "1 more training process of the same rank left out of the profile" in remarks(ranks, chosen, 2, Seen())
 
 
 def test_the_mean_of_a_figure_that_a_step_lacks_is_not_known(tmp_path: Path) -> None:
@@ -112,11 +116,11 @@ def test_the_mean_of_a_figure_that_a_step_lacks_is_not_known(tmp_path: Path) -> 
     [
         (["python", "-I", "x.py"], 0, "python -I isolates"),
         (["python3", "-bE", "x.py"], 0, "python -E ignores PYTHONPATH"),
-        (["python3", "-W", "ignore::ImportWarning", "x.py"], 0, "no process of the command imported torch"),
+        (["python3", "-W", "ignore::ImportWarning", "x.py"], 0, "no Python of the command imported torch"),
         (["python3", "-WIgnore", "-S", "x.py"], 0, "python -S leaves the site module out"),
-        (["python3", "x.py", "-I"], 0, "no process"),
-        (["python3", "-m", "train", "-E"], 0, "no process"),
-        (["bash", "-I"], 0, "no process"),
+        (["python3", "x.py", "-I"], 0, "no Python of"),
+        (["python3", "-m", "train", "-E"], 0, "no Python of"),
+        (["bash", "-I"], 0, "no Python of"),
         (["bash"], 3, "exit code 3"),
         (["bash"], -9, "killed by signal 9"),
         (["bash"], None, "was killed before"),
@@ -127,21 +131,79 @@ def test_why_nothing_was_recorded(
 ) -> None:
     monkeypatch.delenv("ZFTUNE_DISABLE", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: name)
-    assert said in nothing_recorded(command, [], status, 5)
+    assert said in nothing_recorded(command, [], status, 5, Seen(b"p"))
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        (Seen(), "the command started no Python that takes up zftune's agent"),
+        (Seen(b"pp"), "no Python of the command imported torch"),
+        (Seen(b"ppt"), "torch was imported, and no optimizer of it took a step"),
+        (Seen(b"pt", left=2), "the command ended and left 2 processes in the background, which were ended with it"),
+        (Seen(b"pt", full=Path("/dev/shm")), "'/dev/shm', where the records are, is full"),
+    ],
+)
+def test_what_was_seen_is_told_apart(tmp_path: Path, seen: Seen, said: str) -> None:
+    assert nothing_recorded(["bash"], [], 0, 5, seen).startswith(f"nothing was recorded: {said}")
+    rank = read(tmp_path, HEADER, STEP)
+    (short,) = remarks([rank], [rank], 3, seen)
+    assert short.startswith("1 of 3 steps were measured: ")
+    assert ("full" in short, "background" in short) == (seen.full is not None, seen.left > 0)
+
+
+def test_the_folder_of_the_records_has_the_notes(tmp_path: Path) -> None:
+    assert Seen.of(tmp_path, left=1) == Seen(left=1)
+    (tmp_path / "notes").write_bytes(b"pt")
+    assert Seen.of(tmp_path) == Seen(b"pt")
+    assert Seen.of(tmp_path / "gone" / "x").full == tmp_path / "gone"
+
+
+SMALL = """
+import os, sys
+from zftune.profile.command.run import _folder
+with _folder() as first:
+    with open("/dev/shm/big", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 512 << 20 if sys.argv[1] == "large" else 60 << 20)
+    with _folder() as second:
+        print(first.parent, second.parent)
+"""
+
+
+@pytest.mark.parametrize(("size", "first", "second"), [("large", "/dev/shm", "TMP"), ("small", "TMP", "TMP")])
+def test_memory_that_is_small_or_full_is_left_to_the_training(
+    tmp_path: Path, size: str, first: str, second: str
+) -> None:
+    """A container has 64 MB of it."""
+    mount = f"mount -t tmpfs -o size={'600m' if size == 'large' else '64m'} tmpfs /dev/shm"
+    words = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if subprocess.run([*words, mount], capture_output=True, check=False).returncode:
+        pytest.skip("no mounts of one's own here")
+    command = [*words, f'{mount} && exec "$@"', "sh", sys.executable, "-c", SMALL, size]
+    done = subprocess.run(
+        command, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [part.replace("TMP", str(tmp_path)) for part in (first, second)]
 
 
 def test_what_an_agent_says_comes_first(tmp_path: Path) -> None:
-    failed = read(tmp_path, HEADER, {"kind": "end", "reason": "failed: ValueError: x"})
-    assert nothing_recorded(["python", "-I"], [failed], 1, 5) == "nothing was recorded: the agent failed: ValueError: x"
+    failed = read(tmp_path, HEADER, {"kind": "end", "reason": "failed", "error": "ValueError: x"})
+    assert nothing_recorded(["python", "-I"], [failed], 1, 5, Seen()).endswith(": the agent failed: ValueError: x")
     idle = read(tmp_path, HEADER, {"kind": "missing", "field": "step_ms", "reason": "no optimizer stepped"})
-    assert "no optimizer stepped" in nothing_recorded(["x"], [idle], 0, 5)
+    assert "no optimizer stepped" in nothing_recorded(["x"], [idle], 0, 5, Seen())
     short = read(tmp_path, HEADER, {**STEP, "index": 1, "measured": False})
-    assert "the training ended after 2 steps" in nothing_recorded(["x"], [short], 0, 5)
+    assert "the training ended after 2 steps" in nothing_recorded(["x"], [short], 0, 5, Seen())
 
 
 def test_remarks(tmp_path: Path) -> None:
-    rank = read(tmp_path, {**HEADER, "world_size": 4}, STEP, "x\n", {"kind": "end", "reason": "failed: OSError: full"})
-    assert remarks([rank], [rank], 60) == [
+    rank = read(
+        tmp_path,
+        {**HEADER, "world_size": 4},
+        STEP,
+        "x\n",
+        {"kind": "end", "reason": "failed", "error": "OSError: full"},
+    )
+    assert remarks([rank], [rank], 60, Seen()) == [
         "rank 0: the agent failed: OSError: full",
         "1 of 60 steps were measured: the training ended before",
         "1 of 4 ranks were recorded here",
@@ -163,3 +225,19 @@ def test_another_trainings_optimizer_takes_over(tmp_path: Path) -> None:
     assert (rank.seen, rank.unreadable) == (0, 0)
     assert rank.header == {**HEADER, **device}
     assert read(tmp_path, HEADER, {"kind": "restart", "device": 7}, STEP).unreadable == 1
+
+
+@pytest.mark.parametrize(
+    ("notes", "lines", "waits"),
+    [
+        (b"", [], "the command has started no Python that zftune's agent can enter yet"),
+        (Notes.PYTHON, [], "Python runs, and has not imported torch yet"),
+        (Notes.PYTHON + Notes.TORCH, [], "torch is imported, nothing has trained yet"),
+        (Notes.PYTHON + Notes.TORCH, [HEADER], "1 so far, of which --warmup discards 5"),
+    ],
+)
+def test_what_a_profile_waits_for(tmp_path: Path, notes: bytes, lines: list[Row], waits: str) -> None:
+    (tmp_path / Notes.FILE).write_bytes(notes)
+    if lines:
+        write(tmp_path, *lines)
+    assert str(waits_for(tmp_path, 5)).endswith(waits)

@@ -7,19 +7,20 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from zftune.profile.bars import cells
-from zftune.profile.screen import render
-from zftune.profile.systems import label
+from zftune.bars import cells
+from zftune.profile.screen import label, render
 
 Document = dict[str, Any]
 
 
-def shown(document: Document, width: int = 100, *, color: bool = False, encoding: str = "utf-8") -> str:
+def shown(
+    document: Document, width: int = 100, *, color: bool = False, encoding: str = "utf-8", verbose: bool = False
+) -> str:
     buffer = io.BytesIO()
     file = io.TextIOWrapper(buffer, encoding=encoding)
     Console(
         file=file, width=width, force_terminal=color, no_color=not color, _environ={"TERM": "xterm-256color"}
-    ).print(render(document))
+    ).print(render(document, verbose=verbose))
     file.flush()
     return buffer.getvalue().decode(encoding)
 
@@ -51,7 +52,7 @@ def test_the_table_has_the_numbers_of_the_document(document: Document, line: str
 
 def test_bars_share_one_scale(document: Document) -> None:
     text = shown(document)
-    lines = text[text.index("where a step") : text.index("the systems beside")].splitlines()
+    lines = text[text.index("where a step") : text.index("this run beside")].splitlines()
     filled = {line[:23].strip(): len(re.sub(r"[^█▓▒░╱]", "", line)) for line in lines[1:5]}
     assert filled["this run: ZenFlow"] < 0.4 * filled["ZeRO-Offload"]
     assert "host 460" in lines[3]
@@ -66,7 +67,7 @@ def test_figures_have_units_and_sources(document: Document) -> None:
         "4.78 steps/s · 306 tokens/s",
         "link a step D2H 1.65 MB · H2D 414 kB · other 5.2 kB · 1.19 × the model",
         "689 ms a pass · 0.0527 of 0.0529 GB/s (99.6%) · 44 B/element",
-        "covers 38% of the gradient energy · churn 12%",
+        "covers 88% of the gradient energy · 12% new each time",
         "mean 3.4 steps · most 7",
         "host state 11.6 MB · gradient log 6.61 MB · staging 1.65 MB",
         "measuring takes 0.4% of a step",
@@ -77,7 +78,7 @@ def test_figures_have_units_and_sources(document: Document) -> None:
 
 def test_the_rig_is_named_with_its_slack(document: Document) -> None:
     text = " ".join(shown(document).split())
-    assert "Emulated: times come from the rig llama2-7b-4xa100, not from a GPU" in text
+    assert "Emulated hardware (rig llama2-7b-4xa100): times do not come from a GPU" in text
     assert "Real work fills 24% of its padding: slack 37.1 ms median, -0.21 ms least, " in text
     assert "3 of 1,920 segments late (measured 2 times)." in text
 
@@ -104,6 +105,23 @@ def test_missing_figures_are_listed_with_their_reason_and_never_zero(document: D
     assert "missing  stall: there is no device stream" in text
     line = next(line for line in text.splitlines() if line.startswith("this run: ZenFlow") and "217" in line)
     assert line.split() == ["this", "run:", "ZenFlow", "208", "217", "–", "–", "–", "–", "–"]
+
+
+def test_of_what_is_missing_three_lines_are_shown_and_the_rest_on_request(document: Document) -> None:
+    for name in ("seed", "idle", "nvml", "stall", "workload.text", "practicality", "system.quota_cores"):
+        document["missing"][name] = f"a reason for {name}"
+    names = {
+        name: reason for name, reason in document["missing"].items() if not name.startswith(("per_step", "series"))
+    }
+    short = shown(document).splitlines()
+    lines = [line for line in short if line.startswith("missing ")]
+    assert [line.split()[1].rstrip(":") for line in lines] == ["stall", "nvml"]
+    assert f"{len(names) - 2} more figures are missing: zftune profile -v shows which, and why" in short
+    whole = " ".join(shown(document, verbose=True).split())
+    assert "more figures are missing" not in whole
+    for name, reason in names.items():
+        assert name in whole
+        assert reason in whole
 
 
 @pytest.mark.parametrize("width", [60, 72, 80, 99, 100, 140])

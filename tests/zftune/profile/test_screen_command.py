@@ -120,7 +120,7 @@ def test_without_a_loader_the_forward_pass_is_more_than_that(of_a_command: Docum
 def test_a_zenflow_script_has_its_ranks_in_the_table(document: Document, of_a_command: Document) -> None:
     document["command"], document["baselines"] = of_a_command["command"], None
     text = squeezed(document)
-    assert "the systems beside each other" not in text
+    assert "this run beside its baselines" not in text
     assert "rank steps step ms: mean p50 p95 stall data forward" in text
     step = document["ranks"][0]["step_ms"]
     assert f"{step['p50']:.0f} {step['p95']:.0f} 1.2% " in text

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from zftune.profile import units
+from zftune import text as units
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_host_bound_without_figures_still_names_the_knobs(document: Document) ->
         ("h2d", {"overlap_step": False, "pipeline": "none"}, 'Set pipeline to "bucket", and turn overlap_step on'),
         ("select", {}, "Raise select_interval from 32 to 64"),
         ("comm", {}, "look at the interconnect"),
-        ("data", {}, "give the data loader more workers"),
+        ("data", {}, "Give the DataLoader workers"),
     ],
 )
 def test_each_cause_has_its_knob(document: Document, cause: str, knobs: Document, advice: str) -> None:
@@ -187,3 +187,16 @@ def test_no_comparison_with_itself(document: Document) -> None:
 def test_no_comparison_without_the_baseline(document: Document) -> None:
     document["baselines"]["zero_offload"] = None
     assert not any("ZeRO-Offload" in sentence for sentence in verdict(document))
+
+
+def test_a_coverage_far_below_what_is_assumed_has_its_sentence(document: Document) -> None:
+    document["knobs"] |= {"topk_ratio": 0.01, "update_interval": 8, "overlap_step": True}
+    document["selection"] = {"coverage": 0.13, "churn": 0.1}
+    assert any("13% of the gradient energy, where 89% is assumed" in sentence for sentence in verdict(document))
+    document["selection"]["coverage"] = 0.85
+    assert not any("gradient energy" in sentence for sentence in verdict(document))
+
+
+def test_a_loss_that_rises_has_its_sentence(document: Document) -> None:
+    document["loss"] = {"first": 4.0, "last": 11.0, "error": 1.0, "trend": "rising", "count": 40, "not_finite": 0}
+    assert any(one.startswith("The loss rises over the measured steps, from 4 to 11") for one in verdict(document))

@@ -62,7 +62,7 @@ def rig_profile(steps: int = 24, *, stretch: float = 1.0) -> Document:
             "host_staging_bytes": 1_652_000,
             "host_peak_bytes": 21_012_000,
         },
-        "selection": {"coverage": 0.38, "churn": 0.12},
+        "selection": {"coverage": 0.88, "churn": 0.12},
         "staleness": {"mean": 3.4, "max": 7},
         "roofs": {
             "compute_ms": 200.5 * stretch,

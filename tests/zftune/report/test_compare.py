@@ -9,18 +9,16 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from tests.zftune.report.documents import cpu_profile, gpu_profile, knobs, rig_profile
+from zftune.cli.profile import compare as command
 from zftune.errors import BadInputError
 from zftune.profile.schema import validate
-from zftune.report.command import compare as command
-from zftune.report.compare import Comparison, compare
-from zftune.report.load import read_profile
-from zftune.report.noise import standard_error
+from zftune.report.compare import Comparison, compare, read_profile
+from zftune.tuner.scores import Sample, gain
 
 
 def by_name(comparison: Comparison) -> dict[str, Any]:
@@ -43,25 +41,6 @@ def write(folder: Path, name: str, document: Any) -> str:
     return str(path)
 
 
-# --- noise ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_standard_error_is_that_of_a_mean() -> None:
-    values = np.random.default_rng(1).normal(100.0, 8.0, size=200)
-    assert standard_error(values.tolist(), 1) == pytest.approx(8.0 / 200**0.5, rel=0.15)
-    assert standard_error([1.0], 1) is None
-    assert standard_error([3.0, 3.0, 3.0], 1) == 0.0
-
-
-def test_what_repeats_with_every_window_is_no_noise() -> None:
-    values = [40.0, 1.0, 1.0, 1.0] * 10
-    assert standard_error(values, 4) == 0.0
-    alone = standard_error(values, 1)
-    assert alone is not None
-    assert alone > 2.0
-    assert standard_error(values[:12], 4) == pytest.approx(standard_error(values[:12], 1))  # too few windows
-
-
 # --- differences ------------------------------------------------------------------------------------------------------
 
 
@@ -70,7 +49,7 @@ def test_a_profile_does_not_differ_from_itself() -> None:
         found = compare(document, copy.deepcopy(document))
         assert {one.finding for one in found.differences} <= {"within noise", "same"}
         assert (found.settings, found.warnings) == ([], [])
-        assert found.verdict[0].startswith("The step does not differ beyond noise")
+        assert found.verdict[0].startswith("The typical step does not differ beyond noise")
 
 
 def test_steps_that_are_longer_by_more_than_they_vary() -> None:
@@ -83,10 +62,41 @@ def test_steps_that_are_longer_by_more_than_they_vary() -> None:
     assert found["phases_ms.forward"].finding == "within noise"
 
 
+def test_some_slow_steps_do_not_pass_for_a_slower_run() -> None:
+    slow = jittered(1)
+    for row in slow["per_step"][::5]:
+        row["step_ms"] += 4000.0
+    comparison = compare(slow, jittered(2, longer_ms=60.0))
+    assert comparison.verdict[0].startswith("The typical step is ")
+    assert "longer" in comparison.verdict[0]
+    assert comparison.verdict[1].startswith("The mean step goes the other way: ")
+    assert by_name(comparison)["step_ms.typical"].change == pytest.approx(60.0, abs=10.0)
+    assert not any("mean" in sentence for sentence in compare(jittered(1), jittered(2, longer_ms=60.0)).verdict)
+
+
+def test_slow_steps_in_a_row_are_noise() -> None:
+    """As beside other work: they tell less than as many independent ones."""
+    slow = jittered(1)
+    for row in slow["per_step"][:12]:
+        row["step_ms"] += 100.0
+    assert by_name(compare(slow, jittered(2)))["step_ms.mean"].finding == "within noise"
+
+
+@pytest.mark.parametrize("longer_ms", [0.0, 3.0, 6.0, 12.0])
+def test_a_search_agrees(longer_ms: float) -> None:
+    for seed in range(8):
+        pair = jittered(2 * seed), jittered(2 * seed + 1, longer_ms=longer_ms)
+        samples = [Sample.of([row["step_ms"] for row in one["per_step"]], 1, 512) for one in pair]
+        found, row = gain(samples[:1], samples[1:], seed=0), by_name(compare(*pair))["step_ms.typical"]
+        assert row.relative == pytest.approx(-found.share)
+        assert row.standard_error / row.a == pytest.approx(found.error)
+        assert (row.finding == "beyond noise") == found.beyond_noise
+
+
 def test_steps_that_differ_by_less_than_they_vary() -> None:
     comparison = compare(jittered(1, spread_ms=20.0), jittered(2, spread_ms=20.0, longer_ms=2.0))
     assert by_name(comparison)["step_ms.mean"].finding == "within noise"
-    assert comparison.verdict[0].startswith("The step does not differ beyond noise")
+    assert comparison.verdict[0].startswith("The typical step does not differ beyond noise")
 
 
 def test_noise_is_called_beyond_it_one_time_in_twenty() -> None:
@@ -119,7 +129,7 @@ def test_stall_bytes_and_knobs() -> None:
     ]
     assert comparison.warnings == []
     assert "most of it by host" in comparison.verdict[1]
-    assert comparison.verdict[2] == "Knobs that changed: topk_ratio 0.05 → 0.1, overlap_step on → off."
+    assert comparison.verdict[2] == "Settings that changed: topk_ratio 0.05 → 0.1, overlap_step on → off."
 
 
 def test_one_cause_gives_way_to_another() -> None:
@@ -152,7 +162,7 @@ def test_workloads_rigs_versions_and_few_steps() -> None:
     comparison = compare(a, b)
     assert comparison.warnings == [
         "The workloads differ (sequence 64 → 128): their times cannot be compared step by step.",
-        "The rigs differ (llama2-7b-4xa100 → slow).",
+        "The emulated hardware differs (llama2-7b-4xa100 → slow).",
         "B has 4 measured steps: its noise is a guess below 8.",
     ]
     changed = {one.name: (one.a, one.b) for one in comparison.settings}
@@ -202,7 +212,7 @@ def test_what_is_no_profile_is_refused(content: bytes, fault: str, tmp_path: Pat
         read_profile(str(path))
     message = str(caught.value)
     assert message.startswith(f"'{path}': {fault}")
-    assert "allowed is a file that `zftune profile --json` wrote" in message
+    assert "give a file that `zftune profile --json` wrote" in message
     assert "\n" not in message
 
 
@@ -215,7 +225,7 @@ def test_a_profile_with_a_number_that_is_none_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("path", ["/nowhere/file.json", ".", "a\0b"])
 def test_a_file_that_cannot_be_read(path: str) -> None:
-    with pytest.raises(BadInputError, match="allowed is a file that"):
+    with pytest.raises(BadInputError, match="give a file that"):
         read_profile(path)
 
 
@@ -231,13 +241,14 @@ def test_the_command_shows_and_writes(tmp_path: Path) -> None:
     paths = write(tmp_path, "a.json", a), write(tmp_path, "b.json", b)
     done = CliRunner().invoke(cli(), [*paths, "--json", str(tmp_path / "out.json")], env={"COLUMNS": "120"})
     assert done.exit_code == 0, done.output
-    assert "The step is 10% shorter" in done.stdout
+    assert "The typical step is 10% shorter" in done.stdout
     assert "step_ms.mean" in done.stdout
     assert "beyond noise" in done.stdout
     assert json.loads((tmp_path / "out.json").read_text()) == compare(a, b).document()
+    assert f"zftune: wrote '{tmp_path / 'out.json'}', for scripts" in done.stderr
     on_stdout = CliRunner().invoke(cli(), [*paths, "--json", "-"])
     assert json.loads(on_stdout.stdout) == compare(a, b).document()
-    assert "The step is 10% shorter" in on_stdout.stderr
+    assert "The typical step is 10% shorter" in on_stdout.stderr
 
 
 def test_text_of_a_profile_is_no_markup(tmp_path: Path) -> None:
@@ -246,3 +257,87 @@ def test_text_of_a_profile_is_no_markup(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli(), [write(tmp_path, "a.json", a), write(tmp_path, "b.json", b)])
     assert done.exit_code == 0
     assert "[red]x[/red]" in done.stdout
+
+
+# --- the loss beside the speed ----------------------------------------------------------------------------------------
+
+
+def with_loss(document: dict[str, Any], seed: int, *, worse: float = 0.0, first: int = 0) -> dict[str, Any]:
+    """Losses that fall, of batches that are the same in every run; `worse` grows to its value over the steps."""
+    batches, own = random.Random(0), random.Random(seed)
+    rows = document["per_step"]
+    for number, row in enumerate(rows):
+        row["step"] = number + 1 + first
+        row["loss"] = 3.0 - number / len(rows) + batches.gauss(0.0, 0.3) + own.gauss(0.0, 0.02)
+        row["loss"] += worse * number / len(rows)
+    return document
+
+
+def test_a_shorter_step_with_a_higher_loss_is_not_free() -> None:
+    a, b = with_loss(jittered(1, longer_ms=40.0), 1), with_loss(jittered(2), 2, worse=0.2)
+    comparison = compare(a, b)
+    step, loss, *_ = comparison.verdict
+    assert "% shorter" in step
+    assert loss.startswith("The loss is ")
+    assert "% higher in steps 21 to 40 of both" in loss
+    assert loss.endswith("the shorter step is not free.")
+    found = by_name(comparison)["loss"]
+    assert found.finding == "beyond noise"
+    assert found.change == pytest.approx(0.15, abs=0.03)
+    assert found.standard_error < 0.03  # the batches' own noise, ten times as large, is in both
+    assert "free" not in compare(a, with_loss(jittered(2), 2, worse=-0.2)).verdict[1]
+
+
+def test_losses_that_are_still_falling_apart_are_not_noise() -> None:
+    a, b = with_loss(jittered(1), 1), with_loss(jittered(2), 2)
+    for number, row in enumerate(b["per_step"]):
+        row["loss"] += 4.0 - 3.5 * number / len(b["per_step"])
+    found = by_name(compare(a, b))["loss"]
+    assert found.finding == "beyond noise"
+    assert found.standard_error < 0.03
+
+
+def test_a_crowded_machine_is_named_as_what_may_differ() -> None:
+    a, b = jittered(1), jittered(2)
+    a["system"] = (a["system"] or {}) | {"psi_cpu_percent": 97.0}
+    assert [one for one in compare(a, b).warnings if "waited for a core much of the time (A 97%)" in one]
+    assert not [one for one in compare(b, b).warnings if "waited for a core" in one]
+
+
+def test_losses_that_differ_by_less_than_their_noise() -> None:
+    pairs = [compare(with_loss(jittered(1), 2 * n), with_loss(jittered(2), 2 * n + 1)) for n in range(40)]
+    within = [one for one in pairs if by_name(one)["loss"].finding == "within noise"]
+    assert len(within) >= 34
+    assert within[0].verdict[1].startswith("The loss does not differ beyond noise in steps 21 to 40 of both")
+
+
+def test_what_is_not_known_of_the_loss_is_said() -> None:
+    known = with_loss(jittered(1), 1)
+    assert compare(jittered(1), jittered(2)).verdict[-1].startswith("Neither profile has a loss")
+    other = with_loss(jittered(2), 2, first=1000)
+    for document in (known, other):
+        document["loss"] = {"first": 3.0, "last": 2.0, "error": 0.1, "trend": "falling", "count": 40, "not_finite": 0}
+    assert compare(known, jittered(2)).verdict[1].startswith("Only A has a loss")
+    assert compare(known, other).verdict[1].startswith("The losses are not of the same steps")
+
+
+def test_a_coverage_far_below_what_is_assumed_and_a_broken_loss_are_warnings() -> None:
+    a, b = rig_profile(), rig_profile()
+    a["selection"]["coverage"], b["selection"]["coverage"] = 0.95, 0.13
+    b["loss"] = {"first": 3.0, "last": 2.0, "error": 0.1, "trend": "falling", "count": 20, "not_finite": 4}
+    broken, covered = [one for one in compare(a, b).warnings if one.startswith(("A: ", "B: "))]
+    assert broken == "B: the loss is not a finite number in 4 of the measured steps."
+    assert covered.startswith("B: The selected columns hold 13% of the gradient energy")
+
+
+def test_names_of_figures_and_settings_are_whole_at_80_columns(tmp_path: Path) -> None:
+    a, b = gpu_profile(), with_loss(rig_profile(stretch=0.9), 1)
+    paths = write(tmp_path, "a.json", a), write(tmp_path, "b.json", b)
+    done = CliRunner().invoke(cli(), [*paths], env={"COLUMNS": "80"})
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    first = {line.split()[0] for line in lines if line.strip()}
+    comparison = compare(a, b)
+    for one in comparison.differences:
+        assert one.name in first or one.finding == "same" or not (one.a or one.b), one.name
+    assert {one.name for one in comparison.settings} <= first

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plotly.offline import get_plotlyjs_version
 
 from tests.tiers import by_day
 from tests.zftune.report.documents import cpu_profile, gpu_profile, rig_profile
 from zftune.errors import ZftuneError
-from zftune.profile.schema import validate
+from zftune.plotly_js import plotly_js
+from zftune.profile.schema import CAUSES, PHASES, validate
 from zftune.report.html import html, write_html
-from zftune.report.lanes import kind_of
-from zftune.report.palette import CAUSE_NAMES, CAUSES, COLOURS, LANE_NAMES, PHASES
+from zftune.report.trace import kind_of
+from zftune.words import CAUSE_NAMES, COLOURS, LANE_NAMES
 
 BUILDERS: dict[str, Callable[[], dict[str, Any]]] = {"rig": rig_profile, "cpu": cpu_profile, "gpu": gpu_profile}
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -107,8 +109,8 @@ def test_the_bars_are_the_steps_by_cause_or_phase(document: dict[str, Any]) -> N
             bar = bars.pop(name)
             assert bar["y"] == values
             assert bar["marker"]["color"] == COLOURS[key]
-            assert bar["x"] == pytest.approx([row["begin_ms"] / 1e3 for row in rows])
-            assert bar["width"] == pytest.approx([row["step_ms"] / 1e3 for row in rows])
+            assert bar["x"] == pytest.approx([row["begin_ms"] for row in rows])
+            assert bar["width"] == pytest.approx([row["step_ms"] for row in rows])
     for rest in bars.values():  # on top of the others it makes up the step
         parts = [sum(row[field].values()) for row in rows]
         assert [a + b for a, b in zip(rest["y"], parts, strict=True)] == pytest.approx([row["step_ms"] for row in rows])
@@ -135,7 +137,7 @@ def test_the_samples_lie_under_the_steps_on_their_axis() -> None:
         rows = [row for row in rows if device is None or row["device"] == int(device[1])]
         known = [row for row in rows if row[field] is not None]
         assert trace["y"] == pytest.approx([row[field] * trace["meta"]["factor"] for row in known])
-        assert trace["x"] == pytest.approx([row["at_ms"] / 1e3 for row in known])
+        assert trace["x"] == pytest.approx([row["at_ms"] for row in known])
     last = figure["layout"]["xaxis6"]
     assert [figure["layout"][f"xaxis{n or ''}"]["matches"] for n in (0, 2, 3, 4, 5)] == ["x6"] * 5
     assert "matches" not in last
@@ -154,7 +156,7 @@ def test_what_is_absent_is_a_sentence_and_no_empty_plot() -> None:
             assert f"{name} is not shown: {reason}." in text
         panels = {trace["yaxis"] for trace in page.json("figures")["run"]["data"]}
         assert len(panels) == 3  # steps, processors, memory
-    assert "There are no roofs: measured by hooks around a script" in " ".join(page.text)
+    assert "No lower bound is known: measured by hooks around a script" in " ".join(page.text)
 
 
 def test_a_page_without_timeline_and_samples() -> None:
@@ -202,6 +204,22 @@ def test_verdict_figures_reasons_ranks_and_knobs_are_there() -> None:
     assert text.count("rig") > 10  # the source of every figure of it
 
 
+@pytest.mark.parametrize(("ranks", "told"), [(1, False), (2, True)])
+def test_the_ranks_of_a_built_in_workload_are_in_the_head(ranks: int, told: bool) -> None:
+    document = rig_profile()
+    document["ranks"] = [{**document["ranks"][0], "rank": rank} for rank in range(ranks)]
+    place = re.search(r'<p class="place">(.*?)</p>', html(document))
+    assert place is not None
+    assert ("2 ranks" in place[1]) is told
+
+
+def test_no_text_of_a_tile_is_too_wide_to_break(document: dict[str, Any]) -> None:
+    texts = re.findall(r"<small>(.*?)</small></dd>", html(document))
+    assert texts
+    for text in texts:
+        assert max(map(len, text.split(" "))) <= 24, text
+
+
 def test_everything_is_escaped() -> None:
     document = gpu_profile()
     document["verdict"] = [EVIL]
@@ -226,7 +244,8 @@ def test_the_file_needs_nothing_else(document: dict[str, Any], tmp_path: Path) -
     write_html(document, path)
     text = path.read_text(encoding="utf-8")
     page = Page(text)
-    assert text.count("plotly.js v") == 1
+    assert text.count("* plotly.js (basic - minified) v") == 1
+    assert len(text.encode()) < 1_500_000
     targets = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "href", "action")]
     assert targets == ["data:,"]
     style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)
@@ -237,6 +256,10 @@ def test_the_file_needs_nothing_else(document: dict[str, Any], tmp_path: Path) -
     assert policy is not None
     assert policy.startswith("default-src 'none'")
     assert "http" not in policy
+
+
+def test_the_bundle_is_of_the_version_that_figures_are_made_for() -> None:
+    assert f"* plotly.js (basic - minified) v{get_plotlyjs_version()}\n" in plotly_js()[:100]
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:

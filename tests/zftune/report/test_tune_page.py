@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.zftune.explain.runs import Clock, begin, by_hand, finished, record
+from tests.zftune.explain.runs import Clock, begin, by_hand, finished, go_on, record, searched
 from tests.zftune.report.test_html import EVIL, Page, browse, needs_chromium
 from tests.zftune.tuner.surfaces import START, make
-from zftune.explain.document import explain_document, with_rows
-from zftune.report.tune import tune_page
-from zftune.report.tune_history import KINDS
+from zftune.explain.document import explain_document, tune_document
+from zftune.report.tune import KINDS, tune_page
 from zftune.store import open_store
 from zftune.store.store import Store
-from zftune.tuner.document import feasible, search_document
-from zftune.tuner.importance import importances
-from zftune.tuner.space import space_for
+from zftune.tuner.optuna_export import importances
+from zftune.tuner.space import feasible, space_for
 
 
 @pytest.fixture(scope="module")
@@ -38,24 +36,18 @@ def told(store: Store) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def live() -> dict[str, Any]:
-    """Of `zftune tune --json`: single measurements are not in it."""
-    search, driver = make(6, 0.05)
-    driver.run(search)
-    return {
-        "schema": "zftune.tune/1",
-        "device": "cpu",
-        "rig": {"name": "mini", "source": "made up"},
-        "workload": {"model": "tiny", "parameters": 51_392, "micro_batch": 1, "sequence": 64},
-        "software": {"zftune": "1.2.3"},
-        "steps": 700,
-        "interrupted": False,
-        "notices": ["the store is in memory"],
-        **search_document(search),
-    }
+def tuned(store: Store) -> dict[str, Any]:
+    """Of `zftune tune`."""
+    run, _ = finished(store, 4)
+    workload = {"model": None, "parameters": None, "micro_batch": None, "sequence": None}
+    about = {
+        "device": "cpu", "rig": {"name": "mini", "source": "made up"}, "workload": workload, "quality": "published",
+        "interrupted": False, "command": {"script": "train.py"},
+    }  # fmt: skip
+    return tune_document(store, run.run_id, about, ["the store is in memory"], "")
 
 
-@pytest.fixture(scope="module", params=["told", "live"])
+@pytest.fixture(scope="module", params=["told", "tuned"])
 def document(request: pytest.FixtureRequest) -> dict[str, Any]:
     found: dict[str, Any] = request.getfixturevalue(request.param)
     return found
@@ -87,7 +79,7 @@ def test_it_holds_the_document_and_needs_nothing_else(document: dict[str, Any], 
 
 def test_the_history_is_that_of_the_document(told: dict[str, Any]) -> None:
     found = traces(Page(tune_page(told)), "history")
-    line = found.pop("the incumbent's step time")
+    line = found.pop("step time of the best so far")
     assert line["y"] == [one["incumbent_step_ms"] for one in told["history"]]
     drawn = {
         x: (y, error, kind)
@@ -100,29 +92,26 @@ def test_the_history_is_that_of_the_document(told: dict[str, Any]) -> None:
         y, error, kind = drawn[one["number"]]
         assert (y, error) == (one["step_ms"], 2 * (one["error_ms"] or 0))
         if one["role"] in ("start", "a1", "a2"):
-            assert kind == "incumbent"
+            assert kind == "best so far"
         elif one["status"] == "measured":
             assert kind == ("adopted" if one["number"] in adopted else "not adopted")
     assert len(drawn) == len(told["history"])
 
 
-def test_the_rows_complete_the_document_of_a_run(store: Store) -> None:
-    run, search = finished(store, 4)
-    work = {"workload": {"model": None, "micro_batch": None, "sequence": None}, "device": "cpu", "rig": None}
-    about = {"schema": "zftune.tune/1", "software": {"zftune": "1"}, "interrupted": False, "notices": []}
-    whole = with_rows({**work, **about, **search_document(search)}, store, run.run_id)
-    page = Page(tune_page(whole))
-    assert "zftune tune · a command" in page.text
-    assert "Single measurements were not kept: each point is a setting's time." not in page.text
-    assert sum(len(t["x"]) for n, t in traces(page, "history").items() if n in KINDS) == len(whole["history"])
+def test_a_tuned_command_without_a_model(tuned: dict[str, Any]) -> None:
+    page = Page(tune_page(tuned))
+    assert any("train.py" in text for text in page.text)
     assert any("broke even" in text for text in page.text)
+    assert "the store is in memory" in page.text
 
 
-def test_without_single_measurements_the_history_is_of_settings(live: dict[str, Any]) -> None:
-    page = Page(tune_page(live))
-    points = [y for trace in traces(page, "history").values() for y in trace["y"]]
-    assert sorted(points) == sorted(one["step_ms"] for one in live["trials"] if one["step_ms"] is not None)
-    assert "Single measurements were not kept: each point is a setting's time." in page.text
+def test_nothing_was_written_down(store: Store) -> None:
+    about = {
+        "device": "cpu", "rig": None, "workload": {"model": "tiny"}, "quality": "published", "interrupted": True
+    }  # fmt: skip
+    page = Page(tune_page(tune_document(store, None, about, [], "zftune tuned nothing.")))
+    assert page.json("figures") == {}
+    assert "zftune tuned nothing." in page.text
 
 
 def test_settings_stand_where_their_knobs_are(document: dict[str, Any], page: Page) -> None:
@@ -157,7 +146,7 @@ def test_the_shaded_region_is_what_the_budget_forbids(document: dict[str, Any], 
             assert trial["constraint"] <= 0
 
 
-def test_the_region_is_where_the_space_ends(live: dict[str, Any]) -> None:
+def test_the_region_is_where_the_space_ends() -> None:
     search, _ = make(6, 0.05)
     space = search.book.space
     for one in feasible(space) or ():
@@ -202,7 +191,7 @@ def test_too_few_measurements(told: dict[str, Any]) -> None:
     timed = [one["number"] for one in told["trials"] if one["step_ms"] is not None]
     few = [{**one, "step_ms": None} if one["number"] in timed[3:] else one for one in told["trials"]]
     text = " ".join(Page(tune_page({**told, "trials": few, "decisions": [], "history": [], "best": few[0]})).text)
-    assert "Too few measurements: 3 settings have a step time, needed are 4." in text
+    assert "Too few measurements: 3 settings have a step time, and 4 are needed." in text
     assert importances([{"a": 1}, {"a": 2}, {"a": 3}], [1, 2, 3]) is None
 
 
@@ -219,6 +208,45 @@ def test_sentences_and_figures_are_there(document: dict[str, Any], page: Page) -
         assert page.text.count(str(one["number"])) >= 1
 
 
+def test_eras_of_a_search_that_began_again(store: Store) -> None:
+    run, search, driver, recorder = searched(store, 6, watch=True, most=40)
+    driver.surface.compute *= 2
+    driver.surface.host *= 2
+    while all(note.kind != "reopen" for note in search.notes):
+        go_on(search, driver, recorder, 1)
+    found = explain_document(store, record(store, run))
+    first, last = found["eras"]
+    assert last["measurements"] == 0  # nothing was measured yet
+    page = Page(tune_page(found))
+    text = " ".join(page.text)
+    assert found["stopped"] is None  # what ended it before it began again is over
+    assert "0 since step times changed" in text
+    assert "measured before step times changed" in text
+    counted = sum(one["role"] != "hold" and one["status"] in ("measured", "aborted") for one in found["history"])
+    assert page.text[page.text.index("Measurements") + 1] == str(counted)
+    plane = traces(page, "plane")
+    earlier = {number for number, _ in plane["measured before step times changed"]["customdata"]}
+    assert earlier == {one["number"] for one in found["trials"] if one["earlier_step_ms"] is not None}
+    assert found["best"]["number"] in earlier  # the kept setting is not drawn as one that was not measured
+    assert not earlier & {number for number, _ in plane.get("not measured", {"customdata": []})["customdata"]}
+    greyed = [attrs for tag, attrs in page.tags if tag == "tr" and attrs.get("class") == "earlier"]
+    assert len(greyed) >= first["settings"] - 1
+    (band,) = [shape for shape in page.json("figures")["history"]["layout"]["shapes"] if shape["type"] == "rect"]
+    assert band["x1"] == found["history"][-1]["number"] + 0.5
+
+
+def test_the_loss_stands_beside_step_times(told: dict[str, Any]) -> None:
+    points = [
+        {"step": 10 * n, "steps": 10, "step_ms": 100.0 - n, "loss": 3 - 0.1 * n, "coverage": None} for n in (1, 2)
+    ]
+    changes = [{"step": step, "knobs": {"topk_ratio": 0.1 * step}} for step in (1, 12, 15)]
+    found = Page(tune_page({**told, "curve": {"points": points, "changes": changes}})).json("figures")["curve"]
+    assert {trace["name"]: trace["y"] for trace in found["data"]} == {"ms a step": [99, 98], "loss": [2.9, 2.8]}
+    assert {tuple(trace["x"]) for trace in found["data"]} == {(10, 20)}
+    assert sorted({shape["x0"] for shape in found["layout"]["shapes"]}) == [12, 15]  # not where it began
+    assert found["layout"]["xaxis"]["matches"] == "x2"
+
+
 def test_break_even_is_on_the_page(store: Store) -> None:
     clock = Clock()
     with open_store("sqlite://", environment={"HOME": "/nowhere"}, clock=clock) as timed:
@@ -226,7 +254,7 @@ def test_break_even_is_on_the_page(store: Store) -> None:
     page = Page(tune_page(found))
     assert "Broke even" in page.text
     assert "44 s" in page.text
-    assert "Too few measurements: 3 settings have a step time, needed are 4." in page.text
+    assert "Too few measurements: 3 settings have a step time, and 4 are needed." in page.text
 
 
 def test_a_search_that_had_not_begun(store: Store) -> None:

@@ -13,13 +13,13 @@ from typer.testing import CliRunner, Result
 
 from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL, PRESET, measurement, other
 from tests.zftune.store.test_apply import DS_CONFIG
-from zftune.cli import _Commands
-from zftune.store import Preset, TrialState, files, open_store
-from zftune.store.command import presets as commands
-from zftune.store.document import document_of
+from zftune.cli.main import _Commands
+from zftune.cli.presets import presets as commands
+from zftune.store import files, open_store
+from zftune.store.preset_file import document_of
 from zftune.store.store import Store
-from zftune.telemetry.fingerprint import hw_id
-from zftune.telemetry.hardware import hardware
+from zftune.store.types import Preset, TrialState
+from zftune.telemetry.fingerprint import hardware, hw_id
 
 HERE = hw_id(hardware())
 
@@ -63,6 +63,12 @@ def local(**more: Any) -> Preset:
     return replace(other(hw_id=HERE), **more)
 
 
+def upstreams() -> Preset:
+    """One of stock DeepSpeed's, measured on this machine."""
+    preset = local()
+    return replace(preset, key=replace(preset.key, backend="deepspeed"))
+
+
 def ds_config(folder: Path, **more: Any) -> Path:
     path = folder / "ds_config.json"
     path.write_text(json.dumps({**DS_CONFIG, **more}))
@@ -76,7 +82,7 @@ def test_an_empty_store() -> None:
     assert "There are no presets yet." in call("list").output
     assert fails("show", "mine") == (
         "preset 'mine': is not in the store, which has no presets yet: `zftune tune` makes one where it finds faster "
-        "knobs"
+        "settings"
     )
 
 
@@ -102,8 +108,8 @@ def test_markup_in_a_name_of_a_model_is_text() -> None:
 def test_an_unknown_name_gives_the_near_ones() -> None:
     saved(*(replace(PRESET, name=name) for name in ("llama-a100", "llama-h100", "qwen-l40s", "opt")))
     sentence = fails("show", "llama-a10")
-    assert sentence == "preset 'llama-a10': is not in the store, allowed is llama-a100, llama-h100"
-    assert "one that `zftune presets list` shows" in fails("rm", "zzzzz", "--yes")
+    assert sentence == "preset 'llama-a10': is not in the store; there are llama-a100, llama-h100"
+    assert "those that `zftune presets list` shows" in fails("rm", "zzzzz", "--yes")
 
 
 def test_diff(tmp_path: Path) -> None:
@@ -112,7 +118,7 @@ def test_diff(tmp_path: Path) -> None:
     file.write_text(json.dumps(document_of(replace(PRESET, name="other", knobs={**KNOBS, "update_interval": 8}))))
     shown = call("diff", name, file, "--json", tmp_path / "diff.json")
     rows = json.loads((tmp_path / "diff.json").read_text())["differences"]
-    assert {"name": "knob update_interval", "a": "4", "b": "8"} in rows
+    assert {"name": "update_interval", "a": "4", "b": "8"} in rows
     assert "update_interval" in shown.output
     assert "They do not differ." in call("diff", name, name).output
 
@@ -177,7 +183,7 @@ def test_studies_for_the_dashboard(tmp_path: Path) -> None:
     file = tmp_path / "studies.db"
     assert "1 study written" in call("export", "mine", "--optuna", file).stderr
     assert "2 studies written" in call("export", "--optuna", tmp_path / "all.db").stderr
-    assert "exists, allowed is a new file" in fails("export", "--optuna", file)
+    assert "exists already; give a new file" in fails("export", "--optuna", file)
     assert "NAME is missing" in fails("export")
 
     (name,) = optuna.get_all_study_names(f"sqlite:///{file}")
@@ -216,6 +222,24 @@ def test_apply_writes_a_ds_config(tmp_path: Path) -> None:
     assert json.loads(printed.stdout) == tuned
 
 
+def test_apply_leaves_the_rest_of_the_file_alone(tmp_path: Path) -> None:
+    saved(local(name="mine"))
+    own = json.dumps(DS_CONFIG, indent=4).replace('"stage": 2', '"stage":  2.0')
+    (tmp_path / "own.json").write_text(own + "\n\n")
+    made = call("apply", tmp_path / "own.json", "-o", "-", "--preset", "mine").stdout
+    lines = [line.rstrip(",") for line in made.splitlines()]
+    assert {line.rstrip(",") for line in own.splitlines()} <= set(lines)
+    assert '            "update_interval": 4' in lines
+    assert made.endswith("}\n\n")
+
+
+def test_apply_refuses_a_name_that_stands_twice(tmp_path: Path) -> None:
+    saved(local(name="mine"))
+    (tmp_path / "own.json").write_text(json.dumps(DS_CONFIG)[:-1] + ', "bf16": {"enabled": true}}')
+    sentence = fails("apply", tmp_path / "own.json", "-o", tmp_path / "x.json", "--preset", "mine")
+    assert sentence.endswith("own.json' cannot be read: bf16 stands twice in one section")
+
+
 @pytest.mark.parametrize(
     ("preset", "config", "options", "part"),
     [
@@ -224,7 +248,7 @@ def test_apply_writes_a_ds_config(tmp_path: Path) -> None:
         (local(), {}, ("--sequence", 4096), "sequence up to 1024 instead of 4096"),
         (local(), {"train_micro_batch_size_per_gpu": 2}, (), "micro_batch 4 instead of 2"),
         (local(), {"bf16": {"enabled": False}}, (), "dtype bfloat16 instead of float32"),
-        (local(), {"zero_optimization": {"stage": 1}}, (), "stage 2 instead of 1"),
+        (upstreams(), {"zero_optimization": {"stage": 1}}, (), "stage 2 instead of 1"),
     ],
 )
 def test_a_preset_for_something_else_is_refused_or_provisional(
@@ -235,7 +259,7 @@ def test_a_preset_for_something_else_is_refused_or_provisional(
     arguments = ("apply", ds_config(tmp_path, **config), "-o", out, "--preset", "mine", *options)
     sentence = fails(*arguments)
     assert part in sentence
-    assert "allowed with --provisional" in sentence
+    assert "--provisional takes it" in sentence
     assert not out.exists()
     assert (
         f"note: provisional: the preset was proven for something else ({part})"
@@ -263,14 +287,14 @@ def test_best_is_of_this_hardware_and_model(tmp_path: Path) -> None:
         return ("apply", ds_config(tmp_path), "-o", tmp_path / "tuned.json", "--preset", "best", *options)
 
     assert fails(*best()) == (
-        "--preset 'best': the store has no presets yet: `zftune tune` makes one where it finds faster knobs, "
+        "--preset 'best': the store has no presets yet: `zftune tune` makes one where it finds faster settings, "
         "or give a preset's file"
     )
     saved(PRESET)
-    assert "there is none for this hardware, allowed is a name or a file; `zftune tune` makes one" in fails(*best())
+    assert "there is none for this hardware: give a name or a file; `zftune tune` makes one" in fails(*best())
     elsewhere = local(name="opt", model=replace(MODEL, model_id="2" * 16, name="opt"))
     saved(local(name="mine"), replace(elsewhere, key=replace(elsewhere.key, model_id="2" * 16)))
-    assert "needs --model, allowed are Llama-2-7b-hf, opt" in fails(*best())
+    assert "--preset 'best' needs --model: Llama-2-7b-hf or opt" in fails(*best())
     call(*best("--model", "opt", "--json", tmp_path / "told.json"))
     assert json.loads((tmp_path / "told.json").read_text())["preset"] == "opt"
     assert "there is none for this hardware and model 'x'" in fails(*best("--model", "x"))
@@ -289,31 +313,37 @@ def test_paths_are_checked_first(tmp_path: Path) -> None:
     config = ds_config(tmp_path)
     assert "--output" in fails("apply", config, "-o", "/no/such/folder/x", "--preset", "mine")
     assert "cannot be read" in fails("apply", tmp_path / "none.json", "-o", tmp_path / "x", "--preset", "mine")
-    assert "--json '-'" in fails("apply", config, "-o", "-", "--preset", "mine", "--json", "-")
+    assert "--json is '-'" in fails("apply", config, "-o", "-", "--preset", "mine", "--json", "-")
     assert "--json" in fails("list", "--json", "/no/such/folder/x")
 
 
 # --- removing ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_sequence_has_a_token_or_more(tmp_path: Path) -> None:
+    said = fails("apply", "ds.json", "--preset", "best", "-o", tmp_path / "x.json", "--sequence", "0")
+    assert said == "--sequence is 0; it must be an integer >= 1"
+
+
 def test_rm_and_restore(path: Path, tmp_path: Path) -> None:
     saved(replace(PRESET, name="mine"))
-    assert "--yes is missing" in fails("rm", "mine")
+    assert "--yes is needed" in fails("rm", "mine")
     call("rm", "mine", "--yes")
     assert "There are no presets yet." in call("list").output
-    assert "--yes is missing" in fails("restore")
+    assert "--yes is needed" in fails("restore")
     listed = call("restore", "--list", "--json", tmp_path / "list.json").output
     names = json.loads((tmp_path / "list.json").read_text())["backups"]
     assert names == [backup.name for backup in files.backups(path)]
     assert f"1  {names[0]}" in listed
-    assert "backup '9': allowed is 1" in fails("restore", "9", "--yes")
+    assert "there is no backup '9': --list shows" in fails("restore", "9", "--yes")
+    assert "--json needs --list" in fails("restore", "--yes", "--json", tmp_path / "list.json")
     assert f"{names[0]} is back" in call("restore", "--yes").output
     assert "mine" in call("list").output
 
 
 def test_restore_asks_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     saved(replace(PRESET, name="mine"))
-    monkeypatch.setattr("zftune.store.command._is_asked", lambda: True)
+    monkeypatch.setattr("zftune.cli.presets._is_asked", lambda: True)
     call("rm", "mine", code=1, input="n\n")
     assert "mine" in call("list").output
     call("rm", "mine", input="y\n")
@@ -321,6 +351,14 @@ def test_restore_asks_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_without_backups(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "there are no backups" in fails("restore", "--yes")
+    assert "none was made yet" in fails("restore", "--yes")
     monkeypatch.setenv("ZFTUNE_DB", "sqlite://")
-    assert "has no backups, allowed is a SQLite file" in fails("restore", "--yes")
+    assert "has no backups: only a SQLite file has" in fails("restore", "--yes")
+
+
+def test_a_name_can_be_copied_from_a_table_of_80_columns() -> None:
+    model = replace(MODEL, name="a-very-long-organisation/Meta-Llama-3.1-70B-Instruct-of-somebody")
+    (name,) = saved(replace(PRESET, name="", model=model))
+    lines = call("list", env={"COLUMNS": "80"}).output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if name in line] == [name]

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from tests.zftune.store.examples import HARDWARE, MODEL, PRESET
-from zftune.errors import BadInputError
-from zftune.store import StoreError
-from zftune.store.document import MAX_BYTES, SCHEMA_NAME, check_preset, document_of, escaped, read_preset
+from zftune.errors import BadInputError, StoreError
+from zftune.store.preset_file import MAX_BYTES, SCHEMA_NAME, check_preset, document_of, escaped, read_preset
 from zftune.store.store import Store
 
 GOOD = document_of(replace(PRESET, name="theirs"))
@@ -150,7 +149,7 @@ def refused(store: Store, path: Path) -> str:
     message = str(caught.value)
     assert message.isprintable()
     assert len(message) < 600
-    assert f"allowed is a file that `zftune presets export` wrote ({SCHEMA_NAME})" in message
+    assert f"it must be a file that `zftune presets export` wrote ({SCHEMA_NAME})" in message
     assert store.presets() == []
     return message
 
@@ -188,6 +187,8 @@ def test_the_sentence_names_the_field_and_what_is_wrong(empty: Store, tmp_path: 
     path = tmp_path / "preset.json"
     path.write_text(json.dumps(changed("knobs.topk_ratio", 1.5)))
     assert "knobs.topk_ratio: 1.5 is greater than the maximum of 1" in refused(empty, path)
+    path.write_text(json.dumps(changed("knobs.topk_ration", 0.1)))
+    assert "has the field knobs.topk_ration, which there is not (did you mean topk_ratio)" in refused(empty, path)
     path.write_text(json.dumps(changed("model.name", "\x1b[2J")))
     assert "\\x1b[2J" in refused(empty, path)
     assert "/a\\nb': cannot be read" in refused(empty, tmp_path / "a\nb")

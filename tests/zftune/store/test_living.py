@@ -15,9 +15,10 @@ import pytest
 from tests import zygote
 from tests.zftune.store.conftest import Clock
 from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL
-from zftune.store import RunState, StoreError, TrialState, open_store
-from zftune.store.runs import LEASE_S
+from zftune.errors import StoreError
+from zftune.store import open_store
 from zftune.store.store import Store
+from zftune.store.types import LEASE_S, RunState, TrialState
 
 
 def fly(path: str, told: Connection, *, child: bool = False) -> None:
@@ -123,7 +124,7 @@ def test_of_many_threads_that_want_a_dead_run_one_gets_it(path: Path, store: Sto
     for one in threads:
         one.join()
     (run,) = taken
-    assert refused == [f"run '{dead.run_id}' is still running, allowed is one that has ended"] * 7
+    assert refused == [f"run '{dead.run_id}' is still running: wait until it has ended"] * 7
     with open_store(str(path)) as other:
         assert other.reap() == []
     store.add_trial(run, KNOBS, source="search")

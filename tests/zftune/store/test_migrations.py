@@ -18,21 +18,22 @@ from sqlalchemy import create_engine
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateTable
 
-from tests.zftune.store.examples import PRESET
-from zftune.errors import BadInputError
-from zftune.store import RunState, StoreError, TrialState, files, open_store, schema
-from zftune.store.restore import chosen, restore
+from tests.zftune.store.examples import CURVE, PRESET
+from zftune.errors import BadInputError, StoreError
+from zftune.store import files, open_store, opening
+from zftune.store.opening import chosen, restore
 from zftune.store.tables import Base
+from zftune.store.types import Curve, RunState, TrialState, Withdrawal
 
 FROZEN = Path(__file__).parent / "data"
 
 
 def test_the_revisions_are_those_of_the_folder() -> None:
     config = Config()
-    config.set_main_option("script_location", str(schema.MIGRATIONS))
+    config.set_main_option("script_location", str(opening.MIGRATIONS))
     scripts = ScriptDirectory.from_config(config)
-    assert [script.revision for script in scripts.walk_revisions()][::-1] == list(schema.REVISIONS)
-    assert scripts.get_heads() == [schema.HEAD]
+    assert [script.revision for script in scripts.walk_revisions()][::-1] == list(opening.REVISIONS)
+    assert scripts.get_heads() == [opening.HEAD]
 
 
 def test_the_migrations_make_the_tables_of_the_program(path: Path) -> None:
@@ -61,10 +62,10 @@ def test_the_tables_can_be_made_on_a_server() -> None:
 
 
 def test_there_is_a_frozen_file_for_every_revision() -> None:
-    assert {file.stem for file in FROZEN.glob("*.db")} == set(schema.REVISIONS)
+    assert {file.stem for file in FROZEN.glob("*.db")} == set(opening.REVISIONS)
 
 
-@pytest.mark.parametrize("revision", schema.REVISIONS)
+@pytest.mark.parametrize("revision", opening.REVISIONS)
 def test_a_database_of_every_revision_opens_with_all_that_it_held(path: Path, revision: str) -> None:
     path.parent.mkdir()
     shutil.copy(FROZEN / f"{revision}.db", path)
@@ -74,19 +75,28 @@ def test_a_database_of_every_revision_opens_with_all_that_it_held(path: Path, re
         assert set(presets) == {"frozen", "frozen-2"}
         assert (presets["frozen"].key, presets["frozen"].knobs) == (PRESET.key, PRESET.knobs)
         assert presets["frozen-2"].lost_comparisons == 1
+        withdrawn = Withdrawal("rollback", "by hand")
+        assert presets["frozen-2"].withdrawn == (None if revision < "0004" else withdrawn)
         (run,) = store.runs()
         assert (run.key, run.state) == (PRESET.key, RunState.RUNNING)
         measured, flying = store.trials(run.run_id)
         assert (measured.state, flying.state) == (TrialState.MEASURED, TrialState.IN_FLIGHT)
         assert [one.step_ms for one in store.measurements(measured.trial_id)] == [790.0]
         assert [one.kind for one in store.decisions(run.run_id)] == ["adopt"]
+        assert store.curve(run.run_id) == (CURVE if revision >= "0003" else Curve())
+        account = store.account(run.run_id)
+        assert (None if account is None else account.total.seconds) == (None if revision < "0004" else 6.5)
         assert store.reap()[0].crashed == (flying.trial_id,)
         store.save_preset(PRESET)
-    assert files.state_of(path).revision == schema.HEAD
-    assert len(files.backups(path)) == (revision != schema.HEAD)
+    assert files.state_of(path).revision == BEFORE
+    assert len(files.backups(path)) == (revision != opening.HEAD)
 
 
 # --- an older revision, made up: the first tables without one of them -------------------------------------------------
+
+
+BEFORE = opening.HEAD
+"""Which `older` has one more than."""
 
 
 @pytest.fixture
@@ -95,15 +105,15 @@ def older(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     with open_store(str(path)) as store:
         store.save_preset(PRESET)
     migrations = tmp_path / "100% migrations"
-    shutil.copytree(schema.MIGRATIONS, migrations)
+    shutil.copytree(opening.MIGRATIONS, migrations)
     (migrations / "versions" / "r9998.py").write_text(
         "from alembic import op\nimport sqlalchemy as sa\n"
-        f"revision, down_revision, branch_labels, depends_on = '9998', '{schema.HEAD}', None, None\n"
+        f"revision, down_revision, branch_labels, depends_on = '9998', '{opening.HEAD}', None, None\n"
         "def upgrade():\n    op.add_column('preset', sa.Column('more', sa.Integer()))\n"
     )
-    monkeypatch.setattr(schema, "MIGRATIONS", migrations)
+    monkeypatch.setattr(opening, "MIGRATIONS", migrations)
     monkeypatch.setattr("zftune.store.opening.HEAD", "9998")
-    monkeypatch.setattr("zftune.store.opening.REVISIONS", (*schema.REVISIONS, "9998"))
+    monkeypatch.setattr("zftune.store.opening.REVISIONS", (*opening.REVISIONS, "9998"))
     return path
 
 
@@ -120,20 +130,20 @@ def test_an_upgrade_comes_after_a_backup(older: Path) -> None:
         assert len(store.presets()) == 1
     assert "more" in columns(older)
     (backup,) = files.backups(older)
-    assert files.state_of(backup).revision == schema.HEAD
+    assert files.state_of(backup).revision == BEFORE
     assert "more" not in columns(backup)
     open_store(str(older)).close()
     assert files.backups(older) == [backup]  # nothing to do, no backup
 
 
 def test_an_upgrade_that_fails_changes_nothing(older: Path) -> None:
-    with (schema.MIGRATIONS / "versions" / "r9998.py").open("a") as file:
+    with (opening.MIGRATIONS / "versions" / "r9998.py").open("a") as file:
         file.write("    op.execute('SELECT * FROM nowhere')\n")
     with open_store(str(older)) as store:
         (notice,) = store.notices
         assert "cannot be used (no such table: nowhere)" in notice
         assert not store.is_kept
-    assert files.state_of(older).revision == schema.HEAD
+    assert files.state_of(older).revision == BEFORE
     assert "more" not in columns(older)
 
 
@@ -209,12 +219,12 @@ def test_a_backup_comes_back_in_place_of_what_cannot_be_used(path: Path, fault: 
 
 
 def test_an_unknown_backup(path: Path) -> None:
-    with pytest.raises(BadInputError, match="there are no backups"):
+    with pytest.raises(BadInputError, match="there is no backup '1': none was made yet"):
         chosen(path, "1")
     with open_store(str(path)) as store:
         store.save_preset(PRESET)
         files.back_up(path)
-    with pytest.raises(BadInputError, match=r"backup '../x': allowed is 1$"):
+    with pytest.raises(BadInputError, match=r"there is no backup '../x': --list shows"):
         chosen(path, "../x")
     assert chosen(path, files.backups(path)[0].name) == files.backups(path)[0]
 

@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from tests.zftune.store.examples import PRESET
-from zftune.doctor.store import store_check
-from zftune.store import StoreError, open_store
+from zftune.doctor.software import store_check
+from zftune.errors import StoreError
+from zftune.store import open_store
 from zftune.store.files import backups, locked
-from zftune.store.location import file_system, locate, node_local
-from zftune.store.schema import HEAD
+from zftune.store.location import file_system, locate, meant_by, node_local, settled
+from zftune.store.opening import HEAD
 from zftune.store.store import Store
 
 ROOT = Path(__file__).parents[3]
@@ -67,6 +68,9 @@ def write_database(path: Path, *statements: str) -> None:
         ("~/own.db", None, "HOME/own.db"),
         ("sqlite:///HOME/own.db", None, "HOME/own.db"),
         ("sqlite+pysqlite:///HOME/own.db?timeout=1", None, "HOME/own.db"),
+        ("file:HOME/own.db", None, "HOME/own.db"),
+        ("file://HOME/my%20own.db?mode=rwc", None, "HOME/my own.db"),
+        ("file://localhostHOME/own.db#x", None, "HOME/own.db"),
     ],
 )
 def test_the_file_is_where_the_environment_says(
@@ -84,7 +88,49 @@ def test_the_file_is_where_the_environment_says(
     assert stat.S_IMODE(store.path.with_name("zftune.db").parent.stat().st_mode) & 0o077 in (0, 0o055)
 
 
-@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:", "sqlite:///"])
+def test_two_environments_that_mean_one_store_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path / "link")
+    names = ["own.db", "file:own.db", "sqlite:///own.db", f"{tmp_path}/link/own.db", "~/own.db"]
+    assert {meant_by({"ZFTUNE_DB": name, "HOME": str(tmp_path)}).identity for name in names} == {f"{tmp_path}/own.db"}
+    assert meant_by({"HOME": str(tmp_path)}).identity == f"{tmp_path}/.local/share/zftune/zftune.db"
+    assert meant_by({"ZFTUNE_DB": "sqlite://"}).identity == "memory"
+    first, second = (
+        meant_by({"ZFTUNE_DB": f"postgresql://me:{word}@host/db"}).identity for word in ("secret", "other")
+    )
+    assert first != second
+    assert first.startswith("postgresql server ")
+    assert "secret" not in first
+
+
+def test_a_relative_path_stays_what_it_was_meant_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert settled({"ZFTUNE_DB": "own.db", "A": "b"}) == {"ZFTUNE_DB": str(tmp_path / "own.db"), "A": "b"}
+    for kept in ({}, {"ZFTUNE_DB": "sqlite://"}, {"ZFTUNE_DB": "postgresql://host/db"}):
+        assert settled(kept) == kept
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with open_store("own.db") as store:
+        assert one_notice(store).startswith("$ZFTUNE_DB cannot be used (No such file or directory)")
+        works_in_memory(store)
+
+
+def test_a_file_that_was_removed_is_noticed(path: Path, store: Store) -> None:
+    found = [store.is_there]
+    path.rename(path.with_name("aside"))
+    found.append(store.is_there)
+    path.touch()
+    found.append(store.is_there)
+    assert found == [True, False, False]
+    with open_store("sqlite://") as in_memory:
+        assert in_memory.is_there
+
+
+@pytest.mark.parametrize(
+    "url", ["sqlite://", "sqlite:///:memory:", "sqlite:///", "file::memory:", "file:x?mode=memory"]
+)
 def test_a_database_in_memory_if_asked_for(url: str) -> None:
     with open_store(url) as store:
         assert "asks for a database in memory" in one_notice(store)
@@ -133,7 +179,7 @@ def test_a_newer_schema_is_not_opened(path: Path, store: Store) -> None:
     write_database(path, "UPDATE alembic_version SET version_num = '9999'")
     before = digest(path)
     with open_store(str(path)) as newer:
-        said = f"has the schema '9999' of a newer zftune (this one knows {HEAD}) and was not opened"
+        said = f"has the schema '9999' of a newer zftune (this one supports {HEAD}) and was not opened"
         assert said in one_notice(newer)
         works_in_memory(newer)
     assert digest(path) == before
@@ -226,7 +272,8 @@ def test_a_lock_that_is_never_given_back(path: Path, store: Store, monkeypatch: 
 FULL = """
     import resource, signal
     from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL
-    from zftune.store import StoreError, open_store
+    from zftune.errors import StoreError
+    from zftune.store import open_store
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     store = open_store(PATH)
     print(len(store.notices), store.is_kept)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.zftune.store.conftest import Clock
 from tests.zftune.store.examples import EVIDENCE, HARDWARE, KEY, KNOBS, MODEL, PRESET, other
-from zftune.store import Match, Preset, PresetState, Query, Ratios, StoreError, open_store
+from zftune.cli.presets import facts
+from zftune.errors import StoreError
+from zftune.store import open_store
+from zftune.store.preset_file import document_of, read_preset
+from zftune.store.presets import differences
 from zftune.store.store import Store
+from zftune.store.types import Match, Preset, PresetState, Query, Ratios
 
 ELSEWHERE: dict[str, Any] = {
     "model_id": "f" * 16,
@@ -82,14 +89,35 @@ def test_the_same_key_is_found_and_trusted(store: Store) -> None:
 
 @pytest.mark.parametrize("field", ELSEWHERE)
 def test_every_part_of_the_key_counts(store: Store, field: str) -> None:
+    key = replace(KEY, backend="deepspeed") if field == "stage" else KEY
+    store.save_preset(replace(PRESET, key=key))
+    assert store.find_preset(Query(key=replace(key, **{field: ELSEWHERE[field]}))) is None
+
+
+def test_with_zenflow_the_stage_does_not_count(store: Store) -> None:
     store.save_preset(PRESET)
-    assert store.find_preset(Query(key=replace(KEY, **{field: ELSEWHERE[field]}))) is None
+    assert not found(store, replace(KEY, stage=3)).provisional
 
 
 def test_sequences_up_to_the_recorded_one(store: Store) -> None:
     store.save_preset(PRESET)
     assert not found(store, replace(KEY, sequence=10)).provisional
     assert store.find_preset(Query(key=replace(KEY, sequence=1025))) is None
+
+
+def test_what_is_not_known_is_not_claimed(store: Store, tmp_path: Path) -> None:
+    """Of a plain loop, whose batches nobody looks at."""
+    key = replace(KEY, micro_batch=0, sequence=0)
+    kept = store.save_preset(replace(PRESET, key=key))
+    assert {facts(kept)[name] for name in ("micro-batch", "sequence")} == {"not known"}
+    assert not found(store, key).provisional
+    assert store.find_preset(Query(key=replace(key, micro_batch=1))) is None
+    assert differences(replace(key, micro_batch=1, sequence=8), key) == [
+        "micro_batch unknown instead of 1",
+        "sequence up to unknown instead of 8",
+    ]
+    (tmp_path / "preset.json").write_text(json.dumps(document_of(kept)))
+    assert read_preset(tmp_path / "preset.json").key == key
 
 
 def test_of_several_the_least_longer_sequence_then_the_newest(store: Store, clock: Clock) -> None:
@@ -132,9 +160,9 @@ def test_ranks_in_words() -> None:
     kinds = {"world_size": 4}, {"world_size": 4, "shards": 4, "nodes": 2}, {"world_size": 8, "shards": 4}
     assert [replace(KEY, **kind).ranks for kind in ({}, *kinds)] == [  # type: ignore[arg-type]
         "1 rank",
-        "4 ranks, weights replicated",
-        "4 ranks on 2 nodes, weights sharded",
-        "8 ranks, weights sharded over 4",
+        "4 ranks, state replicated",
+        "4 ranks on 2 nodes, state sharded",
+        "8 ranks, state sharded over 4",
     ]
     assert replace(KEY, backend="deepspeed", world_size=4).ranks == "4 ranks"  # its stage says how
 

@@ -19,7 +19,8 @@ from tests import zygote
 from tests.tiers import by_day
 from tests.zftune.store import writers
 from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL, measurement
-from zftune.store import RunState, TrialState, open_store
+from zftune.store import open_store
+from zftune.store.types import RunState, TrialState
 
 PROCESSES = 8
 KILLS = int(os.environ.get("ZFTUNE_KILLS", by_day("4", all_of="20")))
@@ -99,8 +100,10 @@ def test_a_process_that_is_killed_at_any_moment_loses_nothing(context: ForkServe
             for trial_id in told.get("measured", []):
                 assert after[trial_id].state is TrialState.MEASURED
                 assert len(store.measurements(trial_id)) == 1
-            decisions = [one for run in store.runs() for one in store.decisions(run.run_id)]
-            assert set(told.get("decision", [])) <= {one.trial_id for one in decisions if one.kind == "keep"}
+            ids = {(trial.run_id, trial.number): trial.trial_id for trial in after.values()}
+            decisions = [(run.run_id, one) for run in store.runs() for one in store.decisions(run.run_id)]
+            kept = {ids[run_id, one.trial] for run_id, one in decisions if one.kind == "keep" and one.trial is not None}
+            assert set(told.get("decision", [])) <= kept
             for trial_id in set(told.get("in_flight", [])) - set(told.get("measured", [])):
                 # The measurement may be on the disk although nobody was told any more.
                 assert after[trial_id].state in (TrialState.CRASHED, TrialState.MEASURED)

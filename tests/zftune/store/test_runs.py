@@ -10,9 +10,10 @@ import pytest
 
 from tests.zftune.store.conftest import Clock
 from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL, measurement
-from zftune.store import Decision, Run, RunState, StoreError, TrialState, open_store
-from zftune.store.runs import LEASE_S
+from zftune.errors import StoreError
+from zftune.store import open_store
 from zftune.store.store import Store
+from zftune.store.types import LEASE_S, Barred, Decision, Run, RunState, TrialState
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_a_search_is_kept_as_it_went(store: Store, clock: Clock) -> None:
     kept = measurement(790.0, steps_ms=(780.0, 790.0, 800.0), aggregates={"power_w": 300.0}, stall_fraction=0.1)
     store.add_measurement(run, trial.trial_id, kept, state=TrialState.MEASURED)
     store.add_measurement(run, trial.trial_id, measurement(void_reason="throttled"))
-    store.add_decision(run, Decision(kind="adopt", reason="it is faster", step=40, trial_id=trial.trial_id))
+    store.add_decision(run, Decision(kind="adopt", reason="it is faster", step=40, trial=trial.number))
     store.finish_run(run)
 
     (record,) = store.runs()
@@ -52,7 +53,7 @@ def test_a_search_is_kept_as_it_went(store: Store, clock: Clock) -> None:
     assert store.measurements(trial.trial_id)[0] == kept
     assert store.measurements(trial.trial_id)[1].void_reason == "throttled"
     assert store.decisions(run.run_id) == [
-        Decision(kind="adopt", reason="it is faster", step=40, trial_id=trial.trial_id, at_unix_s=clock.now)
+        Decision(kind="adopt", reason="it is faster", step=40, trial=trial.number, at_unix_s=clock.now)
     ]
 
 
@@ -76,8 +77,8 @@ def test_reaping_closes_what_nobody_renewed(store: Store, clock: Clock) -> None:
         alive.run_id: RunState.RUNNING,
     }
     assert store.reap() == []
-    assert store.crashed_knobs(KEY) == [{**KNOBS, "update_interval": 2}]
-    assert store.crashed_knobs(replace(KEY, hw_id="1" * 16)) == []
+    assert store.barred(KEY) == [Barred({**KNOBS, "update_interval": 2}, "crash")]
+    assert store.barred(replace(KEY, hw_id="1" * 16)) == []
 
 
 def test_a_run_that_was_reaped_takes_no_more(store: Store, clock: Clock) -> None:
@@ -139,7 +140,7 @@ def test_goodbye_leaves_nothing_open(store: Store) -> None:
     store.mark_in_flight(run, trial.trial_id)
     store.finish_run(run)
     assert states(store, run) == [TrialState.VOID, TrialState.VOID]
-    assert store.crashed_knobs(KEY) == []
+    assert store.barred(KEY) == []
 
 
 def test_an_interrupted_run_is_there_to_be_resumed(store: Store) -> None:
@@ -151,7 +152,7 @@ def test_an_interrupted_run_is_there_to_be_resumed(store: Store) -> None:
     store.interrupt_run(run)
     assert store.runs()[0].state is RunState.LOST
     assert states(store, run) == [TrialState.MEASURED, TrialState.VOID, TrialState.VOID]
-    assert store.crashed_knobs(KEY) == []
+    assert store.barred(KEY) == []
     with pytest.raises(StoreError, match="taken over"):
         store.add_trial(run, KNOBS, source="search")
     store.mark_in_flight(store.resume_run(run.run_id), measured.trial_id)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from zftune.store import Decision, Hardware, Key, Measurement, Model, Run, RunState, StoreError, TrialState, open_store
+from zftune.errors import StoreError
+from zftune.store import open_store
 from zftune.store.store import Store
+from zftune.store.types import Barred, Decision, Hardware, Key, Measurement, Model, Run, RunState, TrialState
 
 KEY = Key(
     model_id="a" * 16, hw_id="b" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1, micro_batch=1,
@@ -53,7 +55,7 @@ def test_a_run_that_is_lost_leaves_a_crash_behind(store: Store) -> None:
     store.lose_run(run)
     assert state(store, run) is TrialState.CRASHED
     assert store.runs()[0].state is RunState.LOST
-    assert store.crashed_knobs(KEY) == [{"topk_ratio": 0.2}]
+    assert store.barred(KEY) == [Barred({"topk_ratio": 0.2}, "crash")]
     with pytest.raises(StoreError, match="takes no more"):
         store.renew_lease(run)
 
@@ -73,7 +75,7 @@ def test_a_trial_of_a_training_that_lives_is_spared(
     store.spare_trials("0" * 32)  # there is none such
     store.spare_trials(run.run_id)
     assert state(store, run) is (TrialState.MEASURED if measured else TrialState.VOID)
-    assert store.crashed_knobs(KEY) == []
+    assert store.barred(KEY) == []
     assert store.decisions(run.run_id) == []
     store.resume_run(run.run_id)
     assert state(store, run) is (TrialState.MEASURED if measured else TrialState.VOID)
@@ -101,13 +103,13 @@ def test_a_crash_that_a_later_life_of_the_run_has_taken_in_stays_one(store: Stor
     states = [one.state for one in store.trials(run.run_id)]
     assert states == [TrialState.CRASHED, TrialState.VOID, TrialState.VOID]
     assert store.decisions(run.run_id) == [crash]
-    assert store.crashed_knobs(KEY) == [{"topk_ratio": 0.2}]
+    assert store.barred(KEY) == [Barred({"topk_ratio": 0.2}, "crash")]
 
 
 def test_what_was_rolled_back_is_not_tried_again(store: Store) -> None:
     run, trial = begun(store, measured=True)
-    store.add_decision(run, Decision(kind="adopt", reason="fast", trial_id=trial))
+    store.add_decision(run, Decision(kind="adopt", reason="fast", trial=0))
     store.mark_planned(run, trial)
-    assert store.crashed_knobs(KEY) == []
-    store.add_decision(run, Decision(kind="rollback", reason="not wanted", trial_id=trial))
-    assert store.crashed_knobs(KEY) == [{"topk_ratio": 0.2}]
+    assert store.barred(KEY) == []
+    store.add_decision(run, Decision(kind="rollback", reason="not wanted", trial=0))
+    assert store.barred(KEY) == [Barred({"topk_ratio": 0.2}, "rollback")]

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL, measurement, other
-from zftune.store import Decision, TrialState, open_store
+from zftune.store import open_store
+from zftune.store.types import Decision, TrialState
 
 TRIALS = 12
 
@@ -26,7 +27,7 @@ def tune(path: str, number: int, begin: str) -> None:
             trial = store.add_trial(run, {**KNOBS, "update_interval": value + 1}, source="search")
             store.mark_in_flight(run, trial.trial_id)
             store.add_measurement(run, trial.trial_id, measurement(700.0 + value), state=TrialState.MEASURED)
-            store.add_decision(run, Decision(kind="keep", reason="not faster", trial_id=trial.trial_id))
+            store.add_decision(run, Decision(kind="keep", reason="not faster", trial=trial.number))
         for _ in range(2):
             store.save_preset(other(model_id=model_id))
         store.finish_run(run)
@@ -51,5 +52,5 @@ def search(path: str, acknowledged: str) -> None:
             acknowledge("in_flight", trial.trial_id)
             store.add_measurement(run, trial.trial_id, measurement(), state=TrialState.MEASURED)
             acknowledge("measured", trial.trial_id)
-            store.add_decision(run, Decision(kind="keep", reason="not faster", trial_id=trial.trial_id))
+            store.add_decision(run, Decision(kind="keep", reason="not faster", trial=trial.number))
             acknowledge("decision", trial.trial_id)

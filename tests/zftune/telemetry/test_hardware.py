@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import socket
 from pathlib import Path
@@ -8,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from zftune.telemetry import cpu_quota, hardware, software
-from zftune.telemetry.hardware import _cpu_model
-from zftune.telemetry.host_files import numa_node_count
+from zftune.telemetry.fingerprint import _cpu_model
+from zftune.telemetry.host_sampler import numa_node_count
 
 
 def write(root: Path, **files: str) -> None:
@@ -27,10 +28,14 @@ def test_nothing_is_zero_and_what_is_null_has_a_reason() -> None:
         json.dumps(found)
 
 
-def test_no_host_name() -> None:
-    if len(socket.gethostname()) < 4:
-        pytest.skip("the host's name is too short to be told from other text")
-    assert socket.gethostname() not in json.dumps([hardware(), software()])
+def test_no_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "the-name-of-this-host"
+    system = os.uname()
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result((system[0], name, *system[2:])))
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    monkeypatch.setattr(platform, "_uname_cache", None)
+    assert platform.node() == name
+    assert name not in json.dumps([hardware(), software()])
 
 
 def test_quota_of_version_2_is_the_least_of_all_parents(tmp_path: Path) -> None:

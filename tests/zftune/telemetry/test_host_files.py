@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zftune.telemetry.host_files import (
+from zftune.telemetry.host_sampler import (
     Throttling,
     cpu_folders,
     nodes_used,

@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from zftune.telemetry import HostSampler
-from zftune.telemetry.host_sampler import SERIES_FIELDS
-from zftune.telemetry.watched import Watched
+from zftune.telemetry.host_sampler import SERIES_FIELDS, Watched
 
 BURN = """
 import sys, threading, time
@@ -153,7 +152,7 @@ def test_a_machine_without_control_groups_pressure_and_nodes(tmp_path: Path) -> 
     assert figures is not None
     expected = {f"psi_{resource}_percent": NO_PSI for resource in ("cpu", "memory", "io")} | {
         "quota_cores": "no control group limits the CPU time",
-        "throttled_fraction": "no control group tells about throttling",
+        "throttled_fraction": "no control group reports throttling",
         "numa_nodes_used": "the kernel does not tell where the pages are",
     }
     assert missing == expected

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from tests.nvml.scripted import AMPERE, DIVIDED, HOPPER, LOST, MIG, NO_PERMISSION, NOT_SUPPORTED, Clock, Machine
-from zftune.telemetry.nvml_device import DeviceReader
-from zftune.telemetry.nvml_session import nvml_session
-from zftune.telemetry.nvml_summary import summarise
-from zftune.telemetry.nvml_targets import find_targets
-from zftune.telemetry.process_tree import is_ours
+from zftune.telemetry.host_sampler import is_ours
+from zftune.telemetry.nvml import nvml_session
+from zftune.telemetry.nvml_device import DeviceReader, find_targets
+from zftune.telemetry.nvml_sampler import summarise
 
 Write = Callable[..., None]
 SECOND = 1_000_000_000

@@ -67,8 +67,9 @@ def test_hopper(machine: Machine, nvml_library: Path) -> None:
     assert figures["pcie_rx_gbps"] == pytest.approx(11, rel=0.01)
     assert figures["pcie_tx_gbps"] == pytest.approx(22, rel=0.01)
     assert figures["power_w"] == pytest.approx(444, rel=0.02)
-    assert figures["energy_j"] == pytest.approx(444 * 1.5, rel=0.05)
-    assert 10 <= len(series) <= 18
+    seen_s = max(1.5, series[-1]["at_ms"] / 1e3)  # on a busy machine it sleeps for longer than it was told
+    assert 444 * 1.4 <= figures["energy_j"] <= 444 * (seen_s + 0.3)
+    assert 10 <= len(series) <= 12 * seen_s
     assert set(series[0]) == {"at_ms", "device", *SERIES_FIELDS}
     assert [row["at_ms"] for row in series] == sorted(row["at_ms"] for row in series)
     # GPM has something to say at every second tick of 10 a second.
@@ -283,5 +284,5 @@ def test_a_sampler_that_was_not_started(machine: Machine) -> None:
 
 @pytest.mark.parametrize("rate_hz", [0.0, -1.0, 21.0, float("nan")])
 def test_a_rate_that_is_not_allowed(rate_hz: float) -> None:
-    with pytest.raises(ValueError, match="allowed is a number above 0 and at most 20"):
+    with pytest.raises(ValueError, match="it must be a number above 0 and at most 20"):
         NvmlSampler(rate_hz=rate_hz)

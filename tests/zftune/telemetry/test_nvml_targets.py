@@ -8,8 +8,8 @@ import pytest
 
 from tests.nvml.scripted import DIVIDED, GPU, HOPPER, LOST, MIG, NO_PERMISSION, SECOND_GPU, SECOND_MIG
 from zftune.telemetry import visible_devices
-from zftune.telemetry.nvml_session import nvml_session
-from zftune.telemetry.nvml_targets import find_targets
+from zftune.telemetry.nvml import nvml_session
+from zftune.telemetry.nvml_device import find_targets
 
 Write = Callable[..., None]
 

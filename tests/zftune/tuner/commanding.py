@@ -14,7 +14,7 @@ from typing import Any
 
 import zftune.store
 from tests.zftune.tuner import killable
-from zftune import cli
+from zftune.cli import main as cli
 from zftune.store import opening
 
 _CAPABILITIES = 0x20080522  # the version of what `capset` takes

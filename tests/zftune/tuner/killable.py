@@ -11,19 +11,21 @@ from typing import Any
 
 import transformers.models.llama.modeling_llama  # noqa: F401 - before it is forked, not after
 
-from zftune.store import Measurement, Run, TrialState, open_store
+from zftune import attaching
+from zftune.builtin import TuneOptions, tune
+from zftune.store import open_store
 from zftune.store.store import Store
-from zftune.tuner import run
-from zftune.tuner.disturbances import NoDisturbance
-from zftune.tuner.run import TuneOptions, tune
-from zftune.tuner.search import Search, SearchOptions
+from zftune.store.types import Measurement, Run, TrialState
+from zftune.tuner.guard import NoDisturbance
+from zftune.tuner.search import SearchOptions
+from zftune.tuner.tuner import Tuner
 
 Acknowledge = Callable[[str, Any], None]
 
 
 def undisturbed() -> None:
     """Let every measurement count: times do not matter here, and steps are shorter than a rig's may be."""
-    vars(run)["disturbance_of"] = lambda device: NoDisturbance()
+    vars(attaching)["disturbance_of"] = lambda device, sampled: NoDisturbance()
 
 
 class Acknowledging(Store):
@@ -55,9 +57,9 @@ class Acknowledging(Store):
         self.acknowledge("in_flight", trial_id)
 
     def add_measurement(
-        self, run: Run, trial_id: int, measurement: Measurement, *, state: TrialState | None = None
+        self, run: Run, trial_id: int, measurement: Measurement, *, state: TrialState | None = None, **more: Any
     ) -> None:
-        super().add_measurement(run, trial_id, measurement, state=state)
+        super().add_measurement(run, trial_id, measurement, state=state, **more)
         self.acknowledge("measured", [trial_id, measurement.aggregates["sequence"]])
 
 
@@ -75,7 +77,7 @@ def search(path: str, log: str, given: dict[str, Any], steps: int = 100_000) -> 
     def acknowledge(what: str, value: Any) -> None:
         os.write(written, (json.dumps([what, value]) + "\n").encode())
 
-    def on_step(done: int, begun: Search | None) -> None:
+    def on_step(done: int, tuner: Tuner) -> None:
         if done == 1:
             acknowledge("trains", os.getpid())
 

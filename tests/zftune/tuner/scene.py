@@ -10,19 +10,36 @@ import torch
 from torch import nn
 
 from zenflow import StepStats, ZenFlowAdamW, ZenFlowConfig
-from zftune.planner import assumed_coverage
+from zenflow.device import Device
+from zftune.quality import assumed_coverage
+from zftune.store.account import Count
+from zftune.tuner.curve import CurveBuilder
+from zftune.tuner.executor import TuningContext, live_search
 from zftune.tuner.guard import LossGuard
-from zftune.tuner.live import LiveSearch
-from zftune.tuner.preparing import NoForecast
 from zftune.tuner.search import Search, SearchOptions
-from zftune.tuner.settings import Setting
-from zftune.tuner.space import space_for
+from zftune.tuner.setup import NoForecast
+from zftune.tuner.space import Setting, space_for
 from zftune.tuner.states import Outcome, Request, Sampler
-from zftune.tuner.thinking import DeskMaker, InlineDesk
+from zftune.tuner.worker import Answer, DeskMaker, LocalWorker
 
 BEGIN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, ledger=True, host_threads=1)
 PLANNED = Setting(topk_ratio=0.2, update_interval=2, apply_lag=1, host_threads=1)
 Make = Callable[..., "Scene"]
+
+
+class SyncWorker(LocalWorker):
+    """Thinks at once, in the thread that asks."""
+
+    def hand(self, outcome: Outcome | None) -> None:
+        self._answer = self._think(outcome)
+
+    def poll(self) -> Answer | None:
+        answer, self._answer = self._answer, None
+        return answer
+
+    def guard(self, reason: str) -> None:
+        self._answer = None
+        self._search.guard(reason)
 
 
 class Scene:
@@ -35,14 +52,17 @@ class Scene:
         watch: bool = False,
         planned: Setting = PLANNED,
         guard: LossGuard | None = None,
-        desk: DeskMaker = InlineDesk,
+        worker: DeskMaker = SyncWorker,
         sampler: Sampler = "random",
         micro_batches: int = 1,
         disturbance: Callable[[], str | None] = lambda: None,
+        device: Device | None = None,
     ) -> None:
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
-        self.optimizer = ZenFlowAdamW(self.module.parameters(), lr=1e-3, config=BEGIN, module=self.module)
+        self.optimizer = ZenFlowAdamW(
+            self.module.parameters(), lr=1e-3, config=BEGIN, module=self.module, device=device
+        )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1 + 0.01 * step))
         self.micro_batches = micro_batches
         self.history: dict[int, StepStats] = {}
@@ -56,11 +76,14 @@ class Scene:
             SearchOptions(sampler=sampler, most_measurements=most, watch=watch),
         )
         self.recorder = Recorder()
-        self.live = LiveSearch(
-            self.optimizer, self.search, tokens=16, recorder=self.recorder, guard=guard, desk=desk,
+        scene = TuningContext(
+            optimizer=self.optimizer,
+            tokens=16,
+            guard=guard,
             disturbance=disturbance,
             on_change=lambda step, knobs: self.changes.append((step, Setting.from_knobs(knobs))),
-        )  # fmt: skip
+        )
+        self.live = live_search(scene, self.search, recorder=self.recorder, worker=worker)
 
     def train(self, scale: float = 1.0) -> torch.Tensor:
         """One step, without the search."""
@@ -98,6 +121,10 @@ class Recorder:
         """Whether anything can be written down."""
         self.open.set()
         self.fails_at = -1
+        self.curve = CurveBuilder()
+
+    def follow(self, counted: Callable[[], Count]) -> None:
+        self.counted = counted
 
     def before(self, search: Search, request: Request) -> str | None:
         return "The disk is full." if self.refuse and request.role == "explore" else None

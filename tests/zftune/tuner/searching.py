@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.zftune.tuner.surfaces import make
-from zftune.store import Model, open_store
+from zftune.store import open_store
+from zftune.store.types import Model
 from zftune.tuner.recording import Recording, RunFacts
 
 
@@ -31,7 +32,7 @@ def search(path: str, number: int, begin: str, told: str) -> None:
     with open_store(path) as store:
         recording = Recording(store, facts, "published")
         search, driver = make(number, 0.03, sampler="random")
-        search.options = replace(search.options, crashed=recording.crashed())
+        search.options = replace(search.options, barred=recording.barred())
         recorder = recording.begin(search)
         assert recorder is not None
         while (request := search.next()) is not None:

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from zftune.tuner.search import Search, SearchOptions
-from zftune.tuner.settings import Setting
-from zftune.tuner.space import Forecast, Space, space_for
-from zftune.tuner.states import Between, Outcome, Request
+from zftune.tuner.space import Forecast, Setting, Space, space_for
+from zftune.tuner.states import Outcome, Request, UnmeasuredSteps
 
 TOKENS = 64
 
@@ -96,7 +95,7 @@ class Driver:
             outcome = self.fault(request) or self.measure(request)
             if self.change_s and self.requests and self.requests[-1].setting != request.setting:
                 late_s = self.change_s + self.surface.ms(self.requests[-1].setting) / 1e3
-                outcome = replace(outcome, between=Between(late_s=late_s, late_steps=1))
+                outcome = replace(outcome, between=UnmeasuredSteps(late_s=late_s, late_steps=1))
             self.requests.append(request)
             self.outcomes.append(outcome)
             search.tell(outcome)

@@ -22,10 +22,11 @@ from tests import zygote
 from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.errors import HostEngineError
 from zftune.errors import BadInputError
-from zftune.store import RunState, open_store
+from zftune.store import open_store
 from zftune.store.store import Store
-from zftune.tuner.preparing import Preparation
-from zftune.tuner.settings import Setting
+from zftune.store.types import RunState
+from zftune.tuner.setup import Preparation
+from zftune.tuner.space import Setting
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tune_plain_loop.py"
 BEGIN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, ledger=True, host_threads=1)
@@ -113,6 +114,10 @@ def test_a_loop_is_tuned_and_remembered(attach: Attach, store: Store, caplog: py
     tuner.close()
     search = tuner.search
     assert search is not None
+    adopted = [message for message in caplog.messages if message.startswith("zftune adopts: ")]
+    assert len(adopted) == len(search.book.adoptions)
+    warned = [record for record in caplog.records if "of the gradient energy, where 94% is assumed" in record.message]
+    assert [record.levelno for record in warned] == [logging.WARNING]
     assert search.book.incumbent.setting == loop.knobs
     assert search.book.tokens == 16
     assert search.book.space.dimensions
@@ -123,13 +128,18 @@ def test_a_loop_is_tuned_and_remembered(attach: Attach, store: Store, caplog: py
     assert run.key.micro_batch == 4
     reasons = [decision.reason for decision in store.decisions(run.run_id)]
     assert reasons == [note.reason for note in search.notes]
+    curve = store.curve(run.run_id)
+    assert curve.points[0].loss is not None  # from the first step on, before there was a search
+    assert curve.points[-1].loss is not None
+    assert curve.points[len(curve.points) // 2].step_ms is not None  # of the last steps the loss alone is known
+    assert curve.changes
     assert len(probes) in (2, 4, 6)
     assert any(reason.startswith("Staleness probe after step") for reason in reasons)
     assert all(balance.balanced for balance in loop.optimizer.ledger().values())
     loop.step()  # nobody follows any more
 
 
-def test_without_a_loss_the_trajectory_stays(attach: Attach) -> None:
+def test_without_a_loss_the_trajectory_stays(attach: Attach, store: Store) -> None:
     loop = Loop(logs=False, given=False)
     tuner = attach(loop)
     loop.run(tuner)
@@ -140,7 +150,9 @@ def test_without_a_loss_the_trajectory_stays(attach: Attach) -> None:
     kept = Setting.of(BEGIN)
     for trial in search.book.trials:
         assert trial.setting.knobs() | {"host_threads": None} == kept.knobs() | {"host_threads": None}
-    assert tuner.notices[0] == "Nothing is predicted here: settings are only measured."
+    assert "Nothing is predicted here: settings are only measured." in tuner.notices
+    (run,) = store.runs()
+    assert (run.key.micro_batch, run.key.sequence) == (0, 0)  # nobody told, and nothing is claimed
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -170,7 +182,10 @@ def test_a_training_that_ends_before_the_search_says_so(attach: Attach, caplog: 
     for _ in range(3):
         loop.step()
     tuner.close()
-    said = "zftune tuned nothing: the training took 3 steps, the search begins after 8 and a moment to prepare it."
+    said = (
+        "zftune tuned nothing: the training took 3 steps and ended before a first measurement, which begins after 8 "
+        "steps and some seconds of preparation."
+    )
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [said]
     assert tuner.notices == [said]
 
@@ -183,8 +198,8 @@ def test_a_training_that_ends_before_a_measurement_says_so(attach: Attach, caplo
     steps = loop.optimizer.steps
     tuner.close()
     said = (
-        f"zftune tuned nothing: the training took {steps} steps and ended before the first measurement did (24 steps, "
-        "after some seconds of preparation)."
+        f"zftune tuned nothing: the training took {steps} steps and ended before a first measurement, which begins "
+        "after 8 steps and some seconds of preparation and takes 24 more steps."
     )
     assert said in tuner.notices
     assert caplog.messages.count(said) == 1
@@ -219,18 +234,22 @@ def test_a_synchronous_optimizer_may_become_as_late_as_it_is_asked_to(attach: At
 def test_what_is_refused(attach: Attach) -> None:
     loop = Loop()
     plain: Any = torch.optim.AdamW(loop.module.parameters())
-    with pytest.raises(BadInputError, match=r"optimizer is a torch\.optim\.adamw\.AdamW, allowed is one of zenflow"):
+    with pytest.raises(BadInputError, match=r"optimizer is a torch\.optim\.adamw\.AdamW; it must be one of zenflow"):
         zftune.attach(plain)
     wrong: Any = "best"
-    with pytest.raises(BadInputError, match="quality is 'best', allowed are exact, published, loose, or None"):
+    with pytest.raises(BadInputError, match="quality is 'best'; it must be exact, published or loose"):
         zftune.attach(loop.optimizer, quality=wrong)
-    with pytest.raises(BadInputError, match="tokens is 0, allowed is an integer >= 1"):
+    with pytest.raises(BadInputError, match="tokens is 0; it must be an integer >= 1"):
         zftune.attach(loop.optimizer, tokens=0)
     attach(loop)
     with pytest.raises(BadInputError, match="optimizer is followed by a tuner already"):
         zftune.attach(loop.optimizer)
-    with pytest.raises(BadInputError, match=r"loss has the shape \(2,\), allowed is a scalar"):
+    with pytest.raises(BadInputError, match=r"loss has the shape \(2,\); it must be a scalar"):
         zftune.log_loss(torch.zeros(2))
+    closed = Loop()
+    closed.optimizer.close()
+    with pytest.raises(BadInputError, match="optimizer was closed"):
+        zftune.attach(closed.optimizer)
 
 
 def test_a_bug_of_ours_ends_the_tuning_not_the_training(
@@ -280,7 +299,7 @@ def test_closing_does_not_wait_for_an_answer_that_nobody_needs(attach: Attach, m
 
     def think(self: Preparation, *_: object) -> None:
         asks.set()
-        self._thinker.ask(time.sleep, 3600.0)
+        self._sampler_process.ask(time.sleep, 3600.0)
 
     monkeypatch.setattr(Preparation, "prepare", think)
     loop = Loop()
@@ -295,8 +314,8 @@ def test_where_nothing_is_remembered_nothing_is_looked_up(attach: Attach, monkey
     def fail(*_: object, **__: object) -> None:
         raise ArithmeticError("a bug")
 
-    for name in ("RunFacts.of", "Here.now"):
-        monkeypatch.setattr(f"zftune.tuner.facts.{name}", fail)
+    for name in ("RunFacts.of", "MachineInfo.now"):
+        monkeypatch.setattr(f"zftune.tuner.training_info.{name}", fail)
     loop = Loop()
     tuner = attach(loop, store=False)
     loop.run(tuner, until=lambda: tuner.live is not None)
@@ -305,7 +324,7 @@ def test_where_nothing_is_remembered_nothing_is_looked_up(attach: Attach, monkey
 
 
 FORKS = """
-import os, sys, torch, zenflow, zftune, zftune.tuner.following
+import os, sys, torch, zenflow, zftune, zftune.tuner.tuner
 
 optimizer = zenflow.ZenFlowAdamW([torch.nn.Parameter(torch.ones(8, 8))], lr=1e-3)
 tuner = zftune.attach(optimizer, store=False)
@@ -313,10 +332,10 @@ child = os.fork()
 if child == 0:
     tuner.log_loss(1.0)
     tuner.close()
-    assert not tuner.searching and tuner in zftune.tuner.following.open_tuners()  # it was not closed
+    assert not tuner.searching and tuner in zftune.tuner.tuner.open_tuners()  # it was not closed
     sys.exit(0)  # by way of atexit, as a forked worker may
 _, status = os.waitpid(child, 0)
-print(os.waitstatus_to_exitcode(status), tuner.searching, tuner._counsel._thinker.ask(os.getppid) == os.getpid())
+print(os.waitstatus_to_exitcode(status), tuner.searching, tuner._driver._sampler_process.ask(os.getppid) == os.getpid())
 """
 
 

@@ -10,9 +10,9 @@ import pytest
 from tests.zftune.tuner.test_attach import Attach, Loop, attach, store
 from zenflow import ZenFlowConfig
 from zenflow.errors import HostMemoryError
-from zftune.tuner.nobody import closed_tuner
-from zftune.tuner.preparing import Preparation
-from zftune.tuner.settings import Setting
+from zftune.tuner.setup import Preparation
+from zftune.tuner.space import Setting
+from zftune.tuner.tuner import closed_tuner
 
 __all__ = ["attach", "store"]
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 
 from tests.zftune.tuner.surfaces import make
-from zftune.tuner.conclusion import Followed, conclusion
+from zftune.store.account import Count
+from zftune.tuner.messages import Followed, conclusion
 from zftune.tuner.search import Search
 
 
 def said(search: Search | None, *, over: bool = False, remembered: bool = True) -> tuple[int, str]:
-    return conclusion(search, Followed(steps=60, begins=8, over=over, remembered=remembered))
+    count = Count() if search is None else Count(seconds=2 * search.cost.elapsed_s, spent_s=search.cost.spent_s)
+    return conclusion(search, Followed(steps=60, begins=8, over=over, remembered=remembered, count=count))
 
 
 def test_only_the_start_was_measured() -> None:
@@ -20,10 +22,10 @@ def test_only_the_start_was_measured() -> None:
     level, sentence = said(search)
     assert level == logging.WARNING
     assert sentence == (
-        "zftune tuned nothing: the training took 60 steps, and nothing but the knobs that it began with was measured; "
+        "zftune tuned nothing: the training took 60 steps, and only the settings that it began with were measured; "
         "the next run of this training goes on from here."
     )
-    assert said(search, remembered=False)[1].endswith("was measured.")
+    assert said(search, remembered=False)[1].endswith("were measured.")
 
 
 def test_nothing_is_claimed_of_settings_that_were_not_tried() -> None:
@@ -43,13 +45,14 @@ def test_what_was_found_is_said() -> None:
     assert search.book.gain is not None
     level, sentence = said(search, over=True)
     assert level == logging.INFO
-    spent, share = search.cost.spent_s, search.cost.spent_s / search.cost.elapsed_s
+    took_s = 2 * search.cost.elapsed_s  # by the account: more than what the search saw of it
+    spent, share = search.cost.spent_s, search.cost.spent_s / took_s
     assert 0 < share < 1
     assert sentence.splitlines() == [
         f"zftune keeps {search.book.incumbent.setting}.",
         (
-            f"Time spent: exploring took {spent:.1f} s more than the knobs that were best so far, "
-            f"{100 * share:.1f}% of the {search.cost.elapsed_s:.1f} s."
+            f"Time spent: exploring took {spent:.1f} s more than the settings that were best so far, "
+            f"{100 * share:.1f}% of the {took_s:.1f} s."
         ),
         f"Gain: {search.book.gain} of the step time. {search.notes[-1].reason}",
     ]
@@ -62,6 +65,14 @@ def test_what_the_guard_did_is_the_fourth_line() -> None:
     _, sentence = said(search, over=True)
     kept, _, gain, guard = sentence.splitlines()
     assert kept == f"zftune keeps {search.book.trials[0].setting}."
-    assert gain.startswith("Gain: none. None of the ")
-    assert gain.endswith(" was adopted.")
+    assert gain == "Gain: none. What had been adopted was taken back, since training went wrong."
     assert guard == "Guard: Stopped at step 9: the loss is nan."
+
+
+def test_what_was_rolled_back_is_not_told_as_never_adopted() -> None:
+    search, driver = make(6, 0.05)
+    driver.run(search)
+    while search.book.adoptions:
+        search.roll_back("by hand")
+    gain = said(search, over=True)[1].splitlines()[2]
+    assert gain.startswith("Gain: none. What had been adopted was rolled back. Rolled back by hand: ")

@@ -11,7 +11,7 @@ import pytest
 from tests.nvml.scripted import HOPPER, Clock, here, machine, nvml_library
 from zenflow import CpuDevice, EmulatedAccelerator, Rig
 from zftune.telemetry import NvmlSampler
-from zftune.tuner.disturbances import GpuDisturbance, disturbance_of
+from zftune.tuner.guard import GpuDisturbance, disturbance_of
 
 __all__ = ["here", "machine", "nvml_library"]
 

@@ -12,17 +12,14 @@ import pytest
 
 from tests.zftune.tuner.surfaces import START, TOKENS, Driver, Surface, coverage
 from zenflow import StepStats
-from zftune.planner import Rates
-from zftune.store import Hardware, Key, Model, open_store
-from zftune.store.types import TrialState
-from zftune.tuner.drift import Pace, changed, differs
-from zftune.tuner.rebuild import rebuild
-from zftune.tuner.recorder import StoreRecorder
-from zftune.tuner.scores import Sample, departure
+from zftune.planner.rates import Rates
+from zftune.store import open_store
+from zftune.store.types import Hardware, Key, Model, TrialState
+from zftune.tuner.recorder import StoreRecorder, rebuild
+from zftune.tuner.scores import Pace, Sample, changed, departure, differs
 from zftune.tuner.search import Search, SearchOptions
-from zftune.tuner.settings import Setting
-from zftune.tuner.space import Forecast, Forecaster, space_for
-from zftune.tuner.states import Choosing, Opening, Outcome, Request, Stopped
+from zftune.tuner.space import Forecast, Forecaster, Setting, space_for
+from zftune.tuner.states import Choosing, MeasuringBaseline, Outcome, Request, Stopped
 
 FAST = Setting(topk_ratio=0.2, update_interval=4, apply_lag=4)
 RATES = Rates(forward_ms=10.0, backward_ms=20.0, d2h_gbps=12.0, h2d_gbps=11.0, host_gbps=90.0, update_gelements_s=3.0)
@@ -175,7 +172,7 @@ def test_a_hold_ends_as_soon_as_steps_take_another_time() -> None:
     assert (held.status, ended.status) == ("measured", "aborted")
     assert len(ended.steps_ms) < len(held.steps_ms) / 4
     assert world.kinds[-1] == "reopen"
-    assert isinstance(world.search.state, Opening)
+    assert isinstance(world.search.state, MeasuringBaseline)
 
 
 def test_a_hold_that_did_not_count_says_nothing() -> None:
@@ -241,7 +238,7 @@ def test_times_that_change_in_a_comparison_are_noticed() -> None:
     world.factor = 1.4
     world.run(1)
     assert world.kinds[-1] == "reopen"
-    assert isinstance(world.search.state, Opening)
+    assert isinstance(world.search.state, MeasuringBaseline)
     assert world.search.book.incumbent.setting == START
     world.settle()
     assert world.search.book.incumbent.setting == START  # its rival, measured in other times, has to be compared anew

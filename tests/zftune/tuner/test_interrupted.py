@@ -14,7 +14,8 @@ import pytest
 from tests import zygote
 from tests.zftune.conftest import rig_text
 from tests.zftune.tuner import commanding
-from zftune.store import RunState, TrialState, open_store
+from zftune.store import open_store
+from zftune.store.types import RunState, TrialState
 
 
 def measured(path: Path) -> int:
@@ -52,7 +53,7 @@ def test_an_interrupted_search_goes_on(tmp_path: Path, mini_model: Path) -> None
     process.join(60)
     lines = output.read_text().splitlines()
     assert lines[-1] == "130"
-    assert any("Interrupted: this is what was found so far." in line for line in lines)
+    assert any("It ended before its search did: this is what was found until then." in line for line in lines)
     assert json.loads((tmp_path / "found.json").read_text())["interrupted"]
     with open_store(str(path)) as store:
         (run,) = store.runs()
@@ -65,8 +66,8 @@ def test_an_interrupted_search_goes_on(tmp_path: Path, mini_model: Path) -> None
     process.join(150)
     lines = output.read_text().splitlines()
     assert lines[-1] == "0"
-    assert lines[1].startswith(f"Goes on with run {run.run_id[:8]}: ")
-    assert lines[1].endswith("; --fresh begins anew.")
+    (goes_on,) = [line for line in lines if line.startswith(f"Goes on with run {run.run_id[:8]}: ")]
+    assert goes_on.endswith("; the option fresh begins anew.")
     assert measured(path) > before
     with open_store(str(path)) as store:
         assert [one.run_id for one in store.runs()] == [run.run_id]

@@ -17,10 +17,11 @@ from tests import zygote
 from tests.tiers import by_day
 from tests.zftune.conftest import rig_text
 from tests.zftune.tuner import killable
-from zftune.store import RunState, TrialState, open_store
+from zftune.store import open_store
 from zftune.store.store import Store
+from zftune.store.types import RunState, TrialState
 
-KILLS = int(os.environ.get("ZFTUNE_KILLS", by_day("4", all_of="20")))
+KILLS = int(os.environ.get("ZFTUNE_KILLS", by_day("3", all_of="20")))
 _LONGEST_S = 1.2  # from the moment on at which it searches until it is killed
 
 
@@ -153,7 +154,7 @@ def test_a_search_that_is_killed_at_any_moment_goes_on(
     log = tmp_path / "log-last"
     document = killable.search(str(lives.path), str(log), given, steps=80)
     if lives.run is not None:
-        assert document["origin"].startswith(f"Goes on with run {lives.run[:8]}: ")
+        assert any(one.startswith(f"Goes on with run {lives.run[:8]}: ") for one in document["notices"])
         assert "resume" in {note["kind"] for note in document["decisions"]}
     lives.look(killable.read(log))
     crashed = [trial["knobs"] for trial in document["trials"] if trial["state"] == "crashed"]

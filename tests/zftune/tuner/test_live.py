@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.zftune.tuner.scene import Make, Scene, assert_whole
+from tests.zenflow.test_pinned import PinningDevice
+from tests.zftune.tuner.scene import Make, Scene, SyncWorker, assert_whole
 from zenflow import HostMemoryError
 from zenflow.errors import HostThreadsError
 from zftune.store.types import TrialState
 from zftune.tuner.guard import LossGuard
+from zftune.tuner.space import Setting
 from zftune.tuner.states import OF_INCUMBENT
-from zftune.tuner.thinking import DeskMaker, InlineDesk, ThreadDesk
+from zftune.tuner.worker import DeskMaker, ThreadWorker
 
 
 @pytest.mark.parametrize(
     "how",
     [
-        {"desk": InlineDesk},
-        {"desk": ThreadDesk},
-        {"desk": ThreadDesk, "sampler": "gp", "micro_batches": 2},
+        {"worker": SyncWorker},
+        {"worker": ThreadWorker},
+        {"worker": ThreadWorker, "sampler": "gp", "micro_batches": 2},
     ],
     ids=["inline", "thread", "process"],
 )
@@ -72,7 +76,7 @@ def assert_cost(scene: Scene) -> None:
 
 
 def test_a_store_that_hangs_delays_no_step_and_the_incumbent_runs_meanwhile(make: Make) -> None:
-    scene = make(desk=ThreadDesk)
+    scene = make(worker=ThreadWorker)
     scene.run(until=lambda: len(scene.recorder.told) == 1)
     scene.recorder.open.clear()
     scene.run(until=lambda: scene.live.request is not None)
@@ -90,7 +94,7 @@ def test_a_store_that_hangs_delays_no_step_and_the_incumbent_runs_meanwhile(make
 def test_a_failure_beside_the_training_ends_the_search_and_nothing_else(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scene = make(desk=ThreadDesk)
+    scene = make(worker=ThreadWorker)
     scene.recorder.fails_at = 1
     scene.run()
     assert scene.search.notes[-1].kind == "stop"
@@ -101,12 +105,13 @@ def test_a_failure_beside_the_training_ends_the_search_and_nothing_else(
 
 
 @pytest.mark.parametrize(
-    ("desk", "refusal"), [(InlineDesk, HostMemoryError), (ThreadDesk, HostMemoryError), (InlineDesk, HostThreadsError)]
+    ("worker", "refusal"),
+    [(SyncWorker, HostMemoryError), (ThreadWorker, HostMemoryError), (SyncWorker, HostThreadsError)],
 )
 def test_a_setting_that_the_runtime_refuses_is_never_tried_again(
-    make: Make, desk: DeskMaker, refusal: type[Exception], monkeypatch: pytest.MonkeyPatch
+    make: Make, worker: DeskMaker, refusal: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scene = make(most=5, desk=desk)
+    scene = make(most=5, worker=worker)
     real = scene.optimizer.set_knobs
 
     def set_knobs(**knobs: Any) -> int:
@@ -123,16 +128,16 @@ def test_a_setting_that_the_runtime_refuses_is_never_tried_again(
 
 
 def test_where_nothing_can_be_written_down_nothing_is_tried(make: Make) -> None:
-    scene = make(desk=ThreadDesk)
+    scene = make(worker=ThreadWorker)
     scene.recorder.refuse = True
     scene.run()
     assert scene.search.notes[-1].reason == "The disk is full."
     assert {request.role for request, _ in scene.recorder.told} == {"start"}
 
 
-@pytest.mark.parametrize("desk", [InlineDesk, ThreadDesk])
-def test_the_guard_ends_it_where_the_loss_is_not_finite(make: Make, desk: DeskMaker) -> None:
-    scene = make(guard=LossGuard(), desk=desk)
+@pytest.mark.parametrize("worker", [SyncWorker, ThreadWorker])
+def test_the_guard_ends_it_where_the_loss_is_not_finite(make: Make, worker: DeskMaker) -> None:
+    scene = make(guard=LossGuard(), worker=worker)
     scene.run(until=lambda: scene.live.request is not None and scene.live.request.role == "explore")
     assert not scene.step(scale=float("inf"))
     wrong = scene.optimizer.steps
@@ -145,7 +150,7 @@ def test_the_guard_ends_it_where_the_loss_is_not_finite(make: Make, desk: DeskMa
 
 
 def test_the_guard_interrupts_a_thought(make: Make) -> None:
-    scene = make(guard=LossGuard(), desk=ThreadDesk)
+    scene = make(guard=LossGuard(), worker=ThreadWorker)
     scene.recorder.open.clear()
     scene.run(until=lambda: scene.search.measurements == 1)  # and now it is written down
     assert scene.live.request is None
@@ -158,7 +163,7 @@ def test_the_guard_interrupts_a_thought(make: Make) -> None:
 
 
 def test_stopping_while_somebody_thinks(make: Make) -> None:
-    scene = make(desk=ThreadDesk, sampler="gp")
+    scene = make(worker=ThreadWorker, sampler="gp")
     scene.step()  # the process is loading
     scene.live.stop("Enough.")
     assert scene.search.notes[-1].reason == "Enough."
@@ -225,3 +230,39 @@ def test_what_disturbs_the_steps_that_count_does(make: Make) -> None:
     scene.run(lambda: bool(scene.recorder.told))
     (_, outcome) = scene.recorder.told[0]
     assert (outcome.status, outcome.reason) == ("void", "this machine was late")
+
+
+def test_a_trial_is_measured_once_its_memory_is_pinned_and_pays_for_that(make: Make) -> None:
+    device, longer = PinningDevice(), Setting(topk_ratio=0.1, update_interval=6, apply_lag=1, host_threads=1)
+    scene = make(planned=longer, device=device)
+    scene.run(until=lambda: len(scene.live._steps) > 2)
+    device.gate.clear()
+    scene.run(until=lambda: scene.knobs == longer)
+    asked = scene.optimizer.steps
+    for _ in range(3):  # the memory of shorter windows has room for these
+        scene.step()
+    assert not scene.live._discarded
+    device.gate.set()
+    scene.run(until=lambda: any(request.setting == longer for request, _ in scene.recorder.told))
+    (outcome,) = [outcome for request, outcome in scene.recorder.told if request.setting == longer]
+    first = next(step for step, stats in scene.history.items() if stats.step_ms == outcome.discarded_ms[0])
+    assert scene.history[first - 1].closed
+    pinning = [step for step, stats in scene.history.items() if stats.pin_ms and step >= asked]
+    assert len(pinning) >= 3
+    assert max(pinning) < first
+    assert outcome.between.late_steps == first - asked
+
+
+def test_a_rollback_is_not_told_as_an_adoption(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="zftune")
+    live = make(worker=SyncWorker).live
+    start = live.incumbent
+    first, second = replace(start, topk_ratio=0.3), replace(start, topk_ratio=0.4)
+    for setting, gain in ((first, 0.1), (second, 0.2), (first, 0.1), (start, 0.0)):
+        live._adopt(setting, gain)
+    assert [one for one in caplog.messages if "of the step time" in one or "nothing" in one] == [
+        "zftune adopts: topk_ratio 0.3, which saves 10.0% of the step time.",
+        "zftune adopts: topk_ratio 0.4, which saves 20.0% of the step time.",
+        "zftune goes back to: topk_ratio 0.3, which saves 10.0% of the step time.",
+        f"zftune goes back to the settings that it began with: topk_ratio {start.topk_ratio:g}, which saves nothing.",
+    ]

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 import zftune
-from tests.zftune.tuner.scene import Make, assert_whole
+from tests.zftune.tuner.scene import Make, SyncWorker, assert_whole
 from tests.zftune.tuner.test_attach import BEGIN, Loop
+from zftune.tuner.executor import UnmeasuredCounter
 from zftune.tuner.guard import LossGuard
-from zftune.tuner.outside import Outside
-from zftune.tuner.states import Between
-from zftune.tuner.thinking import InlineDesk
-from zftune.tuner.windows import warm_up_steps
+from zftune.tuner.states import UnmeasuredSteps
+from zftune.tuner.tuner import warm_up_steps
 
 Saved = tuple[dict[str, Any], dict[str, Any]]
 
@@ -63,7 +62,7 @@ def test_warm_up_rounds_that_a_loaded_state_has_behind_it_are_not_waited_for(loo
     load(loop, saved(before))
     most = warm_up_steps(loop.optimizer.config) + 5
     loop.run(tuner, until=lambda: tuner.live is not None or loop.optimizer.steps > 100 + most)
-    began = tuner.live is not None or tuner._counsel.begun
+    began = tuner.live is not None or tuner._driver.begun
     tuner.close()
     assert began
 
@@ -108,7 +107,7 @@ def test_knobs_that_a_loaded_state_has_give_way_to_the_incumbents(
     scene = make(most=1, watch=True)
     scene.run(until=lambda: scene.live.request is not None and scene.live.request.role == "hold")
     if thinks:
-        monkeypatch.setattr(InlineDesk, "poll", lambda _: None)
+        monkeypatch.setattr(SyncWorker, "poll", lambda _: None)
         scene.run(until=lambda: scene.live.request is None)
     own = scene.knobs
     scene.optimizer.set_knobs(**knobs)
@@ -153,10 +152,10 @@ def test_a_guard_forgets_what_it_saw() -> None:
 
 
 def test_steps_of_a_loaded_state_are_the_incumbents_until_knobs_change() -> None:
-    outside = Outside()
+    outside = UnmeasuredCounter()
     outside.change(50, challenges=True)
     outside.add(51, 1000.0)
-    assert outside.taken() == Between(0.0, 1.0, 1)
+    assert outside.taken() == UnmeasuredSteps(0.0, 1.0, 1)
     outside.forget_changes()
     outside.add(101, 1000.0)
-    assert outside.taken() == Between(1.0, 0.0, 0)
+    assert outside.taken() == UnmeasuredSteps(1.0, 0.0, 0)

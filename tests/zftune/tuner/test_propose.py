@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from zftune.tuner.propose import Judgement, Told, propose
-from zftune.tuner.settings import Setting
-from zftune.tuner.space import Dimension, Space
+from zftune.tuner.forecast import Evaluation, Observation, propose
+from zftune.tuner.space import Dimension, Setting, Space
 
 START = Setting(topk_ratio=0.1, update_interval=4, apply_lag=4)
 SPACE = Space(
@@ -25,11 +24,11 @@ def test_a_sampler_that_names_one_tried_setting_again_and_again_is_asked_no_more
     tried = [one for one in settings if one.update_interval > 1]
     asked: list[Setting] = []
 
-    def judge(setting: Setting) -> Judgement:
+    def judge(setting: Setting) -> Evaluation:
         asked.append(setting)
-        return Judgement(Told(setting, values[setting], -1.0), taken=setting in tried)
+        return Evaluation(Observation(setting, values[setting], -1.0), taken=setting in tried)
 
-    told = [Told(one, values[one], -1.0) for one in tried]
+    told = [Observation(one, values[one], -1.0) for one in tried]
     found = propose(SPACE, told, judge, sampler="gp", seed=0)
     assert found.chosen is not None
     assert found.chosen.told.setting not in tried

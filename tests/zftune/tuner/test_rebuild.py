@@ -12,13 +12,12 @@ import pytest
 
 from tests.zftune.tuner.surfaces import START, Driver, make
 from zftune.errors import ZftuneError
-from zftune.store import Hardware, Key, Model, Run, RunState, TrialState, open_store
+from zftune.store import open_store
 from zftune.store.store import Store
-from zftune.tuner.rebuild import rebuild
-from zftune.tuner.recorder import StoreRecorder
+from zftune.store.types import Barred, Hardware, Key, Model, Run, RunState, TrialState
+from zftune.tuner.recorder import StoreRecorder, rebuild
 from zftune.tuner.search import Search
-from zftune.tuner.settings import Setting
-from zftune.tuner.space import Forecast
+from zftune.tuner.space import Forecast, Setting
 from zftune.tuner.states import Outcome
 
 KEY = Key(
@@ -102,7 +101,7 @@ def test_a_setting_that_was_in_flight_when_the_run_died_has_crashed(store: Store
     rebuilt = again(store, run, 1)
     assert rebuilt.next() is None
     assert rebuilt.notes == resumed.notes
-    assert store.crashed_knobs(KEY) == [request.setting.knobs()]
+    assert store.barred(KEY) == [Barred(request.setting.knobs(), "crash")]
 
 
 def test_a_setting_that_was_only_planned_is_asked_for_again(store: Store) -> None:
@@ -174,7 +173,7 @@ def test_where_the_store_takes_no_more_the_search_ends_and_training_goes_on(stor
 def test_a_store_that_takes_no_more_for_a_while_is_not_left_with_a_trial_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: bool
 ) -> None:
-    monkeypatch.setattr("zftune.store.engine.BUSY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("zftune.store.opening.BUSY_TIMEOUT_S", 0.1)
     path = tmp_path / "zftune.db"
     with open_store(str(path), environment={"HOME": str(tmp_path)}) as store:
         run = begin(store)

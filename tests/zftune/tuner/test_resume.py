@@ -11,23 +11,14 @@ import numpy as np
 import pytest
 
 from tests.zftune.tuner.surfaces import START, Driver, Surface
-from zftune.store import (
-    Evidence,
-    Hardware,
-    Model,
-    Preset,
-    PresetState,
-    Ratios,
-    RunState,
-    StoreError,
-    TrialState,
-    open_store,
-)
+from zftune.errors import StoreError
+from zftune.store import open_store
 from zftune.store.store import Store
-from zftune.tuner.beginning import Begun, Wanted, begin
+from zftune.store.types import Evidence, Hardware, Model, Preset, PresetState, Ratios, RunState, TrialState
 from zftune.tuner.recording import Recording, RunFacts, stake_won
 from zftune.tuner.search import Search, SearchOptions
-from zftune.tuner.settings import Setting
+from zftune.tuner.setup import SearchRequest, StartedSearch, begin
+from zftune.tuner.space import Setting
 from zftune.tuner.states import OF_INCUMBENT
 
 FACTS = RunFacts(model=Model(model_id="a" * 16, dtype="bfloat16"), micro_batch=1, sequence=64, rig="made-up")
@@ -45,16 +36,18 @@ class World:
         self.options = SearchOptions(seed=seed, sampler="random")
         self.recording: Recording | None = None
 
-    def begin(self, facts: RunFacts = FACTS, **more: Any) -> Begun:
+    def begin(self, facts: RunFacts = FACTS, **more: Any) -> StartedSearch:
         wanted: dict[str, Any] = {"own": START, "space": self.space, "options": self.options, "ratios": RATIOS, **more}
         self.recording = Recording(self.store, facts, "published")
-        return begin(self.recording, Wanted(**wanted), lambda start, options: self.search(start, options, wanted))
+        return begin(
+            self.recording, SearchRequest(**wanted), lambda start, options: self.search(start, options, wanted)
+        )
 
     def search(self, start: Setting, options: SearchOptions, wanted: dict[str, Any]) -> Search:
         planned = sorted(wanted["space"].settings(), key=self.surface.planner_ms)[:1]
         return Search(wanted["space"], start, self.surface.forecast, planned, options)
 
-    def go(self, begun: Begun, most: int = 1000, *, noise: float = NOISE) -> Driver:
+    def go(self, begun: StartedSearch, most: int = 1000, *, noise: float = NOISE) -> Driver:
         """Measure, and write it down."""
         search, recorder = begun.search, begun.recorder
         assert recorder is not None
@@ -68,12 +61,12 @@ class World:
             recorder.after(search, request, driver.outcomes[-1])
         return driver
 
-    def end(self, begun: Begun, *, unfinished: bool = False) -> Recording:
+    def end(self, begun: StartedSearch, *, unfinished: bool = False) -> Recording:
         assert self.recording is not None
         self.recording.finish(begun.search, unfinished=unfinished)
         return self.recording
 
-    def whole(self, **more: Any) -> Begun:
+    def whole(self, **more: Any) -> StartedSearch:
         begun = self.begin(**more)
         self.go(begun)
         assert self.end(begun).notices == self.store.notices
@@ -145,7 +138,7 @@ def test_a_preset_that_is_beaten_twice_is_withdrawn(world: World, store: Store) 
             if one.name != slow.name:
                 store.remove_preset(one.name)
     assert old.state is PresetState.WITHDRAWN
-    assert recording.notices[-1] == f"Preset {slow.name} has lost two later comparisons and is withdrawn."
+    assert recording.notices[-1] == f"Preset {slow.name} was slower in two later comparisons and is withdrawn."
     assert world.begin().sentence == ""
 
 
@@ -208,8 +201,12 @@ def test_far_ratios_are_left_to_the_planner(world: World) -> None:
 @pytest.mark.parametrize(
     ("change", "wanted", "reason"),
     [
-        ({"topk_ratio": 0.0, "update_interval": 16, "apply_lag": 16}, {}, "(1 - coverage) x staleness is"),
-        ({"offload_ratio": 0.8}, {"least_ratio": 1.0}, "its offload_ratio 0.8 takes GPU memory, which --tune-memory"),
+        (
+            {"topk_ratio": 0.0, "update_interval": 16, "apply_lag": 16},
+            {},
+            "updates would come ",
+        ),
+        ({"offload_ratio": 0.8}, {"least_ratio": 1.0}, "its offload_ratio 0.8 takes GPU memory: --tune-memory"),
         ({"topk_ratio": 0.2}, {"fixed": True}, "no loss is known"),
     ],
 )
@@ -238,7 +235,7 @@ def test_knobs_that_no_search_changes_stay_the_users(world: World) -> None:
     best = min(world.space.settings(), key=world.surface.ms)
     kept(world, replace(best, deferred_update="mean"))
     begun = world.begin()
-    assert "was measured with other fixed knobs" in begun.sentence
+    assert "was measured with other fixed settings" in begun.sentence
     assert world.go(begun, most=2).requests[1].setting == best
 
 
@@ -259,7 +256,7 @@ def test_a_search_that_is_interrupted_again_and_again_comes_to_its_end(world: Wo
         (run,) = store.runs()
         assert run.state is RunState.LOST
         begun = world.begin()
-        assert begun.sentence == f"Goes on with run {run.run_id[:8]}: {kept}; --fresh begins anew."
+        assert begun.sentence == f"Goes on with run {run.run_id[:8]}: {kept}; the option fresh begins anew."
         asked = begun.search.next()
         assert asked is not None
         assert (asked.role, asked.setting) == ("start", incumbent)

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 
 from zftune.tuner.scores import (
+    MOST_STEPS,
     ChangePoint,
     ExplorationCost,
     Gain,
     Sample,
+    describe,
+    error_of_mean,
     gain,
     score,
     spread,
@@ -65,6 +68,44 @@ def test_the_bootstrap_error_is_the_error(noise: float, interval: int) -> None:
     assert np.mean([one.error for one in found]) == pytest.approx(shares.std(), rel=0.35)
 
 
+def alike(seed: int, noise: float, count: int, correlation: float) -> list[float]:
+    """Step times of which each is like the one before: an AR(1) process."""
+    drawn = np.random.default_rng(seed).standard_normal(count)
+    for step in range(1, count):
+        drawn[step] = correlation * drawn[step - 1] + (1 - correlation**2) ** 0.5 * drawn[step]
+    return list(100 * np.exp(noise * drawn))
+
+
+@pytest.mark.parametrize(("interval", "steps"), [(1, 20), (1, 60), (4, 60)])
+@pytest.mark.parametrize("correlation", [0.0, 0.6])
+def test_two_errors_hold_nineteen_differences_of_twenty(interval: int, steps: int, correlation: float) -> None:
+    """Of runs that do not differ; errors of independent steps hold 15 of 20 at a correlation of 0.6 (study 022)."""
+    runs = [alike(seed, 0.05, steps, correlation) for seed in range(300)]
+    means = [(error_of_mean(one, interval) or 0.0, float(np.mean(one))) for one in runs]
+    samples = [Sample.of(one, interval, 1) for one in runs]
+    pairs = range(0, len(runs), 2)
+    typical = np.mean([not gain([samples[n]], [samples[n + 1]], seed=n).beyond_noise for n in pairs])
+    mean = np.mean([abs(means[n][1] - means[n + 1][1]) <= 2 * np.hypot(means[n][0], means[n + 1][0]) for n in pairs])
+    assert min(typical, mean) >= 0.9
+    assert max(typical, mean) < 1.0
+
+
+def test_the_error_of_a_mean() -> None:
+    values = np.random.default_rng(1).normal(100.0, 8.0, size=200).tolist()
+    assert error_of_mean(values, 1) == pytest.approx(8.0 / 200**0.5, rel=0.15)
+    assert error_of_mean([1.0], 1) is None
+    assert error_of_mean([3.0, 3.0, 3.0], 1) == 0.0
+
+
+def test_what_repeats_with_every_window_is_no_noise() -> None:
+    values = [40.0, 1.0, 1.0, 1.0] * 10
+    assert error_of_mean(values, 4) == 0.0
+    alone = error_of_mean(values, 1)
+    assert alone is not None
+    assert alone > 2.0
+    assert error_of_mean(values[:7], 4) == error_of_mean(values[:7], 1)  # not two whole windows
+
+
 def test_a_gain_has_to_exceed_two_percent_and_two_errors() -> None:
     assert Gain(0.03, 0.001).holds
     assert not Gain(0.019, 0.001).holds
@@ -77,10 +118,27 @@ def test_noise_asks_for_more_steps() -> None:
     assert 20 < steps_for(0.03, 4) < steps_for(0.08, 4) == 60
 
 
-def test_a_whole_window_beyond_one_and_a_half_times_the_incumbent_is_too_slow() -> None:
-    assert too_slow([100, 100, 100, 290], 4, 100) is None  # a mean of 147.5
-    assert too_slow([100, 100, 100, 310], 4, 100) == pytest.approx(1.525)
-    assert too_slow([900, 900, 900], 4, 100) is None  # not whole yet
+def test_windows_beyond_one_and_a_half_times_the_incumbent_are_too_slow() -> None:
+    assert too_slow([100, 100, 100, 290] * 2, 4, 100) is None  # a mean of 147.5
+    assert too_slow([100, 100, 100, 310] * 2, 4, 100) == pytest.approx(1.525)
+    assert too_slow([900] * 7, 4, 100) is None  # the second is not whole yet
+    assert too_slow([160] * 16, 16, 100) == pytest.approx(1.6)
+
+
+@pytest.mark.parametrize("interval", [1, 2, 4])
+@pytest.mark.parametrize("slow", range(8))
+def test_one_slow_step_aborts_nothing(interval: int, slow: int) -> None:
+    steps = [100.0] * 8
+    steps[slow] = 500.0
+    assert all(too_slow(steps[:count], interval, 100) is None for count in range(9))
+
+
+def test_one_window_has_no_noise_to_tell() -> None:
+    sample = Sample.of([90.0, 110.0], 2, 1)
+    assert spread([sample]) is None
+    assert describe(Sample.of([90.0], 1, 1)) == (90e3, None)
+    assert spread([sample, sample]) is None
+    assert steps_for(None, 4) == MOST_STEPS
 
 
 def test_exploring_costs_what_it_takes_beyond_the_incumbent() -> None:

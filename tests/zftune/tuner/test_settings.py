@@ -5,7 +5,7 @@ import pytest
 from zenflow import ZenFlowConfig
 from zenflow.config import LIVE_KNOBS
 from zftune.errors import BadInputError
-from zftune.tuner.settings import TRAJECTORY_KNOBS, Setting
+from zftune.tuner.space import TRAJECTORY_KNOBS, Setting
 
 
 def test_a_setting_is_what_set_knobs_takes_and_the_store_keeps() -> None:
@@ -48,9 +48,9 @@ def test_what_differs_is_said_in_words() -> None:
 
 
 def test_bad_knobs_are_refused() -> None:
-    with pytest.raises(BadInputError, match="apply_lag is 5, allowed is an integer from 1 to 4"):
+    with pytest.raises(BadInputError, match="apply_lag is 5; it must be an integer from 1 to 4"):
         Setting(apply_lag=5)
     with pytest.raises(BadInputError, match="update_interval is 'auto'"):
         Setting.of(ZenFlowConfig(update_interval="auto"))
-    with pytest.raises(BadInputError, match="knobs are topk_ratio, allowed are"):
+    with pytest.raises(BadInputError, match="knobs are topk_ratio; they must be"):
         Setting.from_knobs({"topk_ratio": 0.1})

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.zftune.tuner.scene import PLANNED, Make, assert_whole
+from tests.zftune.tuner.scene import PLANNED, Make, SyncWorker, assert_whole
 from zftune.tuner.scores import Sample
 from zftune.tuner.search import Search
 from zftune.tuner.states import Comparing, Request, Trial
-from zftune.tuner.thinking import Answer, InlineDesk, Recall
+from zftune.tuner.worker import Answer, Withdraw
 
 
 def test_to_watch_a_training_is_not_to_alter_it(make: Make) -> None:
@@ -32,7 +32,7 @@ def test_to_watch_a_training_is_not_to_alter_it(make: Make) -> None:
         assert torch.equal(one, other)
 
 
-class StepLateDesk(InlineDesk):
+class StepLateDesk(SyncWorker):
     """Answers one step after it was handed something."""
 
     asked_before = False
@@ -46,7 +46,7 @@ def test_what_is_seen_late_of_a_setting_before_begins_no_measurement(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every step of windows of one closes one, and is seen two steps later, when the incumbent's knobs are back."""
-    scene = make(most=5, planned=replace(PLANNED, update_interval=1), desk=StepLateDesk)
+    scene = make(most=5, planned=replace(PLANNED, update_interval=1), worker=StepLateDesk)
 
     def compare(search: Search, trial: Trial, sample: Sample) -> None:
         search.state = Comparing(trial.number, "gain", 8)  # whether it is faster or not: the incumbent comes next
@@ -61,13 +61,13 @@ def test_what_is_seen_late_of_a_setting_before_begins_no_measurement(
             assert_whole(scene, request, outcome)
 
 
-class RecallingDesk(InlineDesk):
+class RecallingDesk(SyncWorker):
     """Wants another incumbent when it is told to, and asks for nothing from then on."""
 
-    wanted: Recall | None = None
+    wanted: Withdraw | None = None
     silent = False
 
-    def recall(self) -> Recall | None:
+    def recall(self) -> Withdraw | None:
         wanted, self.wanted = self.wanted, None
         self.silent = self.silent or wanted is not None
         return wanted
@@ -77,12 +77,13 @@ class RecallingDesk(InlineDesk):
 
 
 def test_who_wants_other_knobs_meanwhile_gets_them(make: Make) -> None:
-    scene = make(most=1, watch=True, desk=RecallingDesk)
+    scene = make(most=1, watch=True, worker=RecallingDesk)
     scene.run(until=lambda: scene.live._stays)
-    desk = scene.live._desk
-    assert isinstance(desk, RecallingDesk)
-    desk.wanted = Recall("somebody rolls back", PLANNED)
+    worker = scene.live._worker
+    assert isinstance(worker, RecallingDesk)
+    worker.wanted = Withdraw("somebody rolls back", PLANNED, gain=0.25)
     for _ in range(12):  # longer than the window whose end was waited for
         scene.step()
     assert scene.knobs == PLANNED
     assert [setting for _, setting in scene.changes] == [PLANNED]
+    assert scene.live.gain == 0.25

@@ -16,6 +16,7 @@ from tests import zygote
 from tests.zftune.conftest import rig_text
 from tests.zftune.tuner import commanding
 from zftune.store import open_store
+from zftune.store.opening import HEAD
 
 STEPS = 60
 DATABASE = ".local/share/zftune/zftune.db"
@@ -47,11 +48,11 @@ def read_only(home: Path) -> Mapping[str, Any]:
 
 def full(home: Path) -> Mapping[str, Any]:
     (home / DATABASE).unlink()
-    return {"most_bytes": 20_000}
+    return {"most_bytes": 60_000}  # more than the document has, less than the tables
 
 
 def filling(home: Path) -> Mapping[str, Any]:
-    return {"most_bytes": 45_000}  # of the log, which is written first: the tables are there
+    return {"most_bytes": 110_000}  # of the log, which is written first: the tables are there
 
 
 def newer(home: Path) -> Mapping[str, Any]:
@@ -85,7 +86,10 @@ def network(home: Path) -> Mapping[str, Any]:
         ),
         (full, "cannot be used ("),
         (filling, "could not be written ("),
-        (newer, "has the schema '9999' of a newer zftune (this one knows 0002) and was not opened: what zftune learns"),
+        (
+            newer,
+            f"has the schema '9999' of a newer zftune (this one supports {HEAD}) and was not opened: what",
+        ),
         (corrupt, "is corrupt (it is not a SQLite database) and was left as it is (zftune presets restore): what"),
         (network, "is on a network file system (nfs4), where SQLite's locks cannot be trusted: "),
     ],
@@ -117,8 +121,9 @@ def test_training_starts_whatever_the_database_is(
     assert document["steps"] == STEPS or wrong is filling  # nothing is tried that cannot be written down first
     assert document["measurements"] >= 1
     assert "Traceback" not in "\n".join(lines)
-    notes = [line for line in lines if line.startswith("note: ")]
-    assert len(notes) == len(document["notices"]) == (sentence is not None)
+    notices = [one for one in document["notices"] if "of the gradient energy" not in one]
+    assert len(notices) == (sentence is not None)
+    assert all(any(notice in line for line in lines) for notice in notices)
     if sentence is not None:
-        assert sentence in notes[0]
-        assert notes[0].startswith(("note: ~/.local/share/zftune/zftune.db ", "note: the store"))
+        assert sentence in notices[0]
+        assert notices[0].startswith(("~/.local/share/zftune/zftune.db ", "the store"))

@@ -13,16 +13,15 @@ import psutil
 import pytest
 
 from zenflow import ZenFlowConfig
-from zftune.planner import Job, Machine, ModelFacts, Rates
-from zftune.tuner import thinker as module
-from zftune.tuner.forecast import MeasuredCoverage, PlannerForecast
-from zftune.tuner.propose import propose
+from zftune.planner.model import Job, Machine, ModelFacts
+from zftune.planner.rates import Rates
+from zftune.tuner import sampler_process as module
+from zftune.tuner.forecast import MeasuredCoverage, PlannerForecast, propose
+from zftune.tuner.sampler_process import SamplerError, SamplerProcess
 from zftune.tuner.search import Search, SearchOptions
-from zftune.tuner.settings import Setting
-from zftune.tuner.space import space_for
+from zftune.tuner.space import Setting, space_for
 from zftune.tuner.states import Outcome, Sampler
-from zftune.tuner.thinker import Thinker, ThinkerError
-from zftune.tuner.thinking import Answer, ThreadDesk
+from zftune.tuner.worker import Answer, ThreadWorker
 
 START = Setting(topk_ratio=0.1, update_interval=4, apply_lag=4)
 
@@ -34,8 +33,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def thinker() -> Iterator[Thinker]:
-    thinker = Thinker()
+def thinker() -> Iterator[SamplerProcess]:
+    thinker = SamplerProcess()
     yield thinker
     thinker.close()
 
@@ -58,7 +57,9 @@ def outcome(search: Search, step_ms: float) -> Outcome:
 
 
 @pytest.mark.parametrize("sampler", ["gp", "tpe"])
-def test_the_same_trials_and_the_same_seed_give_the_same_answer_there(thinker: Thinker, sampler: Sampler) -> None:
+def test_the_same_trials_and_the_same_seed_give_the_same_answer_there(
+    thinker: SamplerProcess, sampler: Sampler
+) -> None:
     here, there = search(sampler), search(sampler)
     there.agenda.propose = thinker.propose
     for step_ms in (100.0, 110.0, 104.0, 103.0):
@@ -70,7 +71,7 @@ def test_the_same_trials_and_the_same_seed_give_the_same_answer_there(thinker: T
     assert sum(trial.source == "search" for trial in there.book.trials) >= 3
 
 
-def test_it_is_of_low_priority_single_threaded_and_sees_no_gpu(started: None, thinker: Thinker) -> None:
+def test_it_is_of_low_priority_single_threaded_and_sees_no_gpu(started: None, thinker: SamplerProcess) -> None:
     assert thinker.ask(os.nice, 0) == min(19, os.nice(0) + 10)
     assert thinker.ask(os.getenv, "OMP_NUM_THREADS") == "1"
     assert thinker.ask(os.getenv, "CUDA_VISIBLE_DEVICES") == ""
@@ -78,28 +79,28 @@ def test_it_is_of_low_priority_single_threaded_and_sees_no_gpu(started: None, th
     assert thinker.ask(sum, [1, 2]) == 3
 
 
-def test_why_there_is_no_answer(thinker: Thinker) -> None:
-    with pytest.raises(ThinkerError, match="the process that thinks failed: ValueError: invalid literal"):
+def test_why_there_is_no_answer(thinker: SamplerProcess) -> None:
+    with pytest.raises(SamplerError, match="the search process failed: ValueError: invalid literal"):
         thinker.ask(int, "x")
-    with pytest.raises(ThinkerError, match="the question cannot be sent"):
+    with pytest.raises(SamplerError, match="the question cannot be sent"):
         thinker.ask(lambda: 0)
-    with pytest.raises(ThinkerError, match="the process that thinks ended with exit code 7"):
+    with pytest.raises(SamplerError, match="the search process ended with exit code 7"):
         thinker.ask(os._exit, 7)
-    late = Thinker(answer_s=0.5)
-    with pytest.raises(ThinkerError, match=r"took longer than 0\.5 s"):
+    late = SamplerProcess(answer_s=0.5)
+    with pytest.raises(SamplerError, match=r"took longer than 0\.5 s"):
         late.ask(time.sleep, 60)
     late.close()
-    with pytest.raises(ThinkerError, match="was ended"):
+    with pytest.raises(SamplerError, match="was ended"):
         late.ask(sum, [1])
 
 
-def test_closing_it_ends_a_wait(thinker: Thinker) -> None:
+def test_closing_it_ends_a_wait(thinker: SamplerProcess) -> None:
     found: list[str] = []
 
     def wait() -> None:
         try:
             thinker.ask(time.sleep, 60)
-        except ThinkerError as error:
+        except SamplerError as error:
             found.append(str(error))
 
     thinker.ask(sum, [1])
@@ -108,15 +109,15 @@ def test_closing_it_ends_a_wait(thinker: Thinker) -> None:
     time.sleep(0.2)
     thinker.close()
     waiting.join(10)
-    assert found == ["the process that thinks was ended"]
+    assert found == ["the search process was ended"]
 
 
 @pytest.mark.parametrize("then", ["time.sleep(600)", "thinker.ask(time.sleep, 600)"], ids=["idle", "thinking"])
 def test_it_ends_with_its_parent(then: str) -> None:
     code = f"""
 import os, time
-from zftune.tuner.thinker import Thinker
-thinker = Thinker()
+from zftune.tuner.sampler_process import SamplerProcess
+thinker = SamplerProcess()
 print(thinker.ask(os.getpid), flush=True)
 {then}
 """
@@ -132,18 +133,18 @@ print(thinker.ask(os.getpid), flush=True)
 def test_thrown_away_it_ends_but_not_by_a_forks_child() -> None:
     code = """
 import gc, os, signal, time
-from zftune.tuner.thinker import Thinker
-thinker = Thinker()
-thinker.start()
-process = thinker._process
+from zftune.tuner.sampler_process import SamplerProcess
+sampler = SamplerProcess()
+sampler.start()
+process = sampler._process
 if os.fork() == 0:
-    del thinker
+    del sampler
     gc.collect()
     os._exit(0)
 os.wait()
 time.sleep(0.2)
-print(process.poll(), thinker.ask(abs, -3))
-del thinker
+print(process.poll(), sampler.ask(abs, -3))
+del sampler
 gc.collect()
 for _ in range(1000):  # the timer of what was asked may hold it a little longer
     if process.poll() is None:
@@ -154,29 +155,29 @@ print(process.poll() == -signal.SIGKILL)
     assert done.stdout == "None 3\nTrue\n"
 
 
-def test_where_it_fails_the_planner_goes_on_alone(thinker: Thinker) -> None:
+def test_where_it_fails_the_planner_goes_on_alone(thinker: SamplerProcess) -> None:
     there = search()
-    desk = ThreadDesk(there, None, thinker)
-    desk.hand(None)
-    assert answer(desk).request is not None
-    desk.hand(outcome(there, 100.0))
-    assert answer(desk).request is not None
-    with pytest.raises(ThinkerError):
+    worker = ThreadWorker(there, None, thinker)
+    worker.hand(None)
+    assert answer(worker).request is not None
+    worker.hand(outcome(there, 100.0))
+    assert answer(worker).request is not None
+    with pytest.raises(SamplerError):
         thinker.ask(os._exit, 1)
-    desk.hand(outcome(there, 110.0))
-    request = answer(desk).request
+    worker.hand(outcome(there, 110.0))
+    request = answer(worker).request
     assert request is not None
     assert request.role == "explore"
     remark = next(note for note in there.notes if note.kind == "remark")
-    assert remark.reason.startswith("The planner alone proposes from here on: the process that thinks ended")
+    assert remark.reason.startswith("The planner alone proposes from here on: the search process ended")
     best = min(
         (there.book.judge(setting) for setting in there.book.space.settings()), key=lambda judged: judged.told.value
     )
     assert there.book.judge(request.setting).told.value < best.told.value + 0.5
-    desk.close()
+    worker.close()
 
 
-def test_a_book_travels_with_what_it_was_told(thinker: Thinker) -> None:
+def test_a_book_travels_with_what_it_was_told(thinker: SamplerProcess) -> None:
     there = search()
     there.tell(outcome(there, 100.0))
     there.book.device_limit_bytes = 1 << 30
@@ -186,11 +187,11 @@ def test_a_book_travels_with_what_it_was_told(thinker: Thinker) -> None:
     assert proposal.chosen is None or not proposal.chosen.rejected
 
 
-def answer(desk: ThreadDesk) -> Answer:
+def answer(worker: ThreadWorker) -> Answer:
     found: list[Answer] = []
 
     def there() -> bool:
-        one = desk.poll()
+        one = worker.poll()
         found.extend([one] if one is not None else [])
         return bool(found)
 
@@ -214,7 +215,7 @@ def _work(seconds: float) -> tuple[float, float]:
 
 
 def test_it_rests_where_it_may_use_only_a_share_of_a_core() -> None:
-    thinker = Thinker(share=0.2)
+    thinker = SamplerProcess(share=0.2)
     try:
         thinker.ready()
         wall_s, used_s = thinker.ask(_work, 2.0)

@@ -10,7 +10,8 @@ import pytest
 
 import zftune
 from tests.zftune.tuner.test_attach import Loop
-from zftune.store import RunState, TrialState, open_store
+from zftune.store import open_store
+from zftune.store.types import RunState, TrialState
 from zftune.tuner.states import Request
 
 

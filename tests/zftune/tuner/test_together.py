@@ -9,7 +9,8 @@ import pytest
 
 from tests import zygote
 from tests.zftune.tuner import searching
-from zftune.store import RunState, open_store
+from zftune.store import open_store
+from zftune.store.types import RunState
 
 PROCESSES = 8
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zftune.errors import BadInputError
-from zftune.workload.batches import batches
+from zftune.workload.text import batches
 
 TOKENS = torch.arange(200, dtype=torch.uint8)
 
@@ -36,8 +36,8 @@ def test_a_text_of_one_sequence_is_enough() -> None:
 
 @pytest.mark.parametrize(
     ("micro_batch", "sequence", "field"),
-    [(0, 8, "--micro-batch 0"), (1, 1, "--sequence 1"), (1, 201, "--sequence 201")],
+    [(0, 8, "--micro-batch is 0"), (1, 1, "--sequence is 1"), (1, 201, "--sequence is 201")],
 )
 def test_bad_sizes_are_refused_at_once(micro_batch: int, sequence: int, field: str) -> None:
-    with pytest.raises(BadInputError, match=f"^{field}: allowed is"):
+    with pytest.raises(BadInputError, match=f"^{field}; it must be"):
         batches(TOKENS, micro_batch=micro_batch, sequence=sequence, seed=0)

@@ -9,7 +9,7 @@ import torch
 from zftune.errors import BadInputError
 from zftune.workload import TextCorpus, Workload, batches, build_model, load_text
 
-pytest.importorskip("transformers", reason="the demo extra is not installed")
+pytest.importorskip("transformers", reason="the huggingface extra is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,38 @@ def test_tiny_has_enough_columns_and_layers(tiny: Workload) -> None:
 
 def test_rotary_frequencies_keep_their_precision(tiny: Workload) -> None:
     assert {buffer.dtype for buffer in tiny.module.buffers() if buffer.is_floating_point()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_size_trains_as_transformers_llama_does_to_the_bit(dtype: torch.dtype) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        theirs = LlamaForCausalLM(config).train()
+    for parameter in theirs.parameters():
+        parameter.data = parameter.data.to(dtype)
+    ours = build_model("tiny", dtype=dtype, seed=5)
+    batch = next(batches(ours.encode(load_text(max_bytes=5_000)), micro_batch=2, sequence=32, seed=0))
+    losses = ours.loss(batch), theirs(input_ids=batch.input_ids, labels=batch.labels, use_cache=False).loss
+    assert losses[0].item() == losses[1].item()
+    for loss in losses:
+        loss.backward()
+    pairs = zip(ours.module.named_parameters(), theirs.named_parameters(), strict=True)
+    for (name, parameter), (their_name, their_parameter) in pairs:
+        assert name == their_name
+        assert torch.equal(parameter, their_parameter)
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, their_parameter.grad)
 
 
 def test_tiny_learns(tiny: Workload) -> None:
@@ -86,7 +118,7 @@ def test_a_directory_is_loaded_with_its_weights(tmp_path: Path) -> None:
 
 
 def test_a_directory_brings_its_tokenizer(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers", reason="the demo extra is not installed")
+    tokenizers = pytest.importorskip("tokenizers", reason="the huggingface extra is not installed")
     from transformers import PreTrainedTokenizerFast
 
     folder = save(tmp_path)
@@ -99,7 +131,7 @@ def test_a_directory_brings_its_tokenizer(tmp_path: Path) -> None:
 
 def test_a_vocabulary_without_room_for_bytes_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, vocab_size=100)
-    with pytest.raises(BadInputError, match="vocabulary of 100, allowed is one of at least 256"):
+    with pytest.raises(BadInputError, match="vocabulary of 100; bytes as tokens need 256"):
         build_model(folder, dtype=torch.float32, seed=0)
 
 
@@ -108,13 +140,13 @@ def test_an_unknown_name_is_one_sentence(name: str) -> None:
     with pytest.raises(BadInputError) as caught:
         build_model(name, dtype=torch.float32, seed=0)
     assert str(caught.value) == (
-        f"--model '{name}': allowed are tiny, small, medium or a directory that holds a config.json"
+        f"--model is '{name}'; it must be tiny, small, medium, or a directory that holds a config.json"
     )
 
 
 @pytest.mark.parametrize("config", ["not json", "{}", '{"model_type": "nonesuch"}', '{"model_type": "llama"}'])
 def test_a_broken_directory_is_one_sentence(tmp_path: Path, config: str) -> None:
     (tmp_path / "config.json").write_text(config)
-    with pytest.raises(BadInputError, match=r"^--model '.*': cannot be loaded \(.*\), allowed is") as caught:
+    with pytest.raises(BadInputError, match=r"^--model '.*': cannot be loaded \(.*\); give") as caught:
         build_model(tmp_path, dtype=torch.float32, seed=0)
     assert "\n" not in str(caught.value)

@@ -18,14 +18,19 @@ FOLDER = os.environ.get("ZFTUNE_AGENT_DIR", "")
 VERSION = os.environ.get("ZFTUNE_AGENT_VERSION", "")
 RUN = os.environ.get("ZFTUNE_RUN", "")
 TOP = os.environ.get("ZFTUNE_RUN_TOP", "")
-NOTHING = (
-    "zftune: no call of deepspeed.initialize came, so nothing was changed: zftune run is for scripts that make one, "
-    "for a plain loop use one line: optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=1e-3, module=model)\n"
+NOTHING = "zftune: no call of deepspeed.initialize came, so nothing was changed: %s\n"
+NOT_STEERED = "zftune: %s: no zenflow optimizer took a step; %s\n"
+GOES_ON = (
+    "zftune: CMD has ended, and what it started goes on in the background: what zftune does there is said in its own "
+    "output\n"
 )
-NOT_STEERED = (
-    "zftune: %s: no zenflow optimizer took a step; in a plain loop make one: "
-    "optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=1e-3, module=model)\n"
+NO_PYTHON = (
+    "CMD started no Python that takes up zftune (a wrapper may clear PYTHONPATH, python -I and -E ignore it): write "
+    "zftune run within the wrapper, before python"
 )
+NO_TORCH = "no Python of CMD imported torch or deepspeed"
+NO_ZFTUNE = "the Python that imported torch has no zftune, install it there"
+ONE_LINE = "optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=1e-3, module=model)"
 STEERING = (
     ("online", "nothing was tuned"),
     ("schedule", "nothing was replayed"),
@@ -99,10 +104,15 @@ class Notes:
 
     NAME = "ZFTUNE_RUN_NOTES"
     KIND = "zftune-run"
+    FILE = "notes"  # in the folder of a recording, whose parent reads it
+    PYTHON = b"p"  # a Python began
+    TORCH = b"t"  # torch was imported
+    LACKS = b"n"  # by a Python without zftune
+    OWN = b"z"  # the script imported zenflow
+    LAUNCHES = b"l"  # DeepSpeed's launcher began, whose ranks may be on other machines
     CALLED = b"c"  # deepspeed.initialize was called, or it has been said why that does nothing
     RANK = b"r"  # a rank has begun
     STEERED = b"s"  # a zenflow optimizer takes steps, or it has been said why it is let alone
-    launches = False
     told = False  # why the training runs as without zftune
 
     def keep(self) -> None:
@@ -114,27 +124,60 @@ class Notes:
             atexit.register(self.tell, os.getpid(), descriptor)
 
     def add(self, note: bytes) -> None:
-        """Leave a note for the first process; on another machine there is none."""
+        """Leave a note for the first process, or for who records; on another machine there is none."""
         path = os.environ.get(self.NAME, "")
         with contextlib.suppress(OSError):
             if os.readlink(path).startswith("/memfd:" + self.KIND):  # noqa: PTH115
                 with open(path, "ab") as file:  # noqa: PTH123
                     file.write(note)
+        if FOLDER:
+            path = os.path.join(FOLDER, self.FILE)  # noqa: PTH118
+            with contextlib.suppress(OSError), open(path, "ab") as file:  # noqa: PTH123
+                own_only(file)
+                file.write(note)
 
     def tell(self, pid: int, descriptor: int) -> None:
         """Say that nothing came, at the end of the first process; not after an error of its own."""
         if os.getpid() != pid or getattr(sys, "last_value", None) is not None:
             return
+        if not os.path.exists(os.environ.get(self.NAME, "")):  # noqa: PTH110
+            return  # /proc is hidden: nobody could leave a note
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed by the script: the notes, or stderr
             notes = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-            elsewhere = self.launches and self.RANK not in notes  # its ranks are on other machines
-            if elsewhere:
-                return
-            missed = [words for name, words in STEERING if wanted().get(name)]
-            if missed and self.STEERED not in notes:
-                sys.stderr.write(NOT_STEERED % missed[0])
-            elif not missed and self.CALLED not in notes:
-                sys.stderr.write(NOTHING)
+            sys.stderr.write(missed(notes, wanted()))
+
+
+def missed(notes: bytes, asked: Any) -> str:
+    """What is to be said of a run where nothing came of what was asked for; "": something did.
+
+    Args:
+        notes: of its processes.
+        asked: of `zftune run`.
+    """
+    if Notes.LAUNCHES in notes and Notes.RANK not in notes:  # its ranks are on other machines
+        return ""
+    lacking = [words for name, words in STEERING if asked.get(name)]
+    if (Notes.STEERED if lacking else Notes.CALLED) in notes:
+        return ""
+    why = None
+    if Notes.PYTHON not in notes:
+        why = NO_PYTHON
+    elif Notes.LACKS in notes:
+        why = NO_ZFTUNE
+    elif Notes.OWN not in notes and Notes.TORCH not in notes:
+        why = NO_TORCH
+    if lacking:
+        in_a_loop = "zenflow was imported" if Notes.OWN in notes else "in a plain loop make one: " + ONE_LINE
+        return NOT_STEERED % (lacking[0], why or in_a_loop)
+    if Notes.OWN in notes:
+        why = why or "optimizers of zenflow that a script makes keep their settings, zftune run --online tunes them"
+    is_for = "zftune run is for scripts that make one, for a plain loop use one line: " + ONE_LINE
+    return NOTHING % (why or is_for)
+
+
+def own_only(file: Any) -> None:
+    """See that who records can read a file, whatever the script's umask says."""
+    os.fchmod(file.fileno(), 0o600)
 
 
 def refuse(reason: str) -> None:
@@ -147,9 +190,10 @@ def refuse(reason: str) -> None:
     header = {"kind": "header", "protocol": 1, "pid": os.getpid(), "zftune": None, "began_ns": now}
     header["python"] = ".".join(map(str, sys.version_info[:3]))
     header.update({name: int(value) if value.isdigit() else None for name, value in ranks.items()})
-    end = {"kind": "end", "reason": "failed: " + " ".join(reason.split()), "ns": now}
+    end = {"kind": "end", "reason": "failed", "error": " ".join(reason.split()), "ns": now}
     try:
         with open(os.path.join(FOLDER, f"agent-{os.getpid()}.jsonl"), "a") as file:  # noqa: PTH118, PTH123
+            own_only(file)
             file.write(json.dumps(header) + "\n" + json.dumps(end) + "\n")
     except OSError:
         pass  # the folder is gone, and with it whom to tell
@@ -157,6 +201,7 @@ def refuse(reason: str) -> None:
 
 def arm(_torch: Any) -> None:
     """Hand over to the agent, if this interpreter has the parent's."""
+    notes.add(notes.TORCH)
     try:
         import zftune
 
@@ -176,15 +221,28 @@ def serve(deepspeed: Any) -> None:
     """Let a training with DeepSpeed have what `zftune run` asks for."""
 
     def begin() -> None:
-        from zftune.integrations.deepspeed.running import begin
+        from zftune.agent.running import begin
 
         begin(deepspeed, wanted(), lambda: notes.add(notes.CALLED), lambda: notes.add(notes.STEERED))
 
     hand_over(begin)
 
 
+def saw_torch(_torch: Any) -> None:
+    """Leave a note that something may be trained here, and whether zftune is here, too."""
+    import importlib.util
+
+    try:
+        lacks = importlib.util.find_spec("zftune") is None
+    except (ImportError, ValueError):  # something passes for it
+        lacks = True
+    notes.add(notes.TORCH + notes.LACKS if lacks else notes.TORCH)
+
+
 def steer(_zenflow: Any) -> None:
     """Let the optimizers of zenflow have the knobs that `zftune run` asks for, or be tuned."""
+    if "zftune.agent.running" not in sys.modules:  # which imports it for DeepSpeed's trainings
+        notes.add(notes.OWN)
 
     def begin() -> None:
         from zftune.agent.steering import begin
@@ -223,7 +281,7 @@ def hand_over(begin: "Callable[[], None]") -> None:
 
 def pass_on(runner: Any) -> None:
     """Let DeepSpeed's launcher give other nodes what this one has."""
-    notes.launches = True
+    notes.add(notes.LAUNCHES)
     if isinstance(getattr(runner, "EXPORT_ENVS", None), list):
         runner.EXPORT_ENVS.append("ZFTUNE")
 
@@ -241,17 +299,25 @@ def run_next() -> None:
             sys.modules["sitecustomize"] = us
 
 
+def begin() -> None:
+    """Be the `sitecustomize` of this process."""
+    if os.environ.get("ZFTUNE_DISABLE") != "1":
+        if RUN and str(os.getpid()) == TOP and os.environ.get("RANK", "0") == "0":
+            notes.keep()
+        elif RUN and "RANK" in os.environ:
+            notes.add(notes.RANK)
+        if FOLDER:
+            watcher.when_imported("torch", arm)
+        if RUN:
+            watcher.when_imported("deepspeed", serve)
+            watcher.when_imported("zenflow", steer)
+            watcher.when_imported("deepspeed.launcher.runner", pass_on)
+            watcher.when_imported("torch", saw_torch)
+        notes.add(notes.PYTHON)
+    run_next()
+
+
 watcher = Watcher()
 notes = Notes()
-if os.environ.get("ZFTUNE_DISABLE") != "1":
-    if FOLDER:
-        watcher.when_imported("torch", arm)
-    if RUN:
-        watcher.when_imported("deepspeed", serve)
-        watcher.when_imported("zenflow", steer)
-        watcher.when_imported("deepspeed.launcher.runner", pass_on)
-        if str(os.getpid()) == TOP and os.environ.get("RANK", "0") == "0":
-            notes.keep()
-        elif "RANK" in os.environ:
-            notes.add(notes.RANK)
-run_next()
+if __name__ == "sitecustomize":  # else zftune itself reads what is defined here
+    begin()

@@ -1,6 +1,7 @@
 // Asks the daemon once a second and shows what it says. Text of runs is only ever set as text.
-import { drawKnobs, drawSteps } from "./plots.js";
-import { element, gainText, knobsText, knownCause, msText, setText, shareText, stallsOf, stepMean } from "./words.js";
+import { drawCourse, drawSteps } from "./plots.js";
+import { NONE, TRENDS } from "./tables.js";
+import { element, knobsText, knownCause, msText, secondsText, setText, shareText, stallsOf, stepMean } from "./words.js";
 
 const PERIOD_MS = 1000;
 const PATIENCE_MS = 8000;
@@ -8,6 +9,7 @@ const ARMED_MS = 5000;
 const MOST_DECISIONS = 200;
 const MOST_CAUSES = 3;
 const UNSEEN = new Set(["rejected", "planned"]);
+const CHANGED = "step times changed";
 const ALLOWED = {
   pause: (details) => !["paused", "ended"].includes(details.run.state),
   resume: (details) => details.run.state === "paused",
@@ -115,7 +117,7 @@ function fillItem(item, run) {
   item.firstChild.setAttribute("aria-pressed", String(run.run === chosen));
   setText(part("name"), run.model || "a run");
   setText(part("mono"), idOf(run));
-  setText(part("state"), run.state);
+  setText(part("state"), run.title);
   part("state").className = `state ${run.state}`;
   const stalls = stallsOf(run);
   const words = stalls.slice(0, MOST_CAUSES).map(([cause, share]) => `${cause} ${shareText(share)}`).join(", ");
@@ -149,29 +151,45 @@ function showRun(details) {
   const { run } = details;
   setText(at("run-title"), `${run.model || "a run"} · ${idOf(run)}`);
   setText(at("command"), run.argv.join(" "));
-  fillWhenOther(at("state"), [[run.state, run.reason]], ([state, reason]) =>
-    element("span", {}, [element("span", { class: `state ${state}` }, [state]), reason ? `: ${reason}` : ""]),
+  fillWhenOther(at("state"), [[run.state, run.title, run.reason]], ([state, title, reason]) =>
+    element("span", {}, [element("span", { class: `state ${state}` }, [title]), reason ? `: ${reason}` : ""]),
   );
-  fillWhenOther(at("notices"), run.notices, (one) => element("li", {}, [one]));
+  const warnings = run.coverage?.warning ? [run.coverage.warning] : [];
+  fillWhenOther(at("notices"), [...run.notices, ...warnings], (one) => element("li", {}, [one]));
   showFigures(details);
-  drawSteps(at("steps"), at("legend"), details.steps);
-  drawKnobs(at("knobs"), details.changes, run.step);
+  showPlots(details);
   const decisions = details.decisions.slice(-MOST_DECISIONS).reverse();
-  fillWhenOther(at("decisions"), decisions, decisionItem);
+  const last = details.eras.length - 1;
+  fillWhenOther(at("decisions"), decisions.map((one) => ({ ...one, earlier: one.era < last })), decisionItem);
   showTrials(details);
 }
 
-function showFigures({ run, gain, steps, trials }) {
+function showPlots({ run, steps, curve, changes }) {
+  const known = steps.some((one) => one.step_ms !== null);
+  const waits = steps.some((one) => one.stall_ms !== null);
+  at("no-steps").hidden = known;
+  at("no-waits").hidden = !known || waits;
+  for (const name of ["steps", "course"]) at(name).parentElement.hidden = !known;
+  if (!known) return;
+  drawSteps(at("steps"), run, steps);
+  drawCourse(at("course"), { run, curve, changes });
+}
+
+function showFigures({ run, gain, steps, trials, decisions, eras }) {
   const waiting = stallsOf(run).reduce((sum, [, share]) => sum + share, 0);
   const known = Object.keys(run.stall_ms).length > 0;
-  const measured = trials.filter((one) => one.measurements > 0).length;
+  const measured = trials.filter((one) => (one.step_ms ?? one.earlier_step_ms) !== null).length;
+  const now = eras.at(-1)?.settings ?? 0;
+  const old = gain && gain.era < eras.length - 1;
+  const none = decisions.some((one) => one.kind === "adopt") ? "what was adopted was taken back" : "nothing was adopted";
   const figures = [
     ["step", String(run.step), run.silent_s > 5 ? `not heard of for ${run.silent_s.toFixed(0)} s` : `${run.ranks}, pid ${run.pid}`],
     ["step time", msText(run.step_ms ?? stepMean(steps), " ms"), "median of the last steps"],
-    ["waiting", known ? shareText(waiting) : "–", run.gpu ? run.gpu.sentence : known ? "of the step" : "not known without a GPU stream"],
-    ["gain", gainText(gain), gain ? "against the knobs at the start" : "nothing was adopted"],
-    ["loss", run.loss === null ? "–" : run.loss.toPrecision(4), run.loss === null ? "none is reported" : "the last reported"],
-    ["settings tried", String(measured), `${trials.length} thought of`],
+    ["waiting", known ? shareText(waiting) : NONE, run.gpu ? run.gpu.sentence : known ? "of the step" : "not known without a GPU stream"],
+    ["gain", gain ? gain.text : NONE, gain ? `against the settings at the start${old ? `, measured before ${CHANGED}` : ""}` : none],
+    ["exploring cost", secondsText(run.account.spent_s), `of ${secondsText(run.account.elapsed_s)} so far; ${secondsText(run.account.saved_s)} saved`],
+    ["loss", run.loss === null ? NONE : run.loss.toPrecision(4), run.losses ? TRENDS[run.losses.trend] : "none is reported"],
+    ["settings measured", String(measured), eras.length > 1 ? `${now} of them since ${CHANGED}` : "with the one at the start"],
   ];
   fillWhenOther(at("figures"), figures, ([title, value, more]) =>
     element("div", {}, [element("dt", {}, [title]), element("dd", {}, [value, element("small", {}, [more])])]),
@@ -179,26 +197,35 @@ function showFigures({ run, gain, steps, trials }) {
 }
 
 function decisionItem(one) {
-  const when = new Date(1000 * one.at_unix_s);
-  return element("li", {}, [
-    element("time", { class: "at", datetime: when.toISOString() }, [when.toLocaleTimeString([], { hour12: false })]),
-    element("span", { class: `kind ${/^[a-z]+$/.test(one.kind) ? one.kind : ""}` }, [one.kind]),
+  return element("li", { class: one.earlier ? "earlier" : "" }, [
+    element("time", { class: "at", datetime: new Date(1000 * one.at_unix_s).toISOString() }, [clock(one.at_unix_s)]),
+    element("span", { class: `kind ${/^[a-z]+$/.test(one.kind) ? one.kind : ""}` }, [one.title]),
     element("span", { class: "why" }, [one.reason]),
   ]);
 }
 
-function showTrials({ run, trials }) {
+const clock = (unix_s) => new Date(1000 * unix_s).toLocaleTimeString([], { hour12: false });
+
+// The newest era first; a heading where there are several.
+function showTrials({ trials, incumbent, eras }) {
   const seen = trials.filter((one) => !UNSEEN.has(one.state)).reverse();
-  const best = JSON.stringify(run.incumbent);
-  const rows = seen.map((one) => ({ ...one, best: JSON.stringify(one.knobs) === best }));
-  fillWhenOther(at("trials"), rows, trialRow);
+  const rows = [...eras].reverse().flatMap((era) => {
+    const those = seen.filter((one) => one.era === era.number);
+    const next = eras[era.number + 1];
+    const text = next ? `Measured before ${clock(next.at_unix_s)}, when ${CHANGED}` : `Since ${CHANGED} at ${clock(era.at_unix_s)}`;
+    return [...(eras.length > 1 ? [{ heading: text }] : []), ...those.map((one) => ({ ...one, best: one.number === incumbent, earlier: Boolean(next) }))];
+  });
+  fillWhenOther(at("trials"), rows, (row) => (row.heading ? eraRow(row.heading) : trialRow(row)));
 }
 
+const eraRow = (text) => element("tr", { class: "era" }, [element("th", { colspan: "6", scope: "rowgroup" }, [text])]);
+
 function trialRow(one) {
-  return element("tr", { class: one.best ? "best" : "" }, [
+  const old = one.step_ms === null && one.earlier_step_ms !== null;
+  return element("tr", { class: [one.best ? "best" : "", one.earlier ? "earlier" : ""].join(" ").trim() }, [
     element("td", {}, [String(one.number)]),
-    element("td", {}, [one.best ? "the best" : one.state.replace("_", " ")]),
-    element("td", { class: "number" }, [msText(one.step_ms)]),
+    element("td", {}, [one.best ? "the best" : one.fate]),
+    element("td", { class: old ? "number earlier" : "number" }, [msText(one.step_ms ?? one.earlier_step_ms)]),
     element("td", { class: "knobs" }, [knobsText(one.knobs)]),
     element("td", {}, [one.source]),
     element("td", { class: "reason" }, [one.reason ?? ""]),

@@ -1,65 +1,59 @@
-// Plots of steps and knobs as SVG, drawn anew each time: they are small.
-import { CAUSES, element, knownCause, msText, setText, stepMean, valueText } from "./words.js";
+// Plots of a run, by plotly.js. Their text has no markup: the page's content policy forbids inline styles.
+import { CAUSES } from "./tables.js";
+import { knownCause, stepMean, valueText } from "./words.js";
 
 const MOST_POINTS = 160;
-const LEFT = 44;
-const BOTTOM = 20;
-const TOP = 8;
+const MOST_MARKS = 60;
 const ALWAYS = ["topk_ratio", "update_interval", "apply_lag", "offload_ratio"];
-const NAMES = {
-  host: "host's update", h2d: "weights up (H2D)", d2h: "gradients down (D2H)", select: "selection",
-  comm: "communication", data: "next batch", other: "other",
-};
+const CONFIG = { displayModeBar: false, responsive: true };
+const GAP = 30; // pixels between the rows of a figure: room for a title
+const drawn = new WeakMap();
 
-const shapes = document.getElementById("steps").namespaceURI;
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 
-function shape(tag, attributes, text) {
-  const made = document.createElementNS(shapes, tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  if (text !== undefined) made.textContent = text;
-  return made;
+// Draws anew only where something is new, so that a pointer's box stays.
+function draw(place, traces, layout) {
+  const text = JSON.stringify([traces, layout]);
+  if (drawn.get(place) === text) return;
+  drawn.set(place, text);
+  window.Plotly.react(place, traces, layout, CONFIG);
 }
 
-// --- steps ---
+function shared(height, more) {
+  return {
+    height, margin: { l: 56, r: 10, t: 24, b: 40 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent",
+    font: { family: "system-ui, sans-serif", size: 12, color: colour("text") },
+    hoverlabel: { bgcolor: colour("raised"), bordercolor: colour("line"), font: { color: colour("text") } },
+    hovermode: "x unified", dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", showlegend: false,
+    ...more,
+  };
+}
 
-export function drawSteps(svg, legend, steps) {
+const axis = (more) => ({
+  gridcolor: colour("line"), linecolor: colour("line"), zeroline: false, automargin: false, nticks: 5, ...more,
+});
+const stepAxis = (more) => axis({ title: { text: "step", standoff: 4 }, tickformat: ",d", nticks: 6, ...more });
+const title = (text, y) => ({
+  text, x: 0, xref: "paper", xanchor: "left", y, yref: "paper", yanchor: "bottom", yshift: 4, showarrow: false,
+});
+
+// --- the last steps ---
+
+export function drawSteps(place, run, steps) {
   const points = joined(steps.filter((one) => one.step_ms !== null));
-  const causes = [...CAUSES, "other"].filter((cause) => points.some((one) => one.stalls[cause] > 0));
-  const width = svg.clientWidth;
-  const height = svg.clientHeight;
-  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  showLegend(legend, causes, steps);
-  if (!points.length) {
-    svg.replaceChildren(shape("text", { class: "axis", x: 0, y: 20 }, "no step was reported yet"));
-    return;
-  }
-  const first = points[0].step;
-  const span = Math.max(1, points.at(-1).step - first);
-  const ticks = ticksTo(Math.max(...points.map((one) => one.ms)));
-  const most = ticks.at(-1);
-  const x = (step) => LEFT + ((step - first) / span) * (width - LEFT - 2);
-  const y = (ms) => TOP + (1 - ms / most) * (height - TOP - BOTTOM);
-  const parts = [];
-  for (const tick of ticks) {
-    parts.push(shape("line", { class: "grid", x1: LEFT, x2: width, y1: y(tick), y2: y(tick) }));
-    parts.push(shape("text", { class: "axis", x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end" }, String(tick)));
-  }
-  parts.push(...areas(points, causes, x, y));
-  const line = points.map((one) => `${x(one.step).toFixed(1)},${y(one.ms).toFixed(1)}`).join(" ");
-  parts.push(shape("polyline", { class: "time", points: line }));
-  parts.push(shape("text", { class: "axis", x: LEFT, y: height - 4 }, `step ${first}`));
-  parts.push(shape("text", { class: "axis", x: width, y: height - 4, "text-anchor": "end" }, String(points.at(-1).step)));
-  svg.replaceChildren(...parts);
-}
-
-function areas(points, causes, x, y) {
-  const below = points.map(() => 0);
-  return causes.map((cause) => {
-    const lower = points.map((one, place) => `${x(one.step).toFixed(1)},${y(below[place]).toFixed(1)}`);
-    points.forEach((one, place) => (below[place] += one.stalls[cause] ?? 0));
-    const upper = points.map((one, place) => `${x(one.step).toFixed(1)},${y(below[place]).toFixed(1)}`);
-    return shape("polygon", { class: `fill-${cause}`, points: [...lower, ...upper.reverse()].join(" ") });
-  });
+  const x = points.map((one) => one.step);
+  const causes = [...Object.keys(CAUSES), "other"].filter((cause) => points.some((one) => one.stalls[cause] > 0));
+  const traces = causes.map((cause) => ({
+    name: CAUSES[cause] ?? cause, x, y: points.map((one) => one.stalls[cause] ?? 0), mode: "none", stackgroup: "waits",
+    fillcolor: colour(cause), hovertemplate: "%{y:.1f} ms",
+  }));
+  const line = { color: colour("text"), width: 1.5 };
+  traces.push({ name: "step time", x, y: points.map((one) => one.ms), mode: "lines", line, hovertemplate: "%{y:.1f} ms" });
+  draw(place, traces, shared(320, {
+    uirevision: run.run, xaxis: stepAxis(), yaxis: axis({ rangemode: "tozero" }), annotations: [title("ms", 1)],
+    showlegend: true, legend: { orientation: "h", x: 0, y: -0.2, yanchor: "top", traceorder: "reversed" },
+  }));
 }
 
 // Means of neighbours, so that there is a point for each few pixels.
@@ -77,82 +71,67 @@ function joined(steps) {
   return points;
 }
 
-function ticksTo(most) {
-  const rough = Math.max(most, 1e-3) / 3;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const size = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough);
-  const count = Math.ceil(most / size);
-  return Array.from({ length: count + 1 }, (_, place) => Number((place * size).toPrecision(6)));
+// --- the whole run ---
+
+export function drawCourse(place, { run, curve, changes }) {
+  const rows = [
+    curveRow(curve, "step_ms", "step time, ms", ".1f"),
+    curveRow(curve, "loss", "loss", ".4~g"),
+    curveRow(curve, "coverage", "coverage: share of the gradient in the selected columns", ".0%"),
+    ...knobRows(changes, run.step),
+  ].filter((row) => row !== null);
+  const size = rows.reduce((sum, row) => sum + row.height + GAP, -GAP);
+  const layout = shared(size + 64, { uirevision: run.run, annotations: [], hoversubplots: "axis" });
+  let top = 1;
+  rows.forEach((row, place) => {
+    const number = place ? place + 1 : "";
+    const bottom = Math.max(0, top - row.height / size);
+    layout[`yaxis${number}`] = axis({ domain: [bottom, top], nticks: 4, ...row.axis });
+    layout.annotations.push(title(row.title, top));
+    row.trace.yaxis = `y${number}`;
+    top = bottom - GAP / size;
+  });
+  layout.xaxis = stepAxis({ anchor: `y${rows.length > 1 ? rows.length : ""}` });
+  layout.shapes = changes.slice(1).slice(-MOST_MARKS).map(({ step }) => ({
+    type: "line", x0: step, x1: step, yref: "paper", y0: 0, y1: 1, layer: "below", line: { color: colour("quiet"), width: 0.6, dash: "dot" },
+  }));
+  draw(place, rows.map((row) => row.trace), layout);
 }
 
-function showLegend(legend, causes, steps) {
-  const known = steps.some((one) => one.stall_ms !== null);
-  const words = ["step time", ...causes.map((cause) => NAMES[cause])];
-  if (steps.length && !known) words.push("what it waits for is not known without a GPU stream");
-  if (legend.dataset.words === words.join()) return;
-  legend.dataset.words = words.join();
-  const classes = ["step", ...causes];
-  legend.replaceChildren(
-    ...words.map((word, place) => {
-      const swatch = place < classes.length ? [element("span", { class: `swatch fill-${classes[place]}` })] : [];
-      return element("li", {}, [...swatch, word]);
-    }),
-  );
+function curveRow(curve, name, title, format) {
+  const points = curve.filter((one) => (one[name] ?? null) !== null);
+  if (!points.length) return null;
+  const line = { color: colour(name === "step_ms" ? "text" : "accent"), width: 1.5 };
+  const [x, y] = [points.map((one) => one.step), points.map((one) => one[name])];
+  const trace = { name: title.split(/[,:]/)[0], x, y, mode: points.length > 1 ? "lines" : "markers", line };
+  return { title, height: 96, axis: name === "step_ms" ? { rangemode: "tozero" } : {}, trace: { ...trace, hovertemplate: `%{y:${format}}` } };
 }
 
-// --- knobs ---
-
-export function drawKnobs(box, changes, lastStep) {
+function knobRows(changes, lastStep) {
   const names = changes.length ? Object.keys(changes.at(-1).knobs) : [];
   const wanted = names.filter((name) => ALWAYS.includes(name) || valuesOf(changes, name).length > 1);
-  if (!wanted.length) {
-    box.replaceChildren(element("p", { class: "unit" }, ["none were reported yet"]));
-    return;
-  }
-  const kept = new Map([...box.children].map((row) => [row.dataset.knob, row]));
-  const rows = wanted.map((name) => kept.get(name) ?? newKnob(name));
-  const first = changes[0].step;
-  const last = Math.max(lastStep, changes.at(-1).step, first + 1);
-  const span = element("p", { class: "span" }, [
-    element("span", {}, [`step ${first}`]),
-    element("span", {}, [String(last)]),
-  ]);
-  box.replaceChildren(...rows, span);
-  for (const row of rows) drawKnob(row, changes, row.dataset.knob, first, last);
+  return wanted.map((name) => knobRow(name, changes, lastStep));
 }
 
 const valuesOf = (changes, name) => [...new Set(changes.map((one) => one.knobs[name]))];
 
-function newKnob(name) {
-  const svg = shape("svg", { role: "img" });
-  const row = element("div", { class: "knob" }, [
-    element("span", { class: "mono" }, [name, element("small")]),
-    svg,
-    element("span", { class: "now" }),
-  ]);
-  row.dataset.knob = name;
-  return row;
+function knobRow(name, changes, lastStep) {
+  const values = valuesOf(changes, name);
+  const numeric = values.every((one) => typeof one === "number");
+  const level = (value) => (numeric ? value : values.indexOf(value));
+  const held = [...changes, { step: Math.max(lastStep, changes.at(-1).step), knobs: changes.at(-1).knobs }];
+  const ends = [...new Set([Math.min(...values.map(level)), Math.max(...values.map(level))])];
+  const ticktext = ends.map((end) => plain(valueText(values.find((one) => level(one) === end))));
+  return {
+    title: plain(`${name} ${valueText(changes.at(-1).knobs[name])}`),
+    height: 30,
+    axis: { tickvals: ends, ticktext, range: [ends[0] - spare(ends), ends.at(-1) + spare(ends)] },
+    trace: {
+      name: plain(name), x: held.map((one) => one.step), y: held.map((one) => level(one.knobs[name])), mode: "lines",
+      line: { color: colour("accent"), width: 2, shape: "hv" },
+      customdata: held.map((one) => plain(valueText(one.knobs[name]))), hovertemplate: "%{customdata}",
+    },
+  };
 }
 
-function drawKnob(row, changes, name, first, last) {
-  const svg = row.querySelector("svg");
-  const values = valuesOf(changes, name);
-  const now = changes.at(-1).knobs[name];
-  const numeric = values.every((one) => typeof one === "number");
-  const levels = numeric ? values : values.map((_, place) => place);
-  const level = (value) => (numeric ? value : values.indexOf(value));
-  const [least, most] = [Math.min(...levels), Math.max(...levels)];
-  const width = svg.clientWidth;
-  const height = svg.clientHeight;
-  const x = (step) => (((step - first) / (last - first)) * width).toFixed(1);
-  const y = (value) => (most === least ? height / 2 : height - 8 - ((level(value) - least) / (most - least)) * (height - 16)).toFixed(1);
-  let path = "";
-  for (const [place, one] of changes.entries())
-    path += place ? `H${x(one.step)}V${y(one.knobs[name])}` : `M${x(one.step)},${y(one.knobs[name])}`;
-  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  const range = most === least ? "unchanged" : numeric ? `between ${valueText(least)} and ${valueText(most)}` : "changed";
-  svg.setAttribute("aria-label", `${name} since step ${first}: ${range}, now ${valueText(now)}`);
-  svg.replaceChildren(shape("path", { class: "line", d: `${path}H${width}` }));
-  setText(row.querySelector(".now"), valueText(now));
-  setText(row.querySelector("small"), most === least ? "" : numeric ? `${valueText(least)} to ${valueText(most)}` : "");
-}
+const spare = (ends) => (ends.at(-1) - ends[0]) * 0.2 || 1;

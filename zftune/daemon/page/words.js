@@ -1,7 +1,5 @@
-// Figures in words, and elements whose text is text.
-
-export const CAUSES = ["host", "h2d", "d2h", "select", "comm", "data"];
-const SHORT = { topk_ratio: "k", update_interval: "S", apply_lag: "L", offload_ratio: "r" };
+// Figures in words, and elements whose text is text. The tables of words are the package's own: zftune/words.py.
+import { CAUSES, LETTERS, NONE, USUAL } from "./tables.js";
 
 export function element(tag, attributes = {}, children = []) {
   const made = document.createElement(tag);
@@ -14,30 +12,27 @@ export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-export const knownCause = (cause) => (CAUSES.includes(cause) ? cause : "other");
+export const knownCause = (cause) => (cause in CAUSES ? cause : "other");
 
 export function msText(ms, unit = "") {
-  if (ms === null || ms === undefined) return "–";
+  if (ms === null || ms === undefined) return NONE;
   return (ms < 10 ? ms.toFixed(2) : ms < 1000 ? ms.toFixed(1) : ms.toFixed(0)) + unit;
 }
 
+export const secondsText = (s) => `${s < 10 ? s.toFixed(2) : s < 1000 ? s.toFixed(1) : s.toFixed(0)} s`;
+
 export const shareText = (share) => `${(100 * share).toFixed(0)}%`;
 
-export function gainText(gain) {
-  return gain ? `${(100 * gain.share).toFixed(1)} ± ${(100 * gain.error).toFixed(1)}%` : "–";
-}
-
 export function valueText(value) {
-  if (value === null) return "all cores";
+  if (value === null) return "default";
   if (typeof value === "boolean") return value ? "on" : "off";
   return typeof value === "number" ? String(Number(value.toPrecision(4))) : String(value);
 }
 
 export function knobsText(knobs) {
-  return Object.keys(SHORT)
-    .filter((knob) => knob in knobs)
-    .map((knob) => `${SHORT[knob]} ${valueText(knobs[knob])}`)
-    .join("  ");
+  const names = [...Object.keys(LETTERS).filter((name) => name in knobs), ...Object.keys(knobs).filter((name) => !(name in LETTERS))];
+  const shown = names.filter((name) => !(name in USUAL) || knobs[name] !== USUAL[name]);
+  return shown.map((name) => `${LETTERS[name] ?? name} ${valueText(knobs[name])}`).join("  ");
 }
 
 export function stallsOf(run) {

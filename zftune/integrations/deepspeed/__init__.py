@@ -35,10 +35,13 @@ def enable(
 
     Raises:
         BadInputError: an argument is not allowed.
+        MissingPackageError: DeepSpeed is not installed.
     """
+    from zftune.errors import require
     from zftune.integrations.deepspeed.initializing import wrap
     from zftune.integrations.deepspeed.section import NAME, Section
 
+    require("deepspeed", "zftune.integrations.deepspeed.enable()")
     given = {"backend": backend, "preset": preset, "quality": quality, "online": online}
     section = Section.of({NAME: {name: value for name, value in given.items() if value is not None}})
     wrap(importlib.import_module("deepspeed"), section)

@@ -9,45 +9,67 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zenflow import ZenFlowConfig, ZenFlowError
-from zftune.agent import NOBODY, ONLINE
+from zenflow import Partition, ZenFlowConfig, ZenFlowError
+from zenflow.partition import obstacle
+from zenflow.sharded import rows_of
+from zftune.ds_config.reading import MISSING, at, micro_batch_of, stage_of, truth
 from zftune.errors import BadInputError
 from zftune.integrations import fsdp2
 from zftune.integrations.deepspeed import optimizers, sharded_files
 from zftune.integrations.deepspeed.choosing import (
-    OWN_KNOBS,
     Training,
     choose,
     knobs_on_host,
     late_knobs,
     with_knobs,
 )
-from zftune.integrations.deepspeed.ds_config import MISSING, at, micro_batch_of, stage_of, truth
 from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer, LossScaling
 from zftune.integrations.deepspeed.fp32_weights import save_whole, save_with_fp32
-from zftune.integrations.deepspeed.outcome import quality_of
+from zftune.integrations.deepspeed.outcome import TAKEN_OVER, quality_of, refusals
 from zftune.integrations.deepspeed.precision import Precision, cast_inputs, dtype_named, loss_scaler
-from zftune.integrations.deepspeed.refusal import INSTEAD, require_none
-from zftune.integrations.deepspeed.section import Section
-from zftune.integrations.deepspeed.support import TAKEN_OVER, refusals
+from zftune.integrations.deepspeed.section import INSTEAD, Section, require_none
 from zftune.integrations.fsdp2 import Sharded
-from zftune.store.types import Quality
+from zftune.store.types import PROMISES, Quality
+from zftune.variables import NOBODY, ONLINE
+
+if TYPE_CHECKING:
+    from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer
+
+
+def attach(engine: Any, optimizer: EngineOptimizer, plan: Plan) -> None:
+    """Tune the knobs while the engine trains.
+
+    Args:
+        engine: of DeepSpeed.
+        optimizer: the engine's.
+        plan: of the call.
+    """
+    from zftune.attaching import attach as follow
+    from zftune.attaching import log_loss
+
+    follow(optimizer, quality=plan.quality, micro_batch=engine.train_micro_batch_size_per_gpu(), zero_stage=plan.stage)
+    original = engine.backward
+
+    @functools.wraps(original)
+    def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        log_loss(loss.detach())
+        return original(loss, *args, **kwargs)
+
+    engine.backward = backward
+
 
 _logger = logging.getLogger("zftune")
 _GATHERS = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
 _SHARDED = 3
 """The stage of ZeRO whose weights are."""
-_PROMISES = {
-    "exact": "exact: the weights are those of the plain optimizer",
-    "published": "published: updates of unimportant columns come late",
-    "loose": "loose: updates of unimportant columns come late, twice as much as published",
-}
+_PARTITIONED = (1, 2)
+"""Those whose state is, and whose weights all ranks have."""
 
 
 @dataclass(slots=True)
@@ -139,13 +161,13 @@ def require_plain(module: nn.Module, stage: int) -> None:
     """
     if stage != _SHARDED and any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
         raise BadInputError(
-            "the model was made under deepspeed.zero.Init, allowed with the backend zenflow is that with "
-            f"zero_optimization.stage 3, {INSTEAD}"
+            "the model was made under deepspeed.zero.Init, which the backend zenflow takes at ZeRO stage 3 only: "
+            f"set zero_optimization.stage to 3, or {INSTEAD}"
         )
     for part in module.modules():
         found = {base.__name__ for base in type(part).__mro__} & {"PipelineModule", "MoE", "AutoEPMoELayer"}
         for name in found if any(base.__module__.startswith("deepspeed") for base in type(part).__mro__) else ():
-            raise BadInputError(f"the model holds a {name}, allowed is none with the backend zenflow, {INSTEAD}")
+            raise BadInputError(f"the model holds a {name}, with which the backend zenflow does not train: {INSTEAD}")
 
 
 def shard(plan: Plan, module: nn.Module) -> Sharded | None:
@@ -179,7 +201,7 @@ def shard(plan: Plan, module: nn.Module) -> Sharded | None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from zftune.integrations.deepspeed import zero3
+    from zftune.integrations.deepspeed import accessors
 
     made = fsdp2.shard(
         module,
@@ -189,9 +211,38 @@ def shard(plan: Plan, module: nn.Module) -> Sharded | None:
         reshard_after_forward=True,
         mp_policy=MixedPrecisionPolicy(reduce_dtype=plan.reduced_in),
     )
-    zero3.mark(module)
-    zero3.reduce_unused(module)
+    accessors.mark(module)
+    accessors.reduce_unused(module)
     return made
+
+
+def partition(plan: Plan, module: nn.Module) -> tuple[Partition | None, str]:
+    """How several ranks share out the state at stages 1 and 2; and why they do not, or nothing.
+
+    Args:
+        plan: of the call.
+        module: whole.
+    """
+    distributed = torch.distributed
+    if plan.stage not in _PARTITIONED or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return None, ""
+    if (why := obstacle(module.parameters())) is not None:
+        return None, why
+    return Partition(reduce_dtype=plan.reduced_in), ""
+
+
+def _cast(plan: Plan, module: nn.Module, partition: Partition | None) -> dict[nn.Parameter, torch.Tensor]:
+    """Cast a model; of what the first rank's weights were in fp32, this rank's rows where that is all it trains."""
+    if partition is None or plan.precision.dtype is None:
+        return plan.precision.cast(module)
+    from deepspeed.accelerator import get_accelerator
+
+    for parameter in module.parameters():  # as the engine does, but later, when they are rounded
+        whole = parameter.data.to(get_accelerator().device_name()).contiguous()
+        torch.distributed.broadcast(whole, 0)
+        parameter.data.copy_(whole)
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return plan.precision.cast(module, lambda whole: rows_of(whole, rank, ranks))
 
 
 def besides_weights(module: nn.Module, plan: Plan, ranks: int) -> int:
@@ -203,16 +254,17 @@ def besides_weights(module: nn.Module, plan: Plan, ranks: int) -> int:
         plan: of the call.
         ranks: how many share it.
     """
-    from zftune.planner.facts import Job, ModelFacts
     from zftune.planner.memory import device_bytes
+    from zftune.planner.model import Job, ModelFacts
     from zftune.planner.split import model_plan
+    from zftune.telemetry.fingerprint import recomputes
 
     positions = getattr(getattr(module, "config", None), "max_position_embeddings", None)
     job = Job(
         seq=min(Job().seq, positions) if isinstance(positions, int) and positions > 0 else 1,
         micro_batch=micro_batch_of(plan.config, ranks),
         gpus=ranks,
-        checkpointing=_recomputes(module),
+        checkpointing=recomputes(module),
     )
     try:
         model = ModelFacts.from_module(type(module).__name__, fsdp2.shapes_of(module, plan.precision.dtype))
@@ -220,10 +272,6 @@ def besides_weights(module: nn.Module, plan: Plan, ranks: int) -> int:
         return 0
     uses = device_bytes(model, model_plan(model, plan.own), job, plan.own, packed=0.0, arrived=0.0)
     return sum(nbytes for use, nbytes in uses.items() if use not in ("context", "weights", "gathered"))
-
-
-def _recomputes(module: nn.Module) -> bool:
-    return any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
 
 
 @contextmanager
@@ -264,7 +312,8 @@ class Making:
         self._callable = callable_
         self._module = module
         self._sharded = sharded
-        self._masters = plan.precision.cast(module) | (sharded.masters if sharded is not None else {})
+        self._partition, self._replicated_since = partition(plan, module)
+        self._masters = _cast(plan, module, self._partition) | (sharded.masters if sharded is not None else {})
         self.optimizer: EngineOptimizer | None = None
         self.follows = False
         """Whether its first steps are to show what late updates win (`zftune.hiding`)."""
@@ -281,7 +330,7 @@ class Making:
         scaling = self._plan.precision.loss_scaling
         scaler = None if scaling is None else loss_scaler(scaling)
         try:
-            made = EngineOptimizer(list(_copied(given)), recipe, config, self._module, scaler)
+            made = EngineOptimizer(list(_copied(given)), recipe, config, self._module, scaler, self._partition)
             made.give_masters(self._masters)
         except ZenFlowError as error:
             raise BadInputError(str(error)) from error
@@ -300,6 +349,7 @@ class Making:
             micro_batch=micro_batch_of(plan.config, ranks),
             world_size=ranks,
             quality=plan.quality,
+            shards=1 if self._partition is None else ranks,
         )
         chosen = choose(training, plan.section)
         config = with_knobs(plan.own, chosen, plan.quality)
@@ -313,8 +363,8 @@ class Making:
                 sentence += ", but for update_interval 1 and overlap_step false, which exact needs"
         elif plan.late is None and not chosen.knobs and not _has_tuner(plan.section):
             self.follows = True
-            config, late = late_knobs(config, plan.quality, self._torch_device)
-            sentence = sentence.replace(OWN_KNOBS, late)
+            config, origin = late_knobs(config, plan.quality, self._torch_device)
+            sentence = replace(chosen, origin=origin).sentence
         if self._sharded is not None:
             sentence += f"; sharded by FSDP2 over {self._sharded.ranks} rank{'s' if self._sharded.ranks > 1 else ''}"
             if plan.offloads_weights:
@@ -324,10 +374,18 @@ class Making:
         elif plan.offloads_weights and plan.stage == _SHARDED:
             nbytes = sum(parameter.nbytes for parameter in self._module.parameters())
             sentence += f"; its {nbytes / 1e9:.2f} GB of weights stay on the device"
+        elif self._partition is not None:
+            sentence += f"; {ranks} ranks share out state and host work by rows, and each has all weights"
         elif ranks > 1:
-            sentence += f"; each of {ranks} ranks has the state and the host work of all, stage 3 shares them out"
-        _logger.info("zftune: backend zenflow, quality %s; %s", _PROMISES[plan.quality], sentence)
+            since = self._replicated_since or f"at stage {plan.stage} they are not shared out"
+            sentence += f"; each of {ranks} ranks has the state and the host work of all, since {since}"
+        _logger.info("zftune: backend zenflow, quality %s; %s", PROMISES[plan.quality], sentence)
         return config
+
+    @property
+    def reduces_by_rows(self) -> bool:
+        """Whether gradients are reduced to the rows of each rank, in the dtype that is asked for."""
+        return self._sharded is not None or self._partition is not None
 
     @property
     def _torch_device(self) -> torch.device:
@@ -373,6 +431,9 @@ def take_over(engine: Any, made: EngineOptimizer, plan: Plan) -> None:
     save_with_fp32(engine, made)
     if plan.stage == _SHARDED:
         sharded_files.take_over(engine, made, gathers=plan.gathers)
+    elif made.is_partitioned:
+        sharded_files.save_by_rows(engine, made)
+        _drop_gradients_too(engine, made)
     sharded_files.load_from_folder(engine, made)
     save_whole(engine, made)
     if plan.precision.casts_inputs and plan.precision.dtype is not None:
@@ -389,6 +450,18 @@ def _average_after_backward(engine: Any, made: EngineOptimizer) -> None:
     engine.allreduce_gradients = average
 
 
+def _drop_gradients_too(engine: Any, made: EngineOptimizer) -> None:
+    """Let `engine.zero_grad()` drop what was averaged and is no longer in `.grad`."""
+    original = engine.zero_grad
+
+    @functools.wraps(original)
+    def zero_grad() -> None:
+        original()
+        made.zero_grad()
+
+    engine.zero_grad = zero_grad
+
+
 def _allow_direct_backward(engine: Any, made: EngineOptimizer) -> None:
     """Let `loss.backward()` and `engine.scale(loss).backward()` work, as they do at stages 1 and 2 from 0.19 on."""
     if not hasattr(engine, "_support_torch_style_backward"):
@@ -401,7 +474,7 @@ def _allow_direct_backward(engine: Any, made: EngineOptimizer) -> None:
         if not engine._running_engine_backward:
             if made.loss_scaler is not None and not engine._manual_backward_expected:
                 raise RuntimeError(
-                    "backward() was called on a loss that is not scaled, allowed with fp16 is engine.backward(loss) or "
+                    "backward() was called on a loss that is not scaled: with fp16 call engine.backward(loss) or "
                     "engine.scale(loss).backward()"
                 )
             engine._manual_backward_expected = False

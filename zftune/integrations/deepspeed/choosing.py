@@ -14,15 +14,15 @@ from zenflow import ConfigError, ZenFlowConfig
 from zenflow.sharded import ranks_with_rows
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed.section import BEST, Section
-from zftune.tuner.ranks.exchange import hosts_of_ranks
+from zftune.store.types import STALENESS
+from zftune.tuner.rank_channel import hosts_of_ranks
+from zftune.tuner.space import TRAJECTORY_KNOBS
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
     from zftune.store.types import Backend, Key, Preset, Quality
 
 _logger = logging.getLogger("zftune")
-OWN_KNOBS = "the knobs are the ds_config's"
-_TRAJECTORY = ("topk_ratio", "update_interval", "overlap_step", "apply_lag")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,13 @@ class Training:
     quality: Quality
     nodes: int = 1
     """Machines that the ranks are on."""
+    shards: int = 1
+    """Ranks that share out the state of whole weights; of weights that are sharded they tell it themselves."""
 
     def key(self) -> Key:
         """Under which presets are looked up; the sequence is not known yet, so the shortest will do."""
         from zftune.store.types import Key
-        from zftune.telemetry.fingerprint import fingerprint
+        from zftune.telemetry.fingerprint import fingerprint, recomputes
 
         return Key(
             **fingerprint(self.module),
@@ -51,20 +53,27 @@ class Training:
             dtype=self.dtype,
             world_size=self.world_size,
             nodes=self.nodes,
-            shards=max(map(ranks_with_rows, self.module.parameters()), default=1),
+            shards=max([self.shards, *map(ranks_with_rows, self.module.parameters())]),
             micro_batch=self.micro_batch,
-            sequence=1,
-            checkpointing=any(getattr(part, "gradient_checkpointing", False) for part in self.module.modules()),
+            sequence=0,
+            checkpointing=recomputes(self.module),
             quality=self.quality,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Knobs by name, and a sentence about where they come from."""
+    """Knobs by name, and where they come from."""
 
     knobs: Mapping[str, Any]
-    sentence: str
+    origin: str
+    because: str = ""
+    """Why they are no others."""
+
+    @property
+    def sentence(self) -> str:
+        """Where they come from, and why."""
+        return f"{self.because}, so {self.origin}" if self.because else self.origin
 
 
 def choose(training: Training, section: Section) -> Chosen:
@@ -107,29 +116,29 @@ def _choose(training: Training, section: Section) -> Chosen:
 
 
 def _best(store: Store, training: Training, *, asked: bool) -> Chosen:
-    from zftune.store.lookup import find
+    from zftune.store.presets import find
     from zftune.store.types import Query
-    from zftune.telemetry.hardware import hardware
+    from zftune.telemetry.fingerprint import hardware
 
     query = Query(key=training.key(), ratios=None, usable_cores=hardware()["usable_cores"])
     match = find(query, store.presets())
     if match is None:
         none = "no preset is for this model on this hardware yet (zftune tune makes one)"
-        return Chosen({}, f"{none}, so {OWN_KNOBS}" if asked else OWN_KNOBS)
+        return Chosen({}, "the settings are the ds_config's", none if asked else "")
     return Chosen(match.knobs, match.reason)
 
 
 def _named(store: Store, training: Training, name: str) -> Chosen:
-    from zftune.store.applying import is_file, named
-    from zftune.store.document import read_preset
-    from zftune.store.lookup import differences, knobs_here
-    from zftune.telemetry.hardware import hardware
+    from zftune.integrations.deepspeed.presets import is_file, named
+    from zftune.store.preset_file import read_preset
+    from zftune.store.presets import differences, knobs_here
+    from zftune.telemetry.fingerprint import hardware
 
     preset: Preset = read_preset(name) if is_file(name) else named(store, name)
     key = training.key()
     others = differences(replace(key, sequence=min(key.sequence, preset.key.sequence)), preset.key)
     knobs, about_cores = knobs_here(preset, hardware()["usable_cores"])
-    sentence = f"the knobs are of preset {preset.name}"
+    sentence = f"the settings are of preset {preset.name}"
     if others:
         sentence += f", provisional: it was proven for something else ({'; '.join(others)})"
     elif preset.imported:
@@ -148,16 +157,14 @@ def late_knobs(own: ZenFlowConfig, quality: Quality, device: torch.device) -> tu
     Returns:
         The knobs, and where they come from.
     """
-    from zftune.hiding.following import FIRST_STEPS
-    from zftune.hiding.planned import late_defaults
-    from zftune.hiding.words import named
+    from zftune.hiding import FIRST_STEPS, late_defaults, named
 
     if device.type != "cpu":
-        return own, f"the planner finds the knobs in {FIRST_STEPS} steps, each of which waits for every update"
+        return own, f"the planner finds the settings in {FIRST_STEPS} steps, each of which waits for every update"
     late = late_defaults(quality, own)
     return (
         late,
-        f"the knobs are the default of this quality ({named(late)}), since on a plain CPU there is nothing to plan",
+        f"the settings are the default of this quality ({named(late)}), since on a plain CPU there is nothing to plan",
     )
 
 
@@ -178,11 +185,11 @@ def knobs_on_host(config: ZenFlowConfig, quality: Quality, topk_ratio: object) -
     if topk_ratio:
         raise BadInputError(
             f"zero_optimization.zenflow.topk_ratio is {topk_ratio} and the weights are on the host (offload_param), "
-            "where no column is selected, allowed is 0"
+            "where no column is selected; it must be 0"
         )
     if topk_ratio is not None:
         return config, ""
-    late: dict[str, Any] = {"update_interval": 2 if quality == "loose" else 1, "apply_lag": None, "overlap_step": True}
+    late: dict[str, Any] = {"update_interval": STALENESS[quality], "apply_lag": None, "overlap_step": True}
     changed = replace(config, topk_ratio=0.0, **(late if quality != "exact" else {}))
     if changed == config:
         return config, ""
@@ -209,9 +216,9 @@ def with_knobs(own: ZenFlowConfig, chosen: Chosen, quality: Quality) -> ZenFlowC
     except ConfigError as error:
         raise BadInputError(f"zftune.preset: {error}") from error
     if quality == "exact" and (config.update_interval != 1 or config.overlap_step):
-        late = {name: value for name, value in asdict(config).items() if name in _TRAJECTORY}
+        late = {name: value for name, value in asdict(config).items() if name in TRAJECTORY_KNOBS}
         raise BadInputError(
-            f'zftune.preset has {late}, allowed with quality "exact" are knobs that wait for every update: '
-            'say "quality": "published" to allow late ones'
+            f'zftune.preset has {late}, under which updates come late; quality "exact" waits for every one: '
+            'set "quality": "published" to allow late ones'
         )
     return config

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from zenflow import ZenFlowConfig
 from zenflow.optimizer import ZenFlowOptimizer
+from zenflow.partition import Partition
 from zenflow.rules import RULES
 from zenflow.sharded import are_sharded
 from zftune.checkpoint.sources import IN_FOLDER, STEPS
@@ -34,12 +35,21 @@ class EngineOptimizer(ZenFlowOptimizer):
         config: the knobs.
         module: the model.
         scaler: DeepSpeed's loss scaler; None: the loss is not scaled.
+        partition: how ranks share out the state of a whole model; None: they do not.
     """
 
-    def __init__(self, params: Any, recipe: Recipe, config: ZenFlowConfig, module: nn.Module, scaler: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        recipe: Recipe,
+        config: ZenFlowConfig,
+        module: nn.Module,
+        scaler: Any,
+        partition: Partition | None = None,
+    ) -> None:
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         groups = _trained(recipe.groups or params)
-        super().__init__(groups, recipe.defaults, RULES[recipe.rule], config=config, module=module)
+        super().__init__(groups, recipe.defaults, RULES[recipe.rule], config=config, module=module, partition=partition)
         self._client: Optimizer | None = recipe.client
         if recipe.client is not None:
             recipe.client.param_groups[:] = self.param_groups  # the same dictionaries: its scheduler drives both
@@ -101,7 +111,8 @@ class EngineOptimizer(ZenFlowOptimizer):
             loss = super().step(closure)
             self._norm = self.grad_norm
             return loss
-        self.grad_scale = torch.tensor(self.cur_scale)
+        # Filled there: a number of the host would be copied, and the copy wait for backward.
+        self.grad_scale = torch.full((), self.cur_scale, dtype=torch.float32, device=self.device.torch_device)
         try:
             loss = super().step(closure)
         finally:
@@ -120,14 +131,17 @@ class EngineOptimizer(ZenFlowOptimizer):
         scaled.backward(retain_graph=retain_graph)
 
     def destroy(self) -> None:
-        """Apply what is pending and end the host engine, as `engine.destroy()` asks."""
-        self.close()
+        """End the host engine, as `engine.destroy()` asks, and apply what is pending where no other rank is needed."""
+        if self.is_partitioned:  # the engine's collector may ask for this, on one rank, long after the others
+            self.abandon()
+        else:
+            self.close()
         unlink(self, (parameter for group in self.param_groups for parameter in group["params"]))
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank has rows of the parameters."""
-        return are_sharded(self.param_groups)
+        """Whether each rank has state of its rows alone."""
+        return self.is_partitioned or are_sharded(self.param_groups)
 
     @contextmanager
     def kept_in(self, folder: Path) -> Iterator[None]:
@@ -161,23 +175,19 @@ class EngineOptimizer(ZenFlowOptimizer):
 
         Raises:
             BadInputError: the checkpoint holds no optimizer, as ZeRO's have it elsewhere; its folder is not there, or
-                of another step; or it was saved below stage 3 and this rank has rows.
+                of another step.
             CheckpointError: it is truncated or not of this optimizer.
         """
         if state_dict is None:
             raise BadInputError(
-                "the checkpoint is of ZeRO, allowed is one of the backend zenflow: `zftune checkpoint import` makes it"
+                "the checkpoint is of ZeRO, and the backend zenflow loads its own: `zftune checkpoint import` makes one"
             )
         scaler = state_dict.get(_SCALER, {})
         if IN_FOLDER in state_dict:
             load_folder(self, self._folder, state_dict[STEPS])
-        elif self.is_sharded and self._folder is not None and not self._folder.is_dir():  # else of the folder, by rows
-            raise BadInputError(
-                "the checkpoint was saved below ZeRO stage 3, allowed with stage 3 on several ranks is one of stage 3, "
-                "which one rank makes of it, or load_module_only=True"
-            )
         else:
             super().load_state_dict({name: value for name, value in state_dict.items() if name != _SCALER})
+            self.gather()
         for name, value in scaler.items() if self.loss_scaler is not None else ():
             setattr(self.loss_scaler, name, value)
 

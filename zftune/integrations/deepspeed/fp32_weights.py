@@ -15,7 +15,7 @@ from torch import nn
 from zenflow.full_state import MASTER
 from zenflow.sharded import local_rows
 from zenflow.state import reread
-from zftune.checkpoint.engine_files import masters_alone, optimizer_file
+from zftune.checkpoint.zero import masters_alone, optimizer_file
 from zftune.integrations.fsdp2 import whole
 
 if TYPE_CHECKING:
@@ -30,16 +30,19 @@ _MARK = "__zftune_original__"
 def save_whole(engine: Any, optimizer: EngineOptimizer) -> None:
     """Let the files with weights, which may be used alone, hold what is still pending; a resumed run knows it.
 
+    Where ranks share out the state of a whole model, each has its part of what is pending: then only the checkpoint
+    holds it, for which all ranks are there. Of the others a script may ask on one rank alone.
+
     Args:
         engine: just made.
         optimizer: the engine's.
     """
-    for name in _SAVES:
+    for name in _SAVES[:1] if optimizer.is_partitioned else _SAVES:
         original = getattr(engine, name, None)
         if original is not None:
             setattr(engine, name, _with_flushed(original, optimizer))
     accelerate = sys.modules.get("accelerate.accelerator")
-    if accelerate is not None:  # whose Trainer saves the final model by way of it
+    if accelerate is not None and not optimizer.is_partitioned:  # whose Trainer saves the final model by way of it
         _hook_accelerate(accelerate.Accelerator)
 
 
@@ -62,7 +65,7 @@ def _hook_accelerate(accelerator: Any) -> None:
         from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer
 
         optimizer = getattr(model, "optimizer", None)
-        if not isinstance(optimizer, EngineOptimizer):
+        if not isinstance(optimizer, EngineOptimizer) or optimizer.is_partitioned:
             return original(self, model, *args, **kwargs)
         return _with_flushed(original, optimizer)(self, model, *args, **kwargs)
 
@@ -108,13 +111,13 @@ def _masters(optimizer: EngineOptimizer) -> list[torch.Tensor]:
     """Each group's masters behind each other, as one rank of ZeRO has them; of sharded ones this rank's rows."""
     flats = []
     for group in _groups(optimizer):
-        lengths = [local_rows(parameter.detach()).numel() for parameter in group]
+        shown = [optimizer.own_rows(parameter, parameter.detach()) for parameter in group]
+        lengths = [rows.numel() for rows in shown]
         flat = torch.empty(sum(lengths), dtype=torch.float32, device="cpu")
         parts = flat.split(lengths)
-        for part, parameter in zip(parts, group, strict=True):
+        for part, parameter, rows in zip(parts, group, shown, strict=True):
             master = local_rows(optimizer.full_state(parameter)[MASTER])
-            shown = local_rows(parameter.detach()).cpu()
-            part.copy_(reread(master, shown).reshape(-1))  # with what is pending, as the weights
+            part.copy_(reread(master, rows.cpu()).reshape(-1))  # with what is pending, as the weights
         flats.append(flat)
     return flats
 

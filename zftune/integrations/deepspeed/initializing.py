@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from zenflow.ds_config import modernized
+from zftune.ds_config.facts import TESTED
+from zftune.ds_config.reading import offload_device, read_given
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed.ds_config import offload_device, read_given
-from zftune.integrations.deepspeed.facts import TESTED
 from zftune.integrations.deepspeed.outcome import outcome
-from zftune.integrations.deepspeed.refusal import INSTEAD
-from zftune.integrations.deepspeed.section import Section
+from zftune.integrations.deepspeed.section import INSTEAD, Section
 
 Wrapped = Callable[..., Any]
 _logger = logging.getLogger("zftune")
@@ -109,11 +108,11 @@ def _initialize(original: Wrapped, given: dict[str, Any], asked: Section) -> Any
 
 
 def _with_zenflow(original: Wrapped, given: dict[str, Any], config: dict[str, Any], section: Section) -> Any:
-    from zftune.integrations.deepspeed import backend, online
+    from zftune.integrations.deepspeed import backend
 
     if given.get("mpu") is not None or given.get("mesh_param") is not None:
         raise BadInputError(
-            f"mpu or mesh_param is given, allowed with the backend zenflow is data parallelism only, {INSTEAD}"
+            f"mpu or mesh_param is given; the backend zenflow trains data parallel only: leave it out, or {INSTEAD}"
         )
     _about_version()
     plan = backend.plan(config, section)
@@ -121,9 +120,9 @@ def _with_zenflow(original: Wrapped, given: dict[str, Any], config: dict[str, An
     backend.require_plain(module, plan.stage)
     recipe = backend.recipe_of(config, optimizer)
     sharded = backend.shard(plan, module)
-    if sharded is None and plan.reduced_in is not None and torch.distributed.get_world_size() > 1:
-        _logger.warning("communication_data_type is ignored: gradients are averaged in their own dtype")
     making = backend.Making(plan, recipe, optimizer, module, sharded)
+    if plan.reduced_in is not None and torch.distributed.get_world_size() > 1 and not making.reduces_by_rows:
+        _logger.warning("communication_data_type is ignored: gradients are averaged in their own dtype")
     changed = {**given, "optimizer": making}
     if recipe is not None and recipe.client is not None and given.get("model_parameters") is None:
         changed["model_parameters"] = list(module.parameters())
@@ -136,9 +135,9 @@ def _with_zenflow(original: Wrapped, given: dict[str, Any], config: dict[str, An
     if section.online and sharded is not None and sharded.on_host:
         _logger.warning("nothing is tuned online: no column of weights on the host can be selected")
     elif section.online:
-        online.attach(result[0], making.optimizer, plan)
+        backend.attach(result[0], making.optimizer, plan)
     elif making.follows:
-        from zftune.hiding.following import follow
+        from zftune.hiding import follow
 
         follow(making.optimizer, plan.quality, making.late)
     return result

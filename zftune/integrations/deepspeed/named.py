@@ -1,16 +1,124 @@
-"""Which ds_config the command of a training names, under any of the usual launchers."""
+"""What the command of a training names, under any of the usual launchers: its ds_config, and a script that spawns."""
 
 from __future__ import annotations
 
+import ast
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from zenflow import ConfigError
-from zenflow.ds_config import decode, parse
+from zftune.ds_config.reading import (
+    Source,
+    at,
+    number_of,
+    offload_device,
+    read,
+    read_inline,
+    read_yaml,
+    stage_of,
+    through_accelerate,
+)
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed.ds_config import Source, number_of, read, read_yaml, through_accelerate
+
+OVERLAP = "zero_optimization.zenflow.overlap_step"
+GUARD = 'if __name__ == "__main__":'
+ASKS = f"; what trains in the script has to stand under `{GUARD}`, since its optimizer process reads that again"
+_TRAINS = ("initialize", "prepare", "train")
+"""Names of what makes an engine, or trains with one: DeepSpeed's, Accelerate's, the Trainer's."""
+_LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+
+
+class Unguarded(NamedTuple):
+    """A call that makes a script train wherever it is read."""
+
+    script: Path
+    line: int
+    call: str
+
+    def __str__(self) -> str:
+        return (
+            f"'{self.script}' calls {self.call}(...) in line {self.line} whenever it is read: with "
+            f"{OVERLAP} in DeepSpeed's own runtime it must stand under `{GUARD}`. Its optimizer process reads the "
+            "script again, and the training would wait for that"
+        )
+
+
+def overlaps(config: Mapping[str, Any]) -> bool:
+    """Whether upstream updates in a process of its own with a ds_config."""
+    overlap = at(config, ("zero_optimization", "zenflow", "overlap_step"))
+    return overlap is True and stage_of(config) in (1, 2, 3) and offload_device(config) != "none"
+
+
+def require_guard(config: Mapping[str, Any], script: Path | None) -> None:
+    """Refuse an overlapped update where its process would train as well.
+
+    Args:
+        config: a ds_config for upstream.
+        script: of the training; None: it is not known.
+
+    Raises:
+        BadInputError: the script trains wherever it is read.
+    """
+    found = unguarded(script) if script is not None and overlaps(config) else None
+    if found is not None:
+        raise BadInputError(str(found))
+
+
+def script_of(command: Sequence[str]) -> Path | None:
+    """The script that a command runs, under any launcher; None: none that is there."""
+    return next((Path(word) for word in command if word.endswith(".py") and os.path.isfile(word)), None)  # noqa: PTH113
+
+
+def script_of_this() -> Path | None:
+    """The script of this process; None: it has none, or is one that was spawned."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    return None if path is None else Path(path)
+
+
+def unguarded(script: Path) -> Unguarded | None:
+    """The first call by which a script trains whenever it is read; None: there is none, or it cannot be read.
+
+    Calls are followed into the script's own functions, and into no other file.
+    """
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    functions = {one.name: one for one in tree.body if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    for call in _calls(tree.body):
+        if _trains(call, functions, set()):
+            return Unguarded(script, call.lineno, ast.unparse(call.func))
+    return None
+
+
+def _trains(call: ast.Call, functions: Mapping[str, ast.AST], seen: set[str]) -> bool:
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr in _TRAINS
+    name = call.func.id if isinstance(call.func, ast.Name) else ""
+    if name not in functions:
+        return name in _TRAINS
+    if name in seen:
+        return False
+    seen.add(name)
+    return any(_trains(one, functions, seen) for one in _calls(getattr(functions[name], "body", [])))
+
+
+def _calls(body: Sequence[ast.AST]) -> Iterator[ast.Call]:
+    """Those that are made when a body runs, in order; not under a guard, nor in what is only defined."""
+    for node in body:
+        if isinstance(node, _LATER):
+            continue
+        if isinstance(node, ast.If) and any(
+            isinstance(one, ast.Name) and one.id == "__name__" for one in ast.walk(node.test)
+        ):
+            yield from _calls(node.orelse)
+            continue
+        yield from _calls(list(ast.iter_child_nodes(node)))
+        if isinstance(node, ast.Call):
+            yield node
+
 
 _FLAG = "--deepspeed"  # to DeepSpeed's own parser; others take a value after it
 _OPTIONS = ("--deepspeed_config", "--deepspeed_config_file", "--ds_config")
@@ -52,17 +160,35 @@ def named_by(command: Sequence[str], environment: Mapping[str, str]) -> Iterator
         yield from _through_accelerate(dict(_options(launch)), environment)
 
 
+def missing(command: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Options of a command that name a ds_config, or Accelerate's file, which is not there; each with what it names.
+
+    Args:
+        command: a program and its arguments.
+    """
+    launch, words = _split(command)
+    for option, value in _options(words):
+        named = option in _OPTIONS or (option == _FLAG and Path(value).suffix in _JSON)
+        if named and not _is_file(value) and read_inline(value) is None:
+            yield option, value
+    for option, value in _options(launch or ()):
+        if option in ("--config_file", "--deepspeed_config_file") and value != "none" and not _is_file(value):
+            yield option, value
+
+
 def _split(command: Sequence[str]) -> tuple[Sequence[str] | None, Sequence[str]]:
     """What `accelerate launch` is told, and its script with arguments; None: it is not there, and all is the script."""
     names = [Path(word).name for word in command]
-    for at, name in enumerate(names):
+    for index, name in enumerate(names):
         if name in ("accelerate-launch", "accelerate.commands.launch"):
-            rest = command[at + 1 :]
-        elif name in ("accelerate", "accelerate.commands.accelerate_cli") and names[at + 1 : at + 2] == ["launch"]:
-            rest = command[at + 2 :]
+            rest = command[index + 1 :]
+        elif name in ("accelerate", "accelerate.commands.accelerate_cli") and names[index + 1 : index + 2] == [
+            "launch"
+        ]:
+            rest = command[index + 2 :]
         else:
             continue
-        script = (at for at, word in enumerate(rest) if word.endswith(".py") or word in ("-m", "--module"))
+        script = (index for index, word in enumerate(rest) if word.endswith(".py") or word in ("-m", "--module"))
         end = next(script, len(rest))
         return rest[:end], rest[end:]
     return None, command
@@ -84,12 +210,8 @@ def _given(option: str, value: str) -> Source | None:
             if Path(value).suffix in _JSON:
                 raise
             return None
-    try:
-        text = value if value.startswith("{") else decode(value)
-        config = parse(text).value if text.startswith("{") else None
-    except (ValueError, ConfigError):
-        return None
-    return Source(dict(config), through=option) if isinstance(config, Mapping) else None
+    config = read_inline(value)
+    return Source(config, through=option) if config is not None else None
 
 
 def _recipes(words: Sequence[str]) -> Iterator[Source]:
@@ -115,7 +237,7 @@ def _through_accelerate(options: Mapping[str, str], environment: Mapping[str, st
     """As `accelerate launch` puts it together: its file, or that of `accelerate config`, then its options."""
     path, whole = options.get("--config_file") or _default_file(environment), {}
     if _is_file(path):
-        found = read_yaml(path, Path(path).read_text(encoding="utf-8", errors="replace"))
+        found = read_yaml(path)
         whole = found if isinstance(found, dict) else {}
     of_file = whole.get("distributed_type") == "DEEPSPEED" and not any(kind in options for kind in _OTHER_KINDS)
     if "--use_deepspeed" not in options and not of_file:

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from zenflow.errors import ConfigError
 from zenflow.rules import RULES
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed.refusal import INSTEAD, Refusal, require_none
+from zftune.integrations.deepspeed.section import INSTEAD, Refusal, require_none
+from zftune.text import either
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -23,10 +24,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
 }
 """As DeepSpeed has them where a ds_config leaves them out; of groups of a passed optimizer, its own come first."""
-_ALLOWED = "Adam, AdamW, Adagrad, Lion and SGD"
+_NAMES = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
 _WITHOUT_EFFECT = ("torch_adam", "fp32_optimizer_states", "foreach", "fused", "capturable", "differentiable")
 _PARAMS = "optimizer.params."
-_UNCORRECTED = Refusal(f"{_PARAMS}bias_correction", "False", f"is true with the backend zenflow, {INSTEAD}")
+_UNCORRECTED = Refusal(f"{_PARAMS}bias_correction", "False", "true with the backend zenflow", INSTEAD)
 """A setting of Adam, which some groups have."""
 
 
@@ -67,15 +68,15 @@ def _read(config: Mapping[str, Any]) -> tuple[Recipe | None, list[Refusal]]:
     wrong: list[Refusal] = []
     given = section.get("params") or {}
     if not isinstance(given, Mapping):
-        wrong.append(Refusal.of("optimizer.params", given, "is a JSON object"))
+        wrong.append(Refusal.of("optimizer.params", given, "a JSON object"))
         given = {}
     values = dict(given)
     if "max_grad_norm" in values:
         del values["max_grad_norm"]
-        wrong.append(Refusal(f"{_PARAMS}max_grad_norm", "not DeepSpeed's", "is gradient_clipping"))
+        wrong.append(Refusal(f"{_PARAMS}max_grad_norm", "not DeepSpeed's", "gradient_clipping"))
     rule = str(kind).lower()
     if rule not in _DEFAULTS:
-        wrong.append(Refusal.of("optimizer.type", kind, f"are {_ALLOWED} with the backend zenflow, {INSTEAD}"))
+        wrong.append(Refusal.of("optimizer.type", kind, f"{either(_NAMES)} with the backend zenflow", INSTEAD, _NAMES))
         return None, wrong
     decoupled = values.pop("adam_w_mode", True)
     if rule == "adam" and decoupled:
@@ -91,13 +92,11 @@ def _read(config: Mapping[str, Any]) -> tuple[Recipe | None, list[Refusal]]:
         if name in defaults:
             defaults[name] = tuple(value) if isinstance(value, list) else value
         else:
-            wrong.append(Refusal.of(f"{_PARAMS}{name}", value, f"for {kind} are {', '.join(defaults)}"))
+            wrong.append(Refusal.of(f"{_PARAMS}{name}", value, f"left out: {kind} has {', '.join(defaults)}"))
     try:
         RULES[rule].check(defaults)
     except ConfigError as error:
-        name, _, rest = str(error).partition(" is ")
-        value, _, allowed = rest.rpartition(", allowed ")
-        wrong.append(Refusal(f"{_PARAMS}{name}", value, allowed))
+        wrong.append(Refusal.of(f"{_PARAMS}{error.field}", error.value, str(error.allowed)))
     return Recipe(rule, defaults), wrong
 
 
@@ -117,8 +116,8 @@ def _rule_of(optimizer: Optimizer) -> str:
     if not str(type(optimizer).step.__module__).startswith(("torch.", "deepspeed.")):
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         raise BadInputError(
-            f"the optimizer is a {name} with a step() of its own, allowed are {_ALLOWED} with the backend zenflow, "
-            f"{INSTEAD}"
+            f"the optimizer is a {name} with a step() of its own; the backend zenflow trains with {either(_NAMES)}: "
+            f"use one of them, or {INSTEAD}"
         )
     names = {base.__name__ for base in type(optimizer).__mro__}
     if isinstance(optimizer, torch.optim.AdamW):
@@ -134,4 +133,6 @@ def _rule_of(optimizer: Optimizer) -> str:
     if names & {"DeepSpeedCPULion", "FusedLion", "Lion"}:
         return "lion"
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    raise BadInputError(f"the optimizer is a {name}, allowed are {_ALLOWED} with the backend zenflow, {INSTEAD}")
+    raise BadInputError(
+        f"the optimizer is a {name}; the backend zenflow trains with {either(_NAMES)}: use one of them, or {INSTEAD}"
+    )

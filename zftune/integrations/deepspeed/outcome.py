@@ -2,17 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from zenflow.config import read_ds_config
 from zenflow.ds_config import modernized
-from zftune.integrations.deepspeed import optimizers, section, support
-from zftune.integrations.deepspeed.ds_config import MISSING, Place, at, offload_device, shown
-from zftune.integrations.deepspeed.refusal import INSTEAD, Refusal
-from zftune.integrations.deepspeed.section import NAME, Section
-from zftune.integrations.deepspeed.verdict import BATCH, Fault
+from zftune.ds_config.facts import TESTED_UPSTREAM, scrambles
+from zftune.ds_config.reading import MISSING, Place, at, enabled, offload_device, shown, stage_of
+from zftune.errors import BadInputError
+from zftune.integrations.deepspeed import named, optimizers, precision, section
+from zftune.integrations.deepspeed.section import INSTEAD, INSTEAD_OF_A_SECTION, NAME, Refusal, Section
+from zftune.integrations.deepspeed.verdict import BATCH, Fault, meant
 from zftune.store.types import Backend, Quality
+
+TAKEN_OVER = ("bf16", "bfloat16", "fp16", "data_types", "optimizer", "zero_optimization", "zftune")
+"""Sections that the backend zenflow reads itself: the engine is made without them."""
+_WITH = "with the backend zenflow"
+
+_SWITCHES = {
+    "amp": 'use "bf16"',
+    "hybrid_engine": "leave it out",
+    "elasticity": "leave it out",
+    "eigenvalue": "leave it out",
+    "expert_parallel": "leave it out",
+}
+_ABOVE_ONE = ("sequence_parallel_size", "pipeline_parallel_size")
+_ZERO_FEATURES = ("zero_quantized_gradients", "zero_quantized_weights", "zero_hpz_partition_size", "mics_shard_size")
+_NOTHING = (None, False, 0, 1, -1)
+
+
+def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Each setting that the backend zenflow refuses, but for the optimizer, which the script may pass.
+
+    Args:
+        config: a ds_config that offloads.
+    """
+    knobs = (Refusal.of(*fault) for fault in read_ds_config(config)[1])
+    told = set()
+    for refusal in (
+        *_about_zero(config),
+        *_about_the_run(config),
+        *_about_gradients(config),
+        *precision.refusals(config),
+        *knobs,
+    ):
+        if refusal.field not in told:
+            told.add(refusal.field)
+            yield refusal
+
+
+def _about_zero(config: Mapping[str, Any]) -> Iterator[Refusal]:
+    stage, zero = stage_of(config), config.get("zero_optimization")
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        yield Refusal.of("zero_optimization.stage", stage, f"0, 1, 2 or 3 {_WITH}", INSTEAD)
+    if offload_device(config) == "nvme":
+        yield Refusal("zero_optimization.offload_optimizer.device", '"nvme"', f'"cpu" {_WITH}', INSTEAD)
+    zero = zero if isinstance(zero, Mapping) else {}
+    weights = zero.get("offload_param")
+    if isinstance(weights, Mapping) and weights.get("device") == "nvme":
+        yield Refusal("zero_optimization.offload_param.device", '"nvme"', f'"none" or "cpu" {_WITH}', INSTEAD)
+    for name in _ZERO_FEATURES:
+        if zero.get(name) is True or zero.get(name) not in _NOTHING:
+            yield Refusal.of(f"zero_optimization.{name}", zero[name], f"left out {_WITH}", INSTEAD)
+
+
+def _about_the_run(config: Mapping[str, Any]) -> Iterator[Refusal]:
+    for name, instead in _SWITCHES.items():
+        if enabled(config, name):
+            yield Refusal(f"{name}.enabled", "True", f"false {_WITH} ({instead})", INSTEAD)
+    compiled = config.get("compile")
+    if isinstance(compiled, Mapping) and compiled.get("deepcompile"):
+        yield Refusal("compile.deepcompile", "True", "false (use torch.compile on the model's blocks)", INSTEAD)
+    if config.get("compression_training"):
+        yield Refusal("compression_training", "there", f"left out {_WITH}", INSTEAD)
+    for name in _ABOVE_ONE:
+        if config.get(name) not in (None, 1):
+            yield Refusal.of(name, config[name], f"1 {_WITH}", INSTEAD)
+    tensor = config.get("tensor_parallel")
+    if isinstance(tensor, Mapping) and tensor.get("autotp_size", 0) not in (0, 1):
+        yield Refusal.of("tensor_parallel.autotp_size", tensor["autotp_size"], f"1 {_WITH}", INSTEAD)
+
+
+def _about_gradients(config: Mapping[str, Any]) -> Iterator[Refusal]:
+    if config.get("sparse_gradients"):
+        yield Refusal("sparse_gradients", "True", f"false {_WITH}", INSTEAD)
+    if config.get("gradient_allreduce_op", "mean") != "mean":
+        yield Refusal.of("gradient_allreduce_op", config["gradient_allreduce_op"], f'"mean" {_WITH}', INSTEAD)
+    if config.get("managed_gradient_accumulation") is False:
+        yield Refusal("managed_gradient_accumulation", "False", f"true {_WITH}", INSTEAD)
+    autocast = config.get("torch_autocast")
+    if (
+        isinstance(autocast, Mapping)
+        and autocast.get("enabled")
+        and "dtype" in autocast
+        and autocast["dtype"] != "bfloat16"
+    ):
+        yield Refusal.of("torch_autocast.dtype", autocast["dtype"], f'"bfloat16" {_WITH}')
+    types = config.get("data_types")
+    accumulated = types.get("grad_accum_dtype") if isinstance(types, Mapping) else None
+    passes = config.get("gradient_accumulation_steps", 1)
+    if accumulated not in (None, _dtype_word(config)) and passes not in (None, 1):
+        yield Refusal.of(
+            "data_types.grad_accum_dtype",
+            accumulated,
+            "the model's own where the backend zenflow accumulates gradients",
+            INSTEAD,
+        )
+
+
+def _dtype_word(config: Mapping[str, Any]) -> str:
+    return "bf16" if enabled(config, "bf16", "bfloat16") else "fp16" if enabled(config, "fp16") else "fp32"
+
+
+def refuse_scrambling(config: Mapping[str, Any], version: str) -> None:
+    """Refuse upstream's ZenFlow where it destroys the weights.
+
+    Args:
+        config: for upstream.
+        version: of DeepSpeed.
+
+    Raises:
+        BadInputError: this version does.
+    """
+    zero = config.get("zero_optimization")
+    if scrambles(version) and isinstance(zero, Mapping) and zero.get("zenflow") is not None and zero["stage"] != 3:
+        raise BadInputError(
+            f"DeepSpeed {version} scrambles every 2-D weight under ZenFlow at initialisation: install "
+            f'{TESTED_UPSTREAM[-1]}, or set "zftune": {{"backend": "zenflow"}}, which does not'
+        )
+
 
 _DEVICE = "zero_optimization.offload_optimizer.device"
 _STAYS = "so the optimizer's state stays on the GPU"
@@ -27,7 +146,7 @@ class Outcome:
     """That trains it, or that refuses it; None: `zftune run` leaves it alone, or the file itself is wrong."""
     quality: Quality | None = None
     reason: str = ""
-    """Why it is left alone."""
+    """Why it is left alone; with DeepSpeed's own runtime, what it asks of the script."""
     refusals: tuple[Refusal, ...] = ()
     """All of them; a training ends with the first."""
 
@@ -38,7 +157,7 @@ class Outcome:
             places: of settings, as `Source` has them; nothing changes where there are none.
         """
         reason = f"{_placed(_DEVICE, places)}, {_STAYS}" if self.kind == "left" and places else self.reason
-        refusals = tuple(_refusal_in(refusal, places) for refusal in self.refusals if places) or self.refusals
+        refusals = tuple(in_accelerate(refusal, places) for refusal in self.refusals if places) or self.refusals
         return replace(self, reason=reason, refusals=refusals)
 
     def __str__(self) -> str:
@@ -47,7 +166,7 @@ class Outcome:
         if self.kind == "left":
             return f"is left to DeepSpeed: {self.reason}"
         if self.backend == "deepspeed":
-            return f"trains on DeepSpeed's own runtime, quality {self.quality}"
+            return f"trains on DeepSpeed's own runtime, quality {self.quality}{self.reason}"
         return f"trains on zenflow, quality {self.quality}"
 
 
@@ -62,9 +181,13 @@ def outcome(config: Mapping[str, Any], asked: Section, faults: Sequence[Fault] =
     done = _outcome(config, asked)
     for fault in faults if done.kind != "refused" else ():
         value = at(config, fault.path)
-        reaches = done.backend != "zenflow" or fault.path[0] not in support.TAKEN_OVER
+        near = meant(fault.path) if fault.unknown else ""
+        reaches = done.backend != "zenflow" or fault.path[0] not in TAKEN_OVER or near
         if reaches and value is not MISSING and fault.path[0] not in BATCH:
-            refusal = Refusal(".".join(fault.path), shown(value), f"by DeepSpeed is {fault.allowed}")
+            unknown = f"left out: DeepSpeed has no such setting{f'; {near}' if near else ''}"
+            allowed = unknown if fault.unknown else f"{fault.allowed} for DeepSpeed"
+            end = f"; {fault.near}" if fault.near else ""
+            refusal = Refusal(".".join(fault.path), shown(value), allowed, near=end)
             return Outcome("refused", refusals=(refusal,))
     return done
 
@@ -81,12 +204,13 @@ def _outcome(config: Mapping[str, Any], asked: Section) -> Outcome:
     if backend == "deepspeed":
         from zftune.integrations.deepspeed import upstream
 
-        refusals = tuple(upstream.refusals(config, online=wanted.online))
+        found = tuple(upstream.refusals(config, online=wanted.online))
     else:
-        refusals = (*support.refusals(config), *optimizers.refusals(config))
-    if refusals:
-        return Outcome("refused", backend, refusals=refusals)
-    return Outcome("trains", backend, quality_of(config, wanted))
+        found = (*refusals(config), *optimizers.refusals(config))
+    if found:
+        return Outcome("refused", backend, refusals=found)
+    asks = named.ASKS if backend == "deepspeed" and named.overlaps(config) else ""
+    return Outcome("trains", backend, quality_of(config, wanted), reason=asks)
 
 
 def quality_of(config: Mapping[str, Any], wanted: Section) -> Quality:
@@ -104,21 +228,13 @@ def _nothing_to_do(config: Mapping[str, Any]) -> str:
     return f"zero_optimization.offload_optimizer is not there, {_STAYS}"
 
 
-def in_accelerate(text: str) -> str:
-    """What is advised, where there is no "zftune" section: Accelerate's configuration has none.
-
-    Args:
-        text: of a sentence.
-    """
-    return text.replace(INSTEAD, "or zftune run --backend deepspeed")
-
-
-def _refusal_in(refusal: Refusal, places: Mapping[str, Place]) -> Refusal:
+def in_accelerate(refusal: Refusal, places: Mapping[str, Place]) -> Refusal:
+    """The same in Accelerate's own configuration, which has other names and no "zftune" section."""
+    refusal = refusal._replace(instead=INSTEAD_OF_A_SECTION if refusal.instead else "")
     place = places.get(refusal.field)
     if place is None:
-        return refusal._replace(allowed=in_accelerate(refusal.allowed))
-    value = "not there" if place.value is MISSING else shown(place.value)
-    return Refusal(place.name, value, in_accelerate(refusal.allowed))
+        return refusal
+    return refusal._replace(field=place.name, value="not there" if place.value is MISSING else shown(place.value))
 
 
 def _placed(field: str, places: Mapping[str, Place]) -> str:

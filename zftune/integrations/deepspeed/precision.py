@@ -1,17 +1,18 @@
-"""The model's dtype under the backend zenflow: weights are cast, their fp32 values become the masters."""
+"""The model's dtype under the backend zenflow, and what a refusal of a setting is."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from zftune.integrations.deepspeed.ds_config import enabled, truth
-from zftune.integrations.deepspeed.refusal import Refusal, require_none
+from zftune.ds_config.reading import enabled, truth
+from zftune.integrations.deepspeed.section import Refusal, require_none
+from zftune.text import either, near
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,14 @@ class Precision:
         """Whether floating inputs of the model are cast to its dtype."""
         return self.loss_scaling is not None and self.loss_scaling["auto_cast"] is True
 
-    def cast(self, module: nn.Module) -> dict[nn.Parameter, torch.Tensor]:
+    def cast(
+        self, module: nn.Module, kept: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> dict[nn.Parameter, torch.Tensor]:
         """Cast a model in place.
 
         Args:
             module: its parameters stay the same objects.
+            kept: what of a trained parameter's fp32 values is to be returned; None: all.
 
         Returns:
             What the trained parameters held in fp32, on the CPU where that takes no more memory of a GPU.
@@ -65,7 +69,7 @@ class Precision:
                 whole = parameter.data
                 parameter.data = whole.to(self.dtype)
                 if parameter.requires_grad and whole.dtype == torch.float32:
-                    masters[parameter] = whole.cpu()
+                    masters[parameter] = whole.cpu() if kept is None else kept(whole).to("cpu", copy=True)
         for buffer in module.buffers() if self.buffers is not None else ():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(self.buffers)
@@ -92,13 +96,15 @@ def _read(config: Mapping[str, Any], scales: bool) -> tuple[Precision, list[Refu
     wrong: list[Refusal] = []
     bf16, fp16 = enabled(config, "bf16", "bfloat16"), enabled(config, "fp16")
     if bf16 and fp16:
-        wrong.append(Refusal("fp16.enabled", "True", "is false where bf16.enabled is true"))
+        wrong.append(Refusal("fp16.enabled", "True", "false where bf16.enabled is true"))
     section = config.get("fp16")
     scaling = _scaling(section, wrong) if fp16 and scales and isinstance(section, Mapping) else None
     types = config.get("data_types")
     buffers = types.get("buffer_dtype") if isinstance(types, Mapping) else None
     if buffers is not None and buffers not in list(_DTYPES):
-        wrong.append(Refusal.of("data_types.buffer_dtype", buffers, f"are {', '.join(_DTYPES)}"))
+        wrong.append(
+            Refusal.of("data_types.buffer_dtype", buffers, f"{either(list(_DTYPES))}{near(buffers, list(_DTYPES))}")
+        )
         buffers = None
     dtype = torch.bfloat16 if bf16 else torch.float16 if fp16 else None
     return Precision(dtype, scaling, None if buffers is None else _DTYPES[buffers]), wrong
@@ -179,17 +185,17 @@ def _scaling(section: Mapping[str, Any], wrong: list[Refusal]) -> dict[str, Any]
     read: float | bool | None
     for name, value in said.items():
         if name not in _FP16:
-            read, allowed = None, f"are the fields {', '.join(_FP16)}"
+            read, allowed = None, f"left out: the fields are {', '.join(_FP16)}"
         elif isinstance(_FP16[name], bool):
-            read, allowed = truth(value), "is true or false"
+            read, allowed = truth(value), "true or false"
         elif name == "loss_scale":
-            read, allowed = _number(value, 0), "is a number >= 0"
+            read, allowed = _number(value, 0), "a number >= 0"
         elif name == "initial_scale_power":
-            read, allowed = _whole(value, -_POWERS, _POWERS), f"is an integer from -{_POWERS} to {_POWERS}"
+            read, allowed = _whole(value, -_POWERS, _POWERS), f"an integer from -{_POWERS} to {_POWERS}"
         elif dynamic and name in ("loss_scale_window", "min_loss_scale"):
-            read, allowed = _whole(value, 1), "is an integer >= 1"
+            read, allowed = _whole(value, 1), "an integer >= 1"
         else:
-            read, allowed = _whole(value), "is an integer"
+            read, allowed = _whole(value), "an integer"
         found[name] = read
         if read is None:
             wrong.append(Refusal.of(f"fp16.{name}", value, allowed))

@@ -1,17 +1,72 @@
-"""The "zftune" section of a ds_config: which backend, which preset, which promise."""
+"""The "zftune" section of a ds_config (which backend, which preset, which promise), and refusals of settings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
-from zftune.integrations.deepspeed.refusal import Refusal, require_none
+from zftune.errors import BadInputError
 from zftune.store.types import Backend, Quality
+from zftune.text import either, near
 
 NAME = "zftune"
+
 BEST = "best"
-_FIELDS = ("preset", "online", "quality", "backend")
+
+FIELDS = ("preset", "online", "quality", "backend")
+
+
+INSTEAD = 'set "zftune": {"backend": "deepspeed"}'
+"""What else to do where the other backend takes a setting."""
+
+INSTEAD_OF_A_SECTION = "use zftune run --backend deepspeed"
+"""The same where the ds_config is Accelerate's own, which has no such section."""
+
+
+class Refusal(NamedTuple):
+    """A setting that is refused, and what is allowed."""
+
+    field: str
+    """Where it stands in the ds_config, with dots."""
+    value: str
+    """As a sentence has it."""
+    allowed: str
+    """What it must be: "a number >= 0", or "left out"."""
+    instead: str = ""
+    """What else to do, if anything."""
+    near: str = ""
+    """The name that may have been meant: "; did you mean AdamW"."""
+
+    @classmethod
+    def of(cls, field: str, value: Any, allowed: str, instead: str = "", names: Sequence[str] = ()) -> Refusal:
+        """With a value as Python writes it, and the near one of the names that it might be."""
+        return cls(field, repr(value), allowed, instead, near(value, names))
+
+    @property
+    def wanted(self) -> str:
+        """What to do."""
+        return f"it must be {self.allowed}{f', or {self.instead}' if self.instead else ''}{self.near}"
+
+    @property
+    def reason(self) -> str:
+        """The sentence where field and value stand above it."""
+        return f"zftune run refuses it: {self.wanted}."
+
+    def __str__(self) -> str:
+        return f"{self.field} is {self.value}; {self.wanted}"
+
+
+def require_none(refusals: Iterable[Refusal]) -> None:
+    """Let the first one end what is being done.
+
+    Raises:
+        BadInputError: there is one.
+    """
+    for refusal in refusals:
+        error = BadInputError(str(refusal))
+        error.field, error.value, error.allowed = refusal.field, refusal.value, refusal.allowed
+        raise error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +78,9 @@ class Section:
     online: bool = False
     """Tune while it trains."""
     quality: Quality | None = None
+    """Which updates may come late: "exact", "published" or "loose"."""
     backend: Backend | None = None
+    """"zenflow", or "deepspeed" for DeepSpeed's own ZenFlow."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Section:
@@ -41,7 +98,7 @@ class Section:
         Args:
             other: that comes after it.
         """
-        said = {name: getattr(self, name) for name in _FIELDS if getattr(self, name)}
+        said = {name: getattr(self, name) for name in FIELDS if getattr(self, name)}
         return replace(other, **said)
 
 
@@ -57,9 +114,9 @@ def require_preset(section: Section) -> None:
     """
     if section.preset in (None, BEST):
         return
+    from zftune.integrations.deepspeed.presets import is_file, named
     from zftune.store import open_store
-    from zftune.store.applying import is_file, named
-    from zftune.store.document import read_preset
+    from zftune.store.preset_file import read_preset
 
     if is_file(str(section.preset)):
         read_preset(str(section.preset))
@@ -76,9 +133,9 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
     """
     zero, section = config.get("zero_optimization"), config.get(NAME)
     if isinstance(zero, Mapping) and NAME in zero:
-        yield Refusal(f"zero_optimization.{NAME}", "there", f'is "{NAME}" at the top level')
+        yield Refusal(f"zero_optimization.{NAME}", "there", f'"{NAME}" at the top level')
     if section is not None and not isinstance(section, Mapping):
-        yield Refusal.of(NAME, section, "is a JSON object")
+        yield Refusal.of(NAME, section, "a JSON object")
     for name, value in section.items() if isinstance(section, Mapping) else ():
         allowed = _allowed(name, value)
         if allowed is not None:
@@ -87,13 +144,15 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
 
 def _allowed(name: str, value: object) -> str | None:
     """What is allowed where a value is not."""
-    if name not in _FIELDS:
-        return f"are the fields {', '.join(_FIELDS)}"
+    if name not in FIELDS:
+        from zenflow.names import did_you_mean
+
+        return f"left out: the fields are {', '.join(FIELDS)}{did_you_mean(name, FIELDS)}"
     if value == "auto":
-        return 'is any other word: Hugging Face takes "auto" for its own'
+        return 'another word: Hugging Face takes "auto" for its own'
     if name == "online":
-        return None if isinstance(value, bool) else "is true or false"
+        return None if isinstance(value, bool) else "true or false"
     if name == "preset":
-        return None if isinstance(value, str) and value else f'is "{BEST}", a name or a file'
+        return None if isinstance(value, str) and value else f'"{BEST}", a name or a file'
     words = get_args(Quality if name == "quality" else Backend)
-    return None if value in words else f"are {', '.join(words)}"
+    return None if value in words else f"{either(words)}{near(value, words)}"

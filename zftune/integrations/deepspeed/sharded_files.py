@@ -1,4 +1,4 @@
-"""Checkpoints of ZeRO stage 3: the optimizer by rows in a folder of the tag, the model in a file that scripts expect.
+"""Checkpoints of ranks that have rows: the optimizer by rows in a folder of the tag, the model in its usual file.
 
 On any number of ranks, and resumed on any other.
 """
@@ -81,9 +81,19 @@ def take_over(engine: Any, optimizer: EngineOptimizer, *, gathers: bool) -> None
         gathers: whether the ds_config lets whole weights be saved in 16 bits.
     """
     _give_weights(engine, gathers)
+    save_by_rows(engine, optimizer)
+    _load_weights(engine)
+
+
+def save_by_rows(engine: Any, optimizer: EngineOptimizer) -> None:
+    """Let an engine save the optimizer in a folder of the tag, to which each rank writes its rows.
+
+    Args:
+        engine: just made.
+        optimizer: the engine's.
+    """
     _save_in_folder(engine, optimizer)
     _name_latest_once_whole(engine)
-    _load_weights(engine)
 
 
 def _give_weights(engine: Any, gathers: bool) -> None:
@@ -96,7 +106,7 @@ def _give_weights(engine: Any, gathers: bool) -> None:
     def save_16bit_model(save_dir: Any, save_filename: str = "pytorch_model.bin", *args: Any, **kwargs: Any) -> Any:
         if not gathers:
             _logger.warning(
-                "%s was not saved, allowed with stage3_gather_16bit_weights_on_model_save true",
+                "%s was not saved: set stage3_gather_16bit_weights_on_model_save to true",
                 Path(save_dir, save_filename),
             )
             return False
@@ -146,7 +156,7 @@ def _name_latest_once_whole(engine: Any) -> None:
 
 
 def load_from_folder(engine: Any, optimizer: EngineOptimizer) -> None:
-    """Let an engine of any stage go on from what one of stage 3 has saved.
+    """Let an engine of any stage go on from what ranks have saved by rows.
 
     Args:
         engine: just made.
@@ -191,16 +201,16 @@ def load_folder(optimizer: EngineOptimizer, folder: Path | None, steps: int) -> 
     """
     if folder is None or not folder.is_dir():
         raise BadInputError(
-            f"the optimizer's state lies in the folder {FOLDER} of the checkpoint, which is not there, allowed is "
-            "engine.load_checkpoint() of all of the tag's folder"
+            f"the optimizer's state lies in the folder {FOLDER} of the checkpoint, which is not there: call "
+            "engine.load_checkpoint() on the whole folder of the tag"
         )
     assert optimizer.module is not None
     with _mapped(optimizer, False):  # streams are read, too
         distributed.load(optimizer.module, optimizer, folder)
     if optimizer.steps != steps:
         raise BadInputError(
-            f"the checkpoint {folder.parent} is of two steps, {steps} and {optimizer.steps}, allowed is one whose "
-            "saving was not interrupted: take an earlier tag"
+            f"the checkpoint {folder.parent} is of two steps, {steps} and {optimizer.steps}: its "
+            "saving was interrupted. Take an earlier tag"
         )
 
 

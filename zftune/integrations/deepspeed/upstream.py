@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from zftune.ds_config import facts
+from zftune.ds_config.reading import MISSING, micro_batch_of, offload_device, shown, stage_of
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed import facts, precision, support
+from zftune.integrations.deepspeed import named, outcome, precision
 from zftune.integrations.deepspeed.choosing import Training, choose
-from zftune.integrations.deepspeed.ds_config import micro_batch_of, offload_device, shown, stage_of
 from zftune.integrations.deepspeed.outcome import quality_of
 from zftune.integrations.deepspeed.precision import Precision
-from zftune.integrations.deepspeed.refusal import Refusal, require_none
-from zftune.integrations.deepspeed.section import NAME, Section
+from zftune.integrations.deepspeed.section import NAME, Refusal, Section, require_none
 
 _logger = logging.getLogger("zftune")
 _DESTROYS = ("update-interval-auto",)
@@ -33,9 +33,9 @@ def refusals(config: Mapping[str, Any], *, online: bool) -> Iterator[Refusal]:
     """
     stage = stage_of(config)
     if stage not in (1, 2, 3):
-        yield Refusal.of("zero_optimization.stage", stage, "are 1, 2 and 3 where DeepSpeed offloads")
+        yield Refusal.of("zero_optimization.stage", stage, "1, 2 or 3 where DeepSpeed offloads")
     if online:
-        yield Refusal("zftune.online", "True", 'is false with the backend deepspeed: use "zenflow" for it')
+        yield Refusal("zftune.online", "True", 'false with the backend deepspeed; "zenflow" tunes')
     if offload_device(config) == "cpu":
         yield from precision.refusals(config, scales=False)
 
@@ -51,14 +51,14 @@ def changed(config: Mapping[str, Any], section: Section, module: nn.Module) -> d
     Raises:
         BadInputError: the preset cannot be used, or this DeepSpeed destroys weights with it.
     """
-    from zftune.store.apply import apply
+    from zftune.integrations.deepspeed.presets import apply
 
     version = str(getattr(sys.modules.get("deepspeed"), "__version__", "")).partition("+")[0]
     quality = quality_of(config, section)
     stage = stage_of(config)
     require_none(refusals(config, online=section.online))
     knobs: Mapping[str, Any] = {}
-    sentence = "the knobs are the ds_config's"
+    sentence = "the settings are the ds_config's"
     if offload_device(config) == "cpu":
         ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         chosen = choose(
@@ -80,8 +80,9 @@ def changed(config: Mapping[str, Any], section: Section, module: nn.Module) -> d
         result = applied.config
         for note in applied.notes:
             _logger.info("zftune: %s", note)
-    support.refuse_scrambling(result, version)
+    outcome.refuse_scrambling(result, version)
     _refuse_what_cannot_work(result, version)
+    named.require_guard(result, named.script_of_this())
     if version not in facts.TESTED_UPSTREAM:
         _logger.warning(
             "DeepSpeed %s: the backend deepspeed was tested with %s", version, ", ".join(facts.TESTED_UPSTREAM)
@@ -96,15 +97,16 @@ def _refuse_what_cannot_work(config: Mapping[str, Any], version: str) -> None:
     Raises:
         BadInputError: something is.
     """
-    from zftune.check.checking import check
-    from zftune.check.findings import shown_path
+    from zftune.integrations.deepspeed.check.checking import check
+    from zftune.integrations.deepspeed.check.findings import shown_path
 
     faults = [one for one in check(config, backend="deepspeed", version=version or None).findings if one.is_fault]
     for fault in faults:
         if fault.severity == "crashes" or fault.rule in _DESTROYS:
+            what = "not there" if fault.value is MISSING else shown(fault.value)
+            safe = f" (safe is {fault.safe})" if fault.safe else ""
             raise BadInputError(
-                f"{shown_path(fault.path)} is {shown(fault.value)}, allowed with the backend deepspeed is "
-                f"{fault.safe or 'none'}: {fault.reason}"
+                f"{shown_path(fault.path)} is {what}, which the backend deepspeed refuses{safe}: {fault.reason}"
             )
     if faults:
         settings = ", ".join(shown_path(fault.path) for fault in faults)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from zftune.integrations.deepspeed.ds_config import MISSING, SettingPath, at
-from zftune.integrations.deepspeed.tables import ASKED, Table, kind_of
+from zenflow.names import LIKENESS, nearest
+from zftune.ds_config.facts import OWN_KNOBS
+from zftune.ds_config.reading import MISSING, SettingPath, at
+from zftune.ds_config.tables import ASKED, Table, kind_of, known_names, model_in
+from zftune.integrations.deepspeed.section import FIELDS, NAME
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 NONE = "none of that name"
 """What is allowed of a setting that DeepSpeed does not know."""
+UNTESTED = "zero_allow_untested_optimizer"
 _ZERO = "zero_optimization"
+_TYPO = 0.85
 _MASTERS = {f"{name} masters": (name, f"{name}_master_weights_and_grads") for name in ("fp16", "bf16")}
 
 
@@ -28,6 +33,10 @@ class Fault:
     """What it takes there, or with what else; completes "DeepSpeed takes"."""
     unknown: bool = False
     """Whether it has no setting of that name."""
+    needs: str = ""
+    """A switch with which it would be taken."""
+    near: str = ""
+    """The word that may have been meant: "did you mean cpu"."""
 
 
 def faults(config: Mapping[str, Any], table: Table, world_size: int | None = None) -> list[Fault]:
@@ -49,6 +58,37 @@ def faults(config: Mapping[str, Any], table: Table, world_size: int | None = Non
     ):
         found.setdefault(fault.path, fault)
     return list(found.values())
+
+
+def meant(path: SettingPath) -> str:
+    """A question about a setting that nobody knows: "did you mean lr"; "" where no name is near.
+
+    At the top level, where DeepSpeed lets every name be, only what differs in a letter or two is near.
+
+    Args:
+        path: where it stands.
+    """
+    section, name = path[:-1], path[-1]
+    known = set(known_names(section))
+    if section == (_ZERO, "zenflow"):
+        known.update(OWN_KNOBS)
+    elif not section:
+        known.add(NAME)
+    elif section == (NAME,):
+        known.update(FIELDS)
+    if name in known or name in known_names(()):  # of another version, or in another place
+        return ""
+    if not section and (name.startswith("_") or name.endswith("_")):  # switched off so, by habit
+        return ""
+    near = nearest(name, known, LIKENESS if section else _TYPO)
+    return f"did you mean {near}" if near else ""
+
+
+def misspelt(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names at the top level that DeepSpeed lets be and that are near one which it reads; each with `meant`."""
+    for name in config:
+        if near := meant((name,)):
+            yield name, near
 
 
 def undecided(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -83,8 +123,9 @@ def _of_model(path: SettingPath, value: Mapping[str, Any], model: type[BaseModel
         for one in error.errors():
             where = _given(value, tuple(str(name) for name in one["loc"]), missing=one["type"] == "missing")
             unknown = one["type"] == "extra_forbidden"
-            allowed = NONE if unknown else _allowed(table, model.__name__, where, one["msg"])
-            yield Fault((*path, *where), allowed, unknown)
+            allowed, words = (NONE, ()) if unknown else _taken(table, model.__name__, where, one["msg"])
+            near = _near(at(value, where), words)
+            yield Fault((*path, *where), allowed, unknown, near=near)
         return
     yield from _twice(path, value, model, table)
     yield from _checked(path, value, read, model.__name__, table)
@@ -101,7 +142,8 @@ def _given(value: Any, names: tuple[str, ...], *, missing: bool) -> SettingPath:
     return (*found, names[-1]) if missing else tuple(found)
 
 
-def _allowed(table: Table, model: str, path: SettingPath, message: str) -> str:
+def _taken(table: Table, model: str, path: SettingPath, message: str) -> tuple[str, Sequence[str]]:
+    """What a field takes, in words, and those words that are names."""
     fields: Mapping[str, Any] = table.models[model]["fields"]
     described: Any = None
     for name in path:
@@ -109,19 +151,25 @@ def _allowed(table: Table, model: str, path: SettingPath, message: str) -> str:
         if one is None:
             break
         described = one
-        inner = _model_in(one["type"])
+        inner = model_in(one["type"])
         fields = table.models[inner]["fields"] if inner else {}
     if described is None:
-        return message[:1].lower() + message[1:]
-    return _phrase(described["type"], described.get("bounds", {}))
+        return message[:1].lower() + message[1:], ()
+    return _phrase(described["type"], described.get("bounds", {})), _names(described["type"])
 
 
-def _model_in(described: Any) -> str | None:
+def _names(described: Any) -> list[str]:
+    """The strings of a closed set that a field takes."""
     if isinstance(described, str):
-        return None
-    if "model" in described:
-        return str(described["model"])
-    return next((found for one in described.get("any_of", ()) if (found := _model_in(one))), None)
+        return []
+    if "any_of" in described:
+        return [name for one in described["any_of"] for name in _names(one)]
+    return [name for name in described.get("literal", described.get("enum", ())) if isinstance(name, str)]
+
+
+def _near(value: Any, names: Iterable[str]) -> str:
+    near = nearest(value, names) if isinstance(value, str) else ""
+    return f"did you mean {near}" if near else ""
 
 
 _PHRASES = {
@@ -195,11 +243,12 @@ def _ratio(section: _Section) -> Iterator[Fault]:
 def _zenflow(section: _Section) -> Iterator[Fault]:
     select, update = section.read.select_interval, section.read.update_interval
     if section.read.select_strategy not in ("auto", "step", "epoch"):
-        yield Fault(("select_strategy",), '"auto", "step" or "epoch"')
+        names = ("auto", "step", "epoch")
+        yield Fault(("select_strategy",), _choice(names), near=_near(section.read.select_strategy, names))
     if isinstance(select, str) and select != "auto":
-        yield Fault(("select_interval",), 'an integer or "auto"')
+        yield Fault(("select_interval",), 'an integer or "auto"', near=_near(select, ("auto",)))
     if (isinstance(update, str) and update != "auto") or (isinstance(update, int) and update < 1):
-        yield Fault(("update_interval",), 'an integer >= 1 or "auto"')
+        yield Fault(("update_interval",), 'an integer >= 1 or "auto"', near=_near(update, ("auto",)))
 
 
 def _loss_scale(section: _Section) -> Iterator[Fault]:
@@ -247,9 +296,9 @@ def _checked(path: SettingPath, value: Mapping[str, Any], read: Any, model: str,
     for name in table.checks[model]:
         check = CHECKS[name]
         for fault in check(_Section(value, read)) if check is not None else ():
-            yield Fault((*path, *fault.path), fault.allowed)
+            yield replace(fault, path=(*path, *fault.path))
     for name, one in table.models[model]["fields"].items():
-        inner = _model_in(one["type"])
+        inner = model_in(one["type"])
         given = next((word for word in (one.get("alias"), name) if isinstance(value.get(word), Mapping)), None)
         if inner is not None and given is not None and isinstance(getattr(read, name), BaseModel):
             yield from _checked((*path, given), value[given], getattr(read, name), inner, table)
@@ -268,7 +317,7 @@ def _of_plain(config: Mapping[str, Any], table: Table) -> Iterator[Fault]:
         if value is MISSING or (dotted in table.sections and isinstance(value, Mapping)):
             continue
         if not _takes(taken, value):
-            yield Fault(path, _kinds_phrase(taken))
+            yield Fault(path, _kinds_phrase(taken), near=_near(value, taken.get("words", ())))
         elif isinstance(value, Mapping) and not set(taken.get("needs", ())) <= set(value):
             yield Fault(path, f"an object with {_choice(taken['needs'])}")
 
@@ -378,7 +427,12 @@ def _settings_of(name: str, settings: dict[str, Any], config: Mapping[str, Any],
         return
     known = table.optimizers.get(key)
     if known is None:
-        yield Fault(("optimizer", "type"), f"{_choice(table.own_optimizers)}, or the name of a class in torch.optim")
+        names = (
+            *table.own_optimizers,
+            *(key.removeprefix("torch ") for key in table.optimizers if key.startswith("torch ")),
+        )
+        taken = f"{_choice(table.own_optimizers)}, or the name of a class in torch.optim"
+        yield Fault(("optimizer", "type"), taken, near=_near(name, names))
         return
     for setting, value in settings.items():
         if setting not in known:
@@ -386,9 +440,9 @@ def _settings_of(name: str, settings: dict[str, Any], config: Mapping[str, Any],
         elif not _is_setting(setting, value, torchs=key.startswith("torch ")):
             yield Fault((*path, setting), _SETTINGS[setting])
     untested = key.startswith("torch ") and name not in table.own_optimizers and key != "torch Adam"
-    allowed = config.get("zero_allow_untested_optimizer") not in (None, False)
+    allowed = config.get(UNTESTED) not in (None, False)
     if untested and _stage(config) and not allowed and "torch's optimizers are untested" in table.relations:
-        yield Fault(("optimizer", "type"), f'{name} with ZeRO where "zero_allow_untested_optimizer" is true')
+        yield Fault(("optimizer", "type"), f'{name} with ZeRO where "{UNTESTED}" is true', needs=UNTESTED)
 
 
 def _class_of(name: str, settings: dict[str, Any], config: Mapping[str, Any], table: Table) -> str | None:
@@ -439,7 +493,8 @@ def _of_scheduler(config: Mapping[str, Any], table: Table) -> Iterator[Fault]:
     known = {name.removeprefix(prefix): taken for name, taken in table.plain.items() if name.startswith(prefix)}
     if not isinstance(kind, str) or not known:
         kinds = dict.fromkeys(name.split(".")[1] for name in table.plain if name.startswith("scheduler."))
-        yield Fault(("scheduler", "type"), f"{_choice(kinds)}, or the name of a class in torch.optim.lr_scheduler")
+        allowed = f"{_choice(kinds)}, or the name of a class in torch.optim.lr_scheduler"
+        yield Fault(("scheduler", "type"), allowed, near=_near(kind, kinds))
         return
     if not isinstance(settings, Mapping):
         yield Fault(("scheduler", "params"), "a JSON object")
@@ -448,7 +503,8 @@ def _of_scheduler(config: Mapping[str, Any], table: Table) -> Iterator[Fault]:
         if name not in known:
             yield Fault(("scheduler", "params", name), f"{_choice(known)} for {kind}", unknown=True)
         elif not _takes(known[name], value):
-            yield Fault(("scheduler", "params", name), _kinds_phrase(known[name]))
+            near = _near(value, known[name].get("words", ()))
+            yield Fault(("scheduler", "params", name), _kinds_phrase(known[name]), near=near)
     for name, taken in known.items():
         if taken.get("required") and name not in settings:
             yield Fault(("scheduler", "params", name), f"a file that says it, for {kind}")

@@ -16,8 +16,7 @@ from types import TracebackType
 
 import zftune
 from zftune.errors import BadInputError, ProfileError
-from zftune.profile.command import processes
-from zftune.profile.command.keeper import FORWARDED, TERM_S
+from zftune.profile.command.keeper import FORWARDED, TERM_S, adopt_orphans, adopts_orphans, descendants, end_all
 
 _KEEPER = "import sys; sys.path.append(sys.argv.pop(1)); from zftune.profile.command.keeper import main; main()"
 _LEAST_FD = 10  # above the standard streams, which may be closed
@@ -40,7 +39,7 @@ def held_signal() -> int | None:
     return None if found is None else found.si_signo
 
 
-class Child:
+class SupervisedProcess:
     """A running command: its ends, and the ways to end it. Inside `held_signals` only.
 
     Args:
@@ -65,9 +64,9 @@ class Child:
         cwd: Path | None = None,
         output: int | None = None,
     ) -> None:
-        self._adopted_before = processes.adopts_orphans()
-        self._foreign = set(processes.descendants(os.getpid()))
-        processes.adopt_orphans()  # should the keeper be killed, what it kept comes to us
+        self._adopted_before = adopts_orphans()
+        self._foreign = set(descendants(os.getpid()))
+        adopt_orphans()  # should the keeper be killed, what it kept comes to us
         control, self._control = _pipe()
         self._status, status = _pipe()
         arguments = [str(control), str(status), ",".join(str(int(number)) for number in mask), *command]
@@ -97,9 +96,11 @@ class Child:
         """Of the command itself, once it runs."""
         self.exit_status: int | None = None
         """As Python's subprocess has it (-n: signal n); None while it runs, or when its keeper was killed."""
+        self.left = 0
+        """Processes that the command had left in the background at its end, and that were ended then."""
         self._wait_for_start(command[0])
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> SupervisedProcess:
         return self
 
     def __exit__(
@@ -139,20 +140,18 @@ class Child:
             self._keeper.kill()
             self._keeper.wait()
         os.close(self._status)
-        processes.end_all(self._adopted, over=lambda: self._reap() and not self._adopted(), wait_s=0.0, term_s=TERM_S)
-        processes.adopt_orphans(self._adopted_before)
+        end_all(self._adopted, over=lambda: self._reap() and not self._adopted(), wait_s=0.0, term_s=TERM_S)
+        adopt_orphans(self._adopted_before)
 
     def _wait_for_start(self, program: str) -> None:
         while self.pid is None and not self._over:
             self._read()
         if self._failed is not None:
             self.close()
-            raise BadInputError(
-                f"command '{program}': {os.strerror(self._failed)}, allowed is a program that can be run"
-            )
+            raise BadInputError(f"command '{program}': it cannot be run ({os.strerror(self._failed)})")
 
     def _adopted(self) -> list[int]:
-        return [pid for pid in processes.descendants(os.getpid()) if pid not in self._foreign]
+        return [pid for pid in descendants(os.getpid()) if pid not in self._foreign]
 
     def _reap(self) -> bool:
         for pid in self._adopted():
@@ -177,6 +176,7 @@ class Child:
             self.pid = message.get("started", self.pid)
             self.exit_status = message.get("ended", self.exit_status)
             self._failed = message.get("failed", self._failed)
+            self.left = message.get("left", self.left)
             self._over = self._over or "alone" in message
         self._over = self._over or not part
 

@@ -1,23 +1,340 @@
-"""The profile document of a command, from what its agents recorded."""
+"""The profile document of a command: phases, figures, timeline, and the reasons for what could not be measured."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from zftune.agent.bootstrap.sitecustomize import Notes
+from zftune.doctor.software import extension_locks, free_bytes
 from zftune.profile import derive
-from zftune.profile.command.records import Rank
-from zftune.profile.command.runtime import Runtime, runtime_of
-from zftune.profile.command.timeline import timeline_of
+from zftune.profile.command.records import Rank, Row, read_records
 from zftune.profile.sampling import Sampling
 from zftune.profile.schema import PHASES, SCHEMA_NAME, validate
 from zftune.profile.verdict import verdict
+from zftune.variables import DISABLE
 
-_RUNTIME_FIELDS = ("link", "host", "selection", "staleness", "knobs")
+if TYPE_CHECKING:
+    from zenflow import StepStats, ZenFlowConfig
+
+
+_STEPS = 4
+_LANES = {"forward": "compute", "backward": "compute", "optimizer": "compute", "data": "data"}
+_OF_RUNTIME = ("d2h", "h2d", "host", "stall")
+
+Lanes = dict[str, list[list[Any]]]
+
+
+def timeline_of(main: Rank, runtime: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The document's "timeline": the window that the runtime recorded, else the first four steps' phases.
+
+    Args:
+        main: the process whose steps are shown.
+        runtime: the runtime's own timeline, its first step numbered as the rows are; None if there is none.
+    """
+    if runtime is not None:
+        first, count = runtime["first_step"], runtime["steps"]
+        steps = [step for step in main.steps if first <= step["index"] < first + count]
+        if len(steps) == count:  # else the window is not wholly among the measured steps
+            stalls = runtime["lanes"].get("stall", [])
+            recorded = {lane: runtime["lanes"][lane] for lane in _OF_RUNTIME if lane in runtime["lanes"]}
+            return {
+                "first_step": first,
+                "steps": count,
+                "length_ms": runtime["length_ms"],
+                "lanes": {**_phase_lanes(steps, stalls), **recorded},
+            }
+    steps = main.steps[:_STEPS]
+    lanes = _phase_lanes(steps, [])
+    if not any(lanes.values()):
+        return None
+    length_ms = sum(step["step_ms"] for step in steps)
+    return {"first_step": steps[0]["index"], "steps": len(steps), "length_ms": length_ms, "lanes": lanes}
+
+
+def _phase_lanes(steps: Sequence[Row], stalls: Sequence[Sequence[Any]]) -> Lanes:
+    """Lanes of the phases, the stalls taken out of those of the compute stream; one step begins where another ends."""
+    without = _without(stalls)
+    lanes: Lanes = {lane: [] for lane in dict.fromkeys(_LANES.values())}
+    offset_ms = 0.0
+    for step in steps:
+        for name, begin_ms, end_ms in step.get("spans") or ():
+            if name in _LANES and begin_ms < end_ms:
+                lane = _LANES[name]
+                whole = (offset_ms + begin_ms, offset_ms + end_ms)
+                parts = without(*whole) if lane == "compute" else [whole]
+                lanes[lane] += [[begin, end, name] for begin, end in parts]
+        offset_ms += step["step_ms"]
+    return lanes
+
+
+def _without(stalls: Sequence[Sequence[Any]]) -> Callable[[float, float], list[tuple[float, float]]]:
+    """Takes the stalls out of a span; imports torch only where there are some: in a folder that is gone that fails."""
+    if not stalls:
+        return lambda begin_ms, end_ms: [(begin_ms, end_ms)]
+    from zenflow.timeline import Span, without
+
+    gaps = [Span(begin_ms, end_ms, cause) for begin_ms, end_ms, cause in stalls]
+    return lambda begin_ms, end_ms: list(without(begin_ms, end_ms, gaps))
+
+
+FIELDS = ("link", "host", "selection", "staleness", "knobs", "memory")
+"""Of the profile document, that only our own optimizer fills."""
+_OTHER = "only zenflow's own optimizers report it"
+_LOST = "zenflow's optimizer trained, but what it recorded of the measured steps cannot be read"
+_MAY_BE_NONE = ("step_ms", "hidden_ms", "staleness_mean_steps", "staleness_max_steps", "coverage", "churn")
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """The optimizer's own account of the measured steps."""
+
+    config: ZenFlowConfig
+    stats: list[StepStats]
+    model_bytes: int
+    engine: tuple[str, int]
+    host_bytes: Mapping[str, int]
+    timeline: Mapping[str, Any] | None
+    """Of one window, as the profile document has it, but for the lanes that the agent fills."""
+    rig: Mapping[str, Any] | None
+    """The emulated accelerator that it ran on, as the profile document has it."""
+
+
+def runtime_of(rank: Rank, missing: dict[str, str]) -> Runtime | None:
+    """The runtime's account of the steps that it could tell; None where another optimizer trains, or it is lost.
+
+    Args:
+        rank: a process with measured steps.
+        missing: gets the reason for each of `FIELDS` where there is no account.
+    """
+    knobs = rank.model.get("knobs")
+    if not isinstance(knobs, Mapping):
+        missing |= {name: missing.get(name, _OTHER) for name in FIELDS}
+        return None
+    from zenflow import ConfigError, ZenFlowConfig
+
+    rows = [row for step in rank.steps if isinstance(row := step.get("runtime"), Mapping)]
+    newest: dict[str, Any] = {}
+    for row in rows:
+        newest |= row
+    try:
+        name, threads = newest["host_engine"]
+        host_bytes = newest["host_memory"]
+        return Runtime(
+            config=ZenFlowConfig(**knobs),
+            stats=[_stats(row) for row in rows],
+            model_bytes=rank.model["model_bytes"],
+            engine=(str(name), int(threads)),
+            host_bytes={use: int(host_bytes[use]) for use in ("state", "log", "staging", "peak")},
+            timeline=newest.get("timeline"),
+            rig=newest.get("rig"),
+        )
+    except (ConfigError, KeyError, TypeError, ValueError):  # no row has any, or they are of another version
+        missing |= dict.fromkeys(FIELDS, _LOST)
+        return None
+
+
+def _stats(row: Mapping[str, Any]) -> StepStats:
+    from zenflow import StepStats
+
+    names = {field.name for field in dataclasses.fields(StepStats)} - {"coverage_curve", "comm_ms", "pin_ms"}
+    values = {name: row[name] for name in names}
+    for name, value in values.items():
+        allowed = (int, float, type(None)) if name in _MAY_BE_NONE else (int, float)
+        if name != "stall_ms" and not isinstance(value, allowed):
+            raise TypeError(f"{name} is no number")
+    return StepStats(**values, coverage_curve=None)
+
+
+_WITHOUT_SITE = {"I": "isolates the interpreter", "E": "ignores PYTHONPATH", "S": "leaves the site module out"}
+_FULL_BYTES = 64 << 10
+_NO_PYTHON = (
+    "the command started no Python that takes up zftune's agent (a wrapper may clear PYTHONPATH, or run it elsewhere); "
+    "write zftune profile within the wrapper, before python"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was seen of a command beside its records."""
+
+    notes: bytes = b""
+    """Of `zftune.agent.bootstrap.sitecustomize.Notes`."""
+    left: int = 0
+    """Processes that it had left in the background at its end, and that were ended then."""
+    full: Path | None = None
+    """Where the records are, and no room is any more."""
+
+    @classmethod
+    def of(cls, folder: Path, *, left: int = 0) -> Seen:
+        """What the folder of the records shows.
+
+        Args:
+            folder: of the records; not removed yet.
+            left: as the attribute.
+        """
+        try:
+            notes = (folder / Notes.FILE).read_bytes()
+        except OSError:
+            notes = b""
+        return cls(notes, left, None if (free_bytes(folder) or 0) > _FULL_BYTES else folder.parent)
+
+
+def nothing_recorded(command: Sequence[str], ranks: Sequence[Rank], status: int | None, warmup: int, seen: Seen) -> str:
+    """The likely reason why no step was measured.
+
+    Args:
+        command: the program and its arguments.
+        ranks: the processes that wrote something.
+        status: the command's exit status; None if it is not known.
+        warmup: steps that were to be discarded.
+        seen: beside that.
+    """
+    if os.environ.get(DISABLE) == "1":
+        return f"nothing was recorded: {DISABLE}=1 turns the agent off"
+    if seen.full is not None:
+        return f"nothing was recorded: {_full(seen.full)}"
+    errors = [rank.error for rank in ranks if rank.error is not None]
+    if errors:
+        return f"nothing was recorded: the agent failed: {errors[0]}"
+    steps = max((rank.discarded for rank in ranks if rank.seen), default=0)
+    if steps:
+        return (
+            f"nothing was measured: the training ended after {steps} step{'s' if steps > 1 else ''}, all of them "
+            f"discarded as warm-up (--warmup {warmup}; the first step never counts)"
+        )
+    reasons = [rank.missing["step_ms"] for rank in ranks if "step_ms" in rank.missing]
+    if reasons:
+        return f"nothing was recorded: {reasons[0]}"
+    if any(rank.end == "exit" for rank in ranks):
+        return "nothing was measured: the training ended after its first step, whose beginning is not known"
+    flag = interpreter_flag(command)
+    if flag is not None:
+        return (
+            f"nothing was recorded: python -{flag} {_WITHOUT_SITE[flag]}, so zftune's agent cannot start; "
+            "run the script without it"
+        )
+    if status is None or status < 0:
+        signal = "" if status is None else f" by signal {-status}"
+        return f"nothing was recorded: the command was killed{signal} before a training step ended"
+    if status > 0:
+        return f"nothing was recorded: the command ended with exit code {status} before a training step ended"
+    return f"nothing was recorded: {_nothing_seen(seen)}"
+
+
+def _nothing_seen(seen: Seen) -> str:
+    if seen.left:
+        return (
+            f"the command ended and left {_processes(seen.left)} in the background, which {_were(seen.left)} ended "
+            "with it; run the training in the foreground"
+        )
+    if Notes.PYTHON not in seen.notes:
+        return _NO_PYTHON
+    if Notes.TORCH not in seen.notes:
+        return "no Python of the command imported torch"
+    return "torch was imported, and no optimizer of it took a step"
+
+
+def waits_for(folder: Path, warmup: int) -> str | None:
+    """What a profile waits for that has seen no step to measure; None: it has seen one.
+
+    Args:
+        folder: of the records.
+        warmup: steps to discard.
+    """
+    ranks, notes = read_records(folder), Seen.of(folder).notes
+    if any(rank.steps for rank in ranks):
+        return None
+    seen = max((rank.seen for rank in ranks), default=0)
+    if ranks:
+        return f"still waiting for a step to measure: {seen + 1} so far, of which --warmup discards {warmup}"
+    if Notes.TORCH in notes:
+        return f"still waiting for the first optimizer step: torch is imported, nothing has trained yet{_compiling()}"
+    if Notes.PYTHON in notes:
+        return "still waiting for the training: Python runs, and has not imported torch yet"
+    return "still waiting for the training: the command has started no Python that zftune's agent can enter yet"
+
+
+def _compiling() -> str:
+    """What keeps a training from its first step that needs one of torch's extensions; "" where none is locked."""
+    lock = next(iter(extension_locks(os.environ)), None)
+    if lock is None:
+        return ""
+    if lock.is_left_over:
+        return f"; {lock.sentence}: whatever needs it hangs. End this run, remove it ({lock.removal}), and start again"
+    return f"; {lock.sentence}"
+
+
+def _full(folder: Path) -> str:
+    return f"'{folder}', where the records are, is full; make room there, or set TMPDIR to a folder that has some"
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' if count > 1 else ''}"
+
+
+def _were(count: int) -> str:
+    return "were" if count > 1 else "was"
+
+
+def remarks(ranks: Sequence[Rank], chosen: Sequence[Rank], steps: int, seen: Seen) -> list[str]:
+    """What else a person should know about the records."""
+    return list(_remarks(ranks, chosen, steps, seen))
+
+
+def _remarks(ranks: Sequence[Rank], chosen: Sequence[Rank], steps: int, seen: Seen) -> Iterator[str]:
+    for rank in chosen:
+        if rank.error is not None:
+            yield f"rank {rank.rank}: the agent failed: {rank.error}"
+    short = [rank for rank in chosen if len(rank.steps) < steps]
+    if short:
+        reason = "the training ended before"
+        if seen.full is not None:
+            reason = _full(seen.full)
+        elif seen.left:
+            reason = (
+                f"the command had ended, and {_processes(seen.left)} in the background {_were(seen.left)} ended with it"
+            )
+        yield f"{len(short[0].steps)} of {steps} steps were measured: {reason}"
+    world = max((rank.header["world_size"] for rank in chosen), default=0)
+    if 0 < len(chosen) < world:
+        yield f"{len(chosen)} of {world} ranks were recorded here"
+    left_out = sum(bool(rank.steps) for rank in ranks) - len(chosen)
+    if left_out > 0:
+        yield f"{left_out} more training process{'es' if left_out > 1 else ''} of the same rank left out of the profile"
+    unreadable = sum(rank.unreadable for rank in ranks)
+    if unreadable:
+        yield f"{unreadable} line{'s' if unreadable > 1 else ''} of the records could not be read"
+
+
+def interpreter_flag(command: Sequence[str]) -> str | None:
+    """The flag of a Python interpreter that keeps the agent out, such as "I"; looks at the command itself only.
+
+    Args:
+        command: a program and its arguments.
+    """
+    program = Path(command[0]).name
+    if not program.startswith("python") or shutil.which(command[0]) is None:
+        return None
+    for argument in command[1:]:
+        if not argument.startswith("-") or argument in ("-c", "-m", "-"):
+            return None
+        letters = re.split("[WXcm]", argument[1:], maxsplit=1)[0]  # what follows these is their value
+        found = next((flag for flag in letters if flag in _WITHOUT_SITE), None)
+        if not argument.startswith("--") and found is not None:
+            return found
+    return None
+
+
 _NOT_SWITCHED = "only the built-in workload can be switched to other systems"
-_NO_RUNTIME = "only zenflow's own optimizer tells that"
+_NOT_PROFILED = "a command is not run under torch.profiler, which would slow it down"
 _NO_STREAM = "plain CPU: there is no device stream whose waits could be called stalls"
 _NOT_RECORDED = "the agent recorded none"
 _NO_BATCH = "no torch DataLoader gave a batch: getting them is counted with the forward pass"
@@ -46,7 +363,7 @@ def build_document(ranks: Sequence[Rank], ended: Ended, sampling: Sampling) -> d
 
     main = ranks[0]
     missing = dict(main.missing)
-    machine, runtime = hardware(), runtime_of(main)
+    machine, runtime = hardware(), runtime_of(main, missing)
     rig = None if runtime is None else runtime.rig
     document: dict[str, Any] = {
         "schema": SCHEMA_NAME,
@@ -64,6 +381,7 @@ def build_document(ranks: Sequence[Rank], ended: Ended, sampling: Sampling) -> d
         "steps": {"measured": len(main.steps), "discarded": main.discarded},
         **_measured(main, missing),
         "throughput": _throughput(ranks, missing),
+        "loss": derive.loss([step.get("loss") for step in main.steps], missing),
         **_of_runtime(runtime, missing),
         "practicality": None,
         "baselines": None,
@@ -89,6 +407,7 @@ def _command(main: Rank, ended: Ended) -> dict[str, Any]:
         "ranks": main.header["world_size"],
         "exit_code": ended.exit_code,
         "stopped": ended.stopped,
+        **({"loader_workers": main.model["loader_workers"]} if "loader_workers" in main.model else {}),
     }
 
 
@@ -115,6 +434,7 @@ def _measured(main: Rank, missing: dict[str, str]) -> dict[str, Any]:
         "step_ms": step_ms,
         "phases_ms": _phases(main),
         "stall": stall,
+        "idle": None,
         "hidden_ms_per_step": hidden,
         "waits_ms": derive.mean_of([step["waits_ms"] for step in main.steps]),
         "overhead_fraction": sum(step.get("overhead_ms", 0.0) for step in main.steps)
@@ -145,10 +465,8 @@ def _of_runtime(runtime: Runtime | None, missing: dict[str, str]) -> dict[str, A
     """What only our own optimizer can tell."""
     memory: dict[str, Any] = {"device_peak_bytes": None}
     if runtime is None:
-        for name in (*_RUNTIME_FIELDS, "memory"):
-            missing.setdefault(name, _NO_RUNTIME)
         uses = ("state", "log", "staging", "peak")
-        return {**dict.fromkeys(_RUNTIME_FIELDS), "memory": memory | {f"host_{use}_bytes": None for use in uses}}
+        return {**dict.fromkeys(FIELDS), "memory": memory | {f"host_{use}_bytes": None for use in uses}}
     missing["memory.device_peak_bytes"] = _NOT_RECORDED
     rig_gbps = None if runtime.rig is None else runtime.rig["host_gbps"]
     return {
@@ -175,6 +493,7 @@ def _per_step(main: Rank) -> list[dict[str, Any]]:
             "phases_ms": _known_phases(main, step["phases_ms"]),
             "stall_ms": step["stall_ms"],
             "waits_ms": step["waits_ms"],
+            "loss": derive.finite(step.get("loss")),
         }
         for step, begin_ms in zip(main.steps, _begins_ms(main), strict=True)
     ]
@@ -203,11 +522,14 @@ def _explain(document: dict[str, Any], ranks: Sequence[Rank]) -> None:
     missing |= {
         "seed": "the command seeds itself",
         "workload.text": "the command reads its own data",
+        "idle": _NOT_PROFILED,
         "practicality": _NOT_SWITCHED,
         "baselines": _NOT_SWITCHED,
     }
     if any(step["stall_ms"] is None for step in main.steps):
         missing["per_step.stall_ms"] = missing.get("stall", _NOT_RECORDED)
+    if any(step["loss"] is None for step in document["per_step"]):
+        missing["per_step.loss"] = missing.get("loss", "some steps had none that is a finite number")
     if document["timeline"] is None:
         missing.setdefault("timeline", _NOT_RECORDED)
     for part in ("workload", "fingerprint"):
@@ -236,10 +558,12 @@ def _sources(document: Mapping[str, Any], main: Rank) -> dict[str, str]:
     )
     sources |= {"waits_ms": "wall clock", "overhead_fraction": "wall clock", "host": "wall clock", "roofs": clock}
     sources |= dict.fromkeys(("link", "selection", "staleness"), "count")
+    sources["loss"] = next((step["loss_source"] for step in main.steps if step.get("loss_source")), "backward")
     known = {name: source for name, source in sources.items() if document[name] is not None}
     if document["host"] is not None:
-        ceiling = "rig" if document["rig"] is not None else "bandwidth probe"
-        known |= {"host.ceiling_gbps": ceiling, "host.bytes_per_element": "count"}
+        known["host.bytes_per_element"] = "count"
+        if document["host"]["ceiling_gbps"] is not None:
+            known["host.ceiling_gbps"] = "rig" if document["rig"] is not None else "bandwidth probe"
     if document["knobs"] is not None:
         known["memory"] = "count"
     return known

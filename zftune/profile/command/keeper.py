@@ -5,12 +5,14 @@ processes leave behind, and ends all of it when the command has ended, when it i
 died: its end of the control pipe is then closed. Signals of the terminal reach the command by themselves.
 
     control   "signal N" for the command; "stop"
-    status    one JSON object a line: {"started": pid}, {"failed": errno}, {"ended": exit status}, {"alone": true}
+    status    one JSON object a line: {"started": pid}, {"failed": errno}, {"ended": exit status},
+              {"alone": true, "left": processes that had to be ended}
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import glob
 import json
@@ -20,9 +22,110 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
-from zftune.profile.command import processes
+_SET_PDEATHSIG = 1
+_SET_CHILD_SUBREAPER = 36
+_GET_CHILD_SUBREAPER = 37
+_POLL_S = 0.02
+
+
+def adopt_orphans(adopt: bool = True) -> None:
+    """Become (or cease to be) the one to whom the kernel gives orphaned descendants."""
+    _prctl(_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def adopts_orphans() -> bool:
+    """Whether `adopt_orphans` is in force."""
+    flag = ctypes.c_int(0)
+    _prctl(_GET_CHILD_SUBREAPER, ctypes.addressof(flag))
+    return bool(flag.value)
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent dies; survives exec."""
+    _prctl(_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+def descendants(root: int) -> list[int]:
+    """All processes below `root`, parents before children; those that ended meanwhile may be among them."""
+    children: dict[int, list[int]] = {}
+    for pid, parent in _parents():
+        children.setdefault(parent, []).append(pid)
+    found, open_ = [], [root]
+    while open_:
+        below = children.get(open_.pop(), [])
+        found += below
+        open_ += below
+    return found
+
+
+def end_all(
+    pids: Callable[[], list[int]], *, over: Callable[[], bool], wait_s: float, term_s: float, kill_s: float = 10.0
+) -> int:
+    """End processes: let them end by themselves, then SIGTERM, then SIGKILL until none is left.
+
+    Returns:
+        How many had not ended by themselves.
+
+    Args:
+        pids: the processes, asked again and again, since they may start others.
+        over: whether none is left; reaps those that ended.
+        wait_s: time to end by themselves.
+        term_s: time after SIGTERM.
+        kill_s: time after which even SIGKILL is given up (a process that hangs in the kernel).
+    """
+    found: list[int] = []
+    for signum, seconds in ((None, wait_s), (signal.SIGTERM, term_s)):
+        if signum is not None and not over():
+            found = pids()
+            _signal(found, signum)
+            _signal(found, signal.SIGCONT)  # one that is stopped would not notice
+        if _wait(over, seconds):
+            return len(found)
+    until = time.monotonic() + kill_s
+    while not over() and time.monotonic() < until:
+        _signal(pids(), signal.SIGKILL)
+        time.sleep(_POLL_S)
+    return len(found)
+
+
+def _wait(over: Callable[[], bool], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while not over():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _signal(pids: list[int], signum: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # ended meanwhile, or another user's (sudo)
+            os.kill(pid, signum)
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    """(process, its parent) for every process."""
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            text = (folder / "stat").read_bytes()
+        except OSError:  # ended meanwhile
+            continue
+        # The second field is the command's name in parentheses, which may hold anything.
+        fields = text[text.rindex(b")") + 1 :].split()
+        yield int(folder.name), int(fields[1])
+
+
+def _prctl(option: int, argument: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(ctypes.c_int(option), ctypes.c_ulong(argument), *[ctypes.c_ulong(0)] * 3) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
+
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 ORPHANS_WAIT_S = 1.0
@@ -35,7 +138,7 @@ _GROUP_SIGNAL_S = 0.05
 _FOLDER = "ZFTUNE_AGENT_DIR"
 
 
-class Keeper:
+class Supervisor:
     """Keeps one command.
 
     Args:
@@ -57,7 +160,7 @@ class Keeper:
 
     def run(self) -> None:
         """Start the command and stay until nothing of it is left."""
-        processes.adopt_orphans()
+        adopt_orphans()
         wake = _wake_on_child()
         try:
             child = self._start()
@@ -72,8 +175,8 @@ class Keeper:
                 os.read(wake, 4096)
             if self._control in ready and not self._obey():
                 break
-        processes.end_all(self._below, over=self._reap, wait_s=ORPHANS_WAIT_S, term_s=TERM_S)
-        self._tell({"alone": True})
+        left = end_all(self._below, over=self._reap, wait_s=ORPHANS_WAIT_S, term_s=TERM_S)
+        self._tell({"alone": True, "left": left})
 
     def _start(self) -> subprocess.Popen[bytes]:
         try:
@@ -88,14 +191,14 @@ class Keeper:
         return subprocess.Popen(command, close_fds=False, preexec_fn=self._in_child)  # noqa: PLW1509
 
     def _in_child(self) -> None:
-        processes.die_with_parent()
+        die_with_parent()
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def _obey(self) -> bool:
         """Do what the control pipe says; False when there is nobody any more who says it."""
         part = os.read(self._control, 4096)
         if not part:
-            processes.end_all(self._below, over=self._reap, wait_s=0.0, term_s=ABANDONED_S)
+            end_all(self._below, over=self._reap, wait_s=0.0, term_s=ABANDONED_S)
             if os.getppid() != self._parent:  # it was killed, and cannot remove what it made
                 release_locks(os.environ.get(_FOLDER, ""))
                 shutil.rmtree(os.environ.get(_FOLDER, ""), ignore_errors=True)
@@ -106,7 +209,7 @@ class Keeper:
             if word == b"signal":
                 self._forward(int(number))
             elif word == b"stop":
-                processes.end_all(self._below, over=self._reap, wait_s=0.0, term_s=TERM_S)
+                end_all(self._below, over=self._reap, wait_s=0.0, term_s=TERM_S)
         return True
 
     def _forward(self, signum: int) -> None:
@@ -133,7 +236,7 @@ class Keeper:
                 self._tell({"ended": self._ended})
 
     def _below(self) -> list[int]:
-        return processes.descendants(os.getpid())
+        return descendants(os.getpid())
 
     def _tell(self, message: dict[str, int | bool]) -> None:
         try:
@@ -171,4 +274,4 @@ def main() -> None:
     for pipe in (control, status):
         os.set_inheritable(pipe, False)
     mask = [int(number) for number in sys.argv[3].split(",") if number]
-    Keeper(sys.argv[4:], control, status, mask).run()
+    Supervisor(sys.argv[4:], control, status, mask).run()

@@ -40,7 +40,9 @@ class Rank:
     """Steps that are recorded but not measured."""
     missing: dict[str, str] = field(default_factory=dict)
     end: str | None = None
-    """"measured", "exit" or "failed: ..."; None where the process was killed."""
+    """"measured", "exit" or "failed"; None where the process was killed."""
+    error: str | None = None
+    """Why the agent failed."""
     trial: Row = field(default_factory=dict)
     """What a trial of a search tells beside its steps."""
     unreadable: int = 0
@@ -147,6 +149,7 @@ def _take(rank: Rank, row: Row) -> bool:
             rank.trial |= row
         case "end" if _is_text(row.get("reason")):
             rank.end = row["reason"]
+            rank.error = row["error"] if _is_text(row.get("error")) else None
         case "restart" if _is_device(row):  # another training took over: nothing of the one before is of this profile
             rank.header |= {name: row[name] for name in _DEVICE if name in row}
             rank.model, rank.missing, rank.seen = {}, {}, 0
@@ -160,7 +163,8 @@ def _take(rank: Rank, row: Row) -> bool:
 
 def _model(row: Row) -> Row:
     """The fields that are of their type."""
-    checks = dict.fromkeys(_COUNTS, _is_count) | dict.fromkeys(_TEXTS, _is_text) | {"trainable": _is_natural}
+    naturals = {"trainable": _is_natural, "loader_workers": _is_natural}
+    checks = dict.fromkeys(_COUNTS, _is_count) | dict.fromkeys(_TEXTS, _is_text) | naturals
     model = {name: row[name] for name, check in checks.items() if check(row.get(name))}
     if _MODEL_ID.fullmatch(str(row.get("model_id"))):
         model["model_id"] = row["model_id"]
@@ -194,7 +198,9 @@ def _is_step(row: Row) -> bool:
     spans = all(_is_span(span) for span in row.get("spans") or ())
     hidden = row.get("hidden_ms") is None or _is_ms(row["hidden_ms"])
     tokens = row.get("tokens") is None or _is_natural(row["tokens"])
-    more = spans and hidden and tokens and isinstance(row.get("measured"), bool)
+    loss = row.get("loss") is None or isinstance(row["loss"], float)
+    sources = row.get("loss_source") in (None, "backward", "log_loss")
+    more = spans and hidden and tokens and loss and sources and isinstance(row.get("measured"), bool)
     return times and figures and tables and stall and more
 
 

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zftune.doctor.software import free_bytes
 from zftune.errors import BadInputError, ProfileError
-from zftune.profile.command.child import Child, held_signals
-from zftune.profile.command.reasons import nothing_recorded, remarks
+from zftune.profile.command.child import SupervisedProcess, held_signals
+from zftune.profile.command.document import Seen, nothing_recorded, remarks, waits_for
 from zftune.profile.command.records import Rank, measured, read_records
 
 DEFAULT_STEPS = 60
 DEFAULT_WARMUP = 5
 _MEMORY_FOLDER = Path("/dev/shm")  # survives a full disk, and writing there waits for no disk
+_LEAST_BYTES = 256 << 20  # in a container it has 64 MB by default, which data loaders need
 _POLL_S = 0.1
 _STOP_POLL_S = 0.5
 _LATE_RANKS_S = 3.0
@@ -38,6 +40,10 @@ class CommandOptions:
     """End the command when every rank has been measured."""
     on_stop: Callable[[], None] | None = None
     """Called before that."""
+    silence_s: float = 60.0
+    """Without a step for so long it is told what the profile waits for."""
+    on_silence: Callable[[str], None] | None = None
+    """Told, once, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +70,13 @@ def profile_command(options: CommandOptions) -> Outcome:
     _check(options)
     with held_signals() as mask, _folder() as folder:
         environment = _environment(options, folder)
-        with Child(options.command, environment, mask) as child:
+        with SupervisedProcess(options.command, environment, mask) as child:
             return _supervised(options, child, folder, environment)
 
 
-def _supervised(options: CommandOptions, child: Child, folder: Path, environment: Mapping[str, str]) -> Outcome:
+def _supervised(
+    options: CommandOptions, child: SupervisedProcess, folder: Path, environment: Mapping[str, str]
+) -> Outcome:
     from zftune.profile.sampling import Sampling
 
     sampling = Sampling(_Pids(child.keeper_pid), environment)
@@ -81,9 +89,10 @@ def _supervised(options: CommandOptions, child: Child, folder: Path, environment
     code = _SIGNAL_BASE + 9 if status is None else status if status >= 0 else _SIGNAL_BASE - status
     if stopped:
         code = 0
-    notes = remarks(ranks, chosen, options.steps)
+    seen = Seen.of(folder, left=0 if stopped else child.left)
+    notes = remarks(ranks, chosen, options.steps, seen)
     if not chosen:
-        return Outcome(None, [nothing_recorded(options.command, ranks, status, options.warmup), *notes], code)
+        return Outcome(None, [nothing_recorded(options.command, ranks, status, options.warmup, seen), *notes], code)
     try:
         document = _document(chosen, None if stopped else code, stopped, sampling)
     except ProfileError as error:
@@ -97,12 +106,17 @@ def _document(chosen: list[Rank], exit_code: int | None, stopped: bool, sampling
     return build_document(chosen, Ended(exit_code, stopped), sampling)
 
 
-def _wait(options: CommandOptions, child: Child, folder: Path) -> bool:
+def _wait(options: CommandOptions, child: SupervisedProcess, folder: Path) -> bool:
     """Until the command has ended; whether it was ended from here, after all steps."""
     stopped = False
-    progress = _Progress(folder)
+    progress, began_s, told = _Progress(folder), time.monotonic(), options.on_silence is None
     while not child.over(_POLL_S):
         child.pass_on_signals()
+        if not told and time.monotonic() - began_s >= options.silence_s:
+            told = True
+            sentence = waits_for(folder, options.warmup)
+            if sentence is not None and options.on_silence is not None:
+                options.on_silence(sentence)
         if options.stop and not stopped and progress.all_measured():
             if options.on_stop is not None:
                 options.on_stop()
@@ -145,7 +159,7 @@ class _Pids:
         self._next_s = 0.0
 
     def __call__(self) -> list[int]:
-        from zftune.profile.command.processes import descendants
+        from zftune.profile.command.keeper import descendants
 
         now_s = time.monotonic()
         if now_s >= self._next_s:
@@ -156,9 +170,9 @@ class _Pids:
 def _check(options: CommandOptions) -> None:
     for name, value, least in (("steps", options.steps, 1), ("warmup", options.warmup, 0)):
         if value < least:
-            raise BadInputError(f"--{name} {value}: allowed is an integer >= {least}")
+            raise BadInputError(f"--{name} is {value}; it must be an integer >= {least}")
     if "\0" in "".join(options.command):
-        raise BadInputError("command: has a null character, allowed is a program with its arguments")
+        raise BadInputError("command: has a null character, which no argument may have")
 
 
 def _environment(options: CommandOptions, folder: Path) -> dict[str, str]:
@@ -169,15 +183,27 @@ def _environment(options: CommandOptions, folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder for the records that only this user can enter."""
+    """A folder for the records that only this user can enter: in memory where there is room, else for temporary files.
+
+    Raises:
+        ProfileError: none can be made.
+    """
+    path = _made_folder()
     try:
-        path = tempfile.mkdtemp(prefix="zftune-", dir=_MEMORY_FOLDER if os.access(_MEMORY_FOLDER, os.W_OK) else None)
-    except OSError:
-        try:
-            path = tempfile.mkdtemp(prefix="zftune-")
-        except OSError as error:
-            raise ProfileError(f"no folder for the records can be made ({error.strerror}), set TMPDIR") from error
-    try:
-        yield Path(path)
+        yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _made_folder() -> Path:
+    reason: OSError | None = None
+    for within in (_MEMORY_FOLDER if (free_bytes(_MEMORY_FOLDER) or 0) >= _LEAST_BYTES else None, None, _MEMORY_FOLDER):
+        try:
+            path = Path(tempfile.mkdtemp(prefix="zftune-", dir=within))
+            path.chmod(0o700)  # whatever the umask left of it
+        except OSError as error:
+            reason = reason or error
+        else:
+            return path
+    assert reason is not None
+    raise ProfileError(f"no folder for the records can be made ({reason.strerror}), set TMPDIR") from reason

@@ -30,6 +30,7 @@ SOURCED = (
     "throughput",
     "phases_ms",
     "stall",
+    "idle",
     "hidden_ms_per_step",
     "waits_ms",
     "link",
@@ -37,6 +38,7 @@ SOURCED = (
     "memory",
     "selection",
     "staleness",
+    "loss",
     "practicality",
     "baselines",
     "nvml",
@@ -67,15 +69,21 @@ def validate(document: Mapping[str, Any]) -> None:
     Raises:
         ProfileError: the document is not a valid profile; names the path of the first fault.
     """
+    fault = first_fault(document)
+    if fault is not None:
+        raise ProfileError(f"profile: {fault}")
+
+
+def first_fault(document: Mapping[str, Any]) -> str | None:
+    """What is wrong with a document, and where; None: it is a valid profile."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
 
     error = best_match(Draft202012Validator(schema()).iter_errors(document))
     if error is not None:
         path = ".".join(str(part) for part in error.absolute_path) or "the document"
-        raise ProfileError(f"profile: {path}: {_short(error.message)}")
-    for fault in _faults(document):
-        raise ProfileError(f"profile: {fault}")
+        return f"{path}: {_short(error.message)}"
+    return next(_faults(document), None)
 
 
 def _faults(document: Mapping[str, Any]) -> Iterator[str]:
@@ -123,7 +131,7 @@ def _unnamed_sources(document: Mapping[str, Any]) -> Iterator[str]:
     sources = document["sources"]
     for figure in SOURCED:
         named = any(name.partition(".")[0] == figure for name in sources)
-        if not named and any(value is not None for _, value in _leaves(document[figure])):
+        if not named and any(value is not None for _, value in _leaves(document.get(figure))):
             yield f'{figure}: "sources" does not say where it comes from'
     for name in sources:
         if name.partition(".")[0] not in document:
@@ -144,6 +152,9 @@ def _disagreements(document: Mapping[str, Any]) -> Iterator[str]:
         step, stall = run["step_ms"], run["stall"]
         if step["p50"] > step["p95"]:
             yield f"{prefix}step_ms: p50 is above p95"
+        idle = run.get("idle")
+        if idle is not None and not _close(sum(idle["by_cause"].values()), idle["ms_per_step"], _ABSOLUTE_MS):
+            yield f"{prefix}idle.by_cause: does not add up to ms_per_step"
         if stall is None:
             continue
         if not _close(sum(stall["by_cause"].values()), stall["ms_per_step"], _ABSOLUTE_MS):

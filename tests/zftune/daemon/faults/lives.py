@@ -18,23 +18,23 @@ from typing import Any
 
 import torch
 
-from tests.zftune.daemon.brain.loops import ENDS_S, Loop
-from zftune.daemon.brain.registry import Registry
-from zftune.daemon.brain.service import Runs
-from zftune.daemon.client import DaemonClient
+from tests.zftune.daemon.runs.loops import ENDS_S, Loop
+from zftune.daemon.client import session
+from zftune.daemon.client.driver import DaemonDriver
+from zftune.daemon.client.http import DaemonClient
+from zftune.daemon.client.worker import RemoteWorker
 from zftune.daemon.process import Options
 from zftune.daemon.process import serve as serve_daemon
-from zftune.daemon.service import Service
-from zftune.store import engine, open_store
-from zftune.tuner.disturbances import NoDisturbance
-from zftune.tuner.facts import Wishes
-from zftune.tuner.following import Tuner
-from zftune.tuner.remote import courier
-from zftune.tuner.remote.counsel import DaemonCounsel
-from zftune.tuner.remote.desk import RemoteDesk
+from zftune.daemon.runs.api import Runs
+from zftune.daemon.runs.registry import Registry
+from zftune.daemon.server.answers import Service
+from zftune.store import open_store, opening
+from zftune.tuner.guard import NoDisturbance
 from zftune.tuner.search import SearchOptions
-from zftune.tuner.settings import Setting
+from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome
+from zftune.tuner.training_info import TuneRequest
+from zftune.tuner.tuner import Tuner
 
 SLOW_S, FAST_S = 0.003, 0.0015
 """What a step takes at least under the knobs that training begins with, and under others: a search finds these."""
@@ -54,7 +54,7 @@ def serve(folder: str, environment: Mapping[str, str], lease_s: float, busy_s: f
     if most_bytes:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
-    engine.BUSY_TIMEOUT_S = busy_s
+    opening.BUSY_TIMEOUT_S = busy_s
 
     @contextmanager
     def host() -> Iterator[Sequence[Service]]:
@@ -77,8 +77,8 @@ def train(folder: str, name: str, environment: Mapping[str, str], given: Mapping
     """
     _leave(Path(folder) / f"{name}.log", environment)
     torch.set_num_threads(1)  # threads that spin for work take the cores that others need
-    courier._LONGEST_BACKOFF_S = 0.2
-    courier.QUICK_S = 0.02
+    session._LONGEST_BACKOFF_S = 0.2
+    session.QUICK_S = 0.02
     training = _Tuned(Path(folder) / name, given)
     try:
         training.run()
@@ -128,6 +128,7 @@ class _Tuned:
         self.loop.optimizer.register_step_post_hook(lambda *_: self._begin_hook())
         self._write_down_what_is_handed()
         self.loop.tuner = self._attached(given)
+        self._attached_at_s = time.perf_counter()
         self.loop.optimizer.register_step_post_hook(lambda *_: self._end_hook())
 
     def run(self) -> None:
@@ -138,6 +139,7 @@ class _Tuned:
             self._say()
             time.sleep(SLOW_S if self.loop.knobs == self._own else FAST_S)
         assert self.loop.tuner is not None
+        self._took_s = time.perf_counter() - self._attached_at_s
         self.loop.tuner.close()
         self.loop.step()  # the last change holds
         self._write()
@@ -145,8 +147,8 @@ class _Tuned:
     def _attached(self, given: Mapping[str, Any]) -> Tuner:
         # As `attach` does it, but with options of the search.
         search = SearchOptions(sampler=given["sampler"], most_measurements=given["most"], hold=True)
-        wishes = Wishes(quality="published", sequence=16, fresh=given["fresh"], search=search)
-        counsel = DaemonCounsel(self.loop.optimizer, wishes, 16, DaemonClient())
+        wishes = TuneRequest(quality="published", sequence=16, fresh=given["fresh"], search=search)
+        counsel = DaemonDriver(self.loop.optimizer, wishes, 16, DaemonClient())
         return Tuner(self.loop.optimizer, counsel, tokens=16, disturbance=NoDisturbance(), on_change=self._change)
 
     def _change(self, step: int, knobs: Mapping[str, Any] | None) -> None:
@@ -154,14 +156,14 @@ class _Tuned:
         os.write(self._changed, (json.dumps([step, knobs and dict(knobs)]) + "\n").encode())
 
     def _write_down_what_is_handed(self) -> None:
-        hand = RemoteDesk.hand
+        hand = RemoteWorker.hand
 
-        def handed(desk: RemoteDesk, outcome: Outcome | None) -> None:
+        def handed(worker: RemoteWorker, outcome: Outcome | None) -> None:
             if outcome is not None:
                 self._change(self.loop.optimizer.steps, None)
-            hand(desk, outcome)
+            hand(worker, outcome)
 
-        RemoteDesk.hand = handed  # type: ignore[assignment,method-assign]
+        RemoteWorker.hand = handed  # type: ignore[assignment,method-assign]
 
     def _begin_hook(self) -> None:
         self._began = _clocks()
@@ -188,6 +190,7 @@ class _Tuned:
         torch.save(weights(self.loop), self._path.with_suffix(".pt"))
         found = {
             "steps": self.loop.optimizer.steps,
+            "took_s": self._took_s,
             "worst_ms": self.worst_ms,
             "notices": tuner.notices,
             "incumbent": tuner.incumbent.knobs(),

@@ -18,16 +18,19 @@ import torch
 from tests.tiers import by_day
 from tests.zftune.daemon.daemons import environment
 from tests.zftune.daemon.faults import lives
-from zftune.daemon.client import DaemonClient
-from zftune.daemon.errors import DaemonError
-from zftune.store import RunState, TrialState, open_store
+from zftune.daemon.client.http import DaemonClient
+from zftune.errors import DaemonError
+from zftune.store import open_store
 from zftune.store.store import Store
+from zftune.store.types import RunState, TrialState
 from zftune.tuner.states import Sampler
 
 FAULTS = int(os.environ.get("ZFTUNE_FAULTS", by_day("1", all_of="3")))
 """How often each of them happens."""
 SEED = int(os.environ.get("ZFTUNE_FAULTS_SEED", "5"))
 SOON_S = 60.0
+SHARE, STEP_S = 0.02, 0.25
+"""By which an account may differ from a stopwatch; and from one step to the next, on a machine that others use, too."""
 HOOK_MS = 5.0
 """Work of a tuner in a step, at most; in nine of ten trainings, as a virtual machine's processor time has in it what
 its host took away."""
@@ -241,14 +244,19 @@ class Stage:
         details: dict[str, Any] = self.client.get(f"/v1/runs/{run['run']}")
         if run["record"] is not None:
             decisions = [(one["kind"], one["reason"], one["at_unix_s"]) for one in details["decisions"]]
-            measured = [(one["number"], one["knobs"], one["measurements"]) for one in details["trials"]]
+            measured = [(one["number"], one["knobs"], one["step_ms"]) for one in details["trials"]]
             self.acknowledged[run["record"]] = (decisions, measured)
         return details
 
     # --- what has to hold --------------------------------------------------------------------------------------------
 
-    def look(self) -> None:
-        """Once all has ended: nothing is lost, nothing is left."""
+    def look(self, *, accounts: bool = False) -> None:
+        """Once all has ended: nothing is lost, nothing is left.
+
+        Args:
+            accounts: also of what the trainings took, which a store that cannot be written does not have, and two runs
+                of one training both have.
+        """
         with open_store(str(self.database), environment={"HOME": str(self.folder)}) as store:
             assert store.notices == []
             store.reap()
@@ -258,7 +266,19 @@ class Stage:
             assert {one.state for one in runs} <= {RunState.LOST, RunState.FINISHED}
             states = {trial.state for run in runs for trial in store.trials(run.run_id)}
             assert not states & {TrialState.IN_FLIGHT}
+            if accounts:
+                self._look_at_accounts(store, [one.run_id for one in runs])
         self.look_at_leftovers()
+
+    def _look_at_accounts(self, store: Store, runs: list[str]) -> None:
+        """All that the trainings took by their own watches is in the accounts of their runs."""
+        accounts = [one for one in map(store.account, runs) if one is not None]
+        processes = sum(len(one.earlier) + 1 for one in accounts)
+        if processes < len(self._trainings) or not all(one.result for one in self._trainings):
+            return  # one was killed, or had no run
+        took_s = sum(one.result["took_s"] for one in self._trainings)
+        counted_s = sum(one.total.seconds for one in accounts)
+        assert abs(counted_s - took_s) <= SHARE * took_s + STEP_S * len(self._trainings), (counted_s, took_s)
 
     def look_at_leftovers(self, *, readable: bool = True) -> None:
         """No process, no socket, no lock.
@@ -291,9 +311,9 @@ class Stage:
         kept = [(one.kind, one.reason, one.at_unix_s) for one in store.decisions(record)]
         assert kept[: len(decisions)] == decisions
         rows = {one.number: one for one in store.trials(record)}
-        for number, knobs, measurements in measured:
+        for number, knobs, step_ms in measured:
             assert dict(rows[number].knobs) == knobs
-            assert len(store.measurements(rows[number].trial_id)) >= measurements
+            assert step_ms is None or store.measurements(rows[number].trial_id)
 
     def crashed(self) -> list[dict[str, Any]]:
         """Settings that are marked as crashed."""
@@ -304,9 +324,9 @@ class Stage:
         with open_store(str(self.database), environment={"HOME": str(self.folder)}) as store:
             found = []
             for run in store.runs():
-                knobs = {trial.trial_id: dict(trial.knobs) for trial in store.trials(run.run_id)}
+                knobs = {trial.number: dict(trial.knobs) for trial in store.trials(run.run_id)}
                 kinds = [one for one in store.decisions(run.run_id) if one.kind == "adopt"]
-                found += [knobs[one.trial_id] for one in kinds if one.trial_id is not None]
+                found += [knobs[one.trial] for one in kinds if one.trial is not None]
             return found
 
     def trials(self) -> list[tuple[TrialState, dict[str, Any]]]:

@@ -41,7 +41,7 @@ def test_it_is_killed(stage: Callable[..., Stage], chance: random.Random) -> Non
     goes_on(world, training, record)
     training.end()
     daemon.end()
-    world.look()
+    world.look(accounts=True)
     assert world.crashed() == []
 
 
@@ -50,6 +50,7 @@ def thinks(world: Stage, daemon: Life) -> None:
     until(lambda: len(alive_in({daemon.process.pid})) > 1, world.log)
 
 
+@pytest.mark.usefixtures("every_fault")  # by day such a process ends with its parent in test_thinking.py
 def test_it_is_killed_and_then_ended_while_optuna_is_asked(stage: Callable[..., Stage], chance: random.Random) -> None:
     """At any moment, from the first import of that process on."""
     world = stage()
@@ -66,7 +67,7 @@ def test_it_is_killed_and_then_ended_while_optuna_is_asked(stage: Callable[..., 
     until(lambda: not alive_in({daemon.process.pid}))
     training.goes_on()
     training.end()
-    world.look()
+    world.look(accounts=True)
     assert world.crashed() == []
 
 
@@ -82,7 +83,7 @@ def test_it_is_stopped_for_some_time(stage: Callable[..., Stage], chance: random
     goes_on(world, training, record)
     training.end()
     daemon.end()
-    world.look()
+    world.look(accounts=True)
     assert world.crashed() == []
 
 
@@ -97,7 +98,7 @@ def test_it_is_stopped_when_training_ends(stage: Callable[..., Stage]) -> None:
     assert time.monotonic() - began < SOON_S / 2  # goodbye has its time, and no more
     daemon.kill()
     world.daemon().end()
-    world.look()
+    world.look(accounts=True)
 
 
 def test_two_begin_at_once(stage: Callable[..., Stage], chance: random.Random) -> None:
@@ -118,7 +119,7 @@ def test_two_begin_at_once(stage: Callable[..., Stage], chance: random.Random) -
     goes_on(world, training, details["run"]["record"])  # type: ignore[index]
     training.end()
     serving.end()
-    world.look()
+    world.look(accounts=True)
     assert world.crashed() == []
 
 
@@ -143,5 +144,5 @@ def test_the_clock_jumps(stage: Callable[..., Stage], wall_clock: WallClock) -> 
         assert run is not None
         assert 0 <= run["silent_s"] < 30
         training.end()
-    world.look()
+    world.look(accounts=True)
     assert world.crashed() == []

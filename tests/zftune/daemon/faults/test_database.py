@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.zftune.daemon.faults.stage import Stage, Training, until
-from zftune.daemon.errors import DaemonError
-from zftune.store import TrialState, open_store
+from zftune.errors import DaemonError
+from zftune.store import open_store
+from zftune.store.types import TrialState
 
 BUSY_S = 1.0
 

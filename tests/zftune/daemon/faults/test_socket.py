@@ -19,8 +19,8 @@ import pytest
 from tests.zftune.daemon.daemons import OTHER_UID, as_other_user, needs_root
 from tests.zftune.daemon.faults.stage import SOON_S, Stage, until
 from zftune.daemon import PROTOCOL
-from zftune.daemon.client import DaemonClient
-from zftune.daemon.errors import DaemonError
+from zftune.daemon.client.http import DaemonClient
+from zftune.errors import DaemonError
 
 SESSION = "a" * 32
 WELCOME = {"protocol": PROTOCOL, "session": SESSION, "lease_s": 1.0}
@@ -85,7 +85,7 @@ import select
 while not select.select([sys.stdin], [], [], 0)[0]:
     try:
         held.append(listening.accept()[0])
-        held[-1].sendall(b"HTTP/1.1 200 OK\\r\\nzftune-protocol: 2\\r\\ncontent-length: 2\\r\\n\\r\\n{}")
+        held[-1].sendall(b"HTTP/1.1 200 OK\\r\\nzftune-protocol: 3\\r\\ncontent-length: 2\\r\\n\\r\\n{}")
     except OSError:
         pass
 """

@@ -92,7 +92,7 @@ class WallClock:
         """A daemon that lives by it; it ends in the end."""
         more = {"ZFTUNE_DB": str(world.database), "HOME": str(world.folder)}
         more |= {"LD_PRELOAD": str(self._library), "CLOCK_SHIFT": str(self._shift)}
-        with serving(world.folder, module="tests.zftune.daemon.brain.hosted", more=more) as daemon:
+        with serving(world.folder, module="tests.zftune.daemon.runs.hosted", more=more) as daemon:
             yield
             daemon.signal()
             assert daemon.ends() == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from zenflow import ZenFlowAdamW, ZenFlowConfig
-from zftune.tuner.changing import Verdict
-from zftune.tuner.ranks.accord import Accord
-from zftune.tuner.ranks.exchange import UnheardError
-from zftune.tuner.ranks.words import Round, Talk, Word
-from zftune.tuner.settings import Setting
+from zenflow import EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig
+from zftune.tuner.executor import Verdict
+from zftune.tuner.rank_channel import LeaderMessage, RankMessage, StepMessages, UnheardError
+from zftune.tuner.rank_consensus import KnobConsensus
+from zftune.tuner.space import Setting
 
 OWN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, apply_lag=4, host_threads=1)
 
@@ -26,7 +26,7 @@ class Table:
     """What was said, and what was settled."""
 
     ranks: int
-    said: dict[int, dict[int, tuple[Word, Talk | None]]] = field(default_factory=dict)
+    said: dict[int, dict[int, tuple[RankMessage, LeaderMessage | None]]] = field(default_factory=dict)
     settled: dict[int, str] = field(default_factory=dict)
 
 
@@ -39,17 +39,17 @@ class Seat:
         self._table = table
         self._round = 0
 
-    def say(self, word: Word, talk: Talk | None) -> None:
+    def say(self, word: RankMessage, talk: LeaderMessage | None) -> None:
         self._round += 1
         self._table.said.setdefault(self._round, {})[self.rank] = (word, talk)
 
-    def hear(self) -> Round:
+    def hear(self) -> StepMessages:
         said = self._table.said[self._round]
         if self.deaf(self._round) or len(said) < self.size:
             raise UnheardError("it took too long")
         talk = said[0][1]
         assert talk is not None
-        return Round([said[rank][0] for rank in range(self.size)], talk)
+        return StepMessages([said[rank][0] for rank in range(self.size)], talk)
 
     def settle(self, number: int, wish: str) -> str:
         return self._table.settled.setdefault(number, wish)
@@ -68,7 +68,7 @@ class Ranks:
         self.optimizers = [ZenFlowAdamW(nn.Linear(9, 5).parameters(), lr=1e-3, config=OWN) for _ in range(count)]
         self.changes: list[list[tuple[int, Mapping[str, Any]]]] = [[] for _ in range(count)]
         self.accords = [
-            Accord(optimizer, seat, self._noting(seat.rank))
+            KnobConsensus(optimizer, seat, self._noting(seat.rank))
             for optimizer, seat in zip(self.optimizers, self.seats, strict=True)
         ]
         self.verdicts: list[Verdict] = []
@@ -81,9 +81,9 @@ class Ranks:
             for parameter in optimizer.param_groups[0]["params"]:
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
-        for accord in random.sample(self.accords, len(self.accords)):
-            accord.hear()
-            accord.say()
+        for consensus in random.sample(self.accords, len(self.accords)):
+            consensus.hear()
+            consensus.say()
         verdict = self.accords[0].verdict()
         self.verdicts += [] if verdict is None else [verdict]
 
@@ -179,7 +179,7 @@ def test_who_leaves_ends_it_for_all_under_the_knobs_to_keep(make: Make, leaver: 
     ranks.accords[leaver].leave()
     ranks.steps(4)
     assert ranks.changes == [[(4, knobs), (9, keeps)]] * 2
-    assert all(accord.over for accord in ranks.accords)
+    assert all(consensus.over for consensus in ranks.accords)
     assert ranks.accords[1 - leaver].reason == f"Tuning ended: rank {leaver} tunes no more."
     assert ranks.accords[leaver].reason == ""
 
@@ -189,9 +189,37 @@ def test_ranks_hear_of_a_loss_that_goes_wrong(make: Make) -> None:
     ranks.steps(7)
     ranks.accords[2].wrong_at = 7
     ranks.steps(2)
-    assert {accord.wrong.partition(";")[0] for accord in ranks.accords} == {
+    assert {consensus.wrong.partition(";")[0] for consensus in ranks.accords} == {
         "Stopped at step 7: the loss of rank 2 is not a number or a spike"
     }
+
+
+def test_all_hear_what_a_step_takes_each_rank() -> None:
+    """On rigs that are not equally fast."""
+    table = Table(2)
+    with ExitStack() as closed:
+        optimizers, accords = [], []
+        for rank, forward_ms in enumerate((10.0, 16.0)):
+            rates = dict.fromkeys(("link_d2h_gbps", "link_h2d_gbps", "host_gbps", "device_gbps"), 1.0)
+            rig = Rig("rank", "", forward_ms=forward_ms, backward_ms=20.0, scale=1.0, **rates)
+            device, module = EmulatedAccelerator(rig), nn.Linear(9, 5)
+            optimizers.append(ZenFlowAdamW(module.parameters(), lr=1e-3, config=OWN, module=module, device=device))
+            closed.callback(device.close)
+            closed.callback(optimizers[-1].abandon)
+            device.attach(module)
+            accords.append((module, KnobConsensus(optimizers[-1], Seat(table, rank))))
+        for _ in range(12):
+            for (module, _), optimizer in zip(accords, optimizers, strict=True):
+                module(torch.ones(2, 9)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            for _, consensus in accords:
+                consensus.hear()
+                consensus.say()
+        for _, consensus in accords:
+            first, second = consensus.ranks_ms()
+            assert second - first == pytest.approx(6.0, rel=0.01)
+            assert first > 30.0
 
 
 def test_ranks_that_are_not_at_the_same_step_are_not_tuned(make: Make) -> None:
@@ -202,7 +230,9 @@ def test_ranks_that_are_not_at_the_same_step_are_not_tuned(make: Make) -> None:
     ranks.accords[0].ask(some_knobs())
     ranks.steps(5)
     assert ranks.changes == [[], []]
-    assert {accord.reason for accord in ranks.accords} == {"Tuning ended: the ranks have not taken the same steps."}
+    assert {consensus.reason for consensus in ranks.accords} == {
+        "Tuning ended: the ranks have not taken the same steps."
+    }
 
 
 @pytest.mark.parametrize("deaf", [[0], [1], [0, 2], [0, 1, 2]])
@@ -214,9 +244,9 @@ def test_who_misses_a_round_changes_what_the_others_change(make: Make, deaf: lis
     ranks.accords[0].ask(knobs)
     ranks.steps(8)
     assert ranks.changes[0] == ranks.changes[1] == ranks.changes[2]
-    others = {accord.reason for rank, accord in enumerate(ranks.accords) if rank not in deaf}
+    others = {consensus.reason for rank, consensus in enumerate(ranks.accords) if rank not in deaf}
     assert others <= {f"Tuning ended: rank {deaf[0]} tunes no more."}  # they were told, and need not wait
-    assert all(accord.over for accord in ranks.accords)
+    assert all(consensus.over for consensus in ranks.accords)
 
 
 @pytest.mark.parametrize("_", range(40))
@@ -237,5 +267,5 @@ def test_whatever_is_lost_no_rank_is_ever_at_other_knobs_than_another(make: Make
             random.choice(ranks.accords).leave()
         ranks.step()
         assert all(changes == ranks.changes[0] for changes in ranks.changes)
-    assert all(accord.over for accord in ranks.accords)
+    assert all(consensus.over for consensus in ranks.accords)
     assert ranks.verdicts or not ranks.changes[0]

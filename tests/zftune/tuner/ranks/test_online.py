@@ -17,7 +17,7 @@ import pytest
 from tests import zygote
 from tests.tiers import everything
 from tests.zftune.daemon.daemons import end_private, short_folder
-from zftune.daemon.client import DaemonClient
+from zftune.daemon.client.http import DaemonClient
 
 ZFTUNE = str(Path(sys.executable).with_name("zftune"))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -109,16 +109,16 @@ def test_a_saved_state_that_is_loaded_ends_it_on_all(ranks: list[dict[str, Any]]
 @pytest.mark.parametrize(
     ("name", "first", "second"),
     [
-        ("unfit", "OSError: no disk", "BadInputError: nothing is tuned: rank 0 cannot, and says why"),
+        ("unfit", "OSError: no disk", "BadInputError: nothing is tuned: rank 0 cannot tune, see its own message"),
         (
             "alone",
-            "BadInputError: zftune.attach was called on 1 of 2 ranks, allowed is a call on all of them",
+            "BadInputError: zftune.attach was called on 1 of 2 ranks; call it on all of them",
             "",
         ),
         (
             "probed",
-            "BadInputError: eval_fn is given on several ranks, allowed is None there: its flushes are one rank's",
-            "BadInputError: eval_fn is given on several ranks, allowed is None there: its flushes are one rank's",
+            "BadInputError: eval_fn must be None on several ranks: its flushes are one rank's",
+            "BadInputError: eval_fn must be None on several ranks: its flushes are one rank's",
         ),
     ],
 )

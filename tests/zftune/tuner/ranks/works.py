@@ -20,16 +20,16 @@ from torch import nn
 
 import zftune
 from zenflow import HostMemoryError, ZenFlowAdamW, ZenFlowConfig, knobs
+from zftune.attaching import attach_ranks
 from zftune.errors import ZftuneError
-from zftune.tuner.disturbances import NoDisturbance
-from zftune.tuner.facts import Company, Wishes
-from zftune.tuner.following import Tuner
-from zftune.tuner.own_counsel import OwnCounsel
-from zftune.tuner.ranks import exchange
-from zftune.tuner.ranks.accord import Accord
-from zftune.tuner.ranks.attaching import attach_ranks
+from zftune.tuner import rank_channel
+from zftune.tuner.drivers import LocalDriver
+from zftune.tuner.guard import NoDisturbance
+from zftune.tuner.rank_consensus import KnobConsensus
 from zftune.tuner.search import SearchOptions
-from zftune.tuner.settings import Setting
+from zftune.tuner.space import Setting
+from zftune.tuner.training_info import TuneRequest, WorldInfo
+from zftune.tuner.tuner import Tuner
 
 ENDS_S = 100.0
 OWN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, host_threads=1)
@@ -50,14 +50,14 @@ class Training:
         self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
         self.optimizer = ZenFlowAdamW(self.module.parameters(), lr=1e-3, config=config, module=self.module)
         self.changes: list[tuple[int, Mapping[str, Any]]] = []
-        self.accord: Accord | None = None
+        self.consensus: KnobConsensus | None = None
         search = SearchOptions(sampler="random", most_measurements=most, hold=True)
-        wishes = Wishes(quality="loose", sequence=16, fresh=True, search=search)
+        wishes = TuneRequest(quality="loose", sequence=16, fresh=True, search=search)
 
-        def begin(company: Company, accord: Accord) -> Tuner:
-            assert company == Company(ranks=2, here=2)
-            counsel = OwnCounsel(self.optimizer, wishes, False, company)
-            return Tuner(self.optimizer, counsel, tokens=16, disturbance=NoDisturbance(), accord=accord)
+        def begin(company: WorldInfo, consensus: KnobConsensus) -> Tuner:
+            assert company == WorldInfo(ranks=2, here=2)
+            counsel = LocalDriver(self.optimizer, wishes, False, company)
+            return Tuner(self.optimizer, counsel, tokens=16, disturbance=NoDisturbance(), consensus=consensus)
 
         self.tuner = attach_ranks(self.optimizer, begin, lambda step, made: self.changes.append((step, made)))
         self.seen: list[tuple[int, Any]] = []
@@ -135,14 +135,14 @@ def zen_auto(rank: int) -> dict[str, Any]:
 def silent(rank: int) -> dict[str, Any]:
     """Rank 1 never acknowledges."""
     training = Training(rank)
-    ready = Accord._is_ready
+    ready = KnobConsensus._is_ready
     if rank == 1:
-        Accord._is_ready = lambda *_: False  # type: ignore[method-assign]
+        KnobConsensus._is_ready = lambda *_: False  # type: ignore[method-assign]
     try:
         training.run(lambda: not training.tuner.searching or training.optimizer.steps >= 150)
         return training.told()
     finally:
-        Accord._is_ready = ready  # type: ignore[method-assign]
+        KnobConsensus._is_ready = ready  # type: ignore[method-assign]
 
 
 def short_of_memory(rank: int) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def alone(rank: int) -> dict[str, Any]:
     optimizer = ZenFlowAdamW(nn.Linear(5, 4).parameters(), lr=1e-3, config=OWN)
     told = {"error": ""}
     if rank == 0:
-        _expect(told, lambda: exchange.GlooExchange(patience_s=1.0))
+        _expect(told, lambda: rank_channel.GlooChannel(patience_s=1.0))
     optimizer.close()
     return told
 
@@ -213,7 +213,7 @@ def unfit(rank: int) -> dict[str, Any]:
     optimizer = ZenFlowAdamW(nn.Linear(5, 4).parameters(), lr=1e-3, config=OWN)
     told = {"error": ""}
 
-    def fail(company: Company, accord: Accord) -> Tuner:
+    def fail(company: WorldInfo, consensus: KnobConsensus) -> Tuner:
         raise OSError("no disk")
 
     _expect(told, lambda: attach_ranks(optimizer, fail, None))

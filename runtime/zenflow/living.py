@@ -1,0 +1,73 @@
+"""Optimizers that were made and not collected: what is done with them at the process's end, and before it forks."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import sys
+import warnings
+import weakref
+from typing import TYPE_CHECKING
+
+from zenflow.errors import ZenFlowError
+
+if TYPE_CHECKING:
+    from zenflow.optimizer import ZenFlowOptimizer
+
+_living: weakref.WeakSet[ZenFlowOptimizer] = weakref.WeakSet()
+
+
+def add(optimizer: ZenFlowOptimizer) -> None:
+    """Remember one, which is not kept alive.
+
+    Args:
+        optimizer: that trains.
+    """
+    _register()
+    _living.add(optimizer)
+
+
+def all_training() -> list[ZenFlowOptimizer]:
+    """Those of this process that are not closed."""
+    return [one for one in list(_living) if one.trains]
+
+
+def take_over(taking: ZenFlowOptimizer) -> None:
+    """Close other optimizers that train the same parameters: two would each send the gradients away.
+
+    Args:
+        taking: goes on training them.
+    """
+    mine = {id(parameter) for group in taking.param_groups for parameter in group["params"]}
+    for other in all_training():
+        if any(id(p) in mine for group in other.param_groups for p in group["params"]):
+            warnings.warn(
+                f"another {type(other).__name__} trained some of these parameters: it was closed, with all of its "
+                "pending updates applied",
+                stacklevel=4,
+            )
+            other.close()
+
+
+@functools.cache
+def _register() -> None:
+    atexit.register(_end_all)
+    os.register_at_fork(before=_before_fork)
+
+
+def _end_all() -> None:
+    """At the end of the process, leave nothing pending for what is called later, unless an error ends it."""
+    for optimizer in list(_living):
+        if getattr(sys, "last_value", None) is None:
+            optimizer._let_go()
+        else:
+            optimizer.abandon()
+
+
+def _before_fork() -> None:
+    """Let weights arrive that are late: the child has them, but not the threads that bring them."""
+    for optimizer in list(_living):
+        with contextlib.suppress(ZenFlowError):  # which the next step raises again
+            optimizer._arrive()

@@ -1,0 +1,197 @@
+"""The two boxes between a training and the thread that talks to the daemon."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from zenflow import ZenFlowError
+from zftune.daemon import PROTOCOL
+from zftune.daemon.client.worker import RemoteWorker
+from zftune.daemon.protocol.codec import WireError
+from zftune.daemon.protocol.messages import Directive
+from zftune.tuner.space import Setting
+from zftune.tuner.states import Outcome, Request
+from zftune.tuner.worker import Answer
+
+SESSION = "a" * 32
+OWN = Setting()
+OTHER = Setting(topk_ratio=0.2)
+REQUEST = Request(OTHER, "explore", 3, 4, 20, 10.0, 1.0)
+MEASURED = Outcome("measured", (1.0,) * 20, (1.0,) * 4)
+
+
+def orders(kind: str = "hold", decision: int = 1, taken: int = 0, state: str = "searching", **more: Any) -> Directive:
+    request = REQUEST if kind == "apply" else None
+    known: dict[str, Any] = {"incumbent": OWN, "start": OWN, "reason": "because", "request": request, **more}
+    return Directive(
+        protocol=PROTOCOL, session=SESSION, decision=decision, kind=kind, state=state,  # type: ignore[arg-type]
+        taken=taken, **known,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def worker() -> RemoteWorker:
+    return RemoteWorker(tokens=16)
+
+
+@pytest.fixture
+def measuring(worker: RemoteWorker) -> RemoteWorker:
+    worker.hand(None)
+    worker.obey(orders("apply", gain=0.25))
+    assert worker.poll() == Answer(REQUEST, OWN, OWN, gain=0.25)
+    worker.recall()
+    return worker
+
+
+def said(worker: RemoteWorker) -> Any:
+    done = worker.report(PROTOCOL, SESSION).done
+    return None if done is None else (done.decision, done.outcome.status)
+
+
+def test_what_came_of_a_request_is_said_until_it_was_taken(measuring: RemoteWorker) -> None:
+    waited = [measuring.waits]
+    measuring.obey(orders("apply"))
+    assert measuring.poll() is None  # the same is asked for once
+    measuring.hand(MEASURED)
+    assert [*waited, measuring.waits] == [False, True]
+    assert said(measuring) == said(measuring) == (1, "measured")
+    measuring.obey(orders("hold", decision=1, taken=0))
+    assert said(measuring) == (1, "measured")
+    measuring.obey(orders("hold", decision=1, taken=1))
+    assert said(measuring) is None
+    measuring.obey(orders("apply", decision=2, taken=1))
+    assert measuring.poll() is not None
+    assert measuring.trial == 3
+
+
+@pytest.mark.parametrize("kind", ["pause", "hold", "stop"])
+def test_what_is_measured_is_given_up_where_it_is_not_wanted_any_more(measuring: RemoteWorker, kind: str) -> None:
+    measuring.obey(orders(kind))
+    recall = measuring.recall()
+    assert recall is not None
+    assert (recall.reason, recall.incumbent) == ("because", OWN)
+    assert measuring.recall() is None
+    measuring.hand(Outcome("void"))
+    assert said(measuring) == (1, "void")
+    assert measuring.poll() == (Answer(None, OWN, OWN) if kind == "stop" else None)
+
+
+def test_what_was_not_fetched_yet_is_void(worker: RemoteWorker) -> None:
+    worker.obey(orders("apply"))
+    worker.obey(orders("pause"))
+    assert worker.poll() is None
+    assert said(worker) == (1, "void")
+    done = worker.report(PROTOCOL, SESSION).done
+    assert done is not None
+    assert done.outcome.called_off  # it speaks not against measuring it again
+
+
+def test_another_incumbent_runs_at_once(worker: RemoteWorker) -> None:
+    worker.obey(orders())
+    worker.recall()
+    worker.obey(orders())
+    assert worker.recall() is None
+    worker.obey(orders(incumbent=OTHER))
+    recall = worker.recall()
+    assert recall is not None
+    assert recall.incumbent == OTHER
+
+
+def test_a_recall_of_what_came_before_does_not_hit_the_next_request(worker: RemoteWorker) -> None:
+    worker.hand(None)
+    worker.obey(orders())
+    worker.recall()
+    worker.obey(orders(incumbent=OTHER))
+    worker.obey(orders("apply", incumbent=OTHER))
+    assert worker.poll() == Answer(REQUEST, OTHER, OWN)
+    assert worker.recall() is None
+    worker.hand(MEASURED)
+    worker.obey(orders("apply", decision=2, taken=1))
+    worker.begin_session("the daemon was started again")  # while nobody has fetched that
+    worker.obey(orders("apply", decision=1))
+    assert worker.poll() is not None
+    assert worker.recall() is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "waits"),
+    [
+        ("hold", "warming", True), ("hold", "searching", True), ("hold", "drifted", True),
+        ("pause", "paused", False), ("hold", "frozen", False), ("stop", "ended", False),
+    ],
+)  # fmt: skip
+def test_an_answer_is_waited_for_where_somebody_thinks(
+    worker: RemoteWorker, kind: str, state: str, *, waits: bool
+) -> None:
+    worker.own = OWN
+    worker.hand(None)
+    worker.obey(orders(kind, decision=0, state=state))
+    assert worker.waits is waits
+    if kind != "stop":
+        worker.obey(orders(decision=0))
+        assert worker.waits
+
+
+def test_another_session_begins_from_nothing(measuring: RemoteWorker) -> None:
+    measuring.begin_session("the daemon was started again")
+    recall = measuring.recall()
+    assert recall is not None
+    assert (recall.reason, recall.incumbent) == ("the daemon was started again", None)
+    measuring.hand(Outcome("void"))
+    assert said(measuring) is None  # it was nothing of this session
+    measuring.obey(orders("apply", decision=1))
+    assert measuring.poll() is not None
+
+
+def test_where_training_goes_wrong_nothing_more_is_obeyed(measuring: RemoteWorker) -> None:
+    measuring.guard("the loss is nan")
+    measuring.obey(orders("apply", decision=2))
+    assert measuring.poll() is None
+    assert measuring.report(PROTOCOL, SESSION).guard == measuring.wrong == "the loss is nan"
+    assert not measuring.waits
+
+
+def test_where_nothing_is_known_a_stop_keeps_the_users_knobs(worker: RemoteWorker) -> None:
+    worker.obey(orders("stop", incumbent=None, start=None))
+    assert worker.poll() is None
+    worker.own = OWN
+    worker.obey(orders("stop", incumbent=None, start=None))
+    assert worker.poll() == Answer(None, OWN, None)
+
+
+def test_what_is_applied_is_said_at_once_and_with_its_step(measuring: RemoteWorker) -> None:
+    measuring.wake.clear()
+    measuring.applied(7, OTHER)
+    assert measuring.wake.is_set()  # not only with what comes of it
+    report = measuring.report(PROTOCOL, SESSION)
+    assert report.applied is not None
+    assert (report.applied.decision, report.applied.step) == (1, 7)
+    assert report.knobs == OTHER
+    measuring.hand(MEASURED)
+    measuring.applied(9, OWN)
+    report = measuring.report(PROTOCOL, SESSION)
+    assert report.applied is not None
+    assert report.applied.step == 7
+    assert report.knobs == OWN
+
+
+def test_a_loss_that_is_not_finite_is_not_sent(worker: RemoteWorker) -> None:
+    for loss in (1.0, math.nan, math.inf, 2.0):
+        worker.hear_loss(1, loss)
+    assert worker.report(PROTOCOL, SESSION).losses == ((1, 1.0), (1, 2.0))
+
+
+def test_what_failed_is_heard_by_the_training(worker: RemoteWorker) -> None:
+    worker.fail(ZenFlowError("a bug"))
+    with pytest.raises(RuntimeError, match=r"the daemon is no longer used \(ZenFlowError: a bug\)"):
+        worker.poll()
+
+
+@pytest.mark.parametrize("change", [{"steps": 10**6}, {"steps": 0}, {"discard": -1}])
+def test_what_no_training_can_do_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(WireError, match="at most 100000 of each can be measured"):
+        orders("apply", request=replace(REQUEST, **change))

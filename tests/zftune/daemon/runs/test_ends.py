@@ -1,0 +1,248 @@
+"""How a run ends: training goes wrong, goodbye is said, or nobody is heard of any more."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.zftune.daemon.runs.agents import RUN, SOON_S
+from tests.zftune.daemon.runs.worlds import START, World
+from zftune.daemon.protocol.messages import Reattach
+from zftune.daemon.runs import registry, session
+from zftune.daemon.runs.states import NotAllowedError
+from zftune.errors import DaemonError
+from zftune.store.types import PresetState, RunState, TrialState
+from zftune.tuner import setup, worker
+from zftune.tuner.search import Search
+from zftune.tuner.worker import Background
+
+WRONG = "Stopped at step 9: the loss is nan."
+
+
+def until(holds: Callable[[], bool]) -> None:
+    ends = time.monotonic() + SOON_S
+    while not holds():
+        assert time.monotonic() < ends
+        time.sleep(0.002)
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch, goes_on: Callable[..., Any]) -> None:
+    """Let the making of a search wait for something."""
+
+    def late(*given: Any) -> Any:
+        goes_on(*given)
+        return setup.prepare(*given)
+
+    monkeypatch.setattr(registry, "prepare", late)
+
+
+def active(world: World) -> list[Any]:
+    return [one for one in world.store.presets() if one.state is PresetState.ACTIVE]
+
+
+# --- training goes wrong ----------------------------------------------------------------------------------------------
+
+
+def test_training_that_goes_wrong_ends_the_search(world: World) -> None:
+    agent = world.agent()
+    agent.run_until("frozen")
+    assert len(active(world)) == 1  # kept as soon as it was adopted
+    directive = agent.report(guard=WRONG)
+    assert (directive.kind, directive.state) == ("stop", "frozen")
+    assert directive.incumbent == START
+    assert agent.report(guard="Stopped at step 10: once more.").reason == WRONG
+    assert "Guard: " + WRONG in agent.goodbye(over=True)["sentence"]
+    assert world.kinds(directive.record).count("guard") == 1
+    assert world.store.runs()[0].state is RunState.FINISHED
+    assert active(world) == []
+
+
+def test_what_went_wrong_after_a_rollback_is_written_down(world: World) -> None:
+    agent = world.agent()
+    agent.run_until("frozen")
+    world.registry.command(RUN, "rollback")
+    assert agent.report().kind == "hold"
+    directive = agent.report(guard=WRONG)
+    assert (directive.kind, directive.incumbent) == ("stop", START)
+    agent.goodbye(over=True)
+    assert [kind for kind in world.kinds(directive.record) if kind in ("rollback", "guard")] == ["rollback", "guard"]
+    assert world.store.runs()[0].state is RunState.FINISHED
+    assert active(world) == []
+
+
+@pytest.mark.parametrize("heard", ["of a report", "of goodbye", "too late"])
+def test_training_that_goes_wrong_before_its_search_begins(
+    world: World, monkeypatch: pytest.MonkeyPatch, heard: str
+) -> None:
+    agent = world.agent()
+    agent.run_until("confirming")
+    record = agent.last.record
+    agent.goodbye()
+    assert world.store.runs()[0].state is RunState.LOST  # the next training goes on with it
+    go_on = threading.Event()
+    held_up(monkeypatch, lambda *_: go_on.wait(SOON_S))
+    next_one = world.agent(run="2" * 32)
+    assert next_one.report(guard=WRONG).state == "warming"
+    if heard == "too late":
+        monkeypatch.setattr(session, "_JOIN_S", 0.05)
+    else:
+        go_on.set()
+    if heard == "of a report":
+        next_one.until(lambda: next_one.last.kind == "stop")
+        assert next_one.last.incumbent == START
+        until(lambda: "guard" in world.kinds(record))
+    next_one.goodbye(over=True)
+    go_on.set()
+    until(lambda: "guard" in world.kinds(record) and world.store.runs()[0].state is RunState.FINISHED)
+    last = world.agent(run="3" * 32)
+    last.until(lambda: last.last.record is not None)
+    assert last.last.record != record
+
+
+def test_training_that_went_wrong_is_not_tuned_by_the_next_daemon_either(world: World) -> None:
+    agent = world.agent()
+    agent.run_until("frozen")
+    agent.report(guard=WRONG)
+    record = agent.last.record or ""
+    until(lambda: "guard" in world.kinds(record))
+    world.kill()
+    world.begin()
+    agent.transport = world.transport
+    agent.say_hello(Reattach(record))
+    agent.until(lambda: agent.last.kind == "stop")
+    assert agent.last.incumbent == START
+    agent.report(guard=WRONG)
+    agent.goodbye(over=True)
+    assert world.kinds(record).count("guard") == 1
+
+
+def test_a_search_that_fails_is_over(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("a bug")
+
+    agent = world.agent()
+    agent.measure()
+    monkeypatch.setattr(Search, "tell", fail)
+    agent.until(lambda: agent.last.kind == "stop")
+    assert agent.last.reason == "The search failed: ArithmeticError: a bug."
+    agent.report(guard=WRONG)
+    agent.goodbye(over=True)
+    assert "guard" in world.kinds(agent.last.record)
+
+
+# --- goodbye ----------------------------------------------------------------------------------------------------------
+
+
+def test_goodbye_does_not_wait_for_the_planner(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Event()
+
+    def plan(facts: Any, store: Any, sampler_process: Any, *_: Any) -> None:
+        asked.set()
+        until(lambda: sampler_process._closed)
+
+    held_up(monkeypatch, plan)
+    agent = world.agent()
+    assert asked.wait(SOON_S)
+    before_s = time.monotonic()
+    assert "tuned nothing" in agent.goodbye()["sentence"]
+    assert time.monotonic() - before_s < session._JOIN_S
+    assert world.store.runs()[0].state is RunState.LOST
+
+
+def test_nothing_is_tried_any_more_once_goodbye_was_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = world.agent()
+    agent.measure()
+    add, reached, go_on = world.store.add_measurement, threading.Event(), threading.Event()
+
+    def slow(*given: Any, **more: Any) -> None:
+        reached.set()
+        go_on.wait(SOON_S)
+        add(*given, **more)
+
+    monkeypatch.setattr(world.store, "add_measurement", slow)
+    monkeypatch.setattr(worker, "_JOIN_S", 0.05)
+    agent.report()
+    assert reached.wait(SOON_S)
+    with pytest.raises(DaemonError, match="still being written down; try again") as refused:
+        agent.goodbye()
+    assert refused.value.status == 409
+    marked = world.stop_at("mark_in_flight")
+    go_on.set()
+    monkeypatch.setattr(worker, "_JOIN_S", SOON_S)
+    agent.goodbye()
+    assert not marked.is_set()
+    assert world.store.runs()[0].state is RunState.LOST
+    assert not {TrialState.IN_FLIGHT, TrialState.CRASHED} & set(world.trial_states(agent.last.record))
+
+
+# --- nobody is heard of -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_shown_as_ended_once_the_store_can_give_it_to_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = world.agent()
+    agent.measure()
+    request, record = agent.asked(), agent.last.record or ""
+    lose, reached, go_on = world.store.lose_run, threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> None:
+        reached.set()
+        go_on.wait(SOON_S)
+        lose(*given)
+
+    monkeypatch.setattr(world.store, "lose_run", slow)
+    world.now_s = 60.0
+    leases = Background(world.registry.look_after_leases, "zftune-leases")
+    assert reached.wait(SOON_S)
+    assert not agent.forgotten()  # it was only slow: not told to come back before it can
+    assert agent.last.kind == "hold"
+    go_on.set()
+    leases.join(SOON_S)
+    assert leases.result == [RUN]
+    assert agent.forgotten()
+    agent.say_hello(Reattach(record, request.trial))
+    agent.until(lambda: agent.last.record is not None)
+    assert agent.last.record == record
+    agent.run_until("frozen")
+    assert TrialState.CRASHED not in world.trial_states(record)
+
+
+def test_a_run_that_is_heard_of_at_the_last_moment_goes_on(world: World) -> None:
+    agent = world.agent()
+    agent.measure()
+    world.now_s = 60.0
+    agent.report()
+    assert not world.registry.brain(RUN).lose(30.0)
+    agent.run_until("frozen")
+
+
+def test_a_pause_needs_a_search_to_be_written_down_in(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zftune.daemon.runs import session
+
+    go_on = threading.Event()
+    held_up(monkeypatch, lambda *_: go_on.wait(SOON_S))
+    monkeypatch.setattr(session, "_PREPARING_S", 0.05)
+    agent = world.agent()
+    with pytest.raises(NotAllowedError, match="still being prepared; try again"):
+        world.registry.command(RUN, "pause")
+    assert agent.report().kind == "hold"
+    monkeypatch.setattr(session, "_PREPARING_S", SOON_S)
+    go_on.set()
+    world.registry.command(RUN, "pause")
+    (run,) = world.store.runs()
+    assert world.kinds(run.run_id) == ["pause"]
+    world.kill()  # what was acknowledged is on the disk
+    world.begin()
+    agent.transport = world.transport
+    agent.say_hello(Reattach(run.run_id))
+    agent.until(lambda: agent.last.incumbent is not None)
+    for _ in range(5):
+        assert agent.report().kind == "pause"
+    world.registry.command(RUN, "resume")
+    assert agent.last.incumbent == START
+    assert agent.asked().role == "start"

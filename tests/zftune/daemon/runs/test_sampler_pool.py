@@ -1,0 +1,104 @@
+"""Searches take turns, with pauses: see zftune.daemon.runs.sampler_pool."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from zftune.daemon.runs.sampler_pool import _LONGEST_REST_S, _REST, FairLock
+
+WORK_S = 0.02
+SOON_S = 30.0
+
+
+def work(seconds: float) -> None:
+    """Use the processor for so long."""
+    ends_s = time.thread_time() + seconds
+    while time.thread_time() < ends_s:
+        pass
+
+
+def test_after_work_the_next_begins_late() -> None:
+    turns = FairLock()
+    with turns.working():
+        work(WORK_S)
+    ended_s = time.monotonic()
+    with turns.working():
+        assert time.monotonic() - ended_s > 0.9 * _REST * WORK_S
+
+
+def test_who_only_waited_leaves_no_pause() -> None:
+    turns = FairLock()
+    with turns.working():
+        time.sleep(10 * _LONGEST_REST_S)
+    ended_s = time.monotonic()
+    with turns.working():
+        assert time.monotonic() - ended_s < _LONGEST_REST_S
+
+
+def test_no_pause_is_longer_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("zftune.daemon.runs.sampler_pool.time.sleep", slept.append)
+    turns = FairLock()
+    with turns.working():
+        work(2 * _LONGEST_REST_S / _REST)
+    with turns.working():
+        pass
+    assert 0.5 * _LONGEST_REST_S < slept[-1] <= _LONGEST_REST_S
+
+
+def test_one_works_at_a_time_and_others_while_it_waits() -> None:
+    turns = FairLock()
+    at_work: list[int] = []
+    most: list[int] = []
+    waits: list[int] = []
+
+    def think() -> None:
+        with turns.working():
+            at_work.append(1)
+            most.append(len(at_work))
+            work(WORK_S / 4)
+            at_work.pop()
+            with turns.waiting():
+                both.wait(SOON_S)  # all wait at once: nobody holds the turn
+                waits.append(1)
+            at_work.append(1)
+            most.append(len(at_work))
+            at_work.pop()
+
+    both = threading.Barrier(3)
+    threads = [threading.Thread(target=think) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON_S)
+    assert (len(waits), max(most), len(most)) == (3, 1, 6)
+
+
+def test_who_fails_gives_its_turn_back() -> None:
+    turns = FairLock()
+    with pytest.raises(OSError, match="disk"), turns.working():
+        raise OSError("disk full")
+    taken = threading.Event()
+
+    def take() -> None:
+        with turns.working():
+            taken.set()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join(SOON_S)
+    assert taken.is_set()
+
+
+def test_waiting_without_a_turn_takes_none() -> None:
+    turns = FairLock()
+    with turns.waiting():
+        pass
+    with turns.working(), turns.waiting():
+        pass
+    with turns.waiting():  # its turn is over
+        pass
+    assert not turns._turn.locked()

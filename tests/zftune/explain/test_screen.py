@@ -1,0 +1,129 @@
+"""What `zftune tune` and `zftune explain` show."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.zftune.explain.runs import finished
+from zenflow import ZenFlowConfig
+from zftune.explain.document import tune_document
+from zftune.explain.screen import render
+from zftune.explain.words import fates, verdict
+from zftune.store import open_store
+from zftune.store.store import Store
+from zftune.tuner.space import Setting
+from zftune.words import shares
+
+ABOUT = {
+    "device": "cpu",
+    "rig": {"name": "a [rig]", "source": "made up"},
+    "workload": {"model": "tiny"},
+    "quality": "published",
+    "interrupted": False,
+    "steps": 700,
+}
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[Store]:
+    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def document(kept: Store) -> dict[str, Any]:
+    run, _ = finished(kept, 6)
+    return tune_document(kept, run.run_id, ABOUT, ["the store is in memory [only]"], "")
+
+
+def shown(document: dict[str, Any]) -> str:
+    out = io.StringIO()
+    Console(width=140, file=out).print(render(document))
+    return out.getvalue()
+
+
+def said(document: dict[str, Any]) -> str:
+    return " ".join(verdict(document))
+
+
+def test_the_screen_shows_what_was_measured_and_what_was_kept(document: dict[str, Any]) -> None:
+    text = shown(document)
+    assert "rig a [rig]): times do not come from a GPU" in text
+    assert "the store is in memory [only]" in text
+    unwrapped = " ".join(text.replace("│", " ").split())
+    gain = document["gain"]
+    assert f"gained {shares(gain['share'], gain['error'])}" in unwrapped
+    assert document["stopped"] in unwrapped
+    for note in document["decisions"]:
+        assert note["reason"] in unwrapped
+    config = Setting.from_knobs(document["best"]["knobs"]).config(ZenFlowConfig())
+    assert f"in Python: {config.to_python()} in a ds_config:" in unwrapped
+    section = re.search(r'in a ds_config: ("zero_optimization": \{.*\}\}) ', unwrapped)
+    assert section is not None
+    assert ZenFlowConfig.from_ds_config({"gradient_clipping": 0, **json.loads(f"{{{section[1]}}}")}) == config
+
+
+def test_a_tuned_command_has_its_sections(document: dict[str, Any]) -> None:
+    found = {"zero_optimization": {"stage": 2}, "notes": ["Upstream [waits]."]}
+    text = shown({**document, "ds_config": found})
+    assert '"stage": 2' in text
+    assert "Upstream [waits]." in text
+
+
+def test_where_nothing_was_written_down_the_last_words_are_shown(kept: Store) -> None:
+    document = tune_document(kept, None, ABOUT, ["No space left."], "zftune tuned nothing.\nIt was short.")
+    json.dumps(document, allow_nan=False)
+    text = shown(document)
+    assert "zftune tune  tiny on cpu" in text
+    assert "No space left." in text
+    assert "zftune tuned nothing." in text
+    assert (document["run"], document["best"], document["trials"]) == (None, None, [])
+
+
+def test_the_document_is_plain_and_whole(document: dict[str, Any]) -> None:
+    json.dumps(document, allow_nan=False)
+    assert document["schema"] == "zftune.tune/2"
+    assert {trial["state"] for trial in document["trials"]} >= {"measured", "rejected"}
+    for trial in document["trials"]:
+        assert (trial["reason"] is not None) == (trial["state"] in ("rejected", "aborted"))
+    best = document["best"]
+    assert best in document["trials"]
+    assert document["gain"]["share"] > 0.02
+
+
+def test_nothing_is_claimed_of_what_was_not_measured(document: dict[str, Any]) -> None:
+    """Where only the starting point was, and where nothing was at all."""
+    start = {**document["start"], "state": "measured"}
+    one = {**document, "start": start, "best": start, "trials": [start], "gain": None, "decisions": []}
+    assert "No other setting was measured, so that nothing is known of them. It began with: topk_ratio" in said(one)
+    assert "Keep" not in said(one)
+    unseen = {**start, "state": "planned", "step_ms": None}
+    nothing = {**one, "start": unseen, "best": unseen, "trials": [unseen], "measurements": 0, "stopped": None}
+    text = said(nothing)
+    assert "Nothing was measured, so that nothing is known of any setting. It began with: topk_ratio" in text
+    assert "Spent" not in text
+
+
+def test_a_setting_that_was_only_looked_at_is_not_called_anything_else(document: dict[str, Any]) -> None:
+    best, start = document["best"]["number"], 0
+    others = [one for one in document["trials"] if one["state"] == "measured" and one["number"] not in (best, start)]
+    looked_at, kept = others[0]["number"], others[1]["number"]
+    notes = [one for one in document["decisions"] if one["trial"] != looked_at]
+    found = fates({**document, "decisions": notes})
+    assert (found[best], found[start]) == ("kept", "start")
+    assert (found[looked_at], found[kept]) == ("not compared", "not adopted")
+    at_start = {**document, "decisions": notes, "gain": None, "best": document["start"]}
+    assert "was adopted, but 1 of them was never compared. It began with: " in said(at_start)
+    states = {one["number"]: one["state"] for one in document["trials"]}
+    assert all(found[number] == "rejected unseen" for number, state in states.items() if state == "rejected")
+    states_of = [{**document["trials"][looked_at], "state": state} for state in ("in_flight", "void", "crashed")]
+    assert [fates({**document, "trials": [one]})[looked_at] for one in states_of] == [
+        "being measured", "not counted", "crashed"
+    ]  # fmt: skip

@@ -1,0 +1,202 @@
+"""The account of a run, and the process that counts it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL
+from zftune.store import open_store
+from zftune.store.account import Account, Count, Counter, Pulse
+from zftune.store.locks import RunLocks
+from zftune.store.store import Store, goes_on
+from zftune.store.types import Run, RunState, TrialState
+
+
+def more(found: Account, *parts: tuple[float, float, float]) -> Account:
+    """With (seconds, the incumbent's seconds, its gain)."""
+    for seconds, incumbent_s, gain in parts:
+        count = found.total.tried(seconds, incumbent_s, gain)
+        found = found.taken("", replace(count, seconds=count.seconds + seconds))
+    return found
+
+
+def test_it_breaks_even_where_the_savings_reach_the_cost() -> None:
+    found = more(Account(), (8, 8, 0), (10, 8, 0), (4, 4, 0.2))
+    assert found.total.saved_s == pytest.approx(1)  # a quarter of the 4 s
+    assert found.break_even_s is None
+    assert found.remaining_s(0.2) == pytest.approx(4)  # a second is missing, each saves a quarter
+    found = more(found, (8, 8, 0.2))
+    assert found.break_even_s == pytest.approx(22 + 4)
+    assert found.remaining_s(0.2) is None
+
+
+def test_what_is_spent_later_has_to_be_won_again() -> None:
+    found = more(Account(), (1, 0, 0), (2, 2, 0.5))
+    assert found.break_even_s == pytest.approx(2)
+    found = more(found, (3, 0, 0.5))
+    assert found.break_even_s is None
+    assert found.remaining_s(0.5) == pytest.approx(2)
+    found = more(found, (4, 4, 0.5))
+    assert found.break_even_s == pytest.approx(8)
+
+
+def test_a_challenger_that_is_measured_saves_what_the_incumbent_would() -> None:
+    found = more(Account(), (10, 6, 0.25))
+    assert found.total.spent_s == 4
+    assert found.total.saved_s == pytest.approx(2)
+
+
+@pytest.mark.parametrize("gain", [0.0, -0.01])
+def test_without_a_gain_it_never_breaks_even(gain: float) -> None:
+    found = more(Account(), (5, 4, 0), (100, 100, gain))
+    assert found.break_even_s is None
+    assert found.remaining_s(gain) is None
+
+
+def test_what_cost_nothing_was_even_from_the_beginning() -> None:
+    found = more(Account(), (5, 5, 0), (5, 5, 0.1))
+    assert found.break_even_s == 0
+    assert found.remaining_s(0.1) is None
+
+
+# --- whose count holds ------------------------------------------------------------------------------------------------
+
+
+def test_the_later_count_of_a_process_holds_and_processes_add_up() -> None:
+    early, late = Count(steps=10, seconds=5.0), Count(steps=30, seconds=12.0, spent_s=1.0)
+    found = Account().taken("one", late)
+    assert found.taken("one", early) == found  # it came late
+    assert found.taken("one", late) == found  # it came twice
+    found = found.taken("two", early)
+    assert (found.total.steps, found.total.seconds, found.total.spent_s) == (40, 17.0, 1.0)
+    assert found.taken("one", Count(seconds=99.0)) == found  # a file that was left
+    assert Account.of(json.loads(json.dumps(asdict(found)))) == found
+
+
+def test_a_count_below_zero_is_none() -> None:
+    with pytest.raises(ValueError, match="below 0"):
+        Count(seconds=-1.0)
+
+
+def test_a_counter_spends_what_a_try_took_beyond_the_incumbent_once_it_is_over() -> None:
+    counter = Counter(100.0)
+    for step in range(1, 4):
+        counter.step(100.0 + step, 1, 16)
+        counter.trained(1.0, 0.0)
+    for step_s in (3.0, 0.5):  # a change of knobs that costs, in a try that is faster
+        counter.tried("change" if step_s > 1 else "measurement", step_s, 1.0, 0.5)
+    assert counter.count.spent_s == 2.0
+    counter.trained(1.0, 0.5)
+    assert counter.count == Count(steps=3, seconds=3.0, tokens=48, spent_s=2.0, saved_s=1.0 + 0.5 + 1.0)
+    counter.step(99.0, 0, 16)  # a clock that went back, and a step that a gradient scaler left out
+    assert (counter.count.steps, counter.count.seconds) == (3, 3.0)
+
+
+# --- beside the database ----------------------------------------------------------------------------------------------
+
+_DIES = """
+import os, signal, sys
+from pathlib import Path
+from zftune.store.account import Count, Pulse
+Pulse(Path(sys.argv[1]), sys.argv[2], "p" * 32).beat(Count(steps=7, seconds=70.0, tokens=7), eval(sys.argv[3]))
+print("beats", flush=True)
+sys.stdin.read() if sys.argv[4:] else os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@contextmanager
+def training(path: Path, run: Run, trial: int | None, *waits: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that trains, and is killed at once unless it waits."""
+    command = [sys.executable, "-c", _DIES, str(path), run.run_id, repr(trial), *waits]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "beats\n"
+        if not waits:
+            process.wait()
+        yield process
+        process.kill()
+
+
+def a_run(path: Path) -> tuple[Run, int]:
+    """Of a daemon that was killed with a setting in flight."""
+    with open_store(str(path)) as store:
+        run = store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
+        store.add_trial(run, KNOBS, source="start")
+        trial = store.add_trial(run, {**KNOBS, "update_interval": 2}, source="search")
+        store.mark_in_flight(run, trial.trial_id)
+    return run, trial.trial_id
+
+
+def state_of(store: Store, run: Run) -> tuple[RunState, TrialState]:
+    record = next(one for one in store.runs() if one.run_id == run.run_id)
+    return record.state, store.trials(run.run_id)[1].state
+
+
+def test_a_training_whose_daemon_was_killed_goes_on_and_its_count_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "zftune.db"
+    run, _ = a_run(path)
+    with training(path, run, None, "waits") as process, open_store(str(path)) as store:
+        assert store.reap() == []
+        record = store.runs()[0]
+        assert goes_on(store, record, time.time())
+        assert store.is_trained(run.run_id)
+        account = store.account(run.run_id)
+        assert account is not None
+        assert account.total == Count(steps=7, seconds=70.0, tokens=7)
+        process.kill()
+        process.wait()
+        assert not store.is_trained(run.run_id)
+        store.reap()
+        assert state_of(store, run) == (RunState.LOST, TrialState.VOID)  # the incumbent ran when it ended
+        assert store.barred(record.key) == []
+        assert store.account(run.run_id) == account  # now in the row
+        assert list((tmp_path / "zftune.db.runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("trial", [1, None])
+def test_a_setting_crashed_where_it_ran_when_the_training_ended(tmp_path: Path, trial: int | None) -> None:
+    path = tmp_path / "zftune.db"
+    run, _ = a_run(path)
+    with training(path, run, trial), open_store(str(path)) as store:
+        store.reap()
+        assert state_of(store, run)[1] is (TrialState.VOID if trial is None else TrialState.CRASHED)
+
+
+def test_a_process_that_takes_a_run_over_has_the_count_of_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "zftune.db"
+    run, _ = a_run(path)
+    with training(path, run, None), open_store(str(path)) as store:
+        taken = store.resume_run(run.run_id)
+        before = store.account(run.run_id)
+        assert before is not None
+        store.renew_lease(taken, account=before.taken("q" * 32, Count(steps=3, seconds=30.0)))
+        found = store.account(run.run_id)
+        assert found is not None
+        assert (found.total.steps, found.total.seconds) == (10, 100.0)
+
+
+def test_a_file_that_is_no_count_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "zftune.db"
+    run, _ = a_run(path)
+    for text in ("", "{", "[]", '{"process": "p"}', '{"process": 1, "count": {"steps": -1}}'):
+        (tmp_path / "zftune.db.runs" / f"{run.run_id}.training").write_text(text)
+        with open_store(str(path)) as store:
+            assert store.account(run.run_id) is None
+
+
+def test_nothing_is_written_where_the_run_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "zftune.db"
+    pulse = Pulse(path, "f" * 32, "p" * 32)  # in a container the daemon's path may be another folder
+    pulse.beat(Count(), None)
+    pulse.close(remove=True)
+    assert list(tmp_path.iterdir()) == []
+    assert RunLocks(path).read("f" * 32) == ""

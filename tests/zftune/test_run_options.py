@@ -1,0 +1,137 @@
+"""`zftune run` before anything starts: what a dry run tells, and how quiet a run is to be."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tests.zftune.store.examples import PRESET
+from zftune.agent import show_lines
+from zftune.cli import run as module
+from zftune.errors import BadInputError
+from zftune.store import open_store
+from zftune.variables import RUN
+
+DS_CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu"},
+        "zenflow": {"topk_ratio": 0.05, "update_interval": 4, "overlap_step": True},
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """The environments of what was started; its arguments are the last one's."""
+    found: list[dict[str, str]] = []
+
+    def start(_program: str, _command: list[str], environment: dict[str, str]) -> None:
+        found.append(environment)
+        raise SystemExit(0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ZFTUNE_DB", str(tmp_path / "zftune.db"))
+    monkeypatch.setattr(os, "execvpe", start)
+    monkeypatch.setattr(module, "_require_daemon", lambda _: None)
+    (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
+    (tmp_path / "train.py").touch()
+    for program in ("deepspeed", "accelerate"):
+        (tmp_path / program).touch(mode=0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return found
+
+
+def invoke(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.command(context_settings={"allow_interspersed_args": False})(module.run)
+    return CliRunner().invoke(app, arguments)
+
+
+def test_a_dry_run_tells_what_would_train_and_starts_nothing(started: list[Any]) -> None:
+    done = invoke("--dry-run", "--online", "--", "deepspeed", "train.py", "--deepspeed", "ds.json")
+    assert done.exit_code == 0, done.output
+    assert started == []
+    lines = done.output.splitlines()
+    assert lines[0] == "Would run: deepspeed train.py --deepspeed ds.json"
+    assert lines[1] == "ds.json: trains on zenflow, quality published."
+    assert lines[2].startswith("  settings of the ds_config: topk_ratio 0.05, update_interval 4, ")
+    assert lines[3] == "  a preset for exactly this model and hardware in $ZFTUNE_DB would come before them"
+    assert lines[4].startswith("Tuned while it trains, by the daemon at ")
+    assert lines[-1] == "Nothing was started."
+
+
+def test_a_dry_run_has_the_presets_knobs(started: list[Any]) -> None:
+    with open_store() as store:
+        name = store.save_preset(PRESET).name
+    done = invoke("--dry-run", "--preset", name, "--", "deepspeed", "train.py", "--deepspeed", "ds.json")
+    assert f"  settings of preset {name}, which come before them: topk_ratio 0.1, " in done.output
+    assert started == []
+
+
+def test_a_dry_run_of_a_command_without_a_ds_config_says_what_it_cannot_know(started: list[Any]) -> None:
+    done = invoke("--dry-run", "--", "python", "train.py")
+    assert "It names no ds_config" in done.output
+    assert started == []
+
+
+def test_a_lock_with_which_the_training_may_hang_is_told_before_it_starts(
+    tmp_path: Path, started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "cpu_adam").mkdir()
+    (tmp_path / "cpu_adam" / "lock").touch()
+    told = 'a training that needs it hangs; remove it: rm "$TORCH_EXTENSIONS_DIR"/cpu_adam/lock'
+    trains = ("--", "python", "train.py", "--deepspeed", "ds.json")
+    assert told in invoke(*trains).stderr
+    assert len(started) == 1
+    assert told not in invoke("--", "python", "train.py").stderr  # not one of DeepSpeed's
+    monkeypatch.setenv("RANK", "1")
+    assert told not in invoke(*trains).stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("nosuch train.py --deepspeed ds.json", "CMD 'nosuch': there is no such program"),
+        ("deepspeed nosuch.py --deepspeed ds.json", "CMD 'deepspeed': there is no script 'nosuch.py'"),
+        ("deepspeed train.py --deepspeed --deepspeed_config no.json", "--deepspeed_config 'no.json': there is no such"),
+        ("deepspeed train.py --deepspeed=no.json", "--deepspeed 'no.json': there is no such file"),
+        ("accelerate launch --config_file no.yaml train.py", "--config_file 'no.yaml': there is no such file"),
+    ],
+)
+def test_a_dry_run_refuses_what_is_not_there(command: str, named: str) -> None:
+    done = invoke("--dry-run", "--", *command.split())
+    assert isinstance(done.exception, BadInputError)
+    assert str(done.exception).startswith(named)
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    found = logging.getLogger("zftune")
+    before = found.level, list(found.handlers), found.propagate
+    yield found
+    found.level, found.handlers, found.propagate = before
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_quiet_run_prints_warnings_alone(started: list[Any], logger: logging.Logger, quiet: bool) -> None:
+    invoke("--online", *(["--quiet"] if quiet else []), "--", "python", "train.py")
+    (environment,) = started
+    wanted = json.loads(base64.urlsafe_b64decode(environment[RUN]))
+    assert bool(wanted.get("quiet")) == quiet
+    show_lines(quiet=bool(wanted.get("quiet")))
+    assert logger.isEnabledFor(logging.INFO) != quiet
+    assert logger.isEnabledFor(logging.WARNING)

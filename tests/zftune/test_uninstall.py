@@ -1,0 +1,55 @@
+"""`zftune uninstall`: what lies where, and its removal once it is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tests.zftune.store.examples import PRESET
+from zftune.cli.uninstall import uninstall
+from zftune.store import files, open_store
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """All that zftune keeps; a file beside it is somebody else's."""
+    monkeypatch.setenv("ZFTUNE_DB", str(tmp_path / "zftune.db"))
+    monkeypatch.setenv("ZFTUNE_SOCKET", str(tmp_path / "zftune.sock"))
+    with open_store() as store:
+        store.save_preset(PRESET)
+        assert store.path is not None
+        files.back_up(store.path)
+    (tmp_path / "zftune.sock.log").write_text("a line\n")
+    found = sorted(tmp_path.iterdir())
+    (tmp_path / "zftune.db.mine").write_text("x")
+    return found
+
+
+def invoke(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.command()(uninstall)
+    return CliRunner().invoke(app, arguments)
+
+
+def test_it_tells_and_changes_nothing(kept: list[Path], tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    done = invoke()
+    assert done.exit_code == 0, done.output
+    for path in kept:
+        assert str(path) in done.output.replace("\n", "")
+    assert "zftune.db.mine" not in done.output
+    assert "zftune uninstall --yes removes all of it" in done.output
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_it_removes_what_it_told(kept: list[Path], tmp_path: Path) -> None:
+    done = invoke("--yes")
+    assert done.exit_code == 0, done.output
+    assert [one.name for one in tmp_path.iterdir()] == ["zftune.db.mine"]
+    again = invoke("--yes")
+    assert "zftune keeps nothing on this machine." in again.output
+    assert "pip uninstall zftune" in again.output

@@ -1,0 +1,183 @@
+"""`zftune plan`: what a model would do on a machine, before anything is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zftune.cli.outputs import Outputs, write_files
+from zftune.errors import BadInputError
+from zftune.output import STANDARD_OUTPUT
+from zftune.store.types import QUALITIES, Quality
+from zftune.text import one_of
+
+if TYPE_CHECKING:
+    from zftune.planner.model import Job, Machine, ModelFacts
+
+_DTYPES = ("bf16", "fp16", "fp32")
+_LONGEST, _LARGEST, _MOST_GPUS = 1 << 24, 1 << 20, 1 << 12
+
+
+def plan(
+    model: Annotated[
+        str, typer.Option(help="A model's name, a directory with a config.json, or P,layers,hidden (7B,32,4096).")
+    ],
+    hardware: Annotated[str, typer.Option(help="A machine's name, a TOML file, or 'here' (measured).")] = "here",
+    gpus: Annotated[int, typer.Option(help="How many of its GPUs.")] = 1,
+    nodes: Annotated[int, typer.Option(help="How many such machines, each with so many GPUs.")] = 1,
+    network_gbps: Annotated[
+        float | None, typer.Option(help="What a machine sends to the others, in GB/s each way; with --nodes.")
+    ] = None,
+    replicate: Annotated[bool, typer.Option("--replicate", help="Machines are replicas of each other (HSDP).")] = False,
+    stage: Annotated[
+        int,
+        typer.Option(help="ZeRO's, of several GPUs. 3: each has its rows of the weights; 1, 2: it has all of them."),
+    ] = 3,
+    seq: Annotated[int, typer.Option(help="Tokens a sequence.")] = 2048,
+    micro_batch: Annotated[int, typer.Option(help="Sequences a step on each GPU.")] = 1,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Backward recomputes activations.")] = False,
+    reshard: Annotated[
+        bool, typer.Option(help="Several GPUs gather layers again for backward (FSDP2's reshard_after_forward).")
+    ] = True,
+    dtype: Annotated[str, typer.Option(help="Of the parameters: bf16, fp16 or fp32.")] = "bf16",
+    gpu_memory: Annotated[float | None, typer.Option(help="Of each GPU, in GB. Default: what the machine has.")] = None,
+    host_memory: Annotated[float | None, typer.Option(help="Of a machine, in GB. Default: what it has.")] = None,
+    compute_ms: Annotated[
+        float | None, typer.Option(help="Forward and backward of a step, measured. Default: from the GPU's rate.")
+    ] = None,
+    quality: Annotated[
+        str, typer.Option(help="exact (no staleness), published (as k = 0.1, S = 4), or loose (twice that).")
+    ] = "published",
+    json_path: Annotated[
+        str | None, typer.Option("--json", metavar="PATH", help="Write the plan as JSON; '-': standard output.")
+    ] = None,
+    html_path: Annotated[
+        str | None, typer.Option("--html", metavar="PATH", help="Write a page with a plot of step time over S.")
+    ] = None,
+) -> None:
+    """Predict step time, stall and memory of a model on a machine, and the settings that suit them."""
+    Outputs(json_path, html_path, None).check()
+    one_of("--dtype", dtype, _DTYPES)
+    promised = one_of("--quality", quality, QUALITIES)
+    _check_ranks(gpus, nodes, stage, reshard=reshard, replicate=replicate)
+    job = _job(
+        gpus=gpus,
+        nodes=nodes,
+        network_gbps=network_gbps,
+        replicate=replicate,
+        stage=stage,
+        seq=seq,
+        micro_batch=micro_batch,
+        checkpointing=checkpointing,
+        reshard=reshard,
+        compute_ms=compute_ms,
+    )
+    facts, machine = _inputs(model, hardware, dtype, gpu_memory, host_memory)
+    document = _document(facts, machine, job, promised, with_curves=json_path is not None or html_path is not None)
+    if json_path != STANDARD_OUTPUT:
+        _show(document)
+    write_files(document, json_path, html_path, _page)
+    if document["proposal"] is None:
+        raise SystemExit(1)
+
+
+def _check_ranks(gpus: int, nodes: int, stage: int, *, reshard: bool, replicate: bool) -> None:
+    if stage not in (1, 2, 3):
+        raise BadInputError.of("--stage", stage, "1, 2 or 3")
+    for option, given in (("--no-reshard", not reshard), ("--replicate", replicate)):
+        if given and stage != 3:
+            raise BadInputError(f"{option} needs --stage 3: at stage {stage} each GPU has all weights")
+    if gpus * nodes == 1 and not reshard:
+        raise BadInputError("--no-reshard needs --gpus 2 or more: one GPU gathers nothing")
+    if replicate and (nodes == 1 or gpus == 1):
+        raise BadInputError("--replicate needs --gpus 2 or more of each of --nodes 2 or more")
+
+
+def _check_network(nodes: int, network_gbps: float | None) -> None:
+    if nodes > 1 and network_gbps is None:
+        raise BadInputError(f"--nodes {nodes} needs --network-gbps, what a machine sends to the others")
+    if nodes == 1 and network_gbps is not None:
+        raise BadInputError(f"--network-gbps {network_gbps:g} needs --nodes 2 or more")
+    _check_positive("--network-gbps", network_gbps, "a number")
+
+
+def _check_positive(option: str, value: float | None, what: str) -> None:
+    if value is not None and not 0 < value < 1e9:
+        raise BadInputError.of(option, value, f"{what} above 0, below 1e9")
+
+
+def _job(
+    *,
+    gpus: int,
+    nodes: int,
+    network_gbps: float | None,
+    seq: int,
+    micro_batch: int,
+    compute_ms: float | None,
+    **more: Any,
+) -> Job:
+    from zftune.planner.model import Job
+
+    _check_network(nodes, network_gbps)
+    _check_positive("--compute-ms", compute_ms, "a number")
+    for option, value, most in (
+        ("--gpus", gpus, _MOST_GPUS),
+        ("--nodes", nodes, _MOST_GPUS),
+        ("--seq", seq, _LONGEST),
+        ("--micro-batch", micro_batch, _LARGEST),
+    ):
+        if not 1 <= value <= most:
+            raise BadInputError.of(option, value, f"an integer from 1 to {most}")
+    given = {"network_gbps": network_gbps, "compute_ms": compute_ms, **more}
+    return Job(seq=seq, micro_batch=micro_batch, gpus=gpus, nodes=nodes, **given)
+
+
+def _inputs(
+    model: str, hardware: str, dtype: str, gpu_memory_gb: float | None, host_memory_gb: float | None
+) -> tuple[ModelFacts, Machine]:
+    from zftune.planner.model import Machine, model_facts
+
+    given: dict[str, Any] = {}
+    for option, figure, value in (
+        ("--gpu-memory", "device_memory_bytes", gpu_memory_gb),
+        ("--host-memory", "host_memory_bytes", host_memory_gb),
+    ):
+        _check_positive(option, value, "a number of GB")
+        if value is not None:
+            given[figure] = round(1e9 * value)
+    facts = model_facts(model, dtype)
+    machine = Machine.here() if hardware == "here" else Machine.load(hardware)
+    return facts, replace(machine, **given, source={**machine.source, **dict.fromkeys(given, "given")})
+
+
+def _document(facts: ModelFacts, machine: Machine, job: Job, quality: Quality, *, with_curves: bool) -> dict[str, Any]:
+    from rich.console import Console
+
+    from zftune.planner.plan import curves, make_plan
+
+    with Console(stderr=True).status("planning"):
+        document = make_plan(facts, machine, job, quality=quality)
+        if with_curves:
+            document["curves"] = curves(facts, machine, job)
+    return document
+
+
+def _page(document: Mapping[str, Any]) -> str:
+    from zftune.report.plan import plan_html
+
+    return plan_html(document)
+
+
+def _show(document: dict[str, Any]) -> None:
+    import os
+    import sys
+
+    from rich.console import Console
+
+    from zftune.planner.screen import render
+
+    console = Console(width=None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 100)
+    console.print(render(document, console.width))

@@ -1,0 +1,347 @@
+"""`zftune run -- CMD`: a training as it is, with zftune's backends for DeepSpeed; `--dry-run` tells what would
+train.
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from zftune.errors import BadInputError, ZftuneError
+from zftune.output import check_output_path
+
+if TYPE_CHECKING:
+    from zftune.ds_config.reading import Source
+    from zftune.integrations.deepspeed.outcome import Outcome
+    from zftune.integrations.deepspeed.section import Section
+
+
+Found = tuple["Source", "Outcome", "Section"]
+"""A ds_config that the command names, what becomes of it, and what is asked for with it."""
+
+
+def sentences(
+    command: Sequence[str], found: Sequence[Found], environment: Mapping[str, str], *, online: bool
+) -> Iterator[str]:
+    """What `zftune run` would do.
+
+    Args:
+        command: a program and its arguments.
+        found: each ds_config that it names.
+        environment: in which it would run.
+        online: whether it would be tuned while it trains.
+
+    Raises:
+        BadInputError: it names what is not there, and would end before it trains.
+    """
+    _require_all_there(command, environment)
+    from zftune.daemon.client.location import locate
+    from zftune.store.location import meant_by
+
+    yield f"Would run: {shlex.join(command)}"
+    if not found:
+        yield (
+            "It names no ds_config: what its script makes an optimizer with, or gives to deepspeed.initialize, is seen "
+            "only when it runs."
+        )
+    store = meant_by(environment).shown
+    for source, done, section in found:
+        yield f"{source.path or source.through}: {done}."
+        if done.kind == "trains":
+            yield from _knobs(source.config, section, store)
+    if online or any(section.online for _, _, section in found):
+        yield f"Tuned while it trains, by the daemon at {locate(environment).socket}; results go to {store}."
+    yield "Nothing was started."
+
+
+def _require_all_there(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    from zftune.integrations.deepspeed.named import missing, script_of
+
+    if shutil.which(command[0], path=environment.get("PATH")) is None:
+        raise BadInputError(f"CMD '{command[0]}': there is no such program")
+    for option, value in missing(command):
+        raise BadInputError(f"{option} '{value}': there is no such file")
+    script = next((word for word in command if word.endswith(".py")), None)
+    if script is not None and script_of(command) is None:
+        raise BadInputError(f"CMD '{command[0]}': there is no script '{script}'")
+
+
+def _knobs(config: Mapping[str, Any], section: Section, store: str) -> Iterator[str]:
+    from zenflow import ConfigError, ZenFlowConfig
+    from zftune.integrations.deepspeed.section import BEST
+
+    try:
+        knobs = ZenFlowConfig.from_ds_config({name: value for name, value in config.items() if name != "zftune"})
+    except ConfigError as error:  # such as "auto", which Hugging Face fills in
+        yield f"  settings: those of the ds_config, not all of which are known before it runs ({error})"
+    else:
+        shown = ("topk_ratio", "update_interval", "select_interval", "offload_ratio", "overlap_step")
+        yield "  settings of the ds_config: " + ", ".join(f"{name} {_word(getattr(knobs, name))}" for name in shown)
+    if section.preset in (None, BEST):
+        yield f"  a preset for exactly this model and hardware in {store} would come before them"
+        return
+    preset = _preset(str(section.preset))
+    yield f"  settings of preset {preset.name}, which come before them: " + ", ".join(
+        f"{name} {_word(value)}" for name, value in preset.knobs.items()
+    )
+
+
+def _preset(name: str) -> Any:
+    from zftune.integrations.deepspeed.presets import is_file, named
+    from zftune.store import open_store
+    from zftune.store.preset_file import read_preset
+
+    if is_file(name):
+        return read_preset(name)
+    with open_store() as store:
+        return named(store, name)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+_SIGNS = (".json", ".hjson", ".yaml", ".yml", "deepspeed", "ds_config", "ds-config", "accelerate")
+"""One of these is in a word of every command that names a ds_config."""
+_ALIKE = 0.8
+"""From 0 to 1, of difflib: variables that are less alike than this are somebody else's."""
+
+
+def run(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- CMD]", help="The training, as you would start it.")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="zenflow (this package's runtime) or deepspeed (upstream's own ZenFlow).")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help='Settings to train with: a name, a file, or "best".', show_default=False)
+    ] = None,
+    quality: Annotated[
+        str | None, typer.Option(help="exact, published or loose: which updates may come late.", show_default=False)
+    ] = None,
+    online: Annotated[
+        bool, typer.Option("--online", help="Tune while it trains, by the daemon; where there is none, one is started.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Tell what would train, with which settings, from where; start nothing.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print warnings alone while it trains.")] = False,
+    schedule: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Replay the settings of a run, step by step.", show_default=False)
+    ] = None,
+    export_schedule: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write the settings of this run and their steps.", show_default=False),
+    ] = None,
+) -> None:
+    """Run a training with DeepSpeed on zftune's runtime, without a change of the script or its ds_config.
+
+    zftune run -- deepspeed train.py --deepspeed ds_config.json
+
+    A training with an optimizer of zenflow can be tuned (--online), and its settings be recorded and replayed.
+    """
+    from zftune import __version__, agent, variables
+
+    if not command:
+        raise BadInputError("CMD is missing: give a program with its arguments, such as: -- python train.py")
+    asked = {"backend": backend, "preset": preset, "quality": quality, "online": online or None}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    environment = _settled(os.environ) if online else dict(os.environ)
+    disabled = environment.get(variables.DISABLE) == "1"
+    found = _check(asked, () if disabled else command, environment)
+    steering = _steering(asked, schedule, export_schedule)
+    _tell_unread(environment)
+    if found:
+        _tell_left_locks(environment)
+    if dry_run:
+        for sentence in sentences(command, found, environment, online=online):
+            typer.echo(sentence)
+        return
+    if not disabled:
+        if online:
+            _require_daemon(environment)
+            environment[variables.ONLINE] = "daemon"
+        if schedule is not None:
+            environment[variables.ONLINE] = variables.NOBODY
+        environment = agent.armed(environment)
+        told = {"quiet": True} if quiet else {}
+        environment[variables.RUN] = _encoded({"version": __version__, **asked, **steering, **told})
+        _follow(command, environment, {**asked, **steering})
+    _become(command, environment)
+
+
+def _encoded(wanted: dict[str, Any]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(wanted).encode()).decode()  # some launchers quote nothing
+
+
+def _follow(command: list[str], environment: dict[str, str], asked: Mapping[str, Any]) -> None:
+    """See that somebody says at the end what came of it: CMD's own process, which this one becomes, or this one."""
+    from zftune import variables
+    from zftune.cli.staying import is_python, stay
+
+    if is_python(command, environment):
+        environment[variables.RUN_TOP] = str(os.getpid())
+    elif environment.get("RANK", "0") == "0":  # one of several says it
+        sys.stdout.flush()
+        with _told(command):
+            stay(command, environment, asked)
+
+
+@contextmanager
+def _told(command: Sequence[str]) -> Iterator[None]:
+    """What keeps a command from being run is said.
+
+    Raises:
+        BadInputError: it cannot be run.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise BadInputError(f"CMD '{command[0]}' cannot be run ({error.strerror})") from error
+
+
+def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
+    """Give this process to a program.
+
+    Raises:
+        BadInputError: it cannot be run.
+    """
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these; a program that it becomes would, too
+        signal.signal(number, signal.SIG_DFL)
+    sys.stdout.flush()
+    with _told(command):
+        os.execvpe(command[0], command, environment)
+    raise AssertionError("unreachable")
+
+
+def _settled(environment: Mapping[str, str]) -> dict[str, str]:
+    """With absolute paths of store and socket, which are the training's too: a script may change its folder."""
+    from zftune.daemon.client import location as sockets
+    from zftune.store import location as stores
+
+    try:
+        return stores.settled(sockets.settled(environment))
+    except BadInputError:  # said where a daemon is looked for
+        return stores.settled(environment)
+
+
+def _require_daemon(environment: Mapping[str, str]) -> None:
+    """See that a daemon is there; the training does not fail for want of one, nor of a place where it could be."""
+    from zftune.daemon.client.autostart import ensure_daemon
+
+    try:
+        ensure_daemon(environment)
+    except (ZftuneError, OSError) as error:
+        typer.echo(f"zftune: nothing is tuned until there is a daemon: {error}", err=True)
+
+
+def _steering(asked: dict[str, Any], schedule: str | None, export_schedule: str | None) -> dict[str, str]:
+    """Files of knobs, as a process in another folder finds them.
+
+    Raises:
+        BadInputError: one is not allowed.
+    """
+    given = {"schedule": schedule, "export_schedule": export_schedule}
+    if schedule is not None:
+        if asked.get("online"):
+            raise BadInputError("--online and --schedule exclude each other: settings come from one place")
+        from zftune.agent.schedule import read_schedule
+
+        read_schedule(schedule)
+    if export_schedule is not None:
+        check_output_path(export_schedule, "--export-schedule", standard_output=False)
+        if os.path.lexists(export_schedule) and not os.path.isfile(export_schedule):  # noqa: PTH113
+            # A pipe that nobody reads would stop the training.
+            raise BadInputError(f"--export-schedule '{export_schedule}' is not a regular file")
+    for name, path in given.items():
+        if path is not None and asked.get("backend") == "deepspeed":
+            option = "--" + name.replace("_", "-")
+            raise BadInputError(f"{option} '{path}' needs --backend zenflow, whose settings it holds")
+    return {name: os.path.abspath(path) for name, path in given.items() if path is not None}  # noqa: PTH100
+
+
+def _check(asked: dict[str, Any], command: Sequence[str], environment: Mapping[str, str]) -> list[Found]:
+    """What can be known before anything starts: each section's fields, whether its preset is there, what is refused.
+
+    Returns:
+        Each ds_config that the command names, with what becomes of it.
+
+    Raises:
+        BadInputError: one is not allowed.
+    """
+    from zftune.integrations.deepspeed.section import NAME, Section, require_preset
+
+    section, found = Section.of({NAME: asked}), []
+    for source in _named(command, environment):
+        done = _require_not_refused(source, section, command)
+        section = section.over(Section.of(source.config))
+        found.append((source, done, section))
+    require_preset(section)
+    return found
+
+
+def _tell_unread(environment: Mapping[str, str]) -> None:
+    """Name variables that nobody reads, and that may have been meant for this package."""
+    from zftune import variables
+
+    unread = [name for name in environment if name.startswith(("ZFTUNE_", "ZENFLOW_")) and name not in variables.READ]
+    if not any(difflib.get_close_matches(name, variables.READ, n=1, cutoff=_ALIKE) for name in unread):
+        return  # what finds near names loads torch, which takes a second
+    from zenflow.names import unread_variables
+
+    for prefix in ("ZFTUNE_", "ZENFLOW_"):
+        for sentence in unread_variables(environment, prefix, variables.READ):
+            typer.echo(f"zftune: {sentence}", err=True)
+
+
+def _tell_left_locks(environment: Mapping[str, str]) -> None:
+    """Name what makes DeepSpeed wait for an op without a word and without end."""
+    from zftune.doctor.software import extension_locks
+
+    for lock in extension_locks(environment) if environment.get("RANK", "0") == "0" else ():
+        if lock.is_left_over:
+            typer.echo(f"zftune: {lock.sentence}: a training that needs it hangs; remove it: {lock.removal}", err=True)
+
+
+def _named(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[Source]:
+    if not any(sign in word for word in command for sign in _SIGNS):
+        return  # what reads ds_configs loads torch, which takes a second
+    from zftune.integrations.deepspeed.named import named_by
+
+    yield from named_by(command, environment)
+
+
+def _require_not_refused(source: Source, section: Section, command: Sequence[str]) -> Outcome:
+    from zftune.ds_config.reading import given, require_unique
+    from zftune.ds_config.tables import table
+    from zftune.integrations.deepspeed import named
+    from zftune.integrations.deepspeed.outcome import outcome
+    from zftune.integrations.deepspeed.verdict import faults, misspelt, undecided
+    from zftune.telemetry.fingerprint import installed
+
+    require_unique(source)
+    config = given(source)
+    known = table(installed("deepspeed") or "")
+    decided = known is not None and not undecided(config)
+    done = outcome(config, section, faults(config, known) if known is not None and decided else ())
+    if done.kind == "refused":
+        raise BadInputError(f"'{source.path or source.through}': {done.placed(source.places or {}).refusals[0]}")
+    for name, near in misspelt(config):
+        typer.echo(f"zftune: '{source.path or source.through}': nobody reads {name}; {near}", err=True)
+    if done.backend == "deepspeed":
+        named.require_guard(config, named.script_of(command))
+    return done

@@ -1,0 +1,143 @@
+"""`zftune runs`: lists, shows and steers the runs that the daemon tunes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from zftune.daemon.client import http
+from zftune.daemon.client.http import DaemonClient
+from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
+
+RUN_SCHEMA = "zftune.daemon.run/1"
+RUNS_SCHEMA = "zftune.daemon.runs/1"
+_FOLLOW_S = 1.0
+
+runs = typer.Typer(
+    name="runs",
+    help="List, show and steer the runs that the daemon tunes; the trainings themselves go on.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_Run = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="RUN", help="A run's id, or its beginning. Default: the only one there is.", show_default=False
+    ),
+]
+_Json = Annotated[str | None, typer.Option("--json", metavar="PATH", help="Write JSON; '-': standard output.")]
+
+
+@runs.command("list")
+def list_runs(json_path: _Json = None) -> None:
+    """List the runs that the daemon follows, and the last that have ended, a line each."""
+    check_output_path(json_path)
+    with DaemonClient() as client:
+        found = http.all_runs(client)
+    write_json({"schema": RUNS_SCHEMA, "runs": found}, json_path)
+    if json_path != STANDARD_OUTPUT:
+        from zftune.cli.top import line
+
+        for one in found:
+            typer.echo(line(one))
+        if not found:
+            typer.echo("No run is followed.")
+
+
+@runs.command()
+def show(run: _Run = None, json_path: _Json = None) -> None:
+    """Show a run in full: its account, settings, trials and decisions."""
+    check_output_path(json_path)
+    with DaemonClient() as client:
+        found = http.details(client, http.chosen(client, run)["run"])
+    write_json({"schema": RUN_SCHEMA, **found}, json_path)
+    if json_path != STANDARD_OUTPUT:
+        from rich.console import Console
+
+        from zftune.cli.top import whole
+
+        console = Console(highlight=False)
+        console.print(whole(found, console.width))
+
+
+@runs.command()
+def logs(
+    run: _Run = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    json_path: _Json = None,
+) -> None:
+    """Print what was decided in a run, and why, one line a decision."""
+    check_output_path(json_path)
+    with DaemonClient() as client:
+        which = http.chosen(client, run)["run"]
+        found = http.details(client, which)
+        write_json({"schema": RUN_SCHEMA, **found}, json_path)
+        if json_path == STANDARD_OUTPUT:
+            return
+        from zftune.cli.top import decision
+
+        for one in _decisions(client, which, found, follow=follow):
+            typer.echo(decision(one))
+
+
+@runs.command()
+def pause(run: _Run = None, json_path: _Json = None) -> None:
+    """Keep the best settings so far, without trying others, until `resume`."""
+    _tell("pause", run, json_path)
+
+
+@runs.command()
+def resume(run: _Run = None, json_path: _Json = None) -> None:
+    """Go on with the search after a pause."""
+    _tell("resume", run, json_path)
+
+
+@runs.command()
+def rollback(run: _Run = None, json_path: _Json = None) -> None:
+    """Return to the settings before the last adoption for good; those are never tried again."""
+    _tell("rollback", run, json_path)
+
+
+@runs.command()
+def stop(run: _Run = None, json_path: _Json = None) -> None:
+    """End the search of a run; the training goes on under the best settings so far."""
+    _tell("stop", run, json_path)
+
+
+def _tell(command: str, run: str | None, json_path: str | None) -> None:
+    """Tell a run something, and print what became of it.
+
+    Args:
+        command: "pause", "resume", "rollback" or "stop".
+        run: its identity or the beginning of it; None: the only one.
+        json_path: where JSON goes; None: nowhere.
+
+    Raises:
+        BadInputError: there is no such run, or more than one.
+        DaemonError: the daemon cannot be asked, or the run's state does not allow it.
+    """
+    check_output_path(json_path)
+    with DaemonClient() as client:
+        found = http.told(client, http.chosen(client, run)["run"], command)
+    write_json({"schema": RUN_SCHEMA, "run": found}, json_path)
+    if json_path != STANDARD_OUTPUT:
+        from zftune.cli.top import state
+
+        typer.echo(state(found))
+
+
+def _decisions(client: DaemonClient, run: str, found: dict[str, Any], *, follow: bool) -> Iterator[dict[str, Any]]:
+    """Those that there are, and where they are followed those to come."""
+    seen = 0
+    while True:
+        yield from found["decisions"][seen:]
+        seen = len(found["decisions"])
+        if not follow or found["run"]["state"] == "ended":
+            return
+        time.sleep(_FOLLOW_S)
+        found = http.details(client, run)

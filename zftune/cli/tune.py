@@ -1,0 +1,301 @@
+"""`zftune tune`: the knobs that are fastest for a model here, found while it trains or by running it repeatedly."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zftune.cli.outputs import Outputs, search_page, write_files
+from zftune.errors import BadInputError
+from zftune.output import STANDARD_OUTPUT
+from zftune.text import one_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from zftune.builtin import OnStep
+    from zftune.tuner.search import Search
+    from zftune.tuner.space import Setting
+    from zftune.tuner.states import Request
+    from zftune.tuner.tuner import Tuner
+
+_INTERRUPTED = 130
+_REDRAWN_S = 0.2
+_PRINTED_S = 10.0
+_LONGEST_THOUGHT_S = 3600.0
+_SAMPLERS = ("gp", "tpe", "random")
+_WORKLOAD = ("config", "rig", "ranks", "real_time", "thinking_s", "model", "text", "steps", "tune_memory")
+_COMMAND = {"trial_steps": "steps", "timeout": "timeout_s"}  # and what the options of restarting call them
+_NOT_LIVE = (
+    "command '{}': add --restartable, which runs it again with other settings: those of a running command cannot be "
+    "changed from outside (its own loop can change them: zftune.attach(optimizer))"
+)
+
+
+def _workload(text: str, *flags: str) -> Any:
+    return typer.Option(*flags, help=text, rich_help_panel="Built-in workload (without CMD)")
+
+
+def _trials(*flags: str, text: str) -> Any:
+    return typer.Option(*flags, help=text, rich_help_panel="Your own training (--restartable -- CMD)")
+
+
+def _file(option: str, text: str) -> Any:
+    return typer.Option(option, metavar="PATH", help=text)
+
+
+_Command = Annotated[
+    list[str] | None, typer.Argument(metavar="-- CMD", help="Your training command; none: a built-in one.")
+]
+_Quality = Annotated[
+    str | None,
+    typer.Option(
+        help="exact (the plain optimizer's trajectory), published (as stale as the config's zenflow section) "
+        "or loose (twice that). Default: exact for a config without a zenflow section, else published."
+    ),
+]
+_Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Begin anew: neither from a preset nor from a run that was not finished.")
+]
+_Measurements = Annotated[int, typer.Option(help="Measurements at most.")]
+_Rig = Annotated[str | None, _workload("Emulated accelerator: a name or a TOML file. Default: the GPU, else a rig.")]
+_Ranks = Annotated[
+    int, _workload("Ranks on this machine, each on a rig of its own with its rows of the model (FSDP2). Default: 1.")
+]
+_RealTime = Annotated[
+    bool, _workload("Pad the real work to the rig's times, instead of simulating time.", "--real-time")
+]
+_Thinking = Annotated[
+    float | None, _workload("On a rig, simulated seconds that choosing a setting takes. Default: what it really took.")
+]
+_Model = Annotated[str | None, _workload("tiny, small, medium, or a model directory. Default: tiny (medium on a GPU).")]
+_Text = Annotated[str | None, _workload("File or folder to train on. Default: Python's standard library.")]
+_Memory = Annotated[
+    bool,
+    typer.Option(
+        "--tune-memory",
+        help="Lower offload_ratio too, which takes GPU memory.",
+        rich_help_panel="Built-in workload (without CMD)",
+    ),
+]
+_Json = Annotated[str | None, _file("--json", "Write the result as JSON; '-': standard output.")]
+_Html = Annotated[str | None, _file("--html", "Write a page with the search's plots.")]
+_Restartable = Annotated[
+    bool, _trials("--restartable", text="CMD may be run again and again, in scratch copies of its folder.")
+]
+
+
+def tune(
+    ctx: typer.Context,
+    command: _Command = None,
+    quality: _Quality = None,
+    seed: Annotated[int, typer.Option(help="Of the weights, the batches and the search.")] = 0,
+    sampler: Annotated[str, typer.Option(help="gp, tpe or random.")] = "gp",
+    measurements: _Measurements = 24,
+    fresh: _Fresh = False,
+    json_path: _Json = None,
+    html_path: _Html = None,
+    restartable: _Restartable = False,
+    trial_steps: Annotated[int | None, _trials(text="Steps of a run that count. Default: 30.")] = None,
+    timeout: Annotated[float | None, _trials(text="Most seconds of a run. Default: 1800.")] = None,
+    config: Annotated[str | None, _workload("A ds_config.json whose settings to begin with.")] = None,
+    rig: _Rig = None,
+    ranks: _Ranks = 1,
+    real_time: _RealTime = False,
+    thinking_s: _Thinking = None,
+    model: _Model = None,
+    text: _Text = None,
+    steps: Annotated[int, _workload("Training steps at most.")] = 2000,
+    tune_memory: _Memory = False,
+) -> None:
+    """Find the fastest settings: for the built-in workload while it trains, or for your command by running it again."""
+    given = {name: value for name, value in locals().items() if name != "ctx"}  # before anything else is local
+    _check(given)
+    if restartable:
+        _refuse(ctx, _WORKLOAD, "only without a command, it is of the built-in workload")
+        document = _restarting(given)
+    else:
+        _refuse(ctx, tuple(_COMMAND), "only with --restartable")
+        document = _live(given)
+    write_files(document, json_path, html_path, search_page)
+    if document["interrupted"]:
+        raise SystemExit(_INTERRUPTED)
+    too_short = (document.get("command") or {}).get("too_short")
+    if too_short is not None:  # after what was measured before it
+        raise BadInputError(too_short)
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    """Refuse at once what is wrong: searching takes minutes."""
+    command = " ".join(given["command"] or ())
+    if command and not given["restartable"]:
+        raise BadInputError(_NOT_LIVE.format(command if len(command) <= 60 else f"{command[:59]}…"))
+    if given["restartable"] and not command:
+        raise BadInputError("--restartable: allowed with a command (zftune tune --restartable -- CMD ...)")
+    Outputs(given["json_path"], given["html_path"], None).check()
+    one_of("--sampler", given["sampler"], _SAMPLERS)
+    if given["thinking_s"] is not None and not 0 <= given["thinking_s"] <= _LONGEST_THOUGHT_S:
+        raise BadInputError(f"--thinking-s is {given['thinking_s']}; it must be from 0 to {_LONGEST_THOUGHT_S:g}")
+    if given["measurements"] < 1:
+        raise BadInputError(f"--measurements is {given['measurements']}; it must be an integer >= 1")
+
+
+def _refuse(ctx: typer.Context, names: tuple[str, ...], allowed: str) -> None:
+    """Options that would be ignored: better said."""
+    for parameter in ctx.command.params:
+        source = ctx.get_parameter_source(str(parameter.name))
+        if parameter.name in names and source is not None and source.name == "COMMANDLINE":
+            raise BadInputError(f"{parameter.opts[0]} '{ctx.params[parameter.name]}': allowed {allowed}")
+
+
+def _live(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Tune the built-in workload, and show what came of it."""
+    from rich.console import Console
+
+    from zftune.builtin import TuneOptions, tune
+    from zftune.explain.screen import render
+    from zftune.store import open_store
+    from zftune.tuner.search import SearchOptions
+
+    search = SearchOptions(
+        seed=given["seed"], sampler=given["sampler"], most_measurements=given["measurements"],
+        thinking_s=given["thinking_s"],
+    )  # fmt: skip
+    names = ("config", "quality", "rig", "ranks", "real_time", "model", "text", "steps", "seed", "tune_memory", "fresh")
+    options = TuneOptions(search=search, **{name: given[name] for name in names})
+    console = Console(stderr=given["json_path"] == STANDARD_OUTPUT)
+    with open_store() as store, _log_lines(console), _progress(console, given["steps"]) as on_step:
+        document = tune(options, on_step, store)
+    console.print(render(document))
+    return document
+
+
+def _restarting(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Tune a command, and show what came of it."""
+    from rich.console import Console
+
+    from zftune.explain.screen import render
+    from zftune.restarts.document import RestartOptions, run_restarting
+    from zftune.store import open_store
+
+    own = {theirs: given[ours] for ours, theirs in _COMMAND.items() if given[ours] is not None}
+    options = RestartOptions(
+        quality=given["quality"], seed=given["seed"], sampler=given["sampler"], fresh=given["fresh"],
+        most_measurements=given["measurements"], **own,
+    )  # fmt: skip
+    console = Console(stderr=given["json_path"] == STANDARD_OUTPUT)
+
+    def on_progress(sentence: str, _: Search | None) -> None:
+        if sentence:
+            console.print(sentence, markup=False, soft_wrap=True)
+
+    with open_store() as store:
+        document = run_restarting(given["command"], options, store, on_progress)
+    console.print(render(document))
+    return document
+
+
+@contextmanager
+def _log_lines(console: Console) -> Iterator[None]:
+    """Print what the tuner logs, but for its last words, which the screen has."""
+    from zftune.tuner.tuner import CONCLUDES
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if not hasattr(record, CONCLUDES):
+                console.print(self.format(record), markup=False, soft_wrap=True)
+
+    logger, handler = logging.getLogger("zftune"), Lines()
+    level, propagates = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = propagates
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+
+
+@contextmanager
+def _progress(console: Console, steps: int) -> Iterator[OnStep]:
+    """One line about the search: rewritten on a terminal, in a pipe a new one now and then."""
+    from rich.live import Live
+    from rich.text import Text
+
+    line, shown_s = ProgressLine(steps), 0.0
+    with Live(console=console, transient=True, auto_refresh=False, screen=False) as live:
+
+        def on_step(done: int, tuner: Tuner) -> None:
+            nonlocal shown_s
+            now_s = time.monotonic()
+            every_s = _REDRAWN_S if console.is_terminal else _PRINTED_S
+            if now_s - shown_s < every_s:
+                return
+            shown_s, text = now_s, line.text(done, tuner)
+            if console.is_terminal:
+                live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+            else:
+                console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+        yield on_step
+
+
+class ProgressLine:
+    """How far a search is, in a line.
+
+    Args:
+        steps: of the training, at most.
+        clock: seconds.
+    """
+
+    def __init__(self, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._clock = steps, clock
+        self._began_s = clock()
+        self._best = ""
+        """The newest that is known: while the next setting is chosen, the search belongs to another thread."""
+
+    def text(self, done: int, tuner: Tuner) -> str:
+        """Best so far, what is being tried, and how long it takes at most.
+
+        Args:
+            done: steps so far.
+            tuner: of the training.
+        """
+        passed_s, live, search = self._clock() - self._began_s, tuner.live, tuner.search
+        left_s = passed_s / done * (self._steps - done)
+        if live is None or search is None:
+            return f"step {done}: warming up"
+        request = live.request
+        if request is not None:
+            self._best = _best_so_far(tuner, search)
+        doing = "choosing what to try" if request is None else _doing(request, tuner.incumbent)
+        made, most = search.measurements, search.options.most_measurements
+        if made:
+            left_s = min(left_s, passed_s / made * max(0, most - made))
+        return f"step {done}, {made} of {most} measurements, {_at_most(left_s)}; {doing}{self._best}"
+
+
+def _best_so_far(tuner: Tuner, search: Search) -> str:
+    step_ms = search.book.incumbent_step_ms
+    gain = f" ({100 * tuner.gain:.1f}% less)" if tuner.gain > 0 else ""
+    return f"; best so far {step_ms:.1f} ms{gain}: {tuner.incumbent}" if step_ms else ""
+
+
+def _doing(request: Request, incumbent: Setting) -> str:
+    if request.role == "hold":
+        return "waiting until more may be spent on exploring"
+    if request.setting == incumbent:
+        return "measuring the best so far"
+    return f"trying {request.setting.differences(incumbent)}"
+
+
+def _at_most(left_s: float) -> str:
+    minutes, seconds = divmod(round(left_s), 60)
+    return f"at most {minutes} min {seconds} s left" if minutes else f"at most {seconds} s left"

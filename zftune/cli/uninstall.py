@@ -1,0 +1,98 @@
+"""`zftune uninstall`: what zftune has left on this machine, and its removal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zftune.errors import ZftuneError
+
+_PACKAGE = "The package itself goes with: pip uninstall zftune"
+
+
+def uninstall(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove it.")] = False,
+) -> None:
+    """Tell what zftune keeps on this machine, and where; with --yes, remove it.
+
+    Presets and past runs go with it. Without --yes nothing is changed.
+    """
+    found = list(_kept(os.environ))
+    for path, what in found:
+        typer.echo(f"{_size(path):>9}  {path}  ({what})")
+    if not found:
+        typer.echo("zftune keeps nothing on this machine.")
+    elif not yes:
+        typer.echo("Nothing was removed; zftune uninstall --yes removes all of it.")
+    else:
+        _require_no_daemon()
+        for path, _ in found:
+            _remove(path)
+        typer.echo("Removed.")
+    typer.echo(_PACKAGE)
+
+
+def _kept(environment: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
+    """Files and folders that are there, with what they hold."""
+    from zftune.daemon.client import location as daemon
+    from zftune.store import location as store
+
+    database = store.meant_by(environment).path
+    if database is not None:
+        names = {"": "presets and past runs", ".lock": "its lock", "-wal": "its journal", "-shm": "its journal"}
+        for ending, what in {**names, ".runs": "locks of runs"}.items():
+            yield from _there(database.with_name(database.name + ending), what)
+        for backup in sorted(database.parent.glob(f"{database.name}.backup-*")):
+            yield backup, "a backup of them"
+        for replaced in sorted(database.parent.glob(f"{database.name}.replaced-*")):
+            yield replaced, "a database that was replaced"
+    place = daemon.locate(environment)
+    for ending, what in {"": "the daemon's socket", ".lock": "its lock", ".log": "its log"}.items():
+        yield from _there(place.socket.with_name(place.socket.name + ending), what)
+    yield from _there(place.metrics_token, "the token of its metrics")
+
+
+def _there(path: Path, what: str) -> Iterator[tuple[Path, str]]:
+    with contextlib.suppress(OSError):  # a folder that may not be entered
+        path.lstat()
+        yield path, what
+
+
+def _size(path: Path) -> str:
+    from zftune.text import size
+
+    files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
+    return str(size(sum(one.lstat().st_size for one in files)))
+
+
+def _require_no_daemon() -> None:
+    """Refuse while runs may still be written down.
+
+    Raises:
+        ZftuneError: a daemon serves.
+    """
+    from zftune.daemon.client.http import DaemonClient
+    from zftune.errors import DaemonError
+
+    with DaemonClient() as client:
+        try:
+            client.get("/v1/health")
+        except DaemonError:
+            return
+    raise ZftuneError("a daemon serves here and writes to these files, end it first: zftune daemon stop")
+
+
+def _remove(path: Path) -> None:
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ZftuneError(f"'{path}' cannot be removed ({error.strerror})") from error

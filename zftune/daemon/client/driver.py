@@ -1,0 +1,123 @@
+"""What a tuner holds where the search is in the daemon."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+
+from zenflow.optimizer import ZenFlowOptimizer
+from zftune.daemon import PROTOCOL
+from zftune.daemon.client.session import DaemonSession, Transport
+from zftune.daemon.client.worker import RemoteWorker
+from zftune.daemon.protocol.messages import Goodbye
+from zftune.store.account import Counter
+from zftune.tuner.drivers import Ended, Said, SearchDriver
+from zftune.tuner.executor import Executor, TuningContext
+from zftune.tuner.guard import gpu_uuid
+from zftune.tuner.space import Setting
+from zftune.tuner.training_info import SINGLE_RANK, Reader, TuneRequest, WarmupStats, WorldInfo
+
+_MOST_REMARKS = 64
+_MOST_SENTENCE = 2000
+
+
+class DaemonDriver(SearchDriver):
+    """Lets the daemon think.
+
+    Args:
+        optimizer: that trains.
+        wishes: of the user.
+        tokens: of a step.
+        transport: asks the daemon; None: over its socket.
+        company: ranks that it trains with.
+        patience_s: as of `DaemonSession`.
+    """
+
+    asks_daemon = True
+
+    def __init__(
+        self,
+        optimizer: ZenFlowOptimizer,
+        wishes: TuneRequest,
+        tokens: int,
+        transport: Transport | None = None,
+        company: WorldInfo = SINGLE_RANK,
+        *,
+        patience_s: float = 0.0,
+    ) -> None:
+        self._reader = Reader(optimizer, wishes, company=company)
+        self._transport = transport or _client()
+        self._tokens, self._patience_s = tokens, patience_s
+        self._uuid = gpu_uuid(optimizer.device.torch_device)
+        self._clock, self._thinking_s = optimizer.device.clock, wishes.search.thinking_s
+        self._worker = RemoteWorker(tokens, self._clock)
+        self._daemon_session: DaemonSession | None = None
+        self._told = 0
+
+    def count_by(self, counter: Counter) -> None:
+        self._worker.counter = counter
+
+    def prepare(self, seen: WarmupStats) -> None:
+        reader = self._reader  # not this, or its thread would keep it
+        self._daemon_session = DaemonSession(
+            self._transport, self._worker, lambda: reader.facts(seen), tokens=self._tokens, gpu_uuid=self._uuid,
+            clock=self._clock, thinking_s=self._thinking_s, patience_s=self._patience_s,
+        )  # fmt: skip
+        self._daemon_session.start()
+        weakref.finalize(self, self._daemon_session.abandon).atexit = False
+
+    @property
+    def begun(self) -> bool:
+        return self._daemon_session is not None
+
+    @property
+    def ready(self) -> bool:
+        return self._worker.given
+
+    def live(self, scene: TuningContext) -> Executor:
+        own = self._worker.own = Setting.of(scene.optimizer.config)
+        return Executor(scene, self._worker, start=own, incumbent=own)
+
+    def said(self) -> list[str]:
+        found = [*self._reader.notices, *(() if self._daemon_session is None else self._daemon_session.notices)]
+        new, self._told = found[self._told :], len(found)
+        return new
+
+    def end(self, ended: Ended) -> Iterator[Said]:
+        wrong = self._worker.wrong
+        if wrong is not None:
+            yield logging.WARNING, wrong  # whatever the daemon says of it
+        farewell = (
+            None
+            if self._daemon_session is None
+            else self._daemon_session.goodbye(lambda session: self._goodbye(session, ended))
+        )
+        if farewell is not None:
+            yield logging.WARNING if farewell.warning else logging.INFO, farewell.sentence
+        elif ended.steps and not ended.given_up and wrong is None:
+            why = "the search had not begun" if self._daemon_session is None else "the daemon does not answer any more"
+            yield logging.WARNING, f"The training ends with the best settings so far: {why}."
+
+    def close(self) -> None:
+        self._worker.close()
+        self._transport.close()
+
+    def _goodbye(self, session: str, ended: Ended) -> Goodbye:
+        return Goodbye(
+            protocol=PROTOCOL,
+            session=session,
+            steps=ended.steps,
+            begins=ended.begins,
+            over=ended.over or ended.given_up,
+            reason=(self._worker.wrong or self._worker.reason)[:_MOST_SENTENCE],
+            remarks=tuple(one[:_MOST_SENTENCE] for one in ended.remarks[-_MOST_REMARKS:]),
+            idle=self._worker.between,
+            count=ended.count,
+        )
+
+
+def _client() -> Transport:
+    from zftune.daemon.client.http import DaemonClient
+
+    return DaemonClient()

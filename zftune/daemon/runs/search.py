@@ -1,0 +1,224 @@
+"""A run's search as its session sees it, and the worker that thinks about it in a thread of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from zftune.daemon.protocol.codec import WireError
+from zftune.daemon.runs import states
+from zftune.daemon.runs.sampler_pool import FairLock, PooledSampler
+from zftune.daemon.runs.states import Going, NotAllowedError
+from zftune.tuner.sampler_process import SamplerError, SamplerProcess
+from zftune.tuner.search import Search
+from zftune.tuner.setup import Prepared
+from zftune.tuner.states import OF_INCUMBENT, Outcome, Request
+from zftune.tuner.worker import ThreadWorker
+
+
+class PooledWorker(ThreadWorker):
+    """Thinks about a run's search in a thread of its own.
+
+    Args:
+        prepared: the search, and where it is written down.
+        sampler_process: asks Optuna.
+    """
+
+    def __init__(self, prepared: Prepared, sampler_process: SamplerProcess) -> None:
+        super().__init__(prepared.search, prepared.recorder, sampler_process)
+        self._prepared = prepared
+        self._turns = sampler_process.turns if isinstance(sampler_process, PooledSampler) else FairLock()
+        self.notices: list[str] = []
+        """Sentences: what it has to do without."""
+
+    def _work(self, outcome: Outcome | None, ask: bool) -> None:
+        with self._turns.working():
+            super()._work(outcome, ask)
+
+    def _take(self, outcome: Outcome) -> None:
+        adopted = len(self._search.book.adoptions)
+        super()._take(outcome)
+        recording = self._prepared.recording
+        if recording is not None and len(self._search.book.adoptions) > adopted:
+            recording.keep_preset(self._search)  # confirmed: a daemon may be killed before the run ends
+
+    def _fail(self, error: SamplerError) -> None:
+        super()._fail(error)
+        self.notices.append(f"The planner alone proposes settings from here on: {error}.")
+
+    def _put_away(self, outcome: Outcome) -> None:
+        asked = self._asked
+        super()._put_away(outcome)
+        if asked is not None and asked.role not in OF_INCUMBENT and self._prepared.recorder is not None:
+            self._prepared.recorder.put_away(asked.trial)
+
+
+@dataclass(frozen=True, slots=True)
+class StartedSearch:
+    """A search that can begin."""
+
+    prepared: Prepared
+    paused: bool
+    """Whether somebody paused it in an earlier life."""
+
+
+class SearchHandle:
+    """The search at work.
+
+    Args:
+        prepared: the search, and where it is written down.
+        sampler_process: asks Optuna.
+        tokens: of a step.
+    """
+
+    def __init__(self, prepared: Prepared, sampler_process: SamplerProcess, tokens: int) -> None:
+        self.prepared = prepared
+        self.request: Request | None = None
+        """That the agent has."""
+        self.decision = 0
+        """Its number."""
+        self.taken = 0
+        """The newest decision whose outcome is written down."""
+        self.start = self.search.book.trials[0].setting
+        self.incumbent = self.search.book.incumbent.setting
+        """As of the last answer."""
+        self.gain = self.search.book.gain_share
+        """Of it over the start, a share of that one's step time."""
+        self.halted = False
+        """Whether nobody thinks any more."""
+        self.over = False
+        """Whether there will be nothing more to do: the agent may end the tuning. A rollback stays to be looked at."""
+        self._called_off = False
+        """Whether the agent was told to let go of the request."""
+        self._handed = 0
+        self._tokens = tokens
+        self._worker = PooledWorker(prepared, sampler_process)
+
+    @property
+    def notices(self) -> list[str]:
+        """Sentences: what it has to do without."""
+        return self._worker.notices
+
+    @property
+    def search(self) -> Search:
+        """Read it while nobody thinks."""
+        return self.prepared.search
+
+    def advance(self, *, paused: bool) -> Going | None:
+        """Go on as far as that can be without waiting.
+
+        Args:
+            paused: whether nothing is to be asked for.
+
+        Returns:
+            The state of the search; None: as before, somebody thinks.
+        """
+        worker = self._worker
+        if self.halted or worker.busy:
+            return None
+        self.taken = self._handed
+        answer = worker.poll()
+        state = self.state()
+        if answer is None:
+            if self.request is None and not paused:
+                worker.hand(None)
+            return state
+        self.incumbent, self.gain = answer.incumbent, answer.gain
+        if answer.request is None:
+            self.halted = True
+            self.over = not any(note.kind == "rollback" for note in self.search.notes)
+        elif paused:
+            reason = "the run was paused before it began"
+            worker.put_away(Outcome("void", tokens=self._tokens, reason=reason, called_off=True))
+        else:
+            self.decision += 1
+            self.request, self._called_off = answer.request, False
+        return state
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody thinks, or what came of that is to be heard of."""
+        return not self.halted and (self._worker.busy or self.request is None)
+
+    def state(self) -> Going:
+        """Of the search, while nobody thinks."""
+        notes = self.search.notes
+        return states.of_search(self.search.state, notes[-1] if notes else None)
+
+    def call_off(self) -> None:
+        """The agent lets go of the request: where nothing comes of it, that is no fault of its setting."""
+        self._called_off = self.request is not None
+
+    def awaits(self, decision: int) -> bool:
+        """Whether it waits for what comes of a decision."""
+        return self.request is not None and decision == self.decision and not self.halted
+
+    def take(self, outcome: Outcome, *, paused: bool) -> None:
+        """What came of the request; ask `awaits` before."""
+        self.request, self._handed = None, self.decision
+        if outcome.status == "void" and (paused or self._called_off):
+            outcome = replace(outcome, called_off=True)
+        if paused:
+            self._worker.put_away(outcome)
+        else:
+            self._worker.hand(outcome)
+
+    def check(self, outcome: Outcome) -> None:
+        """Refuse what cannot have come of the request.
+
+        Raises:
+            WireError: it cannot.
+        """
+        if self.request is None:
+            return
+        asked = (self.request.discard, self.request.steps)
+        counts = (len(outcome.discarded_ms), len(outcome.steps_ms))
+        whole = outcome.status != "measured" or counts == asked
+        if not whole or any(count > most for count, most in zip(counts, asked, strict=True)):
+            raise WireError(f"report.done.outcome is {outcome.status} with {counts} steps; asked for were {asked}")
+        if any(not 0 <= one <= 1e9 for one in (*outcome.discarded_ms, *outcome.steps_ms)):
+            raise WireError("report.done.outcome has a step time that is not from 0 to 1e9 ms")
+        if outcome.tokens < 1:
+            raise WireError(f"report.done.outcome.tokens is {outcome.tokens}; it must be an integer of 1 or more")
+
+    def withdraw(self) -> Request | None:
+        """Ask for nothing any more, and think of nothing; what was asked for."""
+        self.halted = True
+        asked, self.request = self.request, None
+        if asked is not None:
+            self.decision += 1  # what still comes of it is not taken
+        return asked
+
+    # --- in threads, without the lock --------------------------------------------------------------------------------
+
+    def end(self, asked: Request | None, *, spare: bool) -> None:
+        """End the thinking; the search is the caller's then.
+
+        Args:
+            asked: what was withdrawn.
+            spare: whether the training lives: what was in flight is no crash.
+
+        Raises:
+            NotAllowedError: it does not end.
+        """
+        self._worker.close()
+        if self._worker.busy:
+            raise NotAllowedError("the search is still being written down; try again in some seconds")
+        answer = self._worker.poll()
+        for request in (asked, None if answer is None else answer.request):
+            challenges = request is not None and request.role not in OF_INCUMBENT
+            if spare and challenges and request is not None and self.prepared.recorder is not None:
+                self.prepared.recorder.put_away(request.trial)
+
+    def write_down(self) -> None:
+        """What was decided, where somebody keeps it; while nobody thinks.
+
+        Raises:
+            ZftuneError: it could not be written.
+        """
+        if self.prepared.recorder is not None:
+            self.prepared.recorder.write(self.search)
+
+    def settle(self) -> Going:
+        """Take in what a command has changed."""
+        self.incumbent, self.gain = self.search.book.incumbent.setting, self.search.book.gain_share
+        return self.state()

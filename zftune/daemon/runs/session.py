@@ -1,0 +1,534 @@
+"""What a brain hears of its run, and what it answers. It never waits for a thought or a write.
+
+`report` is called in the event loop and works in memory only: the search thinks and writes in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+from zftune.daemon import PROTOCOL
+from zftune.daemon.protocol.messages import Directive, Farewell, Goodbye, Hello, Report, StepFigures
+from zftune.daemon.runs import states
+from zftune.daemon.runs.search import SearchHandle, StartedSearch
+from zftune.daemon.runs.states import NotAllowedError, State, farewell, went_wrong
+from zftune.errors import ZftuneError
+from zftune.store.account import Account, Count
+from zftune.store.types import Withdrawal
+from zftune.tuner import messages
+from zftune.tuner.curve import CurveBuilder
+from zftune.tuner.recorder import StoreRecorder
+from zftune.tuner.sampler_process import SamplerProcess
+from zftune.tuner.setup import Prepared
+from zftune.tuner.space import Setting
+from zftune.tuner.states import Outcome
+from zftune.tuner.worker import Background
+
+_MOST_NOTICES = 32
+_KEPT_STEPS = 1024
+_MOST_SENTENCE = 2000
+_JOIN_S = 5.0
+_PREPARING_S = 4.0
+"""That a command waits for the search to be made; its client waits for little longer."""
+_logger = logging.getLogger("zftune.daemon")
+
+Disturbance = Callable[[], str | None]
+
+
+class RunSession:
+    """Follows one run from its agent's Hello to its end.
+
+    Args:
+        hello: of its agent.
+        session: random; of this brain.
+        begin: makes the search; called in a thread.
+        sampler_process: asks Optuna.
+        notices: sentences; `begin` adds to them.
+        clock: seconds that only grow.
+        disturbance: says that a measurement does not count.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        session: str,
+        begin: Callable[[], StartedSearch],
+        *,
+        sampler_process: SamplerProcess,
+        notices: list[str],
+        clock: Callable[[], float],
+        disturbance: Disturbance = lambda: None,
+    ) -> None:
+        self.hello, self.session = hello, session
+        self.state: State = states.Warming()
+        self.steps: deque[StepFigures] = deque(maxlen=_KEPT_STEPS)
+        """The last ones."""
+        self.losses: deque[tuple[int, float]] = deque(maxlen=_KEPT_STEPS)
+        self.curve = CurveBuilder()
+        """How the training goes, from its first step on."""
+        self.dropped = 0
+        """Statistics that the agent had no room for."""
+        self.knobs: Setting | None = None
+        """That hold, by the last report."""
+        self.count = Count()
+        """What the process that trains has counted."""
+        self.heard_at_s = clock()
+        self._clock, self._disturbance = clock, disturbance
+        self._sampler_process, self._notices = sampler_process, notices
+        self._prepared: Prepared | None = None
+        self._thought: SearchHandle | None = None
+        self._applied = self._sequence = 0
+        self._stopped = False
+        self._guarded: str | None = None
+        """Why training goes wrong, if it does."""
+        self._lock = threading.RLock()
+        self._commands = threading.Lock()
+        """Who has it may change the search, once nobody thinks, and write."""
+        self._leaving = False
+        """Whether it is about to end: nothing is begun any more."""
+        self._ending: Background[None] | None = None
+        self._farewell = Farewell(protocol=PROTOCOL)
+        self._lost: str | None = None
+        """Why it is being ended without goodbye, if it is: there is no way back, its agent has to say Hello again."""
+        self._preparing = Background(lambda: self._prepare(begin), "zftune-brain")
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return isinstance(self.state, states.Ended)
+
+    @property
+    def failed(self) -> bool:
+        """Whether its search could not be made."""
+        return self._preparing.done and self._preparing.failed
+
+    @property
+    def thought(self) -> SearchHandle | None:
+        """The search at work; None: it has not begun."""
+        return self._thought
+
+    @property
+    def record(self) -> str | None:
+        """The run in the store; None: nothing is written down."""
+        prepared = self._prepared
+        return None if prepared is None or prepared.recorder is None else prepared.recorder.run_id
+
+    @property
+    def account(self) -> Account:
+        """What the run took, spent and gained, by what its process has counted."""
+        prepared = self._prepared
+        kept = Account() if prepared is None or prepared.recorder is None else prepared.recorder.account
+        return kept.taken(self.hello.run, self.count)
+
+    @property
+    def _database(self) -> str | None:
+        prepared = self._prepared
+        path = None if prepared is None or prepared.recorder is None else prepared.recorder.database
+        return None if path is None else str(path)
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Sentences: what is not as it should be."""
+        prepared = self._prepared
+        found = [*self._notices, *(() if self._thought is None else self._thought.notices)]
+        for one in () if prepared is None else (prepared.recording, prepared.recorder):
+            found += [] if one is None else one.notices
+        return tuple(one[:_MOST_SENTENCE] for one in dict.fromkeys(found))[:_MOST_NOTICES]
+
+    # --- in the event loop -------------------------------------------------------------------------------------------
+
+    def report(self, report: Report) -> Directive:
+        """Hear a report, and say what to do.
+
+        Raises:
+            WireError: what came of a request is none such; nothing of the report is taken.
+        """
+        done = report.done
+        with self._lock:
+            awaited = done is not None and self._thought is not None and self._thought.awaits(done.decision)
+            if awaited and self._thought is not None and done is not None:
+                self._thought.check(done.outcome)
+            self._hear(report)
+            self._take_count(report.count)
+            if report.guard is not None:
+                self._guard(report.guard)
+            elif awaited and self._thought is not None and done is not None:
+                self._thought.take(self._undisturbed(done.outcome), paused=self._paused)
+            self._advance()
+            return self._directive()
+
+    def touch(self) -> None:
+        """The agent lives."""
+        self.heard_at_s = self._clock()
+
+    @property
+    def _paused(self) -> bool:
+        return isinstance(self.state, states.Paused)
+
+    def _hear(self, report: Report) -> None:
+        self.touch()
+        if report.sequence <= self._sequence:
+            return  # it came twice
+        self._sequence = report.sequence
+        self.steps.extend(report.steps)
+        self.losses.extend(report.losses)
+        for one in report.steps:
+            self.curve.step(one.step, one.step_ms, one.coverage)
+        for step, loss in report.losses:
+            self.curve.loss(step, loss)
+        self.dropped = report.dropped
+        last = self.steps[-1].step if self.steps else 0
+        if report.applied is not None and report.applied.decision > self._applied:
+            self._applied, last = report.applied.decision, report.applied.step
+            if report.done is None or report.done.decision != self._applied:
+                self._disturbance()  # what was before does not count
+        if report.knobs is not None and report.knobs != self.knobs:
+            self.knobs = report.knobs
+            self.curve.change(last, self.knobs.knobs())
+
+    def _take_count(self, count: Count | None) -> None:
+        if count is not None and count.seconds >= self.count.seconds:
+            self.count = count
+
+    def _undisturbed(self, outcome: Outcome) -> Outcome:
+        disturbed = self._disturbance() if outcome.status == "measured" else None
+        return outcome if disturbed is None else replace(outcome, status="void", reason=disturbed)
+
+    def _advance(self) -> None:
+        if self.over or self._leaving:
+            return
+        if self._thought is None:
+            if self._prepared is None:
+                self._look_for_failure()
+                return
+            self._thought = SearchHandle(self._prepared, self._sampler_process, self.hello.tokens)
+            if self._guarded is not None:
+                self._end_search(self._thought, self._guarded)
+        went_on = self._thought.advance(paused=self._paused)
+        if went_on is not None:
+            self.state = states.advanced(self.state, went_on)
+
+    def _look_for_failure(self) -> None:
+        if self.failed:
+            self.state = states.ended(self.state, "the search could not be made; see the daemon's log")
+
+    def _guard(self, reason: str) -> None:
+        """Training goes wrong: the agent has set the starting point's knobs, and says so until it ends."""
+        if self._guarded is not None:
+            return
+        self._guarded = reason
+        if self._thought is not None:
+            self._end_search(self._thought, reason)
+
+    def _end_search(self, thought: SearchHandle, reason: str) -> None:
+        asked = thought.withdraw()
+        thought.over, thought.incumbent, thought.gain = True, thought.start, 0.0
+        self.state = states.Frozen(reason, pinned=True)
+
+        def end() -> None:
+            with self._commands:
+                if self.over:
+                    return
+                try:
+                    thought.end(asked, spare=True)
+                except NotAllowedError as error:
+                    _logger.warning("Run %s goes wrong, and %s.", self.hello.run, error)  # its end writes it down
+                    return
+                self._write_guard(thought.prepared)
+                with self._lock:
+                    self.state = states.advanced(self.state, thought.settle())  # a command may have come in between
+
+        self._ending = Background(end, "zftune-brain")
+
+    def _write_start(self, prepared: Prepared) -> None:
+        """Write down what the search begins from: only then can a run be gone on with, so that a command holds on."""
+        try:
+            if prepared.recorder is not None:
+                prepared.recorder.write(prepared.search)
+        except ZftuneError as error:
+            self._notices.append(f"{error}.")
+
+    def _write_guard(self, prepared: Prepared) -> None:
+        """Write down that training goes wrong, if it does; while nobody thinks."""
+        if self._guarded is None:
+            return
+        try:
+            went_wrong(prepared, self._guarded)
+        except ZftuneError as error:
+            self._notices.append(f"{error}.")
+
+    def _kind(self) -> Literal["apply", "hold", "pause", "stop"]:
+        thought = self._thought
+        if self._stopped or self.over:
+            return "stop"
+        if self._paused:
+            return "pause"
+        if thought is None or thought.request is None:
+            return "stop" if thought is not None and thought.over else "hold"
+        return "apply"
+
+    def _thinks(self) -> bool:
+        """Whether a report that tells nothing may be answered otherwise soon."""
+        if self.over or self._stopped or self._leaving:
+            return False
+        if self._ending is not None and not self._ending.done:
+            return True
+        return not self._paused if self._thought is None else self._thought.busy and not self._paused
+
+    def _directive(self) -> Directive:
+        thought = self._thought
+        request = None if thought is None else thought.request
+        kind = self._kind()
+        if kind == "pause" and thought is not None:
+            thought.call_off()
+        return Directive(
+            protocol=PROTOCOL,
+            session=self.session,
+            decision=0 if thought is None else thought.decision,
+            kind=kind,
+            state=self.state.name,
+            reason=self.state.reason[:_MOST_SENTENCE],
+            request=request if kind == "apply" else None,
+            incumbent=None if thought is None else thought.incumbent,
+            start=None if thought is None else thought.start,
+            gain=0.0 if thought is None else thought.gain,
+            taken=0 if thought is None else thought.taken,
+            record=self.record,
+            database=self._database,
+            thinks=self._thinks(),
+            notices=self.notices,
+        )
+
+    # --- in the thread that makes the search -------------------------------------------------------------------------
+
+    def _prepare(self, begin: Callable[[], StartedSearch]) -> None:
+        """Make the search; the run may have ended meanwhile."""
+        try:
+            begun = begin()
+        except Exception:
+            _logger.exception("The search of run %s cannot be made.", self.hello.run)
+            raise
+        with self._commands:  # who ends the run waits, or it has ended
+            self._take_up(begun)
+
+    def _take_up(self, begun: StartedSearch) -> None:
+        prepared = begun.prepared
+        if prepared.recorder is not None:
+            prepared.recorder.follow(lambda: self.count, self.hello.run)
+        self._write_start(prepared)
+        with self._lock:
+            late = self.over
+            if not late:
+                self._prepared = prepared
+                if prepared.recorder is not None:
+                    prepared.recorder.curve.join(self.curve.curve())
+                    self.curve = prepared.recorder.curve
+                if prepared.sentence:
+                    self._notices.append(prepared.sentence)
+                if begun.paused:
+                    self.state = states.paused(self.state)
+        if late and prepared.recorder is not None:
+            self._write_guard(prepared)
+            prepared.recorder.finish(prepared.search, unfinished=self._guarded is None)
+
+    # --- what somebody asks for, in threads --------------------------------------------------------------------------
+
+    def pause(self, by: str) -> None:
+        """Let the incumbent run undisturbed; it is written down when this returns.
+
+        Args:
+            by: who asks for it, in words.
+
+        Raises:
+            NotAllowedError: the state does not allow it, or the search is still being made.
+            ZftuneError: it could not be written down: nothing has changed.
+        """
+        self._wait_for_search()
+        with self._commands:
+            if states.paused(self.state) == self.state:
+                return
+            self._write_command("pause", by)
+            with self._lock:
+                self.state = states.paused(self.state)
+
+    def resume(self, by: str) -> None:
+        """Go on after a pause.
+
+        Raises:
+            NotAllowedError: it is not paused.
+            ZftuneError: it could not be written down: nothing has changed.
+        """
+        with self._commands:
+            states.resumed(self.state)
+            self._write_command("unpause", by)
+            with self._lock:
+                self.state = states.resumed(self.state)
+                self._advance()
+
+    def roll_back(self, by: str) -> None:
+        """Pin the setting before the last adoption, and bar the one that was adopted.
+
+        Raises:
+            NotAllowedError: nothing was adopted, or the state does not allow it.
+            ZftuneError: it could not be written down.
+        """
+        with self._commands:
+            thought = self._begun("roll back")
+            if not thought.search.book.adoptions:
+                raise NotAllowedError("cannot roll back: nothing was adopted in this run")
+            self._halt(thought)
+            barred = thought.search.book.incumbent.setting
+            thought.search.roll_back(by)
+            self._settle(thought)
+            if thought.prepared.recording is not None:
+                thought.prepared.recording.withdraw_preset(barred, Withdrawal("rollback", by))
+
+    def stop(self, by: str) -> None:
+        """End the tuning; the incumbent's knobs stay.
+
+        Raises:
+            NotAllowedError: the state does not allow it.
+            ZftuneError: it could not be written down.
+        """
+        with self._commands:
+            thought = self._begun("stop")
+            self._halt(thought)
+            if not self._stopped:
+                thought.search.stop(messages.commanded("stop", {"by": by}), final=True, by=by)
+            self._stopped = True
+            self._settle(thought)
+
+    def _wait_for_search(self) -> None:
+        """Until there is something to write a command down in."""
+        self._preparing.join(_PREPARING_S)
+        if not self._preparing.done:
+            raise NotAllowedError("the search is still being prepared; try again in some seconds")
+        with self._lock:
+            if self._prepared is None:
+                self._look_for_failure()
+
+    def _begun(self, doing: str) -> SearchHandle:
+        if self._thought is None or self.over:
+            why = self.state.reason if self.over else "its search has not begun yet"
+            raise NotAllowedError(f"cannot {doing}: {why}")
+        return self._thought
+
+    def _halt(self, thought: SearchHandle, *, spare: bool = True) -> None:
+        with self._lock:
+            asked = thought.withdraw()
+        thought.end(asked, spare=spare)
+
+    def _settle(self, thought: SearchHandle) -> None:
+        with self._lock:
+            self.state = thought.settle()
+        thought.write_down()
+
+    def _write_command(self, kind: Literal["pause", "unpause"], by: str) -> None:
+        recorder = None if self._prepared is None else self._prepared.recorder
+        if recorder is not None:
+            recorder.command(kind, by)
+
+    # --- what ends it waits and writes, in threads -------------------------------------------------------------------
+
+    def goodbye(self, message: Goodbye) -> Farewell:
+        """The agent ends: what was found is written down.
+
+        Raises:
+            NotAllowedError: that takes its time; it may be said again.
+        """
+        self._hurry()
+        with self._commands:
+            if self.over:
+                return self._farewell
+            prepared = self._come_to_rest()
+            self._take_count(message.count)
+            found = farewell(prepared, message, self.account.total)
+            with self._lock:
+                self._farewell = replace(found, notices=self.notices)
+                stopped = "its search was stopped, the training goes on" if self._stopped else None
+                self.state = states.ended(self.state, message.reason or stopped or "the training has ended")
+        return self._farewell
+
+    def lose(self, lease_s: float, *, died: bool = False) -> bool:
+        """End the run where its agent was not heard of any more: what was in flight is marked crashed.
+
+        Args:
+            lease_s: seconds for which it may be silent.
+            died: its process is known to have ended.
+
+        Returns:
+            Whether it has ended now.
+
+        Raises:
+            NotAllowedError: that takes its time, it is to be tried again.
+        """
+        with self._lock:
+            silent_s = self._clock() - self.heard_at_s
+            if self.over or (self._lost is None and silent_s <= lease_s and not died):
+                return False
+            if self._lost is None:
+                silent = f"nothing was heard of the training for {silent_s:.0f} s"
+                self._lost = "the training was killed, or has crashed" if died else silent
+        return self._end(self._lost, lambda recorder, _: recorder.lose(), spare=False)
+
+    def leave(self) -> None:
+        """The daemon ends, and the training goes on: another daemon may take the run up.
+
+        Raises:
+            NotAllowedError: that takes its time, it is to be tried again.
+        """
+
+        def close(recorder: StoreRecorder, prepared: Prepared) -> None:
+            recorder.finish(prepared.search, unfinished=True)
+
+        self._end("the daemon has ended", close, spare=True)
+
+    def renew(self, lease_s: float) -> None:
+        """Say in the store that the run lives.
+
+        Args:
+            lease_s: for so long.
+
+        Raises:
+            ZftuneError: it could not be written.
+        """
+        prepared = self._prepared
+        if not self.over and prepared is not None and prepared.recorder is not None:
+            prepared.recorder.renew(lease_s)
+
+    def _end(self, reason: str, close: Callable[[StoreRecorder, Prepared], None], *, spare: bool) -> bool:
+        """End the run; whether it had not ended before. It is shown as ended once the store can give it to others."""
+        self._hurry()
+        with self._commands:
+            if self.over:
+                return False
+            prepared = self._come_to_rest(spare=spare)
+            if prepared is not None and prepared.recorder is not None:
+                close(prepared.recorder, prepared)
+            with self._lock:
+                self.state = states.ended(self.state, reason)
+        return True
+
+    def _come_to_rest(self, *, spare: bool = True) -> Prepared | None:
+        """Think and begin nothing any more; what was prepared. Under the commands' lock."""
+        with self._lock:
+            self._leaving = True
+            thought, prepared = self._thought, self._prepared
+        if thought is not None:
+            self._halt(thought, spare=spare)
+        if prepared is not None:
+            self._write_guard(prepared)
+        return prepared
+
+    def _hurry(self) -> None:
+        """Let what is under way come to its end: nobody waits for the planner any more where the search is made."""
+        if self._thought is None:
+            self._sampler_process.close()
+        for one in (self._preparing, self._ending):
+            if one is not None:
+                one.join(_JOIN_S)

@@ -1,0 +1,211 @@
+"""Where a run stands, as types, and how one state follows from another. Pure: nothing here waits or writes.
+
+Warming -> Baseline -> Searching <-> Confirming -> Frozen -> Drifted -> Searching ..
+any of these <-> Paused;  any -> Ended
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import ClassVar
+
+from zftune.daemon import PROTOCOL
+from zftune.daemon.protocol.messages import Farewell, Goodbye
+from zftune.errors import ZftuneError
+from zftune.store.account import Count
+from zftune.store.types import Decision, Withdrawal
+from zftune.tuner import states as search
+from zftune.tuner.messages import Followed, conclusion
+from zftune.tuner.setup import Prepared
+from zftune.tuner.states import Stopped
+from zftune.words import LIVE_STATES
+
+
+def went_wrong(prepared: Prepared, reason: str) -> None:
+    """End a search because training goes wrong; said twice, it is once.
+
+    What it adopted was kept as a preset at once, and is proposed to nobody any more.
+
+    Args:
+        prepared: the search.
+        reason: a sentence.
+
+    Raises:
+        ZftuneError: it could not be written down.
+    """
+    search, recording = prepared.search, prepared.recording
+    if not any(note.kind == "guard" for note in search.notes):
+        search.guard(reason)
+    if prepared.recorder is not None:
+        prepared.recorder.write(search)
+    adopted = {note.trial for note in search.notes if note.kind == "adopt"}
+    for trial in search.book.trials[1:]:  # the first is what training goes back to
+        if trial.number in adopted and recording is not None:
+            recording.withdraw_preset(trial.setting, Withdrawal("guard"))
+
+
+def farewell(prepared: Prepared | None, message: Goodbye, count: Count) -> Farewell:
+    """End a search that nobody thinks about any more.
+
+    Args:
+        prepared: the search; None: it had not begun.
+        message: of the agent.
+        count: what the run took and spent, all in all.
+    """
+    search = None if prepared is None else prepared.search
+    over = search is not None and isinstance(search.state, Stopped)
+    if search is not None:
+        if message.idle is not None:
+            search.idle(message.idle)
+        if not over:
+            ended = f"Tuning ended after {message.steps} steps, before the search was over."
+            search.stop(message.reason or ended)
+    remembered = prepared is not None and prepared.recorder is not None
+    followed = Followed(message.steps, message.begins, over or message.over, remembered, count)
+    level, sentence = conclusion(search, followed)
+    if prepared is not None and search is not None:
+        for remark in message.remarks:
+            search.remark(remark)
+        if prepared.recording is not None:
+            prepared.recording.finish(search, unfinished=not over)
+    return Farewell(protocol=PROTOCOL, sentence=sentence, warning=level >= logging.WARNING)
+
+
+class NotAllowedError(ZftuneError):
+    """A command that does not fit the state; the sentence says which does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warming:
+    """The search is being made: the planner is asked, the store is read."""
+
+    name: ClassVar[str] = "warming"
+    reason: str = "the search is being prepared"
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """The knobs that the search begins from are measured."""
+
+    name: ClassVar[str] = "baseline"
+    reason: str = "the settings at the start are measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Searching:
+    """Settings are looked at, or thought of."""
+
+    name: ClassVar[str] = "searching"
+    trial: int | None = None
+    """That is measured; None: none is."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Confirming:
+    """A setting is compared with the incumbent: A-B-A."""
+
+    name: ClassVar[str] = "confirming"
+    trial: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """The search has stopped; unless it is pinned, step times are watched."""
+
+    name: ClassVar[str] = "frozen"
+    reason: str
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Drifted:
+    """Step times have changed: the incumbent is measured again, then the search goes on."""
+
+    name: ClassVar[str] = "drifted"
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """Somebody wants the incumbent to run undisturbed."""
+
+    name: ClassVar[str] = "paused"
+    held: Warming | Baseline | Searching | Confirming | Frozen | Drifted
+    """To go on with."""
+    reason: str = "the best settings so far stay until it is resumed"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The run is over for the daemon."""
+
+    name: ClassVar[str] = "ended"
+    reason: str
+
+
+Going = Warming | Baseline | Searching | Confirming | Frozen | Drifted
+State = Going | Paused | Ended
+
+
+def of_search(state: search.State, last: Decision | None) -> Going:
+    """Of a search that begins or goes on.
+
+    Args:
+        state: of it.
+        last: its last decision.
+    """
+    reason = "" if last is None else last.reason
+    if isinstance(state, search.MeasuringBaseline):
+        kind = "start" if last is None else last.kind
+        again = "the best settings so far are measured once more"
+        return Drifted(reason) if kind == "reopen" else Baseline(again) if kind == "resume" else Baseline()
+    if isinstance(state, search.Comparing):
+        return Confirming(state.trial, f"setting {state.trial} is compared with the best so far")
+    if isinstance(state, search.Stopped):
+        return Frozen(state.reason, pinned=state.final)
+    if isinstance(state, search.WaitingForBudget):
+        return Searching(None, reason)
+    if isinstance(state, search.Exploring):
+        return Searching(state.trial, f"setting {state.trial} is measured")
+    return Searching(None, "the next setting is being chosen")
+
+
+def advanced(state: State, to: Going) -> State:
+    """After the search went on; a paused run stays paused, and one that ended stays ended."""
+    if isinstance(state, Paused):
+        return Paused(to)
+    return state if isinstance(state, Ended) else to
+
+
+def paused(state: State) -> Paused:
+    """After `pause`; twice is once.
+
+    Raises:
+        NotAllowedError: the run has ended.
+    """
+    if isinstance(state, Paused):
+        return state
+    if isinstance(state, Ended):
+        raise NotAllowedError(f"cannot pause: {state.reason}")
+    return Paused(state)
+
+
+def resumed(state: State) -> Going:
+    """After `resume`.
+
+    Raises:
+        NotAllowedError: it is not paused.
+    """
+    if isinstance(state, Ended):
+        raise NotAllowedError(f"cannot resume: {state.reason}")
+    if not isinstance(state, Paused):
+        raise NotAllowedError(f"cannot resume: the run is {LIVE_STATES[state.name]}, not paused")
+    return state.held
+
+
+def ended(state: State, reason: str) -> Ended:
+    """After goodbye, or without; what ended first stays the reason."""
+    return state if isinstance(state, Ended) else Ended(reason)

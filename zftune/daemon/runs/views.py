@@ -1,0 +1,373 @@
+"""What is shown of runs: from the brains in memory, and the rest from the store, which is the truth."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from zftune.daemon.protocol.messages import StepFigures
+from zftune.daemon.runs.session import RunSession
+from zftune.daemon.server.sampling import WINDOW_S, Node, Seen
+from zftune.explain import document
+from zftune.explain.replay import replayed
+from zftune.explain.words import fates as fates_of
+from zftune.quality import assumed_coverage, coverage_warning, summary
+from zftune.store.account import Account
+from zftune.store.types import Curve, CurvePoint, KnobChange, ranks_in_words
+from zftune.text import slowest_rank
+from zftune.words import DECISIONS, LIVE_STATES, shares
+
+if TYPE_CHECKING:
+    from zftune.store.store import Store
+
+V = TypeVar("V")
+_RECENT = 20
+_MOST_APART = 10.0
+"""Percentage points between waiting by events and idleness by NVML: more than that is pointed out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuView:
+    """A run's GPU over the last seconds, beside what the run's own events say. Percentages; null: not known."""
+
+    uuid: str
+    utilisation: float | None
+    """By NVML."""
+    idle: float | None
+    """The rest."""
+    stall: float | None
+    """Of the step time, by the run's events."""
+    throttled_by: list[str]
+    power_w: float | None
+    sentence: str
+    """Both in words, or why NVML tells nothing."""
+    apart: bool
+    """Whether the two differ by more than 10 points."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossView:
+    """What losses show as far as their noise lets one see."""
+
+    first: float
+    """Mean of the first quarter of the steps."""
+    last: float
+    """Mean of the last quarter."""
+    error: float | None
+    """Two standard errors of either; null: there are too few to know."""
+    trend: str
+    """falling, rising, level (no more than noise) or unknown."""
+    sentence: str
+    """All of it in words, with no more digits than the noise leaves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoverageView:
+    """Share of the gradient energy in the selected columns."""
+
+    measured: float
+    """Mean of the last steps."""
+    assumed: float
+    """What the planner takes where nothing is measured, at the same topk_ratio."""
+    warning: str | None
+    """A sentence where the first is far below the second; null: it is not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """A run at a glance."""
+
+    run: str
+    record: str | None
+    """Its run in the store; null: nothing is written down."""
+    state: str
+    """warming, baseline, searching, confirming, frozen, drifted, paused or ended."""
+    title: str
+    """The state as people read it."""
+    reason: str
+    model: str
+    ranks: str
+    """How many train it, and how they share its weights, in words."""
+    pid: int
+    argv: list[str]
+    began_unix_s: float
+    silent_s: float
+    """Since its agent was heard of."""
+    step: int
+    """The last that was reported."""
+    step_ms: float | None
+    """Median of the last steps; null: none was reported."""
+    stall_ms: dict[str, float]
+    """Mean of the last steps, by cause."""
+    loss: float | None
+    """The newest; null: none is known."""
+    losses: LossView | None
+    """What the losses show, from the first step on; null: none is known."""
+    coverage: CoverageView | None
+    """Null: nothing is selected, or nothing was heard of it."""
+    dropped: int
+    """Statistics that the agent had no room for."""
+    knobs: dict[str, Any] | None
+    """That hold, by the last report."""
+    incumbent: dict[str, Any] | None
+    """The best so far."""
+    notices: list[str]
+    account: AccountView
+    gpu: GpuView | None
+    """Null: it trains on none, or is sampled no more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialView:
+    """A setting, and what became of it."""
+
+    number: int
+    source: str
+    state: str
+    fate: str
+    """The state as people read it."""
+    reason: str | None
+    knobs: dict[str, Any]
+    predicted_step_ms: float | None
+    step_ms: float | None
+    """Of its newest measurements that count; null: it was not measured since step times changed last."""
+    earlier_step_ms: float | None
+    """Of the newest era that it was measured in, where that is not the last one."""
+    era: int
+    """That it was measured or decided about in last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionView:
+    """What was decided, and why."""
+
+    kind: str
+    title: str
+    """The kind as people read it."""
+    reason: str
+    trial: int | None
+    era: int
+    at_unix_s: float
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GainView:
+    """Of the incumbent over the knobs that the search began from."""
+
+    share: float
+    """Of the step time that is saved."""
+    error: float
+    """Two standard errors."""
+    era: int
+    """That the last setting was adopted in."""
+    text: str
+    """Share and error, with no more digits than the error leaves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EraView:
+    """A part of the search in which step times are comparable: the next one begins where they change."""
+
+    number: int
+    """0, 1, .."""
+    reason: str
+    """Why the search began again; "" for the first."""
+    at_unix_s: float | None
+    """When it did; null for the first."""
+    measurements: int
+    """That count; those of the incumbent while waiting left out."""
+    settings: int
+    """That have a step time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountView:
+    """What the run took, spent and gained so far, over all the processes that have trained it."""
+
+    steps: int
+    elapsed_s: float
+    tokens: int
+    spent_s: float
+    """By exploring: beyond what the incumbent would have taken."""
+    saved_s: float
+    """By the incumbents, against the knobs that the search began from."""
+    break_even_s: float | None
+    """After how many seconds the savings had caught up with the cost; null: they have not, or there were none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDetails:
+    """A run with all that was tried and decided."""
+
+    run: RunView
+    gain: GainView | None
+    """Null: nothing was adopted."""
+    steps: list[StepFigures]
+    """The last ones."""
+    curve: list[CurvePoint]
+    """Step time, loss and coverage from the first step on, in at most 256 points, each the mean of some steps."""
+    changes: list[KnobChange]
+    """The knobs over time; the last changes."""
+    trials: list[TrialView]
+    incumbent: int | None
+    """The trial whose knobs are the best so far; null: nothing is written down."""
+    decisions: list[DecisionView]
+    eras: list[EraView]
+    """At least one once the search is written down; the last goes on."""
+
+
+def run_view(brain: RunSession, silent_s: float, node: Node | None = None) -> RunView:
+    """A run at a glance.
+
+    Args:
+        brain: of the run.
+        silent_s: since its agent was heard of.
+        node: samples its GPU.
+    """
+    steps = list(brain.steps)[-_RECENT:]
+    times = [one.step_ms for one in steps if one.step_ms is not None]
+    hello, thought = brain.hello, brain.thought
+    training = hello.training
+    return RunView(
+        run=hello.run,
+        record=brain.record,
+        state=brain.state.name,
+        title=LIVE_STATES[brain.state.name],
+        reason=brain.state.reason,
+        model=training.model.name,
+        ranks=ranks_in_words(training.company.ranks, training.company.nodes, training.company.shards),
+        pid=hello.pid,
+        argv=list(hello.argv),
+        began_unix_s=hello.began_unix_s,
+        silent_s=round(silent_s, 3),
+        step=steps[-1].step if steps else 0,
+        step_ms=statistics.median(times) if times else None,
+        stall_ms=_stall_ms(steps),
+        loss=brain.losses[-1][1] if brain.losses else None,
+        losses=_loss_view(brain.curve.curve()),
+        coverage=_coverage_view(brain, steps),
+        dropped=brain.dropped,
+        knobs=None if brain.knobs is None else brain.knobs.knobs(),
+        incumbent=None if thought is None else thought.incumbent.knobs(),
+        notices=list(brain.notices),
+        account=_account_view(brain.account),
+        gpu=_gpu_view(brain, None if node is None else node.gpu(hello.run)),
+    )
+
+
+def _account_view(account: Account) -> AccountView:
+    total = account.total
+    return AccountView(
+        steps=total.steps,
+        elapsed_s=total.seconds,
+        tokens=total.tokens,
+        spent_s=total.spent_s,
+        saved_s=total.saved_s,
+        break_even_s=account.break_even_s,
+    )
+
+
+def _gpu_view(brain: RunSession, found: tuple[str, Seen] | None) -> GpuView | None:
+    if found is None:
+        return None
+    uuid, seen = found
+    figures = seen.figures or {}
+    utilisation, stall = figures.get("utilisation_percent"), _stall_percent(list(brain.steps))
+    idle = None if utilisation is None else 100 - utilisation
+    apart = idle is not None and stall is not None and abs(idle - stall) > _MOST_APART
+    by_events = "stall by events " + ("not known" if stall is None else f"{stall:.0f}%")
+    if idle is None:
+        sentence = f"{by_events}, no figure of NVML: {seen.missing or 'no utilisation was read'}"
+    else:
+        sentence = f"{by_events}, NVML idle {idle:.0f}%"
+    return GpuView(
+        uuid=uuid,
+        utilisation=utilisation,
+        idle=idle,
+        stall=stall,
+        throttled_by=list(figures.get("throttle_reasons") or ()),
+        power_w=figures.get("power_w"),
+        sentence=sentence + (": more than 10 points apart" if apart else ""),
+        apart=apart,
+    )
+
+
+def _stall_percent(steps: Sequence[StepFigures]) -> float | None:
+    """Over the steps of the time that the samplers show."""
+    total_ms = stall_ms = 0.0
+    for one in reversed(steps):
+        if one.step_ms is None or one.stall_ms is None:
+            continue
+        total_ms += one.step_ms
+        stall_ms += sum(one.stall_ms.values())
+        if total_ms >= 1e3 * WINDOW_S:
+            break
+    return 100 * stall_ms / total_ms if total_ms else None
+
+
+def run_details(brain: RunSession, silent_s: float, store: Store | None, node: Node | None = None) -> RunDetails:
+    """A run with its trials and decisions.
+
+    Raises:
+        StoreError: the store could not be read.
+    """
+    view, record = run_view(brain, silent_s, node), brain.record
+    steps, curve = list(brain.steps), _curve(brain)
+    if store is None or record is None:
+        return RunDetails(run=view, gain=None, steps=steps, **curve, trials=[], incumbent=None, decisions=[], eras=[])
+    rows, told = replayed(store, record)
+    if rows:  # what is written down, so that no figure is of another moment than its neighbours
+        slowest = slowest_rank(dict(enumerate(told.ranks_ms)))
+        notices = view.notices if slowest is None else [*view.notices, slowest]
+        view = replace(view, incumbent=dict(rows[told.incumbent].knobs), notices=notices)
+    trials = [document.trial(row, told) for row in rows]
+    decisions = [document.decision(one) for one in told.decided]
+    fates = fates_of({"trials": trials, "decisions": decisions, "best": {"number": told.incumbent}})
+    gain = document.gain(told)
+    return RunDetails(
+        run=view,
+        gain=None if gain is None else _shown(GainView, {**gain, "text": shares(gain["share"], gain["error"], "±")}),
+        steps=steps,
+        **curve,
+        trials=[_shown(TrialView, one, fate=fates[one["number"]]) for one in trials],
+        incumbent=told.incumbent if rows else None,
+        decisions=[_shown(DecisionView, one, title=DECISIONS.get(one["kind"], one["kind"])) for one in decisions],
+        eras=[_shown(EraView, one) for one in document.eras(told)],
+    )
+
+
+def _shown(view: type[V], found: Mapping[str, Any], **more: Any) -> V:
+    """What a view shows of a part of `zftune explain --json`."""
+    names: Any = view.__dataclass_fields__  # type: ignore[attr-defined]
+    return view(**{name: found[name] for name in names if name in found}, **more)
+
+
+def _curve(brain: RunSession) -> dict[str, Any]:
+    found = brain.curve.curve()
+    return {"curve": list(found.points), "changes": list(found.changes)}
+
+
+def _loss_view(curve: Curve) -> LossView | None:
+    found = summary([point.loss for point in curve.points if point.loss is not None])
+    return None if found is None else _shown(LossView, asdict(found), sentence=str(found))
+
+
+def _coverage_view(brain: RunSession, steps: Sequence[StepFigures]) -> CoverageView | None:
+    known = [one.coverage for one in steps if one.coverage is not None]
+    if not known or brain.knobs is None:
+        return None
+    measured = statistics.fmean(known)
+    return CoverageView(
+        measured=measured,
+        assumed=assumed_coverage(brain.knobs.topk_ratio),
+        warning=coverage_warning(measured, brain.knobs.knobs()),
+    )
+
+
+def _stall_ms(steps: list[StepFigures]) -> dict[str, float]:
+    known = [one.stall_ms for one in steps if one.stall_ms is not None]
+    causes = sorted({cause for one in known for cause in one})
+    return {cause: statistics.fmean(one.get(cause, 0.0) for one in known) for cause in causes}

@@ -1,0 +1,189 @@
+"""All rules over one ds_config, and the changes that mend what they find."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from zftune.ds_config.facts import GOOD
+from zftune.ds_config.reading import MISSING, Source, at, put
+from zftune.integrations.deepspeed.check.findings import Change, Finding, Report, by_severity
+from zftune.integrations.deepspeed.check.rules_deepspeed import (
+    DEEPSPEED_NAMES,
+    DEEPSPEED_RULES,
+    FILE_RULES,
+    PRECISION_RULES,
+    can_be_left_out,
+)
+from zftune.integrations.deepspeed.check.rules_offload import INTERVAL_RULES, OFFLOAD_RULES
+from zftune.integrations.deepspeed.check.rules_zenflow import ZENFLOW_NOTES, ZENFLOW_RULES
+from zftune.integrations.deepspeed.check.subject import OURS, UPSTREAM, FaultOfPreset, Rule, Subject, change, left_out
+from zftune.store.types import Backend
+
+ZENFLOW, DEEPSPEED = OWN_NAMES = ("backend-zenflow", "backend-deepspeed")
+
+
+def zenflow(subject: Subject) -> Iterator[Finding]:
+    """Unless the other backend is asked for."""
+    elsewhere = () if subject.forced else (change("zftune.backend", "deepspeed"),)
+    for refusal in subject.own_refusals if subject.backend != "deepspeed" else ():
+        mends: tuple[Change, ...] = ()
+        if refusal.instead and not refusal.near:
+            mends = elsewhere
+        elif subject.at(refusal.field) is not MISSING and can_be_left_out(refusal.field):
+            mends = (left_out(refusal.field),)
+        yield subject.finding(ZENFLOW, refusal.field, "crashes", refusal, *mends, backends=OURS)
+
+
+def deepspeed(subject: Subject) -> Iterator[Finding]:
+    """Where that backend is asked for."""
+    for refusal in subject.upstream_refusals if subject.backend == "deepspeed" else ():
+        yield subject.finding(DEEPSPEED, refusal.field, "crashes", refusal, backends=UPSTREAM)
+
+
+OWN_RULES: tuple[Rule, ...] = (zenflow, deepspeed)
+
+
+_MOST = 200  # far more than there are settings: a circle of changes must not go on for ever
+
+
+def fix(
+    source: Source,
+    *,
+    backend: Backend | None,
+    version: str | None,
+    world_size: int | None = None,
+    fault_of_preset: FaultOfPreset | None = None,
+    script: Path | None = None,
+) -> tuple[dict[str, Any], list[tuple[Change, Finding]], Report]:
+    """Apply changes one finding after another, since one safe value may need another one.
+
+    Args:
+        source: the ds_config; not changed.
+        backend: for which to judge.
+        version: of DeepSpeed.
+        world_size: number of ranks; None: any.
+        fault_of_preset: as `check` takes it.
+        script: likewise.
+
+    Returns:
+        The changed ds_config; every change with the finding that it mends; what is left to be found.
+    """
+    config = copy.deepcopy(source.config)
+    done: list[tuple[Change, Finding]] = []
+    for _ in range(_MOST):
+        as_it_is = Source(config, hugging_face=source.hugging_face)
+        report = check(
+            as_it_is,
+            backend=backend,
+            version=version,
+            world_size=world_size,
+            fault_of_preset=fault_of_preset,
+            script=script,
+        )
+        helping = [finding for finding in report.findings if _helps(config, finding)]
+        finding = min(helping, key=_moves, default=None)
+        if finding is None:
+            break
+        for each in finding.changes:
+            put(config, each.path, each.value)
+            done.append((each, finding))
+    return config, done, report
+
+
+def _moves(finding: Finding) -> bool:
+    """Whether it goes to another backend. That comes last: what can be mended for both is."""
+    return any(each.path == ("zftune", "backend") for each in finding.changes)
+
+
+def _helps(config: Mapping[str, Any], finding: Finding) -> bool:
+    """Whether its changes are not made yet."""
+    return any(at(config, each.path) != each.value for each in finding.changes)
+
+
+def document(done: list[tuple[Change, Finding]], left: Report) -> dict[str, Any]:
+    """What was changed, as JSON.
+
+    Args:
+        done: the changes.
+        left: what was found after them.
+    """
+    return {
+        "ok": left.ok,
+        "changes": [{**each.document(), "rule": finding.rule} for each, finding in done],
+        "left": [finding.document() for finding in left.findings if finding.is_fault],
+    }
+
+
+RULES: tuple[Rule, ...] = (
+    *FILE_RULES,
+    *DEEPSPEED_RULES,
+    *INTERVAL_RULES,
+    *ZENFLOW_RULES,
+    *PRECISION_RULES,
+    *OFFLOAD_RULES,
+    *ZENFLOW_NOTES,
+    *OWN_RULES,
+)
+
+
+def check(
+    source: Source | Mapping[str, Any],
+    *,
+    backend: Backend | None = None,
+    version: str | None,
+    world_size: int | None = None,
+    fault_of_preset: FaultOfPreset | None = None,
+    script: Path | None = None,
+) -> Report:
+    """What is wrong with a ds_config.
+
+    Args:
+        source: the ds_config.
+        backend: for which to judge; None: as its "zftune" section says, and for both where that says nothing.
+        version: of DeepSpeed; None: it is not installed, and is judged as 0.19.6.
+        world_size: number of ranks; None: any that the batch sizes fit.
+        fault_of_preset: tells what is wrong with a preset's name; None: presets are not looked up.
+        script: of the training; None: it is not known.
+    """
+    if not isinstance(source, Source):
+        source = Source(dict(source))
+    section = source.config.get("zftune")
+    said = section.get("backend") if isinstance(section, Mapping) else None
+    chosen: Backend | None = backend or (
+        "zenflow" if said == "zenflow" else "deepspeed" if said == "deepspeed" else None
+    )
+    subject = Subject(
+        config=source.config,
+        backend=chosen,
+        forced=backend is not None,
+        version=version or GOOD,
+        duplicates=source.duplicates,
+        flaw=source.flaw,
+        through_hugging_face=source.hugging_face,
+        world_size=world_size,
+        fault_of_preset=fault_of_preset,
+        script=script,
+    )
+    found = [finding for rule in RULES for finding in rule(subject)]
+    kept = [finding for finding in found if chosen is None or chosen in finding.backends]
+    told, places = by_severity(_once(kept)), source.places or {}
+    return Report(version, chosen, tuple(one.placed(places) for one in told), subject.outcome.placed(places))
+
+
+_GENERAL = (*OWN_NAMES, *DEEPSPEED_NAMES)
+"""Rules that tell of everything which is refused. Others know a better value for some of it, or a better reason."""
+
+
+def _once(findings: list[Finding]) -> Iterator[Finding]:
+    """Without the refusals, by general rules, of what another rule tells of for the same backend."""
+    told: set[tuple[Any, str]] = set()
+    for finding in sorted(findings, key=lambda one: one.rule in _GENERAL):
+        whom = {(finding.path, backend) for backend in finding.backends}
+        if finding.rule in _GENERAL and whom <= told:
+            continue
+        if finding.severity == "crashes":
+            told |= whom
+        yield finding

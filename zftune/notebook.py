@@ -1,0 +1,145 @@
+"""What zftune finds out, where Python runs: a profile of a function, and documents that a notebook displays."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from zftune.errors import BadInputError, ProfileError
+
+_SCREENS = {
+    "zftune.profile/1": "zftune.profile.screen",
+    "zftune.plan/1": "zftune.planner.screen",
+    "zftune.explain/1": "zftune.explain.screen",
+    "zftune.tune/2": "zftune.explain.screen",
+}
+_WIDTH = 100
+
+
+class Shown(Mapping[str, Any]):
+    """A document of zftune that displays itself: `print` it, or let a notebook's cell end with it. Its items are those
+    of the document.
+
+    Args:
+        document: of a profile, a plan or a search.
+
+    Raises:
+        BadInputError: it is another one.
+    """
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        name = document.get("schema")
+        if name not in _SCREENS:
+            raise BadInputError(f"the document's schema is {name!r}; it must be one of {', '.join(_SCREENS)}")
+        self._document = document
+        self._screen = _SCREENS[str(name)]
+
+    def __getitem__(self, name: str) -> Any:
+        return self._document[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._document)
+
+    def __len__(self) -> int:
+        return len(self._document)
+
+    def __str__(self) -> str:
+        return str(self._printed().export_text()).rstrip()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        code = '<pre style="line-height:1.2;overflow-x:auto">{code}</pre>'
+        return str(self._printed().export_html(inline_styles=True, code_format=code))
+
+    def _repr_markdown_(self) -> str:
+        """For notebooks that are turned into text."""
+        return f"```\n{self}\n```"
+
+    def _printed(self) -> Any:
+        from rich.console import Console
+
+        console = Console(record=True, file=io.StringIO(), width=_WIDTH, force_jupyter=False)
+        console.print(import_module(self._screen).render(self._document))
+        return console
+
+
+def shown(document: Mapping[str, Any] | str | Path) -> Shown:
+    """A document that displays itself in a notebook.
+
+    Args:
+        document: of a profile, a plan or a search, as Python or `--json` gives it, or the path of its file.
+
+    Raises:
+        BadInputError: it cannot be read, or is none of these.
+    """
+    if isinstance(document, Mapping):
+        return Shown(document)
+    try:
+        found = json.loads(Path(document).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"'{document}': cannot be read ({error}); give a file that --json wrote") from error
+    if not isinstance(found, Mapping):
+        raise BadInputError(f"'{document}': is no JSON object; give a file that --json wrote")
+    return Shown(found)
+
+
+def profile_steps(train: Callable[[], object], *, steps: int = 60, warmup: int = 5) -> Shown:
+    """Profile a training in this process.
+
+        zftune.profile_steps(lambda: train_step(next(batches)))
+
+    Args:
+        train: takes a training step, and is called until all of them are measured; or a whole training, which takes
+            several steps and is called once.
+        steps: to measure.
+        warmup: to discard before; the first one never counts.
+
+    Returns:
+        The profile's document, which displays itself.
+
+    Raises:
+        BadInputError: a number is not allowed.
+        ProfileError: no step was measured; the sentence says why.
+    """
+    from zftune.profile.command.document import Ended, Seen, build_document, nothing_recorded
+    from zftune.profile.command.records import measured, read_records
+    from zftune.profile.sampling import Sampling
+
+    for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
+        if value < least:
+            raise BadInputError(f"{name} is {value}; it must be an integer of {least} or more")
+    with tempfile.TemporaryDirectory(prefix="zftune-") as folder:
+        with Sampling(lambda: [os.getpid()]) as sampling:
+            _record(train, Path(folder), steps, warmup)
+        ranks = read_records(Path(folder))
+        chosen = measured(ranks)
+        if not chosen:
+            raise ProfileError(nothing_recorded([sys.executable], ranks, 0, warmup, Seen(b"pt")))
+        return Shown(build_document(chosen, Ended(None, stopped=False), sampling))
+
+
+def _record(train: Callable[[], object], folder: Path, steps: int, warmup: int) -> None:
+    from zftune.agent.arming import hook, make_session
+    from zftune.agent.records import Settings
+
+    session = make_session(Settings(folder, warmup, steps))
+    hook(session, lambda name, call: call(sys.modules[name]) if name in sys.modules else None)
+    try:
+        while not session.off:
+            before = session.steps
+            train()
+            if session.steps != before + 1:  # none: it is no training; several: it was all of it
+                break
+    finally:
+        session.close()
+        session.release()

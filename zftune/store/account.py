@@ -1,0 +1,307 @@
+"""The account of a run: what it took, spent and gained. There is one, and every screen, sentence and document reads it.
+
+Who counts: the process that trains, and nobody else (`Counter`), by the clock of its device, from the moment on at
+which its optimizer is followed. It gives out totals, never differences: a message that is lost, or that comes twice,
+changes nothing, and of two counts of one process the later one holds.
+
+Where it is kept: in the run's row (`Account`), which whoever writes the run's rows (the daemon, or the process itself)
+brings up to date with each of them. A process that is tuned by a daemon moreover writes its count into a file beside
+the database about once a second, and holds a lock on it for as long as it lives (`Pulse`). So a daemon that is killed
+takes nothing with it, a training whose daemon is gone is still known to live, and what it was doing when it ended is
+known, too. Readers take both (`Store.account`); `Store.reap` moves a dead process's last count into the row. On a
+database server, which has no such file, the row alone counts: it is as old as the last row or renewal of the lease.
+
+What it counts: while a setting is the incumbent whose gain over the starting point is g, a second of training under it
+saves g / (1 - g) seconds: the starting point would have taken 1 / (1 - g). Trying a setting costs the time of its steps
+beyond the incumbent's time for as many, if that is more than nothing, once the try is over. A run has broken even where
+the savings have caught up with the cost for good.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from zftune.store.locks import RunLocks
+from zftune.words import seconds
+
+_SUFFIX = ".training"
+_BYTES = 512
+"""Of the file, always: a shorter text is filled up with blanks, so that no reader sees two of them mixed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """Totals of one process, or of several one after the other. They only grow; `saved_s` may not, see `Counter`."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    """That passed on the clock of the training: what a stopwatch beside it shows."""
+    tokens: int = 0
+    spent_s: float = 0.0
+    """By exploring: beyond what the incumbent would have taken."""
+    saved_s: float = 0.0
+    """By the incumbents, against the setting that the search began from."""
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.seconds, self.tokens, self.spent_s) < 0:
+            raise ValueError("a count is below 0")
+
+    def __add__(self, other: Count) -> Count:
+        return Count(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+
+    def trained(self, seconds: float, gain: float) -> Count:
+        """With time under the incumbent.
+
+        Args:
+            seconds: of its steps.
+            gain: of it, as a share of the starting point's time.
+        """
+        return replace(self, saved_s=self.saved_s + seconds * gain / (1 - gain))
+
+    def tried(self, seconds: float, incumbent_s: float, gain: float) -> Count:
+        """With time under a setting that is not the incumbent.
+
+        Args:
+            seconds: of its steps.
+            incumbent_s: that the incumbent would have taken.
+            gain: of the incumbent.
+        """
+        spent_s = max(0.0, seconds - incumbent_s)
+        return replace(self.trained(seconds - spent_s, gain), spent_s=self.spent_s + spent_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Of a run, over all processes that have trained it. A document of it is what `dataclasses.asdict` makes."""
+
+    process: str = ""
+    """The last one that counted; random."""
+    earlier: tuple[str, ...] = ()
+    """Those before it: what is still heard of one of them, such as a file of it, was counted."""
+    before: Count = Count()
+    """By those before it."""
+    now: Count = Count()
+    """By it."""
+    even_s: float | None = None
+    """When the savings caught up with the cost; None: they are behind, or there was no cost."""
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Account:
+        """From a document.
+
+        Raises:
+            TypeError, ValueError, KeyError: it is none.
+        """
+        before, now = (Count(**document[name]) for name in ("before", "now"))
+        earlier = tuple(document["earlier"])
+        return cls(process=document["process"], earlier=earlier, before=before, now=now, even_s=document["even_s"])
+
+    @property
+    def total(self) -> Count:
+        """Of all processes."""
+        return self.before + self.now
+
+    def taken(self, process: str, count: Count) -> Account:
+        """With what a process has counted; an older one of it, or none at all, changes nothing.
+
+        Args:
+            process: which.
+            count: its totals.
+        """
+        if count == Count() or process in self.earlier:
+            return self
+        if process == self.process and count.seconds < self.now.seconds:
+            return self
+        if process != self.process:
+            earlier = (*self.earlier, self.process) if self.process else ()
+            found = replace(self, process=process, earlier=earlier, before=self.total, now=count)
+        else:
+            found = replace(self, now=count)
+        return replace(found, even_s=_even_s(self.total, found.total, self.even_s))
+
+    @property
+    def break_even_s(self) -> float | None:
+        """After how many seconds it broke even; None: it has not, or nothing was saved."""
+        total = self.total
+        if total.saved_s <= 0 or total.saved_s < total.spent_s:
+            return None
+        return self.even_s if self.even_s is not None else 0.0
+
+    def remaining_s(self, gain: float) -> float | None:
+        """Training under the incumbent until it breaks even; None: it has, or never will.
+
+        Args:
+            gain: of the incumbent, as a share of the starting point's time.
+        """
+        missing_s = self.total.spent_s - self.total.saved_s
+        return missing_s * (1 - gain) / gain if gain > 0 and missing_s > 0 else None
+
+
+def _even_s(old: Count, new: Count, even_s: float | None) -> float | None:
+    """When savings caught up with the cost, as if both had grown evenly from one count to the next."""
+    before, after = old.saved_s - old.spent_s, new.saved_s - new.spent_s
+    if after < 0:
+        return None
+    if before >= 0:
+        return even_s
+    return old.seconds + (new.seconds - old.seconds) * before / (before - after)
+
+
+def saved_in_words(found: Mapping[str, Any]) -> list[str]:
+    """What a run's settings saved, and whether that has made up for exploring, as parts of a sentence.
+
+    Args:
+        found: a document of the account: "spent_s", "saved_s", "break_even_s".
+    """
+    spent_s, saved_s, even_s = found["spent_s"], found["saved_s"], found["break_even_s"]
+    parts = []
+    if abs(saved_s) >= 0.001:
+        more = f"saved {seconds(saved_s)}"
+        parts.append(more if saved_s > 0 else f"gave up {seconds(-saved_s)} for earlier updates or less memory")
+    if saved_s and spent_s and even_s is not None:
+        parts.append(f"broke even after {seconds(even_s)}" if even_s else "broke even at once")
+    return parts
+
+
+class Counter:
+    """Counts in the process that trains. The training thread calls it; any thread may read `count`.
+
+    A try is counted as a whole once it is over, since its first steps alone, which move state, would show a cost that
+    its later ones win back. Where the incumbent is slower than the starting point (less stale, or smaller), savings
+    shrink.
+
+    Args:
+        now_s: on the clock of the training.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self.count = Count()
+        self._began_s = now_s
+        self._part = ""
+        self._tried_s = self._incumbent_s = self._gain = 0.0
+
+    def step(self, now_s: float, steps: int, tokens: int) -> None:
+        """A step is over.
+
+        Args:
+            now_s: on the clock of the training.
+            steps: 1, or 0 for one that a gradient scaler left out.
+            tokens: of a step.
+        """
+        count = self.count
+        self.count = replace(
+            count,
+            steps=count.steps + steps,
+            tokens=count.tokens + steps * tokens,
+            seconds=max(count.seconds, now_s - self._began_s),
+        )
+
+    def trained(self, step_s: float, gain: float) -> None:
+        """A step was the incumbent's.
+
+        Args:
+            step_s: that it took.
+            gain: of the incumbent.
+        """
+        self._end_part()
+        self.count = self.count.trained(step_s, gain)
+
+    def tried(self, part: str, step_s: float, incumbent_step_s: float | None, gain: float) -> None:
+        """A step was another setting's.
+
+        Args:
+            part: what of the try it belongs to: a change of knobs, or the measurement; each is counted by itself.
+            step_s: that it took.
+            incumbent_step_s: what the incumbent takes for one; None: that is not known, nothing is spent.
+            gain: of the incumbent.
+        """
+        if part != self._part:
+            self._end_part()
+        self._part, self._gain = part, gain
+        self._tried_s += step_s
+        self._incumbent_s += step_s if incumbent_step_s is None else incumbent_step_s
+
+    def _end_part(self) -> None:
+        if self._part:
+            self.count = self.count.tried(self._tried_s, self._incumbent_s, self._gain)
+        self._part, self._tried_s, self._incumbent_s = "", 0.0, 0.0
+
+
+# --- beside the database ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """What a process that trains has last said of itself."""
+
+    process: str
+    count: Count
+    trial: int | None
+    """That ran instead of the incumbent; None: none did."""
+    at_unix_s: float
+
+
+class Pulse:
+    """The file of a process that trains: its last count, under a lock that ends with it.
+
+    Args:
+        database: the file of the store in which its run is.
+        run_id: of the run.
+        process: that trains.
+    """
+
+    def __init__(self, database: Path, run_id: str, process: str) -> None:
+        self._living, self._name, self._process = RunLocks(database), run_id + _SUFFIX, process
+        # Whose name has no lock's file here is a run of another folder that has the same path in the daemon's eyes.
+        self._holds = self._living.has(run_id) and self._living.hold(self._name)
+
+    def beat(self, count: Count, trial: int | None) -> None:
+        """Write down what was counted, and what runs; before another setting than the incumbent does."""
+        if self._holds:
+            beat = Beat(process=self._process, count=count, trial=trial, at_unix_s=time.time())
+            self._living.write(self._name, json.dumps(asdict(beat)).ljust(_BYTES), durable=trial is not None)
+
+    def close(self, *, remove: bool) -> None:
+        """Give the lock back.
+
+        Args:
+            remove: what was counted is in the run's row.
+        """
+        if self._holds and remove:
+            self._living.release(self._name)
+        self._living.close()
+
+
+def beat_of(living: RunLocks, run_id: str) -> Beat | None:
+    """What the process that trains a run last wrote down; None: nothing, or it is not known.
+
+    Args:
+        living: of the store.
+        run_id: of the run.
+    """
+    text = living.read(run_id + _SUFFIX)
+    try:
+        found = json.loads(text)
+        return Beat(**{**found, "count": Count(**found["count"])})
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def trains(living: RunLocks, run_id: str) -> bool:
+    """Whether the process that trains a run lives, whoever tunes it; False also where that is not known."""
+    return living.lives(run_id + _SUFFIX) is True
+
+
+def died(living: RunLocks, run_id: str) -> bool:
+    """Whether the process that trains a run is known to have ended without goodbye."""
+    return living.lives(run_id + _SUFFIX) is False
+
+
+def runs_with_pulse(living: RunLocks) -> list[str]:
+    """Runs whose training has written something down."""
+    return [one.removesuffix(_SUFFIX) for one in living.files() if one.endswith(_SUFFIX)]

@@ -1,0 +1,113 @@
+"""Figures, units and choices as a person reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from zftune.errors import BadInputError
+
+UNEVEN = 0.05
+"""Ranks that differ by less, as a share, are about equal."""
+
+_Name = TypeVar("_Name", bound=str)
+
+
+def number(value: float) -> str:
+    """At most three significant digits, all digits before the point, never an exponent."""
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{min(digits, 6)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def ms(value: float) -> str:
+    """Milliseconds."""
+    return f"{number(value)} ms"
+
+
+def size(count: float) -> str:
+    """Bytes, in decimal units."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{number(count / factor)} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def amount(count: float) -> str:
+    """A large count of things, such as parameters."""
+    for unit, factor in (("billion", 1e9), ("million", 1e6)):
+        if count >= factor / 10:
+            return f"{number(count / factor)} {unit}"
+    return f"{count:,.0f}"
+
+
+def times(ratio: float) -> str:
+    """How many times as much."""
+    if abs(ratio - 1) < 0.005:
+        return "1×"
+    return f"{ratio:.0f}×" if ratio >= 10 else f"{ratio:.1f}×" if ratio >= 1.05 else f"{ratio:.2f}×"
+
+
+def percent(share: float) -> str:
+    """A share as percent: whole ones from 10 on, else one decimal; what is not 0 or 100 does not become it."""
+    value = 100 * share
+    if value and abs(value) < 0.05:
+        return "< 0.1%"
+    if 99 < value < 100:
+        return f"{min(value, 99.9):.1f}%"
+    return f"{value:.0f}%" if value >= 9.95 or value == 0 else f"{value:.1f}%"
+
+
+def slowest_rank(own: Mapping[int, float]) -> str | None:
+    """The rank that has most to do itself: where ranks meet in each step, all of them take as long.
+
+    Args:
+        own: time of a step of each rank without its waits in collectives, ms.
+
+    Returns:
+        A sentence; None where ranks are about equal, or there is none.
+    """
+    if not own:
+        return None
+    slowest, least = max(own, key=lambda rank: own[rank]), min(own.values())
+    if own[slowest] <= (1 + UNEVEN) * least:
+        return None
+    return (
+        f"Rank {slowest} is the slowest: its step takes {ms(own[slowest])} without collectives, that of the fastest "
+        f"rank {ms(least)}; the other ranks wait for it."
+    )
+
+
+def either(names: Sequence[object]) -> str:
+    """Names as a choice: "a, b or c"."""
+    *most, last = map(str, names)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def near(value: object, names: Sequence[str]) -> str:
+    """The end of a sentence about a value that is none of some names: "; did you mean bf16", or nothing."""
+    from zenflow.names import did_you_mean  # loads torch: after an error alone
+
+    return did_you_mean(value, names)
+
+
+def one_of(field: str, value: object, names: Sequence[_Name], more: str = "") -> _Name:
+    """The one of some names that was given.
+
+    Args:
+        field: the setting or option.
+        value: as it was given.
+        names: what it may be.
+        more: what else it may be, such as "a file", which somebody else has looked at.
+
+    Raises:
+        BadInputError: it is none of them; names the near one.
+    """
+    for name in names:
+        if value == name:
+            return name
+    allowed = f"{', '.join(names)}, or {more}" if more else either(names)
+    raise BadInputError.of(field, value, f"{allowed}{near(value, names)}")

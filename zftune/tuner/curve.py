@@ -1,0 +1,131 @@
+"""How a training goes, kept small: step time, loss and coverage from its first step on in a few hundred points."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zftune.store.types import Curve, CurvePoint, KnobChange
+
+MOST_POINTS = 256
+_MOST_CHANGES = 256
+
+
+@dataclass(slots=True)
+class _Mean:
+    sum: float = 0.0
+    count: int = 0
+
+    def add(self, value: float | None, count: int = 1) -> None:
+        if value is not None and count:
+            self.sum += value * count
+            self.count += count
+
+    @property
+    def value(self) -> float | None:
+        return self.sum / self.count if self.count else None
+
+
+@dataclass(slots=True)
+class _Bucket:
+    last: int = 0
+    steps: int = 0
+    step_ms: _Mean = field(default_factory=_Mean)
+    loss: _Mean = field(default_factory=_Mean)
+    coverage: _Mean = field(default_factory=_Mean)
+
+    def join(self, other: _Bucket) -> None:
+        self.last, self.steps = max(self.last, other.last), self.steps + other.steps
+        for name in ("step_ms", "loss", "coverage"):
+            mean: _Mean = getattr(other, name)
+            getattr(self, name).add(mean.value, mean.count)
+
+    def point(self) -> CurvePoint:
+        return CurvePoint(self.last, self.steps, self.step_ms.value, self.loss.value, self.coverage.value)
+
+
+class CurveBuilder:
+    """Takes steps and losses as they come. Any thread may call its methods.
+
+    Each point covers equally many steps: one at first, twice as many whenever there would be too many points.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        """Changes with whatever is taken."""
+        self._lock = threading.Lock()
+        self._stride = 1
+        self._buckets: dict[int, _Bucket] = {}
+        self._changes: deque[KnobChange] = deque(maxlen=_MOST_CHANGES)
+        self._last = 0
+
+    def step(self, step: int, step_ms: float | None, coverage: float | None) -> None:
+        """Take a step. Where it is not later than the last one, an earlier state was loaded, and what came after that
+        is forgotten.
+        """
+        with self._lock:
+            if step <= self._last:
+                self._forget(step)
+            self._last = step
+            bucket = self._bucket(step)
+            bucket.steps += 1
+            bucket.step_ms.add(step_ms)
+            bucket.coverage.add(coverage)
+
+    def loss(self, step: int, loss: float) -> None:
+        """Take the loss of a step, a finite number."""
+        with self._lock:
+            self._bucket(step).loss.add(loss)
+
+    def change(self, step: int, knobs: Mapping[str, Any]) -> None:
+        """Take knobs that hold from a step on."""
+        with self._lock:
+            self.version += 1
+            self._changes.append(KnobChange(step, dict(knobs)))
+
+    def join(self, curve: Curve) -> None:
+        """Take in what was kept of earlier steps."""
+        with self._lock:
+            for point in curve.points:
+                known = _Bucket(point.step, point.steps)
+                for name in ("step_ms", "loss", "coverage"):
+                    getattr(known, name).add(getattr(point, name), max(1, point.steps))
+                self._bucket(point.step).join(known)
+            changes = sorted((*curve.changes, *self._changes), key=lambda one: one.step)
+            self._changes = deque(changes, maxlen=_MOST_CHANGES)
+
+    def curve(self) -> Curve:
+        """All of it so far."""
+        with self._lock:
+            points = (bucket.point() for _, bucket in sorted(self._buckets.items()))
+            return Curve(tuple(points), tuple(self._changes))
+
+    def _bucket(self, step: int) -> _Bucket:
+        self.version += 1
+        at = step // self._stride
+        if at not in self._buckets and len(self._buckets) >= MOST_POINTS:
+            self._thin()
+            at = step // self._stride
+        found = self._buckets.setdefault(at, _Bucket())
+        found.last = max(found.last, step)
+        return found
+
+    def _thin(self) -> None:
+        """Double the stride until half of the points are free."""
+        while len(self._buckets) > MOST_POINTS // 2:
+            self._stride *= 2
+            thinned: dict[int, _Bucket] = {}
+            for at, bucket in self._buckets.items():
+                thinned.setdefault(at // 2, _Bucket()).join(bucket)
+            self._buckets = thinned
+
+    def _forget(self, step: int) -> None:
+        self._buckets = _before(self._buckets, step)
+        self._changes = deque((one for one in self._changes if one.step < step), maxlen=_MOST_CHANGES)
+
+
+def _before(buckets: Mapping[int, _Bucket], step: int) -> dict[int, _Bucket]:
+    return {at: bucket for at, bucket in buckets.items() if bucket.last < step}

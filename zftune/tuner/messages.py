@@ -1,0 +1,232 @@
+"""Reasons of a search's decisions, each a sentence with its figures, and a tuner's last words."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from zftune.store.account import Count
+from zftune.store.types import TrialState
+from zftune.tuner.scores import LEAST_GAIN, ExplorationCost, Gain, steps_of
+from zftune.tuner.states import Outcome, Trial
+
+if TYPE_CHECKING:
+    from zftune.tuner.search import Search
+
+
+_TRIED = (TrialState.MEASURED, TrialState.ABORTED, TrialState.CRASHED)
+BARRED: Mapping[str, str] = {
+    "crash": "it crashed before",
+    "rollback": "somebody has rolled it back",
+}
+"""Why a setting is not tried again, by kind; without a full stop."""
+
+
+def commanded(kind: str, details: Mapping[str, Any]) -> str:
+    """What somebody asked for.
+
+    Args:
+        kind: of the decision.
+        details: of it: by whom, and about what.
+    """
+    by = details["by"]
+    if kind == "rollback":
+        return f"Rolled back {by}: {details['barred']} is not tried again, the setting before it stays."
+    return {
+        "pause": f"Paused {by}: the best settings so far stay.",
+        "unpause": f"Resumed {by}.",
+        "stop": f"Stopped {by}.",
+    }[kind]
+
+
+def start(trial: Trial, step_ms: float) -> str:
+    """The incumbent was measured."""
+    return f"The search begins from {trial.setting}, which takes {step_ms:.1f} ms a step."
+
+
+def resumed(measurements: int) -> str:
+    """Training was ended and goes on."""
+    return f"Goes on after {measurements} measurements: the best settings so far are measured once more."
+
+
+def other_times(found: Gain) -> str:
+    """The incumbent does not take what it took before."""
+    how = "shorter" if found.share > 0 else "longer"
+    return f"Steps are {100 * abs(found.share):.1f}% {how} than before: the search begins again."
+
+
+def other_tokens(tokens: int, before: int) -> str:
+    """The user says that steps are of another size."""
+    return f"A step has {tokens} tokens now instead of {before}: the search begins again."
+
+
+def made_room(trial: Trial, tight: Trial, outcome: Outcome, limit_bytes: int | None) -> str:
+    """The peak has come too near to the end of the memory."""
+    return (
+        f"Adopted for GPU memory: {_what(trial, tight)}: the peak was {_mib(outcome.device_bytes)} of at most "
+        f"{_mib(limit_bytes)}."
+    )
+
+
+def slower(trial: Trial, incumbent: Trial, seen: Gain) -> str:
+    """A look was not promising."""
+    how = f"is {-100 * seen.share:.1f}% slower" if seen.share < 0 else f"saves {100 * seen.share:.1f}%"
+    more = "" if seen.share < 0 else f", less than the {100 * LEAST_GAIN:.0f}% that a change has to be worth"
+    return f"Not adopted: {_what(trial, incumbent)} {how}{more}."
+
+
+def compared(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool) -> str:
+    """A comparison for speed."""
+    what, needed = _what(trial, incumbent), f"{100 * found.needed:.1f}%"
+    if adopted:
+        return f"Adopted: {what} saves {found} of the step time, more than the {needed} that noise could explain."
+    if found.holds:
+        return (
+            f"Not adopted: {what} saves {found}, but step times changed meanwhile: it was not faster than both "
+            "measurements beside it."
+        )
+    return (
+        f"Not adopted: {what} gains {found} against the best so far, measured before and after it; a change must gain "
+        f"more than {needed}."
+    )
+
+
+def tied(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool) -> str:
+    """A comparison for staleness and memory."""
+    before, after = incumbent.setting.mean_staleness_steps, trial.setting.mean_staleness_steps
+    why = f"a mean staleness of {after:.1f} steps instead of {before:.1f}" if after < before else "less memory"
+    how = f"gains {found}" if found.share >= 0 else f"costs {Gain(-found.share, found.error)}"
+    if adopted:
+        return f"Adopted for {why}: {_what(trial, incumbent)} {how}, which is within {100 * LEAST_GAIN:.0f}%."
+    return f"Not adopted for {why}: {_what(trial, incumbent)} {how}, not surely within {100 * LEAST_GAIN:.0f}%."
+
+
+def failed(trial: Trial, outcome: Outcome) -> str:
+    """A trial was aborted or crashed."""
+    if outcome.status == "aborted":
+        return f"Cut short: {trial.setting}: {outcome.reason}."
+    return f"Crashed, and not tried again: {trial.setting}: {outcome.reason}."
+
+
+def incumbent_failed(trial: Trial, reason: str) -> str:
+    """The incumbent itself could not be measured."""
+    return f"The search ends: the best settings so far ({trial.setting}) could not go on: {reason}."
+
+
+def void(trial: Trial, challenger: Trial, times: int, reason: str) -> str:
+    """Measurements did not count, one after the other; also those that a challenger was to be compared with."""
+    why = f"{times} measurements of {trial.setting} did not count, the last because {reason}"
+    if trial is challenger:
+        return f"Given up: {why}."
+    return f"Given up: {challenger.setting} could not be compared, since {why}."
+
+
+def nothing_adopted(*, measured: bool, tried: int, kinds: Collection[str] = ()) -> str:
+    """What may be said of the settings where the first one is the best; without a full stop.
+
+    Args:
+        measured: whether anything was.
+        tried: how many settings were measured, aborted or crashed, beside the one that the search began with.
+        kinds: of the decisions.
+    """
+    if "adopt" in kinds and "rollback" in kinds:
+        return "What had been adopted was rolled back"
+    if "adopt" in kinds and "guard" in kinds:
+        return "What had been adopted was taken back, since training went wrong"
+    if not measured:
+        return "Nothing was measured, so that nothing is known of any setting"
+    if tried == 0:
+        return "No other setting was measured, so that nothing is known of them"
+    if tried == 1:
+        return "The one other setting that was tried was not adopted"
+    return f"None of the {tried} other settings that were tried was adopted"
+
+
+def patience(misses: int) -> str:
+    """Nothing better was found for a while."""
+    return f"The last {misses} settings were not adopted."
+
+
+def enough(measurements: int) -> str:
+    """As many measurements as there may be."""
+    return f"{measurements} measurements were made, another setting and its comparison would be too many."
+
+
+def enough_runs(runs: int) -> str:
+    """The command was run as often as it may be."""
+    return f"The command was run {runs} times, as often as it may be."
+
+
+def spent(cost: ExplorationCost) -> str:
+    """Exploring has cost what it may."""
+    return (
+        f"Exploring has cost {cost.spent_s:.1f} s more than the best settings so far would have taken; it may cost "
+        f"{cost.allowed_s:.1f} s ({100 * cost.share:g}% of the time so far, and an allowance to begin with)."
+    )
+
+
+def _mib(size: int | None) -> str:
+    return f"{(size or 0) / 2**20:.1f} MiB"
+
+
+def _what(trial: Trial, incumbent: Trial) -> str:
+    return trial.setting.differences(incumbent.setting) or str(trial.setting)
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """What a tuner has seen of the training."""
+
+    steps: int
+    """That were taken since it was attached."""
+    begins: int
+    """Steps before its search begins, at least."""
+    over: bool
+    """Whether the search came to its end, or was given up with a reason."""
+    remembered: bool
+    """Whether a later run can go on with it."""
+    count: Count
+    """What the run took and spent, all in all."""
+
+
+def conclusion(search: Search | None, followed: Followed) -> tuple[int, str]:
+    """The last words, and the level that they are logged with: a warning where no setting could be tried.
+
+    Where some could be it is up to four lines: knobs kept, time spent, gain with its error, what the guard did.
+
+    Args:
+        search: that is over, or was ended; None: it had not begun.
+        followed: the training.
+    """
+    took = f"zftune tuned nothing: the training took {followed.steps} step{'' if followed.steps == 1 else 's'}"
+    early = f"{took} and ended before a first measurement, which begins after {followed.begins} steps and some seconds"
+    if search is None:
+        return logging.WARNING, f"{early} of preparation."
+    book, start = search.book, search.book.trials[0].setting
+    tried = sum(trial.number != 0 and trial.state in _TRIED for trial in book.trials)
+    measured = book.trials[0].state is TrialState.MEASURED
+    if not followed.over and not measured:
+        needed = start.update_interval + steps_of(start.update_interval)
+        return logging.WARNING, f"{early} of preparation and takes {needed} more steps."
+    if not followed.over and not tried:
+        later = "; the next run of this training goes on from here" if followed.remembered else ""
+        return logging.WARNING, f"{took}, and only the settings that it began with were measured{later}."
+    return logging.INFO, "\n".join(_lines(search, followed.count, tried=tried, measured=measured))
+
+
+def _lines(search: Search, count: Count, *, tried: int, measured: bool) -> Iterator[str]:
+    book = search.book
+    guarded = [note.reason for note in search.notes if note.kind == "guard"]
+    yield f"zftune keeps {book.incumbent.setting}."
+    share = f", {100 * count.spent_s / count.seconds:.1f}% of the {count.seconds:.1f} s" if count.seconds else ""
+    saved = f"; {count.saved_s:.1f} s were saved" if count.saved_s >= 0.05 else ""
+    more = f"{count.spent_s:.1f} s more than the settings that were best so far{share}{saved}"
+    yield f"Time spent: exploring took {more}."
+    reason = search.notes[-1].reason if search.notes and search.notes[-1].kind != "guard" else ""
+    nothing = nothing_adopted(measured=measured, tried=tried, kinds={note.kind for note in search.notes})
+    found = f"none. {nothing}" if book.gain is None else f"{book.gain} of the step time"
+    yield f"Gain: {found}. {reason}".rstrip()
+    if guarded:
+        yield f"Guard: {' '.join(guarded)}"

@@ -1,0 +1,369 @@
+"""From an optimizer that trains to a search over its knobs: the model, the machine, the space, and earlier runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from zenflow import ConfigError, ZenFlowConfig
+from zenflow.optimizer import ZenFlowOptimizer
+from zftune.errors import BadInputError
+from zftune.planner.model import Job
+from zftune.quality import assumed_coverage
+from zftune.store.types import Match, Ratios, RunRecord
+from zftune.tuner import messages
+from zftune.tuner.forecast import PlannerForecast, forecast_for
+from zftune.tuner.recorder import StoreRecorder
+from zftune.tuner.recording import Recording, search_settings
+from zftune.tuner.sampler_process import SamplerError, SamplerProcess
+from zftune.tuner.scores import Pace, changed, ratios_of
+from zftune.tuner.search import Search, SearchOptions
+from zftune.tuner.space import TRAJECTORY_KNOBS, Forecast, Forecaster, Setting, Space, space_for
+from zftune.tuner.training_info import SINGLE_RANK, Reader, TrainingFacts, TuneRequest, WarmupStats, WorldInfo
+
+if TYPE_CHECKING:
+    from zftune.store.store import Store
+    from zftune.tuner.recorder import StoreRecorder
+
+
+Make = Callable[[Setting, SearchOptions], Search]
+"""Makes the search that begins from a setting."""
+_KEPT = ("select_interval", "deferred_update")  # no search changes them: they stay as the user has them
+
+
+_LOWER_RATIOS = (0.4, 0.6, 0.8, 0.9)
+_FEW_CORES = 4  # fewer usable cores leave no choice of threads
+
+
+@dataclass(frozen=True, slots=True)
+class StartedSearch:
+    """A search that can go on."""
+
+    search: Search
+    recorder: StoreRecorder | None
+    """None: nothing is written down."""
+    sentence: str = ""
+    """Where it begins from; "": the user's own knobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeFrom:
+    """The run of a training that lives."""
+
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchRequest:
+    """What a search is wanted for.
+
+    Args:
+        own: the knobs that the user has.
+        space: what may be proposed.
+        options: of the search.
+        ratios: for presets of other machines; None: none of these.
+        least_ratio: offload ratio at least: a lower one takes more GPU memory.
+        fresh: neither preset nor earlier run.
+        presets: whether it may begin from a preset.
+        again: the training lives, and its search was ended: it goes on, whatever else is wanted.
+    """
+
+    own: Setting
+    space: Space
+    options: SearchOptions
+    ratios: Ratios | None = None
+    least_ratio: float = 0.0
+    fresh: bool = False
+    presets: bool = True
+    again: ResumeFrom | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What a preset is good for."""
+
+    sentence: str
+    start: Setting | None = None
+    """To begin from."""
+    candidate: Setting | None = None
+    """To be compared before it is trusted."""
+
+
+def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> StartedSearch:
+    """Begin a search, or go on with one that was not finished.
+
+    Args:
+        recording: of the run; None: there is no store.
+        wanted: what it is wanted for.
+        make: makes it; more than once where an earlier one cannot be gone on with.
+    """
+    own = wanted.own if wanted.space.violation(wanted.own) is None else wanted.space.base
+    if recording is None:
+        return StartedSearch(make(own, wanted.options), None)
+    recording.ratios = wanted.ratios
+    again = None if wanted.again is None else recording.known(wanted.again.run_id)
+    wanted = replace(wanted, options=replace(wanted.options, barred=recording.barred()))
+    resumed = _resumed(again, recording, wanted, make)
+    if resumed is not None:
+        return resumed
+    match = recording.preset() if wanted.presets and not wanted.fresh else None
+    choice = _Choice("") if match is None else _choice(match, wanted)
+    search = make(choice.start or own, wanted.options)
+    if choice.candidate is not None:
+        search.agenda.suggest(choice.candidate, "preset")
+    setting = choice.start or choice.candidate
+    stake = None if match is None or setting is None or match.distance else (match.preset.name, setting)
+    recorder = recording.begin(search, wanted.own.knobs(), stake=stake)
+    return StartedSearch(search, recorder, choice.sentence)
+
+
+def _resumed(again: RunRecord | None, recording: Recording, wanted: SearchRequest, make: Make) -> StartedSearch | None:
+    """The run that lives, else the newest of the same search, if it was not finished."""
+    run = again
+    if run is None and not wanted.fresh:
+        run = recording.unfinished(wanted.own.knobs(), search_settings(wanted.options, wanted.space))
+    start = None if run is None else recording.began_from(run)
+    if run is None or start is None:
+        return None
+    search = make(start, wanted.options)
+    recorder = recording.resume(run, search)
+    if recorder is None:
+        return None
+    kept = f"{search.measurements} measurement{' is' if search.measurements == 1 else 's are'} kept"
+    more = "; the option fresh begins anew" if again is None else ""  # the training itself goes on
+    return StartedSearch(search, recorder, f"Goes on with run {run.run_id[:8]}: {kept}{more}.")
+
+
+def _choice(match: Match, wanted: SearchRequest) -> _Choice:
+    """Whether to begin from a preset, to look at it first, or to leave it."""
+    preset, own = match.preset, wanted.own
+    try:
+        measured = Setting.of(replace(own.config(ZenFlowConfig()), **_whole(match.knobs)))
+    except (BadInputError, ConfigError, TypeError) as error:
+        return _Choice(f"Preset {preset.name} is not used: {error}.")
+    setting = replace(measured, **{name: getattr(own, name) for name in _KEPT})
+    refused = _refusal(setting, wanted)
+    if refused is not None:
+        return _Choice(f"Preset {preset.name} is not used: {refused}.")
+    if match.provisional or setting != measured:
+        reason = match.reason if match.provisional else f"preset {preset.name} was measured with other fixed settings"
+        return _Choice(f"Looks at a preset first: {reason}.", candidate=setting)
+    saved = f"where it saved {preset.evidence.gain:.1%}" if preset.evidence.gain > 0 else "as the best there"
+    return _Choice(f"Begins from preset {preset.name}, measured for this model on this hardware, {saved}.", setting)
+
+
+def _whole(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """A preset's knobs; where a window is given without its lag, the lag is the whole window."""
+    return {**({"apply_lag": None} if "update_interval" in knobs else {}), **knobs}
+
+
+def _refusal(setting: Setting, wanted: SearchRequest) -> str | None:
+    """Why a preset's setting must not run here, or None."""
+    space = wanted.space
+    violation = space.violation(setting)
+    fixed = space.fixed_because if space.quality != "exact" else ""
+    barred = next((one.kind for one in wanted.options.barred if one.setting == setting), None)
+    if barred is not None:
+        return messages.BARRED[barred]
+    if violation is not None:
+        return violation.reason
+    if fixed and any(getattr(setting, name) != getattr(wanted.own, name) for name in TRAJECTORY_KNOBS):
+        return fixed
+    if setting.offload_ratio < wanted.least_ratio:
+        return (
+            f"its offload_ratio {setting.offload_ratio:g} takes GPU memory: --tune-memory (tune_memory=True) allows it"
+        )
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class NoForecast:
+    """Stands for the planner where nothing can be predicted: every setting takes as long as the first, until measured.
+
+    Args:
+        step_ms: of the first.
+        start: the first.
+        has_memory: whether there is device memory that others may need more of.
+    """
+
+    step_ms: float
+    start: Setting
+    has_memory: bool
+
+    def __call__(self, setting: Setting) -> Forecast:
+        """The prediction for a setting."""
+        more = setting.topk_ratio > self.start.topk_ratio or setting.offload_ratio < self.start.offload_ratio
+        if self.has_memory and more:
+            return Forecast(self.step_ms, excess=1.0, reason="it needs more GPU memory, by an unknown amount")
+        return Forecast(self.step_ms)
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A search that can begin."""
+
+    search: Search
+    recording: Recording | None
+    recorder: StoreRecorder | None
+    sentence: str
+    """Where it begins from; "": the knobs that there are."""
+
+
+class Preparation:
+    """Makes a search in the process that trains; made before training begins (see `zftune.tuner.training_info.Reader`).
+
+    Args:
+        optimizer: that trains.
+        wishes: of the user.
+        store: open; None: nothing is remembered.
+        sampler_process: where the planner works.
+        company: ranks that it trains with.
+        name: of the model; None: that of its class.
+    """
+
+    def __init__(
+        self,
+        optimizer: ZenFlowOptimizer,
+        wishes: TuneRequest,
+        store: Store | None,
+        sampler_process: SamplerProcess,
+        company: WorldInfo = SINGLE_RANK,
+        name: str | None = None,
+    ) -> None:
+        self.reader = Reader(optimizer, wishes, remembered=store is not None, company=company, name=name)
+        self._store, self._sampler_process = store, sampler_process
+
+    @property
+    def notices(self) -> list[str]:
+        """Sentences: what could not be had."""
+        return self.reader.notices
+
+    def prepare(self, seen: WarmupStats) -> Prepared:
+        """Make the search; may be called from any thread.
+
+        Args:
+            seen: in the warm-up.
+        """
+        return prepare(self.reader.facts(seen), self._store, self._sampler_process, self.notices)
+
+
+def prepare(
+    facts: TrainingFacts,
+    store: Store | None,
+    sampler_process: SamplerProcess,
+    notices: list[str],
+    again: ResumeFrom | None = None,
+) -> Prepared:
+    """Make the search of a training, here or where its facts were sent.
+
+    Args:
+        facts: of the training.
+        store: open; None: nothing is remembered.
+        sampler_process: where the planner works.
+        notices: takes sentences: what could not be had.
+        again: the run of a training that lives.
+    """
+    wishes, base = facts.wishes, Setting.of(facts.config)
+    space = space_for(
+        base, wishes.quality, coverage=facts.coverage or assumed_coverage, has_loss=facts.has_loss,
+        threads=thread_choices(_usable_cores() if facts.here is None else facts.here.usable_cores),
+        offload_ratios=ratio_choices(base, tune_memory=wishes.tune_memory),
+        zenflow_section=not base.synchronous,  # else nothing could come late in "published"
+    )  # fmt: skip
+    forecast = _forecast(facts, base, notices)
+    rates = forecast.rates if isinstance(forecast, PlannerForecast) else None
+
+    def make(start: Setting, options: SearchOptions) -> Search:
+        least = 0.0 if wishes.tune_memory else start.offload_ratio
+        planning = None
+        if isinstance(forecast, PlannerForecast):
+            planning = _Planning(forecast, space, least, sampler_process, notices)
+        planned = () if planning is None else planning.planned()[:1]
+        search = Search(space, start, forecast, planned, options, planning)
+        search.book.device_limit_bytes = facts.device_limit_bytes
+        return search
+
+    recording = None
+    if store is not None and facts.run is not None:
+        recording = Recording(store, facts.run, wishes.quality, facts.here)
+    wanted = SearchRequest(
+        own=base, space=space, options=wishes.search, fresh=wishes.fresh,
+        least_ratio=0.0 if wishes.tune_memory else base.offload_ratio,
+        ratios=None if rates is None else ratios_of(facts.load, rates), again=again,
+    )  # fmt: skip
+    begun = begin(recording, wanted, make)
+    return Prepared(begun.search, recording, begun.recorder, begun.sentence)
+
+
+@dataclass(slots=True)
+class _Planning:
+    """The planner, asked in a process of its own.
+
+    Args:
+        forecast: of the machine as it was at the beginning.
+        space: of the search.
+        least_ratio: offload ratio at least.
+        sampler_process: the process.
+        notices: takes sentences.
+    """
+
+    forecast: PlannerForecast
+    space: Space
+    least_ratio: float
+    sampler_process: SamplerProcess
+    notices: list[str]
+
+    def learn(self, before: Pace | None, now: Pace) -> None:
+        """Take in by how much the machine's rates have changed."""
+        self.forecast = replace(self.forecast, rates=changed(self.forecast.rates, before, now))
+
+    def planned(self) -> Sequence[Setting]:
+        """The planner's own choices, best first."""
+        try:
+            found: list[Setting] = self.sampler_process.ask(
+                self.forecast.planned, self.space, least_ratio=self.least_ratio
+            )
+        except SamplerError as error:
+            self.notices.append(f"The planner proposes no setting of its own: {error}.")
+            return ()
+        return found
+
+
+def _forecast(facts: TrainingFacts, start: Setting, notices: list[str]) -> Forecaster:
+    model, machine, wishes = facts.model, facts.machine, facts.wishes
+    if machine is None:
+        notices.append("Nothing is predicted here: settings are only measured.")
+        return NoForecast(facts.step_ms or 1.0, start, facts.has_memory)
+    measured_ms = facts.compute_ms if facts.rig is None else 0.0
+    job = Job(seq=wishes.sequence or 1, micro_batch=wishes.micro_batch or 1, compute_ms=measured_ms or None)
+    return forecast_for(model, machine, job, facts.config, company=facts.company, rig=facts.rig)
+
+
+def _usable_cores() -> float | None:
+    """Of this process."""
+    from zftune.telemetry import hardware
+
+    cores: float | None = hardware()["usable_cores"]
+    return cores
+
+
+def thread_choices(usable_cores: float | None) -> tuple[int, ...]:
+    """Choices for the host engine's threads; none: they stay.
+
+    Args:
+        usable_cores: of the process that trains; None: not known.
+    """
+    cores = int(usable_cores or 1)
+    return tuple(sorted({cores // 4, cores // 2, 3 * cores // 4})) if cores >= _FEW_CORES else ()
+
+
+def ratio_choices(base: Setting, *, tune_memory: bool) -> list[float]:
+    """Choices for `offload_ratio`: a lower one takes more GPU memory.
+
+    Args:
+        base: what the user has.
+        tune_memory: whether the user allows to lower it.
+    """
+    lower = _LOWER_RATIOS if tune_memory else ()
+    return sorted({*(ratio for ratio in (*lower, 1.0) if ratio > base.offload_ratio or lower), base.offload_ratio})

@@ -1,0 +1,313 @@
+"""What a search knows: its trials, which of them is the incumbent, and how candidates are judged by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zftune.store.types import TrialState
+from zftune.tuner import messages
+from zftune.tuner.forecast import Evaluation, Observation
+from zftune.tuner.scores import LEAST_GAIN, Gain, Sample, in_a_row, score
+from zftune.tuner.space import Forecast, Forecaster, Setting, Space
+from zftune.tuner.states import Adoption, BarredSetting, Outcome, Trial
+
+SLOWEST = 1.3
+"""A candidate is rejected where the planner predicts more than this factor of the incumbent's time."""
+_CRASHED = 2.0  # times the incumbent's: what Optuna is told of a setting that crashed
+_ABORTED = 1.5
+_NEWEST = 3  # measurements of a setting that count: older ones may no longer be true
+_SAME_STALENESS = 0.05  # steps
+_SAME_BYTES = 0.01
+
+
+class TrialTable:
+    """Trials by number, the first of them the starting point.
+
+    Args:
+        space: of the search.
+        forecast: the planner's prediction.
+        start: what runs now.
+        barred: settings that are never tried.
+    """
+
+    def __init__(
+        self, space: Space, forecast: Forecaster, start: Setting, barred: Sequence[BarredSetting] = ()
+    ) -> None:
+        self.space = space
+        self.trials = [Trial(0, start, "start")]
+        self.adoptions: list[Adoption] = []
+        self._forecast = forecast
+        self._forecasts: dict[Setting, Forecast] = {}
+        self._barred = {one.setting: one.kind for one in barred}
+        self._newest: dict[Setting, Trial] = {start: self.trials[0]}
+        self._incumbent = 0
+        self.tokens = 1
+        """Of a step."""
+        self.device_limit_bytes: int | None = None
+        """Most GPU memory at the peak; None: there is no such limit."""
+
+    # --- the incumbent -----------------------------------------------------------------------------------------------
+
+    @property
+    def incumbent(self) -> Trial:
+        """The setting to beat."""
+        return self.trials[self._incumbent]
+
+    @property
+    def incumbent_step_ms(self) -> float:
+        """Its step time; 0 before it was measured."""
+        samples = self.incumbent.samples
+        return score(samples) * self.tokens / 1e3 if samples else 0.0
+
+    @property
+    def gain(self) -> Gain | None:
+        """Of the incumbent over the starting point, from all adoptions; None: there was none."""
+        return in_a_row([one.gain for one in self.adoptions])
+
+    @property
+    def gain_share(self) -> float:
+        """The same as a share of the starting point's step time; 0 where there was none."""
+        return 0.0 if self.gain is None else self.gain.share
+
+    def adopt(self, trial: Trial, found: Gain, samples: Sequence[Sample]) -> None:
+        """Make a trial the incumbent.
+
+        Args:
+            trial: which.
+            found: its gain.
+            samples: from the comparison; the look that singled it out was too good, on average, and is left out.
+        """
+        trial.samples = list(samples)
+        self.adoptions.append(Adoption(trial.number, found))
+        self._incumbent = trial.number
+
+    def roomier(self, peak_bytes: int | None) -> Setting | None:
+        """What to run where the incumbent leaves too little device memory free; None: it may go on.
+
+        The incumbent with the least offload ratio that is enough; where none is, the fastest by prediction of all that
+        are allowed with everything offloaded, such as with fewer columns selected.
+
+        Args:
+            peak_bytes: of device memory under the incumbent's knobs; None: not measured.
+        """
+        limit, tight = self.device_limit_bytes, self.incumbent.setting
+        if limit is None or peak_bytes is None or peak_bytes <= limit:
+            return None
+        room = limit - peak_bytes + self.forecast(tight).device_bytes
+        higher = sorted({1.0, *self.space.offload_ratios})
+        raised = [replace(tight, offload_ratio=ratio) for ratio in higher if ratio > tight.offload_ratio]
+        for one in raised:
+            if self.forecast(one).device_bytes <= room:
+                return one
+        whole = [one for one in self.space.settings() if one.offload_ratio == higher[-1] and one not in self._barred]
+        fitting = [one for one in whole if self.forecast(one).device_bytes <= room]
+        found = min(fitting, key=lambda one: self.forecast(one).step_ms, default=raised[-1] if raised else tight)
+        return None if found == tight else found
+
+    def move_to(self, setting: Setting) -> Trial:
+        """Make a setting the incumbent that nobody has compared with it."""
+        trial = self.find(setting)
+        if trial is None or trial.state in (TrialState.REJECTED, TrialState.VOID):
+            trial = self.append(Trial(len(self.trials), setting, "planner", forecast=self.forecast(setting)))
+        self._incumbent = trial.number
+        return trial
+
+    def restore_start(self) -> None:
+        """Make the starting point the incumbent again."""
+        self.adoptions.clear()
+        self._incumbent = 0
+
+    def roll_back(self) -> Trial:
+        """Make the setting before the last adoption the incumbent again.
+
+        Returns:
+            The trial that it had replaced, never to be tried again.
+        """
+        barred = self.incumbent
+        self.adoptions.pop()
+        self._incumbent = self.adoptions[-1].trial if self.adoptions else 0
+        self._barred[barred.setting] = "rollback"
+        return barred
+
+    def forget(self) -> None:
+        """Forget all measured times, and what was rejected by them: they are no longer true."""
+        for trial in self.trials:
+            trial.samples.clear()
+            if trial.state is not TrialState.CRASHED and trial is not self.incumbent:
+                self._newest.pop(trial.setting, None)
+
+    def predict_with(self, forecast: Forecaster) -> None:
+        """Judge by another prediction from now on: the machine has changed.
+
+        Args:
+            forecast: the planner's.
+        """
+        self._forecast = forecast
+        self._forecasts.clear()
+
+    # --- trials ------------------------------------------------------------------------------------------------------
+
+    @property
+    def tried(self) -> int:
+        """How many settings the search has proposed that were neither rejected nor given up."""
+        out = (TrialState.REJECTED, TrialState.VOID)
+        return sum(trial.source == "search" and trial.state not in out for trial in self.trials)
+
+    def find(self, setting: Setting) -> Trial | None:
+        """The trial of a setting."""
+        return self._newest.get(setting)
+
+    def waiting(self) -> Trial | None:
+        """A trial of the search that was planned and not measured yet."""
+        last = next((trial for trial in reversed(self.trials) if trial.state is TrialState.PLANNED), None)
+        return last if last is not None and last.source == "search" else None
+
+    def add(self, judged: Evaluation, source: str) -> Trial:
+        """A new trial, planned or rejected."""
+        setting = judged.told.setting
+        if judged.forecast is not None:
+            self._forecasts[setting] = judged.forecast  # it may have been made elsewhere
+        trial = Trial(len(self.trials), setting, source, forecast=self.forecast(setting))
+        trial.constraint = judged.told.constraint
+        if judged.rejected:
+            trial.state, trial.reason = TrialState.REJECTED, judged.reason
+        return self.append(trial)
+
+    def append(self, trial: Trial) -> Trial:
+        """Take a trial in as it is."""
+        self.trials.append(trial)
+        self._newest[trial.setting] = trial
+        return trial
+
+    def drop(self, trial: Trial) -> None:
+        """Let go of a trial that its run did not come to: the setting may be proposed again."""
+        trial.state = TrialState.VOID
+        self._newest.pop(trial.setting, None)
+
+    def keep(self, trial: Trial, outcome: Outcome) -> Sample:
+        """Keep a valid measurement."""
+        self.tokens = outcome.tokens
+        sample = Sample.of(outcome.steps_ms, trial.setting.update_interval, outcome.tokens)
+        trial.samples = [*trial.samples[1 - _NEWEST :], sample]
+        trial.state = TrialState.MEASURED
+        trial.device_bytes = outcome.device_bytes if outcome.device_bytes is not None else trial.device_bytes
+        trial.pace = outcome.pace or trial.pace
+        trial.host_bytes = outcome.host_bytes if outcome.host_bytes is not None else trial.host_bytes
+        return sample
+
+    def abort(self, trial: Trial, outcome: Outcome) -> None:
+        """Keep what was measured of a trial before it was aborted."""
+        sample = Sample.of(outcome.steps_ms, trial.setting.update_interval, outcome.tokens)
+        trial.samples = [sample] if sample.token_us else []
+        trial.state, trial.reason = TrialState.ABORTED, outcome.reason
+
+    def crash(self, trial: Trial, reason: str) -> None:
+        """Never try a setting again."""
+        self._barred[trial.setting] = "crash"
+        trial.samples.clear()
+        trial.state, trial.reason = TrialState.CRASHED, reason
+
+    # --- judging -----------------------------------------------------------------------------------------------------
+
+    def forecast(self, setting: Setting) -> Forecast:
+        """The planner's prediction."""
+        if setting not in self._forecasts:
+            self._forecasts[setting] = self._forecast(setting)
+        return self._forecasts[setting]
+
+    def relative(self, setting: Setting) -> float:
+        """Its time by prediction over the incumbent's: what both share that the planner does not know cancels."""
+        return self.forecast(setting).step_ms / self.forecast(self.incumbent.setting).step_ms
+
+    def judge(self, setting: Setting) -> Evaluation:
+        """Whether a setting may run, was tried, and how long it may take."""
+        known = self.find(setting)
+        reasons = [(1.0, messages.BARRED[self._barred[setting]])] if setting in self._barred else []
+        violation = self.space.violation(setting)
+        if violation is not None:
+            reasons.append((violation.excess, violation.reason))
+        forecast, relative = self.forecast(setting), self.relative(setting)
+        if forecast.excess > 0:
+            reasons.append((forecast.excess, forecast.reason))
+        excess = self._excess(forecast)
+        if excess > 0:
+            reasons.append((excess, "it would leave less GPU memory free than must stay free, by the measured peak"))
+        if relative > SLOWEST:
+            reasons.append(
+                (relative / SLOWEST - 1, f"the planner predicts {relative:.2f} times the step time of the best so far")
+            )
+        constraint, reason = max(reasons, default=(self._margin(setting), ""))
+        told = self._told(known) if known is not None else None
+        if told is None:
+            told = Observation(setting, self._value(relative), constraint)
+        return Evaluation(told, known is not None, reason, forecast)
+
+    def _excess(self, forecast: Forecast) -> float:
+        """By which share of the limit the incumbent's measured peak and what is predicted beyond it are too much."""
+        measured = self.incumbent.device_bytes
+        if self.device_limit_bytes is None or measured is None:
+            return 0.0
+        more = forecast.device_bytes - self.forecast(self.incumbent.setting).device_bytes
+        return (measured + more) / self.device_limit_bytes - 1
+
+    def told(self) -> list[Observation]:
+        """All that is known, for Optuna."""
+        found = (self._told(trial) for trial in self.trials if self._newest.get(trial.setting) is trial)
+        return [told for told in found if told is not None]
+
+    def _told(self, trial: Trial) -> Observation | None:
+        constraint = trial.constraint or self._margin(trial.setting)
+        if trial.state is TrialState.CRASHED:
+            return Observation(trial.setting, self._value(_CRASHED), max(constraint, 1.0))
+        if trial.state is TrialState.REJECTED:
+            return Observation(trial.setting, self._value(self.relative(trial.setting)), constraint)
+        if trial.samples:
+            return Observation(trial.setting, math.log(score(trial.samples)), constraint)
+        if trial.state is TrialState.ABORTED:
+            return Observation(trial.setting, self._value(_ABORTED), constraint)
+        return None
+
+    def _value(self, relative: float) -> float:
+        return math.log(relative * (score(self.incumbent.samples) if self.incumbent.samples else 1.0))
+
+    def _margin(self, setting: Setting) -> float:
+        """How far within its budget a setting is, as a share below 0."""
+        budget = self.space.budget
+        return min(0.0, self.space.cost(setting) / budget - 1.0) if budget else 0.0
+
+    # --- ties --------------------------------------------------------------------------------------------------------
+
+    def tie(self, tried: set[int]) -> Trial | None:
+        """A setting about as fast as the incumbent that is less stale, else takes less GPU, else less host memory.
+
+        Args:
+            tried: numbers of trials that were compared for that before.
+        """
+        limit = score(self.incumbent.samples) * (1 + LEAST_GAIN)
+        near = [
+            trial
+            for trial in self.trials
+            if trial.state is TrialState.MEASURED
+            and trial.samples
+            and trial.number not in tried
+            and score(trial.samples) <= limit
+            and (trial.number == 0 or self.space.violation(trial.setting) is None)
+            and self._better(trial, self.incumbent)
+        ]
+        return min(near, key=lambda trial: (trial.setting.mean_staleness_steps, *self._bytes(trial)), default=None)
+
+    def _better(self, one: Trial, other: Trial) -> bool:
+        difference = one.setting.mean_staleness_steps - other.setting.mean_staleness_steps
+        if abs(difference) > _SAME_STALENESS:
+            return difference < 0
+        for mine, others in zip(self._bytes(one), self._bytes(other), strict=True):
+            if abs(mine - others) > _SAME_BYTES * max(mine, others):
+                return mine < others
+        return False
+
+    def _bytes(self, trial: Trial) -> tuple[int, int]:
+        """GPU and host memory: by prediction for all alike, since a peak may be another setting's."""
+        forecast = self.forecast(trial.setting)
+        return forecast.device_bytes, forecast.host_bytes

@@ -1,0 +1,562 @@
+"""What follows an optimizer and tunes it: first a warm-up, then the search beside the training, then nothing more."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from statistics import fmean
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from zenflow import ZenFlowConfig, ZenFlowError
+from zenflow.optimizer import ZenFlowOptimizer
+from zftune.errors import BadInputError, ZftuneError
+from zftune.quality import coverage_warning
+from zftune.store.account import Counter
+from zftune.tuner.drivers import Ended, NullDriver, SearchDriver
+from zftune.tuner.executor import AtOnce, Change, Changes, Executor, TuningContext
+from zftune.tuner.guard import Losses, LossGuard, NoDisturbance, Watch
+from zftune.tuner.rank_consensus import KnobConsensus
+from zftune.tuner.search import Search
+from zftune.tuner.space import Setting
+from zftune.tuner.training_info import WarmupStats
+from zftune.tuner.worker import Background
+
+_INTERVAL = 4  # S where the configuration leaves it to the runtime
+_WARM_UP_STEPS = 8
+_LONGEST_WARM_UP = 32
+_MOST_VOIDS = 8
+_logger = logging.getLogger("zftune")
+
+
+CONCLUDES = "concludes"
+"""Attribute of the log records that say at the end what was found."""
+_JOIN_S = 20.0  # a daemon that is told goodbye may take most of it
+_DEPART_S = 1.0
+_MOST_EARLY_LOSSES = 512
+
+
+def counted(config: ZenFlowConfig) -> ZenFlowConfig:
+    """A configuration whose windows have a known length: where it has none, what a search begins from."""
+    return replace(config, update_interval=_INTERVAL, apply_lag=None) if config.update_interval == "auto" else config
+
+
+def warm_up_steps(config: ZenFlowConfig) -> int:
+    """Steps before a search: the first are slow, and the first selection sees untrained weights."""
+    every = config.select_interval
+    second = 0 if every == "auto" else min(every + 1, _LONGEST_WARM_UP)
+    return max(_WARM_UP_STEPS, 2 * counted(config).longest_window, second)
+
+
+class KnownWindow:
+    """Leaves `update_interval: "auto"` once there is a search, and not before: until then the knobs are the user's.
+
+    Args:
+        optimizer: that trains.
+        changes: how knobs change; None: at once.
+        on_change: told of that change.
+    """
+
+    def __init__(self, optimizer: ZenFlowOptimizer, changes: Changes | None, on_change: Change | None) -> None:
+        self._optimizer, self._on_change = optimizer, on_change
+        self._changes = changes or AtOnce(optimizer)
+        self._asked = False
+        self._voids = 0
+
+    @property
+    def there(self) -> bool:
+        """Whether windows have a known length."""
+        return self._optimizer.config.update_interval != "auto"
+
+    def ask(self) -> None:
+        """Call it after each step until it is there.
+
+        Raises:
+            ZftuneError: such windows cannot be had, or not all ranks agree.
+            HostEngineError: host work failed.
+        """
+        setting = Setting.of(counted(self._optimizer.config))
+        if not self._asked:
+            self._asked = True
+            self._changes.ask(setting.knobs())
+        verdict = self._changes.verdict()
+        if verdict is None:
+            return
+        self._asked = False
+        if verdict.refused:
+            raise ZftuneError(f"update_interval {_INTERVAL} instead of auto is refused ({verdict.refused})")
+        self._voids += bool(verdict.void)
+        if self._voids == _MOST_VOIDS:
+            raise ZftuneError(f"update_interval {_INTERVAL} instead of auto is not agreed on ({verdict.void})")
+        if verdict.step is not None:
+            _logger.info("update_interval is %d instead of auto: from here on the search sets it.", _INTERVAL)
+            if self._on_change is not None:
+                self._on_change(verdict.step or 1, setting.knobs())
+
+
+class StepCount:
+    """Counts them, whatever numbers they have: those jump where a saved state is loaded, at the begin or later.
+
+    Args:
+        optimizer: that takes them.
+    """
+
+    def __init__(self, optimizer: ZenFlowOptimizer) -> None:
+        self.followed = 0
+        """Steps so far."""
+        self._optimizer = optimizer
+        self._last = optimizer.steps
+        self.begin_warm_up()
+
+    def begin_warm_up(self) -> None:
+        """From here on: what was seen before does not count."""
+        self.warm_up = warm_up_steps(self._optimizer.config)
+        """Its steps."""
+        full = max(0, self._optimizer.config.full_warm_up_rounds - self._last)
+        self.begins = self.followed + full + self.warm_up
+        """After how many followed steps it is over."""
+
+    def after_step(self) -> bool:
+        """Count a step; whether it is the first after a saved state was loaded."""
+        before, self._last = self._last, self._optimizer.steps
+        loaded = self._last not in (before, before + 1)  # a step that a gradient scaler leaves out is none
+        if loaded:
+            before = self._last - 1
+        self.followed += self._last - before
+        return loaded
+
+
+_open: weakref.WeakSet[Tuner] = weakref.WeakSet()
+
+
+def open_tuners() -> list[Tuner]:
+    """Those that were not closed."""
+    return list(_open)
+
+
+class Tuner:
+    """Follows an optimizer: `attach` makes it. In a fork's child it does nothing: the training is its parent's.
+
+    Args:
+        optimizer: that trains.
+        driver: makes the search and thinks about it; closed with the tuner.
+        tokens: of a step.
+        disturbance: says that a measurement does not count; closed with the tuner.
+        eval_fn: the staleness probe; None: there is none.
+        on_change: told of changes.
+        consensus: how several ranks change knobs, and on this one tells of it; None: there is one rank.
+    """
+
+    def __init__(
+        self,
+        optimizer: ZenFlowOptimizer,
+        driver: SearchDriver,
+        *,
+        tokens: int,
+        disturbance: Watch,
+        eval_fn: Callable[[], float] | None = None,
+        on_change: Change | None = None,
+        consensus: KnobConsensus | None = None,
+    ) -> None:
+        self.notices: list[str] = []
+        """Sentences: what is not as it should be, and what the staleness probe saw."""
+        self.conclusion = ""
+        """What was found, or why nothing was, in up to four lines; there after `close()`."""
+        self._optimizer, self._tokens, self._eval_fn, self._on_change = optimizer, tokens, eval_fn, on_change
+        self._driver, self._disturbance, self._consensus = driver, disturbance, consensus
+        self._guard = LossGuard()
+        self._early_losses: list[tuple[int, float]] = []
+        """Of the steps before the search."""
+        self._losses: Losses | None = Losses(optimizer.device, self._guard, self._hear_early)
+        self._has_loss = False
+        # With several ranks the consensus tells of changes itself.
+        self._window = KnownWindow(optimizer, consensus, None if consensus is not None else on_change)
+        self._count = StepCount(optimizer)
+        self._counter = Counter(optimizer.device.clock.now())
+        driver.count_by(self._counter)
+        self._finishing: Background[None] | None = None
+        self._live: Executor | None = None
+        self._probed: Setting | None = None
+        self._over = self._closed = self._given_up = False
+        self._pid = os.getpid()
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+        if not _open:
+            atexit.register(_close_all)
+        _open.add(self)
+
+    def __enter__(self) -> Tuner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def incumbent(self) -> Setting:
+        """The best knobs so far; where `update_interval` is "auto", what a search begins with."""
+        return Setting.of(counted(self._optimizer.config)) if self._live is None else self._live.incumbent
+
+    @property
+    def searching(self) -> bool:
+        """Whether the search goes on, or has yet to begin."""
+        return not self._closed and self._finishing is None and not self._is_elsewhere
+
+    @property
+    def live(self) -> Executor | None:
+        """The search at work; None: it has not begun."""
+        return self._live
+
+    @property
+    def search(self) -> Search | None:
+        """What was found, with every decision; read it after `close()`. None: the daemon has it, or nothing was."""
+        return self._driver.search
+
+    @property
+    def run_id(self) -> str | None:
+        """Of the run in the store; None: the daemon writes it down, or nothing is written."""
+        return self._driver.run_id
+
+    @property
+    def asks_daemon(self) -> bool:
+        """Whether a daemon searches, rather than this process."""
+        return self._driver.asks_daemon
+
+    @property
+    def gain(self) -> float:
+        """What the best settings so far save of the step time that the search began with, a share of it."""
+        return 0.0 if self._live is None else self._live.gain
+
+    def follows(self, optimizer: ZenFlowOptimizer) -> bool:
+        """Whether it is this optimizer that it tunes."""
+        return self._optimizer is optimizer
+
+    def log_loss(self, loss: torch.Tensor | float) -> None:
+        """Give a step's loss to the guard; it never waits.
+
+        Args:
+            loss: a scalar on any device, or a number.
+
+        Raises:
+            BadInputError: it is more than one number.
+        """
+        if not self.searching:
+            return
+        self._has_loss = True
+        if self._live is not None:
+            self._live.log_loss(loss)
+        elif self._losses is not None:
+            self._losses.add(self._optimizer.steps, loss)
+
+    def log_tokens(self, tokens: int) -> None:
+        """Say that steps have another number of tokens from now on; scores are in time per token.
+
+        Args:
+            tokens: of a step.
+
+        Raises:
+            BadInputError: it is no number of tokens.
+        """
+        if tokens < 1:
+            raise BadInputError(f"tokens is {tokens!r}; it must be an integer >= 1")
+        self._tokens = tokens
+        if self._live is not None and not self._is_elsewhere:
+            self._live.log_tokens(tokens)
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        return os.getpid() != self._pid
+
+    @property
+    def meets_ranks(self) -> bool:
+        """Whether the steps of several ranks still agree on knobs; for some steps after `close()`, too."""
+        return self._consensus is not None and not self._consensus.over
+
+    def close(self, reason: str | None = None) -> None:
+        """End the tuning; the incumbent's knobs stay, and what was found is written down.
+
+        With several ranks it ends on all of them; they get the incumbent's knobs after their next steps.
+
+        Args:
+            reason: why it ends before the search is over, a sentence; None: the training has ended.
+        """
+        if self._closed or self._is_elsewhere:
+            return
+        self._closed = True
+        try:
+            if self._live is not None and not self._live.over:
+                why = f"Tuning ended after {self._count.followed} steps, before the search was over."
+                self._live.stop(reason or why)
+            if self._finishing is None:
+                self._end_search()  # here: a thread could not be started any more where the interpreter ends
+        finally:
+            self._let_go()
+
+    def depart(self) -> None:
+        """Close it at the end of the process, where no step comes any more."""
+        self.close()
+        if self._consensus is not None and not self._is_elsewhere:
+            self._consensus.close(_DEPART_S)
+
+    def _let_go(self) -> None:
+        _open.discard(self)
+        if not _open:
+            atexit.unregister(_close_all)
+        if self._consensus is None or self._consensus.over:
+            self._hook.remove()
+        else:
+            self._consensus.leave()  # with the next steps
+        self._disturbance.close()
+        if self._finishing is not None:
+            self._finishing.join(_JOIN_S)
+        self._driver.close()
+
+    # --- step by step ------------------------------------------------------------------------------------------------
+
+    def _after_step(self, *_: Any) -> None:
+        if self._is_elsewhere:
+            return
+        before = self._count.followed
+        loaded = self._count.after_step()
+        self._counter.step(self._optimizer.device.clock.now(), self._count.followed - before, self._tokens)
+        if loaded and self.searching:
+            self._go_on_from_saved()
+        if self._consensus is not None:
+            self._hear(self._consensus)
+        if not self._closed:
+            self._go_on()
+        if self._consensus is not None:
+            self._talk(self._consensus)
+
+    def _go_on_from_saved(self) -> None:
+        """A saved state was loaded: what was seen before is of another course, and this one's first steps are slow."""
+        for losses in (self._losses, None if self._live is None else self._live.losses):
+            if losses is not None:
+                losses.forget()
+        if self._consensus is not None:
+            self._consensus.go_on_from_saved()
+        if not self._driver.begun:
+            self._count.begin_warm_up()
+        elif self._live is not None and self._consensus is None:
+            self._live.go_on_from_saved()
+        elif self._live is not None:
+            self._give_up("Tuning ended: a saved state was loaded, and several ranks do not go on from one.")
+
+    def _hear(self, consensus: KnobConsensus) -> None:
+        try:
+            consensus.hear()
+        except ZenFlowError:
+            raise
+        except Exception as error:
+            _logger.exception("Tuning ended; the training goes on.")
+            self._fail(error)
+
+    def _talk(self, consensus: KnobConsensus) -> None:
+        """All ranks do, after every step, whatever has come of the tuning here: they wait for each other."""
+        if self._finishing is not None:
+            consensus.leave()
+        if self._live is not None:
+            consensus.keeps = self._live.incumbent.knobs()
+        consensus.say()
+        if consensus.over and self._closed:
+            self._hook.remove()
+
+    def _go_on(self) -> None:
+        if self._finishing is None:
+            try:
+                self._follow()
+            except ZenFlowError:
+                raise
+            except Exception as error:
+                _logger.exception("Tuning ended; the training goes on.")
+                self._fail(error)
+        if self._eval_fn is not None and self._probe_is_due():
+            self._probe(self._eval_fn)
+
+    def _fail(self, error: Exception) -> None:
+        if self._finishing is None and not self._closed:
+            self._give_up(f"Tuning ended: {type(error).__name__}: {error}.")
+
+    def _follow(self) -> None:
+        if self._consensus is not None and self._heed(self._consensus):
+            return
+        if self._live is not None:
+            going = self._live.on_step()
+            self._listen()
+            if not going:
+                self._over = True
+                self._finish()
+        elif not self._driver.begun:
+            self._warm()
+        elif not self._begin():
+            self._watch()
+
+    def _heed(self, consensus: KnobConsensus) -> bool:
+        """Whether the other ranks have ended it."""
+        if consensus.wrong:
+            self._end_wrong(consensus.wrong)
+        elif consensus.over:
+            self._give_up(consensus.reason)
+        return bool(consensus.wrong) or consensus.over
+
+    def _end_wrong(self, why: str) -> None:
+        if self._live is None:
+            self._give_up(f"Nothing was tuned. {why}")
+            return
+        self._live.go_back(why)
+        self._over = True
+        self._finish()
+
+    def _warm(self) -> None:
+        if not self._watch() and self._count.followed >= self._count.begins:
+            steps = tuple(self._optimizer.history()[-self._count.warm_up :])
+            self._warn_of_coverage([one.coverage for one in steps if one.coverage is not None])
+            self._driver.prepare(WarmupStats(counted(self._optimizer.config), steps, self._has_loss))
+
+    def _warn_of_coverage(self, known: Sequence[float]) -> None:
+        warning = coverage_warning(fmean(known) if known else None, asdict(self._optimizer.config))
+        if warning is not None:
+            _logger.warning("%s", warning)  # no notice: what shows a run tells of its coverage as it is then
+
+    def _watch(self) -> bool:
+        """Whether training goes wrong before the search begins, so that there is none."""
+        wrong = None if self._losses is None else self._losses.judge()
+        if wrong is not None:
+            self._give_up(f"Nothing was tuned. {wrong}")
+        return wrong is not None
+
+    def _begin(self) -> bool:
+        """Whether the search is there, so that it can begin."""
+        if not self._window.there:
+            self._listen()
+            if self._driver.ready:
+                self._window.ask()
+            return False
+        self._live = self._driver.live(
+            TuningContext(
+                optimizer=self._optimizer,
+                tokens=self._tokens,
+                disturbance=self._disturbance,
+                guard=self._guard if self._has_loss else None,
+                on_change=None if self._consensus is not None else self._on_change,  # which tells itself
+                changes=self._consensus,
+                counter=self._counter,
+            )
+        )
+        self._tell_early_losses()
+        self._listen()
+        space = None if self._driver.search is None else self._driver.search.book.space
+        if space is not None and space.fixed_because and self._live is not None:
+            _logger.info("Settings that change the trajectory stay: %s.", space.fixed_because)
+        return self._live is not None
+
+    def _hear_early(self, step: int, loss: float) -> None:
+        if len(self._early_losses) < _MOST_EARLY_LOSSES:
+            self._early_losses.append((step, loss))
+
+    def _tell_early_losses(self) -> None:
+        """Once there is a search, to whoever keeps how the training goes."""
+        losses = None if self._live is None else self._live.losses
+        if losses is not None and losses.heard is not None:
+            for step, loss in self._early_losses:
+                losses.heard(step, loss)
+        self._early_losses = []
+
+    def _listen(self) -> None:
+        for sentence in self._driver.said():
+            self._say(sentence, logging.INFO)
+
+    # --- the staleness probe -----------------------------------------------------------------------------------------
+
+    def _probe_is_due(self) -> bool:
+        """Once before the search and for each incumbent, where nothing is measured and nothing older is pending."""
+        if self._live is None:
+            return self._probed is None and self._driver.begun and self._window.there
+        setting = self._live.incumbent
+        settled = setting.update_interval + setting.apply_lag
+        return self._probed != setting and self._live.request is None and self._live.steady_steps > settled
+
+    def _probe(self, eval_fn: Callable[[], float]) -> None:
+        setting = self._probed = self.incumbent
+        with torch.no_grad():
+            before = float(eval_fn())
+            self._optimizer.flush()
+            after = float(eval_fn())
+        self._say(
+            f"Staleness probe after step {self._optimizer.steps} under {setting}: the loss is {before:.6g} before and "
+            f"{after:.6g} after a flush.",
+            logging.INFO,
+        )
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Say what was found, and write it down in a thread."""
+        if self._finishing is None:
+            self._finishing = Background(self._end_search, "zftune-finish", self._optimizer.device.clock)
+
+    def _end_search(self) -> None:
+        """Once nobody thinks any more, so that the search is ours."""
+        try:
+            if self._live is not None:
+                self._live.close()
+            self._conclude()
+        except Exception:
+            _logger.exception("What was found could not be written down; the training is not concerned.")
+
+    def _conclude(self) -> None:
+        ended = Ended(
+            steps=self._count.followed,
+            begins=self._count.begins,
+            over=self._over,
+            given_up=self._given_up,
+            remarks=tuple(self.notices),
+            count=self._counter.count,
+        )
+        for level, sentence in self._driver.end(ended):
+            self.conclusion = self.conclusion or sentence
+            _logger.log(level, "%s", sentence, extra={CONCLUDES: True})
+            if level >= logging.WARNING:
+                self.notices.append(sentence)
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up = True
+        self._say(reason)
+        if self._live is not None and not self._live.over:
+            self._live.stop(reason)
+        self._finish()
+
+    def _say(self, sentence: str, level: int = logging.WARNING) -> None:
+        self.notices.append(sentence)
+        _logger.log(level, "%s", sentence)
+
+
+def closed_tuner(optimizer: ZenFlowOptimizer) -> Tuner:
+    """A tuner of an optimizer, closed: it knows the knobs, and nothing else.
+
+    Args:
+        optimizer: that trains.
+    """
+    tuner = Tuner(optimizer, NullDriver(), tokens=1, disturbance=NoDisturbance())
+    tuner.close()
+    return tuner
+
+
+def _close_all() -> None:
+    for tuner in open_tuners():
+        try:
+            tuner.depart()
+        except Exception:
+            _logger.exception("A tuner could not be closed.")
+    if getattr(sys, "last_type", None) is KeyboardInterrupt:
+        # Python then ends by SIGINT, as shells expect, unless code was compiled since: SQLAlchemy does that.
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")

@@ -1,0 +1,373 @@
+"""The desk where a search is thought about: what came of a request is taken, and what to ask for next is decided.
+
+While a desk is at work it owns the search and its recorder; in between they are the training thread's. `ThreadWorker`
+works beside the training, with Optuna in a process of its own, so that no step waits for a thought or a write.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Protocol, TypeVar, cast
+
+from zenflow import StepStats
+from zenflow.clock import REAL_CLOCK, Clock, Thread
+from zftune.store.account import Count
+from zftune.tuner.curve import CurveBuilder
+from zftune.tuner.forecast import Judge, Observation, Proposal, likely
+from zftune.tuner.sampler_process import SamplerError, SamplerProcess
+from zftune.tuner.search import Search
+from zftune.tuner.space import Setting, Space
+from zftune.tuner.states import Outcome, Request, Sampler, UnmeasuredSteps
+
+T = TypeVar("T")
+
+
+_JOIN_S = 5.0
+_logger = logging.getLogger("zftune")
+
+
+@contextmanager
+def taking_time(clock: Clock, takes_s: float | None) -> Iterator[None]:
+    """What is done inside takes time by a clock: on a simulated one it stands still meanwhile, and then moves on.
+
+    Args:
+        clock: of the training.
+        takes_s: in simulated time; None: what it really took.
+    """
+    began_s = time.monotonic()
+    try:
+        yield
+    finally:
+        if clock.simulated:
+            clock.sleep(time.monotonic() - began_s if takes_s is None else takes_s)
+
+
+class Background(Generic[T]):
+    """Begins at once; its thread ends with the process.
+
+    Args:
+        work: what is done.
+        name: of the thread.
+        clock: of the training.
+        takes_s: in simulated time; None: what it really took.
+    """
+
+    def __init__(
+        self, work: Callable[[], T], name: str, clock: Clock = REAL_CLOCK, takes_s: float | None = None
+    ) -> None:
+        self._work, self._clock, self._takes_s = work, clock, takes_s
+        self._result: T | None = None
+        self._error: Exception | None = None
+        self._thread = clock.thread(self._run, name)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over."""
+        return not self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the work raised."""
+        return self._error is not None
+
+    @property
+    def result(self) -> T:
+        """What came of it; ask when it is done. Raises what the work raised."""
+        if self._error is not None:
+            raise self._error
+        return cast("T", self._result)
+
+    def join(self, most_s: float) -> None:
+        """Wait for its end, so many seconds at most."""
+        self._thread.join(most_s)
+
+    def _run(self) -> None:
+        try:
+            with taking_time(self._clock, self._takes_s):
+                self._result = self._work()
+        except Exception as error:  # noqa: BLE001 - whoever asks for the result gets it
+            self._error = error
+
+
+class Recorder(Protocol):
+    """Where a search is written down while it goes on."""
+
+    curve: CurveBuilder
+    """How the training goes."""
+
+    def follow(self, counted: Callable[[], Count]) -> None:
+        """Keep the account of the run by what this process has counted."""
+
+    def before(self, search: Search, request: Request) -> str | None:
+        """Write down what is about to be applied; why it must not be, or None."""
+
+    def after(self, search: Search, request: Request, outcome: Outcome) -> None:
+        """Write down what came of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What to do next."""
+
+    request: Request | None
+    """Written down as in flight where it may crash; None: the search is over."""
+    incumbent: Setting
+    start: Setting | None = None
+    """What the search began from; None: as was said before."""
+    gain: float = 0.0
+    """Of the incumbent over it, a share of its step time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """What is measured does not count any more."""
+
+    reason: str
+    incumbent: Setting | None = None
+    """To run from now on; None: as before."""
+    gain: float = 0.0
+    """Of it over what the search began from, a share of that one's step time."""
+
+
+class SearchWorker(ABC):
+    """Where whoever carries out a search asks what to do. No call waits."""
+
+    @abstractmethod
+    def hand(self, outcome: Outcome | None) -> None:
+        """Take what came of the last request (None: there was none), and think of the next; returns at once."""
+
+    @abstractmethod
+    def poll(self) -> Answer | None:
+        """The answer, once it is there; each once."""
+
+    def recall(self) -> Withdraw | None:
+        """Why what is measured now is to be given up; each once. None: it goes on."""
+        return None
+
+    @abstractmethod
+    def guard(self, reason: str) -> None:
+        """End the search because training goes wrong; whatever is thought of now is not answered."""
+
+    @abstractmethod
+    def idle(self, between: UnmeasuredSteps) -> None:
+        """Count steps that belong to no measurement, once the search is over."""
+
+    @abstractmethod
+    def stop(self, reason: str) -> None:
+        """End the search early; after `close`."""
+
+    def applied(self, step: int, setting: Setting) -> None:  # noqa: B027 - a worker may have no use for it
+        """Hear of the step after which knobs hold."""
+
+    def observe(self, stats: StepStats) -> None:  # noqa: B027
+        """Hear of a step."""
+
+    def hear_loss(self, step: int, loss: float) -> None:  # noqa: B027
+        """Hear of a step's loss; one that is not finite is the guard's business."""
+
+    def close(self) -> None:  # noqa: B027 - only a worker with a thread has something to end
+        """End the work, as soon as that can be; the search is the caller's again."""
+
+
+class LocalWorker(SearchWorker):
+    """Thinks about a search of this process.
+
+    Args:
+        search: that is thought about.
+        recorder: where it is written down.
+    """
+
+    def __init__(self, search: Search, recorder: Recorder | None = None) -> None:
+        self._search = search
+        self._recorder = recorder
+        self._asked: Request | None = None
+        self._answer: Answer | None = None
+
+    def idle(self, between: UnmeasuredSteps) -> None:
+        self._search.idle(between)
+
+    def applied(self, step: int, setting: Setting) -> None:
+        if self._recorder is not None:
+            self._recorder.curve.change(step, setting.knobs())
+
+    def observe(self, stats: StepStats) -> None:
+        if self._recorder is not None:
+            self._recorder.curve.step(stats.step, stats.step_ms, stats.coverage)
+
+    def hear_loss(self, step: int, loss: float) -> None:
+        if self._recorder is not None and math.isfinite(loss):
+            self._recorder.curve.loss(step, loss)
+
+    def stop(self, reason: str) -> None:
+        self._search.stop(reason)
+
+    def _take(self, outcome: Outcome) -> None:
+        self._search.tell(outcome)
+        if self._recorder is not None and self._asked is not None:
+            self._recorder.after(self._search, self._asked, outcome)
+
+    def _put_away(self, outcome: Outcome) -> None:
+        self._take(outcome)
+
+    def _go_on(self) -> None:
+        """Raises where nobody waits for an answer any more: nothing is written down as in flight then."""
+
+    def _think(self, outcome: Outcome | None) -> Answer:
+        search, recorder = self._search, self._recorder
+        if outcome is not None:
+            self._take(outcome)
+        while True:
+            request = search.next()
+            self._go_on()
+            refused = None if recorder is None or request is None else recorder.before(search, request)
+            if refused is None:
+                self._asked = request
+                return Answer(request, search.book.incumbent.setting, gain=search.book.gain_share)
+            search.stop(refused)
+
+
+DeskMaker = Callable[[Search, Recorder | None], SearchWorker]
+"""A worker's class, or what stands for one."""
+
+
+class ThreadWorker(LocalWorker):
+    """Thinks in a thread, and lets a process of low priority ask Optuna and the planner.
+
+    Where that process fails, the planner alone goes on, in the thread; where the search fails, it ends with a sentence
+    in its notes, and the training goes on.
+
+    Args:
+        search: that is thought about.
+        recorder: where it is written down.
+        sampler_process: the process, where it was started beforehand; the worker closes it.
+        clock: of the training; see `SearchOptions.thinking_s`.
+    """
+
+    def __init__(
+        self,
+        search: Search,
+        recorder: Recorder | None = None,
+        sampler_process: SamplerProcess | None = None,
+        clock: Clock = REAL_CLOCK,
+    ) -> None:
+        super().__init__(search, recorder)
+        self._clock = clock
+        self._sampler_process = sampler_process or SamplerProcess(gives_way=not clock.simulated)
+        self._closing = False
+        self._wrong: str | None = None
+        self._busy = False
+        self._lock = threading.Lock()
+        self._thread: Thread | None = None
+        self._ready = search.options.sampler in ("none", "random")  # they need no process
+        if not self._ready:
+            search.agenda.propose = self._propose
+
+    @property
+    def busy(self) -> bool:
+        """Whether it thinks: the search is the worker's."""
+        return self._busy
+
+    def hand(self, outcome: Outcome | None) -> None:
+        self._begin(outcome, ask=True)
+
+    def put_away(self, outcome: Outcome) -> None:
+        """Take what came of the last request, and think of nothing; returns at once."""
+        self._begin(outcome, ask=False)
+
+    def _begin(self, outcome: Outcome | None, *, ask: bool) -> None:
+        self._busy = True
+        self._thread = self._clock.thread(partial(self._work, outcome, ask), "zftune-desk")
+        self._thread.start()
+
+    def poll(self) -> Answer | None:
+        if self._busy or self._answer is None:
+            return None
+        answer, self._answer = self._answer, None
+        if answer.request is None:
+            self._sampler_process.close()
+        return answer
+
+    def guard(self, reason: str) -> None:
+        with self._lock:
+            self._closing = True
+            if self._busy:
+                self._wrong = reason
+            else:
+                self._search.guard(reason)
+        self._sampler_process.close()
+
+    def close(self) -> None:
+        self._closing = True
+        self._sampler_process.close()
+        if self._thread is None:
+            return
+        self._thread.join(_JOIN_S)
+        if self._thread.is_alive():
+            _logger.warning("The search's thread has not ended within %g s; it is left behind.", _JOIN_S)
+
+    # --- in the thread -----------------------------------------------------------------------------------------------
+
+    def _work(self, outcome: Outcome | None, ask: bool) -> None:
+        answer = None
+        try:
+            with taking_time(self._clock, self._search.options.thinking_s):
+                if ask:
+                    self._get_ready()
+                    answer = self._think(outcome)
+                elif outcome is not None:
+                    self._put_away(outcome)
+        except _InterruptedError:
+            _logger.debug("The search was interrupted while it was thought about.")
+        except Exception as error:
+            _logger.exception("The search failed; the training goes on under the best settings so far.")
+            self._search.stop(f"The search failed: {type(error).__name__}: {error}.")
+            answer = Answer(None, self._search.book.incumbent.setting, gain=self._search.book.gain_share)
+        with self._lock:
+            if self._wrong is not None:
+                self._search.guard(self._wrong)
+                answer = None
+            self._answer, self._busy = answer, False
+
+    def _go_on(self) -> None:
+        if self._closing:
+            raise _InterruptedError
+
+    def _get_ready(self) -> None:
+        """Wait for the process to have loaded all that it needs: nothing is measured beside that."""
+        if self._ready:
+            return
+        self._ready = True
+        try:
+            self._sampler_process.ready()
+        except SamplerError as error:
+            self._fail(error)
+
+    def _propose(
+        self, space: Space, told: Sequence[Observation], judge: Judge, *, sampler: Sampler, seed: int
+    ) -> Proposal:
+        if not self._sampler_process.closed:
+            try:
+                return self._sampler_process.propose(space, told, judge, sampler=sampler, seed=seed)
+            except SamplerError as error:
+                self._fail(error)
+        return Proposal(likely(space, judge, seed), ())
+
+    def _fail(self, error: SamplerError) -> None:
+        if self._closing:
+            raise _InterruptedError from error
+        self._sampler_process.close()
+        self._search.remark(f"The planner alone proposes from here on: {error}.")
+        _logger.warning("The planner alone proposes settings from here on: %s.", error)
+
+
+class _InterruptedError(Exception):
+    """Nobody waits for the answer any more."""
