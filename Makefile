@@ -42,14 +42,17 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt zftune/__init__.py $(NAT
 demo: setup  ## profile a real offloaded training run: ZeRO-Offload, ZenFlow and no offloading side by side
 	$(BIN)/zftune profile
 
-# CONTRIBUTING.md says what belongs where.
+# CONTRIBUTING.md says what belongs where. A worker that dies ends the run: with another in its place xdist may wait for ever.
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --max-worker-restart 0
+UNLIMITED := --timeout 0 -o faulthandler_timeout=0
+
 test: setup host-tests  ## what every change must pass, by WORKERS (3) processes
 	$(BIN)/python -m tests.upstream_ops
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile --durations 30
+	$(PYTEST) --durations 30
 
 test-all: setup host-tests  ## every test, with every fault and every combination: before a release
 	$(BIN)/python -m tests.upstream_ops
-	ZFTUNE_TESTS=all $(BIN)/pytest -n $(WORKERS) --dist loadfile
+	ZFTUNE_TESTS=all $(PYTEST) --timeout 1800 -o faulthandler_timeout=0
 
 CONFIGURE = PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -G Ninja --log-level=WARNING \
 	-DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)" \
@@ -97,16 +100,16 @@ ACCOUNTS ?= 500
 
 soak: setup  ## OPERATIONS (10000), EXAMPLES_FACTOR (30) as many cases, KILLS (200), FAULTS (50) of each kind, ACCOUNTS (500), FUZZ_S (600)
 	$(BIN)/python -m tests.zenflow.soak --operations $(OPERATIONS)
-	ZENFLOW_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(BIN)/pytest $(PROPERTIES) -m hypothesis --timeout 0 \
+	ZENFLOW_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(BIN)/pytest $(PROPERTIES) -m hypothesis $(UNLIMITED) \
 		--hypothesis-show-statistics
-	ZFTUNE_TESTS=all $(BIN)/pytest tests/zftune/check -m hypothesis --timeout 0 --hypothesis-show-statistics
+	ZFTUNE_TESTS=all $(BIN)/pytest tests/zftune/check -m hypothesis $(UNLIMITED) --hypothesis-show-statistics
 	ZFTUNE_KILLS=$(KILLS) $(BIN)/pytest tests/zftune/store/test_processes.py tests/zftune/tuner/test_killed.py \
 		tests/zenflow/test_fsdp_ends.py \
-		-k killed --timeout 0
-	ZFTUNE_FAULTS=$(FAULTS) $(BIN)/pytest -n $(WORKERS) tests/zftune/daemon/faults --timeout 0
-	ZFTUNE_ACCOUNTS=$(ACCOUNTS) $(BIN)/pytest -n $(WORKERS) --dist load tests/zftune/daemon/runs/test_accounts.py --timeout 0
+		-k killed $(UNLIMITED)
+	ZFTUNE_FAULTS=$(FAULTS) $(BIN)/pytest -n $(WORKERS) tests/zftune/daemon/faults $(UNLIMITED)
+	ZFTUNE_ACCOUNTS=$(ACCOUNTS) $(BIN)/pytest -n $(WORKERS) --dist load tests/zftune/daemon/runs/test_accounts.py $(UNLIMITED)
 	ZFTUNE_FUZZ_S=$(FUZZ_S) $(BIN)/pytest -n $(WORKERS) tests/zftune/daemon/test_api.py \
-		tests/zftune/daemon/runs/test_schemathesis.py -k "garbage or schemathesis" --timeout 0
+		tests/zftune/daemon/runs/test_schemathesis.py -k "garbage or schemathesis" $(UNLIMITED)
 
 sanitize: sanitize-address sanitize-thread  ## the native module's tests under ASan with UBSan, then under TSan
 
@@ -129,7 +132,7 @@ sanitize-address sanitize-thread: sanitize-%: setup
 		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
 		TSAN_OPTIONS=halt_on_error=1:allocator_may_return_null=1:ignore_noninstrumented_modules=1; \
 	$(BIN)/python -c 'import os; from zenflow import _native as n; assert n.__file__ == os.environ["SANITIZED_NATIVE_FILE"]'; \
-	$(BIN)/python -m pytest -p no:cacheprovider --capture=sys --timeout 900 $(SANITIZED_TESTS)
+	$(BIN)/python -m pytest -p no:cacheprovider --capture=sys --timeout 900 -o faulthandler_timeout=0 $(SANITIZED_TESTS)
 
 bench: setup  ## the host's memory bandwidth over thread counts and update intervals
 	$(BIN)/python studies/007-host-bandwidth/run.py --again

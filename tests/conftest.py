@@ -25,6 +25,7 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(upstream_ops.folder()))
 
 _THREADS = "zenflow-"
 _JOIN_S = 5.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ)
 _left_out = 0  # tests, in the workers
 
 
@@ -44,6 +45,14 @@ def _every_thread_of_the_runtime_ends_with_its_test() -> Iterator[None]:
         thread.join(_JOIN_S)
     names = sorted(thread.name for thread in left if thread.is_alive())
     assert not names, f"the test left {names}: close the optimizer or the device"
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_handled_as_before_a_test() -> Iterator[None]:
+    """A test that left SIGPIPE at its default would have the next write to a pipe that nobody reads end the worker."""
+    before = [signal.getsignal(number) for number in _SIGNALS]
+    yield
+    assert [signal.getsignal(number) for number in _SIGNALS] == before, "the test left another signal handler"
 
 
 @pytest.fixture(scope="session", autouse=True)

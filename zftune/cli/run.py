@@ -220,11 +220,15 @@ def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
     Raises:
         BadInputError: it cannot be run.
     """
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these; a program that it becomes would, too
-        signal.signal(number, signal.SIG_DFL)
+    numbers = (signal.SIGPIPE, signal.SIGXFSZ)
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]  # Python ignores them; its heir would, too
     sys.stdout.flush()
-    with _told(command):
-        os.execvpe(command[0], command, environment)
+    try:
+        with _told(command):
+            os.execvpe(command[0], command, environment)
+    finally:  # it is still this process
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
     raise AssertionError("unreachable")
 
 
