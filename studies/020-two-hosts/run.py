@@ -36,7 +36,8 @@ ON_DEVICE = ZenFlowConfig.zero_offload(offload_ratio=0.0, pipeline="bucket")
 NETWORK, ADDRESSES, PORT = "10.213.7", (1, 2), 29713
 BURST_KB = 512
 """Of the token bucket. TCP hands over 64 kB at a time: two of them (128 kB) leave the cable idle between them."""
-PATIENCE_S = 300
+PATIENCE_S = 600
+"""Two hosts of `torchrun` may wait 300 s for each other when they end: both were there, one saw it too late."""
 FIGURES = ("forward_s", "backward_s", "optimizer_s", "step_s", "network_gbps", "sent_bytes")
 
 
@@ -63,10 +64,10 @@ def refusal() -> str | None:
     """Why this machine cannot be two hosts; None: it can."""
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if missing:
-        return f"{' and '.join(missing)}: not installed, allowed is a machine with iproute2"
+        return f"{' and '.join(missing)}: not installed; the study needs a machine with iproute2"
     made = subprocess.run(["ip", "netns", "add", f"zftune-{os.getpid()}"], capture_output=True, text=True, check=False)
     if made.returncode:
-        return f"namespaces of the network cannot be made ({made.stderr.strip()}), allowed is a run as root"
+        return f"namespaces of the network cannot be made ({made.stderr.strip()}); the study must run as root"
     _ip("netns", "del", f"zftune-{os.getpid()}")
     return None
 

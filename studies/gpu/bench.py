@@ -109,7 +109,7 @@ class Bench:
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
-            raise NoGpuError("there is no NVIDIA GPU here (torch sees none), allowed is --stub for the simulated one")
+            raise NoGpuError("there is no NVIDIA GPU here (torch sees none); --stub takes the simulated one")
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
 
     def device(self) -> Device:

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     size = arguments.size or ("stub" if arguments.stub else "1B")
     if not arguments.minutes > 0:
-        parser.error(f"--minutes {arguments.minutes:g}: allowed is a number above 0")
+        parser.error(f"--minutes {arguments.minutes:g} must be above 0")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(INCOMPLETE))
     _prepare_environment()
 

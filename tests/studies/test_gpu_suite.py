@@ -177,11 +177,11 @@ def test_a_part_without_a_gpu_ends_it_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--minutes", "0"], "--minutes 0: allowed is a number above 0"),
+        (["--minutes", "0"], "--minutes 0 must be above 0"),
         (["--parts", "moon"], "invalid choice: 'moon'"),
         pytest.param(
             ["--parts", "environment"],
-            "there is no NVIDIA GPU here (torch sees none), allowed is --stub for the simulated one",
+            "there is no NVIDIA GPU here (torch sees none); --stub takes the simulated one",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
     ],

@@ -122,7 +122,7 @@ def at_staleness(probes: Mapping[str, Mapping[str, float]], name: str, staleness
     for (low, before), (high, after) in itertools.pairwise(known):
         if low <= staleness <= high:
             return before + (after - before) * (staleness - low) / (high - low)
-    raise ValueError(f"staleness is {staleness}, allowed is up to {known[-1][0]:g}, the farthest distance")
+    raise ValueError(f"staleness is {staleness}; it must be at most {known[-1][0]:g}, the farthest distance")
 
 
 def early(probed: Mapping[str, Any], name: str, staleness: float, places: Iterable[int]) -> float | None:
