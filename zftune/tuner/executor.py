@@ -1,6 +1,6 @@
-"""Carries out in a training loop what a desk asks for: knobs change through `set_knobs`, without a restart.
+"""Carries out in a training loop what a worker asks for: knobs change through `set_knobs`, without a restart.
 
-Nothing here waits: step times come from the optimizer's own history, two steps late, and a desk (see
+Nothing here waits: step times come from the optimizer's own history, two steps late, and a worker (see
 `zftune.tuner.worker`) answers when it can, while training goes on under the incumbent's knobs.
 """
 

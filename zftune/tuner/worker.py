@@ -1,6 +1,6 @@
-"""The desk where a search is thought about: what came of a request is taken, and what to ask for next is decided.
+"""The workers that think about a search: what came of a request is taken, and what to ask for next is decided.
 
-While a desk is at work it owns the search and its recorder; in between they are the training thread's. `ThreadWorker`
+While a worker is at work it owns the search and its recorder; in between they are the training thread's. `ThreadWorker`
 works beside the training, with Optuna in a process of its own, so that no step waits for a thought or a write.
 """
 

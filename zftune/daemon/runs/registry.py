@@ -54,7 +54,7 @@ class Registry:
         kept_in: the identity of the store that was asked for; None: a run may ask for any.
         limits: sentences, on what this process cannot do.
         lease_s: without a report for so long a run counts as ended.
-        thinkers: processes that think.
+        samplers: processes that think; None: a pool that is gentle to trainings beside it.
         disturbance: says that measurements of a run do not count, such as a sampler of its GPU.
         clock: seconds that only grow.
     """

@@ -93,7 +93,7 @@ class SamplerPool:
             unwanted: whether nobody waits for it any more.
 
         Raises:
-            ThinkerError: nobody does, or the pool was closed.
+            SamplerError: nobody does, or the pool was closed.
         """
         with self._lock:
             has_room = self._free > 0
