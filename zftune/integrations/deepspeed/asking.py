@@ -43,7 +43,7 @@ def ask(configs: list[Mapping[str, Any]], world_size: int) -> list[list[dict[str
     """
     question = json.dumps({"configs": configs, "world_size": world_size})
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    words = [sys.executable, "-m", __name__]
+    words = [sys.executable, "-P", "-m", __name__]  # not from the folder that it is asked in, which may be anybody's
     try:
         done = subprocess.run(
             words, input=question, capture_output=True, text=True, env=environment, timeout=_TIMEOUT_S, check=False

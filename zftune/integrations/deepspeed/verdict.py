@@ -395,6 +395,21 @@ def _fits(whole: float, micro: float | None, passes: float | None, ranks: float 
         yield Fault((BATCH[0],), f"{BATCH[1]} * {BATCH[2]} * {ranks:g} ranks")
 
 
+def ranks_that_fit(config: Mapping[str, Any]) -> int:
+    """Ranks with which the batch sizes of a ds_config go together, or else 1; DeepSpeed itself asks for their number.
+
+    Args:
+        config: without words that somebody else fills in.
+    """
+    known: list[Any] = [config.get(name) for name in BATCH]
+    known.append(config.get("sequence_parallel_size", 1))  # ranks that share a sequence count as one
+    if not all(isinstance(one, int) and one > 0 for one in known):
+        return 1
+    whole, micro, passes, size = known
+    found: int = whole // (micro * passes) * size if whole % (micro * passes) == 0 else 1
+    return found
+
+
 _ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 
 

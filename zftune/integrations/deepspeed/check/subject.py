@@ -17,7 +17,7 @@ from zftune.integrations.deepspeed.asking import AskingError, ask
 from zftune.integrations.deepspeed.check.findings import THE_FILE, Change, Finding, Severity
 from zftune.integrations.deepspeed.outcome import Outcome, outcome
 from zftune.integrations.deepspeed.section import Refusal, Section
-from zftune.integrations.deepspeed.verdict import Fault, faults, undecided
+from zftune.integrations.deepspeed.verdict import Fault, faults, ranks_that_fit, undecided
 from zftune.store.types import Backend
 from zftune.telemetry.fingerprint import installed
 
@@ -167,7 +167,7 @@ class Subject:
         if installed("deepspeed") != self.version:
             return None
         try:
-            (answers,) = ask([self.given], self.world_size or 1)
+            (answers,) = ask([self.given], self.world_size or ranks_that_fit(self.given))
         except AskingError:
             return None
         return [Fault(tuple(one["path"] or THE_FILE), f"something else: {one['error']}") for one in answers]
