@@ -326,8 +326,8 @@ class RunSession:
             if not late:
                 self._prepared = prepared
                 if prepared.recorder is not None:
-                    prepared.recorder.curve.join(self.curve.curve())
-                    self.curve = prepared.recorder.curve
+                    self.curve.join(prepared.recorder.curve.curve())
+                    prepared.recorder.curve = self.curve
                 if prepared.sentence:
                     self._notices.append(prepared.sentence)
                 if begun.paused:
