@@ -73,6 +73,11 @@ class SamplerProcess:
         """Whether nothing can be asked any more."""
         return self._closed
 
+    @property
+    def died(self) -> bool:
+        """Whether it has ended though nobody closed it, such as by the kernel where memory ran out."""
+        return not self._closed and self._process is not None and self._process.poll() is not None
+
     def start(self) -> None:
         """Start the process, unless it runs; returns at once.
 
