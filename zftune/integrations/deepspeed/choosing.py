@@ -12,7 +12,7 @@ from torch import nn
 
 from zenflow import ConfigError, ZenFlowConfig
 from zenflow.sharded import ranks_with_rows
-from zftune.errors import BadInputError
+from zftune.errors import BadInputError, StoreError
 from zftune.integrations.deepspeed.section import BEST, Section
 from zftune.store.types import STALENESS
 from zftune.tuner.rank_channel import hosts_of_ranks
@@ -121,7 +121,10 @@ def _best(store: Store, training: Training, *, asked: bool) -> Chosen:
     from zftune.telemetry.fingerprint import hardware
 
     query = Query(key=training.key(), ratios=None, usable_cores=hardware()["usable_cores"])
-    match = find(query, store.presets())
+    try:
+        match = find(query, store.presets())
+    except StoreError as error:  # it trains all the same
+        return Chosen({}, "the settings are the ds_config's", str(error))
     if match is None:
         none = "no preset is for this model on this hardware yet (zftune tune makes one)"
         return Chosen({}, "the settings are the ds_config's", none if asked else "")
@@ -134,7 +137,10 @@ def _named(store: Store, training: Training, name: str) -> Chosen:
     from zftune.store.presets import differences, knobs_here
     from zftune.telemetry.fingerprint import hardware
 
-    preset: Preset = read_preset(name) if is_file(name) else named(store, name)
+    try:
+        preset: Preset = read_preset(name) if is_file(name) else named(store, name)
+    except StoreError as error:
+        raise BadInputError(f"preset '{name}': {error}") from error
     key = training.key()
     others = differences(replace(key, sequence=min(key.sequence, preset.key.sequence)), preset.key)
     knobs, about_cores = knobs_here(preset, hardware()["usable_cores"])
