@@ -84,6 +84,8 @@ class RunSession:
         self._thought: SearchHandle | None = None
         self._applied = self._sequence = 0
         self._stopped = False
+        self._barred: Setting | None = None
+        """What was rolled back, until that is written down."""
         self._guarded: str | None = None
         """Why training goes wrong, if it does."""
         self._lock = threading.RLock()
@@ -375,18 +377,20 @@ class RunSession:
 
         Raises:
             NotAllowedError: nothing was adopted, or the state does not allow it.
-            ZftuneError: it could not be written down.
+            ZftuneError: it could not be written down; asked for again, it is, and nothing else is rolled back.
         """
         with self._commands:
             thought = self._begun("roll back")
-            if not thought.search.book.adoptions:
-                raise NotAllowedError("cannot roll back: nothing was adopted in this run")
-            self._halt(thought)
-            barred = thought.search.book.incumbent.setting
-            thought.search.roll_back(by)
+            if self._barred is None:
+                if not thought.search.book.adoptions:
+                    raise NotAllowedError("cannot roll back: nothing was adopted in this run")
+                self._halt(thought)
+                self._barred = thought.search.book.incumbent.setting
+                thought.search.roll_back(by)
             self._settle(thought)
             if thought.prepared.recording is not None:
-                thought.prepared.recording.withdraw_preset(barred, Withdrawal("rollback", by))
+                thought.prepared.recording.withdraw_preset(self._barred, Withdrawal("rollback", by))
+            self._barred = None
 
     def stop(self, by: str) -> None:
         """End the tuning; the incumbent's knobs stay.
