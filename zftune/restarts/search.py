@@ -225,6 +225,8 @@ class Restarts:
             ),
         )
         self.search, self._recorder = begun.search, begun.recorder
+        if self._recorder is not None:
+            self._recorder.predicts = False  # nobody predicts upstream's times
         if begun.sentence:
             self.notices.append(begun.sentence)
             self.on_progress(begun.sentence, self.search)
@@ -257,16 +259,16 @@ class Restarts:
             world_size=int(ranks[0].header["world_size"]),
             checkpointing=bool(model.get("checkpointing")),
         )
-        return Recording(self.rows, facts, quality)
+        return Recording(self.rows, facts, quality, study=self.options.study)
 
     # --- every other run ---------------------------------------------------------------------------------------------
 
     def _next(self) -> Request | None:
         search = self._searched()
         known = len(search.book.trials)
-        request = search.next()
+        request = search.next() if self._recorder is None else self._recorder.choose(search)
         for trial in search.book.trials[known:]:
-            trial.forecast = None  # nobody predicts upstream's times
+            trial.forecast = None
         if request is not None and self.runs >= self.options.most_measurements:
             # Crashes are no measurements, and where times change the search counts anew: runs are what was promised.
             search.stop(messages.enough_runs(self.runs))

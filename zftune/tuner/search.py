@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from zftune.store.types import Decision, DecisionKind, TrialState
+from zftune.store.types import Decision, DecisionKind, PeerTrial, TrialState
 from zftune.tuner import messages
 from zftune.tuner.forecast import MOST_REJECTIONS, Proposer, propose
 from zftune.tuner.scores import (
@@ -55,7 +55,7 @@ MOST_VOIDS = 3
 _COMPARISON = 3  # measurements
 _HOLD_STEPS = 200
 _MOST_TIES = 2
-_PLANNED = ("planner", "preset")
+_PLANNED = ("planner", "preset", "peer")
 _FOR_CHANGES = 0.25
 """Of what exploring may cost, where it may wait: for the planner's choices once times change, which gain the most."""
 _OTHER_TIMES = 0.05
@@ -89,6 +89,15 @@ class CandidateQueue:
         """
         if setting != self._book.trials[0].setting:
             self._planned.insert(0, (setting, source))
+
+    def suggest_peers(self, settings: Sequence[Setting]) -> None:
+        """Look first at what other tuners of the study have adopted.
+
+        Args:
+            settings: that, the fastest first; what was said before does not hold any more.
+        """
+        others = [(setting, source) for setting, source in self._planned if source != "peer"]
+        self._planned = [*((setting, "peer") for setting in settings), *others]
 
     def plan_again(self, plan: Callable[[], Sequence[Setting]]) -> None:
         """Ask the planner anew, once the next setting is wanted: what it planned before is out of date.
@@ -127,7 +136,7 @@ class CandidateQueue:
             if known is not None and known.state is TrialState.PLANNED and not self._book.judge(setting).rejected:
                 return known  # it was too dear before
             self._planned.pop(0)
-            if known is not None:
+            if known is not None or (setting in self._book.peers and source != "peer"):
                 continue
             judged = self._book.judge(setting)
             trial = self._book.add(judged, source)
@@ -140,7 +149,7 @@ class CandidateQueue:
         if waiting is not None and not self._book.judge(waiting.setting).rejected:
             return waiting
         book = self._book
-        seed = int(np.random.SeedSequence([self._seed, book.tried]).generate_state(1)[0])
+        seed = int(np.random.SeedSequence([self._seed, book.tried + len(book.peers)]).generate_state(1)[0])
         proposal = self.propose(book.space, book.told(), book.judge, sampler=self._sampler, seed=seed)
         for judged in proposal.rejected[:MOST_REJECTIONS]:
             book.add(judged, "search")
@@ -228,6 +237,25 @@ class Search:
         self.book.restore_start()
         self._note("guard", reason, self.book.incumbent.number)
         self.state = Stopped(reason, final=True)
+
+    def hear(self, peers: Sequence[PeerTrial]) -> None:
+        """Take in what the other tuners of the study know, before `next()` chooses.
+
+        Args:
+            peers: their trials.
+        """
+        self.agenda.suggest_peers(self.book.hear(peers))
+
+    def pass_over(self, trial: int, reason: str) -> None:
+        """Choose another setting than the one that was chosen: another tuner of the study was first.
+
+        Args:
+            trial: its number.
+            reason: a sentence.
+        """
+        self.book.pass_over(self.book.trials[trial], reason)
+        if isinstance(self.state, Exploring) and self.state.trial == trial:
+            self.state = Choosing()
 
     # --- what next ---------------------------------------------------------------------------------------------------
 
@@ -433,8 +461,8 @@ class Search:
             self.state = Choosing()
             return
         comparing = self._comparing(trial, "gain")
-        if trial.source in _PLANNED and self._last_role == "start":
-            # Nobody picked it for its time, and the incumbent was measured just before: the first two are there.
+        if trial.source == "peer" or (trial.source in _PLANNED and self._last_role == "start"):
+            # Nobody picked it for its time here, and the incumbent was measured before: the first two are there.
             comparing = replace(comparing, before=tuple(incumbent.samples[-1:]), after=(sample,))
         self.state = comparing
 

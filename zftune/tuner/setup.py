@@ -216,7 +216,7 @@ class Preparation:
     Args:
         optimizer: that trains.
         wishes: of the user.
-        store: open; None: nothing is remembered.
+        store: gives the open store, in the thread that prepares; None: nothing is remembered.
         sampler_process: where the planner works.
         company: ranks that it trains with.
         name: of the model; None: that of its class.
@@ -226,7 +226,7 @@ class Preparation:
         self,
         optimizer: ZenFlowOptimizer,
         wishes: TuneRequest,
-        store: Store | None,
+        store: Callable[[], Store] | None,
         sampler_process: SamplerProcess,
         company: WorldInfo = SINGLE_RANK,
         name: str | None = None,
@@ -245,7 +245,8 @@ class Preparation:
         Args:
             seen: in the warm-up.
         """
-        return prepare(self.reader.facts(seen), self._store, self._sampler_process, self.notices)
+        store = None if self._store is None else self._store()
+        return prepare(self.reader.facts(seen), store, self._sampler_process, self.notices)
 
 
 def prepare(
@@ -286,7 +287,7 @@ def prepare(
 
     recording = None
     if store is not None and facts.run is not None:
-        recording = Recording(store, facts.run, wishes.quality, facts.here)
+        recording = Recording(store, facts.run, wishes.quality, facts.here, wishes.study)
     wanted = SearchRequest(
         own=base, space=space, options=wishes.search, fresh=wishes.fresh,
         least_ratio=0.0 if wishes.tune_memory else base.offload_ratio,

@@ -107,6 +107,12 @@ class Recorder(Protocol):
     def follow(self, counted: Callable[[], Count]) -> None:
         """Keep the account of the run by what this process has counted."""
 
+    def choose(self, search: Search) -> Request | None:
+        """What to measure next, by what others know as well; None: the search is over."""
+
+    def hurry(self) -> None:
+        """Wait for nobody any more: the training ends."""
+
     def before(self, search: Search, request: Request) -> str | None:
         """Write down what is about to be applied; why it must not be, or None."""
 
@@ -226,7 +232,7 @@ class LocalWorker(SearchWorker):
         if outcome is not None:
             self._take(outcome)
         while True:
-            request = search.next()
+            request = search.next() if recorder is None else recorder.choose(search)
             self._go_on()
             refused = None if recorder is None or request is None else recorder.before(search, request)
             if refused is None:
@@ -307,6 +313,8 @@ class ThreadWorker(LocalWorker):
 
     def close(self) -> None:
         self._closing = True
+        if self._recorder is not None:
+            self._recorder.hurry()
         self._sampler_process.close()
         if self._thread is None:
             return

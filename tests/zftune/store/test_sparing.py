@@ -21,8 +21,8 @@ MEASURED = Measurement(role="explore", steps=20, step_ms=1.0, token_us=1.0, bega
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(str(tmp_path / "zftune.db")) as store:
+def store(url: str) -> Iterator[Store]:
+    with open_store(url) as store:
         yield store
 
 

@@ -126,6 +126,12 @@ class Recorder:
     def follow(self, counted: Callable[[], Count]) -> None:
         self.counted = counted
 
+    def choose(self, search: Search) -> Request | None:
+        return search.next()
+
+    def hurry(self) -> None:
+        pass
+
     def before(self, search: Search, request: Request) -> str | None:
         return "The disk is full." if self.refuse and request.role == "explore" else None
 
