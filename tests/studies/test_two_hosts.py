@@ -43,4 +43,6 @@ def test_a_machine_that_cannot_be_two_hosts(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert study.main(["--quick"]) == 2
-    assert capsys.readouterr().err == "020-two-hosts: ip and tc: not installed; the study needs a machine with iproute2\n"
+    assert (
+        capsys.readouterr().err == "020-two-hosts: ip and tc: not installed; the study needs a machine with iproute2\n"
+    )

@@ -164,6 +164,6 @@ def test_it_refuses_a_preset_by_name_on_all_ranks(monkeypatch: pytest.MonkeyPatc
     for name, value in (("is_initialized", True), ("get_world_size", 2), ("get_rank", 0)):
         monkeypatch.setattr(distributed, name, lambda value=value: value)
     monkeypatch.setattr(distributed, "broadcast_object_list", broadcast)
-    with pytest.raises(BadInputError, match="preset 'theirs': .* could not be read") as refused:
+    with pytest.raises(BadInputError, match=r"preset 'theirs': .* could not be read") as refused:
         choose(TRAINING, Section(preset="theirs"))
     assert sent == [str(refused.value)]
