@@ -152,7 +152,11 @@ def _engine_step(session: Session, original: Callable[..., Any]) -> Callable[...
 
 
 def _know_host_optimizer(session: Session, module: Any) -> None:
-    session.host_optimizers.add(module.DeepSpeedCPUAdam)
+    kind = getattr(module, "DeepSpeedCPUAdam", None)
+    if kind is None:
+        session.absent["waits_ms.host"] = "this DeepSpeed has no deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam"
+    else:
+        session.host_optimizers.add(kind)
 
 
 def _hook_waits(session: Session, name: str, module: Any) -> None:
