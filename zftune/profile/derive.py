@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zenflow import StepStats, ZenFlowConfig
 
 
+NO_STREAM = "plain CPU: there is no device stream whose waits could be called stalls"
 _NO_LOSS = "no backward pass began from a single number, and the script gave none to zftune.log_loss"
 NO_FINITE_LOSS = "no loss of the measured steps is a finite number"
 

@@ -284,12 +284,8 @@ def _were(count: int) -> str:
     return "were" if count > 1 else "was"
 
 
-def remarks(ranks: Sequence[Rank], chosen: Sequence[Rank], steps: int, seen: Seen) -> list[str]:
+def remarks(ranks: Sequence[Rank], chosen: Sequence[Rank], steps: int, seen: Seen) -> Iterator[str]:
     """What else a person should know about the records."""
-    return list(_remarks(ranks, chosen, steps, seen))
-
-
-def _remarks(ranks: Sequence[Rank], chosen: Sequence[Rank], steps: int, seen: Seen) -> Iterator[str]:
     for rank in chosen:
         if rank.error is not None:
             yield f"rank {rank.rank}: the agent failed: {rank.error}"
@@ -335,7 +331,6 @@ def interpreter_flag(command: Sequence[str]) -> str | None:
 
 _NOT_SWITCHED = "only the built-in workload can be switched to other systems"
 _NOT_PROFILED = "a command is not run under torch.profiler, which would slow it down"
-_NO_STREAM = "plain CPU: there is no device stream whose waits could be called stalls"
 _NOT_RECORDED = "the agent recorded none"
 _NO_BATCH = "no torch DataLoader gave a batch: getting them is counted with the forward pass"
 
@@ -427,7 +422,7 @@ def _measured(main: Rank, missing: dict[str, str]) -> dict[str, Any]:
     stall = derive.stall([step["stall_ms"] for step in main.steps], step_ms["mean"])
     hidden = main.mean("hidden_ms")
     if stall is None:
-        missing.setdefault("stall", _NOT_RECORDED if main.header.get("has_stream") else _NO_STREAM)
+        missing.setdefault("stall", _NOT_RECORDED if main.header.get("has_stream") else derive.NO_STREAM)
     if hidden is None:
         missing.setdefault("hidden_ms_per_step", missing.get("stall", _NOT_RECORDED))
     return {
