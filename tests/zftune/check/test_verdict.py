@@ -223,3 +223,18 @@ def test_nothing_of_the_folder_that_it_is_asked_in_is_run(tmp_path: Path, monkey
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(installed), os.environ.get("PYTHONPATH")))))
     assert ask([{}], 1) == [[{"path": None, "error": "ValueError: no"}]]
     assert not (here / "taken").exists()
+
+
+def test_a_section_that_lacks_what_was_left_out_of_it_is_not_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed reads the section first: without "enabled" its words are others than those about the batch."""
+
+    def first_error(config: dict[str, Any], _: int) -> Exception | None:
+        if "curriculum_learning" in config and "enabled" not in config["curriculum_learning"]:
+            return KeyError("enabled")
+        if config.get("stage") == 9:
+            return ValueError("stage")
+        return AssertionError("batch") if config.get("train_batch_size") == 7 else None
+
+    monkeypatch.setattr(asking, "first_error", first_error)
+    config = {"curriculum_learning": {"enabled": True}, "stage": 9, "train_batch_size": 7}
+    assert [one["path"] for one in asking.refusals(config, 2)] == [["stage"], ["train_batch_size"]]
