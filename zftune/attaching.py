@@ -27,6 +27,7 @@ from zenflow import ZenFlowConfig
 from zenflow.device import HostWeights
 from zenflow.names import unread_variables
 from zenflow.optimizer import ZenFlowOptimizer
+from zenflow.ranks import several_ranks
 from zftune import losses
 from zftune.daemon.client.autostart import START_S
 from zftune.errors import BadInputError
@@ -35,13 +36,13 @@ from zftune.text import one_of
 from zftune.tuner.drivers import LocalDriver, NullDriver, SearchDriver
 from zftune.tuner.executor import Change
 from zftune.tuner.guard import NoDisturbance, disturbance_of
-from zftune.tuner.rank_channel import GlooChannel, several_ranks
+from zftune.tuner.rank_channel import GlooChannel
 from zftune.tuner.rank_consensus import KnobConsensus
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.space import Setting
 from zftune.tuner.stats import stats
 from zftune.tuner.training_info import SINGLE_RANK, TuneRequest, WorldInfo
-from zftune.tuner.tuner import Tuner, open_tuners
+from zftune.tuner.tuner import Tuner, closed_tuner, open_tuners
 from zftune.variables import NOBODY, ONLINE, READ, RUN
 
 if TYPE_CHECKING:
@@ -177,7 +178,8 @@ def attach(
         raise BadInputError("store must be None where the daemon searches: it has its own")
     searches = _searches()
     if searches == NOBODY:
-        return _closed_tuner(optimizer)
+        _logger.info("zftune.attach does nothing: the settings come from a schedule.")
+        return closed_tuner(optimizer)
     if daemon is None:
         daemon = searches == "daemon" and store is None  # who brings a store has no daemon in mind
     _check_counts(tokens=tokens, micro_batch=micro_batch, sequence=sequence, most_measurements=most_measurements)
@@ -318,13 +320,6 @@ def _searches() -> str:
     if value not in _SEARCHES:
         raise BadInputError(f"{ONLINE} is {value!r}; it must be daemon or process")
     return value
-
-
-def _closed_tuner(optimizer: ZenFlowOptimizer) -> Tuner:
-    from zftune.tuner.tuner import closed_tuner
-
-    _logger.info("zftune.attach does nothing: the settings come from a schedule.")
-    return closed_tuner(optimizer)
 
 
 def _check_counts(**counts: Any) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from zenflow import ConfigError, Device, EmulatedAccelerator, HostMemoryError, StepStats, ZenFlowConfig, ZenFlowError
+from zenflow import Device, EmulatedAccelerator, StepStats, ZenFlowConfig, ZenFlowError
 from zenflow.config import AUTO_SELECT_INTERVAL, AUTO_SELECT_OVERLAP
-from zenflow.errors import HostThreadsError, RankError
 from zenflow.host.limits import available_host_bytes
 from zenflow.optimizer import ZenFlowOptimizer
+from zenflow.ranks import several_ranks
 from zenflow.timeline import Lane, Timeline, TimelineRecorder
 from zftune.errors import ZftuneError
 from zftune.planner.choosing import HEADROOM, LEAST_HEADROOM_BYTES, PUBLISHED, budget_of, choose
@@ -32,8 +32,8 @@ from zftune.planner.rates import MOMENTS, Rates, device_work_ms
 from zftune.planner.split import totals_of
 from zftune.store.types import STALENESS, Quality
 from zftune.text import ms, percent, times
+from zftune.tuner.executor import REFUSALS
 from zftune.tuner.forecast import UNLIMITED, machine_of
-from zftune.tuner.rank_channel import several_ranks
 from zftune.tuner.sampler_process import SamplerProcess
 from zftune.tuner.training_info import WarmupStats, device_limit
 from zftune.tuner.tuner import StepCount, open_tuners
@@ -301,7 +301,6 @@ FIRST_STEPS = _SLOW + _MEASURED + _RESOLVED_LATER
 _TIMED = 3  # steps whose copies are timed
 _AGREE_EVERY = 8  # steps, since ranks wait for each other to agree
 _LATE_KNOBS = ("topk_ratio", "update_interval", "apply_lag", "overlap_step", "select_interval")
-_REFUSALS = (ConfigError, HostMemoryError, HostThreadsError, RankError, MemoryError, torch.OutOfMemoryError)
 _logger = logging.getLogger("zftune")
 
 
@@ -356,7 +355,7 @@ class _Following:
         if taken < FIRST_STEPS:
             if taken == _SLOW - _TIMED and self._recorder is None and self._is_first:
                 self._recorder = optimizer.record_timeline(_TIMED)
-        elif not waits_for_all(optimizer.config) or _is_tuned(optimizer):
+        elif not waits_for_all(optimizer.config) or any(tuner.follows(optimizer) for tuner in open_tuners()):
             self._over = True  # somebody else has set knobs, or a saved state brought them
         else:
             self._go_on(optimizer, taken - FIRST_STEPS)
@@ -435,7 +434,7 @@ class _Following:
         for one in choices:
             try:
                 step = optimizer.set_knobs(**{name: getattr(one.config, name) for name in _LATE_KNOBS})
-            except _REFUSALS as error:
+            except REFUSALS as error:
                 refused = str(error)
                 continue
             if self._is_first:
@@ -449,10 +448,6 @@ def _origin(one: Planned, answer: _Answer) -> str:
     if answer.why_not:
         return f"the default of this quality, since nothing could be planned: {answer.why_not}"
     return f"by the planner: about {ms(one.step_ms)} a step instead of {ms(answer.step_ms)}"
-
-
-def _is_tuned(optimizer: ZenFlowOptimizer) -> bool:
-    return any(tuner.follows(optimizer) for tuner in open_tuners())
 
 
 def _is_first() -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zftune.doctor.software import defects
-from zftune.errors import BadInputError, ProfileError, ZftuneError
+from zftune.errors import BadInputError, ProfileError, noting
 from zftune.profile.command.records import Rank
 from zftune.restarts.process import Asked, Ended, Interrupts, Plan, ProcessTrial
 from zftune.restarts.upstream import Upstream, seeds, space_for
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from zftune.restarts.document import OnProgress, RestartOptions
     from zftune.store.store import Store
     from zftune.tuner.recorder import StoreRecorder
-    from zftune.tuner.space import Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,11 +413,9 @@ class Restarts:
         if self.search is not None and self.interrupted:
             self.search.stop("Interrupted.", interrupted=True)
         if self._recording is not None and self.search is not None:
-            try:
-                unfinished = self.interrupted or self.too_short is not None or not _is_over(self.search)
+            unfinished = self.interrupted or self.too_short is not None or not _is_over(self.search)
+            with noting(self.notices):
                 self._recording.finish(self.search, unfinished=unfinished)
-            except ZftuneError as error:
-                self.notices.append(f"{error}.")
             self.notices += self._recording.notices
 
     def _searched(self) -> Search:

@@ -20,12 +20,13 @@ from zenflow.optimizer import ZenFlowOptimizer
 from zftune.store.account import Account, Count, Counter
 from zftune.store.location import meant_by
 from zftune.tuner.executor import Executor, TuningContext, live_search
-from zftune.tuner.messages import Followed, conclusion
+from zftune.tuner.messages import conclusion
+from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.sampler_process import SamplerError, SamplerProcess, gentle_share
 from zftune.tuner.search import Search
 from zftune.tuner.setup import Preparation, Prepared
 from zftune.tuner.training_info import SINGLE_RANK, TuneRequest, WarmupStats, WorldInfo
-from zftune.tuner.worker import Background, Recorder, SearchWorker, ThreadWorker
+from zftune.tuner.worker import Background, SearchWorker, ThreadWorker
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
@@ -271,10 +272,12 @@ class LocalDriver(SearchDriver):
         prepared, search = self._prepared, self.search
         if search is not None or not (ended.given_up or ended.steps == 0):  # else its reason was said, or nothing was
             over = ended.over or ended.given_up
-            remembered = prepared is not None and prepared.recorder is not None
-            account = Account() if prepared is None or prepared.recorder is None else prepared.recorder.account
+            recorder = None if prepared is None else prepared.recorder
+            account = Account() if recorder is None else recorder.account
             count = ended.count if not account.process else account.total
-            yield conclusion(search, Followed(ended.steps, ended.begins, over, remembered, count))
+            yield conclusion(
+                search, count, steps=ended.steps, begins=ended.begins, over=over, remembered=recorder is not None
+            )
         for remark in ended.remarks:
             if search is not None:
                 search.remark(remark)
@@ -309,7 +312,7 @@ class LocalDriver(SearchDriver):
             self._take(self._preparing.result)
             self._preparing.result.search.stop("The tuning ended before its search began.")
 
-    def _worker(self, search: Search, recorder: Recorder | None) -> SearchWorker:
+    def _worker(self, search: Search, recorder: StoreRecorder | None) -> SearchWorker:
         return ThreadWorker(search, recorder, self._sampler_process, self._clock)
 
 

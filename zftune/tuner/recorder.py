@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from zftune.errors import ZftuneError
+from zftune.errors import ZftuneError, noting
 from zftune.store.account import Account, Count
 from zftune.store.types import LEASE_S, Decision, Measurement, Run, TrialRecord, TrialState
 from zftune.tuner import messages
@@ -335,11 +335,8 @@ class StoreRecorder:
     @contextmanager
     def _keeping(self) -> Iterator[None]:
         """Wait for a server that is away; what the store cannot do all the same is a notice, and the end of writing."""
-        try:
-            with self._store.patient(PATIENCE_S, self._hurried):
-                yield
-        except ZftuneError as error:
-            self.notices.append(f"{error}.")
+        with noting(self.notices), self._store.patient(PATIENCE_S, self._hurried):
+            yield
 
     def before(self, search: Search, request: Request) -> str | None:
         """Write down new trials, and that a challenger is in flight; why it must not be applied, or None."""
@@ -403,10 +400,8 @@ class StoreRecorder:
         """
         if self.notices or trial >= len(self._ids):
             return
-        try:
+        with noting(self.notices):
             self._store.mark_planned(self._run, self._ids[trial])
-        except ZftuneError as error:
-            self.notices.append(f"{error}.")
 
     def renew(self, lease_s: float) -> None:
         """Say that the run lives.
@@ -436,12 +431,11 @@ class StoreRecorder:
             unfinished: it was not over: the run is there to be resumed.
         """
         if not self.notices:
-            try:
+            with noting(self.notices):
                 self._trials(search)
                 self._decisions(search)
                 self._write_curve()
-            except ZftuneError as error:
-                self.notices.append(f"{error}.")
+            if self.notices:
                 return  # nor would it be closed now
         self._end(self._store.interrupt_run if unfinished or self.notices else self._store.finish_run)
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zftune.errors import StoreError, ZftuneError
+from zftune.errors import StoreError, ZftuneError, noting
 from zftune.store.types import (
     Backend,
+    Barred,
     Evidence,
     Hardware,
     Key,
@@ -23,7 +24,6 @@ from zftune.store.types import (
     Quality,
     Query,
     Ratios,
-    Run,
     RunRecord,
     Withdrawal,
 )
@@ -153,12 +153,10 @@ class Recording:
 
         Runs that ended without goodbye are closed first.
         """
-        try:
+        rows: Sequence[Barred] = ()
+        with noting(self.notices):
             self._store.reap()
             rows = self._store.barred(self.key)
-        except ZftuneError as error:
-            self.notices.append(f"{error}.")
-            return ()
         found = []
         for row in rows:
             try:
@@ -232,7 +230,8 @@ class Recording:
         except ZftuneError as error:
             self.notices.append(_anew(run, error))
             if taken is not None:
-                self._give_up(taken)
+                with noting(self.notices, StoreError):
+                    self._store.finish_run(taken)  # it would be found again and again
             return None
         stake = run.settings.get("stake")
         self._stake = None if stake is None else (stake["preset"], Setting.from_knobs(stake["knobs"]))
@@ -268,16 +267,13 @@ class Recording:
         if stake is not None:
             settings["stake"] = {"preset": stake[0], "knobs": stake[1].knobs()}
         versions = self._here.versions
-        try:
+        with noting(self.notices, StoreError):
             run = self._store.begin_run(
                 self.key, self._model, self._hardware, knobs=knobs, settings=settings, versions=versions,
                 usable_cores=self._usable_cores,
             )  # fmt: skip
-        except StoreError as error:
-            self.notices.append(f"{error}.")
-            return None
-        self._versions, self._stake = versions, stake
-        self.recorder = StoreRecorder(self._store, run, self._study)
+            self._versions, self._stake = versions, stake
+            self.recorder = StoreRecorder(self._store, run, self._study)
         return self.recorder
 
     def finish(self, search: Search, *, unfinished: bool = False) -> None:
@@ -293,11 +289,9 @@ class Recording:
         self.notices += self.recorder.notices
         if self.recorder.notices:
             return
-        try:
-            if not unfinished:
+        if not unfinished:
+            with noting(self.notices, StoreError):
                 self._judge_preset(search)
-        except StoreError as error:
-            self.notices.append(f"{error}.")
         self.keep_preset(search)
 
     def finish_soon(self, search: Search, *, unfinished: bool) -> bool:
@@ -379,12 +373,6 @@ class Recording:
                 usable_cores=self._usable_cores,
             )
         )
-
-    def _give_up(self, run: Run) -> None:
-        try:
-            self._store.finish_run(run)  # it would be found again and again
-        except StoreError as error:
-            self.notices.append(f"{error}.")
 
 
 def search_settings(options: SearchOptions, space: Space) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from zftune.tuner.training_info import SINGLE_RANK, Reader, TrainingFacts, TuneR
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
-    from zftune.tuner.recorder import StoreRecorder
 
 
 Make = Callable[[Setting, SearchOptions], Search]
@@ -37,14 +36,21 @@ _FEW_CORES = 4  # fewer usable cores leave no choice of threads
 
 
 @dataclass(frozen=True, slots=True)
-class StartedSearch:
-    """A search that can go on."""
+class Prepared:
+    """A search that can begin, or go on."""
 
     search: Search
-    recorder: StoreRecorder | None
-    """None: nothing is written down."""
+    recording: Recording | None
+    """None: nothing is remembered."""
     sentence: str = ""
     """Where it begins from; "": the user's own knobs."""
+    paused: bool = False
+    """Whether somebody paused it in an earlier life."""
+
+    @property
+    def recorder(self) -> StoreRecorder | None:
+        """What writes it down; None: nothing does."""
+        return None if self.recording is None else self.recording.recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +96,7 @@ class _Choice:
     """To be compared before it is trusted."""
 
 
-def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> StartedSearch:
+def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Prepared:
     """Begin a search, or go on with one that was not finished.
 
     Args:
@@ -100,7 +106,7 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Sta
     """
     own = wanted.own if wanted.space.violation(wanted.own) is None else wanted.space.base
     if recording is None:
-        return StartedSearch(make(own, wanted.options), None)
+        return Prepared(make(own, wanted.options), None)
     recording.ratios = wanted.ratios
     again = None if wanted.again is None else recording.known(wanted.again.run_id)
     wanted = replace(wanted, options=replace(wanted.options, barred=recording.barred()))
@@ -114,11 +120,11 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Sta
         search.agenda.suggest(choice.candidate, "preset")
     setting = choice.start or choice.candidate
     stake = None if match is None or setting is None or match.distance else (match.preset.name, setting)
-    recorder = recording.begin(search, wanted.own.knobs(), stake=stake)
-    return StartedSearch(search, recorder, choice.sentence)
+    recording.begin(search, wanted.own.knobs(), stake=stake)
+    return Prepared(search, recording, choice.sentence)
 
 
-def _resumed(again: RunRecord | None, recording: Recording, wanted: SearchRequest, make: Make) -> StartedSearch | None:
+def _resumed(again: RunRecord | None, recording: Recording, wanted: SearchRequest, make: Make) -> Prepared | None:
     """The run that lives, else the newest of the same search, if it was not finished."""
     run = again
     if run is None and not wanted.fresh:
@@ -127,12 +133,11 @@ def _resumed(again: RunRecord | None, recording: Recording, wanted: SearchReques
     if run is None or start is None:
         return None
     search = make(start, wanted.options)
-    recorder = recording.resume(run, search)
-    if recorder is None:
+    if recording.resume(run, search) is None:
         return None
     kept = f"{search.measurements} measurement{' is' if search.measurements == 1 else 's are'} kept"
     more = "; the option fresh begins anew" if again is None else ""  # the training itself goes on
-    return StartedSearch(search, recorder, f"Goes on with run {run.run_id[:8]}: {kept}{more}.")
+    return Prepared(search, recording, f"Goes on with run {run.run_id[:8]}: {kept}{more}.")
 
 
 def _choice(match: Match, wanted: SearchRequest) -> _Choice:
@@ -197,17 +202,6 @@ class NoForecast:
         if self.has_memory and more:
             return Forecast(self.step_ms, excess=1.0, reason="it needs more GPU memory, by an unknown amount")
         return Forecast(self.step_ms)
-
-
-@dataclass(slots=True)
-class Prepared:
-    """A search that can begin."""
-
-    search: Search
-    recording: Recording | None
-    recorder: StoreRecorder | None
-    sentence: str
-    """Where it begins from; "": the knobs that there are."""
 
 
 class Preparation:
@@ -293,8 +287,7 @@ def prepare(
         least_ratio=0.0 if wishes.tune_memory else base.offload_ratio,
         ratios=None if rates is None else ratios_of(facts.load, rates), again=again,
     )  # fmt: skip
-    begun = begin(recording, wanted, make)
-    return Prepared(begun.search, recording, begun.recorder, begun.sentence)
+    return begin(recording, wanted, make)
 
 
 @dataclass(slots=True)

@@ -8,10 +8,9 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from statistics import fmean
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -195,9 +194,7 @@ class Tuner:
     def __enter__(self) -> Tuner:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -330,7 +327,8 @@ class Tuner:
         if loaded and self.searching:
             self._go_on_from_saved()
         if self._consensus is not None:
-            self._hear(self._consensus)
+            with self._giving_up():
+                self._consensus.hear()
         if not self._closed:
             self._go_on()
         if self._consensus is not None:
@@ -350,15 +348,6 @@ class Tuner:
         elif self._live is not None:
             self._give_up("Tuning ended: a saved state was loaded, and several ranks do not go on from one.")
 
-    def _hear(self, consensus: KnobConsensus) -> None:
-        try:
-            consensus.hear()
-        except ZenFlowError:
-            raise
-        except Exception as error:
-            _logger.exception("Tuning ended; the training goes on.")
-            self._fail(error)
-
     def _talk(self, consensus: KnobConsensus) -> None:
         """All ranks do, after every step, whatever has come of the tuning here: they wait for each other."""
         if self._finishing is not None:
@@ -371,19 +360,22 @@ class Tuner:
 
     def _go_on(self) -> None:
         if self._finishing is None:
-            try:
+            with self._giving_up():
                 self._follow()
-            except ZenFlowError:
-                raise
-            except Exception as error:
-                _logger.exception("Tuning ended; the training goes on.")
-                self._fail(error)
         if self._eval_fn is not None and self._probe_is_due():
             self._probe(self._eval_fn)
 
-    def _fail(self, error: Exception) -> None:
-        if self._finishing is None and not self._closed:
-            self._give_up(f"Tuning ended: {type(error).__name__}: {error}.")
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """End the tuning, not the training, where something of ours fails inside; the runtime's errors are raised."""
+        try:
+            yield
+        except ZenFlowError:
+            raise
+        except Exception as error:
+            _logger.exception("Tuning ended; the training goes on.")
+            if self._finishing is None and not self._closed:
+                self._give_up(f"Tuning ended: {type(error).__name__}: {error}.")
 
     def _follow(self) -> None:
         if self._consensus is not None and self._heed(self._consensus):

@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from zenflow import StepStats
 from zenflow.clock import REAL_CLOCK, Clock, Thread
-from zftune.store.account import Count
-from zftune.tuner.curve import CurveBuilder
 from zftune.tuner.forecast import Judge, Observation, Proposal, likely
+from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.sampler_process import SamplerError, SamplerProcess
 from zftune.tuner.search import Search
 from zftune.tuner.space import Setting, Space
@@ -98,28 +97,6 @@ class Background(Generic[T]):
             self._error = error
 
 
-class Recorder(Protocol):
-    """Where a search is written down while it goes on."""
-
-    curve: CurveBuilder
-    """How the training goes."""
-
-    def follow(self, counted: Callable[[], Count]) -> None:
-        """Keep the account of the run by what this process has counted."""
-
-    def choose(self, search: Search) -> Request | None:
-        """What to measure next, by what others know as well; None: the search is over."""
-
-    def hurry(self) -> None:
-        """Wait for nobody any more: the training ends."""
-
-    def before(self, search: Search, request: Request) -> str | None:
-        """Write down what is about to be applied; why it must not be, or None."""
-
-    def after(self, search: Search, request: Request, outcome: Outcome) -> None:
-        """Write down what came of it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What to do next."""
@@ -192,7 +169,7 @@ class LocalWorker(SearchWorker):
         recorder: where it is written down.
     """
 
-    def __init__(self, search: Search, recorder: Recorder | None = None) -> None:
+    def __init__(self, search: Search, recorder: StoreRecorder | None = None) -> None:
         self._search = search
         self._recorder = recorder
         self._asked: Request | None = None
@@ -241,7 +218,7 @@ class LocalWorker(SearchWorker):
             search.stop(refused)
 
 
-DeskMaker = Callable[[Search, Recorder | None], SearchWorker]
+DeskMaker = Callable[[Search, StoreRecorder | None], SearchWorker]
 """A worker's class, or what stands for one."""
 
 
@@ -261,7 +238,7 @@ class ThreadWorker(LocalWorker):
     def __init__(
         self,
         search: Search,
-        recorder: Recorder | None = None,
+        recorder: StoreRecorder | None = None,
         sampler_process: SamplerProcess | None = None,
         clock: Clock = REAL_CLOCK,
     ) -> None:

@@ -17,7 +17,7 @@ from zftune.store.store import Store
 from zftune.store.types import Evidence, Hardware, Model, Preset, PresetState, Ratios, RunState, TrialState
 from zftune.tuner.recording import Recording, RunFacts, stake_won
 from zftune.tuner.search import Search, SearchOptions
-from zftune.tuner.setup import SearchRequest, StartedSearch, begin
+from zftune.tuner.setup import Prepared, SearchRequest, begin
 from zftune.tuner.space import Setting
 from zftune.tuner.states import OF_INCUMBENT
 
@@ -36,7 +36,7 @@ class World:
         self.options = SearchOptions(seed=seed, sampler="random")
         self.recording: Recording | None = None
 
-    def begin(self, facts: RunFacts = FACTS, **more: Any) -> StartedSearch:
+    def begin(self, facts: RunFacts = FACTS, **more: Any) -> Prepared:
         wanted: dict[str, Any] = {"own": START, "space": self.space, "options": self.options, "ratios": RATIOS, **more}
         self.recording = Recording(self.store, facts, "published")
         return begin(
@@ -47,7 +47,7 @@ class World:
         planned = sorted(wanted["space"].settings(), key=self.surface.planner_ms)[:1]
         return Search(wanted["space"], start, self.surface.forecast, planned, options)
 
-    def go(self, begun: StartedSearch, most: int = 1000, *, noise: float = NOISE) -> Driver:
+    def go(self, begun: Prepared, most: int = 1000, *, noise: float = NOISE) -> Driver:
         """Measure, and write it down."""
         search, recorder = begun.search, begun.recorder
         assert recorder is not None
@@ -61,12 +61,12 @@ class World:
             recorder.after(search, request, driver.outcomes[-1])
         return driver
 
-    def end(self, begun: StartedSearch, *, unfinished: bool = False) -> Recording:
+    def end(self, begun: Prepared, *, unfinished: bool = False) -> Recording:
         assert self.recording is not None
         self.recording.finish(begun.search, unfinished=unfinished)
         return self.recording
 
-    def whole(self, **more: Any) -> StartedSearch:
+    def whole(self, **more: Any) -> Prepared:
         begun = self.begin(**more)
         self.go(begun)
         assert self.end(begun).notices == self.store.notices

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal
 from zftune.daemon import PROTOCOL
 from zftune.daemon.protocol.messages import Directive, Farewell, Goodbye, Hello, Report, Welcome
 from zftune.daemon.runs.sampler_pool import SamplerPool
-from zftune.daemon.runs.search import StartedSearch
 from zftune.daemon.runs.session import Disturbance, RunSession
 from zftune.daemon.runs.states import NotAllowedError
 from zftune.errors import ZftuneError
@@ -283,7 +282,7 @@ class Registry:
             disturbance=(lambda: None) if self._disturbance is None else self._disturbance(hello),
         )
 
-    def _begin(self, hello: Hello, sampler_process: SamplerProcess, notices: list[str]) -> StartedSearch:
+    def _begin(self, hello: Hello, sampler_process: SamplerProcess, notices: list[str]) -> Prepared:
         """Make a search that goes on watching when it has stopped."""
         facts = hello.training
         options = replace(facts.wishes.search, hold=True, watch=True)
@@ -294,7 +293,7 @@ class Registry:
         self._lose()  # a training that was killed and started again goes on with its search
         with self._thinkers.turns.working():
             prepared = prepare(facts, self.store, sampler_process, notices, again)
-        return StartedSearch(prepared, paused=self._was_paused(prepared))
+        return replace(prepared, paused=self._was_paused(prepared))
 
     def _outwait(self, record: str) -> None:
         """Wait for the end of a lease that the daemon before this one left, where no lock tells that it has ended."""

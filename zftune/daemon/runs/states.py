@@ -16,7 +16,7 @@ from zftune.errors import ZftuneError
 from zftune.store.account import Count
 from zftune.store.types import Decision, Withdrawal
 from zftune.tuner import states as search
-from zftune.tuner.messages import Followed, conclusion
+from zftune.tuner.messages import conclusion
 from zftune.tuner.setup import Prepared
 from zftune.tuner.states import Stopped
 from zftune.words import LIVE_STATES
@@ -62,8 +62,9 @@ def farewell(prepared: Prepared | None, message: Goodbye, count: Count) -> Farew
             ended = f"Tuning ended after {message.steps} steps, before the search was over."
             search.stop(message.reason or ended)
     remembered = prepared is not None and prepared.recorder is not None
-    followed = Followed(message.steps, message.begins, over or message.over, remembered, count)
-    level, sentence = conclusion(search, followed)
+    level, sentence = conclusion(
+        search, count, steps=message.steps, begins=message.begins, over=over or message.over, remembered=remembered
+    )
     if prepared is not None and search is not None:
         for remark in message.remarks:
             search.remark(remark)

@@ -260,14 +260,7 @@ def run_view(brain: RunSession, silent_s: float, node: Node | None = None) -> Ru
 
 def _account_view(account: Account) -> AccountView:
     total = account.total
-    return AccountView(
-        steps=total.steps,
-        elapsed_s=total.seconds,
-        tokens=total.tokens,
-        spent_s=total.spent_s,
-        saved_s=total.saved_s,
-        break_even_s=account.break_even_s,
-    )
+    return _shown(AccountView, asdict(total), elapsed_s=total.seconds, break_even_s=account.break_even_s)
 
 
 def _gpu_view(brain: RunSession, found: tuple[str, Seen] | None) -> GpuView | None:
