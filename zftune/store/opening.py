@@ -44,7 +44,13 @@ _ATTEMPTS = 10  # of as many processes that save a preset of one name at once, t
 _PAUSES_S = (0.1, 0.25, 0.5, 1.0)
 _CLASHES = ("40001", "40P01")
 """PostgreSQL's serialization failure and deadlock: the transaction is to be run again."""
-_json = partial(json.dumps, allow_nan=False)
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError) as error:  # which psycopg, that calls this itself, passes on as they are
+        raise SQLAlchemyError(str(error)) from error
 
 
 class Database:

@@ -23,6 +23,8 @@ import pytest
 PASSWORD = "p%40ss-w0rd"  # "p@ss-w0rd" in a URL
 _START_S = 60.0
 _LOOK_S = 0.02
+_ENDS_WITH_US = '"$@" & read -r _ || kill -QUIT $!; wait'
+"""Also where the tests are killed: what the shell reads ends then."""
 _SETTINGS = {
     "listen_addresses": "",
     "shared_buffers": "16MB",
@@ -99,8 +101,8 @@ class Server:
         log = (self.folder / "log").open("ab")
         with log:
             self._process = subprocess.Popen(
-                [self._binaries / "postgres", "-D", self._data, *given],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder, **self._user,
+                ["sh", "-c", _ENDS_WITH_US, "sh", self._binaries / "postgres", "-D", self._data, *given],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=self.folder, **self._user,
             )  # fmt: skip
         until = time.monotonic() + _START_S
         while True:
@@ -117,7 +119,7 @@ class Server:
         """End it as a loss of power would, but for what the kernel has to write yet."""
         assert self._process is not None
         processes = self._signal(signal.SIGKILL)
-        self._process.wait()
+        self._process.communicate()
         self._process = None
         psutil.wait_procs(processes[1:])  # the next one needs their shared memory to be gone
 

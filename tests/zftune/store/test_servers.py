@@ -22,6 +22,7 @@ from tests.governance.documents import blocks
 from tests.tiers import by_day, everything
 from tests.zftune.store.examples import CURVE, HARDWARE, KEY, KNOBS, MODEL, PRESET, measurement, other
 from tests.zftune.store.servers import PASSWORD, Server, emptied, served
+from tests.zftune.tuner.test_study import Tuner
 from zftune.doctor.software import store_check
 from zftune.errors import StoreError
 from zftune.store import open_store, opening
@@ -29,6 +30,7 @@ from zftune.store.location import locate, masked, meant_by
 from zftune.store.store import Store
 from zftune.store.tables import PresetRow
 from zftune.store.types import LEASE_S, Decision, Run, TrialState
+from zftune.tuner import recorder
 
 PAGE = Path(__file__).parents[3] / "docs/how-to/shared-store.md"
 KILLS = int(os.environ.get("ZFTUNE_KILLS", by_day("2", all_of="50")))
@@ -325,3 +327,35 @@ def test_nobody_waits_for_a_server_whose_training_ends(server: Server, store: St
             store.presets()
     finally:
         server.start()
+
+
+@pytest.mark.parametrize("back", [True, False], ids=["back in time", "away"])
+def test_a_search_waits_for_a_server_that_restarts(
+    server: Server, store: Store, back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuner = Tuner(store, 1)
+    first = tuner.choose()
+    assert first is not None
+    server.kill()
+    try:
+        if back:
+            threading.Timer(0.3, server.start).start()
+        else:
+            monkeypatch.setattr(recorder, "PATIENCE_S", 0.0)
+        outcome = tuner.driver.measure(first)
+        tuner.search.tell(outcome)
+        tuner.recorder.after(tuner.search, first, outcome)  # waits
+        request = tuner.recorder.choose(tuner.search)
+        assert request is not None
+        refused = tuner.recorder.before(tuner.search, request)
+    finally:
+        if not back:
+            server.start()
+    if back:
+        assert (refused, tuner.recorder.notices) == (None, [])
+        start, trial = store.trials(tuner.recorder.run_id)
+        assert (start.state, trial.state) == (TrialState.MEASURED, TrialState.IN_FLIGHT)
+    else:
+        (notice,) = tuner.recorder.notices
+        assert "could not be written" in notice
+        assert refused == "The store takes no more: no setting can be tried safely."

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from tests.zftune.tuner.scene import Scene
 from tests.zftune.tuner.surfaces import START, make
 from zftune.store import open_store
+from zftune.store.account import Count
 from zftune.store.store import Store
 from zftune.store.types import Hardware, Model, PeerTrial, TrialState
+from zftune.tuner import drivers, recording
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.recording import MachineInfo, Recording, RunFacts
 from zftune.tuner.states import Outcome, Request
+from zftune.tuner.training_info import TuneRequest
 
 FACTS = RunFacts(model=Model(model_id="a" * 16, dtype="bfloat16"), micro_batch=1, sequence=64)
 HERE = MachineInfo(hardware=Hardware(hw_id="b" * 16), usable_cores=8.0, versions={})
@@ -138,10 +144,10 @@ def test_a_run_of_a_study_is_gone_on_with(store: Store) -> None:
     before = tuners[0]
     before.recording.finish(before.search, unfinished=True)
     again, _ = make(3, 0.01, sampler="random")
-    recording = Recording(store, FACTS, "published", HERE, "night")
+    later = Recording(store, FACTS, "published", HERE, "night")
     (record,) = [one for one in store.runs() if one.run_id == before.recorder.run_id]
-    recorder = recording.resume(record, again)
-    assert recording.notices == []
+    recorder = later.resume(record, again)
+    assert later.notices == []
     assert recorder is not None
     assert [str(one.setting) for one in again.book.trials] == [str(one.setting) for one in before.search.book.trials]
     assert again.book.incumbent.setting == before.search.book.incumbent.setting
@@ -170,3 +176,43 @@ def test_times_are_relative_to_a_common_start(store: Store) -> None:
     assert search.book.peers[other] is None
     peers = [replace(one, is_incumbent=one.number == 2 and one.run_id == "same") for one in peers]
     assert search.book.hear(peers) == [replace(START, topk_ratio=0.3)]
+
+
+# --- a server that is away: no training waits -------------------------------------------------------------------------
+
+
+def test_a_training_begins_and_ends_while_its_store_is_still_being_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    opens, opened = threading.Event(), threading.Event()
+
+    def slow() -> Store:
+        opens.wait(600)
+        opened.set()
+        return open_store("sqlite://")
+
+    monkeypatch.setenv("ZFTUNE_DB", "postgresql://me@host/db")
+    monkeypatch.setattr(drivers, "_user_store", slow)
+    monkeypatch.setattr(drivers, "_thinker_beside", lambda _: Mock())  # which nobody asks
+    optimizer = Scene().optimizer
+    driver = drivers.LocalDriver(optimizer, TuneRequest(quality="published"), None)
+    ended = drivers.Ended(steps=3, begins=8, over=False, given_up=False, remarks=(), count=Count())
+    for said in driver.end(ended):
+        assert "ended before a first measurement" in said[1]
+    driver.close()
+    assert not opened.is_set()
+    opens.set()
+    assert opened.wait(60)
+    optimizer.close()
+
+
+def test_a_training_does_not_wait_for_a_server_that_takes_its_last_words(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, tuner = threading.Event(), Tuner(store, 1)
+    tuner.choose()
+    monkeypatch.setattr(recording, "_FINISH_S", 0.05)
+    monkeypatch.setattr(Store, "is_server", True)
+    monkeypatch.setattr(tuner.recorder, "finish", lambda search, *, unfinished: goes_on.wait(60))
+    assert not tuner.recording.finish_soon(tuner.search, unfinished=True)
+    goes_on.set()
+    monkeypatch.setattr(recording, "_FINISH_S", 60.0)
+    assert tuner.recording.finish_soon(tuner.search, unfinished=True)

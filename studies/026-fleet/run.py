@@ -253,6 +253,7 @@ def rows_of(found: Mapping[Case, Mapping[str, Any]]) -> Iterator[Row]:
 
 HEADS = (
     "rig",
+    "seeds",
     "tuners",
     "time to the regret of one: best of them",
     "p90",
@@ -272,7 +273,7 @@ def table(rows: Sequence[Row]) -> str:
             mine = [row for row in rows if row.tuners == tuners and rig in (row.rig, "all")]
             best, every = sorted(row.best for row in mine), sorted(row.every for row in mine)
             cells = (
-                rig, str(tuners), shown(percentile_or_inf(best, 0.5)), shown(percentile_or_inf(best, 0.9)),
+                rig, str(len(mine)), str(tuners), shown(percentile_or_inf(best, 0.5)), shown(percentile_or_inf(best, 0.9)),
                 shown(percentile_or_inf(every, 0.5)), shown(percentile_or_inf(every, 0.9)),
                 shown(statistics.median(row.improved for row in mine)),
                 f"{statistics.fmean(row.fleet_regret for row in mine):.2%}",
@@ -314,14 +315,16 @@ def verdicts(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
 
 def main() -> int:
     """Command line; 1 where a promise was not kept."""
-    arguments = parser(__doc__ or "").parse_args()
+    options = parser(__doc__ or "")
+    options.add_argument("--there", action="store_true", help="measure nothing: show what is there")
+    arguments = options.parse_args()
     results, console = Results.of(HERE, arguments), Console(width=None if sys.stdout.isatty() else 160)
-    if binaries() is None:
+    if binaries() is None and not arguments.there:
         console.print("There is no PostgreSQL: nothing was run.")
         return 0
     rigs, seeds = (("slow-core",), 1) if arguments.quick else (tuple(RIGS), SEEDS)
     grids = {rig: _grid(rig) for rig in rigs}
-    cases = [Case(rig, tuners, seed) for rig in rigs for seed in range(seeds) for tuners in FLEETS]
+    cases = [Case(rig, tuners, seed) for seed in range(seeds) for rig in rigs for tuners in FLEETS]
     found: dict[Case, Mapping[str, Any]] = {}
     fleet, server = None, None
     try:
@@ -334,6 +337,8 @@ def main() -> int:
                 "code": code_digest(*CODE),
             }
             record = None if arguments.again else results.load(name, inputs)
+            if record is None and arguments.there:
+                continue
             if record is None:
                 server = server or Server()
                 fleet = fleet or Fleet(server, grids, max(FLEETS))
@@ -345,7 +350,8 @@ def main() -> int:
             fleet.close()
         if server is not None:
             server.close()
-    rows = list(rows_of(found))
+    whole = {case: one for case, one in found.items() if all(replace(case, tuners=many) in found for many in FLEETS)}
+    rows = list(rows_of(whole))
     lines = [f"{'kept' if kept else 'BROKEN'}: {text}" for text, kept in verdicts(rows)] if not arguments.quick else []
     console.print(table(rows), *lines, sep="\n")
     (results.folder / "table.md").write_text(
