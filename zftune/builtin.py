@@ -166,10 +166,12 @@ def _tuner(training: Training[ZenFlowAdamW], options: TuneOptions, quality: Qual
 
 
 def _task_of(options: TuneOptions, config: ZenFlowConfig) -> tuple[Task, str]:
-    return task_of(
+    """At a rate of fine-tuning: at a higher one these weights, which are random, move too far for late updates."""
+    task, device_name = task_of(
         ProfileOptions(
             config=config, model=options.model, text=options.text, dtype=options.dtype, seed=options.seed,
             micro_batch=options.micro_batch, sequence=options.sequence, rig=options.rig, ranks=options.ranks,
             real_time=options.real_time,
         )
     )  # fmt: skip
+    return replace(task, learning_rate=1e-5), device_name

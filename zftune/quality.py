@@ -1,15 +1,18 @@
-"""What stands beside the speed of a training: its loss, and how much of the gradient is fresh. Needs no torch."""
+"""What stands beside the speed of a training: its loss, fresh gradients, and what late updates cost. Needs no torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from zftune.words import TRENDS
+
+if TYPE_CHECKING:
+    from zenflow import StepStats
 
 Trend = Literal["falling", "rising", "level", "unknown"]
 LEAST_FOR_TREND = 8
@@ -18,6 +21,12 @@ _ERRORS = 2.0
 _FAR_BELOW = 0.25
 """Of the gradient energy: by so much less than what is assumed, a coverage is worth a warning."""
 _PUBLISHED_COVERAGE, _PUBLISHED_TOPK = 0.889, 0.01
+EXPECTED_LOSS_PERCENT: Mapping[str, float] = {"exact": 0.0, "published": 0.3, "loose": 1.2}
+"""What late updates may add to the loss by a quality, where it is known how far the weights move in a step."""
+MOST_LATE_STEPS = 8.0
+"""Of a mean staleness: no study has looked at later updates, however little the weights move."""
+_LOSS_OF_A_PERCENT = 10.2
+"""Percent of the loss at most for late updates by 1% of the weights; it grows with the square (study 003)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,67 @@ def assumed_coverage(topk_ratio: float) -> float:
     """
     exponent = math.log(_PUBLISHED_COVERAGE) / math.log(_PUBLISHED_TOPK)
     return 0.0 if topk_ratio <= 0 else float(topk_ratio**exponent)
+
+
+def movement_percent(steps: Iterable[StepStats]) -> float | None:
+    """How far the deferred weights move in a step, in percent of their norm, over several steps; None: not measured."""
+    known = [(one.change_norm, one.weight_norm) for one in steps if one.change_norm is not None and one.weight_norm]
+    change, weights = (math.fsum(norms[part] ** 2 for norms in known) for part in (0, 1))
+    return 100 * math.sqrt(change / weights) if weights else None
+
+
+def at_full_rate(percent: float | None, groups: Iterable[Mapping[str, Any]]) -> float | None:
+    """A movement as it will be where the learning rate is at its highest: a warm-up begins with small steps.
+
+    Args:
+        percent: as it is now; None: not measured.
+        groups: the optimizer's, with what a scheduler keeps in them of its highest rate, if there is one.
+
+    Returns:
+        None where it is not known, as with a rate of 0.
+    """
+    factor = 1.0
+    for group in groups:
+        rate, highest = float(group["lr"]), max(float(group.get(name, 0.0)) for name in ("initial_lr", "max_lr"))
+        if highest > rate:
+            factor = max(factor, highest / rate) if rate > 0 else math.inf
+    return None if percent is None or math.isinf(factor) else percent * factor
+
+
+def late_percent(movement: float, topk_ratio: float, staleness_steps: float) -> float:
+    """By how much of their norm weights move before late updates arrive, in percent.
+
+    Args:
+        movement: percent in a step.
+        topk_ratio: share of the columns that are never late.
+        staleness_steps: mean, of the others.
+    """
+    return movement * (1 - topk_ratio) * staleness_steps
+
+
+def expected_loss_percent(late: float) -> float:
+    """Most that late updates are expected to add to the loss, in percent of it; an upper bound of what study 003 saw.
+
+    Args:
+        late: as of `late_percent`.
+    """
+    return _LOSS_OF_A_PERCENT * late**2
+
+
+def selected_share(topk_ratio: float) -> float:
+    """The share of the columns that are never late, in a coverage's place where movement is what counts."""
+    return topk_ratio
+
+
+def most_late_steps(quality: str, movement: float) -> float:
+    """The bound of a quality on (1 - `selected_share`) times the mean staleness, in steps.
+
+    Args:
+        quality: one of `EXPECTED_LOSS_PERCENT`.
+        movement: percent in a step.
+    """
+    most_percent = math.sqrt(EXPECTED_LOSS_PERCENT[quality] / _LOSS_OF_A_PERCENT)
+    return min(MOST_LATE_STEPS, most_percent / movement) if movement > 0 else MOST_LATE_STEPS
 
 
 def coverage_warning(measured: float | None, knobs: Mapping[str, Any]) -> str | None:

@@ -37,6 +37,7 @@ DECISIONS: Mapping[str, str] = {
     "remark": "note",
     "rollback": "rolled back",
     "memory": "memory",
+    "movement": "made earlier",
     "pause": "paused",
     "unpause": "resumed",
 }

@@ -111,6 +111,8 @@ class Replay:
         """Why a trial was not measured to its end, the last time; by number."""
         self.ranks_ms: Sequence[float] = ()
         """Of each rank without its waits in collectives, of the newest measurement that tells; (): none does."""
+        self.movement_percent: float | None = None
+        """How far a step moves the deferred weights, by the newest measurement that tells; None: none does."""
         self.last_unix_s = 0.0
         """When the last row was written."""
         self._decisions: list[Decision] = []
@@ -171,6 +173,7 @@ class Replay:
         self._take(seconds, incumbent_s)
         self.at_s = max(self.at_s, row.aggregates.get("at_s", 0.0))  # 0.0: of an older version
         self.ranks_ms = row.aggregates.get("ranks_ms", self.ranks_ms)
+        self.movement_percent = row.aggregates.get("movement_percent", self.movement_percent)
         sample = Sample.of(steps, _interval(trial.knobs), tokens)
         sample_or_none = sample if sample.token_us else None
         if row.role != "hold":
@@ -237,7 +240,7 @@ class Replay:
             self.incumbent = trial
         elif decision.kind == "start" and self.start_step_ms is None:
             self.start_step_ms = self.step_ms(self.incumbent)
-        elif decision.kind == "memory" and trial is not None:
+        elif decision.kind in ("memory", "movement") and trial is not None:
             self.incumbent = trial
         elif decision.kind == "guard":
             self.incumbent = 0

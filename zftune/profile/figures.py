@@ -10,10 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from zftune.profile.verdict import WITH_DATA
-from zftune.quality import LossSummary
+from zftune.quality import LossSummary, expected_loss_percent, late_percent
 from zftune.text import ms, number, percent, size
 
 Document = Mapping[str, Any]
+_PUBLISHED = (0.1, 4.0)
+"""k, and the mean staleness in steps at S = 4, of the ZenFlow paper."""
 
 
 class Figure(NamedTuple):
@@ -179,6 +181,20 @@ def _staleness(document: Document) -> list[str]:
     return [f"mean {number(staleness['mean'])} steps", f"most {staleness['max']}"] if staleness is not None else []
 
 
+def _movement(document: Document) -> list[str]:
+    found = document.get("movement")
+    if found is None:
+        return []
+    late, when = found["late_percent"], "before late updates arrive"
+    if not late:
+        late, when = (
+            late_percent(found["percent"], *_PUBLISHED),
+            "before updates arrived that were as late as published",
+        )
+    parts = [f"weights move {number(found['percent'])}% in a step, {number(late)}% {when}"]
+    return [*parts, f"at most {number(expected_loss_percent(late))}% of loss"]
+
+
 def _memory(document: Document) -> list[str]:
     memory = document["memory"]
     names = {
@@ -247,6 +263,7 @@ _GROUPS = (
     ("loss", _loss, ("loss",)),
     ("selection", _selection, ("selection",)),
     ("staleness", _staleness, ("staleness",)),
+    ("movement", _movement, ("movement",)),
     ("memory", _memory, ("memory",)),
     ("lower bound", _roofs, ("roofs",)),
     ("NVML", _nvml, ("nvml",)),

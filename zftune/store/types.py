@@ -23,7 +23,7 @@ Backend = Literal["zenflow", "deepspeed"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 DecisionKind = Literal[
     "start", "adopt", "keep", "abort", "void", "crash", "stop", "hold", "reopen", "guard", "resume", "remark",
-    "rollback", "memory", "pause", "unpause",
+    "rollback", "memory", "movement", "pause", "unpause",
 ]  # fmt: skip
 
 LEASE_S = 120.0

@@ -19,6 +19,7 @@ import torch
 from zenflow import ConfigError, HostMemoryError, StepStats
 from zenflow.errors import HostThreadsError, RankError
 from zenflow.optimizer import ZenFlowOptimizer
+from zftune.quality import at_full_rate, movement_percent
 from zftune.store.account import Counter
 from zftune.tuner.guard import Losses, LossGuard
 from zftune.tuner.recorder import StoreRecorder
@@ -481,6 +482,7 @@ class Executor:
             between=self._between,
             pace=Pace.of(self._stats),
             ranks_ms=self._changes.ranks_ms(),
+            movement_percent=at_full_rate(movement_percent(self._stats), self._optimizer.param_groups),
         )
 
     def _void(self, reason: str) -> Outcome:

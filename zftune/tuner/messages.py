@@ -69,6 +69,11 @@ def made_room(trial: Trial, tight: Trial, outcome: Outcome, limit_bytes: int | N
     )
 
 
+def made_earlier(trial: Trial, late: Trial, why: str) -> str:
+    """The weights move too far for updates that come as late as they did."""
+    return f"Adopted for the quality: {_what(trial, late)}: under {late.setting.differences(trial.setting)} {why}."
+
+
 def slower(trial: Trial, incumbent: Trial, seen: Gain) -> str:
     """A look was not promising."""
     how = f"is {-100 * seen.share:.1f}% slower" if seen.share < 0 else f"saves {100 * seen.share:.1f}%"

@@ -84,6 +84,7 @@ def measurement_row(
             **({"called_off": True} if outcome.called_off else {}),
             **({} if outcome.pace is None else {"pace": asdict(outcome.pace)}),
             **({"ranks_ms": list(outcome.ranks_ms)} if outcome.ranks_ms else {}),
+            **({} if outcome.movement_percent is None else {"movement_percent": outcome.movement_percent}),
         },
     )
 
@@ -193,6 +194,7 @@ def _outcome(row: Measurement) -> Outcome:
         called_off=about.get("called_off", False),
         pace=Pace(**about["pace"]) if "pace" in about else None,
         ranks_ms=tuple(about.get("ranks_ms", ())),
+        movement_percent=about.get("movement_percent"),
     )
 
 

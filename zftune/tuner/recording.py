@@ -259,6 +259,7 @@ class Recording:
         settings = {
             **(settings or search_settings(search.options, space)),
             "budget_steps": space.budget,
+            "movement_percent": space.movement_percent,
             "feasible": feasible(space),
             "fixed_because": space.fixed_because or None,
         }

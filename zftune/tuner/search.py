@@ -60,6 +60,8 @@ _FOR_CHANGES = 0.25
 """Of what exploring may cost, where it may wait: for the planner's choices once times change, which gain the most."""
 _OTHER_TIMES = 0.05
 """Of the step time: where the incumbent's differs by so much, what was measured before is no longer true."""
+_MOVEMENT_NOISE = 0.1
+"""Of the bound on lateness: by so much more the incumbent may be late before another takes its place."""
 
 
 class CandidateQueue:
@@ -388,6 +390,8 @@ class Search:
             self._last_role = request.role
         if request.role in OF_INCUMBENT and outcome.status != "crashed" and not outcome.called_off:
             self._make_room(request, outcome)  # also where times do not count: the peak does
+        if outcome.movement_percent is not None:
+            self._heed_movement(request, outcome, outcome.movement_percent)
 
     def _counts_anew(self, outcome: Outcome) -> bool:
         """Whether steps have another number of tokens than before; what was called off or crashed does not know."""
@@ -404,6 +408,19 @@ class Search:
         trial.pace = None if request.role == "start" and outcome.status == "measured" else tight.pace
         self._note("memory", messages.made_room(trial, tight, outcome, self.book.device_limit_bytes), trial.number)
         self._changed_times("With another share of the state offloaded the search begins again.")
+
+    def _heed_movement(self, request: Request, outcome: Outcome, movement_percent: float) -> None:
+        """Bound what may be late by how far the weights move now; have updates come earlier where that is too far."""
+        if isinstance(self.state, Stopped) and self.state.final:
+            return
+        late, self.book.space = self.book.incumbent, self.book.space.moving(movement_percent)
+        violation = self.book.space.violation(late.setting)
+        if violation is None or violation.excess <= _MOVEMENT_NOISE:
+            return
+        trial = self.book.move_to(self.book.space.earlier(late.setting))
+        trial.pace = None if request.role == "start" and outcome.status == "measured" else late.pace
+        self._note("movement", messages.made_earlier(trial, late, violation.reason), trial.number)
+        self._changed_times("With earlier updates the search begins again.")
 
     def _measured(self, trial: Trial, request: Request, outcome: Outcome) -> None:
         earlier, pace = list(trial.samples), trial.pace

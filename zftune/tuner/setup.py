@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -265,7 +265,9 @@ def prepare(
         threads=thread_choices(_usable_cores() if facts.here is None else facts.here.usable_cores),
         offload_ratios=ratio_choices(base, tune_memory=wishes.tune_memory),
         zenflow_section=not base.synchronous,  # else nothing could come late in "published"
+        movement_percent=facts.movement_percent,
     )  # fmt: skip
+    notices.extend(_of_lateness(space, base))
     forecast = _forecast(facts, base, notices)
     rates = forecast.rates if isinstance(forecast, PlannerForecast) else None
 
@@ -288,6 +290,19 @@ def prepare(
         ratios=None if rates is None else ratios_of(facts.load, rates), again=again,
     )  # fmt: skip
     return begin(recording, wanted, make)
+
+
+def _of_lateness(space: Space, base: Setting) -> Iterator[str]:
+    """What is to be told of the bound on lateness."""
+    if space.quality == "exact" or space.fixed_because:
+        return
+    if space.movement_percent is None:
+        yield (
+            "How far the weights move in a step was not measured: late updates are bounded by their lateness, not by "
+            "the loss that they may cost."
+        )
+    elif (violation := space.violation(base)) is not None:
+        yield f"Begins from {space.base} instead of {base.differences(space.base)}: {violation.reason}."
 
 
 @dataclass(slots=True)

@@ -96,6 +96,16 @@ def test_a_real_device_shows_its_memory_and_what_nvml_says(document: Document) -
     assert "93% busy · 310 W · power cap" in text
 
 
+def test_the_movement_of_the_weights_is_one_line(document: Document) -> None:
+    assert "movement" not in shown(document)  # of an earlier version
+    document["movement"] = {"percent": 0.05, "late_percent": 0.18, "expected_loss_percent": 0.33}
+    text = " ".join(shown(document).split())
+    assert "movement weights move 0.05% in a step, 0.18% before late updates arrive · at most 0.33% of loss" in text
+    document["movement"] = {"percent": 0.05, "late_percent": 0.0, "expected_loss_percent": 0.0}
+    text = " ".join(shown(document).split())
+    assert "0.18% before updates arrived that were as late as published · at most 0.33% of loss" in text
+
+
 def test_missing_figures_are_listed_with_their_reason_and_never_zero(document: Document) -> None:
     for name in ("stall", "hidden_ms_per_step", "baselines", "practicality", "link", "host", "selection", "staleness"):
         document[name] = None

@@ -63,7 +63,7 @@ class Scene:
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
         self.optimizer = ZenFlowAdamW(
-            self.module.parameters(), lr=1e-3, config=BEGIN, module=self.module, device=device
+            self.module.parameters(), lr=1e-5, config=BEGIN, module=self.module, device=device
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1 + 0.01 * step))
         self.micro_batches = micro_batches
