@@ -299,7 +299,7 @@ def left_locks(environment: Mapping[str, str]) -> Iterator[Check]:
         if lock.is_left_over:
             finding += ": every run that needs it waits without end."
             fix = f"{lock.removal} (unless a machine or container that shares the folder is compiling)"
-            yield Check(name="op lock", status="broken", finding=finding, fix=fix, figures=figures)
+            yield Check(name="op lock", status="broken", finding=finding, fix=fix, stops_training=True, figures=figures)
         else:
             finding += "; runs that need it wait until then."
             yield Check(name="op lock", status="note", finding=finding, figures=figures)
