@@ -62,6 +62,23 @@ class DaemonError(ZftuneError):
         self.status = status
 
 
+class NoDaemonError(DaemonError):
+    """No daemon is there; what it kept is in the store."""
+
+
+class SocketHeldError(DaemonError):
+    """Another daemon holds the socket.
+
+    Args:
+        message: a sentence.
+        pid: of that daemon, as its lock has it; "": not known.
+    """
+
+    def __init__(self, message: str, pid: str) -> None:
+        super().__init__(message)
+        self.pid = pid
+
+
 class StrangerError(DaemonError):
     """What answers is another user's, no daemon, or one of another protocol: asking again is of no use."""
 

@@ -91,7 +91,8 @@ def line(run: Run) -> str:
     best = "" if run["incumbent"] is None else f", {knobs(run['incumbent'])}"
     at = f"step {run['step']}, {time_taken}{best}"
     counted = f", {account(run)}" if run["account"]["steps"] else ""
-    return f"{name(run)}  {run['title']:<10}  {at}{counted}  ({model(run)})"
+    why = f"; {escaped(run['reason']).rstrip('.')}" if run["state"] == "ended" else ""
+    return f"{name(run)}  {run['title']:<10}  {at}{counted}  ({model(run)}){why}"
 
 
 def decision(one: Mapping[str, Any]) -> str:
@@ -157,6 +158,7 @@ def frame(found: Frame, width: int, height: int) -> RenderableType:
         lines += _rows(found.shown, width)
     else:
         lines += [Text(), _text("No run is followed. Start one with: zftune run --online -- CMD", "dim")]
+        lines += [_text(f"{http.PAST_RUNS.capitalize()}", "dim")]
     hidden = len(found.runs) - len(found.shown)
     if hidden > 0:
         lines.append(_text(f"and {hidden} more: zftune top RUN looks at one of them", "dim"))

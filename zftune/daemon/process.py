@@ -243,7 +243,8 @@ def serve(options: Options, host: Callable[[], AbstractContextManager[Sequence[S
 
     Raises:
         BadInputError: the socket's place cannot be used, the port is taken.
-        DaemonError: another daemon is there.
+        SocketHeldError: another daemon is there.
+        DaemonError: something else listens there.
     """
     _settle(private=options.private)
     location = locate(os.environ)

@@ -151,7 +151,8 @@ def test_a_page_is_printed_once_into_a_pipe(
     monkeypatch.setenv("ZFTUNE_SOCKET", f"{client.path}x")
     code, out, err = tell("top")
     assert (code, out) == (1, "")
-    assert err == f"zftune: no daemon serves '{client.path}x', start one with: zftune daemon start\n"
+    absent = f"zftune: no daemon serves '{client.path}x', start one with: zftune daemon start"
+    assert err == f"{absent}; runs that have ended: zftune explain\n"
 
 
 class Terminal:

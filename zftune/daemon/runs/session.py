@@ -449,8 +449,9 @@ class RunSession:
             found = farewell(prepared, message, self.account.total)
             with self._lock:
                 self._farewell = replace(found, notices=self.notices)
-                stopped = "its search was stopped, the training goes on" if self._stopped else None
-                self.state = states.ended(self.state, message.reason or stopped or "the training has ended")
+                tuning = f"tuning {'was stopped' if self._stopped else 'ended'} after {message.steps} steps"
+                why = f"{tuning}; the training went on" if message.over else "the training has ended"
+                self.state = states.ended(self.state, message.reason or why, trains=message.over)
         return self._farewell
 
     def lose(self, lease_s: float, *, died: bool = False) -> bool:

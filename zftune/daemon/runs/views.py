@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zftune.daemon.protocol.messages import StepFigures
+from zftune.daemon.runs import states
 from zftune.daemon.runs.session import RunSession
 from zftune.daemon.server.sampling import WINDOW_S, Node, Seen
 from zftune.explain import document
@@ -17,7 +18,7 @@ from zftune.quality import assumed_coverage, coverage_warning, summary
 from zftune.store.account import Account
 from zftune.store.types import Curve, CurvePoint, KnobChange, ranks_in_words
 from zftune.text import slowest_rank
-from zftune.words import DECISIONS, LIVE_STATES, shares
+from zftune.words import DECISIONS, shares
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
@@ -235,7 +236,7 @@ def run_view(brain: RunSession, silent_s: float, node: Node | None = None) -> Ru
         run=hello.run,
         record=brain.record,
         state=brain.state.name,
-        title=LIVE_STATES[brain.state.name],
+        title=states.title(brain.state),
         reason=brain.state.reason,
         model=training.model.name,
         ranks=ranks_in_words(training.company.ranks, training.company.nodes, training.company.shards),
