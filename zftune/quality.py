@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
-from zftune.words import TRENDS
+from zftune import words
 
 if TYPE_CHECKING:
     from zenflow import StepStats
@@ -20,6 +20,7 @@ LEAST_FOR_TREND = 8
 _ERRORS = 2.0
 _FAR_BELOW = 0.25
 """Of the gradient energy: by so much less than what is assumed, a coverage is worth a warning."""
+_LATE = ("topk_ratio", "update_interval", "apply_lag")
 _PUBLISHED_COVERAGE, _PUBLISHED_TOPK = 0.889, 0.01
 EXPECTED_LOSS_PERCENT: Mapping[str, float] = {"exact": 0.0, "published": 0.3, "loose": 1.2}
 """What late updates may add to the loss by a quality, where it is known how far the weights move in a step."""
@@ -47,7 +48,7 @@ class LossSummary:
         if self.trend == "unknown":
             return f"{figure(self.first, self.error)} → {figure(self.last, self.error)}"
         noise = f" ± {figure(self.error or 0.0, self.error)}"
-        what = TRENDS[self.trend]
+        what = words.TRENDS[self.trend]
         return f"{figure(self.first, self.error)} → {figure(self.last, self.error)}{noise}, {what}"
 
 
@@ -155,12 +156,15 @@ def most_late_steps(quality: str, movement: float) -> float:
     return min(MOST_LATE_STEPS, most_percent / movement) if movement > 0 else MOST_LATE_STEPS
 
 
-def coverage_warning(measured: float | None, knobs: Mapping[str, Any]) -> str | None:
+def coverage_warning(
+    measured: float | None, knobs: Mapping[str, Any], start: Mapping[str, Any] | None = None
+) -> str | None:
     """What to turn where the selected columns hold far less of the gradient than is assumed; None: nothing.
 
     Args:
         measured: share of the gradient energy in the selected columns; None: not known.
         knobs: that it was measured under.
+        start: of the search that adopted these; None: they are nobody's choice but the user's.
     """
     ratio, interval = knobs.get("topk_ratio"), knobs.get("update_interval")
     synchronous = interval == 1 and knobs.get("overlap_step") is False
@@ -169,9 +173,47 @@ def coverage_warning(measured: float | None, knobs: Mapping[str, Any]) -> str | 
     assumed = assumed_coverage(ratio)
     if assumed - measured < _FAR_BELOW:
         return None
+    adopted, exact = _adopted(knobs, start), "quality exact (update_interval 1 with overlap_step off)"
     shorter = "" if interval == 1 else "lower update_interval, "
+    advice = f"Raise topk_ratio, {shorter}or use {exact}, and compare the losses."
+    if adopted:
+        advice = (
+            f"The search adopted {adopted}, which its quality allows at the coverage that it measured: compare the "
+            f"losses with those of {exact}."
+        )
     return (
         f"The selected columns hold {measured:.0%} of the gradient energy, where {assumed:.0%} is assumed at "
-        f"topk_ratio {ratio:g}: the rest reaches the weights late, which may cost loss. Raise topk_ratio, {shorter}or "
-        "use quality exact (update_interval 1 with overlap_step off), and compare the losses."
+        f"topk_ratio {ratio:g}: the rest reaches the weights late, which may cost loss. {advice}"
     )
+
+
+def adopted_from(
+    knobs: Mapping[str, Any], start: Mapping[str, Any], best: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """What a search began from, where it has adopted the knobs that hold; None: it has not.
+
+    Args:
+        knobs: that hold.
+        start: of the search.
+        best: so far.
+    """
+    return start if dict(knobs) == dict(best) != dict(start) else None
+
+
+def coverage_advice(knobs: Mapping[str, Any], start: Mapping[str, Any] | None = None) -> str:
+    """The advice of `coverage_warning`, in a few words.
+
+    Args:
+        knobs: that hold.
+        start: as of `coverage_warning`.
+    """
+    adopted = _adopted(knobs, start)
+    if adopted:
+        return f"{adopted} was adopted within the quality, compare the losses with quality exact"
+    return "raise topk_ratio" + ("" if knobs.get("update_interval") == 1 else ", lower update_interval")
+
+
+def _adopted(knobs: Mapping[str, Any], start: Mapping[str, Any] | None) -> str:
+    """What decides how late updates are and is not as at the start, in words."""
+    names = () if start is None else (name for name in _LATE if knobs.get(name) != start.get(name))
+    return ", ".join(f"{name} {words.value(knobs.get(name))}" for name in names)

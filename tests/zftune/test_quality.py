@@ -12,8 +12,10 @@ from torch import nn
 
 from zenflow import StepStats, ZenFlowAdamW, ZenFlowConfig
 from zftune.quality import (
+    adopted_from,
     assumed_coverage,
     at_full_rate,
+    coverage_advice,
     coverage_warning,
     expected_loss_percent,
     figure,
@@ -61,6 +63,25 @@ def test_a_coverage_far_below_what_is_assumed_names_what_to_turn() -> None:
     assert warning is not None
     assert "13% of the gradient energy, where 89% is assumed at topk_ratio 0.01" in warning
     assert "Raise topk_ratio, lower update_interval, or use quality exact" in warning
+
+
+def test_the_advice_does_not_contradict_what_a_search_adopted() -> None:
+    start = {"topk_ratio": 0.05, "update_interval": 4, "apply_lag": 4, "offload_ratio": 1.0, "overlap_step": True}
+    adopted = {**start, "topk_ratio": 0.1, "update_interval": 16, "apply_lag": 8}
+    warning = coverage_warning(0.13, adopted, adopted_from(adopted, start, adopted))
+    assert warning is not None
+    assert "ower update_interval" not in warning
+    assert warning.endswith(
+        "The search adopted topk_ratio 0.1, update_interval 16, apply_lag 8, which its quality allows at the coverage "
+        "that it measured: compare the losses with those of quality exact (update_interval 1 with overlap_step off)."
+    )
+    assert coverage_advice(adopted, start).startswith("topk_ratio 0.1, update_interval 16, apply_lag 8 was adopted")
+    assert coverage_advice(start) == "raise topk_ratio, lower update_interval"
+    assert coverage_advice({**start, "update_interval": 1}) == "raise topk_ratio"
+    for knobs, best in ((start, start), (adopted, start), (start, adopted)):  # nothing adopted, or something on trial
+        assert adopted_from(knobs, start, best) is None
+    faster = {**start, "offload_ratio": 0.8}  # no later than at the start
+    assert "Raise topk_ratio, lower update_interval" in (coverage_warning(0.13, faster, start) or "")
 
 
 @pytest.mark.parametrize(

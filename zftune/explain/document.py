@@ -13,7 +13,7 @@ from zftune import __version__
 from zftune.errors import BadInputError
 from zftune.explain import words
 from zftune.explain.replay import Decided, Replay, replayed
-from zftune.quality import EXPECTED_LOSS_PERCENT, coverage_warning, selected_share, summary
+from zftune.quality import EXPECTED_LOSS_PERCENT, adopted_from, coverage_warning, selected_share, summary
 from zftune.store.preset_file import escaped
 from zftune.store.store import facts_of, goes_on, is_written_to
 from zftune.store.types import Curve, RunRecord, RunState, TrialRecord, TrialState
@@ -78,18 +78,20 @@ def explain_document(store: Store, run: RunRecord, clock: Callable[[], float] = 
         "quality": run.key.quality,
         "ranks_ms": list(told.ranks_ms) or None,
         **_search(run, trials, told),
-        **_quality(store.curve(run.run_id), run.knobs),
+        **_quality(store.curve(run.run_id), run.knobs, trials, told.incumbent),
     }
     slowest = slowest_rank(dict(enumerate(told.ranks_ms)))
     document["notices"] += [] if slowest is None else [slowest]
     return {**document, "verdict": words.verdict(document)}
 
 
-def _quality(curve: Curve, knobs: Mapping[str, Any]) -> dict[str, Any]:
+def _quality(curve: Curve, knobs: Mapping[str, Any], trials: Sequence[TrialRecord], best: int) -> dict[str, Any]:
     """How the training went beside its speed."""
+    knobs = curve.changes[-1].knobs if curve.changes else knobs
     found = summary([point.loss for point in curve.points if point.loss is not None])
     covered = next((point.coverage for point in reversed(curve.points) if point.coverage is not None), None)
-    warning = coverage_warning(covered, curve.changes[-1].knobs if curve.changes else knobs)
+    start = adopted_from(knobs, trials[0].knobs, trials[best].knobs) if trials else None
+    warning = coverage_warning(covered, knobs, start)
     return {
         "loss": None if found is None else {**asdict(found), "sentence": str(found)},
         "coverage": covered,
@@ -253,7 +255,7 @@ def trial(row: TrialRecord, told: Replay) -> dict[str, Any]:
 
 
 def _quality_cost(run: RunRecord, row: TrialRecord) -> float | None:
-    """What is late times its mean staleness; None: not known, as where it was rejected, by whichever limit."""
+    """The weighted staleness; None: not known, as where it was rejected, by whichever limit."""
     budget = run.settings.get("budget_steps")
     late, ratio = words.staleness_steps(row.knobs, run.key.backend), row.knobs.get("topk_ratio")
     if run.settings.get("movement_percent") is not None and late is not None and isinstance(ratio, int | float):

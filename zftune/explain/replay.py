@@ -38,7 +38,7 @@ class Era:
     measurements: int = 0
     """That count; those of the incumbent while waiting left out."""
     settings: set[int] = field(default_factory=set)
-    """Trials with a valid measurement in it."""
+    """Trials of these measurements: those that were cut short, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,8 +270,8 @@ class Replay:
 
     @staticmethod
     def _count_in(era: Era, one: Measured) -> None:
-        era.measurements += _counts(one)
-        if one.status == "measured" and one.step_ms is not None:
+        if _counts(one):
+            era.measurements += 1
             era.settings.add(one.trial)
 
     def _new(self, role: str) -> list[Sample]:

@@ -157,13 +157,19 @@ def _host(document: Document) -> list[str]:
     return parts
 
 
+_FEW_LOSSES = 7
+"""Of which a quarter is one."""
+
+
 def _loss(document: Document) -> list[str]:
-    found = document.get("loss")
+    found, steps = document.get("loss"), document["steps"]
     if found is None:
         return []
     whole = {name: found[name] for name in ("first", "last", "error", "trend", "count")}
     more = [f"not a finite number in {found['not_finite']} steps"] if found["not_finite"] else []
-    return [f"{LossSummary(**whole)} ({found['count']} steps)", *more]
+    first, last = steps["discarded"] + 1, steps["discarded"] + steps["measured"]
+    which = "means of the first and the last quarter" if found["count"] > _FEW_LOSSES else "the first and the last"
+    return [f"{LossSummary(**whole)} ({which} of steps {first} to {last})", *more]
 
 
 def _selection(document: Document) -> list[str]:
@@ -177,8 +183,11 @@ def _selection(document: Document) -> list[str]:
 
 
 def _staleness(document: Document) -> list[str]:
-    staleness = document["staleness"]
-    return [f"mean {number(staleness['mean'])} steps", f"most {staleness['max']}"] if staleness is not None else []
+    staleness, coverage = document["staleness"], (document["selection"] or {}).get("coverage")
+    if staleness is None:
+        return []
+    parts = [f"mean {number(staleness['mean'])} steps", f"most {staleness['max']} steps"]
+    return parts if coverage is None else [*parts, f"weighted {number((1 - coverage) * staleness['mean'])} steps"]
 
 
 def _movement(document: Document) -> list[str]:

@@ -237,7 +237,8 @@ def _figures(document: Document) -> Iterator[tuple[str, str, str]]:
 def _counts(document: Document) -> tuple[str, str]:
     eras, trials = document["eras"], document["trials"]
     made = sum(era["measurements"] for era in eras)
-    tried = sum(trial["step_ms"] is not None or trial["earlier_step_ms"] is not None for trial in trials)
+    counted = (one for one in document["history"] if one["role"] != "hold" and one["status"] in ("measured", "aborted"))
+    tried = len({one["trial"] for one in counted})
     unseen = sum(trial["state"] == "rejected" for trial in trials)
     since = f"; {eras[-1]['measurements']} since step times changed" if len(eras) > 1 else ""
     return str(made), f"of {tried} settings{since}; {unseen} more rejected unseen"
@@ -333,7 +334,7 @@ def _decisions(document: Document) -> str:
 
 def _trials(document: Document, trials: Sequence[Mapping[str, Any]]) -> str:
     fates, eras = words.fates(document), document["eras"]
-    heads = ("", "setting", "by", "measured", "planner", "staleness", "state", "why")
+    heads = ("", "setting", "by", "measured", "planner", "mean staleness", "weighted staleness", "state", "why")
     rows: list[Sequence[str]] = []
     earlier = set()
     for era in range(max(1, len(eras)) - 1, -1, -1):
@@ -343,7 +344,7 @@ def _trials(document: Document, trials: Sequence[Mapping[str, Any]]) -> str:
         if era < len(eras) - 1:
             earlier |= set(range(len(rows), len(rows) + len(those)))
         rows += [_trial(trial, fates[trial["number"]]) for trial in those]
-    return table(heads, rows, ("value", "", "", "value", "value", "value", "", "source"), earlier)
+    return table(heads, rows, ("value", "", "", "value", "value", "value", "value", "", "source"), earlier)
 
 
 def _trial(trial: Mapping[str, Any], fate: str) -> Sequence[str]:
@@ -353,7 +354,8 @@ def _trial(trial: Mapping[str, Any], fate: str) -> Sequence[str]:
         str(trial["source"]),
         _ms(trial["step_ms"] if trial["step_ms"] is not None else trial["earlier_step_ms"]),
         _ms(trial["predicted_step_ms"]),
-        "" if trial["staleness_steps"] is None else number(trial["staleness_steps"]),
+        _steps(trial["staleness_steps"]),
+        _steps(trial["quality_cost_steps"]),
         fate,
         trial["reason"] or "",
     )
@@ -361,3 +363,7 @@ def _trial(trial: Mapping[str, Any], fate: str) -> Sequence[str]:
 
 def _ms(value: float | None) -> str:
     return "" if value is None else ms(value)
+
+
+def _steps(value: float | None) -> str:
+    return "" if value is None else f"{number(value)} steps"

@@ -1,11 +1,11 @@
 """Settings, and those that a search may propose: a grid, the quality that was asked for, and what fits.
 
-Trajectory knobs are free while what is late times its mean staleness stays within a budget. Where it was measured how
-far the weights move in a step, that is the share of the columns that are late, 1 - k, and the budget follows from the
-loss that the quality allows (`zftune.quality`). Else it is their share of the gradient energy, 1 - coverage(k), and the
-budget is the published setting's, or the user's own. Neither knows of `select_interval` and of `deferred_update="mean"`
-(which averages instead of only being late): these two stay as the user has them unless a space is made with more
-choices.
+Trajectory knobs are free while the weighted staleness of a setting stays within a budget: what is late times its mean
+staleness. Where it was measured how far the weights move in a step, that is the share of the columns that are late,
+1 - k, and the budget follows from the loss that the quality allows (`zftune.quality`). Else it is their share of the
+gradient energy, 1 - coverage(k), and the budget is the published setting's, or the user's own. Neither knows of
+`select_interval` (coverage is that of a fresh selection) and of `deferred_update="mean"` (which averages instead of
+only being late): these two stay as the user has them unless a space is made with more choices.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Space:
         base: the user's; knobs without a dimension have its values.
         quality: what the user asked for.
         dimensions: with more than one choice each.
-        budget: most of (1 - coverage(k)) * mean staleness.
+        budget: most of the weighted staleness.
         coverage: of the live model; `selected_share` where it is known how far the weights move.
         fixed_because: why trajectory knobs are not free, in words; "" where they are.
         movement_percent: how far a step moves the deferred weights; None: not measured, so that it bounds nothing.
@@ -246,9 +246,13 @@ class Space:
                     return found
         return replace(setting, update_interval=1, apply_lag=1, overlap_step=False)
 
+    def mean_staleness_steps(self, setting: Setting) -> float:
+        """Of deferred columns, under the schedule of the runtime that trains."""
+        return setting.mean_staleness_steps
+
     def cost(self, setting: Setting) -> float:
-        """(1 - coverage(k)) * mean staleness, in steps."""
-        return (1.0 - self.coverage(setting.topk_ratio)) * setting.mean_staleness_steps
+        """The weighted staleness: (1 - coverage(k)) * mean staleness, in steps."""
+        return (1.0 - self.coverage(setting.topk_ratio)) * self.mean_staleness_steps(setting)
 
     def violation(self, setting: Setting) -> Violation | None:
         """Why a setting is outside the quality; None: it is not."""
@@ -256,9 +260,16 @@ class Space:
         if cost <= self.budget * (1 + _ROUNDING) + _ROUNDING:
             return None
         excess = cost / self.budget - 1 if self.budget else cost
-        moved = self.movement_percent
+        moved, mean, deferred = (
+            self.movement_percent,
+            self.mean_staleness_steps(setting),
+            1 - self.coverage(setting.topk_ratio),
+        )
         if moved is None:
-            reason = f"updates would come {cost:.2f} steps late on average, the quality allows {self.budget:.2f}"
+            reason = (
+                f"its weighted staleness would be {cost:.2f} steps (a mean of {mean:.1f} times {deferred:.0%}, the "
+                f"share of the gradient that is deferred), and quality {self.quality} allows {self.budget:.2f}"
+            )
         else:
             reason = (
                 f"weights would move {moved * cost:.3g}% before late updates arrive, the quality allows "

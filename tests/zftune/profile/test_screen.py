@@ -68,12 +68,22 @@ def test_figures_have_units_and_sources(document: Document) -> None:
         "link a step D2H 1.65 MB · H2D 414 kB · other 5.2 kB · 1.19 × the model",
         "689 ms a pass · 0.0527 of 0.0529 GB/s (99.6%) · 44 B/element",
         "covers 88% of the gradient energy · 12% new each time",
-        "mean 3.4 steps · most 7",
+        "mean 3.4 steps · most 7 steps · weighted 0.408 steps",
         "host state 11.6 MB · gradient log 6.61 MB · staging 1.65 MB",
         "measuring takes 0.4% of a step",
         "[wall clock, rig, count]",
     ):
         assert figure in text
+
+
+def test_the_losses_are_those_of_the_measured_steps(document: Document) -> None:
+    document["steps"] = {"measured": 24, "discarded": 8}
+    loss = {"first": 5.4, "last": 5.0, "error": 0.4, "trend": "level", "count": 24, "not_finite": 0}
+    document["loss"] = loss
+    text = " ".join(shown(document).split())
+    assert "no trend beyond noise (means of the first and the last quarter of steps 9 to 32)" in text
+    document["loss"] = {**loss, "count": 4, "trend": "unknown", "error": None}
+    assert "5.4 → 5 (the first and the last of steps 9 to 32)" in " ".join(shown(document).split())
 
 
 def test_the_rig_is_named_with_its_slack(document: Document) -> None:

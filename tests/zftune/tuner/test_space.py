@@ -55,7 +55,14 @@ def test_a_violation_names_its_figures() -> None:
     violation = space.violation(Setting(topk_ratio=0.0, update_interval=16, apply_lag=16))
     assert violation is not None
     assert violation.excess > 0
-    assert violation.reason == f"updates would come 16.00 steps late on average, the quality allows {space.budget:.2f}"
+    assert violation.reason == (
+        "its weighted staleness would be 16.00 steps (a mean of 16.0 times 100%, the share of the gradient that is "
+        f"deferred), and quality published allows {space.budget:.2f}"
+    )
+    half = replace(space, coverage=lambda share: 0.5 if share else 0.0)
+    violation = half.violation(Setting(topk_ratio=0.1, update_interval=16, apply_lag=16))
+    assert violation is not None
+    assert "would be 8.00 steps (a mean of 16.0 times 50%," in violation.reason
 
 
 def test_indices_and_settings_are_inverse() -> None:

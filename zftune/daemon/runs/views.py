@@ -14,7 +14,7 @@ from zftune.daemon.server.sampling import WINDOW_S, Node, Seen
 from zftune.explain import document
 from zftune.explain.replay import replayed
 from zftune.explain.words import fates as fates_of
-from zftune.quality import assumed_coverage, coverage_warning, summary
+from zftune.quality import adopted_from, assumed_coverage, coverage_warning, summary
 from zftune.store.account import Account
 from zftune.store.types import Curve, CurvePoint, KnobChange, ranks_in_words
 from zftune.text import slowest_rank
@@ -181,7 +181,7 @@ class EraView:
     measurements: int
     """That count; those of the incumbent while waiting left out."""
     settings: int
-    """That have a step time."""
+    """Of these measurements: those that were cut short, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,11 +353,12 @@ def _coverage_view(brain: RunSession, steps: Sequence[StepFigures]) -> CoverageV
     known = [one.coverage for one in steps if one.coverage is not None]
     if not known or brain.knobs is None:
         return None
-    measured = statistics.fmean(known)
+    measured, knobs, thought = statistics.fmean(known), brain.knobs.knobs(), brain.thought
+    start = None if thought is None else adopted_from(knobs, thought.start.knobs(), thought.incumbent.knobs())
     return CoverageView(
         measured=measured,
         assumed=assumed_coverage(brain.knobs.topk_ratio),
-        warning=coverage_warning(measured, brain.knobs.knobs()),
+        warning=coverage_warning(measured, knobs, start),
     )
 
 
