@@ -38,6 +38,7 @@ from zftune.tuner.executor import Change
 from zftune.tuner.guard import NoDisturbance, disturbance_of
 from zftune.tuner.rank_channel import GlooChannel
 from zftune.tuner.rank_consensus import KnobConsensus
+from zftune.tuner.scores import steps_of
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.space import Setting
 from zftune.tuner.stats import stats
@@ -159,7 +160,7 @@ def attach(
         study: a name that the tuners of several trainings share which train the same on machines of one kind, with one
             store: none tries what another has taken, and each looks first at what another has adopted. None: none.
         seed: of the search.
-        most_measurements: of the search.
+        most_measurements: of the search; a setting may take 4, one to look at it and 3 to compare it.
         on_change: told of the step after which new knobs hold, and of the knobs.
         daemon: whether the daemon searches, on $ZFTUNE_SOCKET or its usual socket, rather than this process. It need
             not be there yet, nor stay: meanwhile the best settings so far hold, at first the user's own. It has its own
@@ -231,8 +232,7 @@ def start_tuner(
         raise BadInputError("eval_fn must be None on several ranks: its flushes are one rank's")
 
     def begin(company: WorldInfo, consensus: KnobConsensus | None) -> Tuner:
-        _logger.info("zftune tunes with quality %s.", PROMISES[wishes.quality])
-        return Tuner(
+        tuner = Tuner(
             optimizer,
             _driver(optimizer, wishes, tokens, store, company, name, daemon=daemon),
             tokens=tokens,
@@ -241,8 +241,19 @@ def start_tuner(
             on_change=on_change,
             consensus=consensus,
         )
+        _logger.info("zftune tunes with quality %s. %s", PROMISES[wishes.quality], _needs(tuner, wishes.search))
+        return tuner
 
     return attach_ranks(optimizer, begin, on_change) if several else begin(SINGLE_RANK, None)
+
+
+def _needs(tuner: Tuner, options: SearchOptions) -> str:
+    """How many steps a search takes, in a sentence."""
+    window, most = tuner.incumbent.update_interval, options.most_measurements
+    steps = tuner.begins + most * (window + steps_of(window))
+    return (
+        f"Measuring begins after {tuner.begins} steps; a whole search ({most} measurements) takes about {steps} steps."
+    )
 
 
 def log_loss(loss: torch.Tensor | float) -> None:

@@ -72,7 +72,9 @@ _Study = Annotated[
         "in one store ($ZFTUNE_DB): none tries what another has taken.",
     ),
 ]
-_Measurements = Annotated[int, typer.Option(help="Measurements at most.")]
+_Measurements = Annotated[
+    int, typer.Option(help="Measurements at most. A setting may take 4: one to look at it, 3 to compare it.")
+]
 _Rig = Annotated[str | None, _workload("Emulated accelerator: a name or a TOML file. Default: the GPU, else a rig.")]
 _Ranks = Annotated[
     int, _workload("Ranks on this machine, each on a rig of its own with its rows of the model (FSDP2). Default: 1.")

@@ -153,9 +153,19 @@ def patience(misses: int) -> str:
     return f"The last {misses} settings were not adopted."
 
 
-def enough(measurements: int) -> str:
-    """As many measurements as there may be."""
-    return f"{measurements} measurements were made, another setting and its comparison would be too many."
+def enough(made: int, most: int, needed: int) -> str:
+    """As many measurements as there may be.
+
+    Args:
+        made: so far.
+        most: that may be made.
+        needed: for another setting.
+    """
+    count, left = f"{made} of {most} measurements {'was' if made == 1 else 'were'} made", most - made
+    if left <= 0:
+        return f"{count}."
+    verb = "is" if left == 1 else "are"
+    return f"{count}: another setting may take {needed} with its comparison, and {left} {verb} left."
 
 
 def enough_runs(runs: int) -> str:

@@ -292,7 +292,7 @@ class Search:
 
     def _choose(self) -> State:
         if self.measurements + 1 + _COMPARISON > self.options.most_measurements:
-            return self._settle(messages.enough(self.measurements))
+            return self._settle(messages.enough(self.measurements, self.options.most_measurements, 1 + _COMPARISON))
         if self._misses >= self.options.patience:
             return self._settle(messages.patience(self._misses))
         trial = self.agenda.next_trial()

@@ -228,6 +228,11 @@ class Tuner:
         return self._driver.asks_daemon
 
     @property
+    def begins(self) -> int:
+        """After how many steps it begins to measure, at the earliest."""
+        return self._count.begins
+
+    @property
     def gain(self) -> float:
         """What the best settings so far save of the step time that the search began with, a share of it."""
         return 0.0 if self._live is None else self._live.gain
@@ -416,7 +421,9 @@ class Tuner:
     def _warn_of_coverage(self, known: Sequence[float]) -> None:
         warning = coverage_warning(fmean(known) if known else None, asdict(self._optimizer.config))
         if warning is not None:
-            _logger.warning("%s", warning)  # no notice: what shows a run tells of its coverage as it is then
+            # No notice: what shows a run tells of its coverage as it is then.
+            counted_in = "The search counts that in: it tries only what the quality allows at this coverage."
+            _logger.warning("%s %s", warning, counted_in)
 
     def _watch(self) -> bool:
         """Whether training goes wrong before the search begins, so that there is none."""
@@ -445,6 +452,10 @@ class Tuner:
         )
         self._tell_early_losses()
         self._listen()
+        if self._live is not None and self.run_id is not None:
+            called = self.run_id[:8]
+            watch = f"its decisions: zftune explain {called} (live, with ZFTUNE_ONLINE=daemon: zftune top)"
+            _logger.info("zftune tunes this training as run %s; %s", called, watch)
         space = None if self._driver.search is None else self._driver.search.book.space
         if space is not None and space.fixed_because and self._live is not None:
             _logger.info("Settings that change the trajectory stay: %s.", space.fixed_because)

@@ -112,6 +112,8 @@ def test_a_loop_is_tuned_and_remembered(attach: Attach, store: Store, caplog: py
     for _ in range(30):
         loop.step()
     assert caplog.messages[0].startswith("zftune tunes with quality published")
+    needs = f"Measuring begins after {tuner.begins} steps; a whole search (5 measurements) takes about "
+    assert f". {needs}{tuner.begins + 5 * (4 + 20)} steps." in caplog.messages[0]
     assert loop.knobs == tuner.incumbent
     tuner.close()
     search = tuner.search
@@ -126,6 +128,10 @@ def test_a_loop_is_tuned_and_remembered(attach: Attach, store: Store, caplog: py
     assert 0 < (search.book.space.movement_percent or 0.0) < 0.02  # measured
     assert {Setting.from_knobs(knobs) for _, knobs in changes} >= {search.book.trials[0].setting}
     (run,) = store.runs()
+    named = f"zftune tunes this training as run {run.run_id[:8]}; its decisions: zftune explain {run.run_id[:8]} "
+    assert [one for one in caplog.messages if one.startswith("zftune tunes this")] == [
+        f"{named}(live, with ZFTUNE_ONLINE=daemon: zftune top)"
+    ]
     assert run.state is RunState.FINISHED
     assert run.key.micro_batch == 4
     reasons = [decision.reason for decision in store.decisions(run.run_id)]
