@@ -273,7 +273,8 @@ def table(rows: Sequence[Row]) -> str:
             mine = [row for row in rows if row.tuners == tuners and rig in (row.rig, "all")]
             best, every = sorted(row.best for row in mine), sorted(row.every for row in mine)
             cells = (
-                rig, str(len(mine)), str(tuners), shown(percentile_or_inf(best, 0.5)), shown(percentile_or_inf(best, 0.9)),
+                rig, str(len(mine)), str(tuners),
+                shown(percentile_or_inf(best, 0.5)), shown(percentile_or_inf(best, 0.9)),
                 shown(percentile_or_inf(every, 0.5)), shown(percentile_or_inf(every, 0.9)),
                 shown(statistics.median(row.improved for row in mine)),
                 f"{statistics.fmean(row.fleet_regret for row in mine):.2%}",
