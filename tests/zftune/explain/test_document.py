@@ -28,6 +28,7 @@ from tests.zftune.explain.runs import (
 )
 from tests.zftune.tuner.surfaces import START, TOKENS, make
 from zftune.cli import top
+from zftune.explain import words
 from zftune.explain.document import explain_document
 from zftune.explain.screen import render
 from zftune.store.store import Store
@@ -392,6 +393,20 @@ def test_what_the_quality_allows_follows_from_the_judged_settings(store: Store) 
     kept = feasible(space)
     run = store.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings={"feasible": kept})
     assert explained(store, run)["feasible"] == kept
+
+
+def test_how_far_weights_move_is_told_with_what_it_allows(timed: Store) -> None:
+    old = explained(timed, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings={"budget_steps": 1.8}))
+    assert (old["budget"]["movement_percent"], old["budget"]["expected_loss_percent"]) == (None, None)
+    assert words.lateness_bound(old) == ""
+    settings = {"budget_steps": 3.4, "movement_percent": 0.05}
+    found = explained(timed, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
+    assert found["budget"] == {
+        "steps": 3.4, "fixed_because": None, "movement_percent": 0.05, "expected_loss_percent": 0.3
+    }  # fmt: skip
+    assert words.lateness_bound(found) == (
+        "weights move 0.05% in a step: updates may come 3.43 steps late on average, which adds at most 0.3% of loss"
+    )
 
 
 def test_the_ranks_are_told(timed: Store, clock: Clock) -> None:
