@@ -174,4 +174,4 @@ def _task_of(options: TuneOptions, config: ZenFlowConfig) -> tuple[Task, str]:
             real_time=options.real_time,
         )
     )  # fmt: skip
-    return replace(task, learning_rate=1e-5), device_name
+    return replace(task, learning_rate=2e-6), device_name
