@@ -24,7 +24,13 @@ from zftune import variables
 from zftune.cli.main import app
 from zftune.emulated import DEFAULT_RIG
 
-MARKS = {"python": ("", "hidden", "not run"), "sh": ("", "not run"), "json": ("",), "text": ("output", "example")}
+MARKS = {
+    "python": ("", "hidden", "not run"),
+    "sh": ("", "not run"),
+    "sql": ("not run",),
+    "json": ("",),
+    "text": ("output", "example"),
+}
 """Of a block, by its language: what may stand above it."""
 OTHERS = ("cp", "export", "kubectl", "pip", "sbatch", "systemctl")
 """Programs that are not ours."""
