@@ -393,18 +393,21 @@ def _fits(whole: float, micro: float | None, passes: float | None, ranks: float 
 
 
 def ranks_that_fit(config: Mapping[str, Any]) -> int:
-    """Ranks with which the batch sizes of a ds_config go together, or else 1; DeepSpeed itself asks for their number.
+    """Ranks with which the batch sizes of a ds_config go together; DeepSpeed itself asks for their number.
+
+    Where that does not follow, as many as share a sequence: one that counts.
 
     Args:
         config: without words that somebody else fills in.
     """
-    known: list[Any] = [config.get(name) for name in BATCH]
-    known.append(config.get("sequence_parallel_size", 1))  # ranks that share a sequence count as one
-    if not all(isinstance(one, int) and one > 0 for one in known):
+    size = config.get("sequence_parallel_size", 1)
+    if not isinstance(size, int) or size < 1:
         return 1
-    whole, micro, passes, size = known
-    found: int = whole // (micro * passes) * size if whole % (micro * passes) == 0 else 1
-    return found
+    known: list[Any] = [config.get(name) for name in BATCH]
+    if not all(isinstance(one, int) and one > 0 for one in known):
+        return size
+    whole, micro, passes = known
+    return size * (whole // (micro * passes) if whole % (micro * passes) == 0 else 1)
 
 
 _ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")

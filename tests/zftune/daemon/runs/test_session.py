@@ -204,7 +204,7 @@ def test_a_stop_ends_the_tuning_with_the_incumbent(world: World) -> None:
     assert agent.last.incumbent == START
     assert "Stopped by hand." in agent.goodbye()["sentence"]
     assert TrialState.CRASHED not in world.trial_states(agent.last.record)
-    with pytest.raises(NotAllowedError, match="cannot stop: its search was stopped"):
+    with pytest.raises(NotAllowedError, match="cannot stop: the training has ended"):
         world.registry.command(RUN, "stop")
     with pytest.raises(UnknownRunError, match="this daemon follows no run 'x'"):
         world.registry.command("x", "stop")
