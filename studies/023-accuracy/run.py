@@ -17,7 +17,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
 from accuracy.language import Continuation, LanguageScale  # noqa: E402
-from accuracy.report import markdown  # noqa: E402
+from accuracy.report import Runs, markdown  # noqa: E402
 from accuracy.tasks import TASKS, bag_of_words  # noqa: E402
 from accuracy.training import LANGUAGE, VARIANTS, Scale, Variant, World, describe, train  # noqa: E402
 from accuracy.upstream import run_apart  # noqa: E402
@@ -164,9 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(world, results, plan, say)
         found = {name: facts_of(world, results, name, False, say) for name in problems}
     facts = {name: fact for name, fact in found.items() if fact is not None}
-    runs = {
+    runs: Runs = {
         name: {
-            variant: {int(seed): run for seed, run in runs_of(results, describe(world, name), variant).items()}
+            str(variant): {int(seed): run for seed, run in runs_of(results, describe(world, name), variant).items()}
             for variant in variants_of(quick)
         }
         for name in facts

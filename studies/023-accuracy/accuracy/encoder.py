@@ -31,7 +31,7 @@ class Linear(nn.Linear):
     """Computes in its input's dtype, whatever that of its weights."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        return functional.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
 class Norm(nn.LayerNorm):
@@ -162,9 +162,9 @@ class Encoder:
         word, position, kind = (
             self.weights[f"embeddings.{name}_embeddings.weight"] for name in ("word", "position", "token_type")
         )
-        both = [self.weights[f"embeddings.LayerNorm.{part}"] for part in ("weight", "bias")]
+        weight, bias = (self.weights[f"embeddings.LayerNorm.{part}"] for part in ("weight", "bias"))
         x = word[tokens] + position[: tokens.shape[1]] + kind[types]
-        return functional.layer_norm(x, (self.width,), *both, eps=self.eps)
+        return functional.layer_norm(x, (self.width,), weight, bias, self.eps)
 
     @torch.no_grad()
     def features(self, examples: Sequence[Example], length: int, trained: int) -> Encoded:

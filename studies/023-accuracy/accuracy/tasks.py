@@ -105,7 +105,7 @@ def section_task() -> Task:
         if section in SECTIONS and len(text.split()) >= 3 and text not in seen and counts[section] < _PER_CLASS:
             counts[section] += 1
             seen.add(text)
-            source = fields.get("Source", fields["Package"]).split()[0]
+            source = (fields.get("Source") or fields["Package"]).split()[0]
             found.append((source, Example(text, "", SECTIONS.index(section))))
     if not found:
         raise RuntimeError("this machine has no index of Debian packages: run apt-get update")

@@ -176,7 +176,7 @@ class Late:
         if variant == "Twin-Flow":
             config = ZenFlowConfig.zero_offload(offload_ratio=0.5, host_threads=1)
         else:
-            rule = "mean" if variant == "mean" else "replay"
+            rule: Literal["replay", "mean"] = "mean" if variant == "mean" else "replay"
             config = replace(ZenFlowConfig.from_ds_config(asked), deferred_update=rule, host_threads=1)
         self._optimizer = ZenFlowAdamW(model.parameters(), lr=lr, config=config, **ADAMW)
         self.knobs = config.to_python()
