@@ -94,7 +94,7 @@ def jobs_of(part: str, quick: bool) -> list[Job]:
     if part == "proposals":
         return [
             Job(
-                f"proposal--{'--'.join(map(str, one)).replace(', ', '-')}",
+                f"proposal--{'--'.join(map(str, one)).replace(', ', '-').replace(' ', '-')}",
                 digest,
                 planning.proposals,
                 (*one, ENTRY_BYTES),
