@@ -251,23 +251,7 @@ class Arrived(Transfer):
         return True
 
 
-class OnHost(Device):
-    """A device that works in the host's memory, and whose marks are times of its clock."""
-
-    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-
-    def elapsed_s(self, begin: Mark, end: Mark) -> float:
-        return float(end - begin)
-
-    def host_time_s(self, mark: Mark) -> float | None:
-        return float(mark)
-
-    def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
-
-
-class CpuDevice(OnHost):
+class CpuDevice(Device):
     """No accelerator: copies are made on the spot and marks are wall time."""
 
     has_streams = False
@@ -277,8 +261,17 @@ class CpuDevice(OnHost):
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
 
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
     def mark(self) -> Mark:
         return self.clock.now()
+
+    def elapsed_s(self, begin: Mark, end: Mark) -> float:
+        return float(end - begin)
+
+    def host_time_s(self, mark: Mark) -> float | None:
+        return float(mark)
 
     def passed(self, mark: Mark) -> bool:
         return True
@@ -292,6 +285,9 @@ class CpuDevice(OnHost):
 
     def h2d(self, source: torch.Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, torch.Tensor]:
         return Arrived(self.mark(), source.nbytes), source.clone()
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
 
     def join(self, transfer: Transfer, tensor: torch.Tensor) -> None:
         return None

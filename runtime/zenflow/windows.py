@@ -240,5 +240,3 @@ class Windows:
         record.host_elements += rows.numel()
         for entry in window.entries:
             record.applied.add(rows.numel(), step - entry.step)
-        if weight.deferred is not None:
-            weight.deferred.note_movement(window, record)

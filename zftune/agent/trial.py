@@ -25,12 +25,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zftune.agent.session import Patches, Session
+from zftune.agent.session import Patches
 from zftune.ds_config.reading import offloads, read_given
+
+if TYPE_CHECKING:
+    from zftune.agent.session import Session
+
 
 Wrapped = Callable[..., Any]
 

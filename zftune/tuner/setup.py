@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from zftune.tuner.training_info import SINGLE_RANK, Reader, TrainingFacts, TuneR
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
+    from zftune.tuner.recorder import StoreRecorder
 
 
 Make = Callable[[Setting, SearchOptions], Search]
@@ -36,21 +37,14 @@ _FEW_CORES = 4  # fewer usable cores leave no choice of threads
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A search that can begin, or go on."""
+class StartedSearch:
+    """A search that can go on."""
 
     search: Search
-    recording: Recording | None
-    """None: nothing is remembered."""
+    recorder: StoreRecorder | None
+    """None: nothing is written down."""
     sentence: str = ""
     """Where it begins from; "": the user's own knobs."""
-    paused: bool = False
-    """Whether somebody paused it in an earlier life."""
-
-    @property
-    def recorder(self) -> StoreRecorder | None:
-        """What writes it down; None: nothing does."""
-        return None if self.recording is None else self.recording.recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +90,7 @@ class _Choice:
     """To be compared before it is trusted."""
 
 
-def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Prepared:
+def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> StartedSearch:
     """Begin a search, or go on with one that was not finished.
 
     Args:
@@ -106,7 +100,7 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Pre
     """
     own = wanted.own if wanted.space.violation(wanted.own) is None else wanted.space.base
     if recording is None:
-        return Prepared(make(own, wanted.options), None)
+        return StartedSearch(make(own, wanted.options), None)
     recording.ratios = wanted.ratios
     again = None if wanted.again is None else recording.known(wanted.again.run_id)
     wanted = replace(wanted, options=replace(wanted.options, barred=recording.barred()))
@@ -120,11 +114,11 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Pre
         search.agenda.suggest(choice.candidate, "preset")
     setting = choice.start or choice.candidate
     stake = None if match is None or setting is None or match.distance else (match.preset.name, setting)
-    recording.begin(search, wanted.own.knobs(), stake=stake)
-    return Prepared(search, recording, choice.sentence)
+    recorder = recording.begin(search, wanted.own.knobs(), stake=stake)
+    return StartedSearch(search, recorder, choice.sentence)
 
 
-def _resumed(again: RunRecord | None, recording: Recording, wanted: SearchRequest, make: Make) -> Prepared | None:
+def _resumed(again: RunRecord | None, recording: Recording, wanted: SearchRequest, make: Make) -> StartedSearch | None:
     """The run that lives, else the newest of the same search, if it was not finished."""
     run = again
     if run is None and not wanted.fresh:
@@ -133,12 +127,12 @@ def _resumed(again: RunRecord | None, recording: Recording, wanted: SearchReques
     if run is None or start is None:
         return None
     search = make(start, wanted.options)
-    if recording.resume(run, search) is None:
+    recorder = recording.resume(run, search)
+    if recorder is None:
         return None
     kept = f"{search.measurements} measurement{' is' if search.measurements == 1 else 's are'} kept"
-    anew = " (zftune tune --fresh, or fresh=True of zftune.attach, begins anew)"
-    more = anew if again is None else ""  # the training itself goes on
-    return Prepared(search, recording, f"Goes on with run {run.run_id[:8]}: {kept}{more}.")
+    more = "; the option fresh begins anew" if again is None else ""  # the training itself goes on
+    return StartedSearch(search, recorder, f"Goes on with run {run.run_id[:8]}: {kept}{more}.")
 
 
 def _choice(match: Match, wanted: SearchRequest) -> _Choice:
@@ -205,13 +199,24 @@ class NoForecast:
         return Forecast(self.step_ms)
 
 
+@dataclass(slots=True)
+class Prepared:
+    """A search that can begin."""
+
+    search: Search
+    recording: Recording | None
+    recorder: StoreRecorder | None
+    sentence: str
+    """Where it begins from; "": the knobs that there are."""
+
+
 class Preparation:
     """Makes a search in the process that trains; made before training begins (see `zftune.tuner.training_info.Reader`).
 
     Args:
         optimizer: that trains.
         wishes: of the user.
-        store: gives the open store, in the thread that prepares; None: nothing is remembered.
+        store: open; None: nothing is remembered.
         sampler_process: where the planner works.
         company: ranks that it trains with.
         name: of the model; None: that of its class.
@@ -221,7 +226,7 @@ class Preparation:
         self,
         optimizer: ZenFlowOptimizer,
         wishes: TuneRequest,
-        store: Callable[[], Store] | None,
+        store: Store | None,
         sampler_process: SamplerProcess,
         company: WorldInfo = SINGLE_RANK,
         name: str | None = None,
@@ -240,8 +245,7 @@ class Preparation:
         Args:
             seen: in the warm-up.
         """
-        store = None if self._store is None else self._store()
-        return prepare(self.reader.facts(seen), store, self._sampler_process, self.notices)
+        return prepare(self.reader.facts(seen), self._store, self._sampler_process, self.notices)
 
 
 def prepare(
@@ -266,9 +270,7 @@ def prepare(
         threads=thread_choices(_usable_cores() if facts.here is None else facts.here.usable_cores),
         offload_ratios=ratio_choices(base, tune_memory=wishes.tune_memory),
         zenflow_section=not base.synchronous,  # else nothing could come late in "published"
-        movement_percent=facts.movement_percent,
     )  # fmt: skip
-    notices.extend(_of_lateness(space, base))
     forecast = _forecast(facts, base, notices)
     rates = forecast.rates if isinstance(forecast, PlannerForecast) else None
 
@@ -284,26 +286,14 @@ def prepare(
 
     recording = None
     if store is not None and facts.run is not None:
-        recording = Recording(store, facts.run, wishes.quality, facts.here, wishes.study)
+        recording = Recording(store, facts.run, wishes.quality, facts.here)
     wanted = SearchRequest(
         own=base, space=space, options=wishes.search, fresh=wishes.fresh,
         least_ratio=0.0 if wishes.tune_memory else base.offload_ratio,
         ratios=None if rates is None else ratios_of(facts.load, rates), again=again,
     )  # fmt: skip
-    return begin(recording, wanted, make)
-
-
-def _of_lateness(space: Space, base: Setting) -> Iterator[str]:
-    """What is to be told of the bound on lateness."""
-    if space.quality == "exact" or space.fixed_because:
-        return
-    if space.movement_percent is None:
-        yield (
-            "How far the weights move in a step was not measured: late updates are bounded by their lateness, not by "
-            "the loss that they may cost."
-        )
-    elif (violation := space.violation(base)) is not None:
-        yield f"Begins from {space.base} instead of {base.differences(space.base)}: {violation.reason}."
+    begun = begin(recording, wanted, make)
+    return Prepared(begun.search, recording, begun.recorder, begun.sentence)
 
 
 @dataclass(slots=True)

@@ -38,7 +38,6 @@ SOURCED = (
     "memory",
     "selection",
     "staleness",
-    "movement",
     "loss",
     "practicality",
     "baselines",

@@ -1,1 +1,0 @@
-"""What makers of offloading claim, each part counted, measured on rigs or planned."""
