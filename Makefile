@@ -31,13 +31,17 @@ setup: $(STAMP)  ## make .venv, install the pinned packages, build the native mo
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	@echo "setup 1/3: a virtual environment in $(VENV) (seconds)"
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt zftune/__init__.py $(NATIVE) | $(BIN)/python
+	@echo "setup 2/3: build tools (about a minute)"
 	$(BIN)/python -m pip install --quiet -c constraints.txt $(BUILD_TOOLS)
+	@echo "setup 3/3: the packages in constraints.txt, torch among them, and the native module (some minutes, most of it downloads)"
 	PATH="$(CURDIR)/$(BIN):$$PATH" SKBUILD_CMAKE_DEFINE=ZENFLOW_WERROR=ON \
 		$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[all,dev]"
 	touch $@
+	@echo "setup is done: the command is $(BIN)/zftune"
 
 demo: setup  ## profile a real offloaded training run: ZeRO-Offload, ZenFlow and no offloading side by side
 	$(BIN)/zftune profile

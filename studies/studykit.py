@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
+import importlib
 import json
 import os
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -100,6 +102,14 @@ def done(
                 records[running[future]] = results.save(job.name, job.inputs, future.result())
                 tell(len(jobs) - len(missing) + count)
     return [json.loads(json.dumps(record["figures"])) for record in records if record is not None]
+
+
+def of_study(study: str, module: str) -> Any:
+    """A module of another study, by its dotted name."""
+    folder = str(ROOT / "studies" / study)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(module)
 
 
 def write_json(path: Path, document: Any) -> None:

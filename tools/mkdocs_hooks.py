@@ -23,6 +23,9 @@ _CODE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 def on_files(files: Files, config: Any) -> Files:
     """Add what is generated and what is linked to."""
     for uri, text in pages().items():
+        line = files.get_file_from_path(uri)  # what a checkout has in its place
+        if line is not None:
+            files.remove(line)
         files.append(File.generated(config, uri, content=text))
     waiting = [file for file in files if file.is_documentation_page()]
     while waiting:

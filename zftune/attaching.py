@@ -27,21 +27,23 @@ from zenflow import ZenFlowConfig
 from zenflow.device import HostWeights
 from zenflow.names import unread_variables
 from zenflow.optimizer import ZenFlowOptimizer
+from zenflow.ranks import several_ranks
 from zftune import losses
 from zftune.daemon.client.autostart import START_S
 from zftune.errors import BadInputError
-from zftune.store.types import PROMISES, QUALITIES, Quality
+from zftune.store.types import PROMISES, QUALITIES, Quality, check_study
 from zftune.text import one_of
 from zftune.tuner.drivers import LocalDriver, NullDriver, SearchDriver
 from zftune.tuner.executor import Change
 from zftune.tuner.guard import NoDisturbance, disturbance_of
-from zftune.tuner.rank_channel import GlooChannel, several_ranks
+from zftune.tuner.rank_channel import GlooChannel
 from zftune.tuner.rank_consensus import KnobConsensus
+from zftune.tuner.scores import steps_of
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.space import Setting
 from zftune.tuner.stats import stats
 from zftune.tuner.training_info import SINGLE_RANK, TuneRequest, WorldInfo
-from zftune.tuner.tuner import Tuner, open_tuners
+from zftune.tuner.tuner import Tuner, closed_tuner, open_tuners
 from zftune.variables import NOBODY, ONLINE, READ, RUN
 
 if TYPE_CHECKING:
@@ -132,6 +134,7 @@ def attach(
     store: Store | Literal[False] | None = None,
     tune_memory: bool = False,
     fresh: bool = False,
+    study: str | None = None,
     seed: int = 0,
     most_measurements: int = 24,
     on_change: Change | None = None,
@@ -154,8 +157,10 @@ def attach(
         store: where runs and presets are remembered; None: the user's own; False: nowhere.
         tune_memory: whether `offload_ratio` may be lowered, which takes GPU memory.
         fresh: begin neither from a preset nor where an earlier run was ended.
+        study: a name that the tuners of several trainings share which train the same on machines of one kind, with one
+            store: none tries what another has taken, and each looks first at what another has adopted. None: none.
         seed: of the search.
-        most_measurements: of the search.
+        most_measurements: of the search; a setting may take 4, one to look at it and 3 to compare it.
         on_change: told of the step after which new knobs hold, and of the knobs.
         daemon: whether the daemon searches, on $ZFTUNE_SOCKET or its usual socket, rather than this process. It need
             not be there yet, nor stay: meanwhile the best settings so far hold, at first the user's own. It has its own
@@ -174,7 +179,8 @@ def attach(
         raise BadInputError("store must be None where the daemon searches: it has its own")
     searches = _searches()
     if searches == NOBODY:
-        return _closed_tuner(optimizer)
+        _logger.info("zftune.attach does nothing: the settings come from a schedule.")
+        return closed_tuner(optimizer)
     if daemon is None:
         daemon = searches == "daemon" and store is None  # who brings a store has no daemon in mind
     _check_counts(tokens=tokens, micro_batch=micro_batch, sequence=sequence, most_measurements=most_measurements)
@@ -185,6 +191,7 @@ def attach(
         zero_stage=zero_stage,
         tune_memory=tune_memory,
         fresh=fresh,
+        study="" if study is None else check_study("study", study),
         search=SearchOptions(seed=seed, most_measurements=most_measurements, hold=True),
     )
     if tokens is None:
@@ -225,8 +232,7 @@ def start_tuner(
         raise BadInputError("eval_fn must be None on several ranks: its flushes are one rank's")
 
     def begin(company: WorldInfo, consensus: KnobConsensus | None) -> Tuner:
-        _logger.info("zftune tunes with quality %s.", PROMISES[wishes.quality])
-        return Tuner(
+        tuner = Tuner(
             optimizer,
             _driver(optimizer, wishes, tokens, store, company, name, daemon=daemon),
             tokens=tokens,
@@ -235,8 +241,19 @@ def start_tuner(
             on_change=on_change,
             consensus=consensus,
         )
+        _logger.info("zftune tunes with quality %s. %s", PROMISES[wishes.quality], _needs(tuner, wishes.search))
+        return tuner
 
     return attach_ranks(optimizer, begin, on_change) if several else begin(SINGLE_RANK, None)
+
+
+def _needs(tuner: Tuner, options: SearchOptions) -> str:
+    """How many steps a search takes, in a sentence."""
+    window, most = tuner.incumbent.update_interval, options.most_measurements
+    steps = tuner.begins + most * (window + steps_of(window))
+    return (
+        f"Measuring begins after {tuner.begins} steps; a whole search ({most} measurements) takes about {steps} steps."
+    )
 
 
 def log_loss(loss: torch.Tensor | float) -> None:
@@ -314,13 +331,6 @@ def _searches() -> str:
     if value not in _SEARCHES:
         raise BadInputError(f"{ONLINE} is {value!r}; it must be daemon or process")
     return value
-
-
-def _closed_tuner(optimizer: ZenFlowOptimizer) -> Tuner:
-    from zftune.tuner.tuner import closed_tuner
-
-    _logger.info("zftune.attach does nothing: the settings come from a schedule.")
-    return closed_tuner(optimizer)
 
 
 def _check_counts(**counts: Any) -> None:

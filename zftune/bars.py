@@ -22,6 +22,18 @@ class Kind:
     style: str
 
 
+COMPUTE = Kind("compute", "█", "#", "green")
+# Fills and letters tell the causes of waits apart where there is no colour.
+CAUSE_KINDS = {
+    "host": Kind("host", "▓", "H", "red"),
+    "h2d": Kind("h2d", "▒", "U", "yellow"),
+    "d2h": Kind("d2h", "░", "D", "magenta"),
+    "select": Kind("select", "╱", "S", "cyan"),
+    "comm": Kind("comm", "≈", "C", "blue"),
+    "data": Kind("data", "·", "L", "bright_black"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Bar:
     """One bar: its parts from left to right, with their lengths on the common scale."""

@@ -54,6 +54,8 @@ class TuneOptions:
     search: SearchOptions = field(default_factory=SearchOptions)
     tune_memory: bool = False
     """Whether `offload_ratio` may be lowered, which takes GPU memory."""
+    study: str = ""
+    """That other processes share; "": none."""
     fresh: bool = False
     """Neither a preset nor an earlier run."""
 
@@ -158,16 +160,18 @@ def _tuner(training: Training[ZenFlowAdamW], options: TuneOptions, quality: Qual
     task = training.task
     wishes = TuneRequest(
         quality=quality, micro_batch=task.micro_batch, sequence=task.sequence, tune_memory=options.tune_memory,
-        fresh=options.fresh, search=options.search,
+        fresh=options.fresh, study=options.study, search=options.search,
     )  # fmt: skip
     return start_tuner(training.optimizer, wishes, tokens=training.tokens, store=store, name=training.workload.name)
 
 
 def _task_of(options: TuneOptions, config: ZenFlowConfig) -> tuple[Task, str]:
-    return task_of(
+    """At a rate of fine-tuning: at a higher one these weights, which are random, move too far for late updates."""
+    task, device_name = task_of(
         ProfileOptions(
             config=config, model=options.model, text=options.text, dtype=options.dtype, seed=options.seed,
             micro_batch=options.micro_batch, sequence=options.sequence, rig=options.rig, ranks=options.ranks,
             real_time=options.real_time,
         )
     )  # fmt: skip
+    return replace(task, learning_rate=2e-6), device_name

@@ -12,7 +12,8 @@ what is wrong and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Self
 
@@ -61,6 +62,23 @@ class DaemonError(ZftuneError):
         self.status = status
 
 
+class NoDaemonError(DaemonError):
+    """No daemon is there; what it kept is in the store."""
+
+
+class SocketHeldError(DaemonError):
+    """Another daemon holds the socket.
+
+    Args:
+        message: a sentence.
+        pid: of that daemon, as its lock has it; "": not known.
+    """
+
+    def __init__(self, message: str, pid: str) -> None:
+        super().__init__(message)
+        self.pid = pid
+
+
 class StrangerError(DaemonError):
     """What answers is another user's, no daemon, or one of another protocol: asking again is of no use."""
 
@@ -71,6 +89,20 @@ class OtherStoreError(DaemonError):
 
 class StoreError(ZftuneError):
     """Something could not be kept or read; one sentence says what and why. What was there is as it was."""
+
+
+@contextmanager
+def noting(notices: list[str], kind: type[ZftuneError] = ZftuneError) -> Iterator[None]:
+    """Turn an error of what is inside into a notice, where something goes on without it.
+
+    Args:
+        notices: sentences; the error becomes one.
+        kind: of the errors; others are raised.
+    """
+    try:
+        yield
+    except kind as error:
+        notices.append(f"{error}.")
 
 
 EXTRAS: Mapping[str, str] = {

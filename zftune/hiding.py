@@ -17,23 +17,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from zenflow import ConfigError, Device, EmulatedAccelerator, HostMemoryError, StepStats, ZenFlowConfig, ZenFlowError
+from zenflow import Device, EmulatedAccelerator, StepStats, ZenFlowConfig, ZenFlowError
 from zenflow.config import AUTO_SELECT_INTERVAL, AUTO_SELECT_OVERLAP
-from zenflow.errors import HostThreadsError, RankError
 from zenflow.host.limits import available_host_bytes
 from zenflow.optimizer import ZenFlowOptimizer
+from zenflow.ranks import several_ranks
 from zenflow.timeline import Lane, Timeline, TimelineRecorder
 from zftune.errors import ZftuneError
-from zftune.planner.choosing import HEADROOM, LEAST_HEADROOM_BYTES, PUBLISHED, budget_of, choose
+from zftune.planner.choosing import HEADROOM, LEAST_HEADROOM_BYTES, PUBLISHED, bound_of, choose
 from zftune.planner.closed_form import predict
 from zftune.planner.machine import device_gbps
 from zftune.planner.model import Job, Machine, ModelFacts
 from zftune.planner.rates import MOMENTS, Rates, device_work_ms
 from zftune.planner.split import totals_of
+from zftune.quality import at_full_rate, movement_percent
 from zftune.store.types import STALENESS, Quality
-from zftune.text import ms, percent, times
+from zftune.text import ms, number, percent, times
+from zftune.tuner.executor import REFUSALS
 from zftune.tuner.forecast import UNLIMITED, machine_of
-from zftune.tuner.rank_channel import several_ranks
 from zftune.tuner.sampler_process import SamplerProcess
 from zftune.tuner.training_info import WarmupStats, device_limit
 from zftune.tuner.tuner import StepCount, open_tuners
@@ -57,15 +58,18 @@ def to_win(measured: Measured, plans: list[Planned], device: str) -> str:
         device: what waits.
     """
     waits = f"the {device} waits {percent(measured.share)} of a step for the host"
+    moved = (
+        "" if measured.movement_percent is None else f"; weights move {number(measured.movement_percent)}% in a step"
+    )
     if not plans:
         return f"{waits}, and no late updates fit into memory"
     best = plans[0]
     gain = measured.step_ms / best.step_ms
     if gain < SMALL_GAIN:
-        return f"{waits}: `--quality published` would win less than {percent(SMALL_GAIN - 1)}"
+        return f"{waits}: `--quality published` would win less than {percent(SMALL_GAIN - 1)}{moved}"
     return (
         f"{waits}; `--quality published` hides it: about {times(gain)} the speed, {ms(best.step_ms)} a step instead of "
-        f"{ms(measured.step_ms)} ({named(best.config)})"
+        f"{ms(measured.step_ms)} ({named(best.config)}){moved}"
     )
 
 
@@ -115,13 +119,15 @@ def plan(measured: Measured, quality: Quality) -> list[Planned]:
         measured: the run.
         quality: how late updates may be.
     """
+    budget, coverage = bound_of(quality, measured.movement_percent)
     now = predict(measured.model, _machine(measured, 0), _JOB, measured.config, rates=measured.rates)
     machine = _machine(measured, now.memory.device_bytes)
     found = choose(
         measured.model,
         machine,
         _JOB,
-        budget=budget_of(quality),
+        budget=budget,
+        coverage=coverage,
         memory_headroom=0.0,  # it is left out of what may be taken
         rates=measured.rates,
         base=measured.config,
@@ -191,6 +197,8 @@ class Measured:
     """Device memory that other knobs may take beyond what these need."""
     host_bytes: int
     """Host memory that the optimizer has or may still take."""
+    movement_percent: float | None = None
+    """How far a step moves the deferred weights, at the schedule's highest learning rate; None: not known."""
 
     @property
     def share(self) -> float:
@@ -246,6 +254,7 @@ def measured(optimizer: ZenFlowOptimizer, steps: Sequence[StepStats], timeline: 
         ),
         device_bytes=_device_bytes(optimizer),
         host_bytes=_host_bytes(optimizer),
+        movement_percent=at_full_rate(movement_percent(steps), optimizer.param_groups),
     )
 
 
@@ -301,7 +310,6 @@ FIRST_STEPS = _SLOW + _MEASURED + _RESOLVED_LATER
 _TIMED = 3  # steps whose copies are timed
 _AGREE_EVERY = 8  # steps, since ranks wait for each other to agree
 _LATE_KNOBS = ("topk_ratio", "update_interval", "apply_lag", "overlap_step", "select_interval")
-_REFUSALS = (ConfigError, HostMemoryError, HostThreadsError, RankError, MemoryError, torch.OutOfMemoryError)
 _logger = logging.getLogger("zftune")
 
 
@@ -356,7 +364,7 @@ class _Following:
         if taken < FIRST_STEPS:
             if taken == _SLOW - _TIMED and self._recorder is None and self._is_first:
                 self._recorder = optimizer.record_timeline(_TIMED)
-        elif not waits_for_all(optimizer.config) or _is_tuned(optimizer):
+        elif not waits_for_all(optimizer.config) or any(tuner.follows(optimizer) for tuner in open_tuners()):
             self._over = True  # somebody else has set knobs, or a saved state brought them
         else:
             self._go_on(optimizer, taken - FIRST_STEPS)
@@ -435,7 +443,7 @@ class _Following:
         for one in choices:
             try:
                 step = optimizer.set_knobs(**{name: getattr(one.config, name) for name in _LATE_KNOBS})
-            except _REFUSALS as error:
+            except REFUSALS as error:
                 refused = str(error)
                 continue
             if self._is_first:
@@ -449,10 +457,6 @@ def _origin(one: Planned, answer: _Answer) -> str:
     if answer.why_not:
         return f"the default of this quality, since nothing could be planned: {answer.why_not}"
     return f"by the planner: about {ms(one.step_ms)} a step instead of {ms(answer.step_ms)}"
-
-
-def _is_tuned(optimizer: ZenFlowOptimizer) -> bool:
-    return any(tuner.follows(optimizer) for tuner in open_tuners())
 
 
 def _is_first() -> bool:

@@ -1,15 +1,18 @@
-"""What stands beside the speed of a training: its loss, and how much of the gradient is fresh. Needs no torch."""
+"""What stands beside the speed of a training: its loss, fresh gradients, and what late updates cost. Needs no torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from zftune.words import TRENDS
+from zftune import words
+
+if TYPE_CHECKING:
+    from zenflow import StepStats
 
 Trend = Literal["falling", "rising", "level", "unknown"]
 LEAST_FOR_TREND = 8
@@ -17,7 +20,14 @@ LEAST_FOR_TREND = 8
 _ERRORS = 2.0
 _FAR_BELOW = 0.25
 """Of the gradient energy: by so much less than what is assumed, a coverage is worth a warning."""
+_LATE = ("topk_ratio", "update_interval", "apply_lag")
 _PUBLISHED_COVERAGE, _PUBLISHED_TOPK = 0.889, 0.01
+EXPECTED_LOSS_PERCENT: Mapping[str, float] = {"exact": 0.0, "published": 0.3, "loose": 1.2}
+"""What late updates may add to the loss by a quality, where it is known how far the weights move in a step."""
+MOST_LATE_STEPS = 8.0
+"""Of a mean staleness: no study has looked at later updates, however little the weights move."""
+_LOSS_OF_A_PERCENT = 10.2
+"""Percent of the loss at most for late updates by 1% of the weights; it grows with the square (study 003)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +48,7 @@ class LossSummary:
         if self.trend == "unknown":
             return f"{figure(self.first, self.error)} → {figure(self.last, self.error)}"
         noise = f" ± {figure(self.error or 0.0, self.error)}"
-        what = TRENDS[self.trend]
+        what = words.TRENDS[self.trend]
         return f"{figure(self.first, self.error)} → {figure(self.last, self.error)}{noise}, {what}"
 
 
@@ -85,12 +95,76 @@ def assumed_coverage(topk_ratio: float) -> float:
     return 0.0 if topk_ratio <= 0 else float(topk_ratio**exponent)
 
 
-def coverage_warning(measured: float | None, knobs: Mapping[str, Any]) -> str | None:
+def movement_percent(steps: Iterable[StepStats]) -> float | None:
+    """How far the deferred weights move in a step, in percent of their norm, over several steps; None: not measured."""
+    known = [(one.change_norm, one.weight_norm) for one in steps if one.change_norm is not None and one.weight_norm]
+    change, weights = (math.fsum(norms[part] ** 2 for norms in known) for part in (0, 1))
+    return 100 * math.sqrt(change / weights) if weights else None
+
+
+def at_full_rate(percent: float | None, groups: Iterable[Mapping[str, Any]]) -> float | None:
+    """A movement as it will be where the learning rate is at its highest: a warm-up begins with small steps.
+
+    Args:
+        percent: as it is now; None: not measured.
+        groups: the optimizer's, with what a scheduler keeps in them of its highest rate, if there is one.
+
+    Returns:
+        None where it is not known, as with a rate of 0.
+    """
+    factor = 1.0
+    for group in groups:
+        rate, highest = float(group["lr"]), max(float(group.get(name, 0.0)) for name in ("initial_lr", "max_lr"))
+        if highest > rate:
+            factor = max(factor, highest / rate) if rate > 0 else math.inf
+    return None if percent is None or math.isinf(factor) else percent * factor
+
+
+def late_percent(movement: float, topk_ratio: float, staleness_steps: float) -> float:
+    """By how much of their norm weights move before late updates arrive, in percent.
+
+    Args:
+        movement: percent in a step.
+        topk_ratio: share of the columns that are never late.
+        staleness_steps: mean, of the others.
+    """
+    return movement * (1 - topk_ratio) * staleness_steps
+
+
+def expected_loss_percent(late: float) -> float:
+    """Most that late updates are expected to add to the loss, in percent of it; an upper bound of what study 003 saw.
+
+    Args:
+        late: as of `late_percent`.
+    """
+    return _LOSS_OF_A_PERCENT * late**2
+
+
+def selected_share(topk_ratio: float) -> float:
+    """The share of the columns that are never late, in a coverage's place where movement is what counts."""
+    return topk_ratio
+
+
+def most_late_steps(quality: str, movement: float) -> float:
+    """The bound of a quality on (1 - `selected_share`) times the mean staleness, in steps.
+
+    Args:
+        quality: one of `EXPECTED_LOSS_PERCENT`.
+        movement: percent in a step.
+    """
+    most_percent = math.sqrt(EXPECTED_LOSS_PERCENT[quality] / _LOSS_OF_A_PERCENT)
+    return min(MOST_LATE_STEPS, most_percent / movement) if movement > 0 else MOST_LATE_STEPS
+
+
+def coverage_warning(
+    measured: float | None, knobs: Mapping[str, Any], start: Mapping[str, Any] | None = None
+) -> str | None:
     """What to turn where the selected columns hold far less of the gradient than is assumed; None: nothing.
 
     Args:
         measured: share of the gradient energy in the selected columns; None: not known.
         knobs: that it was measured under.
+        start: of the search that adopted these; None: they are nobody's choice but the user's.
     """
     ratio, interval = knobs.get("topk_ratio"), knobs.get("update_interval")
     synchronous = interval == 1 and knobs.get("overlap_step") is False
@@ -99,9 +173,47 @@ def coverage_warning(measured: float | None, knobs: Mapping[str, Any]) -> str | 
     assumed = assumed_coverage(ratio)
     if assumed - measured < _FAR_BELOW:
         return None
+    adopted, exact = _adopted(knobs, start), "quality exact (update_interval 1 with overlap_step off)"
     shorter = "" if interval == 1 else "lower update_interval, "
+    advice = f"Raise topk_ratio, {shorter}or use {exact}, and compare the losses."
+    if adopted:
+        advice = (
+            f"The search adopted {adopted}, which its quality allows at the coverage that it measured: compare the "
+            f"losses with those of {exact}."
+        )
     return (
         f"The selected columns hold {measured:.0%} of the gradient energy, where {assumed:.0%} is assumed at "
-        f"topk_ratio {ratio:g}: the rest reaches the weights late, which may cost loss. Raise topk_ratio, {shorter}or "
-        "use quality exact (update_interval 1 with overlap_step off), and compare the losses."
+        f"topk_ratio {ratio:g}: the rest reaches the weights late, which may cost loss. {advice}"
     )
+
+
+def adopted_from(
+    knobs: Mapping[str, Any], start: Mapping[str, Any], best: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """What a search began from, where it has adopted the knobs that hold; None: it has not.
+
+    Args:
+        knobs: that hold.
+        start: of the search.
+        best: so far.
+    """
+    return start if dict(knobs) == dict(best) != dict(start) else None
+
+
+def coverage_advice(knobs: Mapping[str, Any], start: Mapping[str, Any] | None = None) -> str:
+    """The advice of `coverage_warning`, in a few words.
+
+    Args:
+        knobs: that hold.
+        start: as of `coverage_warning`.
+    """
+    adopted = _adopted(knobs, start)
+    if adopted:
+        return f"{adopted} was adopted within the quality, compare the losses with quality exact"
+    return "raise topk_ratio" + ("" if knobs.get("update_interval") == 1 else ", lower update_interval")
+
+
+def _adopted(knobs: Mapping[str, Any], start: Mapping[str, Any] | None) -> str:
+    """What decides how late updates are and is not as at the start, in words."""
+    names = () if start is None else (name for name in _LATE if knobs.get(name) != start.get(name))
+    return ", ".join(f"{name} {words.value(knobs.get(name))}" for name in names)

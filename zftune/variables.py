@@ -16,8 +16,8 @@ _OF_AGENT = DIR, VERSION, WARMUP, STEPS, TRIAL, RUN, RUN_TOP, ONLINE, DISABLE = 
 """Environment variables that the agent reads."""
 
 PUBLIC = {
-    "ZFTUNE_DB": "Where results are kept: a path or a `file:` URI of an SQLite database. Default:"
-    " `~/.local/share/zftune/zftune.db`.",
+    "ZFTUNE_DB": "Where results are kept: a path or a `file:` URI of an SQLite database, or the URL of a PostgreSQL one"
+    " (`postgresql+psycopg://`). Default: `~/.local/share/zftune/zftune.db`.",
     "ZFTUNE_SOCKET": "The daemon's Unix socket. Default: `$XDG_RUNTIME_DIR/zftune/zftune.sock`, else in a folder of"
     " your own in the one for temporary files.",
     ONLINE: "`daemon`: `zftune.attach` leaves the search to the daemon. Unset, the training's own process searches.",

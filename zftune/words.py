@@ -37,6 +37,7 @@ DECISIONS: Mapping[str, str] = {
     "remark": "note",
     "rollback": "rolled back",
     "memory": "memory",
+    "movement": "made earlier",
     "pause": "paused",
     "unpause": "resumed",
 }
@@ -62,6 +63,8 @@ LIVE_STATES: Mapping[str, str] = {
     "ended": "ended",
 }
 """States of a run that the daemon follows."""
+NO_LONGER_TUNED = "not tuned"
+"""In place of "ended" where the training went on."""
 RUN_STATES: Mapping[str, str] = {"running": "still running", "finished": "finished", "lost": "ended early"}
 """States of a run in the store."""
 ROLES: Mapping[str, str] = {

@@ -291,7 +291,7 @@ def _zenflow_section(section: Mapping[str, Any], faults: list[tuple[str, Any, st
 def _faults(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The name of each field whose value is not allowed, and what is."""
     for name in ("topk_ratio", "offload_ratio", "auto_ratio", "pt_reserved_cores_perc"):
-        if not (_is_number(values[name]) and 0 <= values[name] <= 1):
+        if not (is_number(values[name]) and 0 <= values[name] <= 1):
             yield name, "a number from 0 to 1"
     for name in ("select_interval", "update_interval"):
         if not _is_count(values[name], 1) and values[name] != "auto":
@@ -312,7 +312,7 @@ def _faults(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             allowed = " or ".join(f'"{value}"' for value in words)
             yield name, f"{allowed}{did_you_mean(values[name], words)}"
     norm, epoch, threads = values["max_grad_norm"], values["steps_per_epoch"], values["host_threads"]
-    if norm is not None and not (_is_number(norm) and norm > 0):
+    if norm is not None and not (is_number(norm) and norm > 0):
         yield "max_grad_norm", "a number > 0, or none"
     if epoch is not None and not _is_count(epoch, 1):
         yield "steps_per_epoch", "an integer >= 1, or none"
@@ -332,7 +332,8 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether it is a number, a truth value being none."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     return abs(value) <= sys.float_info.max  # math.isfinite fails on huge integers

@@ -19,6 +19,10 @@ from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
 from zenflow.selection import SelectionChange
 from zenflow.state import ColumnState, reread
+from zenflow.stats import Moved, StepRecord
+
+_SAMPLED_ELEMENTS = 4096
+"""Of each bucket, at least (a smaller bucket is its own sample): how far weights move is read from these."""
 
 Ahead = tuple[torch.Tensor, Transfer]
 """A closing step's gradient of the columns that leave the tier, [n, rows], sent ahead of the rest."""
@@ -51,6 +55,10 @@ class Bucket:
     """Where the log's entries lie."""
     sent: Transfer | None = None
     """The last copy out of `result`; it must be over before `result` changes."""
+    sample: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Some columns, [n] int64, and their masters as the last window left them, [n, rows]; None: not known."""
+    reading: Transfer | None = None
+    """That brings the weights into `result` which the masters begin with; None: once a window has been submitted."""
 
 
 @dataclass(slots=True)
@@ -133,6 +141,41 @@ class DeferredTier:
         for bucket in self.buckets:
             runtime.log.plan(bucket.entry_bytes)
 
+    def note_movement(self, window: BucketJob, record: StepRecord) -> None:
+        """Note how far a window has moved a sample of its weights.
+
+        It reads the host's own masters, between two windows, when nothing else does: no launch, no copy over the link.
+
+        Args:
+            window: whose job is done.
+            record: takes it.
+        """
+        bucket, before = window.bucket, window.bucket.sample
+        bucket.sample = columns, masters = self._sample(bucket, self.state.master[bucket.slots.start :])
+        steps = sum(entry.live()[1] for entry in window.entries)
+        if before is None or not steps:
+            return
+        if not torch.equal(columns, before[0]):  # those that have joined have another past
+            same = columns == before[0]
+            masters, before = masters[same], (columns[same], before[1][same])
+        if masters.numel():
+            change, weights = (
+                float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in (masters - before[1], before[1])
+            )
+            record.moved = record.moved or Moved()
+            record.moved.add(change / steps, weights, len(masters) / len(bucket.slots))
+
+    def _sample(self, bucket: Bucket, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Some of a bucket's columns.
+
+        Args:
+            bucket: one of the tier's.
+            rows: [slots or more, rows], of its slots in order.
+        """
+        count, every = len(bucket.slots), max(1, len(bucket.slots) * self._rows // _SAMPLED_ELEMENTS)
+        columns = self.slot_columns[bucket.slots.start : bucket.slots.stop : every]
+        return columns.clone(), rows[:count:every].to(torch.float32, copy=True)
+
     def renumber(self, first_bucket: int) -> None:
         """Count the buckets from another number on: the model's plan has changed, but not for this weight."""
         for number, bucket in enumerate(self.buckets):
@@ -155,12 +198,14 @@ class DeferredTier:
         for bucket in self.buckets:
             if bucket.index in besides:
                 continue
+            bucket.sample = None
             self._runtime.room.make(len(bucket.slots) * self._rows * matrix.element_size())
             weights = self._runtime.kernels.pack(matrix, bucket.columns)
             target = bucket.result if weights.dtype == bucket.result.dtype else None
             arrived, transfer = self._runtime.fetch(weights, target)
             self._runtime.room.add(transfer, weights.nbytes)
             self._runtime.traffic.migrated_bytes += weights.nbytes
+            bucket.reading = None if keep or target is None else transfer
             task = ReadMasters(self._host, bucket.slots, arrived, keep)
             nbytes = weights.nbytes + 4 * weights.numel()
             self._submit(f"reading the masters of {self._name}", task, nbytes, [transfer])
@@ -280,6 +325,7 @@ class DeferredTier:
         moved = masters + window.decay() * (new.float() - old.float())
         moved = torch.where(old == new, masters, moved)
         masters.copy_(torch.where(inside.unsqueeze(1), moved, reread(masters, new)))
+        bucket.sample = None
         if window.job.transfer is not None:
             window.job.transfer.wait()
         return self.restore_window(bucket.index - self.buckets[0].index, slots, window.decay())
@@ -349,6 +395,9 @@ class DeferredTier:
             not_before: the step that must be over, unless somebody waits for the result.
         """
         runtime = self._runtime
+        if bucket.reading is not None and bucket.reading.done():  # its result is not written before this window
+            bucket.sample = self._sample(bucket, bucket.result)
+        bucket.reading = None
         entries, bucket.log = bucket.log, []
         places, bucket.places = bucket.places, []
         staying = None if move is None else _others(bucket, move.slots)

@@ -251,7 +251,23 @@ class Arrived(Transfer):
         return True
 
 
-class CpuDevice(Device):
+class OnHost(Device):
+    """A device that works in the host's memory, and whose marks are times of its clock."""
+
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
+    def elapsed_s(self, begin: Mark, end: Mark) -> float:
+        return float(end - begin)
+
+    def host_time_s(self, mark: Mark) -> float | None:
+        return float(mark)
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+
+class CpuDevice(OnHost):
     """No accelerator: copies are made on the spot and marks are wall time."""
 
     has_streams = False
@@ -261,17 +277,8 @@ class CpuDevice(Device):
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
 
-    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-
     def mark(self) -> Mark:
         return self.clock.now()
-
-    def elapsed_s(self, begin: Mark, end: Mark) -> float:
-        return float(end - begin)
-
-    def host_time_s(self, mark: Mark) -> float | None:
-        return float(mark)
 
     def passed(self, mark: Mark) -> bool:
         return True
@@ -285,9 +292,6 @@ class CpuDevice(Device):
 
     def h2d(self, source: torch.Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, torch.Tensor]:
         return Arrived(self.mark(), source.nbytes), source.clone()
-
-    def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
 
     def join(self, transfer: Transfer, tensor: torch.Tensor) -> None:
         return None

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from zenflow.clock import Clock, Queue, SimulatedClock
-from zenflow.device import Collective, Device, HostSpan, Mark, Transfer, in_backward
+from zenflow.device import Collective, HostSpan, Mark, OnHost, Transfer, in_backward
 from zenflow.errors import UnsupportedError, ZenFlowError
 from zenflow.late_weights import gathered_by, units_of
 from zenflow.ranks import latest
@@ -166,7 +166,7 @@ class EmulatedMemory:
         self.peak_bytes = max(self.peak_bytes, needed)
 
 
-class EmulatedAccelerator(Device):
+class EmulatedAccelerator(OnHost):
     """A rig's accelerator on the CPU.
 
     Attach the model before training so that its layers take their times; every mark is a time in seconds of the clock.
@@ -229,17 +229,8 @@ class EmulatedAccelerator(Device):
         if self.memory is not None and not in_backward():
             self.memory.take()
 
-    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-
     def mark(self) -> Mark:
         return self._compute_t
-
-    def elapsed_s(self, begin: Mark, end: Mark) -> float:
-        return float(end - begin)
-
-    def host_time_s(self, mark: Mark) -> float | None:
-        return float(mark)
 
     def passed(self, mark: Mark) -> bool:
         return self.clock.now() >= float(mark)
@@ -253,9 +244,6 @@ class EmulatedAccelerator(Device):
     def h2d(self, source: torch.Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, torch.Tensor]:
         tensor = torch.empty_like(source)
         return self.observed("h2d", self._h2d.copy(source, tensor, max(after.end_s, asked))), tensor
-
-    def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
 
     def block_on(self, transfer: Transfer) -> None:
         transfer.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +18,6 @@ from zenflow.state import ColumnState
 from zenflow.tiers import Tier, move_state
 from zenflow.training import Training
 from zenflow.weight import WeightState
-
-if TYPE_CHECKING:
-    from zenflow.training import Training
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import nn
 
 from zenflow.device import Device
 from zenflow.errors import UnsupportedError
-from zenflow.ranks import Ranks, buckets
+from zenflow.ranks import Ranks, buckets, several_ranks
 from zenflow.sharded import LEAST_TORCH, Rows, Shards, rows_of, torch_version
 
 if TYPE_CHECKING:
@@ -56,18 +56,13 @@ def shards_of(parameters: Sequence[nn.Parameter], partition: Partition | None) -
         UnsupportedError: they are sharded in a way that is not allowed, or cannot be partitioned.
     """
     found = Shards.of(parameters)
-    if found is not None or partition is None or not _several():
+    if found is not None or partition is None or not several_ranks():
         return found
     from torch.distributed.device_mesh import init_device_mesh
 
     _require(parameters)
     home = next((one.device for one in parameters if one.requires_grad), parameters[0].device)
     return Partitioned(init_device_mesh(home.type, (torch.distributed.get_world_size(),)), partition)
-
-
-def _several() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _require(parameters: Iterable[nn.Parameter]) -> None:

@@ -24,6 +24,12 @@ _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _SPARSE = 2
 
 
+def several_ranks() -> bool:
+    """Whether this process trains with others."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
 class Ranks:
     """The ranks of torch.distributed's default group; every method is to be called by all of them.
 
@@ -55,8 +61,7 @@ class Ranks:
             config: the knobs.
             shards: the rows of this one; None: each has all of them.
         """
-        distributed = torch.distributed
-        if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        if not several_ranks():
             return None
         reduces = config.reduce_gradients and (shards is None or shards.keeps_whole)
         return cls(config.bucket_bytes, reduces=reduces, sharded=shards is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -110,6 +111,25 @@ class Applied:
         self.max_steps = max(self.max_steps, steps)
 
 
+@dataclass(slots=True)
+class Moved:
+    """How far the deferred weights that became visible moved in a step, by a sample of them."""
+
+    change_squares: float = 0.0
+    weight_squares: float = 0.0
+
+    def add(self, change: float, weights: float, share: float) -> None:
+        """Count a part of the weights.
+
+        Args:
+            change: L2 norm of what a step changed in the sample.
+            weights: L2 norm of the sample.
+            share: of the part that the sample is.
+        """
+        self.change_squares += change**2 / share
+        self.weight_squares += weights**2 / share
+
+
 @dataclass(frozen=True, slots=True)
 class StepStats:
     """One step of an optimizer, from the end of the previous `step()` to the end of this one."""
@@ -150,6 +170,16 @@ class StepStats:
     nobody else can time. None where there is one rank, or no stall is known."""
     pin_ms: float = 0.0
     """Time of this step in which host memory was allocated and pinned beside it, which slows it down."""
+    change_norm: float | None = None
+    """L2 norm of what one step changed in the deferred weights that became visible, those of this rank: a window's
+    change over its steps, by a sample of their columns. None where none did, or for the first time."""
+    weight_norm: float | None = None
+    """L2 norm of these weights."""
+
+    @property
+    def movement_percent(self) -> float | None:
+        """How far the weights moved in one step: `change_norm` over `weight_norm`, in percent."""
+        return None if self.change_norm is None or not self.weight_norm else 100 * self.change_norm / self.weight_norm
 
 
 @dataclass(slots=True)
@@ -163,6 +193,7 @@ class StepRecord:
     waits: list[Wait] = field(default_factory=list)
     traffic: Traffic = field(default_factory=Traffic)
     applied: Applied = field(default_factory=Applied)
+    moved: Moved | None = None
     host_s: float = 0.0
     host_bytes: int = 0
     host_elements: int = 0
@@ -235,6 +266,8 @@ class StepRecord:
             churn=self.moved_columns / self.selected_columns if self.selected_columns else None,
             comm_ms=comm,
             pin_ms=1e3 * self.pin_s,
+            change_norm=None if self.moved is None else math.sqrt(self.moved.change_squares),
+            weight_norm=None if self.moved is None else math.sqrt(self.moved.weight_squares),
         )
 
     def _curve(self) -> CoverageCurve | None:

@@ -240,3 +240,5 @@ class Windows:
         record.host_elements += rows.numel()
         for entry in window.entries:
             record.applied.add(rows.numel(), step - entry.step)
+        if weight.deferred is not None:
+            weight.deferred.note_movement(window, record)

@@ -21,7 +21,7 @@ from convergence import setting as parts  # noqa: E402
 from convergence.analysis import hurting_rate, rule_rate  # noqa: E402
 from convergence.data import texts  # noqa: E402
 from convergence.plot import draw  # noqa: E402
-from convergence.probe import probe  # noqa: E402
+from convergence.probe import instrument, probe  # noqa: E402
 from convergence.report import markdown  # noqa: E402
 from convergence.setting import BETWEEN, RATES, REGIMES, SEEDS, Setting, four_of  # noqa: E402
 from convergence.store import Store  # noqa: E402
@@ -48,6 +48,7 @@ def quick(_: Store) -> Iterator[Setting]:
     for regime in REGIMES:
         yield from four_of(regime, 1e-3, SEEDS[:2])
         yield Setting(regime=regime, method="probe", lr=1e-3)
+        yield Setting(regime=regime, method="instrument", lr=1e-3, ratio=0.05)
     yield replace(parts.published("fine-tuning", "replay", 1e-3), schedule="decay", warm_up=8)
 
 
@@ -61,6 +62,7 @@ PARTS: dict[str, Part] = {
     "scratch-between": lambda _: parts.between("from scratch"),
     "remedies": lambda _: parts.remedies(),
     "crossover": crossover,
+    "instruments": lambda _: parts.instruments(),
     "scratch-seeds": lambda _: parts.seeds("from scratch", RATES[1:]),
 }
 
@@ -69,6 +71,8 @@ def run_one(world: World, setting: Setting) -> dict[str, Any]:
     """A setting's figures."""
     if setting.method == "probe":
         return probe(world, setting)
+    if setting.method == "instrument":
+        return instrument(world, setting)
     if setting.method in ("deepspeed", "deepspeed repaired"):
         return run_apart(world, setting)
     return train(world, setting)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
-from zftune.agent.recorder import Recorder, StepRow
+from zftune.agent.recorder import Cause, Phase, Recorder, StepRow
 
 LAUNCH_MS = 0.01
 HOOK_MS = 0.004  # what recording an event costs the training thread
@@ -156,17 +156,36 @@ def play(scenario: Scenario, steps: int, seed: int) -> Outcome:
     return Outcome(sum(row.step_ms for row in rows) / steps, truth, found, off)
 
 
+@contextmanager
+def _phase(recorder: Recorder, name: Phase) -> Iterator[None]:
+    """A phase; "data" is a wait too."""
+    recorder.enter(name)
+    try:
+        yield
+    finally:
+        recorder.leave(name)
+
+
+@contextmanager
+def _waiting(recorder: Recorder, cause: Cause) -> Iterator[None]:
+    recorder.enter_wait(cause)
+    try:
+        yield
+    finally:
+        recorder.leave_wait()
+
+
 def _step(scenario: Scenario, gpu: ScriptedGpu, recorder: Recorder, about: Callable[[float], float]) -> None:
-    with recorder.phase("data"):
+    with _phase(recorder, "data"):
         for wait in scenario.waits:
             if wait.cause == "data":
                 _wait(wait, gpu, recorder, about, inside=True)
     for _ in range(scenario.kernels // 3):
         gpu.launch(about(scenario.kernel_ms))
-    with recorder.phase("backward"):
+    with _phase(recorder, "backward"):
         for _ in range(scenario.kernels - scenario.kernels // 3):
             gpu.launch(about(scenario.kernel_ms))
-    with recorder.phase("optimizer"):
+    with _phase(recorder, "optimizer"):
         for wait in scenario.waits:
             if wait.cause != "data":
                 _wait(wait, gpu, recorder, about, inside=False)
@@ -186,5 +205,5 @@ def _wait(
 ) -> None:
     if wait.synchronized and not inside:
         gpu.synchronize()
-    with nullcontext() if inside else recorder.wait(wait.cause):
+    with nullcontext() if inside else _waiting(recorder, wait.cause):
         (gpu.join if wait.by_stream else gpu.block)(wait.cause, about(wait.milliseconds))

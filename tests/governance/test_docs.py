@@ -24,7 +24,13 @@ from zftune import variables
 from zftune.cli.main import app
 from zftune.emulated import DEFAULT_RIG
 
-MARKS = {"python": ("", "hidden", "not run"), "sh": ("", "not run"), "json": ("",), "text": ("output", "example")}
+MARKS = {
+    "python": ("", "hidden", "not run"),
+    "sh": ("", "not run"),
+    "sql": ("not run",),
+    "json": ("",),
+    "text": ("output", "example"),
+}
 """Of a block, by its language: what may stand above it."""
 OTHERS = ("cp", "export", "kubectl", "pip", "sbatch", "systemctl")
 """Programs that are not ours."""
@@ -211,10 +217,17 @@ def _of_any_machine(screen: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_links_to_is_there(page: Path) -> None:
-    made = {ROOT / "docs" / path for path in makers()}
     for link in links(page):
-        target = Path(os.path.normpath(page.parent / link))
-        assert target.exists() or (target in made and page.name != "README.md"), f"{page.name}: {link}"
+        assert Path(os.path.normpath(page.parent / link)).exists(), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("name", makers())
+def test_a_page_that_is_made_has_a_line_in_its_place(name: str) -> None:
+    """Who reads a checkout follows the same links as who reads the site."""
+    title, _, line = (ROOT / "docs" / name).read_text(encoding="utf-8").strip().split("\n")
+    assert makers()[name]().startswith(f"{title}\n")
+    assert line.startswith("`make docs` makes this page from ")
+    assert f"`build/site/{name.removesuffix('.md')}.html`" in line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -237,6 +250,17 @@ def test_the_tree_of_the_architecture_is_that_of_the_checkout() -> None:
             assert folder.is_dir(), folder
         for name in re.findall(r"\b[a-z_]+\.py\b", line):
             assert (folder / name).is_file(), folder / name
+
+
+def test_each_step_of_the_setup_says_what_it_does_and_how_long_that_takes() -> None:
+    shown = subprocess.run(
+        ["make", "--dry-run", "--always-make", "setup"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    long = [place for place, line in enumerate(shown) if re.search(r"-m (venv|pip) ", line)]
+    assert len(long) == 3
+    for number, place in enumerate(long, 1):
+        told = next(line for line in reversed(shown[:place]) if line.startswith("echo "))
+        assert re.match(rf'echo "setup {number}/3: .+ \(.*(second|minute)', told), told
 
 
 def test_the_readme_fits_on_a_screen_and_a_half() -> None:

@@ -26,7 +26,7 @@ steps, changes = int(sys.argv[1]), int(sys.argv[2])
 torch.manual_seed(0)
 module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
 config = zenflow.ZenFlowConfig(topk_ratio=0.1, update_interval=4, host_threads=1)
-optimizer = zenflow.ZenFlowAdamW(module.parameters(), lr=1e-2, config=config, module=module)
+optimizer = zenflow.ZenFlowAdamW(module.parameters(), lr=1e-5, config=config, module=module)
 batches = torch.Generator().manual_seed(1)
 ends = time.monotonic() + 90
 

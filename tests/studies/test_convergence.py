@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from zftune import quality
+
 STUDY = Path(__file__).parents[2] / "studies" / "003-convergence"
 PARTS = ("analysis", "data", "model", "plot", "predict", "probe", "report", "setting", "store", "train", "upstream")
 
@@ -171,6 +173,37 @@ def test_a_probed_quantity_between_two_distances(study: Any) -> None:
         study.analysis.at_staleness(probes, "moved", 9)
 
 
+def test_a_bound_is_chosen_on_some_settings_and_judged_on_others(study: Any) -> None:
+    def point(moved: float, excess: float, **changes: Any) -> Any:
+        probes = {str(place): {"1": {"moved": moved}} for place in study.predict.SETTLED}
+        return study.predict.Point(late(study, ratio=0.5, **changes), excess, {"probes": probes})
+
+    points = [point(1e-3, 0.08), point(2e-3, 0.64, lr=1e-4), point(1e-3, 0.2, interval=2, lag=2)]
+    assert [study.predict.late_percent(one) for one in points] == pytest.approx([0.2, 0.4, 0.1])
+    assert study.predict.bound(points[:1], points[1:]) == study.predict.Bound(
+        pytest.approx(2.0), chosen=1, judged=2, above=2, worst=pytest.approx(10.0)
+    )
+    halves = list(study.predict.halves(points, 20))
+    assert {(one.chosen, one.judged) for one in halves} == {(1, 2), (2, 1)}  # a trajectory is never on both sides
+    short = {"probes": {"0": {"1": {"moved": 1e-3}}}}
+    assert study.predict.movement_percent(short) is None
+
+
+def test_the_product_has_the_coefficient_that_the_records_give(study: Any) -> None:
+    runs = study.store.Store(STUDY / "results" / "runs.jsonl", {})
+    for line in runs.file.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if "key" in record:
+            runs.runs[record["key"]] = record["figures"]
+    found = study.predict.points(runs.runs, study.report.every_late(runs.runs))
+    tuned, scratch = ([one for one in found if one.setting.regime == regime] for regime in study.setting.REGIMES)
+    assert (len(tuned), len(scratch)) == (90, 75)
+    bound = study.predict.bound(tuned, scratch)
+    assert bound.above == 0
+    assert quality.expected_loss_percent(1.0) == pytest.approx(bound.coefficient, rel=0.005)
+    assert dict(quality.EXPECTED_LOSS_PERCENT) == {"exact": 0.0, **study.predict.PROMISED}
+
+
 # --- runs --------------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +245,14 @@ def test_a_probe_of_what_does_not_move_sees_nothing(study: Any, world: Any) -> N
     assert sorted(moving, key=int) == ["1", "2", "4", "8"]
     assert moving["8"]["moved"] > moving["1"]["moved"] > 0
     assert moving["8"]["cosine"] < 1
+
+
+def test_the_runtime_reports_the_movement_that_torch_has(study: Any, world: Any) -> None:
+    setting = study.setting.Setting(regime="from scratch", method="instrument", lr=1e-4, ratio=0.05)
+    found = study.probe.instrument(world, setting)
+    assert 0.1 < found["movement_percent"] < 1
+    assert found["movement_percent"] == pytest.approx(found["whole_percent"], rel=0.1)
+    assert found["movement_percent"] != found["whole_percent"]
 
 
 def test_deepspeed_starts_from_the_same_weights_with_the_tutorials_section(study: Any, world: Any) -> None:

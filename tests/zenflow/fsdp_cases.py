@@ -230,6 +230,7 @@ class Run:
             "selected": self.selected,
             "d2h_bytes": [one.d2h_bytes for one in steps],
             "h2d_bytes": sum(one.h2d_bytes for one in steps) + self.optimizer._training.runtime.traffic.h2d_bytes,
+            "moved": [(one.change_norm or 0.0, one.weight_norm or 0.0) for one in steps],
             "state_bytes": self.optimizer.host_bytes()["state"],
             "unbalanced": [name for name, balance in ledger.items() if not balance.balanced or balance.pending],
         }

@@ -35,6 +35,9 @@ BY_DAY = {
 }
 
 
+WITHOUT_HOST_STATE = ("on the device", f"on the device{PARTITIONED}")
+
+
 def names_on(size: int) -> list[str]:
     return list(CASES) if everything() else BY_DAY[size]
 
@@ -71,6 +74,17 @@ def test_ranks_are_one_with_the_whole_batch(ranks: Results, by_one: dict[str, di
     for name in names_on(len(ranks)):
         require_close(ranks[0][name], by_one[name])
         assert not any(result[name]["unbalanced"] for result in ranks)
+
+
+def test_the_rows_of_all_ranks_move_as_far_as_the_weights_of_one(
+    ranks: Results, by_one: dict[str, dict[str, Any]]
+) -> None:
+    for name in names_on(len(ranks)):
+        expected = torch.tensor(by_one[name]["moved"]).square()
+        found = sum(torch.tensor(result[name]["moved"]).square() for result in ranks)
+        assert torch.is_tensor(found)
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-6, msg=lambda said: f"{name}: {said}")  # noqa: B023 - called at once
+        assert name in WITHOUT_HOST_STATE or expected[1:].sum() > 0
 
 
 def test_ranks_that_have_whole_parameters_have_the_same(ranks: Results) -> None:

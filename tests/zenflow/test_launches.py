@@ -16,6 +16,7 @@ from tests.zenflow.simulated_cuda import SimulatedCuda
 from tests.zenflow.simulated_tensor import inner_of
 from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.config import AUTO_SELECT_INTERVAL
+from zenflow.deferred import DeferredTier
 
 MOST_A_WEIGHT = 10
 MOST_OF_ALL = 64
@@ -105,3 +106,14 @@ def test_launches_of_a_step(gpu: SimulatedCuda, name: str, clips: bool) -> None:
         of_weight = (launches[more] - launches[few]) / (more - few)
         assert 0 < of_weight <= MOST_A_WEIGHT
         assert launches[more] - more * of_weight <= MOST_OF_ALL, launches
+
+
+@pytest.mark.simulated_cuda(kernels="triton", arrival=1.0)
+def test_to_read_how_far_weights_move_takes_none(gpu: SimulatedCuda) -> None:
+    def launches(name: str) -> float:
+        return launches_a_step(gpu, CASES[name], 2, clips=False)
+
+    measured = {name: launches(name) for name in ("default", "zero-offload")}
+    with mock.patch.object(DeferredTier, "note_movement") as left_out:
+        assert {name: launches(name) for name in measured} == measured
+    assert left_out.call_count > 0

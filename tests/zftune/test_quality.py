@@ -5,10 +5,25 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from zftune.quality import assumed_coverage, coverage_warning, figure, summary
+from zenflow import StepStats, ZenFlowAdamW, ZenFlowConfig
+from zftune.quality import (
+    adopted_from,
+    assumed_coverage,
+    at_full_rate,
+    coverage_advice,
+    coverage_warning,
+    expected_loss_percent,
+    figure,
+    late_percent,
+    most_late_steps,
+    movement_percent,
+    summary,
+)
 
 
 def test_no_losses_and_too_few() -> None:
@@ -50,6 +65,25 @@ def test_a_coverage_far_below_what_is_assumed_names_what_to_turn() -> None:
     assert "Raise topk_ratio, lower update_interval, or use quality exact" in warning
 
 
+def test_the_advice_does_not_contradict_what_a_search_adopted() -> None:
+    start = {"topk_ratio": 0.05, "update_interval": 4, "apply_lag": 4, "offload_ratio": 1.0, "overlap_step": True}
+    adopted = {**start, "topk_ratio": 0.1, "update_interval": 16, "apply_lag": 8}
+    warning = coverage_warning(0.13, adopted, adopted_from(adopted, start, adopted))
+    assert warning is not None
+    assert "ower update_interval" not in warning
+    assert warning.endswith(
+        "The search adopted topk_ratio 0.1, update_interval 16, apply_lag 8, which its quality allows at the coverage "
+        "that it measured: compare the losses with those of quality exact (update_interval 1 with overlap_step off)."
+    )
+    assert coverage_advice(adopted, start).startswith("topk_ratio 0.1, update_interval 16, apply_lag 8 was adopted")
+    assert coverage_advice(start) == "raise topk_ratio, lower update_interval"
+    assert coverage_advice({**start, "update_interval": 1}) == "raise topk_ratio"
+    for knobs, best in ((start, start), (adopted, start), (start, adopted)):  # nothing adopted, or something on trial
+        assert adopted_from(knobs, start, best) is None
+    faster = {**start, "offload_ratio": 0.8}  # no later than at the start
+    assert "Raise topk_ratio, lower update_interval" in (coverage_warning(0.13, faster, start) or "")
+
+
 @pytest.mark.parametrize(
     ("measured", "knobs"),
     [
@@ -62,3 +96,59 @@ def test_a_coverage_far_below_what_is_assumed_names_what_to_turn() -> None:
 )
 def test_no_warning(measured: float | None, knobs: dict[str, object]) -> None:
     assert coverage_warning(measured, knobs) is None
+
+
+# Movement.
+
+
+def moved(change: float | None, weights: float | None) -> StepStats:
+    known = dict.fromkeys(StepStats.__dataclass_fields__, 0)
+    return StepStats(**{**known, "change_norm": change, "weight_norm": weights})  # type: ignore[arg-type]
+
+
+def test_movement_is_that_of_all_weights_together() -> None:
+    assert movement_percent([]) is None
+    assert movement_percent([moved(None, None), moved(0.0, 0.0)]) is None
+    assert movement_percent([moved(3.0, 600.0), moved(None, None), moved(4.0, 800.0)]) == pytest.approx(0.5)
+    assert movement_percent([moved(1.0, 100.0), moved(0.0, 10_000.0)]) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("groups", "factor"),
+    [
+        ([{"lr": 1e-4}], 1.0),
+        ([{"lr": 1e-5, "initial_lr": 1e-4}], 10.0),
+        ([{"lr": 1e-4, "initial_lr": 1e-6}], 1.0),  # such as after OneCycleLR's first steps
+        ([{"lr": 1e-5, "initial_lr": 4e-6, "max_lr": 1e-4}], 10.0),
+        ([{"lr": 1e-4}, {"lr": 1e-5, "initial_lr": 2e-5}], 2.0),
+        ([{"lr": 0.0, "initial_lr": 1e-4}], None),
+    ],
+)
+def test_a_movement_of_a_warm_up_is_that_at_the_highest_rate(
+    groups: list[dict[str, float]], factor: float | None
+) -> None:
+    found = at_full_rate(0.02, groups)
+    assert found == (None if factor is None else pytest.approx(0.02 * factor))
+    assert at_full_rate(None, groups) is None
+
+
+def test_a_bound_on_lateness_is_one_on_the_loss() -> None:
+    for movement in (0.05, 0.1, 2.0):
+        for quality, most_percent in (("published", 0.3), ("loose", 1.2)):
+            steps = most_late_steps(quality, movement)
+            assert expected_loss_percent(late_percent(movement, 0.0, steps)) == pytest.approx(most_percent)
+    assert most_late_steps("exact", 0.1) == 0
+
+
+def test_a_tracker_gets_the_movement() -> None:
+    import zftune
+
+    module = nn.Linear(8, 8, bias=False)
+    optimizer = ZenFlowAdamW(module.parameters(), lr=1e-3, config=ZenFlowConfig.zero_offload())
+    for _ in range(6):
+        module(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    told = zftune.stats(optimizer)
+    assert told["zenflow_movement_percent"] == pytest.approx(movement_percent(optimizer.history()))
+    optimizer.close()

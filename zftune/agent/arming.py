@@ -46,8 +46,18 @@ def make_session(settings: Settings) -> Session:
 
 def hook(session: Session, when_imported: WhenImported) -> None:
     """Install every hook of a session; its `release()` removes them."""
+
+    def when_there(name: str, callback: Callable[[Any], None]) -> None:
+        def install(module: Any) -> None:
+            try:
+                callback(module)
+            except Exception as error:  # noqa: BLE001 - the script's import is not to fail; fail() records it
+                session.fail(error)
+
+        when_imported(name, install)
+
     hook_torch(session)
-    systems.install(session, when_imported)
+    systems.install(session, when_there)
 
 
 def backend_for(of: Any) -> StreamBackend:

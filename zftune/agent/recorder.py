@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -210,7 +209,7 @@ class Recorder:
             self._step.overhead_ns += self._clock_ns() - begin_ns
 
     def enter(self, name: Phase) -> None:
-        """Begin a phase; inside another one this counts as part of that."""
+        """Begin a phase; inside another one this counts as part of that. "data" is a wait too."""
         phase = self._phase
         phase.depth += 1
         if phase.depth == 1:
@@ -231,30 +230,15 @@ class Recorder:
             phase.begin = None
 
     def enter_wait(self, cause: Cause) -> None:
-        """Begin a wait; inside another one this counts as part of that."""
+        """Begin a wait; inside another one this counts as part of that.
+
+        Device time between its marks is stall, wall time beyond it is hidden.
+        """
         self._begin_wait(cause, self._point() if self._wait.depth == 0 else None)
 
     def leave_wait(self) -> None:
         """End a wait; without its `enter_wait` this does nothing."""
         self._end_wait(self._point() if self._wait.depth == 1 else None)
-
-    @contextmanager
-    def phase(self, name: Phase) -> Iterator[None]:
-        """A phase; "data" is a wait too."""
-        self.enter(name)
-        try:
-            yield
-        finally:
-            self.leave(name)
-
-    @contextmanager
-    def wait(self, cause: Cause) -> Iterator[None]:
-        """A wait: device time between its marks is stall, wall time beyond it is hidden."""
-        self.enter_wait(cause)
-        try:
-            yield
-        finally:
-            self.leave_wait()
 
     def end_step(self) -> None:
         """End the open step and begin the next one at the same point; then emit what is resolved."""

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zenflow import ConfigError, HostMemoryError
+from zenflow import ConfigError, HostMemoryError, ZenFlowConfig
 from zenflow.errors import HostThreadsError, RankError
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.agent.session import Patches
@@ -118,7 +118,6 @@ BEGINNING = (
     "host_threads",
 )
 """Knobs that a replay begins with, since a preset may have given them; clipping and its like are the script's own."""
-_logger = logging.getLogger("zftune")
 
 
 class Recording:
@@ -286,8 +285,6 @@ def _entry(step: object, where: str, before: int) -> Entry:
 
 def _check_knobs(knobs: Mapping[str, Any], where: str) -> None:
     """Refuse what no optimizer takes; whether they go together with the others is known where it trains."""
-    from zenflow import ConfigError, ZenFlowConfig
-
     window = {"max_update_interval": _LONG, "update_interval": _LONG}
     try:
         ZenFlowConfig().changed({**window, **knobs})

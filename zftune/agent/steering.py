@@ -20,7 +20,7 @@ from zenflow.errors import ZenFlowError
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.agent import is_first_rank, show_lines, show_refusals
 from zftune.agent.session import Patches
-from zftune.errors import ZftuneError
+from zftune.errors import OtherStoreError, ZftuneError
 
 if TYPE_CHECKING:
     from zftune.agent.arming import WhenImported
@@ -177,7 +177,6 @@ def _keep_daemon(tuner: weakref.ref[Tuner]) -> None:
     load.
     """
     from zftune.daemon.client.autostart import ensure_daemon, revive_daemon
-    from zftune.errors import OtherStoreError
 
     look_s, told = _LOOK_S, False
     have: Callable[[], Any] = ensure_daemon

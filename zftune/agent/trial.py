@@ -25,16 +25,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from zftune.agent.session import Patches
+from zftune.agent.session import Patches, Session
 from zftune.ds_config.reading import offloads, read_given
-
-if TYPE_CHECKING:
-    from zftune.agent.session import Session
-
 
 Wrapped = Callable[..., Any]
 

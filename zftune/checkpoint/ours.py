@@ -80,12 +80,12 @@ def our_state_dict(training: TrainingState, config: ZenFlowConfig) -> dict[str, 
         step=training.steps,
         window_steps=0,
         buckets=buckets,
-        hypers=[_hyper(rule, group.settings) for group in training.groups],
+        hypers=[asdict(rule.hyper(group.settings)) for group in training.groups],
         weights=weights,
         flushed=False,
         imported=True,
     )
-    groups = _groups(training)
+    groups = training.param_groups()
     groups[0][HEADER] = header.to_json()
     return {"state": state, "param_groups": groups}
 
@@ -109,22 +109,6 @@ def our_documents(training: TrainingState, optimizer: dict[str, Any]) -> dict[st
         MODEL_STATES: {**engine, "optimizer": optimizer},
         optimizer_file(0, bf16=in_bf16(training)): masters_alone(masters, engine["ds_config"], engine["ds_version"]),
     }
-
-
-def _groups(training: TrainingState) -> list[dict[str, Any]]:
-    """Settings of the groups, and which weights they have, numbered through."""
-    groups: list[dict[str, Any]] = []
-    number = 0
-    for group in training.groups:
-        numbers = range(number, number + len(group.weights))
-        number = numbers.stop
-        names = [weight.name for weight in group.weights]
-        groups.append({**group.settings, "params": list(numbers), "param_names": names})
-    return groups
-
-
-def _hyper(rule: Rule, settings: Mapping[str, Any]) -> dict[str, float]:
-    return asdict(rule.hyper(settings))
 
 
 def _plan(shape: Sequence[int], bucket_bytes: int, first_bucket: int) -> WeightPlan:

@@ -88,17 +88,11 @@ def plain_document(training: TrainingState) -> dict[str, Any]:
     kind = torch.optim.AdamW if training.rule == "adamw" else torch.optim.Adam
     defaults = kind([torch.zeros(1)]).defaults
     state: dict[int, dict[str, torch.Tensor]] = {}
-    groups: list[dict[str, Any]] = []
-    number = 0
-    for group in training.groups:
-        numbers = range(number, number + len(group.weights))
-        number = numbers.stop
-        names = [weight.name for weight in group.weights]
-        groups.append({**defaults, **group.settings, "params": list(numbers), "param_names": names})
-        for key, weight in zip(numbers, group.weights, strict=True):
-            if weight.moments:
-                step = torch.tensor(float(weight.count), dtype=torch.float32)
-                state[key] = {"step": step, **dict(zip(MOMENTS, map(_own, weight.moments), strict=True))}
+    for number, weight in enumerate(training.weights):
+        if weight.moments:
+            step = torch.tensor(float(weight.count), dtype=torch.float32)
+            state[number] = {"step": step, **dict(zip(MOMENTS, map(_own, weight.moments), strict=True))}
+    groups = [{**defaults, **group} for group in training.param_groups()]
     return {
         "model": training.tensors(masters=True),
         "optimizer": {"state": state, "param_groups": groups},

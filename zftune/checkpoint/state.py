@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -162,6 +163,18 @@ class TrainingState:
     def steps(self) -> int:
         """Updates of the parameter that has had most."""
         return max((weight.count for weight in self.weights), default=0)
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As `torch.optim.Optimizer.state_dict` has them: settings, and the weights by name and numbered through."""
+        numbers = itertools.count()
+        return [
+            {
+                **group.settings,
+                "params": [number for _, number in zip(group.weights, numbers, strict=False)],
+                "param_names": [weight.name for weight in group.weights],
+            }
+            for group in self.groups
+        ]
 
     def tensors(self, *, masters: bool) -> dict[str, torch.Tensor]:
         """A `state_dict` of the model whose weights are the masters.

@@ -151,14 +151,10 @@ def _flat(group: Group, ranks: int) -> list[torch.Tensor]:
     low = 0
     for weight in group.weights:
         high = low + weight.master.numel()
-        for flat, stream in zip(flats, _streams(weight), strict=False):
+        for flat, stream in zip(flats, (weight.master, *weight.moments), strict=False):
             flat[low:high] = stream.reshape(-1)
         low = high
     return flats
-
-
-def _streams(weight: Weight) -> list[torch.Tensor]:
-    return [weight.master, *weight.moments]
 
 
 def _rank_state(

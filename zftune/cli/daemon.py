@@ -11,11 +11,12 @@ import typer
 from typer.core import TyperGroup
 
 from zftune.daemon.client.http import DaemonClient
-from zftune.errors import BadInputError, DaemonError
+from zftune.errors import BadInputError, DaemonError, SocketHeldError
 from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
 
 SCHEMA = "zftune.daemon/1"
 _STOP_S = 30.0
+_ASK_S = 2.0
 _POLL_S = 0.05
 
 _Json = Annotated[str | None, typer.Option("--json", metavar="PATH", help="Write JSON; '-': standard output.")]
@@ -78,7 +79,11 @@ def start(
     from zftune.daemon.process import Options, hosted, serve
 
     textfile = None if metrics_textfile is None else Path(metrics_textfile)
-    serve(Options(private=private, idle_exit_s=idle_exit_s, port=port, metrics_textfile=textfile), hosted)
+    options = Options(private=private, idle_exit_s=idle_exit_s, port=port, metrics_textfile=textfile)
+    try:
+        serve(options, hosted)
+    except SocketHeldError as error:
+        raise DaemonError(str(error) if private else f"{error}{_way_out(error.pid)}") from error
 
 
 @daemon.command()
@@ -125,10 +130,26 @@ def open_page(
         webbrowser.open(url)
 
 
+def _way_out(pid: str) -> str:
+    """What the daemon that holds the socket is there for, and the command that ends it."""
+    try:
+        with DaemonClient(timeout_s=_ASK_S) as client:
+            health = client.get("/v1/health")
+    except DaemonError:
+        return f", but does not answer; if that does not change, end it with: kill {pid}" if pid else ""
+    if not health["private"]:
+        return f" ({_count(health['runs'])}); end it with: zftune daemon stop"
+    ends = "it ends a minute after its last run, or now with: zftune daemon stop (trainings go on)"
+    return f": a private one, which a training started for itself ({_count(health['runs'])}); {ends}"
+
+
+def _count(runs: int) -> str:
+    return "no run" if runs == 0 else f"{runs} run{'s' if runs > 1 else ''}"
+
+
 def _told(health: dict[str, Any], path: Path) -> str:
-    runs = health["runs"]
+    count = _count(health["runs"])
     private = " (private: it ends after its last run)" if health["private"] else ""
-    count = "no run" if runs == 0 else f"{runs} run{'s' if runs > 1 else ''}"
     since = f"since {_ago(health['uptime_s'])} (pid {health['pid']})"
     kept = "it keeps nothing" if health["store"] is None else f"its store is {health['store']}"
     told = f"zftune {health['zftune']} serves {count} on {path} {since}, {kept}{private}"

@@ -25,7 +25,10 @@ def doctor(
         str | None, typer.Option("--json", metavar="PATH", help="Write the checks as JSON; '-': standard output.")
     ] = None,
 ) -> None:
-    """Show what works on this machine, what is missing, and the fix for each."""
+    """Show what works on this machine, what is missing, and the fix for each.
+
+    Exit code 1 where something that zftune needs does not work, or where a training would hang.
+    """
     check_output_path(json_path)
     from rich.console import Console
 
@@ -104,10 +107,14 @@ def _finding(check: Check) -> Text:
 
 def _sum(areas: Sequence[Area]) -> Text:
     checks = [check for area in areas for check in area.checks]
-    faults = [check.name for check in checks if check.is_fault]
+    faults = [check.name for check in checks if check.is_fault and check.required]
+    stopping = dict.fromkeys(check.name for check in checks if check.stops_training)
     broken = sum(check.status == "broken" for check in checks)
     if faults:
         return Text(f"zftune cannot work here: {', '.join(faults)}.", style="bold red")
+    if stopping:
+        return Text(f"zftune works here, but trainings would hang: {', '.join(stopping)}.", style="bold red")
     if broken:
-        return Text(f"zftune works here; {broken} thing{'s' if broken > 1 else ''} that it can do without is broken.")
+        things = "1 thing that it can do without is" if broken == 1 else f"{broken} things that it can do without are"
+        return Text(f"zftune works here; {things} broken.")
     return Text("zftune works here.", style="bold green")

@@ -65,7 +65,8 @@ class _Commands(TyperGroup):
 
 EXIT_CODES = {
     0: "Done. `zftune check`: nothing is wrong or refused.",
-    1: "Failed, with one sentence. `zftune check`: something is wrong or refused; `zftune daemon status`: no daemon.",
+    1: "Failed, with one sentence. `zftune check`: something is wrong or refused; `zftune daemon status`: no daemon; "
+    "`zftune doctor`: something that zftune needs does not work, or a training would hang.",
     2: "Bad input, with one sentence; nothing was started or written.",
     130: "Interrupted by Ctrl-C.",
 }

@@ -46,7 +46,7 @@ def list_runs(json_path: _Json = None) -> None:
         for one in found:
             typer.echo(line(one))
         if not found:
-            typer.echo("No run is followed.")
+            typer.echo(f"No run is followed; {http.PAST_RUNS}")
 
 
 @runs.command()

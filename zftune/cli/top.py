@@ -17,6 +17,7 @@ from zftune.daemon.client import http
 from zftune.daemon.client.http import DaemonClient, called
 from zftune.errors import BadInputError, DaemonError
 from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
+from zftune.quality import adopted_from, coverage_advice
 from zftune.store.account import saved_in_words
 from zftune.store.preset_file import escaped
 from zftune.text import percent
@@ -91,7 +92,8 @@ def line(run: Run) -> str:
     best = "" if run["incumbent"] is None else f", {knobs(run['incumbent'])}"
     at = f"step {run['step']}, {time_taken}{best}"
     counted = f", {account(run)}" if run["account"]["steps"] else ""
-    return f"{name(run)}  {run['title']:<10}  {at}{counted}  ({model(run)})"
+    why = f"; {escaped(run['reason']).rstrip('.')}" if run["state"] == "ended" else ""
+    return f"{name(run)}  {run['title']:<10}  {at}{counted}  ({model(run)}){why}"
 
 
 def decision(one: Mapping[str, Any]) -> str:
@@ -157,6 +159,7 @@ def frame(found: Frame, width: int, height: int) -> RenderableType:
         lines += _rows(found.shown, width)
     else:
         lines += [Text(), _text("No run is followed. Start one with: zftune run --online -- CMD", "dim")]
+        lines += [_text(f"{http.PAST_RUNS.capitalize()}", "dim")]
     hidden = len(found.runs) - len(found.shown)
     if hidden > 0:
         lines.append(_text(f"and {hidden} more: zftune top RUN looks at one of them", "dim"))
@@ -310,11 +313,17 @@ def _facts(details: Document) -> list[Text]:
     lines += [stall] if stall else []
     if run["coverage"] is not None and run["coverage"]["warning"] is not None:
         covered, assumed = (f"{100 * run['coverage'][name]:.0f}%" for name in ("measured", "assumed"))
-        turn = "raise topk_ratio, lower update_interval"
-        lines.append(_text(f"coverage  {covered} where {assumed} is assumed: {turn}", "yellow"))
+        lines.append(_text(f"coverage  {covered} where {assumed} is assumed: {_turn(details)}", "yellow"))
     if run["dropped"]:
         lines.append(_text(f"{run['dropped']} statistics found no room in the training process", "yellow"))
     return [*lines, *(_text(escaped(one), "yellow") for one in run["notices"])]
+
+
+def _turn(details: Document) -> str:
+    """What to turn where the coverage is low."""
+    knobs, best, trials = details["run"]["knobs"], details["incumbent"], details["trials"]
+    start = None if best is None else adopted_from(knobs, trials[0]["knobs"], trials[best]["knobs"])
+    return coverage_advice(knobs, start)
 
 
 def _heading(title: str, shown: int, count: int) -> Text:

@@ -13,12 +13,14 @@ import typer
 from zftune.cli.outputs import Outputs, search_page, write_files
 from zftune.errors import BadInputError
 from zftune.output import STANDARD_OUTPUT
+from zftune.store.types import check_study
 from zftune.text import one_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from zftune.builtin import OnStep
+    from zftune.store.store import Store
     from zftune.tuner.search import Search
     from zftune.tuner.space import Setting
     from zftune.tuner.states import Request
@@ -62,7 +64,17 @@ _Quality = Annotated[
 _Fresh = Annotated[
     bool, typer.Option("--fresh", help="Begin anew: neither from a preset nor from a run that was not finished.")
 ]
-_Measurements = Annotated[int, typer.Option(help="Measurements at most.")]
+_Study = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Share the search with every zftune tune of this name that tunes the same on a machine of the same kind, "
+        "in one store ($ZFTUNE_DB): none tries what another has taken.",
+    ),
+]
+_Measurements = Annotated[
+    int, typer.Option(help="Measurements at most. A setting may take 4: one to look at it, 3 to compare it.")
+]
 _Rig = Annotated[str | None, _workload("Emulated accelerator: a name or a TOML file. Default: the GPU, else a rig.")]
 _Ranks = Annotated[
     int, _workload("Ranks on this machine, each on a rig of its own with its rows of the model (FSDP2). Default: 1.")
@@ -98,6 +110,7 @@ def tune(
     sampler: Annotated[str, typer.Option(help="gp, tpe or random.")] = "gp",
     measurements: _Measurements = 24,
     fresh: _Fresh = False,
+    study: _Study = None,
     json_path: _Json = None,
     html_path: _Html = None,
     restartable: _Restartable = False,
@@ -141,6 +154,8 @@ def _check(given: Mapping[str, Any]) -> None:
     one_of("--sampler", given["sampler"], _SAMPLERS)
     if given["thinking_s"] is not None and not 0 <= given["thinking_s"] <= _LONGEST_THOUGHT_S:
         raise BadInputError(f"--thinking-s is {given['thinking_s']}; it must be from 0 to {_LONGEST_THOUGHT_S:g}")
+    if given["study"] is not None:
+        check_study("--study", given["study"])
     if given["measurements"] < 1:
         raise BadInputError(f"--measurements is {given['measurements']}; it must be an integer >= 1")
 
@@ -167,9 +182,10 @@ def _live(given: Mapping[str, Any]) -> dict[str, Any]:
         thinking_s=given["thinking_s"],
     )  # fmt: skip
     names = ("config", "quality", "rig", "ranks", "real_time", "model", "text", "steps", "seed", "tune_memory", "fresh")
-    options = TuneOptions(search=search, **{name: given[name] for name in names})
+    options = TuneOptions(search=search, study=given["study"] or "", **{name: given[name] for name in names})
     console = Console(stderr=given["json_path"] == STANDARD_OUTPUT)
     with open_store() as store, _log_lines(console), _progress(console, given["steps"]) as on_step:
+        _check_shared(given["study"], store)
         document = tune(options, on_step, store)
     console.print(render(document))
     return document
@@ -186,7 +202,7 @@ def _restarting(given: Mapping[str, Any]) -> dict[str, Any]:
     own = {theirs: given[ours] for ours, theirs in _COMMAND.items() if given[ours] is not None}
     options = RestartOptions(
         quality=given["quality"], seed=given["seed"], sampler=given["sampler"], fresh=given["fresh"],
-        most_measurements=given["measurements"], **own,
+        study=given["study"] or "", most_measurements=given["measurements"], **own,
     )  # fmt: skip
     console = Console(stderr=given["json_path"] == STANDARD_OUTPUT)
 
@@ -195,9 +211,16 @@ def _restarting(given: Mapping[str, Any]) -> dict[str, Any]:
             console.print(sentence, markup=False, soft_wrap=True)
 
     with open_store() as store:
+        _check_shared(given["study"], store)
         document = run_restarting(given["command"], options, store, on_progress)
     console.print(render(document))
     return document
+
+
+def _check_shared(study: str | None, store: Store) -> None:
+    """Nobody shares a study in a store that ends with this process."""
+    if study is not None and not store.is_kept:
+        raise BadInputError(f"--study '{study}': allowed with a store that others open, too; {store.notices[-1]}")
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from zftune.daemon.server.answers import DaemonState, Service
 from zftune.daemon.server.app import create_app
 from zftune.daemon.server.guard import PageServer
 from zftune.daemon.server.limits import Limits, SocketProtocol
-from zftune.daemon.server.sampling import Metrics
+from zftune.daemon.server.sampling import Metrics, Node
 from zftune.daemon.server.serving import Claim, Listener, claim
 from zftune.errors import BadInputError, DaemonError
 from zftune.store import location as stores
@@ -189,15 +189,11 @@ class Notifier:
         return environment.get("WATCHDOG_PID", "") in ("", str(os.getpid()))
 
 
-_log = logging.getLogger(__name__)
-
-
 @contextmanager
 def hosted() -> Iterator[Sequence[Service]]:
     """The services, with the store open for them; what is wrong with it is logged, and nothing fails for it."""
     from zftune.daemon.runs.api import Runs
     from zftune.daemon.runs.registry import Registry
-    from zftune.daemon.server.sampling import Node
     from zftune.store import open_store
     from zftune.store.location import meant_by
 
@@ -216,8 +212,6 @@ PRIVATE_IDLE_S = 60.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _IDLE_CHECKS = 10
 _SOCKET_CHECK_S = 1.0
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +243,8 @@ def serve(options: Options, host: Callable[[], AbstractContextManager[Sequence[S
 
     Raises:
         BadInputError: the socket's place cannot be used, the port is taken.
-        DaemonError: another daemon is there.
+        SocketHeldError: another daemon is there.
+        DaemonError: something else listens there.
     """
     _settle(private=options.private)
     location = locate(os.environ)

@@ -25,13 +25,15 @@ class Check:
     """What to do about it; None where there is nothing to do."""
     required: bool = False
     """Whether zftune cannot do without it."""
+    stops_training: bool = False
+    """Whether trainings on this machine hang until it is mended, with zftune or without."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """Numbers of the sentence, with their units in their names."""
 
     @property
     def is_fault(self) -> bool:
-        """Whether something that is required does not work."""
-        return self.required and self.status in ("broken", "absent")
+        """Whether something that is required does not work, or stops trainings: exit code 1."""
+        return self.stops_training or (self.required and self.status in ("broken", "absent"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ def document(areas: Iterable[Area], version: str) -> dict[str, Any]:
         version: of zftune.
 
     Returns:
-        {"schema", "zftune", "ok", "checks": [{"area", "name", "status", "finding", "fix", "required", "figures"}]}.
+        {"schema", "zftune", "ok", "checks": [{"area", "name", "status", "finding", "fix", "required", "stops_training",
+        "figures"}]}; "ok" is false where the command ends with exit code 1.
     """
     checks = [
         {
@@ -60,6 +63,7 @@ def document(areas: Iterable[Area], version: str) -> dict[str, Any]:
             "finding": check.finding,
             "fix": check.fix,
             "required": check.required,
+            "stops_training": check.stops_training,
             "figures": dict(check.figures),
         }
         for area in areas

@@ -19,8 +19,8 @@ from pathlib import Path
 import zftune
 from zftune.doctor.check import Check
 from zftune.ds_config.facts import GOOD, TESTED, scrambles
-from zftune.errors import EXTRAS
-from zftune.store.location import exists, locate, network_file_system
+from zftune.errors import EXTRAS, BadInputError
+from zftune.store.location import check_server, exists, locate, network_file_system
 from zftune.telemetry.fingerprint import installed
 
 _FOLDER = "TORCH_EXTENSIONS_DIR"
@@ -167,6 +167,10 @@ def store_check(environment: Mapping[str, str], home: Path, root: Path = Path("/
     name = "store"
     location = locate(environment.get("ZFTUNE_DB", ""), environment, home)
     if location.url is not None:
+        try:
+            check_server(location.url)
+        except BadInputError as error:
+            return Check(name=name, status="broken", finding=f"{error}.", fix="Set $ZFTUNE_DB to what is allowed.")
         kind = location.url.partition("://")[0].partition("+")[0]  # the rest may hold a password
         return Check(name=name, status="note", finding=f"$ZFTUNE_DB names a {kind} server, which was not tried.")
     path, shown = location.path, location.shown
@@ -295,7 +299,7 @@ def left_locks(environment: Mapping[str, str]) -> Iterator[Check]:
         if lock.is_left_over:
             finding += ": every run that needs it waits without end."
             fix = f"{lock.removal} (unless a machine or container that shares the folder is compiling)"
-            yield Check(name="op lock", status="broken", finding=finding, fix=fix, figures=figures)
+            yield Check(name="op lock", status="broken", finding=finding, fix=fix, stops_training=True, figures=figures)
         else:
             finding += "; runs that need it wait until then."
             yield Check(name="op lock", status="note", finding=finding, figures=figures)

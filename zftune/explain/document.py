@@ -13,7 +13,7 @@ from zftune import __version__
 from zftune.errors import BadInputError
 from zftune.explain import words
 from zftune.explain.replay import Decided, Replay, replayed
-from zftune.quality import coverage_warning, summary
+from zftune.quality import EXPECTED_LOSS_PERCENT, adopted_from, coverage_warning, selected_share, summary
 from zftune.store.preset_file import escaped
 from zftune.store.store import facts_of, goes_on, is_written_to
 from zftune.store.types import Curve, RunRecord, RunState, TrialRecord, TrialState
@@ -78,18 +78,20 @@ def explain_document(store: Store, run: RunRecord, clock: Callable[[], float] = 
         "quality": run.key.quality,
         "ranks_ms": list(told.ranks_ms) or None,
         **_search(run, trials, told),
-        **_quality(store.curve(run.run_id), run.knobs),
+        **_quality(store.curve(run.run_id), run.knobs, trials, told.incumbent),
     }
     slowest = slowest_rank(dict(enumerate(told.ranks_ms)))
     document["notices"] += [] if slowest is None else [slowest]
     return {**document, "verdict": words.verdict(document)}
 
 
-def _quality(curve: Curve, knobs: Mapping[str, Any]) -> dict[str, Any]:
+def _quality(curve: Curve, knobs: Mapping[str, Any], trials: Sequence[TrialRecord], best: int) -> dict[str, Any]:
     """How the training went beside its speed."""
+    knobs = curve.changes[-1].knobs if curve.changes else knobs
     found = summary([point.loss for point in curve.points if point.loss is not None])
     covered = next((point.coverage for point in reversed(curve.points) if point.coverage is not None), None)
-    warning = coverage_warning(covered, curve.changes[-1].knobs if curve.changes else knobs)
+    start = adopted_from(knobs, trials[0].knobs, trials[best].knobs) if trials else None
+    warning = coverage_warning(covered, knobs, start)
     return {
         "loss": None if found is None else {**asdict(found), "sentence": str(found)},
         "coverage": covered,
@@ -169,7 +171,7 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
         spent_s=total.spent_s, elapsed_s=total.seconds, start_step_s=(told.start_step_ms or 0.0) / 1e3
     )
     return {
-        "budget": None if budget is None else {"steps": budget, "fixed_because": run.settings.get("fixed_because")},
+        "budget": None if budget is None else _budget(run, budget, told),
         "interrupted": stopped is not None and run.state is RunState.LOST,
         "start": rows[0] if rows else None,
         "best": rows[told.incumbent] if rows else None,
@@ -191,6 +193,17 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
         "rejected": words.rejected(rows),
         "feasible": _region(run, rows, budget),
         "notices": [],
+    }
+
+
+def _budget(run: RunRecord, steps: float, told: Replay) -> dict[str, Any]:
+    """What bounds lateness; the movement is the newest that was measured."""
+    bounds = run.settings.get("movement_percent") is not None
+    return {
+        "steps": steps,
+        "fixed_because": run.settings.get("fixed_because"),
+        "movement_percent": (told.movement_percent or run.settings["movement_percent"]) if bounds else None,
+        "expected_loss_percent": EXPECTED_LOSS_PERCENT[run.key.quality] if bounds else None,
     }
 
 
@@ -221,7 +234,7 @@ def _trial(run: RunRecord, row: TrialRecord, told: Replay) -> dict[str, Any]:
         **trial(row, told),
         "predicted_step_ms": row.predicted_step_ms if plans else None,
         "staleness_steps": words.staleness_steps(row.knobs, run.key.backend),
-        "quality_cost_steps": _quality_cost(row, run.settings.get("budget_steps")),
+        "quality_cost_steps": _quality_cost(run, row),
         "constraint": row.constraint,
     }
 
@@ -241,11 +254,15 @@ def trial(row: TrialRecord, told: Replay) -> dict[str, Any]:
     }
 
 
-def _quality_cost(row: TrialRecord, budget: float | None) -> float | None:
-    """(1 - coverage) x staleness by its constraint; None: not known, as where it was rejected, by whichever limit."""
+def _quality_cost(run: RunRecord, row: TrialRecord) -> float | None:
+    """The weighted staleness; None: not known, as where it was rejected, by whichever limit."""
+    budget = run.settings.get("budget_steps")
+    late, ratio = words.staleness_steps(row.knobs, run.key.backend), row.knobs.get("topk_ratio")
+    if run.settings.get("movement_percent") is not None and late is not None and isinstance(ratio, int | float):
+        return (1 - selected_share(ratio)) * late
     if row.number == 0 or not budget or row.constraint is None or row.state is TrialState.REJECTED:
         return None
-    return (1 + row.constraint) * budget
+    return (1 + row.constraint) * float(budget)
 
 
 def _region(run: RunRecord, rows: Sequence[Mapping[str, Any]], budget: float | None) -> list[dict[str, float]] | None:

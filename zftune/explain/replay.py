@@ -38,7 +38,7 @@ class Era:
     measurements: int = 0
     """That count; those of the incumbent while waiting left out."""
     settings: set[int] = field(default_factory=set)
-    """Trials with a valid measurement in it."""
+    """Trials of these measurements: those that were cut short, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +111,8 @@ class Replay:
         """Why a trial was not measured to its end, the last time; by number."""
         self.ranks_ms: Sequence[float] = ()
         """Of each rank without its waits in collectives, of the newest measurement that tells; (): none does."""
+        self.movement_percent: float | None = None
+        """How far a step moves the deferred weights, by the newest measurement that tells; None: none does."""
         self.last_unix_s = 0.0
         """When the last row was written."""
         self._decisions: list[Decision] = []
@@ -171,6 +173,7 @@ class Replay:
         self._take(seconds, incumbent_s)
         self.at_s = max(self.at_s, row.aggregates.get("at_s", 0.0))  # 0.0: of an older version
         self.ranks_ms = row.aggregates.get("ranks_ms", self.ranks_ms)
+        self.movement_percent = row.aggregates.get("movement_percent", self.movement_percent)
         sample = Sample.of(steps, _interval(trial.knobs), tokens)
         sample_or_none = sample if sample.token_us else None
         if row.role != "hold":
@@ -237,7 +240,7 @@ class Replay:
             self.incumbent = trial
         elif decision.kind == "start" and self.start_step_ms is None:
             self.start_step_ms = self.step_ms(self.incumbent)
-        elif decision.kind == "memory" and trial is not None:
+        elif decision.kind in ("memory", "movement") and trial is not None:
             self.incumbent = trial
         elif decision.kind == "guard":
             self.incumbent = 0
@@ -267,8 +270,8 @@ class Replay:
 
     @staticmethod
     def _count_in(era: Era, one: Measured) -> None:
-        era.measurements += _counts(one)
-        if one.status == "measured" and one.step_ms is not None:
+        if _counts(one):
+            era.measurements += 1
             era.settings.add(one.trial)
 
     def _new(self, role: str) -> list[Sample]:

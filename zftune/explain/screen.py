@@ -60,6 +60,9 @@ def _head(document: Mapping[str, Any]) -> Iterator[Text]:
         yield _text(f"  {run['backend']}, quality {document['quality']}, began {began}{resumed}, {state}")
     if (work.get("world_size") or 1) > 1:
         yield _text(f"  {work['ranks']}; measured on rank 0, since ranks wait for each other in each step")
+    bound = words.lateness_bound(document)
+    if bound:
+        yield _text(f"  {bound}")
     if document.get("loss") is not None:
         yield _text(f"  loss {document['loss']['sentence']}")
     for notice in document["notices"]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from zenflow import ZenFlowConfig
 from zftune.errors import BadInputError
+from zftune.quality import most_late_steps
 from zftune.store.account import saved_in_words
 from zftune.text import number, percent
 from zftune.tuner import messages as of_search
@@ -100,6 +101,19 @@ def nothing_adopted(document: Document) -> str:
     uncompared = sum(fate == _UNCOMPARED for fate in fates(document).values())
     said += f", but {uncompared} of them {'was' if uncompared == 1 else 'were'} never compared" if uncompared else ""
     return f"{said}. {'It began with' if uncompared or not tried else 'Keep what it began with'}: {kept}."
+
+
+def lateness_bound(document: Document) -> str:
+    """How far the weights move, and what the quality makes of it; "": that is not known, or nothing may be late."""
+    budget = document["budget"]
+    if budget is None or budget.get("movement_percent") is None:
+        return ""
+    percent = number(budget["movement_percent"])
+    most = most_late_steps(document["quality"], budget["movement_percent"])
+    return (
+        f"weights move {percent}% in a step: updates may come {number(most)} steps late on average, which adds at most "
+        f"{number(budget['expected_loss_percent'])}% of loss"
+    )
 
 
 def fates(document: Document) -> dict[int, str]:

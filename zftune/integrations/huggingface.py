@@ -136,7 +136,9 @@ class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
       holds the weights that training sees; what is pending lies in its `optimizer.pt`, so it is resumed exactly. Over
       FSDP2 it is applied before each save.
     - With each loss the Trainer's log history, and what it reports to (`report_to`), get the figures of `zftune.stats`:
-      knobs, stall by cause, coverage, the tuner's gain.
+      knobs, stall by cause, coverage, the tuner's gain. Knobs are of that step; the other figures are means of steps
+      since the last entry, and two steps late: a step's times are known when the device has passed its marks, and
+      nothing waits for that.
 
     Args:
         tune: False: nothing but the rest.

@@ -12,7 +12,7 @@ from zftune.planner.memory import host_bytes, memory
 from zftune.planner.model import Job, Machine, Memory, ModelFacts, Prediction
 from zftune.planner.rates import Rates
 from zftune.planner.split import split_of, totals_of
-from zftune.quality import assumed_coverage
+from zftune.quality import assumed_coverage, most_late_steps, selected_share
 from zftune.store.types import STALENESS, Quality
 
 NEAR = 1.02
@@ -50,6 +50,18 @@ def budget_of(quality: Quality) -> float:
     return STALENESS[quality] * published_budget(assumed_coverage)
 
 
+def bound_of(quality: Quality, movement_percent: float | None) -> tuple[float, Callable[[float], float]]:
+    """`budget` and `coverage` of `choose`.
+
+    Args:
+        quality: what is promised.
+        movement_percent: how far a step moves the deferred weights; None: not known, lateness itself is bounded.
+    """
+    if movement_percent is None:
+        return budget_of(quality), assumed_coverage
+    return most_late_steps(quality, movement_percent), selected_share
+
+
 def fits(prediction: Prediction, machine: Machine, headroom: float = HEADROOM) -> bool:
     """Whether a setting leaves enough memory free on the device and on the host."""
     memory = prediction.memory
@@ -85,7 +97,8 @@ def choose(
         machine: where.
         job: batch and ranks.
         budget: most of (1 - coverage(k)) * mean staleness; 0 allows synchronous windows of one step only.
-        coverage: share of the gradient's energy in the top k columns.
+        coverage: share of the gradient's energy in the top k columns; `selected_share` where movement is what counts:
+            something is selected then all the same.
         memory_headroom: share of device and host memory that stays free.
         rates: other ones than those that follow from machine and job.
         base: of a run that trains: of its knobs only those that set what is late change. None: all may.
@@ -99,6 +112,8 @@ def choose(
     rates = rates or Rates.of(model, machine, job)
     search = _Search(model, machine, job, rates, memory_headroom, base)
     candidates = [one for one in search.candidates() if (1 - coverage(one.config.topk_ratio)) * one.staleness <= budget]
+    if coverage is selected_share:
+        candidates = [one for one in candidates if one.config.topk_ratio or not one.staleness]
     # A long window hides most, so the fastest are known first; then the least stale that could be as fast.
     found = search.look(sorted(candidates, key=lambda one: (one.floor_ms, -one.staleness)), _FIRST_LOOK)
     fastest = min((prediction.step_ms for _, prediction in found), default=float("inf"))

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +18,6 @@ from zftune.errors import BadInputError, require
 from zftune.planner import models
 from zftune.planner.models import ARCHITECTURES, Architecture, Weight, from_size
 from zftune.text import either
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def facts_of_directory(directory: Path, dtype: str) -> ModelFacts:

@@ -32,9 +32,11 @@ from zftune.words import CAUSES
 SMALLEST = ZenFlowConfig.zero_offload(pipeline="bucket")
 """The setting that needs least of a device's memory."""
 _SHORTEST = 256
+_RUN = "zftune run{} -- deepspeed train.py --deepspeed ds_config.json"
 _ON_HOST = (
-    "Weights that are on the host, with ZeRO stage 3 and offload_param on the CPU, take less of a GPU; this plan is "
-    "not about them."
+    "Weights that are on the host take less of a GPU; this plan is not about them. To train so, put "
+    '"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}} '
+    f"into your ds_config: {_RUN.format('')}"
 )
 
 Step = tuple[str, Job]
@@ -193,6 +195,7 @@ def make_plan(
         "verdict": [
             *(verdict(found, baselines, machine, headroom) if found else of_nothing(model, machine, job, headroom)),
             *of_ranks(model, machine, job, found, headroom),
+            *([_next_command(found[0][0], quality)] if found else []),
         ],
         "curves": None,
     }
@@ -332,6 +335,13 @@ def _sharded(job: Job) -> str:
 
 def _on_nodes(job: Job) -> str:
     return "" if job.nodes == 1 else f" on {job.nodes} machines with a network of {job.network_gbps:g} GB/s each way"
+
+
+def _next_command(config: ZenFlowConfig, quality: Quality) -> str:
+    """How a proposal is trained with, in a sentence."""
+    if config.offload_ratio == 0:
+        return "Train without an offload section; where the time goes then: zftune profile -- python train.py"
+    return f"To train with it, put its section into your ds_config: {_RUN.format(f' --quality {quality}')}"
 
 
 def _named(config: ZenFlowConfig) -> str:

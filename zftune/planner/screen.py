@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zenflow import ZenFlowConfig
-from zftune.bars import Bar, Kind, StackedBar
+from zftune.bars import CAUSE_KINDS, COMPUTE, Bar, StackedBar
 from zftune.planner.choosing import LEAST_HEADROOM_BYTES
 from zftune.text import amount, ms, percent, size, times
 from zftune.words import CAUSES
@@ -27,13 +27,6 @@ Document = Mapping[str, Any]
 WIDTH = 100
 """Columns, where there are so many."""
 _NAMES = {"proposal": "proposed", "no_offload": "no offloading", "zero_offload": "ZeRO-Offload"}
-_COMPUTE = Kind("compute", "█", "#", "green")
-_CAUSES = {
-    "host": Kind("host", "▓", "H", "red"),
-    "h2d": Kind("h2d", "▒", "U", "yellow"),
-    "d2h": Kind("d2h", "░", "D", "magenta"),
-    "comm": Kind("comm", "≈", "C", "blue"),
-}
 _USES = {
     "weights": "weights",
     "gathered": "gathered weights",
@@ -106,12 +99,13 @@ def _bars(rows: list[tuple[str, Mapping[str, Any]]], width: int) -> RenderableTy
     table.add_column(width=width - 27)
     scale = max(row["step_ms"] for _, row in rows)
     for name, row in rows:
-        parts = [(_COMPUTE, row["compute_ms"])]
-        parts += [(kind, row["stall_ms_by_cause"][cause]) for cause, kind in _CAUSES.items()]
+        parts = [(COMPUTE, row["compute_ms"])]
+        parts += [(kind, row["stall_ms_by_cause"].get(cause, 0.0)) for cause, kind in CAUSE_KINDS.items()]
         style = "" if row["fits"] else "dim"
         table.add_row(Text(name, style=style), Text(ms(row["step_ms"]), style=style), StackedBar(Bar(parts), scale))
-    seen = [kind for cause, kind in _CAUSES.items() if any(row["stall_ms_by_cause"][cause] > 0 for _, row in rows)]
-    legend = "   ".join(f"{kind.fill} {CAUSES.get(kind.name, kind.name)}" for kind in (_COMPUTE, *seen))
+    stalls = [row["stall_ms_by_cause"] for _, row in rows]
+    seen = [kind for cause, kind in CAUSE_KINDS.items() if any(stall.get(cause, 0.0) > 0 for stall in stalls)]
+    legend = "   ".join(f"{kind.fill} {CAUSES.get(kind.name, kind.name)}" for kind in (COMPUTE, *seen))
     table.add_row("", "", Text(legend, style="dim"))
     return table
 

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zftune.profile.schema import CAUSES
-from zftune.quality import LEAST_FOR_TREND, summary
+from zftune.quality import LEAST_FOR_TREND, expected_loss_percent, late_percent, movement_percent, summary
 from zftune.text import number
 
 if TYPE_CHECKING:
     from zenflow import StepStats, ZenFlowConfig
 
 
+NO_STREAM = "plain CPU: there is no device stream whose waits could be called stalls"
 _NO_LOSS = "no backward pass began from a single number, and the script gave none to zftune.log_loss"
 NO_FINITE_LOSS = "no loss of the measured steps is a finite number"
 
@@ -181,6 +182,16 @@ def staleness(stats: Sequence[StepStats], missing: dict[str, str]) -> dict[str, 
         "mean": sum(count * late for count, late, _ in applied) / elements,
         "max": max(most for _, _, most in applied),
     }
+
+
+def movement(stats: Sequence[StepStats], topk_ratio: float, missing: dict[str, str]) -> dict[str, float] | None:
+    """How far the deferred weights move, and what late updates may cost at that."""
+    percent, late = movement_percent(stats), staleness(stats, {})
+    if percent is None or late is None:
+        missing["movement"] = "no deferred weight was updated twice in the measured steps"
+        return None
+    before = late_percent(percent, topk_ratio, late["mean"])
+    return {"percent": percent, "late_percent": before, "expected_loss_percent": expected_loss_percent(before)}
 
 
 def roofs(document: Mapping[str, Any], missing: dict[str, str]) -> dict[str, float | None] | None:

@@ -20,7 +20,6 @@ from zftune.telemetry import fingerprint, hardware, software
 
 BASELINES = ("no_offload", "zero_offload", "zero_offload_pipelined")
 
-_NO_STREAM = "plain CPU: there is no device stream whose waits could be called stalls"
 _IDLES_IN_STALLS = "emulated hardware has no kernel launches, so that it is idle only in stalls"
 _NO_KERNEL_SEEN = "torch.profiler saw no kernel, it may need permission to watch the GPU"
 _SWITCHED_OFF = "the baselines were switched off"
@@ -129,6 +128,7 @@ def _own(own: Measurement, rig: Rig | None, module: Any, missing: dict[str, str]
         "memory": _memory(own, missing),
         "selection": derive.selection(own.stats, missing),
         "staleness": derive.staleness(own.stats, missing),
+        "movement": derive.movement(own.stats, own.config.topk_ratio, missing),
         "loss": derive.loss(own.losses, missing),
         "per_step": per_step,
         "timeline": own.timeline,
@@ -161,11 +161,11 @@ def _reasons(document: Mapping[str, Any], fitting: Mapping[str, Measurement]) ->
     if document["timeline"] is None:
         reasons["timeline"] = _NO_WINDOW
     if document["stall"] is None:
-        reasons |= dict.fromkeys(("stall", "hidden_ms_per_step", "per_step.stall_ms"), _NO_STREAM)
-        reasons |= {f"baselines.{name}.stall": _NO_STREAM for name in fitting}
+        reasons |= dict.fromkeys(("stall", "hidden_ms_per_step", "per_step.stall_ms"), derive.NO_STREAM)
+        reasons |= {f"baselines.{name}.stall": derive.NO_STREAM for name in fitting}
     if document["idle"] is None:
         on_rig, on_cpu = document["rig"] is not None, document["stall"] is None
-        reasons["idle"] = _IDLES_IN_STALLS if on_rig else _NO_STREAM if on_cpu else _NO_KERNEL_SEEN
+        reasons["idle"] = _IDLES_IN_STALLS if on_rig else derive.NO_STREAM if on_cpu else _NO_KERNEL_SEEN
     if document["baselines"] is None:
         reasons |= {"baselines": _SWITCHED_OFF, "practicality": _SWITCHED_OFF}
     elif "no_offload" not in fitting:
@@ -232,6 +232,7 @@ def _sources(document: Mapping[str, Any], event: str) -> dict[str, str]:
         "memory.device_peak_bytes": "torch allocator",
         "selection": "count",
         "staleness": "count",
+        "movement": "count",
         "loss": "backward",
         "practicality": event,
         "baselines": event,

@@ -10,10 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from zftune.profile.verdict import WITH_DATA
-from zftune.quality import LossSummary
+from zftune.quality import LossSummary, expected_loss_percent, late_percent
 from zftune.text import ms, number, percent, size
 
 Document = Mapping[str, Any]
+_PUBLISHED = (0.1, 4.0)
+"""k, and the mean staleness in steps at S = 4, of the ZenFlow paper."""
 
 
 class Figure(NamedTuple):
@@ -155,13 +157,19 @@ def _host(document: Document) -> list[str]:
     return parts
 
 
+_FEW_LOSSES = 7
+"""Of which a quarter is one."""
+
+
 def _loss(document: Document) -> list[str]:
-    found = document.get("loss")
+    found, steps = document.get("loss"), document["steps"]
     if found is None:
         return []
     whole = {name: found[name] for name in ("first", "last", "error", "trend", "count")}
     more = [f"not a finite number in {found['not_finite']} steps"] if found["not_finite"] else []
-    return [f"{LossSummary(**whole)} ({found['count']} steps)", *more]
+    first, last = steps["discarded"] + 1, steps["discarded"] + steps["measured"]
+    which = "means of the first and the last quarter" if found["count"] > _FEW_LOSSES else "the first and the last"
+    return [f"{LossSummary(**whole)} ({which} of steps {first} to {last})", *more]
 
 
 def _selection(document: Document) -> list[str]:
@@ -175,8 +183,25 @@ def _selection(document: Document) -> list[str]:
 
 
 def _staleness(document: Document) -> list[str]:
-    staleness = document["staleness"]
-    return [f"mean {number(staleness['mean'])} steps", f"most {staleness['max']}"] if staleness is not None else []
+    staleness, coverage = document["staleness"], (document["selection"] or {}).get("coverage")
+    if staleness is None:
+        return []
+    parts = [f"mean {number(staleness['mean'])} steps", f"most {staleness['max']} steps"]
+    return parts if coverage is None else [*parts, f"weighted {number((1 - coverage) * staleness['mean'])} steps"]
+
+
+def _movement(document: Document) -> list[str]:
+    found = document.get("movement")
+    if found is None:
+        return []
+    late, when = found["late_percent"], "before late updates arrive"
+    if not late:
+        late, when = (
+            late_percent(found["percent"], *_PUBLISHED),
+            "before updates arrived that were as late as published",
+        )
+    parts = [f"weights move {number(found['percent'])}% in a step, {number(late)}% {when}"]
+    return [*parts, f"at most {number(expected_loss_percent(late))}% of loss"]
 
 
 def _memory(document: Document) -> list[str]:
@@ -247,6 +272,7 @@ _GROUPS = (
     ("loss", _loss, ("loss",)),
     ("selection", _selection, ("selection",)),
     ("staleness", _staleness, ("staleness",)),
+    ("movement", _movement, ("movement",)),
     ("memory", _memory, ("memory",)),
     ("lower bound", _roofs, ("roofs",)),
     ("NVML", _nvml, ("nvml",)),

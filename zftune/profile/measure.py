@@ -25,7 +25,6 @@ from zftune.profile.companions import FusedAdamW, IdleProfiler, TorchAdamW, cali
 from zftune.workload import Batch, TextCorpus, Workload, batches, build_model
 
 _ATTEMPTS = 3
-_LEARNING_RATE = 1e-4
 _PHASES = ("data", "forward", "backward", "optimizer")
 
 OnStep = Callable[[int, int], None]
@@ -54,6 +53,7 @@ class Task:
     """Which of them this one is."""
     real_time: bool = False
     """Whether a rig pads real work by the machine's clock, and does not simulate time."""
+    learning_rate: float = 1e-4
 
     @property
     def simulated(self) -> bool:
@@ -278,7 +278,8 @@ class Training(Generic[Optimizer]):
         with ExitStack() as cleanup:
             self.device = task.device_for(self.workload)
             cleanup.callback(self.device.close)
-            self.optimizer = _optimizer(system, self.workload, self.device)  # type: ignore[assignment]
+            made = _optimizer(system, self.workload, self.device, task.learning_rate)
+            self.optimizer = made  # type: ignore[assignment]
             cleanup.callback(self.optimizer.abandon)
             self._cleanup = cleanup.pop_all()
 
@@ -344,11 +345,11 @@ class Training(Generic[Optimizer]):
         return steps
 
 
-def _optimizer(system: System, workload: Workload, device: Device) -> ZenFlowAdamW | FusedAdamW:
+def _optimizer(system: System, workload: Workload, device: Device, lr: float) -> ZenFlowAdamW | FusedAdamW:
     module = workload.module
     if isinstance(system, TorchAdamW):
-        return FusedAdamW(module.parameters(), lr=_LEARNING_RATE, system=system, device=device)
-    return ZenFlowAdamW(module.parameters(), lr=_LEARNING_RATE, config=system, module=module, device=device)
+        return FusedAdamW(module.parameters(), lr=lr, system=system, device=device)
+    return ZenFlowAdamW(module.parameters(), lr=lr, config=system, module=module, device=device)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from zftune.bars import Bar, Kind, StackedBar
+from zftune.bars import CAUSE_KINDS, COMPUTE, Bar, Kind, StackedBar
 from zftune.profile.figures import figures
 from zftune.profile.schema import PHASES
 from zftune.profile.verdict import WITH_DATA, do_not_offload
@@ -158,17 +158,7 @@ _WIDE = 96
 _MAX_WIDTH = 110
 MIN_WIDTH = 40
 """Below it the screen is no use: lines are better left to wrap."""
-_COMPUTE = Kind("compute", "█", "#", "green")
-# Fills and letters tell the causes apart where there is no colour.
-_CAUSES = {
-    "host": Kind("host", "▓", "H", "red"),
-    "h2d": Kind("h2d", "▒", "U", "yellow"),
-    "d2h": Kind("d2h", "░", "D", "magenta"),
-    "select": Kind("select", "╱", "S", "cyan"),
-    "comm": Kind("comm", "≈", "C", "blue"),
-    "data": Kind("data", "·", "L", "bright_black"),
-}
-_KINDS = tuple(dict.fromkeys((_COMPUTE, *_CAUSES.values(), *PHASE_KINDS.values())))
+_KINDS = tuple(dict.fromkeys((COMPUTE, *CAUSE_KINDS.values(), *PHASE_KINDS.values())))
 _RAW = ("per_step.", "series.")  # no figures of this screen
 _FEW = 2
 """Lines about what is missing; one more says how to see the rest."""
@@ -317,7 +307,7 @@ def _bar(row: System) -> Bar:
         return phases_bar(row.phases)
     waits = row.by_cause or {}
     compute = max(0.0, row.mean_ms - sum(waits.values()))
-    return Bar([(_COMPUTE, compute), *((_CAUSES[cause], waits[cause]) for cause in _CAUSES if cause in waits)])
+    return Bar([(COMPUTE, compute), *((kind, waits[cause]) for cause, kind in CAUSE_KINDS.items() if cause in waits)])
 
 
 def _meanings(document: Document) -> Mapping[str, str]:
@@ -348,16 +338,13 @@ def _table(rows: list[System], *, wide: bool) -> RenderableType:
     table.add_column("vs ZeRO-\nOffload", justify="right", no_wrap=True)
     table.add_column("speed vs no\noffload", justify="right", no_wrap=True)
     for row in rows:
-        cells = [row.name, number(row.p50_ms), number(row.p95_ms), *_stall_cells(row)]
+        cells = [row.name, number(row.p50_ms), number(row.p95_ms)]
+        cells += [_known(row.stall_fraction, percent), _known(row.stall_ms, number)]
         if wide:
             cells.append(_causes(row))
         cells += [_known(row.against_zero_offload, times), _known(row.practicality, percent)]
         table.add_row(*(Text(cell) for cell in cells), style=row.style)
     return table
-
-
-def _stall_cells(row: System) -> tuple[str, str]:
-    return _known(row.stall_fraction, percent), _known(row.stall_ms, number)
 
 
 def _causes(row: System) -> str:

@@ -15,7 +15,7 @@ from zftune.quality import coverage_warning, figure
 from zftune.text import UNEVEN, ms, number, percent, size, slowest_rank, times
 
 _NOTABLE = 0.1  # share of a step from which a second phase is worth a sentence
-_SMALL_STALL = 0.05
+_SMALL_STALL = 0.05  # share of a step: below it the stall is not what to work on
 _IDLE_PERCENT = 50.0  # of a core, for each rank: below it a step is no computing, at least not on the CPU
 WITH_DATA = "forward and what precedes it"
 """What the screen calls the phase "forward" where nobody saw a data loader."""
@@ -66,11 +66,14 @@ def plain_verdict(document: Document) -> list[str]:
     if not known:
         return [*sentences, "What a step consists of was not recorded."]
     first = _longest(known)
-    sentences += [f"Most of a step is {_of_step(first, known[first], document)}.", _advice(first, document)]
+    sentences += [
+        f"Most of a step is {_of_step(_PLAIN_WORK, first, known[first], document)}.",
+        _advice(first, document),
+    ]
     more = [name for name in ("data", "optimizer", "other") if name != first and name in known]
     for name in sorted(more, key=lambda name: -known[name]):
         if known[name] >= _NOTABLE * document["step_ms"]["mean"]:
-            sentences.append(f"Then {_of_step(name, known[name], document)}. {_advice(name, document)}")
+            sentences.append(f"Then {_of_step(_PLAIN_WORK, name, known[name], document)}. {_advice(name, document)}")
     return sentences
 
 
@@ -83,15 +86,11 @@ def _stalled(document: Document, stall: Mapping[str, Any]) -> str:
     )
 
 
-def _of_step(name: str, value: float, document: Document) -> str:
-    mean = document["step_ms"]["mean"]
-    return f"{work(_PLAIN_WORK, name, document)}: {ms(value)} of {ms(mean)} ({percent(min(1.0, value / mean))})"
-
-
-def work(names: Mapping[str, str], name: str, document: Document) -> str:
-    """What a phase is called; the forward pass has the batches' share in it where nobody saw them loaded."""
+def _of_step(names: Mapping[str, str], name: str, value: float, document: Document) -> str:
+    """What a phase is called and takes; the forward pass has the batches' share in it where nobody saw them loaded."""
     unseen = name == "forward" and (document["phases_ms"] or {}).get("data") is None
-    return f"{names[name]} and what precedes it" if unseen else names[name]
+    mean, what = document["step_ms"]["mean"], f"{names[name]}{' and what precedes it' if unseen else ''}"
+    return f"{what}: {ms(value)} of {ms(mean)} ({percent(min(1.0, value / mean))})"
 
 
 def _advice(name: str, document: Document) -> str:
@@ -248,8 +247,6 @@ _FINDERS = (
 
 Document = Mapping[str, Any]
 
-SMALL_STALL = 0.05
-"""Share of a step: below it the stall is not what to work on."""
 _WORTHWHILE = 0.03  # share of a step that offloading must cost before it is advised against
 _SPARE = 0.9  # share of the GPU's memory that may be used without offloading
 _SMALL_STATE = 0.05  # state below this share of the GPU's memory is never worth offloading
@@ -259,19 +256,15 @@ _STATE_BYTES = 12  # fp32 master and two moments of an element
 _MANY_STEPS = 64  # a longer window helps no more: 4S dominates the traffic of 28 + 4S
 _SLOW_HOST = 0.6  # of the ceiling
 
-WAITS = {
+_OWN_WAITS = {
+    **_WAITS,
     "host": "the host update",
     "h2d": "updated weights on their way to the device",
     "d2h": "gradients on their way to the host",
-    "select": "the selection of columns",
-    "comm": "communication between ranks",
-    "data": "the next batch",
 }
-_WORK = {
-    "forward": "the forward pass",
-    "backward": "the backward pass",
+_OWN_WORK = {
+    **_PLAIN_WORK,
     "optimizer": "the optimizer's own work on the device",
-    "data": "loading data",
     "other": "work outside of it",
 }
 
@@ -338,10 +331,10 @@ def _bottleneck(document: Document, *, advise: bool) -> list[str]:
         reason = document["missing"].get("stall", "it was not measured")
         return [f"How long the device waits is unknown ({reason}).", _bound(document)]
     waits = f"{ms(stall['ms_per_step'])} of {ms(mean)} a step ({percent(stall['fraction'])})"
-    if stall["fraction"] < SMALL_STALL or not stall["by_cause"]:
+    if stall["fraction"] < _SMALL_STALL or not stall["by_cause"]:
         return [f"Offloading hardly stalls the device: it waits {waits}.", _bound(document)]
     cause, waited = max(stall["by_cause"].items(), key=lambda item: item[1])
-    sentence = f"The device waits {waits}, {percent(waited / stall['ms_per_step'])} of it for {WAITS[cause]}."
+    sentence = f"The device waits {waits}, {percent(waited / stall['ms_per_step'])} of it for {_OWN_WAITS[cause]}."
     return [sentence, _ADVICE[cause](document)] if advise else [sentence]
 
 
@@ -350,9 +343,7 @@ def _bound(document: Document) -> str:
     if not phases:
         return "What bounds the step was not measured."
     name, value = max(phases.items(), key=lambda item: item[1])
-    mean = document["step_ms"]["mean"]
-    what = work(_WORK, name, document)
-    return f"What bounds the step now is {what}: {ms(value)} of {ms(mean)} ({percent(min(1.0, value / mean))})."
+    return f"What bounds the step now is {_of_step(_OWN_WORK, name, value, document)}."
 
 
 def _comparison(document: Document) -> str | None:

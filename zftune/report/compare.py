@@ -49,8 +49,8 @@ def read_profile(path: str) -> dict[str, Any]:
     return dict(document)
 
 
-def _refuse(path: str, fault: str, cause: Exception | None = None) -> NoReturn:
-    raise BadInputError(f"'{path}': {fault}, {_ALLOWED} ({PROFILE_SCHEMA})") from cause
+def _refuse(path: str, fault: str) -> NoReturn:
+    raise BadInputError(f"'{path}': {fault}, {_ALLOWED} ({PROFILE_SCHEMA})")
 
 
 _STYLES = {"beyond noise": "bold", "changed": "bold", "within noise": "dim"}
@@ -72,7 +72,7 @@ def _parts(comparison: Comparison) -> Iterator[RenderableType]:
     yield Panel(Group(*sentences), title=Text("zftune compare", style="bold"), title_align="left")
     for warning in comparison.warnings:
         yield Text(f"warning: {warning}", style="yellow")
-    yield _figures([one for one in comparison.differences if one.finding != "same" and _is_something(one)])
+    yield _figures([one for one in comparison.differences if one.finding != "same" and (one.a or one.b)])
     same = sum(one.finding == "same" for one in comparison.differences)
     if same:
         yield Text(f"{same} more figure{'s are' if same > 1 else ' is'} the same in both.", style="dim")
@@ -80,10 +80,6 @@ def _parts(comparison: Comparison) -> Iterator[RenderableType]:
     if comparison.settings:
         yield Text()
         yield _settings(comparison.settings)
-
-
-def _is_something(one: Difference) -> bool:
-    return bool(one.a or one.b)
 
 
 def _figures(differences: list[Difference]) -> Table:

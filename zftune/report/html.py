@@ -68,7 +68,7 @@ def contents(document: Document) -> tuple[str, dict[str, Any]]:
     """What the page says, as HTML, and its figures by the ids of their places, as plotly.js takes them."""
     charts = {"timeline": timeline_chart(document), "run": run_chart(document), "roofs": roofs_chart(document)}
     figures = {name: chart.figure.to_plotly_json() for name, chart in charts.items() if chart is not None}
-    sections = (_head(document), *_charts(document, charts), *_tables(document), _foot(document))
+    sections = (_head(document), *_charts(document, charts), *_tables(document), foot(document))
     return "\n".join(sections), figures
 
 
@@ -115,13 +115,16 @@ def _head(document: Document) -> str:
     verdict = document["verdict"] or ["No verdict: the figures follow."]
     sentences = "\n".join(f'<p class="verdict">{escape(sentence)}</p>' for sentence in verdict)
     subject, place = escape(_subject(document)), escape(_place(document))
+    figures = ((title, value, tables.unbroken(more)) for title, value, more in tables.key_figures(document))
     named = f'<h1>zftune profile · {subject}</h1>\n<p class="place">{place}</p>'
-    return f"<header>\n{named}\n{sentences}\n{_rig(document)}{tables.tiles(document)}\n</header>"
+    return f"<header>\n{named}\n{sentences}\n{about_rig(document['rig'])}{tables.tiles(figures)}\n</header>"
 
 
-def _foot(document: Document) -> str:
-    version, schema = escape(document["software"]["zftune"]), escape(document["schema"])
-    return f"<footer>Written by zftune {version} from a {schema} document, which this page holds as JSON.</footer>"
+def foot(document: Document) -> str:
+    """What wrote a page, and from what."""
+    version = document.get("zftune") or document["software"]["zftune"]
+    text = f"Written by zftune {version} from a {document['schema']} document, which this page holds as JSON."
+    return f"<footer>{escape(text)}</footer>"
 
 
 def _subject(document: Document) -> str:
@@ -153,12 +156,12 @@ def _count(count: int, name: str) -> str:
     return f"{count} {name}" if count == 1 else f"{count} {name}s"
 
 
-def _rig(document: Document) -> str:
-    rig = document["rig"]
+def about_rig(rig: Mapping[str, Any] | None) -> str:
+    """That times are an emulated accelerator's, where they are."""
     if rig is None:
         return ""
-    text = f"Emulated hardware: times come from the rig {rig['name']}, not from a GPU. {rig['source']}"
-    return f'<p class="rig">{escape(text)}</p>\n'
+    text = f"Emulated hardware: times come from the rig {rig['name']}, not from a GPU. {rig.get('source', '')}"
+    return f'<p class="rig">{escape(text.strip())}</p>\n'
 
 
 def _charts(document: Document, charts: dict[str, Chart | None]) -> Iterable[str]:
@@ -223,4 +226,9 @@ def _tables(document: Document) -> Iterable[str]:
         ("Knobs", tables.knobs_table(document), False),
         ("Workload, machine and versions", tables.machine_table(document), False),
     ):
-        yield f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>\n{content}</details>"
+        yield details(title, content, is_open=is_open)
+
+
+def details(title: str, content: str, *, is_open: bool) -> str:
+    """A part of a page that can be folded."""
+    return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>\n{content}</details>"

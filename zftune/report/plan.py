@@ -8,7 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from zftune.report.html import page, section
+from zftune.report.html import details, foot, page, section
 from zftune.report.values import Chart, axis, layout
 from zftune.text import amount, ms, number, percent, size
 
@@ -28,14 +28,13 @@ def plan_html(document: Mapping[str, Any]) -> str:
         "makes updates later, not steps shorter. In the table, least S is the shortest window with which the host "
         "keeps up. Memory is left out here."
     )
-    written = f"Written by zftune {document['zftune']} from a {document['schema']} document, which this page holds."
     parts = [
         _head(document),
         section("curves", "Step time over the update interval", lead, chart, ""),
-        _details("Settings", _settings(document), is_open=True),
-        _details("Memory of the proposal", _memory(document), is_open=True),
-        _details("The machine's figures and their sources", _sources(document), is_open=False),
-        f"<footer>{escape(written)}</footer>",
+        details("Settings", _settings(document), is_open=True),
+        details("Memory of the proposal", _memory(document), is_open=True),
+        details("The machine's figures and their sources", _sources(document), is_open=False),
+        foot(document),
     ]
     title = f"zftune plan: {document['model']['name']} on {document['machine']['name']}"
     return page(title, "\n".join(parts), document, {"curves": chart.figure.to_plotly_json()})
@@ -118,10 +117,6 @@ def _head(document: Mapping[str, Any]) -> str:
         f'<header>\n<h1>zftune plan · {escape(subject)}</h1>\n<p class="place">{escape(place)}</p>\n'
         f"{sentences}\n</header>"
     )
-
-
-def _details(title: str, content: str, *, is_open: bool) -> str:
-    return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>\n{content}</details>"
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -231,22 +231,23 @@ def machine_table(document: Document) -> str:
     return table(("field", "value"), rows, ("name",))
 
 
-def tiles(document: Document) -> str:
-    """The key figures."""
+def tiles(figures: Iterable[tuple[str, str, str]]) -> str:
+    """Key figures, each with a title and what else is to be said; nothing where there are none."""
     cells = "".join(
-        f"<div><dt>{escape(title)}</dt><dd>{escape(value)}<small>{escape(_unbroken(more))}</small></dd></div>"
-        for title, value, more in _tiles(document)
+        f"<div><dt>{escape(title)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
+        for title, value, more in figures
     )
-    return f'<dl class="tiles">{cells}</dl>'
+    return f'<dl class="tiles">{cells}</dl>' if cells else ""
 
 
-def _unbroken(text: str) -> str:
+def unbroken(text: str) -> str:
     """Text that breaks at its commas only, but for parts that are wider than a tile."""
     parts = text.split(", ")
     return ", ".join(part if len(part) > _TILE_CHARS else part.replace(" ", "\u00a0") for part in parts)
 
 
-def _tiles(document: Document) -> Iterable[tuple[str, str, str]]:
+def key_figures(document: Document) -> Iterable[tuple[str, str, str]]:
+    """Those of a profile: title, value and more."""
     step, stall, speed, roofs = (document[field] for field in ("step_ms", "stall", "throughput", "roofs"))
     yield "Step", ms(step["mean"]), f"p50 {ms(step['p50'])}, p95 {ms(step['p95'])}"
     if speed["tokens_per_s"] is not None:

@@ -10,8 +10,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from zftune.explain import words
-from zftune.report.html import page, section
-from zftune.report.tables import table
+from zftune.report.html import about_rig, details, foot, page, section
+from zftune.report.tables import table, tiles
 from zftune.report.tune_knobs import importance_chart, knobs_chart, plane_chart
 from zftune.report.values import Chart, axis, layout
 from zftune.text import amount, ms, number, percent
@@ -172,7 +172,7 @@ def tune_page(document: Document) -> str:
         document: what `zftune tune --json` or `zftune explain --json` writes.
     """
     charts = _charts(document)
-    body = [_head(document), *(text for text, _ in charts.values()), *_tables(document), _foot(document)]
+    body = [_head(document), *(text for text, _ in charts.values()), *_tables(document), foot(document)]
     figures = {name: chart.figure.to_plotly_json() for name, (_, chart) in charts.items() if chart is not None}
     return page(_title(document), "\n".join(body), document, figures)
 
@@ -205,24 +205,8 @@ def _head(document: Document) -> str:
     title = escape(_title(document).replace(": ", " · ", 1))
     return (
         f'<header>\n<h1>{title}</h1>\n<p class="place">{escape(" · ".join(map(str, place)))}</p>\n'
-        f"{lines}\n{_rig(document)}{_tiles(document)}\n</header>"
+        f"{lines}\n{about_rig(document['rig'])}{tiles(_figures(document))}\n</header>"
     )
-
-
-def _rig(document: Document) -> str:
-    rig = document["rig"]
-    if rig is None:
-        return ""
-    text = f"Emulated hardware: times come from the rig {rig['name']}, not from a GPU. {rig.get('source', '')}"
-    return f'<p class="rig">{escape(text.strip())}</p>\n'
-
-
-def _tiles(document: Document) -> str:
-    cells = "".join(
-        f"<div><dt>{escape(title)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
-        for title, value, more in _figures(document)
-    )
-    return f'<dl class="tiles">{cells}</dl>' if cells else ""
 
 
 def _figures(document: Document) -> Iterator[tuple[str, str, str]]:
@@ -253,17 +237,11 @@ def _figures(document: Document) -> Iterator[tuple[str, str, str]]:
 def _counts(document: Document) -> tuple[str, str]:
     eras, trials = document["eras"], document["trials"]
     made = sum(era["measurements"] for era in eras)
-    tried = sum(trial["step_ms"] is not None or trial["earlier_step_ms"] is not None for trial in trials)
+    counted = (one for one in document["history"] if one["role"] != "hold" and one["status"] in ("measured", "aborted"))
+    tried = len({one["trial"] for one in counted})
     unseen = sum(trial["state"] == "rejected" for trial in trials)
     since = f"; {eras[-1]['measurements']} since step times changed" if len(eras) > 1 else ""
     return str(made), f"of {tried} settings{since}; {unseen} more rejected unseen"
-
-
-def _foot(document: Document) -> str:
-    text = (
-        f"Written by zftune {document['zftune']} from a {document['schema']} document, which this page holds as JSON."
-    )
-    return f"<footer>{escape(text)}</footer>"
 
 
 # --- charts -----------------------------------------------------------------------------------------------------------
@@ -322,22 +300,18 @@ def _tables(document: Document) -> Iterator[str]:
     tried = [trial for trial in document["trials"] if trial["state"] != "rejected"]
     unseen = [trial for trial in document["trials"] if trial["state"] == "rejected"]
     if document["decisions"]:
-        yield _details("Decisions", _decisions(document), is_open=True)
+        yield details("Decisions", _decisions(document), is_open=True)
     if tried:
-        yield _details("Settings", _trials(document, tried), is_open=True)
+        yield details("Settings", _trials(document, tried), is_open=True)
     if unseen:
         reasons = table(
             ("settings", "why"), [(str(one["count"]), one["reason"]) for one in words.rejected(unseen)], ("value",)
         )
-        yield _details("Why settings were rejected unseen", reasons, is_open=True)
-        yield _details("Settings that were rejected unseen", _trials(document, unseen), is_open=False)
+        yield details("Why settings were rejected unseen", reasons, is_open=True)
+        yield details("Settings that were rejected unseen", _trials(document, unseen), is_open=False)
     if document["notices"]:
         lines = "".join(f'<p class="note">{escape(notice)}</p>' for notice in document["notices"])
-        yield _details("Notices", lines, is_open=True)
-
-
-def _details(title: str, content: str, *, is_open: bool) -> str:
-    return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>\n{content}</details>"
+        yield details("Notices", lines, is_open=True)
 
 
 def _decisions(document: Document) -> str:
@@ -360,7 +334,7 @@ def _decisions(document: Document) -> str:
 
 def _trials(document: Document, trials: Sequence[Mapping[str, Any]]) -> str:
     fates, eras = words.fates(document), document["eras"]
-    heads = ("", "setting", "by", "measured", "planner", "staleness", "state", "why")
+    heads = ("", "setting", "by", "measured", "planner", "mean staleness", "weighted staleness", "state", "why")
     rows: list[Sequence[str]] = []
     earlier = set()
     for era in range(max(1, len(eras)) - 1, -1, -1):
@@ -370,7 +344,7 @@ def _trials(document: Document, trials: Sequence[Mapping[str, Any]]) -> str:
         if era < len(eras) - 1:
             earlier |= set(range(len(rows), len(rows) + len(those)))
         rows += [_trial(trial, fates[trial["number"]]) for trial in those]
-    return table(heads, rows, ("value", "", "", "value", "value", "value", "", "source"), earlier)
+    return table(heads, rows, ("value", "", "", "value", "value", "value", "value", "", "source"), earlier)
 
 
 def _trial(trial: Mapping[str, Any], fate: str) -> Sequence[str]:
@@ -380,7 +354,8 @@ def _trial(trial: Mapping[str, Any], fate: str) -> Sequence[str]:
         str(trial["source"]),
         _ms(trial["step_ms"] if trial["step_ms"] is not None else trial["earlier_step_ms"]),
         _ms(trial["predicted_step_ms"]),
-        "" if trial["staleness_steps"] is None else number(trial["staleness_steps"]),
+        _steps(trial["staleness_steps"]),
+        _steps(trial["quality_cost_steps"]),
         fate,
         trial["reason"] or "",
     )
@@ -388,3 +363,7 @@ def _trial(trial: Mapping[str, Any], fate: str) -> Sequence[str]:
 
 def _ms(value: float | None) -> str:
     return "" if value is None else ms(value)
+
+
+def _steps(value: float | None) -> str:
+    return "" if value is None else f"{number(value)} steps"

@@ -57,13 +57,14 @@ def axis(title: str | None = None, **more: Any) -> dict[str, Any]:
 
 def reason(document: Document, *names: str) -> str:
     """Why the first of these fields that has a reason is null."""
-    for name in names:
-        parts = name.split(".")
-        for length in range(len(parts), 0, -1):
-            found = document["missing"].get(".".join(parts[:length]))
-            if found is not None:
-                return str(found)
-    return "it was not recorded"
+    return next(filter(None, (_nearest(document["missing"], name) for name in names)), "it was not recorded")
+
+
+def _nearest(table: Mapping[str, Any], name: str) -> str:
+    """What a table says of the longest name that a dotted one lies in; "": nothing."""
+    parts = name.split(".")
+    longest_first = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((str(table[part]) for part in longest_first if table.get(part) is not None), "")
 
 
 Document = Mapping[str, Any]
@@ -130,12 +131,7 @@ def shown(name: str, value: Any) -> str:
 
 def source_of(document: Document, name: str) -> str:
     """Where a figure comes from: the entry of the longest name that it lies in."""
-    parts = name.split(".")
-    for length in range(len(parts), 0, -1):
-        found = document["sources"].get(".".join(parts[:length]))
-        if found is not None:
-            return str(found)
-    return ""
+    return _nearest(document["sources"], name)
 
 
 def samples(document: Document, source: str) -> list[Mapping[str, Any]]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Literal
 
 from zftune import agent
@@ -87,13 +87,11 @@ class Interrupts:
         self._before = {signum: signal.signal(signum, self._note) for signum in FORWARDED}  # another thread may get it
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.came()
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
-        self._holding.__exit__(kind, error, trace)
+        self._holding.__exit__(None, None, None)
 
     def _note(self, signum: int, _frame: FrameType | None) -> None:
         self.signum = signum

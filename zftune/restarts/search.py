@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zftune.doctor.software import defects
-from zftune.errors import BadInputError, ProfileError, ZftuneError
+from zftune.errors import BadInputError, ProfileError, noting
 from zftune.profile.command.records import Rank
 from zftune.restarts.process import Asked, Ended, Interrupts, Plan, ProcessTrial
 from zftune.restarts.upstream import Upstream, seeds, space_for
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from zftune.restarts.document import OnProgress, RestartOptions
     from zftune.store.store import Store
     from zftune.tuner.recorder import StoreRecorder
-    from zftune.tuner.space import Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +224,8 @@ class Restarts:
             ),
         )
         self.search, self._recorder = begun.search, begun.recorder
+        if self._recorder is not None:
+            self._recorder.predicts = False  # nobody predicts upstream's times
         if begun.sentence:
             self.notices.append(begun.sentence)
             self.on_progress(begun.sentence, self.search)
@@ -257,16 +258,16 @@ class Restarts:
             world_size=int(ranks[0].header["world_size"]),
             checkpointing=bool(model.get("checkpointing")),
         )
-        return Recording(self.rows, facts, quality)
+        return Recording(self.rows, facts, quality, study=self.options.study)
 
     # --- every other run ---------------------------------------------------------------------------------------------
 
     def _next(self) -> Request | None:
         search = self._searched()
         known = len(search.book.trials)
-        request = search.next()
+        request = search.next() if self._recorder is None else self._recorder.choose(search)
         for trial in search.book.trials[known:]:
-            trial.forecast = None  # nobody predicts upstream's times
+            trial.forecast = None
         if request is not None and self.runs >= self.options.most_measurements:
             # Crashes are no measurements, and where times change the search counts anew: runs are what was promised.
             search.stop(messages.enough_runs(self.runs))
@@ -412,11 +413,9 @@ class Restarts:
         if self.search is not None and self.interrupted:
             self.search.stop("Interrupted.", interrupted=True)
         if self._recording is not None and self.search is not None:
-            try:
-                unfinished = self.interrupted or self.too_short is not None or not _is_over(self.search)
+            unfinished = self.interrupted or self.too_short is not None or not _is_over(self.search)
+            with noting(self.notices):
                 self._recording.finish(self.search, unfinished=unfinished)
-            except ZftuneError as error:
-                self.notices.append(f"{error}.")
             self.notices += self._recording.notices
 
     def _searched(self) -> Search:

@@ -127,8 +127,8 @@ class Upstream:
 class UpstreamSpace(Space):
     """A space whose staleness is that of upstream's schedule."""
 
-    def cost(self, setting: Setting) -> float:
-        return (1.0 - self.coverage(setting.topk_ratio)) * upstream_staleness_steps(setting)
+    def mean_staleness_steps(self, setting: Setting) -> float:
+        return upstream_staleness_steps(setting)
 
 
 def space_for(upstream: Upstream, asked: str | None, *, has_loss: bool, has_scheduler: bool, sub_groups: int) -> Space:

@@ -39,5 +39,5 @@ def open_store(
 
     environment = os.environ if environment is None else environment
     value = environment.get(DATABASE, "") if url is None else url
-    database, path, notices = open_database(value, environment, home_of(environment), root)
+    database, path, notices = open_database(value, environment, home_of(environment), root, clock)
     return Store(database, path, notices, clock)

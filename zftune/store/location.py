@@ -6,16 +6,23 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
+
+from zftune.errors import BadInputError
 
 DATABASE = "ZFTUNE_DB"
 """Environment variable that names the store."""
 NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "fuse.sshfs", "9p")
 """Types of file systems, or what they begin with, on which SQLite's locks cannot be trusted."""
 
+SERVER_URL = "postgresql+psycopg://USER:PASSWORD@HOST:PORT/DATABASE"
+
 _SERVER = re.compile(r"(\w+)(?:\+\w+)?://")
+_POSTGRESQL = re.compile(r"postgresql(?:\+psycopg)?://")
+_USER = re.compile(r"(?<=://).*(?=@)", re.DOTALL)
+_SECRETS = re.compile(r"((?:password|sslpassword)=)[^&#]*", re.IGNORECASE)
 _SQLITE = re.compile(r"^sqlite(?:\+\w+)?:///")
 _URI = re.compile(r"^file:(?://(?:localhost)?(?=/))?")
 
@@ -25,7 +32,7 @@ class Location:
     """A database: a file, a server, or memory where both are None."""
 
     path: Path | None
-    url: str | None
+    url: str | None = field(repr=False)
     shown: str
     """How to call it, without a user's name or a password."""
 
@@ -37,8 +44,42 @@ class Location:
             return os.fsencode(real).decode("utf-8", "backslashreplace")
         if self.url is not None:
             kind = self.url.partition("://")[0].partition("+")[0]
-            return f"{kind} server {hashlib.sha256(self.url.encode(errors='surrogateescape')).hexdigest()[:8]}"
+            where = masked(self.url).partition("://")[2]
+            return f"{kind} server {hashlib.sha256(where.encode(errors='surrogateescape')).hexdigest()[:8]}"
         return "memory"
+
+
+def masked(url: str) -> str:
+    """A URL of a server, or what was meant as one, without a password: for sentences.
+
+    Args:
+        url: any text; of what stands before an "@", no more is left than the user's name.
+    """
+    hidden = _USER.sub(_without_password, url)
+    return _SECRETS.sub(r"\1***", hidden)
+
+
+def _without_password(user: re.Match[str]) -> str:
+    name, colon, _ = user[0].partition(":")
+    return f"{name}:***" if colon else name
+
+
+def check_server(url: str) -> None:
+    """Refuse what is no URL of a server that can be a store; without trying it.
+
+    Raises:
+        BadInputError: says what is wrong; without a password.
+    """
+    user = _USER.search(url)
+    if user is not None and (user[0].count(":") > 1 or re.search(r"[@/?#\s]", user[0])):
+        fault = "a special character of its password must be percent-encoded (%40 for @, %3A for :, %2F for /)"
+    elif _POSTGRESQL.match(url) is None:
+        fault = f"it must be a path, sqlite:///PATH or {SERVER_URL}"
+    elif not url.partition("://")[2].partition("?")[0].rpartition("@")[2].partition("/")[2]:
+        fault = f"it names no database; it must be {SERVER_URL}"
+    else:
+        return
+    raise BadInputError(f"${DATABASE} is '{masked(url)[:200]}'; {fault}")
 
 
 def home_of(environment: Mapping[str, str]) -> Path | None:

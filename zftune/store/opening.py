@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import socket
 import sqlite3
 import stat
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from sqlalchemy import URL, Connection, Engine, StaticPool, create_engine, event, inspect, make_url, text
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy import URL, Connection, Engine, NullPool, StaticPool, create_engine, event, inspect, make_url, text
+from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from zftune.errors import BadInputError, MissingPackageError, StoreError
 from zftune.store import files
-from zftune.store.location import Location, locate, network_file_system, node_local
+from zftune.store.location import Location, check_server, locate, network_file_system, node_local
 from zftune.store.tables import Base
 
 if TYPE_CHECKING:
@@ -29,11 +32,25 @@ if TYPE_CHECKING:
 
 
 BUSY_TIMEOUT_S = 60.0
+CONNECT_S = 5
+"""Whole seconds, as libpq takes them: a server is given up that does not let anybody in by then."""
+ANSWER_S = 10.0
+"""Most seconds of a transaction on a server; its connection is given up that takes longer."""
+_MIGRATION_S = 60.0
 
 _T = TypeVar("_T")
 _WRITES = "zftune_writes"
-_ATTEMPTS = 3
-_json = partial(json.dumps, allow_nan=False)
+_ATTEMPTS = 10  # of as many processes that save a preset of one name at once, the last
+_PAUSES_S = (0.1, 0.25, 0.5, 1.0)
+_CLASHES = ("40001", "40P01")
+"""PostgreSQL's serialization failure and deadlock: the transaction is to be run again."""
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError) as error:  # which psycopg, that calls this itself, passes on as they are
+        raise SQLAlchemyError(str(error)) from error
 
 
 class Database:
@@ -48,25 +65,51 @@ class Database:
     def __init__(self, engine: Engine, shown: str, *, serial: bool = False) -> None:
         self.engine = engine
         self.shown = shown
+        self.is_server = engine.dialect.name != "sqlite"
+        self.ahead_s = 0.0
+        """By how much a server's clock is before this machine's: several machines go by the server's."""
+        snapshot = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True} if self.is_server else {}
+        self._reading = engine.execution_options(**snapshot)
         self._writing = engine.execution_options(**{_WRITES: True})
         self._turn: Any = threading.RLock() if serial else nullcontext()
+        self._patience = threading.local()
+
+    @contextlib.contextmanager
+    def patient(self, seconds: float, hurry: threading.Event) -> Iterator[None]:
+        """Wait inside for a server that is away, in this thread.
+
+        Args:
+            seconds: at most.
+            hurry: ends it.
+        """
+        self._patience.until_s, self._patience.hurry = time.monotonic() + seconds, hurry
+        try:
+            yield
+        finally:
+            self._patience.until_s = 0.0
 
     def write(self, work: Callable[[Session], _T]) -> _T:
         """Run `work` in a transaction of its own and commit it; again where another process wrote the same row first.
 
         Raises:
-            StoreError: it could not be kept; nothing of it was.
+            StoreError: it could not be kept; nothing of it was, unless the sentence says that this is not known.
         """
-        for attempt in range(1, _ATTEMPTS + 1):
+        pauses, clashes = iter(_PAUSES_S), 0
+        while True:
+            result, number = None, None
             try:
                 with self._turn, Session(self._writing, expire_on_commit=False) as session, session.begin():
-                    return work(session)
-            except IntegrityError as error:
-                if attempt == _ATTEMPTS:
-                    raise self._failed("could not be written", error) from error
+                    result = work(session)
+                    session.flush()
+                    number = self._number_of(session)
+                return result
             except SQLAlchemyError as error:
-                raise self._failed("could not be written", error) from error
-        raise AssertionError("unreachable")
+                lost, clashes = _is_lost(error), clashes + _is_clash(error)
+                if lost and number is not None and self._was_kept(number, error):
+                    return cast("_T", result)
+                again = _is_clash(error) or (lost and (number is not None or self._wait(pauses)))
+                if not again or clashes == _ATTEMPTS:
+                    raise self._failed("could not be written", error) from error
 
     def read(self, work: Callable[[Session], _T]) -> _T:
         """Run `work` on one snapshot.
@@ -74,15 +117,48 @@ class Database:
         Raises:
             StoreError: it could not be read.
         """
-        try:
-            with self._turn, Session(self.engine) as session, session.begin():
-                return work(session)
-        except SQLAlchemyError as error:
-            raise self._failed("could not be read", error) from error
+        pauses = iter(_PAUSES_S)
+        while True:
+            try:
+                with self._turn, Session(self._reading) as session, session.begin():
+                    return work(session)
+            except SQLAlchemyError as error:
+                if not (_is_lost(error) and self._wait(pauses)):
+                    raise self._failed("could not be read", error) from error
 
     def close(self) -> None:
         """Close every connection."""
         self.engine.dispose()
+
+    def _wait(self, pauses: Iterator[float]) -> bool:
+        """Wait a moment for a server that is away; False: it was long enough."""
+        left_s = getattr(self._patience, "until_s", 0.0) - time.monotonic()
+        if not self.is_server or left_s <= 0:
+            return False
+        ended: bool = self._patience.hurry.wait(min(left_s, next(pauses, _PAUSES_S[-1])))
+        return not ended
+
+    def _number_of(self, session: Session) -> int | None:
+        """Of a server's transaction that has written: where its connection is lost, the server is asked about it."""
+        return session.scalar(_TRANSACTION) if self.is_server else None
+
+    def _was_kept(self, number: int, error: SQLAlchemyError) -> bool:
+        """Whether a transaction was committed, the answer to whose commit was lost.
+
+        Raises:
+            StoreError: nobody can say.
+        """
+        pauses, status = iter(_PAUSES_S), "in progress"
+        while status == "in progress":
+            try:
+                with self.engine.connect() as connection:
+                    status = connection.execute(_STATUS, {"number": number}).scalar() or "unknown"
+            except SQLAlchemyError as again:
+                if not _is_lost(again):
+                    raise self._failed("could not be read", again) from again
+            if status == "in progress" and not self._wait(pauses):
+                raise self._failed("was lost in the midst of a write, and whether that was kept is not known", error)
+        return status == "committed"
 
     def _failed(self, what: str, error: SQLAlchemyError) -> StoreError:
         return StoreError(f"{self.shown} {what} ({cause_of(error)})")
@@ -101,19 +177,38 @@ def memory_engine() -> Engine:
     return _sqlite(create_engine("sqlite://", json_serializer=_json, **options))
 
 
-def server_engine(url: str) -> Engine:
-    """Connections to a database server.
+def server_engine(url: str, answer_s: float | None = None) -> Engine:
+    """Connections to a database server: one for each transaction, so that a fleet holds none that it does not use.
+
+    Args:
+        url: of `check_server`.
+        answer_s: that a transaction may take; None: `ANSWER_S`.
 
     Raises:
         SQLAlchemyError: the URL is none.
         ImportError: its driver is not installed.
     """
+    wanted = make_url(url).set(drivername="postgresql+psycopg")
+    answer_s = ANSWER_S if answer_s is None else answer_s
+    limits = {"connect_timeout": CONNECT_S, "application_name": "zftune"}
+    given = {name: value for name, value in limits.items() if name not in wanted.query}
     try:
-        return create_engine(url, json_serializer=_json, pool_pre_ping=True)
+        engine = create_engine(wanted, json_serializer=_json, poolclass=NullPool, connect_args=given)
     except ModuleNotFoundError as error:
-        if make_url(url).get_backend_name() != "postgresql":
-            raise
         raise MissingPackageError("psycopg", "PostgreSQL") from error
+
+    def watch(connection: Any, record: Any) -> None:
+        record.info["zftune_limit"] = limit = threading.Timer(answer_s, _hang_up, (connection,))
+        limit.daemon = True
+        limit.start()
+
+    def over(_: Any, record: Any) -> None:
+        record.info.pop("zftune_limit").cancel()
+
+    event.listen(engine, "connect", watch)
+    event.listen(engine, "close", over)
+    event.listen(engine, "begin", partial(_on_server_begin, answer_s=answer_s))
+    return engine
 
 
 def cause_of(error: BaseException) -> str:
@@ -121,6 +216,40 @@ def cause_of(error: BaseException) -> str:
     original = getattr(error, "orig", None) or error
     lines = str(original).strip().splitlines() or [type(original).__name__]
     return lines[0][:200].rstrip(".")
+
+
+def _is_clash(error: SQLAlchemyError) -> bool:
+    """Whether a transaction may succeed if it is run again: another one was before it."""
+    state = getattr(getattr(error, "orig", None), "sqlstate", None)
+    return isinstance(error, IntegrityError) or state in _CLASHES
+
+
+def _is_lost(error: SQLAlchemyError) -> bool:
+    """Whether there is no connection to the server (any more)."""
+    state = getattr(getattr(error, "orig", None), "sqlstate", None)
+    away = state is None or state.startswith(("08", "57P"))  # 57P: it shuts down, it crashed, it starts up
+    return isinstance(error, OperationalError) and away
+
+
+def _on_server_begin(connection: Connection, answer_s: float) -> None:
+    # Neither a statement nor a client that was switched off holds anything for longer than its client waits.
+    connection.execute(_LIMITS, {"limit": str(round(answer_s * 1e3))})
+
+
+def _hang_up(connection: Any) -> None:
+    """End a connection whose server says nothing: whoever waits for it hears that it is lost."""
+    from psycopg import Error
+
+    with contextlib.suppress(Error, OSError), socket.socket(fileno=os.dup(connection.fileno())) as found:
+        found.shutdown(socket.SHUT_RDWR)  # unless it was closed meanwhile
+
+
+_LIMITS = text(
+    "SELECT set_config('statement_timeout', :limit, true),"
+    " set_config('idle_in_transaction_session_timeout', :limit, true)"
+)
+_TRANSACTION = text("SELECT txid_current_if_assigned()")
+_STATUS = text("SELECT txid_status(:number)")
 
 
 def _sqlite(engine: Engine) -> Engine:
@@ -250,7 +379,7 @@ def _make_room(path: Path, backup: Path) -> Path | None:
 
 _IN_MEMORY = "what zftune learns is kept in memory until it ends"
 _MEMORY = "the store in memory"
-_ADVISORY_LOCK = 0x7A6674756E65  # "zftune"
+MIGRATION_LOCK = "zftune"
 
 
 class Unusable(Exception):  # noqa: N818 - a finding that becomes a notice
@@ -262,7 +391,11 @@ class Unwritable(Unusable):
 
 
 def open_database(
-    value: str, environment: Mapping[str, str], home: Path | None, root: Path
+    value: str,
+    environment: Mapping[str, str],
+    home: Path | None,
+    root: Path,
+    clock: Callable[[], float] = time.time,
 ) -> tuple[Database, Path | None, list[str]]:
     """Open the database that is asked for, or the best that can be had in its place.
 
@@ -271,6 +404,7 @@ def open_database(
         environment: for the default.
         home: of the user, if there is one.
         root: stands for "/" where the mounts are read.
+        clock: wall clock of this machine, seconds.
 
     Returns:
         The database, its file if it is one, and a sentence for each thing to know.
@@ -279,7 +413,7 @@ def open_database(
     location = locate(value, environment, home)
     try:
         if location.url is not None:
-            return Database(_server(location.url), location.shown), None, notices
+            return _server(location, clock), None, notices
         if location.path is None:
             notices.append(_asked_for_memory(location, home))
         else:
@@ -287,6 +421,8 @@ def open_database(
             with _reasons():
                 prepare(path)
                 return Database(file_engine(path), shown), path, notices
+    except BadInputError as error:
+        notices.append(f"{error}: {_IN_MEMORY}")
     except Unusable as reason:
         shown = location.shown if not notices else "the store"
         copied = _copy_in_memory(location.path) if isinstance(reason, Unwritable) else None
@@ -404,31 +540,41 @@ def _copy_in_memory(path: Path | None) -> Engine | None:
         return None
 
 
-def _server(url: str) -> Engine:
+def _server(location: Location, clock: Callable[[], float]) -> Database:
+    assert location.url is not None
+    check_server(location.url)
     with _reasons():
-        engine = server_engine(url)
-        with engine.connect() as connection:
+        database = Database(server_engine(location.url), location.shown)
+        with database.engine.connect() as connection:
             tables = set(inspect(connection).get_table_names())
             found = [] if "alembic_version" not in tables else connection.execute(_VERSION).scalars().all()
+            database.ahead_s = connection.execute(_NOW).scalar_one() - clock()
         check(files.FileState("ours" if found else "empty", revision=str(found[0]) if found else None))
         if not found or found[0] != HEAD:
-            _upgrade(engine)
-        return engine
+            _upgrade(server_engine(location.url, _MIGRATION_S))
+        return database
 
 
+_NOW = text("SELECT CAST(extract(epoch FROM clock_timestamp()) AS double precision)")
 _VERSION = text("SELECT version_num FROM alembic_version")
 
 
 def _upgrade(engine: Engine) -> None:
     with engine.execution_options(zftune_writes=True).begin() as connection:
-        _wait_for_turn(connection)
+        wait_for_turn(connection, MIGRATION_LOCK)
         upgrade(connection)
 
 
-def _wait_for_turn(connection: Connection) -> None:
-    """On a server, the lock that a file has beside it; it ends with the transaction."""
+def wait_for_turn(connection: Connection, name: str) -> None:
+    """Take a lock that ends with the transaction. A transaction that writes to a file is alone in any case.
+
+    Args:
+        connection: in a transaction that writes.
+        name: of the lock; those that have another one go on.
+    """
     if connection.dialect.name == "postgresql":
-        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
+        key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], signed=True)
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": key})
 
 
 def _short(revision: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -72,12 +74,12 @@ class Store(Presets, Runs):
         database: opened and of the newest schema.
         path: of its file, if it is one.
         notices: a sentence for each thing that is not as it should be.
-        clock: wall clock, seconds.
+        clock: wall clock of this machine, seconds; on a server all go by the server's.
     """
 
     def __init__(self, database: Database, path: Path | None, notices: list[str], clock: Callable[[], float]) -> None:
         self._database = database
-        self._clock = clock
+        self._clock = lambda: clock() + database.ahead_s
         self._living = RunLocks(path)
         self.path = path
         self.notices = notices
@@ -86,12 +88,26 @@ class Store(Presets, Runs):
     @property
     def is_kept(self) -> bool:
         """Whether what is written outlives this process."""
-        return self.path is not None or self._database.engine.dialect.name != "sqlite"
+        return self.path is not None or self.is_server
 
     @property
     def is_there(self) -> bool:
         """Whether the file is still the one that was opened: what is written into one that was removed is lost."""
         return self._file is None or (self.path is not None and _file(self.path) == self._file)
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it is on a database server, which others share and which may be away."""
+        return self._database.is_server
+
+    def patient(self, seconds: float, hurry: threading.Event) -> AbstractContextManager[None]:
+        """Wait inside for a database server that is away. For a thread that no training waits for.
+
+        Args:
+            seconds: at most.
+            hurry: ends it.
+        """
+        return self._database.patient(seconds, hurry)
 
     def close(self) -> None:
         """Close every connection. What was written stays; runs that are not over are lost, and may be resumed."""

@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,7 @@ def _quota_of(folder: Path) -> float | None:
     return quota / period if quota > 0 and period > 0 else None
 
 
+_GONE = (psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError)
 _NUMA_AFTER_NS = 2_000_000_000  # by then a process holds most of its memory
 
 
@@ -140,7 +141,7 @@ class Watched:
         """Ask anew which processes to watch."""
         for pid in self._pids():
             if pid not in self._processes:
-                with _gone_is_fine():
+                with suppress(*_GONE):
                     self._processes[pid] = psutil.Process(pid)
                     self._first_seen_ns[pid] = now_ns
 
@@ -150,7 +151,7 @@ class Watched:
         for pid, process in list(self._processes.items()):
             try:
                 figures = self._of(pid, process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
+            except _GONE:
                 del self._processes[pid]
                 continue
             total = {name: total.get(name, 0.0) + value for name, value in figures.items()}
@@ -170,7 +171,7 @@ class Watched:
         """Logical CPUs that at least one thread may run on; None where no process lives."""
         cores: set[int] = set()
         for process in self._processes.values():
-            with _gone_is_fine():
+            with suppress(*_GONE):
                 for thread in process.threads():
                     with suppress(ProcessLookupError):
                         cores |= os.sched_getaffinity(thread.id)
@@ -186,12 +187,6 @@ class Watched:
             for node, count in pages.items():
                 total[node] = total.get(node, 0) + count
         return total
-
-
-@contextmanager
-def _gone_is_fine() -> Iterator[None]:
-    with suppress(psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
-        yield
 
 
 def is_ours(pid: int) -> bool | None:
@@ -224,7 +219,7 @@ _IDLE = ("idle", "iowait")
 _COUNTED_ELSEWHERE = ("guest", "guest_nice")  # parts of user and nice
 
 _NO_PROCESS = "no process was watched in the measured time"
-_NO_READING = "no reading falls into the measured time"
+NO_READING = "no reading falls into the measured time"
 _REASONS = {
     "cpu_percent": _NO_PROCESS,
     "rss_bytes": _NO_PROCESS,
@@ -287,7 +282,7 @@ class HostSampler:
         """
         readings = self._log.between(begin_ns, end_ns)
         if not readings:
-            return None, {"": self._ticker.failure or _NO_READING}
+            return None, {"": self._ticker.failure or NO_READING}
         figures: dict[str, Any] = {field: mean(readings, field, begin_ns, end_ns) for field in _MEANS}
         throttled = mean(readings, "throttled_percent", begin_ns, end_ns)
         figures["throttled_fraction"] = None if throttled is None else throttled / 100
@@ -297,7 +292,7 @@ class HostSampler:
             seen = known(readings, field) or known(self._log.all(), field)
             figures[field] = int(max(seen)) if seen else None
         figures["samples"] = len(readings)
-        missing = {name: _REASONS.get(name, _NO_READING) for name, value in figures.items() if value is None}
+        missing = {name: _REASONS.get(name, NO_READING) for name, value in figures.items() if value is None}
         if self._ticker.failure is not None:
             missing["samples"] = self._ticker.failure
         return figures, missing

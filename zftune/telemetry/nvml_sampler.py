@@ -9,7 +9,7 @@ from itertools import pairwise
 from operator import methodcaller
 from typing import Any
 
-from zftune.telemetry.host_sampler import is_ours
+from zftune.telemetry.host_sampler import NO_READING, is_ours
 from zftune.telemetry.nvml import NvmlError, load_binding, nvml_session
 from zftune.telemetry.nvml_device import GPM_FIELDS, PCIE_FIELDS, DeviceReader, find_targets
 from zftune.telemetry.ticker import Ticker, known, mean, rows
@@ -39,7 +39,6 @@ _CLOCK_REASONS = {
 # A figure's reason may be that of the question that it comes from.
 _QUESTIONS = dict.fromkeys(GPM_FIELDS, "gpm") | dict.fromkeys(PCIE_FIELDS, "pcie")
 _QUESTIONS |= dict.fromkeys(("memory_used_bytes", "memory_total_bytes"), "memory")
-_NO_READING = "no reading falls into the measured time"
 _MOST_BEYOND = 0.5  # share of a window that energy may be extrapolated over
 
 _PerDevice = Callable[["_Part"], float | None]
@@ -140,7 +139,7 @@ def _reason(devices: Sequence[DeviceReader], field: str) -> str:
             return reason
         if device.lost is not None:
             return device.lost[1]
-    return _NO_READING
+    return NO_READING
 
 
 def _losses(devices: Sequence[DeviceReader], begin_ns: int) -> Iterator[tuple[str, str]]:
@@ -266,7 +265,7 @@ class NvmlSampler:
                 return device.lost[1]
             if device.reasons and not device.log.all():
                 return next(iter(device.reasons.values()))
-        return "no reading falls into the measured time"
+        return NO_READING
 
     def _run(self, ticks: Iterator[None]) -> None:
         self._missing = {"": "NVML has not answered yet"}

@@ -60,6 +60,7 @@ class CurveBuilder:
         self._stride = 1
         self._buckets: dict[int, _Bucket] = {}
         self._changes: deque[KnobChange] = deque(maxlen=_MOST_CHANGES)
+        self._first: int | None = None
         self._last = 0
 
     def step(self, step: int, step_ms: float | None, coverage: float | None) -> None:
@@ -69,6 +70,7 @@ class CurveBuilder:
         with self._lock:
             if step <= self._last:
                 self._forget(step)
+            self._first = step if self._first is None else min(self._first, step)
             self._last = step
             bucket = self._bucket(step)
             bucket.steps += 1
@@ -78,6 +80,9 @@ class CurveBuilder:
     def loss(self, step: int, loss: float) -> None:
         """Take the loss of a step, a finite number."""
         with self._lock:
+            if self._first is None and step <= self._last:  # a run that is gone on with; its step is heard of later
+                self._forget(step)
+                self._last = step - 1
             self._bucket(step).loss.add(loss)
 
     def change(self, step: int, knobs: Mapping[str, Any]) -> None:
@@ -87,14 +92,19 @@ class CurveBuilder:
             self._changes.append(KnobChange(step, dict(knobs)))
 
     def join(self, curve: Curve) -> None:
-        """Take in what was kept of earlier steps."""
+        """Take in what was kept of earlier steps, but for what a state that was loaded since has taken back."""
         with self._lock:
+            first = self._first
             for point in curve.points:
+                if first is not None and point.step >= first:
+                    break
+                self._last = max(self._last, point.step)
                 known = _Bucket(point.step, point.steps)
                 for name in ("step_ms", "loss", "coverage"):
                     getattr(known, name).add(getattr(point, name), max(1, point.steps))
                 self._bucket(point.step).join(known)
-            changes = sorted((*curve.changes, *self._changes), key=lambda one: one.step)
+            earlier = (one for one in curve.changes if first is None or one.step < first)
+            changes = sorted((*earlier, *self._changes), key=lambda one: one.step)
             self._changes = deque(changes, maxlen=_MOST_CHANGES)
 
     def curve(self) -> Curve:

@@ -18,19 +18,22 @@ from zenflow import ZenFlowError
 from zenflow.clock import Clock
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.store.account import Account, Count, Counter
+from zftune.store.location import meant_by
 from zftune.tuner.executor import Executor, TuningContext, live_search
-from zftune.tuner.messages import Followed, conclusion
+from zftune.tuner.messages import conclusion
+from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.sampler_process import SamplerError, SamplerProcess, gentle_share
 from zftune.tuner.search import Search
 from zftune.tuner.setup import Preparation, Prepared
 from zftune.tuner.training_info import SINGLE_RANK, TuneRequest, WarmupStats, WorldInfo
-from zftune.tuner.worker import Background, Recorder, SearchWorker, ThreadWorker
+from zftune.tuner.worker import Background, SearchWorker, ThreadWorker
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
 
 
 _JOIN_S = 5.0
+_OPEN_S = 120.0  # longer than a lock is waited for, or a server
 _WARNING = 30
 _logger = logging.getLogger("zftune")
 
@@ -135,7 +138,7 @@ class _Left:
 
     preparing: Background[Prepared]
     sampler_process: SamplerProcess
-    store: Store | None
+    store: _OwnStore | None
     """To be closed, too."""
     pid: int
 
@@ -148,6 +151,25 @@ class _Left:
             self.preparing.result.recorder.interrupt()
         if self.store is not None:
             self.store.close()
+
+
+class _OwnStore:
+    """The user's own store, open or being opened: a training waits for no server, nor does its end."""
+
+    def __init__(self) -> None:
+        self._opening = Background(_user_store, "zftune-store")
+        if meant_by(os.environ).url is None:
+            self._opening.join(_OPEN_S)
+
+    def __call__(self) -> Store:
+        """It, once it is open."""
+        self._opening.join(_OPEN_S)
+        return self._opening.result
+
+    def close(self) -> None:
+        """Close it, if it is open; until it is, it holds nothing."""
+        if self._opening.done and not self._opening.failed:
+            self._opening.result.close()
 
 
 _thrown_away: queue.SimpleQueue[_Left] = queue.SimpleQueue()
@@ -192,15 +214,15 @@ class LocalDriver(SearchDriver):
         company: WorldInfo = SINGLE_RANK,
         name: str | None = None,
     ) -> None:
-        self._own_store = store is None
-        self._store = _user_store() if store is None else store or None
+        self._own_store = _OwnStore() if store is None else None
         self._clock = optimizer.device.clock
         # Mostly that loads modules: in simulated time it would be many a step that no training loses.
         self._preparing_s = wishes.search.thinking_s or 0.0
         self._sampler_process = _thinker_beside(self._clock)
         with contextlib.suppress(SamplerError):  # the planner thinks alone then, and the notes say so
             self._sampler_process.start()  # it loads while the warm-up lasts
-        self._preparation = Preparation(optimizer, wishes, self._store, self._sampler_process, company, name)
+        opened = self._own_store or (None if not store else lambda: store)
+        self._preparation = Preparation(optimizer, wishes, opened, self._sampler_process, company, name)
         self._preparing: Background[Prepared] | None = None
         self._prepared: Prepared | None = None
         self._told = 0
@@ -215,7 +237,7 @@ class LocalDriver(SearchDriver):
             return preparation.prepare(seen)
 
         self._preparing = Background(work, "zftune-prepare", self._clock, self._preparing_s)
-        left = _Left(self._preparing, self._sampler_process, self._store if self._own_store else None, os.getpid())
+        left = _Left(self._preparing, self._sampler_process, self._own_store, os.getpid())
         self._finalizer = weakref.finalize(self, _thrown_away.put, left)
         self._finalizer.atexit = False
 
@@ -250,21 +272,24 @@ class LocalDriver(SearchDriver):
         prepared, search = self._prepared, self.search
         if search is not None or not (ended.given_up or ended.steps == 0):  # else its reason was said, or nothing was
             over = ended.over or ended.given_up
-            remembered = prepared is not None and prepared.recorder is not None
-            account = Account() if prepared is None or prepared.recorder is None else prepared.recorder.account
+            recorder = None if prepared is None else prepared.recorder
+            account = Account() if recorder is None else recorder.account
             count = ended.count if not account.process else account.total
-            yield conclusion(search, Followed(ended.steps, ended.begins, over, remembered, count))
+            yield conclusion(
+                search, count, steps=ended.steps, begins=ended.begins, over=over, remembered=recorder is not None
+            )
         for remark in ended.remarks:
             if search is not None:
                 search.remark(remark)
         if prepared is not None and prepared.recording is not None:
-            prepared.recording.finish(prepared.search, unfinished=not ended.over)
+            if not prepared.recording.finish_soon(prepared.search, unfinished=not ended.over):
+                yield _WARNING, "The database server does not answer: the end of the run is not kept."
             yield from ((_WARNING, notice) for notice in prepared.recording.notices)
 
     def close(self) -> None:
         self._sampler_process.close()
-        if self._own_store and self._store is not None:
-            self._store.close()
+        if self._own_store is not None:
+            self._own_store.close()
 
     def _made(self) -> Prepared | None:
         if self._preparing is None or not self._preparing.done:
@@ -287,7 +312,7 @@ class LocalDriver(SearchDriver):
             self._take(self._preparing.result)
             self._preparing.result.search.stop("The tuning ended before its search began.")
 
-    def _worker(self, search: Search, recorder: Recorder | None) -> SearchWorker:
+    def _worker(self, search: Search, recorder: StoreRecorder | None) -> SearchWorker:
         return ThreadWorker(search, recorder, self._sampler_process, self._clock)
 
 

@@ -1,6 +1,6 @@
-"""Carries out in a training loop what a desk asks for: knobs change through `set_knobs`, without a restart.
+"""Carries out in a training loop what a worker asks for: knobs change through `set_knobs`, without a restart.
 
-Nothing here waits: step times come from the optimizer's own history, two steps late, and a desk (see
+Nothing here waits: step times come from the optimizer's own history, two steps late, and a worker (see
 `zftune.tuner.worker`) answers when it can, while training goes on under the incumbent's knobs.
 """
 
@@ -19,14 +19,16 @@ import torch
 from zenflow import ConfigError, HostMemoryError, StepStats
 from zenflow.errors import HostThreadsError, RankError
 from zenflow.optimizer import ZenFlowOptimizer
+from zftune.quality import at_full_rate, movement_percent
 from zftune.store.account import Counter
 from zftune.tuner.guard import Losses, LossGuard
+from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.scores import Pace
 from zftune.tuner.search import Search
 from zftune.tuner.space import Setting
 from zftune.tuner.states import OF_INCUMBENT, Outcome, Request, UnmeasuredSteps
 from zftune.tuner.training_info import device_limit
-from zftune.tuner.worker import Answer, DeskMaker, Recorder, SearchWorker, ThreadWorker
+from zftune.tuner.worker import Answer, DeskMaker, SearchWorker, ThreadWorker
 
 Change = Callable[[int, Mapping[str, Any]], None]
 """Told of the step after which new knobs hold (before the first step: that with which they do), and of the knobs."""
@@ -71,13 +73,17 @@ def change_knobs(optimizer: ZenFlowOptimizer, knobs: Mapping[str, Any]) -> Verdi
 class Changes(ABC):
     """Takes wishes for knobs, one at a time. No call waits for anybody but as training itself does."""
 
+    _verdict: Verdict | None = None
+    """What became of the last one, until that is taken."""
+
     @abstractmethod
     def ask(self, knobs: Mapping[str, Any]) -> None:
         """Want knobs changed; not before the last verdict was taken."""
 
-    @abstractmethod
     def verdict(self) -> Verdict | None:
         """What became of it, once; None: nobody knows yet."""
+        verdict, self._verdict = self._verdict, None
+        return verdict
 
     def withdraw(self) -> None:  # noqa: B027 - what is done at once cannot be taken back
         """Want no change any more; there is a verdict all the same."""
@@ -96,14 +102,9 @@ class AtOnce(Changes):
 
     def __init__(self, optimizer: ZenFlowOptimizer) -> None:
         self._optimizer = optimizer
-        self._verdict: Verdict | None = None
 
     def ask(self, knobs: Mapping[str, Any]) -> None:
         self._verdict = change_knobs(self._optimizer, knobs)
-
-    def verdict(self) -> Verdict | None:
-        verdict, self._verdict = self._verdict, None
-        return verdict
 
 
 class UnmeasuredCounter:
@@ -481,6 +482,7 @@ class Executor:
             between=self._between,
             pace=Pace.of(self._stats),
             ranks_ms=self._changes.ranks_ms(),
+            movement_percent=at_full_rate(movement_percent(self._stats), self._optimizer.param_groups),
         )
 
     def _void(self, reason: str) -> Outcome:
@@ -547,7 +549,7 @@ class Executor:
 
 
 def live_search(
-    scene: TuningContext, search: Search, *, recorder: Recorder | None = None, worker: DeskMaker | None = None
+    scene: TuningContext, search: Search, *, recorder: StoreRecorder | None = None, worker: DeskMaker | None = None
 ) -> Executor:
     """An executor of a search that is thought about in the process that trains.
 

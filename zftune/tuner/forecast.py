@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from zenflow import Rig, ZenFlowConfig
+from zenflow import CoverageCurve, Rig, ZenFlowConfig
 from zenflow.host.limits import available_host_bytes
 from zftune.planner.choosing import HEADROOM, choose, limits
 from zftune.planner.closed_form import predict
@@ -25,7 +25,6 @@ from zftune.tuner.states import Sampler
 if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
 
-    from zenflow import CoverageCurve
     from zftune.tuner.training_info import WorldInfo
 
 

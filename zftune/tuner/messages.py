@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zftune.store.account import Count
@@ -68,6 +67,11 @@ def made_room(trial: Trial, tight: Trial, outcome: Outcome, limit_bytes: int | N
         f"Adopted for GPU memory: {_what(trial, tight)}: the peak was {_mib(outcome.device_bytes)} of at most "
         f"{_mib(limit_bytes)}."
     )
+
+
+def made_earlier(trial: Trial, late: Trial, why: str) -> str:
+    """The weights move too far for updates that come as late as they did."""
+    return f"Adopted for the quality: {_what(trial, late)}: under {late.setting.differences(trial.setting)} {why}."
 
 
 def slower(trial: Trial, incumbent: Trial, seen: Gain) -> str:
@@ -149,9 +153,19 @@ def patience(misses: int) -> str:
     return f"The last {misses} settings were not adopted."
 
 
-def enough(measurements: int) -> str:
-    """As many measurements as there may be."""
-    return f"{measurements} measurements were made, another setting and its comparison would be too many."
+def enough(made: int, most: int, needed: int) -> str:
+    """As many measurements as there may be.
+
+    Args:
+        made: so far.
+        most: that may be made.
+        needed: for another setting.
+    """
+    count, left = f"{made} of {most} measurements {'was' if made == 1 else 'were'} made", most - made
+    if left <= 0:
+        return f"{count}."
+    verb = "is" if left == 1 else "are"
+    return f"{count}: another setting may take {needed} with its comparison, and {left} {verb} left."
 
 
 def enough_runs(runs: int) -> str:
@@ -175,45 +189,35 @@ def _what(trial: Trial, incumbent: Trial) -> str:
     return trial.setting.differences(incumbent.setting) or str(trial.setting)
 
 
-@dataclass(frozen=True, slots=True)
-class Followed:
-    """What a tuner has seen of the training."""
-
-    steps: int
-    """That were taken since it was attached."""
-    begins: int
-    """Steps before its search begins, at least."""
-    over: bool
-    """Whether the search came to its end, or was given up with a reason."""
-    remembered: bool
-    """Whether a later run can go on with it."""
-    count: Count
-    """What the run took and spent, all in all."""
-
-
-def conclusion(search: Search | None, followed: Followed) -> tuple[int, str]:
+def conclusion(
+    search: Search | None, count: Count, *, steps: int, begins: int, over: bool, remembered: bool
+) -> tuple[int, str]:
     """The last words, and the level that they are logged with: a warning where no setting could be tried.
 
     Where some could be it is up to four lines: knobs kept, time spent, gain with its error, what the guard did.
 
     Args:
         search: that is over, or was ended; None: it had not begun.
-        followed: the training.
+        count: what the run took and spent, all in all.
+        steps: that were taken since the tuner was attached.
+        begins: steps before its search begins, at least.
+        over: whether the search came to its end, or was given up with a reason.
+        remembered: whether a later run can go on with it.
     """
-    took = f"zftune tuned nothing: the training took {followed.steps} step{'' if followed.steps == 1 else 's'}"
-    early = f"{took} and ended before a first measurement, which begins after {followed.begins} steps and some seconds"
+    took = f"zftune tuned nothing: the training took {steps} step{'' if steps == 1 else 's'}"
+    early = f"{took} and ended before a first measurement, which begins after {begins} steps and some seconds"
     if search is None:
         return logging.WARNING, f"{early} of preparation."
     book, start = search.book, search.book.trials[0].setting
     tried = sum(trial.number != 0 and trial.state in _TRIED for trial in book.trials)
     measured = book.trials[0].state is TrialState.MEASURED
-    if not followed.over and not measured:
+    if not over and not measured:
         needed = start.update_interval + steps_of(start.update_interval)
         return logging.WARNING, f"{early} of preparation and takes {needed} more steps."
-    if not followed.over and not tried:
-        later = "; the next run of this training goes on from here" if followed.remembered else ""
+    if not over and not tried:
+        later = "; the next run of this training goes on from here" if remembered else ""
         return logging.WARNING, f"{took}, and only the settings that it began with were measured{later}."
-    return logging.INFO, "\n".join(_lines(search, followed.count, tried=tried, measured=measured))
+    return logging.INFO, "\n".join(_lines(search, count, tried=tried, measured=measured))
 
 
 def _lines(search: Search, count: Count, *, tried: int, measured: bool) -> Iterator[str]:

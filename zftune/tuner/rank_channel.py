@@ -237,11 +237,5 @@ def hosts_of_ranks(group: Any = None) -> list[str]:
     return names
 
 
-def several_ranks() -> bool:
-    """Whether this process trains with others."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
 def _line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]

@@ -62,7 +62,6 @@ class KnobConsensus(Changes):
         self._asked = False
         """Whether there is a verdict to come."""
         self._withdrawn = False
-        self._verdict: Verdict | None = None
         self._applied: Mapping[str, Any] | None = None
         self._own_us: deque[list[int]] = deque(maxlen=_ROUNDS)
         """Of each rank, by round."""
@@ -78,10 +77,6 @@ class KnobConsensus(Changes):
 
     def ask(self, knobs: Mapping[str, Any]) -> None:
         self._wish, self._asked, self._withdrawn = knobs, True, False
-
-    def verdict(self) -> Verdict | None:
-        verdict, self._verdict = self._verdict, None
-        return verdict
 
     def withdraw(self) -> None:
         if self._wish is not None:  # nobody has heard of it

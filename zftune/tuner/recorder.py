@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from zftune.errors import ZftuneError
+from zftune.errors import ZftuneError, noting
 from zftune.store.account import Account, Count
 from zftune.store.types import LEASE_S, Decision, Measurement, Run, TrialRecord, TrialState
 from zftune.tuner import messages
@@ -82,6 +84,7 @@ def measurement_row(
             **({"called_off": True} if outcome.called_off else {}),
             **({} if outcome.pace is None else {"pace": asdict(outcome.pace)}),
             **({"ranks_ms": list(outcome.ranks_ms)} if outcome.ranks_ms else {}),
+            **({} if outcome.movement_percent is None else {"movement_percent": outcome.movement_percent}),
         },
     )
 
@@ -191,6 +194,7 @@ def _outcome(row: Measurement) -> Outcome:
         called_off=about.get("called_off", False),
         pace=Pace(**about["pace"]) if "pace" in about else None,
         ranks_ms=tuple(about.get("ranks_ms", ())),
+        movement_percent=about.get("movement_percent"),
     )
 
 
@@ -212,6 +216,10 @@ def _tell(search: Search, told: Told) -> None:
     search.tell(told.outcome)
 
 
+PATIENCE_S = 30.0
+"""For so long a search waits for a database server that is away; its training does not."""
+_SHARED = ("start", "peer")
+"""Who proposes what every tuner of a study measures."""
 _LEASE_SPARE = 3.0  # a measurement takes no longer than so many times what is expected
 
 
@@ -221,14 +229,18 @@ class StoreRecorder:
     Args:
         store: open.
         run: begun or resumed.
+        study: name of the study that it is of; "": of none.
     """
 
-    def __init__(self, store: Store, run: Run) -> None:
+    def __init__(self, store: Store, run: Run, study: str = "") -> None:
         self.notices: list[str] = []
         """Sentences: why nothing more is written."""
         self.curve = CurveBuilder()
         """How the training goes; written with what is measured."""
-        self._store, self._run = store, run
+        self._store, self._run, self._study = store, run, study
+        self._hurried = threading.Event()
+        self.predicts = True
+        """Whether forecasts are somebody's predictions."""
         self._curve_version = 0
         self._account = store.account(run.run_id) or Account()
         self._process = ""
@@ -304,19 +316,42 @@ class StoreRecorder:
         self._decisions(search)
         return crashes
 
+    def choose(self, search: Search) -> Request | None:
+        """What to measure next, by what the other tuners of the study know; none of them has taken it."""
+        while True:
+            if self._study and not self.notices:
+                with self._keeping():
+                    search.hear(self._store.peers(self._run.run_id))
+            request = search.next()
+            if request is None or not self._study or self.notices:
+                return request
+            with self._keeping():
+                self._trials(search)
+            if search.book.trials[request.trial].state is not TrialState.REJECTED:
+                return request
+
+    def hurry(self) -> None:
+        """Wait for no database server any more."""
+        self._hurried.set()
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Wait for a server that is away; what the store cannot do all the same is a notice, and the end of writing."""
+        with noting(self.notices), self._store.patient(PATIENCE_S, self._hurried):
+            yield
+
     def before(self, search: Search, request: Request) -> str | None:
         """Write down new trials, and that a challenger is in flight; why it must not be applied, or None."""
         if self.notices:
             return None if request.role in OF_INCUMBENT else "The store takes no more: no setting can be tried safely."
-        try:
+        with self._keeping():
             self._trials(search)
             self._hold(search, request)
             if request.role not in OF_INCUMBENT:
                 self._store.mark_in_flight(self._run, self._ids[request.trial])
                 self._runs = True
-        except ZftuneError as error:
-            self.notices.append(f"{error}.")
-            return None if request.role in OF_INCUMBENT else f"No setting can be tried safely: {error}."
+        if self.notices and request.role not in OF_INCUMBENT:
+            return f"No setting can be tried safely: {self.notices[-1]}"
         return None
 
     def after(self, search: Search, request: Request, outcome: Outcome) -> None:
@@ -324,7 +359,7 @@ class StoreRecorder:
         self._runs = False
         if self.notices:
             return
-        try:
+        with self._keeping():
             state = search.book.trials[request.trial].state
             self._measured(
                 request, outcome, None if outcome.status == "void" and state is not TrialState.VOID else state
@@ -333,8 +368,6 @@ class StoreRecorder:
             self._trials(search)
             self._decisions(search)
             self._write_curve()
-        except ZftuneError as error:
-            self.notices.append(f"{error}.")
 
     def write(self, search: Search) -> None:
         """Write down what was decided since, and nothing else.
@@ -369,10 +402,8 @@ class StoreRecorder:
         """
         if self.notices or trial >= len(self._ids):
             return
-        try:
+        with noting(self.notices):
             self._store.mark_planned(self._run, self._ids[trial])
-        except ZftuneError as error:
-            self.notices.append(f"{error}.")
 
     def renew(self, lease_s: float) -> None:
         """Say that the run lives.
@@ -402,12 +433,11 @@ class StoreRecorder:
             unfinished: it was not over: the run is there to be resumed.
         """
         if not self.notices:
-            try:
+            with noting(self.notices):
                 self._trials(search)
                 self._decisions(search)
                 self._write_curve()
-            except ZftuneError as error:
-                self.notices.append(f"{error}.")
+            if self.notices:
                 return  # nor would it be closed now
         self._end(self._store.interrupt_run if unfinished or self.notices else self._store.finish_run)
 
@@ -458,13 +488,16 @@ class StoreRecorder:
                 self._run,
                 trial.setting.knobs(),
                 source=trial.source,
-                predicted_step_ms=None if trial.forecast is None else trial.forecast.step_ms,
+                predicted_step_ms=trial.forecast.step_ms if trial.forecast is not None and self.predicts else None,
                 constraint=trial.constraint,
                 rejected=rejected,
+                claim=bool(self._study) and trial.source not in _SHARED,
             )
             if row.number != trial.number:
                 raise ZftuneError(f"trial {trial.number} became row {row.number}: another process writes to this run")
             self._ids.append(row.trial_id)
+            if row.state is TrialState.REJECTED and rejected is None:
+                search.pass_over(trial.number, row.reason or "")
 
     def _measured(self, request: Request, outcome: Outcome, state: TrialState | None) -> None:
         began_unix_s = time.time() - outcome.seconds

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zftune.errors import StoreError, ZftuneError
+from zftune.errors import StoreError, ZftuneError, noting
 from zftune.store.types import (
     Backend,
+    Barred,
     Evidence,
     Hardware,
     Key,
@@ -21,7 +24,6 @@ from zftune.store.types import (
     Quality,
     Query,
     Ratios,
-    Run,
     RunRecord,
     Withdrawal,
 )
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
     from zftune.store.store import Store
 
+_FINISH_S = 5.0
 _logger = logging.getLogger("zftune")
 
 
@@ -121,9 +124,12 @@ class Recording:
         facts: of the run.
         quality: what the user asked for.
         here: where it trains; None: in this process.
+        study: name of the study that it is of; "": of none.
     """
 
-    def __init__(self, store: Store, facts: RunFacts, quality: Quality, here: MachineInfo | None = None) -> None:
+    def __init__(
+        self, store: Store, facts: RunFacts, quality: Quality, here: MachineInfo | None = None, study: str = ""
+    ) -> None:
         self.notices = list(store.notices)
         self.recorder: StoreRecorder | None = None
         self.ratios: Ratios | None = None
@@ -131,6 +137,7 @@ class Recording:
         self._stake: tuple[str, Setting] | None = None
         self._versions: Mapping[str, str] = {}
         self._store = store
+        self._study = study
         self._here = here or MachineInfo.now(facts.rig)
         self.key = Key(
             model_id=facts.model.model_id, hw_id=self._here.hardware.hw_id, backend=facts.backend, stage=facts.stage,
@@ -146,12 +153,10 @@ class Recording:
 
         Runs that ended without goodbye are closed first.
         """
-        try:
+        rows: Sequence[Barred] = ()
+        with noting(self.notices):
             self._store.reap()
             rows = self._store.barred(self.key)
-        except ZftuneError as error:
-            self.notices.append(f"{error}.")
-            return ()
         found = []
         for row in rows:
             try:
@@ -177,7 +182,7 @@ class Recording:
             settings: of the search.
         """
         try:
-            return self._store.unfinished_run(self.key, knobs, settings)
+            return self._store.unfinished_run(self.key, knobs, {**settings, "study": self._study or None})
         except StoreError as error:
             self.notices.append(f"{error}.")
             return None
@@ -220,12 +225,13 @@ class Recording:
         taken = None
         try:
             taken = self._store.resume_run(run.run_id)
-            recorder = StoreRecorder(self._store, taken)
+            recorder = StoreRecorder(self._store, taken, self._study)
             recorder.resume(search)
         except ZftuneError as error:
             self.notices.append(_anew(run, error))
             if taken is not None:
-                self._give_up(taken)
+                with noting(self.notices, StoreError):
+                    self._store.finish_run(taken)  # it would be found again and again
             return None
         stake = run.settings.get("stake")
         self._stake = None if stake is None else (stake["preset"], Setting.from_knobs(stake["knobs"]))
@@ -253,22 +259,22 @@ class Recording:
         settings = {
             **(settings or search_settings(search.options, space)),
             "budget_steps": space.budget,
+            "movement_percent": space.movement_percent,
             "feasible": feasible(space),
             "fixed_because": space.fixed_because or None,
         }
+        if self._study:
+            settings["study"] = self._study
         if stake is not None:
             settings["stake"] = {"preset": stake[0], "knobs": stake[1].knobs()}
         versions = self._here.versions
-        try:
+        with noting(self.notices, StoreError):
             run = self._store.begin_run(
                 self.key, self._model, self._hardware, knobs=knobs, settings=settings, versions=versions,
                 usable_cores=self._usable_cores,
             )  # fmt: skip
-        except StoreError as error:
-            self.notices.append(f"{error}.")
-            return None
-        self._versions, self._stake = versions, stake
-        self.recorder = StoreRecorder(self._store, run)
+            self._versions, self._stake = versions, stake
+            self.recorder = StoreRecorder(self._store, run, self._study)
         return self.recorder
 
     def finish(self, search: Search, *, unfinished: bool = False) -> None:
@@ -284,12 +290,26 @@ class Recording:
         self.notices += self.recorder.notices
         if self.recorder.notices:
             return
-        try:
-            if not unfinished:
+        if not unfinished:
+            with noting(self.notices, StoreError):
                 self._judge_preset(search)
-        except StoreError as error:
-            self.notices.append(f"{error}.")
         self.keep_preset(search)
+
+    def finish_soon(self, search: Search, *, unfinished: bool) -> bool:
+        """Do the same for a training that waits; whether it was done, which takes a server some seconds at most.
+
+        Args:
+            search: as it ended.
+            unfinished: it ended before it was over.
+        """
+        if not self._store.is_server:
+            self.finish(search, unfinished=unfinished)
+            return True
+        finish = partial(self.finish, search, unfinished=unfinished)
+        thread = threading.Thread(target=finish, name="zftune-finish", daemon=True)
+        thread.start()
+        thread.join(_FINISH_S)
+        return not thread.is_alive()
 
     def keep_preset(self, search: Search) -> None:
         """Keep the incumbent as a preset, if it has proven itself.
@@ -354,12 +374,6 @@ class Recording:
                 usable_cores=self._usable_cores,
             )
         )
-
-    def _give_up(self, run: Run) -> None:
-        try:
-            self._store.finish_run(run)  # it would be found again and again
-        except StoreError as error:
-            self.notices.append(f"{error}.")
 
 
 def search_settings(options: SearchOptions, space: Space) -> dict[str, Any]:

@@ -73,11 +73,16 @@ class SamplerProcess:
         """Whether nothing can be asked any more."""
         return self._closed
 
+    @property
+    def died(self) -> bool:
+        """Whether it has ended though nobody closed it, such as by the kernel where memory ran out."""
+        return not self._closed and self._process is not None and self._process.poll() is not None
+
     def start(self) -> None:
         """Start the process, unless it runs; returns at once.
 
         Raises:
-            ThinkerError: it cannot be started, or was closed.
+            SamplerError: it cannot be started, or was closed.
         """
         with self._lock:
             if self._closed:
@@ -103,7 +108,7 @@ class SamplerProcess:
         """Wait until it has loaded what it thinks with.
 
         Raises:
-            ThinkerError: it cannot.
+            SamplerError: it cannot.
         """
         self.ask(_load)
         if self._share < 1:
@@ -118,7 +123,7 @@ class SamplerProcess:
             named: of it.
 
         Raises:
-            ThinkerError: it failed, took too long, or cannot be sent.
+            SamplerError: it failed, took too long, or cannot be sent.
         """
         self.start()
         process = self._process
@@ -149,7 +154,7 @@ class SamplerProcess:
         """As `zftune.tuner.forecast.propose`, which it calls there.
 
         Raises:
-            ThinkerError: there is no answer.
+            SamplerError: there is no answer.
         """
         from zftune.tuner.forecast import propose
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from zftune.store.types import Decision, DecisionKind, TrialState
+from zftune.store.types import Decision, DecisionKind, PeerTrial, TrialState
 from zftune.tuner import messages
 from zftune.tuner.forecast import MOST_REJECTIONS, Proposer, propose
 from zftune.tuner.scores import (
@@ -55,11 +55,13 @@ MOST_VOIDS = 3
 _COMPARISON = 3  # measurements
 _HOLD_STEPS = 200
 _MOST_TIES = 2
-_PLANNED = ("planner", "preset")
+_PLANNED = ("planner", "preset", "peer")
 _FOR_CHANGES = 0.25
 """Of what exploring may cost, where it may wait: for the planner's choices once times change, which gain the most."""
 _OTHER_TIMES = 0.05
 """Of the step time: where the incumbent's differs by so much, what was measured before is no longer true."""
+_MOVEMENT_NOISE = 0.1
+"""Of the bound on lateness: by so much more the incumbent may be late before another takes its place."""
 
 
 class CandidateQueue:
@@ -89,6 +91,15 @@ class CandidateQueue:
         """
         if setting != self._book.trials[0].setting:
             self._planned.insert(0, (setting, source))
+
+    def suggest_peers(self, settings: Sequence[Setting]) -> None:
+        """Look first at what other tuners of the study have adopted.
+
+        Args:
+            settings: that, the fastest first; what was said before does not hold any more.
+        """
+        others = [(setting, source) for setting, source in self._planned if source != "peer"]
+        self._planned = [*((setting, "peer") for setting in settings), *others]
 
     def plan_again(self, plan: Callable[[], Sequence[Setting]]) -> None:
         """Ask the planner anew, once the next setting is wanted: what it planned before is out of date.
@@ -127,7 +138,7 @@ class CandidateQueue:
             if known is not None and known.state is TrialState.PLANNED and not self._book.judge(setting).rejected:
                 return known  # it was too dear before
             self._planned.pop(0)
-            if known is not None:
+            if known is not None or (setting in self._book.peers and source != "peer"):
                 continue
             judged = self._book.judge(setting)
             trial = self._book.add(judged, source)
@@ -140,7 +151,7 @@ class CandidateQueue:
         if waiting is not None and not self._book.judge(waiting.setting).rejected:
             return waiting
         book = self._book
-        seed = int(np.random.SeedSequence([self._seed, book.tried]).generate_state(1)[0])
+        seed = int(np.random.SeedSequence([self._seed, book.tried + len(book.peers)]).generate_state(1)[0])
         proposal = self.propose(book.space, book.told(), book.judge, sampler=self._sampler, seed=seed)
         for judged in proposal.rejected[:MOST_REJECTIONS]:
             book.add(judged, "search")
@@ -229,6 +240,25 @@ class Search:
         self._note("guard", reason, self.book.incumbent.number)
         self.state = Stopped(reason, final=True)
 
+    def hear(self, peers: Sequence[PeerTrial]) -> None:
+        """Take in what the other tuners of the study know, before `next()` chooses.
+
+        Args:
+            peers: their trials.
+        """
+        self.agenda.suggest_peers(self.book.hear(peers))
+
+    def pass_over(self, trial: int, reason: str) -> None:
+        """Choose another setting than the one that was chosen: another tuner of the study was first.
+
+        Args:
+            trial: its number.
+            reason: a sentence.
+        """
+        self.book.pass_over(self.book.trials[trial], reason)
+        if isinstance(self.state, Exploring) and self.state.trial == trial:
+            self.state = Choosing()
+
     # --- what next ---------------------------------------------------------------------------------------------------
 
     def next(self) -> Request | None:
@@ -262,7 +292,7 @@ class Search:
 
     def _choose(self) -> State:
         if self.measurements + 1 + _COMPARISON > self.options.most_measurements:
-            return self._settle(messages.enough(self.measurements))
+            return self._settle(messages.enough(self.measurements, self.options.most_measurements, 1 + _COMPARISON))
         if self._misses >= self.options.patience:
             return self._settle(messages.patience(self._misses))
         trial = self.agenda.next_trial()
@@ -360,6 +390,8 @@ class Search:
             self._last_role = request.role
         if request.role in OF_INCUMBENT and outcome.status != "crashed" and not outcome.called_off:
             self._make_room(request, outcome)  # also where times do not count: the peak does
+        if outcome.movement_percent is not None:
+            self._heed_movement(request, outcome, outcome.movement_percent)
 
     def _counts_anew(self, outcome: Outcome) -> bool:
         """Whether steps have another number of tokens than before; what was called off or crashed does not know."""
@@ -376,6 +408,19 @@ class Search:
         trial.pace = None if request.role == "start" and outcome.status == "measured" else tight.pace
         self._note("memory", messages.made_room(trial, tight, outcome, self.book.device_limit_bytes), trial.number)
         self._changed_times("With another share of the state offloaded the search begins again.")
+
+    def _heed_movement(self, request: Request, outcome: Outcome, movement_percent: float) -> None:
+        """Bound what may be late by how far the weights move now; have updates come earlier where that is too far."""
+        if isinstance(self.state, Stopped) and self.state.final:
+            return
+        late, self.book.space = self.book.incumbent, self.book.space.moving(movement_percent)
+        violation = self.book.space.violation(late.setting)
+        if violation is None or violation.excess <= _MOVEMENT_NOISE:
+            return
+        trial = self.book.move_to(self.book.space.earlier(late.setting))
+        trial.pace = None if request.role == "start" and outcome.status == "measured" else late.pace
+        self._note("movement", messages.made_earlier(trial, late, violation.reason), trial.number)
+        self._changed_times("With earlier updates the search begins again.")
 
     def _measured(self, trial: Trial, request: Request, outcome: Outcome) -> None:
         earlier, pace = list(trial.samples), trial.pace
@@ -433,8 +478,8 @@ class Search:
             self.state = Choosing()
             return
         comparing = self._comparing(trial, "gain")
-        if trial.source in _PLANNED and self._last_role == "start":
-            # Nobody picked it for its time, and the incumbent was measured just before: the first two are there.
+        if trial.source == "peer" or (trial.source in _PLANNED and self._last_role == "start"):
+            # Nobody picked it for its time here, and the incumbent was measured before: the first two are there.
             comparing = replace(comparing, before=tuple(incumbent.samples[-1:]), after=(sample,))
         self.state = comparing
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ from zftune.tuner.training_info import SINGLE_RANK, Reader, TrainingFacts, TuneR
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
-    from zftune.tuner.recorder import StoreRecorder
 
 
 Make = Callable[[Setting, SearchOptions], Search]
@@ -37,14 +36,21 @@ _FEW_CORES = 4  # fewer usable cores leave no choice of threads
 
 
 @dataclass(frozen=True, slots=True)
-class StartedSearch:
-    """A search that can go on."""
+class Prepared:
+    """A search that can begin, or go on."""
 
     search: Search
-    recorder: StoreRecorder | None
-    """None: nothing is written down."""
+    recording: Recording | None
+    """None: nothing is remembered."""
     sentence: str = ""
     """Where it begins from; "": the user's own knobs."""
+    paused: bool = False
+    """Whether somebody paused it in an earlier life."""
+
+    @property
+    def recorder(self) -> StoreRecorder | None:
+        """What writes it down; None: nothing does."""
+        return None if self.recording is None else self.recording.recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +96,7 @@ class _Choice:
     """To be compared before it is trusted."""
 
 
-def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> StartedSearch:
+def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Prepared:
     """Begin a search, or go on with one that was not finished.
 
     Args:
@@ -100,7 +106,7 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Sta
     """
     own = wanted.own if wanted.space.violation(wanted.own) is None else wanted.space.base
     if recording is None:
-        return StartedSearch(make(own, wanted.options), None)
+        return Prepared(make(own, wanted.options), None)
     recording.ratios = wanted.ratios
     again = None if wanted.again is None else recording.known(wanted.again.run_id)
     wanted = replace(wanted, options=replace(wanted.options, barred=recording.barred()))
@@ -114,11 +120,11 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Sta
         search.agenda.suggest(choice.candidate, "preset")
     setting = choice.start or choice.candidate
     stake = None if match is None or setting is None or match.distance else (match.preset.name, setting)
-    recorder = recording.begin(search, wanted.own.knobs(), stake=stake)
-    return StartedSearch(search, recorder, choice.sentence)
+    recording.begin(search, wanted.own.knobs(), stake=stake)
+    return Prepared(search, recording, choice.sentence)
 
 
-def _resumed(again: RunRecord | None, recording: Recording, wanted: SearchRequest, make: Make) -> StartedSearch | None:
+def _resumed(again: RunRecord | None, recording: Recording, wanted: SearchRequest, make: Make) -> Prepared | None:
     """The run that lives, else the newest of the same search, if it was not finished."""
     run = again
     if run is None and not wanted.fresh:
@@ -127,12 +133,12 @@ def _resumed(again: RunRecord | None, recording: Recording, wanted: SearchReques
     if run is None or start is None:
         return None
     search = make(start, wanted.options)
-    recorder = recording.resume(run, search)
-    if recorder is None:
+    if recording.resume(run, search) is None:
         return None
     kept = f"{search.measurements} measurement{' is' if search.measurements == 1 else 's are'} kept"
-    more = "; the option fresh begins anew" if again is None else ""  # the training itself goes on
-    return StartedSearch(search, recorder, f"Goes on with run {run.run_id[:8]}: {kept}{more}.")
+    anew = " (zftune tune --fresh, or fresh=True of zftune.attach, begins anew)"
+    more = anew if again is None else ""  # the training itself goes on
+    return Prepared(search, recording, f"Goes on with run {run.run_id[:8]}: {kept}{more}.")
 
 
 def _choice(match: Match, wanted: SearchRequest) -> _Choice:
@@ -199,24 +205,13 @@ class NoForecast:
         return Forecast(self.step_ms)
 
 
-@dataclass(slots=True)
-class Prepared:
-    """A search that can begin."""
-
-    search: Search
-    recording: Recording | None
-    recorder: StoreRecorder | None
-    sentence: str
-    """Where it begins from; "": the knobs that there are."""
-
-
 class Preparation:
     """Makes a search in the process that trains; made before training begins (see `zftune.tuner.training_info.Reader`).
 
     Args:
         optimizer: that trains.
         wishes: of the user.
-        store: open; None: nothing is remembered.
+        store: gives the open store, in the thread that prepares; None: nothing is remembered.
         sampler_process: where the planner works.
         company: ranks that it trains with.
         name: of the model; None: that of its class.
@@ -226,7 +221,7 @@ class Preparation:
         self,
         optimizer: ZenFlowOptimizer,
         wishes: TuneRequest,
-        store: Store | None,
+        store: Callable[[], Store] | None,
         sampler_process: SamplerProcess,
         company: WorldInfo = SINGLE_RANK,
         name: str | None = None,
@@ -245,7 +240,8 @@ class Preparation:
         Args:
             seen: in the warm-up.
         """
-        return prepare(self.reader.facts(seen), self._store, self._sampler_process, self.notices)
+        store = None if self._store is None else self._store()
+        return prepare(self.reader.facts(seen), store, self._sampler_process, self.notices)
 
 
 def prepare(
@@ -270,7 +266,9 @@ def prepare(
         threads=thread_choices(_usable_cores() if facts.here is None else facts.here.usable_cores),
         offload_ratios=ratio_choices(base, tune_memory=wishes.tune_memory),
         zenflow_section=not base.synchronous,  # else nothing could come late in "published"
+        movement_percent=facts.movement_percent,
     )  # fmt: skip
+    notices.extend(_of_lateness(space, base))
     forecast = _forecast(facts, base, notices)
     rates = forecast.rates if isinstance(forecast, PlannerForecast) else None
 
@@ -286,14 +284,26 @@ def prepare(
 
     recording = None
     if store is not None and facts.run is not None:
-        recording = Recording(store, facts.run, wishes.quality, facts.here)
+        recording = Recording(store, facts.run, wishes.quality, facts.here, wishes.study)
     wanted = SearchRequest(
         own=base, space=space, options=wishes.search, fresh=wishes.fresh,
         least_ratio=0.0 if wishes.tune_memory else base.offload_ratio,
         ratios=None if rates is None else ratios_of(facts.load, rates), again=again,
     )  # fmt: skip
-    begun = begin(recording, wanted, make)
-    return Prepared(begun.search, recording, begun.recorder, begun.sentence)
+    return begin(recording, wanted, make)
+
+
+def _of_lateness(space: Space, base: Setting) -> Iterator[str]:
+    """What is to be told of the bound on lateness."""
+    if space.quality == "exact" or space.fixed_because:
+        return
+    if space.movement_percent is None:
+        yield (
+            "How far the weights move in a step was not measured: late updates are bounded by their lateness, not by "
+            "the loss that they may cost."
+        )
+    elif (violation := space.violation(base)) is not None:
+        yield f"Begins from {space.base} instead of {base.differences(space.base)}: {violation.reason}."
 
 
 @dataclass(slots=True)

@@ -1,6 +1,9 @@
 """Settings, and those that a search may propose: a grid, the quality that was asked for, and what fits.
 
-Trajectory knobs are free while (1 - coverage(k)) * mean staleness stays within a budget. That figure knows nothing of
+Trajectory knobs are free while the weighted staleness of a setting stays within a budget: what is late times its mean
+staleness. Where it was measured how far the weights move in a step, that is the share of the columns that are late,
+1 - k, and the budget follows from the loss that the quality allows (`zftune.quality`). Else it is their share of the
+gradient energy, 1 - coverage(k), and the budget is the published setting's, or the user's own. Neither knows of
 `select_interval` (coverage is that of a fresh selection) and of `deferred_update="mean"` (which averages instead of
 only being late): these two stay as the user has them unless a space is made with more choices.
 """
@@ -16,6 +19,7 @@ from zenflow import ZenFlowConfig
 from zftune import words
 from zftune.errors import BadInputError
 from zftune.planner import choosing
+from zftune.quality import EXPECTED_LOSS_PERCENT, most_late_steps, selected_share
 from zftune.store.types import STALENESS, Quality
 
 TRAJECTORY_KNOBS = (
@@ -178,9 +182,10 @@ class Space:
         base: the user's; knobs without a dimension have its values.
         quality: what the user asked for.
         dimensions: with more than one choice each.
-        budget: most of (1 - coverage(k)) * mean staleness.
-        coverage: of the live model.
+        budget: most of the weighted staleness.
+        coverage: of the live model; `selected_share` where it is known how far the weights move.
         fixed_because: why trajectory knobs are not free, in words; "" where they are.
+        movement_percent: how far a step moves the deferred weights; None: not measured, so that it bounds nothing.
     """
 
     base: Setting
@@ -189,6 +194,7 @@ class Space:
     budget: float
     coverage: Coverage
     fixed_because: str = ""
+    movement_percent: float | None = None
 
     def setting(self, indices: Mapping[str, int]) -> Setting:
         """The setting at one choice of each dimension."""
@@ -220,9 +226,33 @@ class Space:
                 seen.add(setting)
                 yield setting
 
+    def moving(self, movement_percent: float) -> Space:
+        """The same where the weights move so far in a step: their movement bounds what may be late from now on.
+
+        Args:
+            movement_percent: of their norm.
+        """
+        if self.fixed_because:
+            return self
+        budget = most_late_steps(self.quality, movement_percent)
+        return replace(self, budget=budget, coverage=selected_share, movement_percent=movement_percent)
+
+    def earlier(self, setting: Setting) -> Setting:
+        """A setting with as little lag, and windows as short, as the budget asks for; at last none that is late."""
+        for interval in range(setting.update_interval, 0, -1):
+            for lag in range(min(setting.apply_lag, interval), 0, -1):
+                found = replace(setting, update_interval=interval, apply_lag=lag)
+                if self.violation(found) is None:
+                    return found
+        return replace(setting, update_interval=1, apply_lag=1, overlap_step=False)
+
+    def mean_staleness_steps(self, setting: Setting) -> float:
+        """Of deferred columns, under the schedule of the runtime that trains."""
+        return setting.mean_staleness_steps
+
     def cost(self, setting: Setting) -> float:
-        """(1 - coverage(k)) * mean staleness, in steps."""
-        return (1.0 - self.coverage(setting.topk_ratio)) * setting.mean_staleness_steps
+        """The weighted staleness: (1 - coverage(k)) * mean staleness, in steps."""
+        return (1.0 - self.coverage(setting.topk_ratio)) * self.mean_staleness_steps(setting)
 
     def violation(self, setting: Setting) -> Violation | None:
         """Why a setting is outside the quality; None: it is not."""
@@ -230,9 +260,22 @@ class Space:
         if cost <= self.budget * (1 + _ROUNDING) + _ROUNDING:
             return None
         excess = cost / self.budget - 1 if self.budget else cost
-        return Violation(
-            excess, f"updates would come {cost:.2f} steps late on average, the quality allows {self.budget:.2f}"
+        moved, mean, deferred = (
+            self.movement_percent,
+            self.mean_staleness_steps(setting),
+            1 - self.coverage(setting.topk_ratio),
         )
+        if moved is None:
+            reason = (
+                f"its weighted staleness would be {cost:.2f} steps (a mean of {mean:.1f} times {deferred:.0%}, the "
+                f"share of the gradient that is deferred), and quality {self.quality} allows {self.budget:.2f}"
+            )
+        else:
+            reason = (
+                f"weights would move {moved * cost:.3g}% before late updates arrive, the quality allows "
+                f"{moved * self.budget:.3g}% (a loss of {EXPECTED_LOSS_PERCENT[self.quality]:g}% more at most)"
+            )
+        return Violation(excess, reason)
 
 
 def space_for(
@@ -244,17 +287,20 @@ def space_for(
     threads: Sequence[int] = (),
     offload_ratios: Sequence[float] = OFFLOAD_RATIOS,
     zenflow_section: bool = True,
+    movement_percent: float | None = None,
 ) -> Space:
     """The space of a quality.
 
     Args:
         base: the setting that the user has.
-        quality: "exact": the plain optimizer's trajectory; "published": as stale as the base; "loose": twice that.
+        quality: "exact": the plain optimizer's trajectory; "published": as stale as the base; "loose": twice that. Of
+            a known movement: by what it adds to the loss.
         coverage: measured on the live model (or assumed), for every k.
         has_loss: whether a loss guard can watch over the training; trajectory knobs are fixed without.
         threads: choices for the host engine's threads; none: they stay.
         offload_ratios: choices; a single one where memory forbids others.
         zenflow_section: whether the base's trajectory knobs are the user's own choice, not a default.
+        movement_percent: how far a step moves the deferred weights; None: not measured.
     """
     speed = Dimension("offload_ratio", tuple(offload_ratios)), Dimension("host_threads", tuple(threads))
     if quality == "exact":
@@ -262,13 +308,14 @@ def space_for(
     space = Space(base=base, quality=quality, dimensions=(), budget=0.0, coverage=coverage)
     if not has_loss:
         return replace(space, dimensions=_open(speed), budget=space.cost(base), fixed_because=_NO_LOSS)
-    budget = space.cost(base if zenflow_section else PUBLISHED)
-    return replace(
-        space,
-        base=replace(base, overlap_step=True),
-        dimensions=_open((*_trajectory(), *speed)),
-        budget=STALENESS[quality] * budget,
+    budget = STALENESS[quality] * space.cost(base if zenflow_section else PUBLISHED)
+    free = replace(
+        space, base=replace(base, overlap_step=True), dimensions=_open((*_trajectory(), *speed)), budget=budget
     )
+    if movement_percent is None:
+        return free
+    bounded = free.moving(movement_percent)
+    return replace(bounded, base=bounded.earlier(bounded.base))
 
 
 def _exact(base: Setting, coverage: Coverage, speed: Sequence[Dimension]) -> Space:

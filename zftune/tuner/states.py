@@ -121,6 +121,8 @@ class Outcome:
     """What the steps that count showed of the machine; None: nothing."""
     ranks_ms: tuple[float, ...] = ()
     """What a step took each of several ranks without its waits in collectives; (): not known."""
+    movement_percent: float | None = None
+    """How far a step moves the deferred weights, at the schedule's highest learning rate; None: not measured."""
 
     @property
     def seconds(self) -> float:

@@ -14,6 +14,7 @@ from zenflow import StepStats
 from zenflow.living import all_training
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.errors import BadInputError
+from zftune.quality import movement_percent
 from zftune.tuner.tuner import open_tuners
 
 _PREFIX = "zenflow_"
@@ -26,8 +27,9 @@ def stats(optimizer: Any = None) -> dict[str, float]:
     Knobs are those that hold now. Of the steps since the last call for this optimizer (the newest two are not known
     yet) it is the mean, of this rank: `zenflow_step_ms`, `zenflow_stall_ms` and its causes (`zenflow_stall_host_ms` and
     so on), `zenflow_hidden_ms`, `zenflow_coverage` (share of the gradient energy in the selected columns),
-    `zenflow_staleness_steps`. `zenflow_gain` is the share of the first step time that the tuner's knobs save. What is
-    not known has no entry, such as a stall on a plain CPU.
+    `zenflow_staleness_steps`, `zenflow_movement_percent` (how far a step moves the deferred weights, in percent of
+    their norm). `zenflow_gain` is the share of the first step time that the tuner's knobs save. What is not known has
+    no entry, such as a stall on a plain CPU.
 
     Args:
         optimizer: of zenflow, or what Accelerate or DeepSpeed made of one; None: the one that this process trains with.
@@ -127,6 +129,7 @@ def _means(history: list[StepStats]) -> Iterator[tuple[str, float]]:
         ("hidden_ms", [one.hidden_ms for one in history]),
         ("coverage", [one.coverage for one in history]),
         ("staleness_steps", [one.staleness_mean_steps for one in history]),
+        ("movement_percent", [movement_percent(history)]),
     ):
         known = [value for value in values if value is not None]
         if known:

@@ -19,6 +19,7 @@ from zenflow.sharded import ranks_with_rows
 from zftune.errors import ZftuneError
 from zftune.planner.choosing import HEADROOM, LEAST_HEADROOM_BYTES
 from zftune.planner.model import Machine, ModelFacts
+from zftune.quality import at_full_rate, movement_percent
 from zftune.store.types import Quality
 from zftune.tuner.forecast import MeasuredCoverage, measured_coverage, rig_machine
 from zftune.tuner.recording import MachineInfo, RunFacts
@@ -57,6 +58,8 @@ class TuneRequest:
     zero_stage: int = 0
     tune_memory: bool = False
     fresh: bool = False
+    study: str = ""
+    """Name of the study that other tuners of the same store share; "": none."""
     search: SearchOptions = field(default_factory=SearchOptions)
 
 
@@ -86,6 +89,11 @@ class WarmupStats:
         found, _ = measured_coverage(curves, (self.config.topk_ratio,))
         return found if isinstance(found, MeasuredCoverage) else None
 
+    @property
+    def movement_percent(self) -> float | None:
+        """How far a step moves the deferred weights, by the second half of it: an optimizer begins with long steps."""
+        return movement_percent(self.steps[len(self.steps) // 2 :])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingFacts:
@@ -114,6 +122,8 @@ class TrainingFacts:
     """Whether there is device memory that others may need more of."""
     device_limit_bytes: int | None = None
     """Most that a live trial may take at the peak; None: there is no such limit."""
+    movement_percent: float | None = None
+    """How far a step moves the deferred weights, at the schedule's highest learning rate; None: not measured."""
 
 
 class Reader:
@@ -176,6 +186,7 @@ class Reader:
             machine=self._machine if rig is None else rig_machine(rig),
             has_memory=self._has_memory,
             device_limit_bytes=self._device_limit_bytes,
+            movement_percent=at_full_rate(seen.movement_percent, self._groups),
         )
 
     def _run_facts(self, company: WorldInfo) -> RunFacts:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from zftune.store.types import TrialState
+from zftune.errors import ZftuneError
+from zftune.store.types import PeerTrial, TrialState
 from zftune.tuner import messages
 from zftune.tuner.forecast import Evaluation, Observation
 from zftune.tuner.scores import LEAST_GAIN, Gain, Sample, in_a_row, score
@@ -45,6 +46,9 @@ class TrialTable:
         self._incumbent = 0
         self.tokens = 1
         """Of a step."""
+        self.peers: Mapping[Setting, float | None] = {}
+        """Settings that other tuners of the study have taken or tried, with their time over the starting point's; None:
+        not measured, or from another starting point."""
         self.device_limit_bytes: int | None = None
         """Most GPU memory at the peak; None: there is no such limit."""
 
@@ -181,6 +185,40 @@ class TrialTable:
         self._newest[trial.setting] = trial
         return trial
 
+    def hear(self, peers: Sequence[PeerTrial]) -> list[Setting]:
+        """Take in what other tuners of the study know.
+
+        Args:
+            peers: their trials.
+
+        Returns:
+            What they have adopted that was faster there than the incumbent is here, the fastest first.
+        """
+        start = self.trials[0].setting
+        of_start = {one.run_id: one.token_us for one in peers if one.number == 0 and _setting(one) == start}
+        found: dict[Setting, float | None] = {}
+        adopted: dict[Setting, float] = {}
+        for one in peers:
+            setting, beginning = _setting(one), of_start.get(one.run_id)
+            if setting is None or setting == start:
+                continue
+            relative = one.token_us / beginning if one.token_us and beginning else None
+            found[setting] = relative if relative is not None else found.get(setting)
+            if one.state is TrialState.CRASHED:
+                self._barred.setdefault(setting, "crash")
+            elif one.is_incumbent and relative is not None:
+                adopted[setting] = relative
+        self.peers = found
+        limit = (1 - self.gain_share) * (1 - LEAST_GAIN)
+        faster = [one for one in adopted if adopted[one] < limit and self.find(one) is None]
+        return sorted(faster, key=lambda one: adopted[one])
+
+    def pass_over(self, trial: Trial, reason: str) -> None:
+        """Leave a setting to another tuner of the study that was first."""
+        trial.state, trial.reason = TrialState.REJECTED, reason
+        self._newest.pop(trial.setting, None)
+        self.peers = {trial.setting: None, **self.peers}
+
     def drop(self, trial: Trial) -> None:
         """Let go of a trial that its run did not come to: the setting may be proposed again."""
         trial.state = TrialState.VOID
@@ -241,8 +279,13 @@ class TrialTable:
         constraint, reason = max(reasons, default=(self._margin(setting), ""))
         told = self._told(known) if known is not None else None
         if told is None:
-            told = Observation(setting, self._value(relative), constraint)
-        return Evaluation(told, known is not None, reason, forecast)
+            told = Observation(setting, self._value(self._elsewhere(setting) or relative), constraint)
+        return Evaluation(told, known is not None or setting in self.peers, reason, forecast)
+
+    def _elsewhere(self, setting: Setting) -> float | None:
+        """Its time over the incumbent's, as another tuner of the study has measured it."""
+        relative = self.peers.get(setting)
+        return None if relative is None else relative / (1 - self.gain_share)
 
     def _excess(self, forecast: Forecast) -> float:
         """By which share of the limit the incumbent's measured peak and what is predicted beyond it are too much."""
@@ -254,7 +297,11 @@ class TrialTable:
 
     def told(self) -> list[Observation]:
         """All that is known, for Optuna."""
-        found = (self._told(trial) for trial in self.trials if self._newest.get(trial.setting) is trial)
+        own = [trial for trial in self.trials if self._newest.get(trial.setting) is trial]
+        known = {trial.setting for trial in own}
+        found = [self._told(trial) for trial in own]
+        # One that is measured elsewhere now counts as the planner sees it: the next one is sought elsewhere.
+        found += [self.judge(setting).told for setting in sorted(self.peers.keys() - known, key=str)]
         return [told for told in found if told is not None]
 
     def _told(self, trial: Trial) -> Observation | None:
@@ -311,3 +358,11 @@ class TrialTable:
         """GPU and host memory: by prediction for all alike, since a peak may be another setting's."""
         forecast = self.forecast(trial.setting)
         return forecast.device_bytes, forecast.host_bytes
+
+
+def _setting(trial: PeerTrial) -> Setting | None:
+    """Of a peer; None: of another version, which knows other knobs."""
+    try:
+        return Setting.from_knobs(trial.knobs)
+    except ZftuneError:
+        return None

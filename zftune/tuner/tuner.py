@@ -8,10 +8,9 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from statistics import fmean
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -195,9 +194,7 @@ class Tuner:
     def __enter__(self) -> Tuner:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -229,6 +226,11 @@ class Tuner:
     def asks_daemon(self) -> bool:
         """Whether a daemon searches, rather than this process."""
         return self._driver.asks_daemon
+
+    @property
+    def begins(self) -> int:
+        """After how many steps it begins to measure, at the earliest."""
+        return self._count.begins
 
     @property
     def gain(self) -> float:
@@ -330,7 +332,8 @@ class Tuner:
         if loaded and self.searching:
             self._go_on_from_saved()
         if self._consensus is not None:
-            self._hear(self._consensus)
+            with self._giving_up():
+                self._consensus.hear()
         if not self._closed:
             self._go_on()
         if self._consensus is not None:
@@ -350,15 +353,6 @@ class Tuner:
         elif self._live is not None:
             self._give_up("Tuning ended: a saved state was loaded, and several ranks do not go on from one.")
 
-    def _hear(self, consensus: KnobConsensus) -> None:
-        try:
-            consensus.hear()
-        except ZenFlowError:
-            raise
-        except Exception as error:
-            _logger.exception("Tuning ended; the training goes on.")
-            self._fail(error)
-
     def _talk(self, consensus: KnobConsensus) -> None:
         """All ranks do, after every step, whatever has come of the tuning here: they wait for each other."""
         if self._finishing is not None:
@@ -371,19 +365,22 @@ class Tuner:
 
     def _go_on(self) -> None:
         if self._finishing is None:
-            try:
+            with self._giving_up():
                 self._follow()
-            except ZenFlowError:
-                raise
-            except Exception as error:
-                _logger.exception("Tuning ended; the training goes on.")
-                self._fail(error)
         if self._eval_fn is not None and self._probe_is_due():
             self._probe(self._eval_fn)
 
-    def _fail(self, error: Exception) -> None:
-        if self._finishing is None and not self._closed:
-            self._give_up(f"Tuning ended: {type(error).__name__}: {error}.")
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """End the tuning, not the training, where something of ours fails inside; the runtime's errors are raised."""
+        try:
+            yield
+        except ZenFlowError:
+            raise
+        except Exception as error:
+            _logger.exception("Tuning ended; the training goes on.")
+            if self._finishing is None and not self._closed:
+                self._give_up(f"Tuning ended: {type(error).__name__}: {error}.")
 
     def _follow(self) -> None:
         if self._consensus is not None and self._heed(self._consensus):
@@ -424,7 +421,9 @@ class Tuner:
     def _warn_of_coverage(self, known: Sequence[float]) -> None:
         warning = coverage_warning(fmean(known) if known else None, asdict(self._optimizer.config))
         if warning is not None:
-            _logger.warning("%s", warning)  # no notice: what shows a run tells of its coverage as it is then
+            # No notice: what shows a run tells of its coverage as it is then.
+            counted_in = "The search counts that in: it tries only what the quality allows at this coverage."
+            _logger.warning("%s %s", warning, counted_in)
 
     def _watch(self) -> bool:
         """Whether training goes wrong before the search begins, so that there is none."""
@@ -453,6 +452,10 @@ class Tuner:
         )
         self._tell_early_losses()
         self._listen()
+        if self._live is not None and self.run_id is not None:
+            called = self.run_id[:8]
+            watch = f"its decisions: zftune explain {called} (live, with ZFTUNE_ONLINE=daemon: zftune top)"
+            _logger.info("zftune tunes this training as run %s; %s", called, watch)
         space = None if self._driver.search is None else self._driver.search.book.space
         if space is not None and space.fixed_because and self._live is not None:
             _logger.info("Settings that change the trajectory stay: %s.", space.fixed_because)

@@ -1,6 +1,6 @@
-"""The desk where a search is thought about: what came of a request is taken, and what to ask for next is decided.
+"""The workers that think about a search: what came of a request is taken, and what to ask for next is decided.
 
-While a desk is at work it owns the search and its recorder; in between they are the training thread's. `ThreadWorker`
+While a worker is at work it owns the search and its recorder; in between they are the training thread's. `ThreadWorker`
 works beside the training, with Optuna in a process of its own, so that no step waits for a thought or a write.
 """
 
@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from zenflow import StepStats
 from zenflow.clock import REAL_CLOCK, Clock, Thread
-from zftune.store.account import Count
-from zftune.tuner.curve import CurveBuilder
 from zftune.tuner.forecast import Judge, Observation, Proposal, likely
+from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.sampler_process import SamplerError, SamplerProcess
 from zftune.tuner.search import Search
 from zftune.tuner.space import Setting, Space
@@ -98,22 +97,6 @@ class Background(Generic[T]):
             self._error = error
 
 
-class Recorder(Protocol):
-    """Where a search is written down while it goes on."""
-
-    curve: CurveBuilder
-    """How the training goes."""
-
-    def follow(self, counted: Callable[[], Count]) -> None:
-        """Keep the account of the run by what this process has counted."""
-
-    def before(self, search: Search, request: Request) -> str | None:
-        """Write down what is about to be applied; why it must not be, or None."""
-
-    def after(self, search: Search, request: Request, outcome: Outcome) -> None:
-        """Write down what came of it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What to do next."""
@@ -186,7 +169,7 @@ class LocalWorker(SearchWorker):
         recorder: where it is written down.
     """
 
-    def __init__(self, search: Search, recorder: Recorder | None = None) -> None:
+    def __init__(self, search: Search, recorder: StoreRecorder | None = None) -> None:
         self._search = search
         self._recorder = recorder
         self._asked: Request | None = None
@@ -226,7 +209,7 @@ class LocalWorker(SearchWorker):
         if outcome is not None:
             self._take(outcome)
         while True:
-            request = search.next()
+            request = search.next() if recorder is None else recorder.choose(search)
             self._go_on()
             refused = None if recorder is None or request is None else recorder.before(search, request)
             if refused is None:
@@ -235,7 +218,7 @@ class LocalWorker(SearchWorker):
             search.stop(refused)
 
 
-DeskMaker = Callable[[Search, Recorder | None], SearchWorker]
+DeskMaker = Callable[[Search, StoreRecorder | None], SearchWorker]
 """A worker's class, or what stands for one."""
 
 
@@ -255,7 +238,7 @@ class ThreadWorker(LocalWorker):
     def __init__(
         self,
         search: Search,
-        recorder: Recorder | None = None,
+        recorder: StoreRecorder | None = None,
         sampler_process: SamplerProcess | None = None,
         clock: Clock = REAL_CLOCK,
     ) -> None:
@@ -307,6 +290,8 @@ class ThreadWorker(LocalWorker):
 
     def close(self) -> None:
         self._closing = True
+        if self._recorder is not None:
+            self._recorder.hurry()
         self._sampler_process.close()
         if self._thread is None:
             return

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,9 +21,6 @@ from zenflow.host.backend import Backend
 from zenflow.host.places import OwnProcess, finalize
 from zenflow.host.tasks import StartGate, Task
 from zenflow.signals import look_for_signals
-
-if TYPE_CHECKING:
-    from zenflow.device import Transfer
 
 
 class ReadyFirst:

@@ -14,15 +14,13 @@ from types import MappingProxyType
 import torch
 
 from zenflow.errors import ConfigError, HostEngineError, UnsupportedError
-from zenflow.kernels.base import ColumnUpdate, Kernels
+from zenflow.kernels.base import ColumnUpdate, EagerKernels, Kernels
 from zenflow.names import did_you_mean
 
 MODES = ("auto", "eager", "native", "triton")
 
 
 def _eager(_device: torch.device, _threads: int | None) -> Kernels:
-    from zenflow.kernels.base import EagerKernels
-
     return EagerKernels()
 
 

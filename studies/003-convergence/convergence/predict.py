@@ -1,9 +1,12 @@
-"""Which quantity, measured before anything is late, tells whether replay will hurt."""
+"""Which quantity, measured before anything is late, tells whether replay will hurt, and by how much at most."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from convergence.analysis import HURTS_PERCENT, Runs, early, excess_percent, rank_correlation, separation
@@ -11,6 +14,10 @@ from convergence.probe import EARLY
 from convergence.setting import Setting
 
 LATER = (60, 120, 180, 240)
+SETTLED = EARLY[1:]
+"""Places at which AdamW's first, long steps are over: where the product measures movement."""
+PROMISED = {"published": 0.3, "loose": 1.2}
+"""Percent of the loss that late updates may cost at most, by quality."""
 
 Quantity = Callable[[Setting, Mapping[str, Any]], float | None]
 
@@ -74,6 +81,52 @@ def points(runs: Runs, settings: Iterable[Setting]) -> list[Point]:
         if setting.lag and excess is not None and probed is not None:
             found.append(Point(setting, excess, probed))
     return found
+
+
+def movement_percent(probed: Mapping[str, Any]) -> float | None:
+    """How far a step moves the matrices, once AdamW's first steps are over; None: the run was too short for that."""
+    moved = [at["1"]["moved"] for place in SETTLED if (at := probed["probes"].get(str(place)))]
+    return 100.0 * fmean(moved) if len(moved) == len(SETTLED) else None
+
+
+def late_percent(point: Point) -> float:
+    """By how much of their norm weights move before late updates arrive: movement of a step x (1 - k) x staleness."""
+    return (movement_percent(point.probed) or 0.0) * (1 - point.setting.ratio) * point.setting.staleness
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Excess at most coefficient x late_percent squared: chosen on some settings, judged on others."""
+
+    coefficient: float
+    """The largest quotient of the settings that it was chosen on."""
+    chosen: int
+    judged: int
+    above: int
+    """Of those that it was judged on."""
+    worst: float
+    """The largest excess of these over what the bound says."""
+
+
+def bound(chosen: Sequence[Point], judged: Sequence[Point]) -> Bound:
+    """Choose it on some settings, and judge it on others."""
+    coefficient = max(point.excess / late_percent(point) ** 2 for point in chosen)
+    over = [point.excess / (coefficient * late_percent(point) ** 2) for point in judged]
+    return Bound(coefficient, len(chosen), len(judged), sum(one > 1 for one in over), max(over))
+
+
+def halves(found: Iterable[Point], count: int, seed: int = 0) -> Iterator[Bound]:
+    """Bounds chosen on a random half of the trajectories (a regime at a rate) and judged on the other half."""
+    groups: dict[tuple[str, float], list[Point]] = defaultdict(list)
+    for point in found:
+        groups[point.setting.regime, point.setting.lr].append(point)
+    chance, names = random.Random(seed), sorted(groups)
+    for _ in range(count):
+        half = set(chance.sample(names, len(names) // 2))
+        parts: tuple[list[Point], list[Point]] = ([], [])
+        for name in names:
+            parts[name not in half].extend(groups[name])
+        yield bound(*parts)
 
 
 def duels(runs: Runs, settings: Iterable[Setting]) -> list[Point]:

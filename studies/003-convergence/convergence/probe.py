@@ -10,18 +10,20 @@ import math
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from convergence.model import SmallGPT
 from convergence.setting import Setting
-from convergence.train import ADAMW, World, feed_of, held_out_loss, rate_at, start
+from convergence.train import ADAMW, World, config_of, feed_of, held_out_loss, rate_at, start
 
 DISTANCES = (1, 2, 4, 8)
 EARLY = (0, 12, 24)
 LATE_EVERY = 60
 PROBE_SEQUENCES = 32
+_INSTRUMENT_STEPS = 32
 
 
 def probe(world: World, setting: Setting) -> dict[str, Any]:
@@ -56,6 +58,34 @@ def probe(world: World, setting: Setting) -> dict[str, Any]:
         optimizer.zero_grad()
     held_out = held_out_loss(model, text.evaluation(scale.sequences))
     return {"held_out": held_out, "probes": probes, "seconds": time.perf_counter() - began}
+
+
+def instrument(world: World, setting: Setting) -> dict[str, Any]:
+    """What the runtime reports of the movement in steps 9 to 32, and what it would without a sample.
+
+    Returns:
+        movement_percent, and whole_percent: where every deferred column is in the sample.
+    """
+    import zenflow
+    from zenflow import deferred
+    from zftune.quality import movement_percent
+
+    def measured(sample: int) -> float | None:
+        model = start(world, setting.regime, setting.seed).to(torch.bfloat16)
+        optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=setting.lr, config=config_of(setting), **ADAMW)
+        feed = feed_of(world, setting)
+        with mock.patch.object(deferred, "_SAMPLED_ELEMENTS", sample):
+            for _ in range(_INSTRUMENT_STEPS):
+                model(next(feed)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            history = optimizer.history(wait=True, after=_INSTRUMENT_STEPS // 4)
+            optimizer.close()
+        return movement_percent(history)
+
+    began = time.perf_counter()
+    found = {"movement_percent": measured(deferred._SAMPLED_ELEMENTS), "whole_percent": measured(1 << 40)}
+    return {**found, "seconds": time.perf_counter() - began}
 
 
 Look = tuple[float, list[Tensor], list[Tensor]]

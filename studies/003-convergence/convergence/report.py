@@ -16,7 +16,19 @@ from convergence.analysis import (
     over_seeds,
     rule_rate,
 )
-from convergence.predict import Point, Prediction, duels, points, predictions
+from convergence.predict import (
+    PROMISED,
+    Bound,
+    Point,
+    Prediction,
+    bound,
+    duels,
+    halves,
+    late_percent,
+    movement_percent,
+    points,
+    predictions,
+)
 from convergence.setting import (
     BETWEEN,
     HURTING,
@@ -30,7 +42,10 @@ from convergence.setting import (
     Regime,
     Setting,
     grid,
+    instruments,
     published,
+    remedies,
+    seeds,
 )
 
 NONE = "-"
@@ -186,6 +201,77 @@ def prediction_table(runs: Runs, found_in: Callable[[Runs, list[Setting]], list[
     yield from table(head, rows)
 
 
+def every_late(runs: Runs) -> list[Setting]:
+    """All of replay with overlap at a constant learning rate and one seed: the grid, between, and what may help."""
+    found = [setting for regime in REGIMES for setting in late_settings(runs, regime)]
+    found += [s for s in remedies() if s.method == "replay" and s.lag and s.schedule == "constant"]
+    return list({setting.key: setting for setting in found}.values())
+
+
+_HALVES = 1000
+
+
+def bound_table(runs: Runs) -> Iterator[str]:
+    """The bound on the excess by movement: chosen on one half of the settings, judged on the other."""
+    found = [point for point in points(runs, every_late(runs)) if movement_percent(point.probed)]
+    by_regime = {regime: [point for point in found if point.setting.regime == regime] for regime in REGIMES}
+    if not all(by_regime.values()):
+        return
+    first, second = by_regime.values()
+    names = {"fine-tuning": bound(first, second), "from scratch": bound(second, first)}
+    others = points(runs, (s for regime in REGIMES for s in seeds(regime, RATES) if s.method == "replay" and s.seed))
+    if others:
+        names["seed 0 (judged: seeds 1 to 4)"] = bound(found, others)
+    rows = [[name, *_of_bound(one)] for name, one in names.items()]
+    random = list(halves(found, _HALVES))
+    shares, worst = sorted(100 * one.above / one.judged for one in random), sorted(one.worst for one in random)
+    middle, most = _HALVES // 2, round(0.9 * _HALVES)
+    coefficient = sorted(one.coefficient for one in random)[middle]
+    rows.append(
+        [
+            f"{_HALVES} random halves: median (90%)",
+            *(f"{coefficient:.1f}", "", ""),
+            f"{shares[middle]:.1f}% ({shares[most]:.1f}%)",
+            f"{worst[middle]:.2f} ({worst[most]:.2f})",
+        ]
+    )
+    yield from table(["chosen on", "coefficient", "settings", "judged on", "above the bound", "worst, times it"], rows)
+    yield ""
+    coefficient = names["fine-tuning"].coefficient
+    for quality, promised in PROMISED.items():
+        limit = (promised / coefficient) ** 0.5
+        allowed = [point for point in found if late_percent(point) <= limit]
+        lost = max((point.excess for point in allowed), default=0.0)
+        needless = sum(point.excess <= promised for point in found) - len(allowed)
+        yield (
+            f"- {quality}, at most {promised}%: weights may move {limit:.3f}%. {len(allowed)} of {len(found)} settings "
+            f"are allowed, {sum(point.setting.regime == REGIMES[1] for point in allowed)} of them from scratch, "
+            f"which lost {lost:.2f}% at most; {needless} that lost no more than was promised are refused"
+        )
+
+
+def _of_bound(found: Bound) -> list[str]:
+    share = 100 * found.above / found.judged
+    return [
+        f"{found.coefficient:.1f}", str(found.chosen), str(found.judged), f"{found.above} ({share:.1f}%)",
+        f"{found.worst:.2f}",
+    ]  # fmt: skip
+
+
+def instrument_table(runs: Runs) -> Iterator[str]:
+    """What the runtime reports of the movement, beside that of torch's AdamW at the same places."""
+    rows = []
+    for setting in instruments():
+        own, probed = runs.get(setting.key), runs.get(setting.probe().key)
+        expected = None if probed is None else movement_percent(probed)
+        if own is not None and expected:
+            found = own["movement_percent"]
+            name = f"{setting.regime}, {setting.lr:g}, S = {setting.interval}"
+            cells = [expected, found, own["whole_percent"]]
+            rows.append([name, *(f"{cell:.4f}" for cell in cells), f"{100 * (found / expected - 1):+.1f}"])
+    yield from table(["", "torch, %", "runtime, %", "without sampling, %", "runtime against torch, %"], rows)
+
+
 def markdown(runs: Runs) -> str:
     """Every table of the study."""
     lines = ["# 003: tables", "", "Excess is of the held-out loss over the synchronous run of the same seed."]
@@ -200,4 +286,7 @@ def markdown(runs: Runs) -> str:
     lines += prediction_table(runs, points, HURTS_PERCENT)
     lines += ["", "## What tells that replay will be worse than the mean of the same knobs, one seed", ""]
     lines += prediction_table(runs, duels, 0.0)
+    lines += ["", "## Excess at most so many times the square of what weights move before late updates arrive", ""]
+    lines += bound_table(runs)
+    lines += ["", "## What the runtime reports of movement", "", *instrument_table(runs)]
     return "\n".join(lines) + "\n"

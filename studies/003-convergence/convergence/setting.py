@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Regime = Literal["fine-tuning", "from scratch"]
-Method = Literal["synchronous", "replay", "mean", "probe", "deepspeed", "deepspeed repaired"]
+Method = Literal["synchronous", "replay", "mean", "probe", "instrument", "deepspeed", "deepspeed repaired"]
 Schedule = Literal["constant", "decay"]
 
 REGIMES: tuple[Regime, ...] = ("fine-tuning", "from scratch")
@@ -110,6 +110,15 @@ def between(regime: Regime) -> Iterator[Setting]:
     for lr in BETWEEN[regime]:
         yield from four_of(regime, lr, SEEDS[:1])
         yield Setting(regime=regime, method="probe", lr=lr)
+
+
+def instruments() -> Iterator[Setting]:
+    """What the runtime reports of movement: synchronous, and in windows."""
+    for regime in REGIMES:
+        for lr in RATES:
+            start = Setting(regime=regime, method="instrument", lr=lr, ratio=0.05)
+            yield start
+            yield from (replace(start, interval=size, lag=size) for size in (4, 8))
 
 
 def remedies() -> Iterator[Setting]:

@@ -108,4 +108,5 @@ class Scene:
             seed=0,
             torch_device=torch.device("cpu"),
             rig=self.spec,
+            learning_rate=1e-5,  # with which weights move little enough for late updates
         )

@@ -51,7 +51,7 @@ class Training:
         self._memory = EmulatedMemory(MEMORY_BYTES, ACTIVATION_BYTES, self._held)
         self.device = EmulatedAccelerator(self._rig, self._memory)
         self.optimizer = ZenFlowAdamW(
-            self.module.parameters(), lr=1e-3, config=BASE, module=self.module, device=self.device
+            self.module.parameters(), lr=1e-5, config=BASE, module=self.module, device=self.device
         )
         self.device.attach(self.module)
         self.phase = PHASES[0]

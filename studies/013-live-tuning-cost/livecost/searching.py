@@ -52,6 +52,7 @@ def task_of(seed: int, *, real_time: bool) -> Task:
         seed=seed,
         torch_device=device,
         rig=None if real_time else load_rig(RIG),
+        learning_rate=1e-5,  # with which weights move little enough for late updates
     )
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.zftune.agent.children import environ, run, script, train
+from zftune.agent.arming import hook, make_session
+from zftune.agent.records import Settings
 
 TAIL = """
     for number, (ids,) in enumerate(loader(12)):
@@ -106,3 +113,24 @@ def test_a_broken_environment_is_named(tmp_path: Path, name: str, value: str | N
     child = run([sys.executable, script(tmp_path, QUIET + TAIL)], folder, env)
     assert said in child.only("end")["error"]
     assert child.stderr == ""
+
+
+def test_a_system_of_another_version_fails_no_import(tmp_path: Path) -> None:
+    """It has not what is hooked: a figure is missing, or all that is recorded, and never the script's module."""
+    imported: dict[str, list[Callable[[Any], None]]] = defaultdict(list)
+    session = make_session(Settings(tmp_path, warmup=1, steps=1))
+    hook(session, lambda name, callback: imported[name].append(callback))
+    try:
+        for callback in imported["deepspeed.ops.adam.cpu_adam"]:
+            callback(SimpleNamespace())
+        off_before = session.off
+        assert "this DeepSpeed has no" in session.absent["waits_ms.host"]
+        for callback in imported["deepspeed.runtime.engine"]:
+            callback(SimpleNamespace())
+        assert (off_before, session.off) == (False, True)
+    finally:
+        session.release()
+    (file,) = tmp_path.glob("agent-*.jsonl")
+    last = json.loads(file.read_text().splitlines()[-1])
+    assert (last["kind"], last["reason"]) == ("end", "failed")
+    assert "AttributeError: 'types.SimpleNamespace' object has no attribute 'DeepSpeedEngine'" in last["error"]

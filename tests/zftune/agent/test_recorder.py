@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
 
 from zenflow.device import CpuDevice
-from zftune.agent.recorder import Cause, DeviceEvents, EventBackend, Recorder, StepRow, WallClock
+from zftune.agent.recorder import Cause, DeviceEvents, EventBackend, Phase, Recorder, StepRow, WallClock
+
+
+@contextlib.contextmanager
+def phase(recorder: Recorder, name: Phase) -> Iterator[None]:
+    """A phase; "data" is a wait too."""
+    recorder.enter(name)
+    try:
+        yield
+    finally:
+        recorder.leave(name)
+
+
+@contextlib.contextmanager
+def waiting(recorder: Recorder, cause: Cause) -> Iterator[None]:
+    recorder.enter_wait(cause)
+    try:
+        yield
+    finally:
+        recorder.leave_wait()
 
 
 @dataclass
@@ -72,7 +91,7 @@ class Run:
         self.recorder.end_step()
 
     def phase(self, name: str, ms: float) -> None:
-        with self.recorder.phase(name):  # type: ignore[arg-type]
+        with phase(self.recorder, name):  # type: ignore[arg-type]
             self.script.go(ms)
 
     def step(self) -> None:
@@ -133,7 +152,7 @@ def test_a_gap_is_forward_only_where_backward_follows() -> None:
 @pytest.mark.parametrize("inner", ["data", "backward", "optimizer"])
 def test_only_the_outermost_phase_counts(inner: str) -> None:
     run = Run()
-    with run.recorder.phase("backward"):
+    with phase(run.recorder, "backward"):
         run.script.go(1)
         run.phase(inner, 2)
         run.script.go(4)
@@ -144,7 +163,7 @@ def test_only_the_outermost_phase_counts(inner: str) -> None:
 
 def test_what_is_entered_at_a_steps_end_goes_on_in_the_next() -> None:
     run = Run()
-    with run.recorder.phase("optimizer"), run.recorder.wait("host"):
+    with phase(run.recorder, "optimizer"), waiting(run.recorder, "host"):
         run.script.go(3)
         run.recorder.end_step()
         run.script.go(4)
@@ -154,7 +173,7 @@ def test_what_is_entered_at_a_steps_end_goes_on_in_the_next() -> None:
 
 def test_a_phase_that_raises_is_left() -> None:
     run = Run()
-    with contextlib.suppress(ValueError), run.recorder.phase("backward"):
+    with contextlib.suppress(ValueError), phase(run.recorder, "backward"):
         run.script.go(2)
         raise ValueError
     run.script.go(1)
@@ -173,9 +192,9 @@ def test_leaving_what_was_not_entered_does_nothing() -> None:
 def test_what_comes_before_the_first_step_is_in_none() -> None:
     script, rows = Script(), list[StepRow]()
     recorder = Recorder(script, rows.append, clock_ns=script.clock_ns, depth=0)
-    with recorder.phase("data"):
+    with phase(recorder, "data"):
         script.go(5)
-    with recorder.phase("optimizer"):
+    with phase(recorder, "optimizer"):
         script.go(5)
         recorder.end_step()
         script.go(1)
@@ -192,7 +211,7 @@ def test_stall_is_what_the_streams_queue_does_not_hide(
 ) -> None:
     run = Run()
     run.script.launch(queued_ms)
-    with run.recorder.wait("host"):
+    with waiting(run.recorder, "host"):
         run.script.go(wait_ms)
     run.script.go(100)
     run.recorder.end_step()
@@ -204,7 +223,7 @@ def test_stall_is_what_the_streams_queue_does_not_hide(
 
 def test_a_wait_of_the_stream_alone_is_stall_that_nobody_waits_for() -> None:
     run = Run()
-    with run.recorder.wait("comm"):
+    with waiting(run.recorder, "comm"):
         run.script.launch(7)  # stands for waiting for another stream
     run.script.go(20)
     run.recorder.end_step()
@@ -216,7 +235,7 @@ def test_a_stall_that_nobody_waits_for_hides_no_other_wait() -> None:
     run = Run()
     run.script.launch(10)
     run.phase("data", 10)  # the stream is busy meanwhile
-    with run.recorder.wait("comm"):
+    with waiting(run.recorder, "comm"):
         run.script.launch(10)  # the stream waits, the thread does not
     run.script.go(40)
     run.recorder.end_step()
@@ -227,12 +246,12 @@ def test_a_stall_that_nobody_waits_for_hides_no_other_wait() -> None:
 def test_nested_waits_count_once_for_the_outermost() -> None:
     run = Run()
     for outer, inner in (("host", "comm"), ("comm", "comm")):
-        with run.recorder.wait(outer):  # type: ignore[arg-type]
+        with waiting(run.recorder, outer):  # type: ignore[arg-type]
             run.script.go(1)
-            with run.recorder.wait(inner):  # type: ignore[arg-type]
+            with waiting(run.recorder, inner):  # type: ignore[arg-type]
                 run.script.go(2)
             run.script.go(4)
-    with run.recorder.phase("data"), run.recorder.wait("comm"):
+    with phase(run.recorder, "data"), waiting(run.recorder, "comm"):
         run.script.go(8)
     run.recorder.end_step()
     assert run.rows[0].waits_ms == {"host": 7, "comm": 7, "data": 8}
@@ -265,7 +284,7 @@ def test_a_mark_that_is_behind_the_steps_end_holds_the_row_back() -> None:
 
     run = Run(TwoStreams())
     run.script.go(2)
-    with run.recorder.wait("h2d"):
+    with waiting(run.recorder, "h2d"):
         run.script.go(1)
     run.recorder.end_step()
     assert run.rows == []
@@ -324,7 +343,7 @@ def test_rounding_keeps_the_sum(make: Callable[[Script], EventBackend]) -> None:
     run = Run(script, backend=make(script))
     causes: tuple[Cause, ...] = ("host", "h2d", "d2h", "select", "comm")
     for number in range(300):
-        with run.recorder.phase("backward" if number % 3 else "data"), run.recorder.wait(causes[number % 5]):
+        with phase(run.recorder, "backward" if number % 3 else "data"), waiting(run.recorder, causes[number % 5]):
             script.go(1 / 3 + number * 1e-5)
         script.go(1 / 7)
     run.recorder.end_step()

@@ -38,7 +38,7 @@ class Loop:
         self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
         self.device = EmulatedAccelerator(Rig("fast", "", forward_ms=1.0, backward_ms=1.0, scale=1.0, **RATES))
         self.optimizer = ZenFlowAdamW(
-            self.module.parameters(), lr=1e-2, config=config, module=self.module, device=self.device
+            self.module.parameters(), lr=1e-5, config=config, module=self.module, device=self.device
         )
         self.device.attach(self.module)
         self.batches = torch.Generator().manual_seed(1)

@@ -20,7 +20,7 @@ from tests.zftune.check.cases import CASES, safe
 from tests.zftune.store.examples import PRESET
 from zftune.cli import main as cli
 from zftune.integrations.deepspeed.check.checking import check
-from zftune.integrations.deepspeed.check.findings import SCHEMA_NAME, render
+from zftune.integrations.deepspeed.check.findings import render
 from zftune.store import open_store
 
 Run = Callable[..., tuple[object, str, str]]
@@ -73,7 +73,7 @@ def test_something_found_is_1(zftune: Run, tmp_path: Path) -> None:
 def test_json(zftune: Run, tmp_path: Path) -> None:
     code, out, err = zftune(written(tmp_path, BAD), "--json", "-", "--backend", "deepspeed")
     found = json.loads(out)
-    assert (code, found["schema"], found["ok"], found["backend"]) == (1, SCHEMA_NAME, False, "deepspeed")
+    assert (code, found["schema"], found["ok"], found["backend"]) == (1, "zftune.check/1", False, "deepspeed")
     assert "full_warm_up_rounds" in err  # the screen's part
     (warm_up,) = (one for one in found["findings"] if one["rule"] == "overlap-without-warm-up")
     path = "zero_optimization.zenflow.full_warm_up_rounds"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from zftune.integrations.deepspeed import asking
 from zftune.integrations.deepspeed.asking import ask
 from zftune.integrations.deepspeed.check.checking import check, fix
 from zftune.integrations.deepspeed.check.findings import Finding
-from zftune.integrations.deepspeed.verdict import faults, undecided
+from zftune.integrations.deepspeed.verdict import BATCH, faults, ranks_that_fit, undecided
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 CONFIGS = corpus()
@@ -177,3 +179,62 @@ def test_a_section_that_no_table_is_about_is_put_to_it() -> None:
     assert [finding.severity for finding in both.findings] == ["crashes"]
     (unasked,) = check({"elasticity": elastic}, backend="deepspeed", version="9.9.9").findings[:1]
     assert unasked.severity == "note"
+
+
+def test_where_no_number_of_ranks_is_given_it_is_asked_for_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def record(configs: list[Any], world_size: int) -> list[list[dict[str, Any]]]:
+        asked.append(world_size)
+        return [[] for _ in configs]
+
+    monkeypatch.setattr("zftune.integrations.deepspeed.check.subject.ask", record)
+    config = {**dict(zip(BATCH, (8, 1, 2), strict=True)), "curriculum_learning": {"enabled": True}}
+    for world_size in (None, 2):
+        found = check(config, backend="deepspeed", version=metadata.version("deepspeed"), world_size=world_size)
+        assert found.ok
+    assert asked == [4, 2]
+
+
+_SIZES = st.none() | st.integers(1, 8)
+
+
+@given(whole=st.none() | st.integers(1, 64), micro=_SIZES, passes=_SIZES, parallel=_SIZES)
+def test_ranks_that_fit_do(whole: int | None, micro: int | None, passes: int | None, parallel: int | None) -> None:
+    known = table(VERSION)
+    assert known is not None
+    given = {**dict(zip(BATCH, (whole, micro, passes), strict=True)), "sequence_parallel_size": parallel}
+    config = {name: value for name, value in given.items() if value is not None}
+    if not faults(config, known):
+        assert faults(config, known, ranks_that_fit(config)) == []
+
+
+def test_nothing_of_the_folder_that_it_is_asked_in_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in, whose import costs nothing, for the one that is installed."""
+    installed, here = tmp_path / "installed", tmp_path / "here"
+    runtime = installed / "deepspeed" / "runtime"
+    for folder in (runtime, here):
+        folder.mkdir(parents=True)
+    for package in (runtime.parent, runtime):
+        (package / "__init__.py").touch()
+    (runtime / "config.py").write_text("class DeepSpeedConfig:\n    def __init__(self, config): raise ValueError('no')")
+    (here / "deepspeed.py").write_text("open('taken', 'w')")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(installed), os.environ.get("PYTHONPATH")))))
+    assert ask([{}], 1) == [[{"path": None, "error": "ValueError: no"}]]
+    assert not (here / "taken").exists()
+
+
+def test_a_section_that_lacks_what_was_left_out_of_it_is_not_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed reads the section first: without "enabled" its words are others than those about the batch."""
+
+    def first_error(config: dict[str, Any], _: int) -> Exception | None:
+        if "curriculum_learning" in config and "enabled" not in config["curriculum_learning"]:
+            return KeyError("enabled")
+        if config.get("stage") == 9:
+            return ValueError("stage")
+        return AssertionError("batch") if config.get("train_batch_size") == 7 else None
+
+    monkeypatch.setattr(asking, "first_error", first_error)
+    config = {"curriculum_learning": {"enabled": True}, "stage": 9, "train_batch_size": 7}
+    assert [one["path"] for one in asking.refusals(config, 2)] == [["stage"], ["train_batch_size"]]

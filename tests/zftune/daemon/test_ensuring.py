@@ -99,12 +99,14 @@ def test_one_with_another_store_is_not_used(
 def test_what_is_passed_on_to_a_private_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     given = {"PYTHONPATH": f"lib:{folder}/x:", "ZFTUNE_DB": "own.db", "ZFTUNE_SOCKET": "z.sock", "PATH": "/bin"}
+    given |= {"PYTHONNOUSERSITE": "1"}  # else packages of the home folder would come before a container's
     secret = {"HF_TOKEN": "x", "RANK": "3", "OMP_NUM_THREADS": "1", "ZFTUNE_ONLINE": "daemon", "NOTIFY_SOCKET": "n"}
     assert environment_of(given | secret | {"LC_ALL": "C"}) == {
         "PYTHONPATH": f"{folder}/lib:{folder}/x",
         "ZFTUNE_DB": f"{folder}/own.db",
         "ZFTUNE_SOCKET": f"{folder}/z.sock",
         "PATH": "/bin",
+        "PYTHONNOUSERSITE": "1",
         "LC_ALL": "C",
         "ZFTUNE_DISABLE": "1",
     }

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import stat
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.zftune.daemon.daemons import Daemon, exchange, get, serving, status_of
@@ -13,6 +18,9 @@ from zftune import __version__
 from zftune.daemon import PROTOCOL
 from zftune.daemon.client.http import DaemonClient
 from zftune.daemon.server import sampling as metrics_module
+from zftune.daemon.server.answers import DaemonState
+
+ROOT = Path(__file__).parents[3]
 
 
 def samples(text: str) -> dict[str, float]:
@@ -100,3 +108,33 @@ def test_a_textfile_that_cannot_be_written_ends_nothing(folder: Path) -> None:
 
 def test_the_usual_period_suits_a_scraper() -> None:
     assert 5 <= metrics_module.TEXTFILE_PERIOD_S <= 60
+
+
+def test_the_dashboard_asks_for_what_the_daemon_offers_with_its_labels() -> None:
+    figures = dict.fromkeys([*metrics_module._OF_GPU, *metrics_module._OF_HOST], 1.0)
+    seen = metrics_module.Seen(figures=figures, missing="")
+    metrics = metrics_module.Metrics(DaemonState())
+    node: Any = SimpleNamespace(gpus=lambda: {"GPU-1": seen}, host=seen)
+    metrics.registry.register(metrics_module.NodeFigures(node))
+    offered: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
+        for sample in family.samples:
+            offered[sample.name] = {*sample.labels, "instance", "job"}  # Prometheus adds two
+    document = json.loads((ROOT / "examples/grafana/zftune.json").read_text())
+    variables = {f"${one['name']}" for one in document["templating"]["list"]}
+    asked: set[str] = set()
+    for panel in document["panels"]:
+        for target in panel["targets"]:
+            names = set(re.findall(r"zftune_\w+", target["expr"]))
+            labels = set(re.findall(r'(\w+)=~?"', target["expr"])) | set(
+                re.findall(r"{{(\w+)}}", target["legendFormat"])
+            )
+            assert names, panel["title"]
+            assert names <= offered.keys(), names - offered.keys()
+            assert all(labels <= offered[name] for name in names), (names, labels)
+            assert set(re.findall(r"\$\w+", target["expr"])) <= variables
+            asked |= names
+    queries = [one["query"]["query"] for one in document["templating"]["list"] if one["type"] == "query"]
+    assert {name for query in queries for name in re.findall(r"zftune_\w+", query)} <= offered.keys()
+    assert asked == offered.keys()  # nothing is left out
+    assert len({panel["id"] for panel in document["panels"]}) == len(document["panels"])

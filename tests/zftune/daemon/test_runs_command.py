@@ -150,23 +150,28 @@ def test_rollback_and_stop_of_a_run(tell: Tell, folder: Path, monkeypatch: pytes
         fates = [one["fate"] for one in json.loads(tell("runs", "show", "--json", "-")[1])["trials"]]
         assert "rolled back" in fates
         assert tell("daemon", "status")[0] == 0  # the daemon lives
-        follows = threading.Thread(target=training.goodbye)
+        follows = threading.Thread(target=training.goodbye, kwargs={"over": True})  # as an agent that was told "stop"
         follows.start()
         code, out, _ = tell("runs", "logs", "--follow")  # ends with the run
         follows.join()
         assert code == 0
         assert "  rolled back  Rolled back by hand" in out
-        assert "ended: its search was stopped, the training goes on" in tell("runs", "show")[1]
+        goes_on = "tuning was stopped after 100 steps; the training went on"
+        assert f"not tuned: {goes_on}" in tell("runs", "show")[1]
+        listed = tell("runs", "list")[1]
+        assert f"{training.called}  not tuned " in listed
+        assert listed.endswith(f"; {goes_on}\n")
         for command, verb in (("pause", "pause"), ("resume", "resume"), ("rollback", "roll back"), ("stop", "stop")):
             code, _, err = tell("runs", command)
-            assert (code, err) == (1, f"zftune: cannot {verb}: its search was stopped, the training goes on\n")
+            assert (code, err) == (1, f"zftune: cannot {verb}: {goes_on}\n")
         document = json.loads(tell("daemon", "stop", "--json", "-")[1])
         assert document == {"schema": "zftune.daemon/1", "stopped": True}
         assert daemon.ends() == 0
         for command in ("list", "show", "logs", "pause", "resume", "rollback", "stop"):
             code, out, err = tell("runs", *command.split())
             assert (code, out) == (1, "")
-            assert err == f"zftune: no daemon serves '{daemon.path}', start one with: zftune daemon start\n"
+            absent = f"zftune: no daemon serves '{daemon.path}', start one with: zftune daemon start"
+            assert err == f"{absent}; runs that have ended: zftune explain\n"
 
 
 def test_a_file_that_cannot_be_written_is_found_out_before_anything_is_done(tell: Tell, runs: list[Training]) -> None:

@@ -292,12 +292,32 @@ def test_another_user_gets_no_answer(folder: Path) -> None:
         assert status_of(exchange(daemon.path, get("/v1/health"))) == 200
 
 
+def test_beside_a_private_daemon_start_says_whose_it_is_and_what_ends_it(folder: Path) -> None:
+    with serving(folder, "--private") as daemon:
+        held = f"zftune: another daemon (pid {daemon.process.pid}) serves '{daemon.path}' already"
+        ended = zftune(folder, "daemon", "start")
+        assert (ended.returncode, ended.stdout) == (1, "")
+        assert ended.stderr == (
+            f"{held}: a private one, which a training started for itself (no run); it ends a minute after its last "
+            "run, or now with: zftune daemon stop (trainings go on)\n"
+        )
+        daemon.signal(signal.SIGSTOP)
+        silent = zftune(folder, "daemon", "start")
+        assert silent.stderr == (
+            f"{held}, but does not answer; if that does not change, end it with: kill {daemon.process.pid}\n"
+        )
+        daemon.signal(signal.SIGCONT)
+        assert zftune(folder, "daemon", "stop").returncode == 0
+        assert daemon.ends() == 0
+
+
 def test_a_second_daemon_is_refused_and_a_killed_one_replaced(folder: Path) -> None:
     with serving(folder, module=COMMAND) as daemon:
         assert mode(daemon.path) == 0o600
         ended = zftune(folder, "daemon", "start")
         assert (ended.returncode, ended.stdout) == (1, "")
-        assert ended.stderr == f"zftune: another daemon (pid {daemon.process.pid}) serves '{daemon.path}' already\n"
+        held = f"zftune: another daemon (pid {daemon.process.pid}) serves '{daemon.path}' already"
+        assert ended.stderr == f"{held} (no run); end it with: zftune daemon stop\n"
         assert status_of(exchange(daemon.path, get("/v1/health"))) == 200
         daemon.signal(signal.SIGKILL)
         assert daemon.ends() == -signal.SIGKILL

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
@@ -151,7 +152,8 @@ def test_a_page_is_printed_once_into_a_pipe(
     monkeypatch.setenv("ZFTUNE_SOCKET", f"{client.path}x")
     code, out, err = tell("top")
     assert (code, out) == (1, "")
-    assert err == f"zftune: no daemon serves '{client.path}x', start one with: zftune daemon start\n"
+    absent = f"zftune: no daemon serves '{client.path}x', start one with: zftune daemon start"
+    assert err == f"{absent}; runs that have ended: zftune explain\n"
 
 
 class Terminal:
@@ -241,6 +243,9 @@ def test_a_runs_loss_and_what_its_speed_may_cost(client: DaemonClient, runs: lis
     one["run"]["coverage"] = {"measured": 0.13, "assumed": 0.89, "warning": "A sentence."}
     below = "\n".join(drawn(replace(found, looked_at=one), 80, 50))
     assert "loss  3.54 → 2.18 ± 0.05, falling" in below
+    assert re.search(r"coverage  13% where 89% is assumed: update_interval \d+.* was adopted", below)
+    one["run"]["knobs"] = START.knobs()  # as while it is measured again
+    below = "\n".join(drawn(replace(found, looked_at=one), 80, 50))
     assert "coverage  13% where 89% is assumed: raise topk_ratio, lower update_interval" in below
     one["run"]["coverage"]["warning"] = one["run"]["losses"] = None
     below = "\n".join(drawn(replace(found, looked_at=one), 80, 50))

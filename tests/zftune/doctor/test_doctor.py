@@ -46,7 +46,7 @@ def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "COLUMNS": "80", **environment},
+        env={**os.environ, "COLUMNS": "80", "TORCH_EXTENSIONS_DIR": os.devnull, **environment},  # no lock is here
     )
 
 
@@ -164,6 +164,13 @@ def test_the_screen_fits_and_shows_words_as_they_are(width: int) -> None:
 
 def test_the_screen_without_unicode() -> None:
     assert show(AREAS, 80, encoding="ascii").isascii()
+
+
+def test_what_stops_trainings_is_exit_code_1_although_zftune_works() -> None:
+    lock = Check(name="op lock", status="broken", finding="Left over.", fix="rm it", stops_training=True)
+    areas = [*AREAS, Area("DeepSpeed", (lock, lock))]
+    assert document(areas, "1.2")["ok"] is False
+    assert show(areas, 80).rstrip().endswith("zftune works here, but trainings would hang: op lock.")
 
 
 def test_the_document_says_what_is_at_fault() -> None:

@@ -41,7 +41,7 @@ def test_one_that_nobody_holds_is_broken_and_comes_with_the_command(
 ) -> None:
     killed(tmp_path / "cpu_adam")
     found = check(tmp_path)
-    assert found.status == "broken"
+    assert (found.status, found.stops_training, found.is_fault) == ("broken", True, True)
     assert found.finding == (
         'An interrupted compilation of cpu_adam left "$TORCH_EXTENSIONS_DIR"/cpu_adam/lock 5 h ago, and no process has'
         " it open: every run that needs it waits without end."
@@ -54,7 +54,7 @@ def test_one_that_nobody_holds_is_broken_and_comes_with_the_command(
 def test_one_that_is_held_is_a_note_with_who_compiles(tmp_path: Path) -> None:
     baton = locked(tmp_path / "cpu_adam")
     found = check(tmp_path)
-    assert (found.status, found.fix) == ("note", None)
+    assert (found.status, found.fix, found.is_fault) == ("note", None, False)
     assert found.finding.startswith(f"Process {os.getpid()} has been compiling cpu_adam for ")
     baton.release()
     assert extension_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == []

@@ -28,10 +28,11 @@ from tests.zftune.explain.runs import (
 )
 from tests.zftune.tuner.surfaces import START, TOKENS, make
 from zftune.cli import top
+from zftune.explain import words
 from zftune.explain.document import explain_document
 from zftune.explain.screen import render
 from zftune.store.store import Store
-from zftune.store.types import Decision, Run, TrialState
+from zftune.store.types import Curve, CurvePoint, Decision, KnobChange, Run, TrialState
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.space import feasible
 from zftune.tuner.states import Outcome, Request
@@ -138,6 +139,18 @@ def test_what_was_saved_before_a_rollback_stays_saved_on_every_screen(timed: Sto
     )
 
 
+def test_the_advice_on_a_low_coverage_looks_at_what_was_adopted(timed: Store, clock: Clock) -> None:
+    run = by_hand(timed, clock)
+    adopted = {**START.knobs(), "topk_ratio": 0.2}
+    curve = Curve((CurvePoint(100, 100, coverage=0.13),), (KnobChange(0, adopted),))
+    timed.save_curve(run, curve)
+    (notice,) = explained(timed, run, clock)["notices"]
+    assert "The search adopted topk_ratio 0.2, which its quality allows" in notice
+    timed.save_curve(run, replace(curve, changes=(KnobChange(0, START.knobs()),)))  # as while another is on trial
+    (notice,) = explained(timed, run, clock)["notices"]
+    assert "Raise topk_ratio, lower update_interval" in notice
+
+
 def test_what_is_not_paid_for_yet(timed: Store, clock: Clock) -> None:
     rows = ByHand(timed, clock, begin(timed))
     start, slow, fast = rows.trial("start"), rows.trial(topk_ratio=0.05), rows.trial(topk_ratio=0.2)
@@ -157,6 +170,8 @@ def test_what_is_not_paid_for_yet(timed: Store, clock: Clock) -> None:
         "pay for it."
     )
     assert found["trials"][1]["reason"] == "far too slow"
+    (era,) = found["eras"]
+    assert (era["measurements"], era["settings"]) == (6, 3)  # the one that was cut short is in both
 
 
 def test_training_after_the_search_counts(timed: Store, clock: Clock) -> None:
@@ -378,6 +393,20 @@ def test_what_the_quality_allows_follows_from_the_judged_settings(store: Store) 
     kept = feasible(space)
     run = store.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings={"feasible": kept})
     assert explained(store, run)["feasible"] == kept
+
+
+def test_how_far_weights_move_is_told_with_what_it_allows(timed: Store) -> None:
+    old = explained(timed, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings={"budget_steps": 1.8}))
+    assert (old["budget"]["movement_percent"], old["budget"]["expected_loss_percent"]) == (None, None)
+    assert words.lateness_bound(old) == ""
+    settings = {"budget_steps": 3.4, "movement_percent": 0.05}
+    found = explained(timed, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
+    assert found["budget"] == {
+        "steps": 3.4, "fixed_because": None, "movement_percent": 0.05, "expected_loss_percent": 0.3
+    }  # fmt: skip
+    assert words.lateness_bound(found) == (
+        "weights move 0.05% in a step: updates may come 3.43 steps late on average, which adds at most 0.3% of loss"
+    )
 
 
 def test_the_ranks_are_told(timed: Store, clock: Clock) -> None:

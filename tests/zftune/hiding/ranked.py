@@ -54,7 +54,7 @@ def train(rank: int, quality: Any) -> dict[str, Any]:
     rig = Rig("made up", "", forward_ms=1.0, backward_ms=1.0, scale=1.0, device_gbps=None, **rates)
     device = EmulatedAccelerator(rig)
     config = ZenFlowConfig.zero_offload(pipeline="bucket")
-    optimizer = ZenFlowAdamW(module.parameters(), lr=1e-2, config=config, module=module, device=device)
+    optimizer = ZenFlowAdamW(module.parameters(), lr=1e-5, config=config, module=module, device=device)
     device.attach(module)
     follow(optimizer, quality)
     batches, changed = torch.Generator().manual_seed(rank), 0

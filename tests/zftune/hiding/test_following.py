@@ -36,7 +36,8 @@ MORE = (
 )
 PROMISE = re.compile(
     r"zftune: the device waits (?P<waits>[\d.]+)% of a step for the host; `--quality published` hides it: about "
-    r"[\d.]+× the speed, (?P<late>[\d.,]+) ms a step instead of (?P<now>[\d.,]+) ms \((?P<knobs>.*)\)"
+    r"[\d.]+× the speed, (?P<late>[\d.,]+) ms a step instead of (?P<now>[\d.,]+) ms \((?P<knobs>.*)\); "
+    r"weights move (?P<moved>[\d.]+)% in a step"
 )
 FOUND = re.compile(r"zftune: (?P<knobs>.*) after step (?P<step>\d+), by the planner: about .* instead of .*")
 
@@ -58,6 +59,7 @@ def training_on(rig: str, model: Path) -> Training[ZenFlowAdamW]:
             seed=0,
             torch_device=torch.device("cpu"),
             rig=load_rig(rig),
+            learning_rate=1e-5,
         ),
         EXACT,
     )
@@ -105,7 +107,9 @@ def test_the_line_says_what_published_then_wins(rig: str, mini_model: Path, line
 class Loop:
     """A small model on an emulated accelerator, or on the CPU as it is."""
 
-    def __init__(self, config: ZenFlowConfig = EXACT, rates: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, config: ZenFlowConfig = EXACT, rates: Mapping[str, float] | None = None, lr: float = 1e-5
+    ) -> None:
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
         self.device: EmulatedAccelerator | None = None
@@ -114,7 +118,7 @@ class Loop:
                 Rig("made up", "", forward_ms=1.0, backward_ms=1.0, scale=1.0, device_gbps=None, **rates)
             )
         self.optimizer = ZenFlowAdamW(
-            self.module.parameters(), lr=1e-2, config=config, module=self.module, device=self.device
+            self.module.parameters(), lr=lr, config=config, module=self.module, device=self.device
         )
         if self.device is not None:
             self.device.attach(self.module)
@@ -140,8 +144,8 @@ FAST_HOST = {"link_d2h_gbps": 100.0, "link_h2d_gbps": 100.0, "host_gbps": 100.0}
 def loop() -> Iterator[Callable[..., Loop]]:
     made: list[Loop] = []
 
-    def make(rates: Mapping[str, float] | None = None, config: ZenFlowConfig = EXACT) -> Loop:
-        made.append(Loop(config, rates))
+    def make(rates: Mapping[str, float] | None = None, config: ZenFlowConfig = EXACT, **more: float) -> Loop:
+        made.append(Loop(config, rates, **more))
         return made[-1]
 
     yield make
@@ -161,7 +165,31 @@ def test_a_small_win_is_not_praised(loop: Callable[..., Loop], lines: Callable[[
     follow(training.optimizer, "exact")
     training.train(FIRST_STEPS + 2)
     (line,) = lines()
-    assert re.fullmatch(r"zftune: the device waits .*% of a step for the host: .* would win less than 5\.0%", line)
+    assert re.fullmatch(
+        r"zftune: the device waits .*% of a step for the host: .* would win less than 5\.0%; "
+        r"weights move [\d.]+% in a step",
+        line,
+    )
+
+
+def test_weights_that_move_too_far_are_updated_in_time(
+    loop: Callable[..., Loop], lines: Callable[[], list[str]]
+) -> None:
+    """At the rate that the other tests have, the same training wins by late updates."""
+    far, near = loop(SLOW_HOST, lr=1e-2), loop(SLOW_HOST)
+    for training in (far, near):
+        follow(training.optimizer, "published")
+        training.train(FIRST_STEPS + 2)
+    assert waits_for_all(far.optimizer.config)
+    late = near.optimizer.config
+    assert late.overlap_step
+    assert late.topk_ratio > 0
+    asked = loop(SLOW_HOST, lr=1e-2)
+    follow(asked.optimizer, "exact")
+    asked.train(FIRST_STEPS + 2)
+    moved = re.search(r"weights move ([\d.]+)% in a step$", lines()[-1])
+    assert moved is not None
+    assert float(moved[1]) > 1
 
 
 def test_where_nothing_is_waited_for_nothing_is_said(loop: Callable[..., Loop], lines: Callable[[], list[str]]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ import torch
 from tests.zftune.integrations.ds_running import ADAMW, ZENFLOW, ds_config, run_cases
 from tests.zftune.integrations.ds_worker import make_model
 from tests.zftune.store.examples import KNOBS, PRESET
-from zftune.integrations.deepspeed.choosing import Training
+from zftune.errors import BadInputError
+from zftune.integrations.deepspeed.choosing import Training, choose
+from zftune.integrations.deepspeed.section import Section
 from zftune.store import open_store
 from zftune.store.preset_file import document_of
 
@@ -126,3 +130,40 @@ def test_what_is_found_online_is_kept_where_the_next_training_looks(seen: dict[s
     assert "error" not in seen["tuned online"], seen["tuned online"]["error"]
     with open_store(str(folder / "zftune.db")) as store:
         assert [run.key for run in store.runs()] == [replace(TRAINING, stage=1, quality="loose").key()]
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that opens, and whose presets cannot be read."""
+    path = tmp_path / "zftune.db"
+    open_store(str(path)).close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("ALTER TABLE preset RENAME COLUMN knobs TO other")
+    monkeypatch.setenv("ZFTUNE_DB", str(path))
+
+
+@pytest.mark.usefixtures("broken")
+@pytest.mark.parametrize("preset", [None, "best"])
+def test_a_store_that_cannot_be_read_ends_no_training(preset: str | None) -> None:
+    chosen = choose(TRAINING, Section(preset=preset))
+    assert chosen.knobs == {}
+    assert chosen.sentence.startswith("$ZFTUNE_DB could not be read (no such column: preset.knobs)")
+    assert chosen.sentence.endswith(", so the settings are the ds_config's")
+
+
+@pytest.mark.usefixtures("broken")
+def test_it_refuses_a_preset_by_name_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank reads the store, and the others wait for its word."""
+    distributed, sent = torch.distributed, []
+
+    def broadcast(told: list[Any], src: int) -> None:
+        assert src == 0
+        sent.append(told[0])
+
+    monkeypatch.setattr("zftune.integrations.deepspeed.choosing.hosts_of_ranks", lambda: ["a", "a"])
+    for name, value in (("is_initialized", True), ("get_world_size", 2), ("get_rank", 0)):
+        monkeypatch.setattr(distributed, name, lambda value=value: value)
+    monkeypatch.setattr(distributed, "broadcast_object_list", broadcast)
+    with pytest.raises(BadInputError, match=r"preset 'theirs': .* could not be read") as refused:
+        choose(TRAINING, Section(preset="theirs"))
+    assert sent == [str(refused.value)]

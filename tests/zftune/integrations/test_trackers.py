@@ -40,6 +40,7 @@ STEPS = {
     "zenflow_hidden_ms",
     "zenflow_coverage",
     "zenflow_staleness_steps",
+    "zenflow_movement_percent",
 }
 WAITING = ZenFlowConfig(update_interval=4, topk_ratio=0.25, select_interval=4, overlap_step=False, host_threads=1)
 """Each window is applied in the step that closes it, for which the device stalls."""

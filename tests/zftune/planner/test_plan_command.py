@@ -75,6 +75,18 @@ def test_the_screen_fits_and_says_what_to_do(document: dict[str, Any], width: in
         assert word in text, word
 
 
+def test_a_plan_ends_with_the_command_that_trains_so(document: dict[str, Any]) -> None:
+    command = "zftune run --quality exact -- deepspeed train.py --deepspeed ds_config.json"
+    assert document["verdict"][-1].endswith(": zftune profile -- python train.py")  # without offloading
+    whole = make_plan(ModelFacts.from_name("Qwen2.5-1.5B"), Machine.load(MACHINE), Job(seq=512), quality="exact")
+    assert whole["verdict"][-1] == f"To train with it, put its section into your ds_config: {command}"
+    model, small = ModelFacts.from_name("Llama-2-7B"), Machine.load("rtx4090")
+    nothing = make_plan(model, replace(small, host_memory_bytes=10**12), Job(), quality="published")
+    assert nothing["proposal"] is None
+    assert '"offload_param": {"device": "cpu"}' in nothing["verdict"][-1]
+    assert nothing["verdict"][-1].endswith(": zftune run -- deepspeed train.py --deepspeed ds_config.json")
+
+
 def test_several_ranks_are_told_what_they_share_and_what_others_need(document: dict[str, Any]) -> None:
     model, config = ModelFacts.from_name(MODEL), ZenFlowConfig(topk_ratio=0.1, update_interval=3)
     alone = predict(model, Machine.load("a100-80-sxm"), Job(seq=512), config)
@@ -89,8 +101,8 @@ def test_several_ranks_are_told_what_they_share_and_what_others_need(document: d
     assert of_ranks(model, machine, Job(gpus=1), [(config, alone)]) == []
     job = Job(seq=512, gpus=2, reshard=False)
     found = make_plan(model, Machine.load("a100-80-sxm"), job, quality="exact")
-    assert found["verdict"][-3].startswith("This is for 2 ranks over PyTorch's FSDP2")
-    assert found["verdict"][-3].endswith("layers are kept until backward.")
+    (shared,) = [one for one in found["verdict"] if one.startswith("This is for 2 ranks over PyTorch's FSDP2")]
+    assert shared.endswith("layers are kept until backward.")
     assert "ranks" not in " ".join(document["verdict"])
     # What two ranks need together is what one would, but for the counts of columns.
     assert predict(model, Machine.load("a100-80-sxm"), job, config).memory.host_bytes < 1.001 * together / 4

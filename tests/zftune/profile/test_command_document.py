@@ -112,7 +112,22 @@ def test_our_own_runtime_tells_the_rest(sampling: Sampling) -> None:
     }  # fmt: skip
     assert document["selection"] == {"coverage": 0.4, "churn": None}
     assert document["staleness"] == {"mean": 2.0, "max": 3}
+    assert document["movement"] is None  # records of an earlier version
+    assert "updated twice" in document["missing"]["movement"]
     assert document["memory"]["host_peak_bytes"] == 70
+
+
+def test_the_movement_of_the_weights_tells_what_late_updates_may_cost(sampling: Sampling) -> None:
+    model = {"model_bytes": 1000, "knobs": dataclasses.asdict(ZenFlowConfig(topk_ratio=0.25))}
+    last = {**STATS, "change_norm": 0.5, "weight_norm": 500.0, "host_memory": TOTALS, "host_engine": ["native", 2]}
+    first = {**STATS, "change_norm": None, "weight_norm": None}
+    document = build(rank(model=model, steps=[step(5, runtime=first), step(6, runtime=last)]), sampling=sampling)
+    assert document["movement"] == {
+        "percent": pytest.approx(0.1),
+        "late_percent": pytest.approx(0.1 * 0.75 * 2),
+        "expected_loss_percent": pytest.approx(10.2 * 0.15**2),
+    }
+    assert document["sources"]["movement"] == "count"
 
 
 def test_a_probe_below_what_the_host_did_is_no_ceiling(sampling: Sampling) -> None:

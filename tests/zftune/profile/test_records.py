@@ -203,7 +203,7 @@ def test_remarks(tmp_path: Path) -> None:
         "x\n",
         {"kind": "end", "reason": "failed", "error": "OSError: full"},
     )
-    assert remarks([rank], [rank], 60, Seen()) == [
+    assert list(remarks([rank], [rank], 60, Seen())) == [
         "rank 0: the agent failed: OSError: full",
         "1 of 60 steps were measured: the training ended before",
         "1 of 4 ranks were recorded here",

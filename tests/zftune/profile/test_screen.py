@@ -68,12 +68,22 @@ def test_figures_have_units_and_sources(document: Document) -> None:
         "link a step D2H 1.65 MB · H2D 414 kB · other 5.2 kB · 1.19 × the model",
         "689 ms a pass · 0.0527 of 0.0529 GB/s (99.6%) · 44 B/element",
         "covers 88% of the gradient energy · 12% new each time",
-        "mean 3.4 steps · most 7",
+        "mean 3.4 steps · most 7 steps · weighted 0.408 steps",
         "host state 11.6 MB · gradient log 6.61 MB · staging 1.65 MB",
         "measuring takes 0.4% of a step",
         "[wall clock, rig, count]",
     ):
         assert figure in text
+
+
+def test_the_losses_are_those_of_the_measured_steps(document: Document) -> None:
+    document["steps"] = {"measured": 24, "discarded": 8}
+    loss = {"first": 5.4, "last": 5.0, "error": 0.4, "trend": "level", "count": 24, "not_finite": 0}
+    document["loss"] = loss
+    text = " ".join(shown(document).split())
+    assert "no trend beyond noise (means of the first and the last quarter of steps 9 to 32)" in text
+    document["loss"] = {**loss, "count": 4, "trend": "unknown", "error": None}
+    assert "5.4 → 5 (the first and the last of steps 9 to 32)" in " ".join(shown(document).split())
 
 
 def test_the_rig_is_named_with_its_slack(document: Document) -> None:
@@ -94,6 +104,16 @@ def test_a_real_device_shows_its_memory_and_what_nvml_says(document: Document) -
     text = shown(document)
     assert "device peak 41.5 GB" in text
     assert "93% busy · 310 W · power cap" in text
+
+
+def test_the_movement_of_the_weights_is_one_line(document: Document) -> None:
+    assert "movement" not in shown(document)  # of an earlier version
+    document["movement"] = {"percent": 0.05, "late_percent": 0.18, "expected_loss_percent": 0.33}
+    text = " ".join(shown(document).split())
+    assert "movement weights move 0.05% in a step, 0.18% before late updates arrive · at most 0.33% of loss" in text
+    document["movement"] = {"percent": 0.05, "late_percent": 0.0, "expected_loss_percent": 0.0}
+    text = " ".join(shown(document).split())
+    assert "0.18% before updates arrived that were as late as published · at most 0.33% of loss" in text
 
 
 def test_missing_figures_are_listed_with_their_reason_and_never_zero(document: Document) -> None:

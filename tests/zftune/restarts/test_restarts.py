@@ -201,7 +201,7 @@ def test_the_first_run_that_is_too_short_ends_the_search_which_is_taken_up(tune:
         assert "measured" in str(store.trials(run.run_id)[1].reason)
     needed = int(re.findall(r"a training of (\d+) steps", why)[0])
     again = tune(few(quality="loose"), steps=needed, sleep_s=0.005, sectioned=False)
-    assert again["notices"][0].endswith(": 1 measurement is kept; the option fresh begins anew.")
+    assert ": 1 measurement is kept (zftune tune --fresh, " in again["notices"][0]
     assert again["command"]["too_short"] is None
     assert again["gain"] is not None
 
@@ -281,7 +281,7 @@ def test_ctrl_c_ends_the_command_and_the_search_is_taken_up(
     process = tuner()
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert "1 measurement is kept; the option fresh begins anew." in err
+    assert "1 measurement is kept (zftune tune --fresh, " in err
     document = json.loads(out)
     assert document["best"]["knobs"]["update_interval"] == 2
     with open_store(str(tmp_path / "zftune.db")) as store:

@@ -1,4 +1,4 @@
-"""A store in a file of its own."""
+"""A store in a file of its own, and one that is a file's or a PostgreSQL server's by turns."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.zftune.store.servers import Server, emptied, served
 from zftune.store import open_store
 from zftune.store.store import Store
 
@@ -35,4 +36,25 @@ def path(tmp_path: Path) -> Path:
 def store(path: Path, clock: Clock) -> Iterator[Store]:
     with open_store(str(path), clock=clock) as opened:
         assert opened.notices == []
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """One for all tests of a worker; who kills one has one of its own."""
+    yield from served()
+
+
+@pytest.fixture(params=["file", "server"])
+def url(request: pytest.FixtureRequest, path: Path) -> str:
+    """Of a store: what holds of one holds of the other."""
+    return str(path) if request.param == "file" else emptied(request.getfixturevalue("server"))
+
+
+@pytest.fixture
+def either(url: str, clock: Clock) -> Iterator[Store]:
+    """A store of either kind, by the test's clock."""
+    with open_store(url, clock=clock) as opened:
+        assert opened.notices == []
+        opened._database.ahead_s = 0.0
         yield opened

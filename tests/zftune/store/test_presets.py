@@ -35,16 +35,21 @@ ELSEWHERE: dict[str, Any] = {
 }
 
 
+@pytest.fixture
+def store(either: Store) -> Store:
+    return either
+
+
 def found(store: Store, key: Any = KEY, **query: Any) -> Match:
     match = store.find_preset(Query(key=key, **query))
     assert match is not None
     return match
 
 
-def test_what_was_saved_is_there_after_opening_again(store: Store, path: Any, clock: Clock) -> None:
+def test_what_was_saved_is_there_after_opening_again(store: Store, url: str, clock: Clock) -> None:
     kept = store.save_preset(PRESET)
     store.close()
-    with open_store(str(path)) as again:
+    with open_store(url) as again:
         assert again.presets() == [kept]
         assert again.preset("llama-2-7b-hf-a100-sxm4-40gb-published") == kept
     assert kept == replace(PRESET, name=kept.name, created_unix_s=clock.now)

@@ -10,16 +10,19 @@ import pytest
 
 from tests.zftune.store.conftest import Clock
 from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL, measurement
+from tests.zftune.store.servers import emptied
 from zftune.errors import StoreError
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import LEASE_S, Barred, Decision, Run, RunState, TrialState
 
 
-@pytest.fixture
-def store(clock: Clock) -> Iterator[Store]:
-    """Without a file: as on a server, where only leases tell who lives."""
-    with open_store("sqlite://", clock=clock) as opened:
+@pytest.fixture(params=["memory", "server"])
+def store(request: pytest.FixtureRequest, clock: Clock) -> Iterator[Store]:
+    """Without a file: only leases tell who lives."""
+    url = "sqlite://" if request.param == "memory" else emptied(request.getfixturevalue("server"))
+    with open_store(url, clock=clock) as opened:
+        opened._database.ahead_s = 0.0
         yield opened
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from zftune.store.account import Count
 from zftune.tuner.curve import CurveBuilder
 from zftune.tuner.executor import TuningContext, live_search
 from zftune.tuner.guard import LossGuard
+from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.setup import NoForecast
 from zftune.tuner.space import Setting, space_for
@@ -61,7 +63,7 @@ class Scene:
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
         self.optimizer = ZenFlowAdamW(
-            self.module.parameters(), lr=1e-3, config=BEGIN, module=self.module, device=device
+            self.module.parameters(), lr=1e-5, config=BEGIN, module=self.module, device=device
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1 + 0.01 * step))
         self.micro_batches = micro_batches
@@ -83,7 +85,8 @@ class Scene:
             disturbance=disturbance,
             on_change=lambda step, knobs: self.changes.append((step, Setting.from_knobs(knobs))),
         )
-        self.live = live_search(scene, self.search, recorder=self.recorder, worker=worker)
+        recorder = cast(StoreRecorder, self.recorder)  # all of it that a worker uses
+        self.live = live_search(scene, self.search, recorder=recorder, worker=worker)
 
     def train(self, scale: float = 1.0) -> torch.Tensor:
         """One step, without the search."""
@@ -125,6 +128,12 @@ class Recorder:
 
     def follow(self, counted: Callable[[], Count]) -> None:
         self.counted = counted
+
+    def choose(self, search: Search) -> Request | None:
+        return search.next()
+
+    def hurry(self) -> None:
+        pass
 
     def before(self, search: Search, request: Request) -> str | None:
         return "The disk is full." if self.refuse and request.role == "explore" else None

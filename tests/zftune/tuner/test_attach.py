@@ -35,11 +35,13 @@ BEGIN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, ledger=True, host_threa
 class Loop:
     """A loop that knows nothing of tuning but that it logs its loss."""
 
-    def __init__(self, config: ZenFlowConfig = BEGIN, *, logs: bool = True, given: bool = True) -> None:
+    def __init__(
+        self, config: ZenFlowConfig = BEGIN, *, logs: bool = True, given: bool = True, lr: float = 1e-5
+    ) -> None:
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
         module = self.module if given else None
-        self.optimizer = ZenFlowAdamW(self.module.parameters(), lr=1e-3, config=config, module=module)
+        self.optimizer = ZenFlowAdamW(self.module.parameters(), lr=lr, config=config, module=module)
         self.batch = torch.randn(16, 32)
         self.logs = logs
 
@@ -110,6 +112,8 @@ def test_a_loop_is_tuned_and_remembered(attach: Attach, store: Store, caplog: py
     for _ in range(30):
         loop.step()
     assert caplog.messages[0].startswith("zftune tunes with quality published")
+    needs = f"Measuring begins after {tuner.begins} steps; a whole search (5 measurements) takes about "
+    assert f". {needs}{tuner.begins + 5 * (4 + 20)} steps." in caplog.messages[0]
     assert loop.knobs == tuner.incumbent
     tuner.close()
     search = tuner.search
@@ -121,9 +125,13 @@ def test_a_loop_is_tuned_and_remembered(attach: Attach, store: Store, caplog: py
     assert search.book.incumbent.setting == loop.knobs
     assert search.book.tokens == 16
     assert search.book.space.dimensions
-    assert search.book.space.coverage(0.1) > 0.1  # measured
+    assert 0 < (search.book.space.movement_percent or 0.0) < 0.02  # measured
     assert {Setting.from_knobs(knobs) for _, knobs in changes} >= {search.book.trials[0].setting}
     (run,) = store.runs()
+    named = f"zftune tunes this training as run {run.run_id[:8]}; its decisions: zftune explain {run.run_id[:8]} "
+    assert [one for one in caplog.messages if one.startswith("zftune tunes this")] == [
+        f"{named}(live, with ZFTUNE_ONLINE=daemon: zftune top)"
+    ]
     assert run.state is RunState.FINISHED
     assert run.key.micro_batch == 4
     reasons = [decision.reason for decision in store.decisions(run.run_id)]
@@ -221,7 +229,7 @@ def test_what_a_synchronous_optimizer_asks_for(attach: Attach, caplog: pytest.Lo
 
 
 def test_a_synchronous_optimizer_may_become_as_late_as_it_is_asked_to(attach: Attach) -> None:
-    loop = Loop(ZenFlowConfig.zero_offload(host_threads=1))
+    loop = Loop(ZenFlowConfig.zero_offload(host_threads=1), lr=3e-5)
     tuner = attach(loop, quality="published", most_measurements=1)
     loop.run(tuner, until=lambda: tuner.live is not None)
     tuner.close()
@@ -229,6 +237,21 @@ def test_a_synchronous_optimizer_may_become_as_late_as_it_is_asked_to(attach: At
     space = tuner.search.book.space
     assert space.violation(Setting(topk_ratio=0.1, update_interval=4, apply_lag=4)) is None
     assert space.violation(Setting(topk_ratio=0.1, update_interval=8, apply_lag=8)) is not None
+
+
+def test_a_setting_that_is_too_late_for_how_far_weights_move_is_begun_earlier(attach: Attach) -> None:
+    loop = Loop(lr=3e-3)
+    tuner = attach(loop, most_measurements=1)
+    loop.run(tuner, until=lambda: tuner.live is not None)
+    tuner.close()
+    loop.step()  # with which the knobs change
+    assert tuner.search is not None
+    book = tuner.search.book
+    assert (book.space.movement_percent or 0.0) > 0.5
+    assert book.trials[0].setting == book.space.base == loop.knobs
+    assert loop.knobs.synchronous
+    (sentence,) = (one for one in tuner.notices if one.startswith("Begins from"))
+    assert "instead of update_interval 4, apply_lag 4, overlap_step on: weights would move" in sentence
 
 
 def test_what_is_refused(attach: Attach) -> None:
@@ -326,7 +349,7 @@ def test_where_nothing_is_remembered_nothing_is_looked_up(attach: Attach, monkey
 FORKS = """
 import os, sys, torch, zenflow, zftune, zftune.tuner.tuner
 
-optimizer = zenflow.ZenFlowAdamW([torch.nn.Parameter(torch.ones(8, 8))], lr=1e-3)
+optimizer = zenflow.ZenFlowAdamW([torch.nn.Parameter(torch.ones(8, 8))], lr=1e-5)
 tuner = zftune.attach(optimizer, store=False)
 child = os.fork()
 if child == 0:

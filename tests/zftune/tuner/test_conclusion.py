@@ -6,13 +6,13 @@ import logging
 
 from tests.zftune.tuner.surfaces import make
 from zftune.store.account import Count
-from zftune.tuner.messages import Followed, conclusion
+from zftune.tuner.messages import conclusion
 from zftune.tuner.search import Search
 
 
 def said(search: Search | None, *, over: bool = False, remembered: bool = True) -> tuple[int, str]:
     count = Count() if search is None else Count(seconds=2 * search.cost.elapsed_s, spent_s=search.cost.spent_s)
-    return conclusion(search, Followed(steps=60, begins=8, over=over, remembered=remembered, count=count))
+    return conclusion(search, count, steps=60, begins=8, over=over, remembered=remembered)
 
 
 def test_only_the_start_was_measured() -> None:

@@ -65,3 +65,29 @@ def test_a_run_that_is_gone_on_with_has_its_earlier_steps() -> None:
     assert len(curve.points) <= MOST_POINTS
     assert {point.coverage for point in curve.points} == {0.25}
     assert [change.step for change in curve.changes] == [1, 1001]
+
+
+@pytest.mark.parametrize("known_first", [True, False])
+def test_a_run_that_goes_on_from_an_older_checkpoint_forgets_what_came_after_that(*, known_first: bool) -> None:
+    """A daemon hears of steps before it has read what was kept, a training of its own after that."""
+    before, after = CurveBuilder(), CurveBuilder()
+    for step in range(1, 11):
+        before.step(step, 1.0, None)
+        before.loss(step, 1.0)
+    before.change(3, {"topk_ratio": 0.1})
+    before.change(8, {"topk_ratio": 0.2})
+    if known_first:
+        after.join(before.curve())
+    after.loss(6, 3.0)
+    after.step(6, 2.0, None)
+    after.loss(7, 3.0)
+    after.step(7, 2.0, None)
+    if not known_first:
+        after.join(before.curve())
+    curve = after.curve()
+    assert [(point.step, point.steps, point.step_ms, point.loss) for point in curve.points] == [
+        *((step, 1, 1.0, 1.0) for step in range(1, 6)),
+        (6, 1, 2.0, 3.0),
+        (7, 1, 2.0, 3.0),
+    ]
+    assert [change.step for change in curve.changes] == [3]

@@ -101,6 +101,7 @@ class World:
         self.fast = 0.8
         self.tokens = TOKENS
         self.more_bytes = 0
+        self.movement_percent: float | None = None
         self.learnt: list[tuple[Pace | None, Pace]] = []
         self.plan: list[Setting] = []
         world = self
@@ -123,7 +124,7 @@ class World:
         found = self.driver.measure(request)
         pace = Pace(busy_ms=100.0 * self.factor)
         peak = self.bytes_of(request.setting) + self.more_bytes
-        return replace(found, tokens=self.tokens, device_bytes=peak, pace=pace)
+        return replace(found, tokens=self.tokens, device_bytes=peak, pace=pace, movement_percent=self.movement_percent)
 
     @staticmethod
     def bytes_of(setting: Setting) -> int:
@@ -355,11 +356,13 @@ def test_a_search_that_began_again_is_rebuilt_from_its_rows() -> None:
         start = world.search.book.incumbent.setting
         run = store.begin_run(key, Model(model_id=key.model_id), Hardware(hw_id=key.hw_id), knobs=start.knobs())
         recorder = StoreRecorder(store, run)
-        for turn in range(14):
+        for turn in range(17):
             if turn == 4:
                 world.factor, world.tokens, world.more_bytes = 2.0, 2 * TOKENS, 500
             if turn == 9:
                 world.factor = 3.0
+            if turn == 12:
+                world.movement_percent = 0.1
             request = world.search.next()
             assert request is not None
             assert recorder.before(world.search, request) is None
@@ -374,5 +377,50 @@ def test_a_search_that_began_again_is_rebuilt_from_its_rows() -> None:
             assert theirs.tokens == mine.tokens
             assert other.learnt == world.learnt
             assert other.search.cost == world.search.cost
+            assert turn < 12 or theirs.space == mine.space
         assert recorder.notices == []
-    assert {"memory", "reopen"} <= set(world.kinds)
+    assert {"memory", "reopen", "movement"} <= set(world.kinds)
+
+
+# --- movement --------------------------------------------------------------------------------------------------------
+
+
+def test_updates_come_earlier_at_once_where_the_weights_move_too_far() -> None:
+    world = World()
+    world.settle()
+    before = world.search.book.incumbent.setting
+    assert before == FAST
+    world.movement_percent = 0.1
+    world.run(1)  # nothing but the incumbent runs
+    book = world.search.book
+    found = book.incumbent.setting
+    assert (found.topk_ratio, found.update_interval, found.apply_lag) == (0.2, 3, 1)
+    assert "movement" in world.kinds
+    (note,) = (one for one in world.search.notes if one.kind == "movement")
+    assert note.reason == (
+        "Adopted for the quality: update_interval 3, apply_lag 1: under update_interval 4, apply_lag 4 weights would "
+        "move 0.32% before late updates arrive, the quality allows 0.171% (a loss of 0.3% more at most)."
+    )
+    request = world.search.next()
+    assert request is not None
+    assert (request.role, request.setting) == ("start", found)
+    world.settle()
+    assert all(
+        0.1 * (1 - one.setting.topk_ratio) * one.setting.mean_staleness_steps <= 0.172
+        for one in book.trials[note.trial or 0 :]
+        if one.state is TrialState.MEASURED
+    )
+
+
+def test_a_little_beyond_the_bound_is_noise_and_what_moves_less_allows_more() -> None:
+    world = World()
+    world.settle()
+    world.movement_percent = 1.05 * 0.1715 / (0.8 * 4)
+    world.run(1)
+    assert world.search.book.incumbent.setting == FAST
+    assert "movement" not in world.kinds
+    late = Setting(topk_ratio=0.2, update_interval=8, apply_lag=8)
+    assert world.search.book.space.violation(late) is not None
+    world.movement_percent = 0.02
+    world.run(1)
+    assert world.search.book.space.violation(late) is None

@@ -17,7 +17,7 @@ from zftune.store.store import Store
 from zftune.store.types import Evidence, Hardware, Model, Preset, PresetState, Ratios, RunState, TrialState
 from zftune.tuner.recording import Recording, RunFacts, stake_won
 from zftune.tuner.search import Search, SearchOptions
-from zftune.tuner.setup import SearchRequest, StartedSearch, begin
+from zftune.tuner.setup import Prepared, SearchRequest, begin
 from zftune.tuner.space import Setting
 from zftune.tuner.states import OF_INCUMBENT
 
@@ -36,7 +36,7 @@ class World:
         self.options = SearchOptions(seed=seed, sampler="random")
         self.recording: Recording | None = None
 
-    def begin(self, facts: RunFacts = FACTS, **more: Any) -> StartedSearch:
+    def begin(self, facts: RunFacts = FACTS, **more: Any) -> Prepared:
         wanted: dict[str, Any] = {"own": START, "space": self.space, "options": self.options, "ratios": RATIOS, **more}
         self.recording = Recording(self.store, facts, "published")
         return begin(
@@ -47,7 +47,7 @@ class World:
         planned = sorted(wanted["space"].settings(), key=self.surface.planner_ms)[:1]
         return Search(wanted["space"], start, self.surface.forecast, planned, options)
 
-    def go(self, begun: StartedSearch, most: int = 1000, *, noise: float = NOISE) -> Driver:
+    def go(self, begun: Prepared, most: int = 1000, *, noise: float = NOISE) -> Driver:
         """Measure, and write it down."""
         search, recorder = begun.search, begun.recorder
         assert recorder is not None
@@ -61,12 +61,12 @@ class World:
             recorder.after(search, request, driver.outcomes[-1])
         return driver
 
-    def end(self, begun: StartedSearch, *, unfinished: bool = False) -> Recording:
+    def end(self, begun: Prepared, *, unfinished: bool = False) -> Recording:
         assert self.recording is not None
         self.recording.finish(begun.search, unfinished=unfinished)
         return self.recording
 
-    def whole(self, **more: Any) -> StartedSearch:
+    def whole(self, **more: Any) -> Prepared:
         begun = self.begin(**more)
         self.go(begun)
         assert self.end(begun).notices == self.store.notices
@@ -204,7 +204,7 @@ def test_far_ratios_are_left_to_the_planner(world: World) -> None:
         (
             {"topk_ratio": 0.0, "update_interval": 16, "apply_lag": 16},
             {},
-            "updates would come ",
+            "its weighted staleness would be ",
         ),
         ({"offload_ratio": 0.8}, {"least_ratio": 1.0}, "its offload_ratio 0.8 takes GPU memory: --tune-memory"),
         ({"topk_ratio": 0.2}, {"fixed": True}, "no loss is known"),
@@ -256,7 +256,8 @@ def test_a_search_that_is_interrupted_again_and_again_comes_to_its_end(world: Wo
         (run,) = store.runs()
         assert run.state is RunState.LOST
         begun = world.begin()
-        assert begun.sentence == f"Goes on with run {run.run_id[:8]}: {kept}; the option fresh begins anew."
+        anew = "(zftune tune --fresh, or fresh=True of zftune.attach, begins anew)"
+        assert begun.sentence == f"Goes on with run {run.run_id[:8]}: {kept} {anew}."
         asked = begun.search.next()
         assert asked is not None
         assert (asked.role, asked.setting) == ("start", incumbent)

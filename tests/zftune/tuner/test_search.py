@@ -125,6 +125,15 @@ def test_the_start_is_measured_first_and_the_planners_setting_next() -> None:
     assert (again.role, again.setting) == ("a2", START)  # the incumbent before it was measured just now
 
 
+def test_measurements_that_are_left_are_named_with_what_another_setting_takes() -> None:
+    for seed in range(4):
+        search, driver = make(seed, 0.03, most_measurements=6)
+        driver.run(search)
+        made, reason = search.measurements, search.notes[-1].reason
+        more = f": another setting may take 4 with its comparison, and {6 - made} {'is' if made == 5 else 'are'} left"
+        assert reason == f"{made} of 6 measurements were made{more if made < 6 else ''}."
+
+
 def test_next_is_the_same_until_it_is_told() -> None:
     search, driver = make(2, 0.03)
     driver.run(search, most=4)

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.zftune.tuner.surfaces import START, coverage
+from zftune.quality import MOST_LATE_STEPS, expected_loss_percent, late_percent
+from zftune.store.types import Quality
 from zftune.tuner.space import PUBLISHED, Setting, space_for
 
 
@@ -51,10 +55,76 @@ def test_a_violation_names_its_figures() -> None:
     violation = space.violation(Setting(topk_ratio=0.0, update_interval=16, apply_lag=16))
     assert violation is not None
     assert violation.excess > 0
-    assert violation.reason == f"updates would come 16.00 steps late on average, the quality allows {space.budget:.2f}"
+    assert violation.reason == (
+        "its weighted staleness would be 16.00 steps (a mean of 16.0 times 100%, the share of the gradient that is "
+        f"deferred), and quality published allows {space.budget:.2f}"
+    )
+    half = replace(space, coverage=lambda share: 0.5 if share else 0.0)
+    violation = half.violation(Setting(topk_ratio=0.1, update_interval=16, apply_lag=16))
+    assert violation is not None
+    assert "would be 8.00 steps (a mean of 16.0 times 50%," in violation.reason
 
 
 def test_indices_and_settings_are_inverse() -> None:
     space = space_for(START, "loose", coverage=coverage, threads=(2, 4), offload_ratios=(0.5, 1.0))
     for setting in space.settings():
         assert space.setting(space.indices(setting)) == setting
+
+
+# Where it is known how far the weights move.
+
+
+@pytest.mark.parametrize(("quality", "most_percent"), [("published", 0.3), ("loose", 1.2)])
+def test_what_is_allowed_follows_from_the_loss_that_it_may_cost(quality: Quality, most_percent: float) -> None:
+    movement = 0.06
+    space = space_for(START, quality, coverage=coverage, movement_percent=movement)
+    free = space_for(replace(START, update_interval=16, apply_lag=16), "loose", coverage=coverage)
+
+    def loss(setting: Setting) -> float:
+        return expected_loss_percent(late_percent(movement, setting.topk_ratio, setting.mean_staleness_steps))
+
+    allowed, others = set(space.settings()), set(free.settings()) - set(space.settings())
+    assert max(map(loss, allowed)) <= most_percent * (1 + 1e-6)
+    assert min(map(loss, others)) > most_percent
+    assert max(map(loss, allowed)) > 0.8 * most_percent  # it is the loss that ends them
+
+
+def test_a_setting_that_moves_too_much_is_refused_and_the_same_one_where_weights_move_less_is_not() -> None:
+    late = Setting(topk_ratio=0.1, update_interval=4, apply_lag=4)
+    far, near = (space_for(START, "published", coverage=coverage, movement_percent=one) for one in (0.08, 0.04))
+    assert near.violation(late) is None
+    violation = far.violation(late)
+    assert violation is not None
+    assert violation.reason == (
+        "weights would move 0.288% before late updates arrive, the quality allows 0.171% (a loss of 0.3% more at most)"
+    )
+    assert violation.excess == pytest.approx(0.288 / 0.1715 - 1, rel=1e-3)
+
+
+def test_updates_are_no_later_than_any_that_were_studied_however_little_weights_move() -> None:
+    for movement in (0.0, 1e-9, 1e-4):
+        space = space_for(START, "published", coverage=coverage, movement_percent=movement)
+        most = max((1 - one.topk_ratio) * one.mean_staleness_steps for one in space.settings())
+        assert 0.9 * MOST_LATE_STEPS < most <= MOST_LATE_STEPS
+
+
+@pytest.mark.parametrize(
+    ("movement", "window"),
+    [(0.01, (4, 4, True)), (0.05, (4, 3, True)), (0.06, (4, 2, True)), (0.15, (1, 1, True)), (0.5, (1, 1, False))],
+)
+def test_a_base_that_is_too_late_is_made_earlier(movement: float, window: tuple[int, int, bool]) -> None:
+    base = Setting(topk_ratio=0.1, update_interval=4, apply_lag=4)
+    found = space_for(base, "published", coverage=coverage, movement_percent=movement)
+    assert (found.base.update_interval, found.base.apply_lag, found.base.overlap_step) == window
+    assert found.violation(found.base) is None
+    assert found.base.topk_ratio == base.topk_ratio
+
+
+def test_movement_changes_nothing_where_nothing_may_be_late_or_nothing_is_free() -> None:
+    cases: list[tuple[Quality, bool]] = [("exact", True), ("published", False)]
+    for quality, has_loss in cases:
+        spaces = [
+            space_for(START, quality, coverage=coverage, has_loss=has_loss, movement_percent=movement)
+            for movement in (None, 0.5)
+        ]
+        assert spaces[0] == spaces[1] == spaces[0].moving(0.5)

@@ -118,7 +118,7 @@ def _zenflow(engine: Any) -> list[str]:
 def watch(session: Session, when_imported: Callable[[str, Callable[[Any], None]], None]) -> None:
     """Hook DeepSpeed once it is imported."""
     when_imported(_ENGINE, lambda module: _hook_engine(session, module))
-    when_imported("deepspeed.ops.adam.cpu_adam", lambda module: _know_host_optimizer(session, module))
+    when_imported("deepspeed.ops.adam.cpu_adam", lambda module: session.host_optimizers.add(module.DeepSpeedCPUAdam))
     for name in _WAITS:
         when_imported(name, functools.partial(_hook_waits, session, name))
     copies = _Copies(session)
@@ -152,7 +152,11 @@ def _engine_step(session: Session, original: Callable[..., Any]) -> Callable[...
 
 
 def _know_host_optimizer(session: Session, module: Any) -> None:
-    session.host_optimizers.add(module.DeepSpeedCPUAdam)
+    kind = getattr(module, "DeepSpeedCPUAdam", None)
+    if kind is None:
+        session.absent["waits_ms.host"] = "this DeepSpeed has no deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam"
+    else:
+        session.host_optimizers.add(kind)
 
 
 def _hook_waits(session: Session, name: str, module: Any) -> None:

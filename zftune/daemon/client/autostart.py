@@ -30,6 +30,7 @@ _KEPT = frozenset(
         *("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP"),
         *("XDG_RUNTIME_DIR", "XDG_DATA_HOME", "ZFTUNE_SOCKET", "ZFTUNE_DB", "LD_LIBRARY_PATH"),
         *("PYTHONHOME", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE", "PYTHONUTF8"),
+        *("PYTHONNOUSERSITE", "PYTHONUSERBASE"),  # which packages there are
     )
 )
 _KEPT_PREFIXES = ("LC_", "PG", "MYSQL_", "ORACLE_")  # what a database server's driver reads

@@ -17,18 +17,26 @@ from urllib.parse import quote
 
 from zftune.daemon import PROTOCOL, PROTOCOL_HEADER, SHOWN
 from zftune.daemon.client.location import locate, peer_uid
-from zftune.errors import BadInputError, DaemonError, StrangerError, ZftuneError
+from zftune.errors import BadInputError, DaemonError, NoDaemonError, StrangerError, ZftuneError
 
 _MOST_NAMED = 6
+
+
+PAST_RUNS = "runs that have ended: zftune explain"
+"""Where to look for what a daemon does not tell."""
 
 
 def all_runs(client: DaemonClient) -> list[dict[str, Any]]:
     """The runs that are followed and the last that have ended, oldest first.
 
     Raises:
+        NoDaemonError: there is none; the sentence says where its runs are to be seen.
         DaemonError: the daemon cannot be asked.
     """
-    runs: list[dict[str, Any]] = client.get("/v1/runs")
+    try:
+        runs: list[dict[str, Any]] = client.get("/v1/runs")
+    except NoDaemonError as error:  # a private one ends a minute after its last run
+        raise NoDaemonError(f"{error}; {PAST_RUNS}") from error
     return runs
 
 
@@ -54,7 +62,7 @@ def called(run: Mapping[str, Any]) -> str:
 def among(runs: list[dict[str, Any]], run: str | None) -> dict[str, Any]:
     """The run that is meant; see `chosen`."""
     if not runs:
-        raise ZftuneError("the daemon follows no run, start one with: zftune run --online -- CMD")
+        raise ZftuneError(f"the daemon follows no run, start one with: zftune run --online -- CMD; {PAST_RUNS}")
     if run is None:
         found = [one for one in runs if one["state"] != "ended"] or runs
         what = f"RUN is missing, there are {len(found)} runs"
@@ -173,7 +181,7 @@ class DaemonClient:
             raise
         except (FileNotFoundError, ConnectionRefusedError) as error:
             self.close()
-            raise DaemonError(f"no daemon serves '{path}', start one with: zftune daemon start") from error
+            raise NoDaemonError(f"no daemon serves '{path}', start one with: zftune daemon start") from error
         except TimeoutError as error:
             self.close()
             raise DaemonError(f"the daemon at '{path}' has not answered in time") from error

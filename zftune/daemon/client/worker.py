@@ -1,6 +1,6 @@
-"""The desk of a training whose search is in the daemon: two boxes, one for what happened and one for what to do.
+"""The worker of a training whose search is in the daemon: two boxes, one for what happened and one for what to do.
 
-The training thread and the courier's share them under a lock that nobody holds for longer than some assignments.
+The training thread and the session's share them under a lock that nobody holds for longer than some assignments.
 """
 
 from __future__ import annotations

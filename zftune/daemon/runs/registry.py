@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal
 from zftune.daemon import PROTOCOL
 from zftune.daemon.protocol.messages import Directive, Farewell, Goodbye, Hello, Report, Welcome
 from zftune.daemon.runs.sampler_pool import SamplerPool
-from zftune.daemon.runs.search import StartedSearch
 from zftune.daemon.runs.session import Disturbance, RunSession
 from zftune.daemon.runs.states import NotAllowedError
 from zftune.errors import ZftuneError
@@ -54,7 +53,7 @@ class Registry:
         kept_in: the identity of the store that was asked for; None: a run may ask for any.
         limits: sentences, on what this process cannot do.
         lease_s: without a report for so long a run counts as ended.
-        thinkers: processes that think.
+        samplers: processes that think; None: a pool that is gentle to trainings beside it.
         disturbance: says that measurements of a run do not count, such as a sampler of its GPU.
         clock: seconds that only grow.
     """
@@ -283,7 +282,7 @@ class Registry:
             disturbance=(lambda: None) if self._disturbance is None else self._disturbance(hello),
         )
 
-    def _begin(self, hello: Hello, sampler_process: SamplerProcess, notices: list[str]) -> StartedSearch:
+    def _begin(self, hello: Hello, sampler_process: SamplerProcess, notices: list[str]) -> Prepared:
         """Make a search that goes on watching when it has stopped."""
         facts = hello.training
         options = replace(facts.wishes.search, hold=True, watch=True)
@@ -294,7 +293,7 @@ class Registry:
         self._lose()  # a training that was killed and started again goes on with its search
         with self._thinkers.turns.working():
             prepared = prepare(facts, self.store, sampler_process, notices, again)
-        return StartedSearch(prepared, paused=self._was_paused(prepared))
+        return replace(prepared, paused=self._was_paused(prepared))
 
     def _outwait(self, record: str) -> None:
         """Wait for the end of a lease that the daemon before this one left, where no lock tells that it has ended."""

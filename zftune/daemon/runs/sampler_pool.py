@@ -93,7 +93,7 @@ class SamplerPool:
             unwanted: whether nobody waits for it any more.
 
         Raises:
-            ThinkerError: nobody does, or the pool was closed.
+            SamplerError: nobody does, or the pool was closed.
         """
         with self._lock:
             has_room = self._free > 0
@@ -110,8 +110,11 @@ class SamplerPool:
             if self._closed or unwanted():
                 self._leave_room()
                 raise SamplerError("the processes that think were ended")
-            if self._idle:
-                return self._idle.pop()
+            while self._idle:
+                idle = self._idle.pop()
+                if not idle.died:
+                    return idle
+                idle.close()
         return SamplerProcess(self._answer_s, self._share)
 
     def give_back(self, sampler_process: SamplerProcess, *, sound: bool) -> None:

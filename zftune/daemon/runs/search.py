@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from zftune.daemon.protocol.codec import WireError
 from zftune.daemon.runs import states
@@ -50,15 +50,6 @@ class PooledWorker(ThreadWorker):
         super()._put_away(outcome)
         if asked is not None and asked.role not in OF_INCUMBENT and self._prepared.recorder is not None:
             self._prepared.recorder.put_away(asked.trial)
-
-
-@dataclass(frozen=True, slots=True)
-class StartedSearch:
-    """A search that can begin."""
-
-    prepared: Prepared
-    paused: bool
-    """Whether somebody paused it in an earlier life."""
 
 
 class SearchHandle:

@@ -15,9 +15,9 @@ from typing import Literal
 from zftune.daemon import PROTOCOL
 from zftune.daemon.protocol.messages import Directive, Farewell, Goodbye, Hello, Report, StepFigures
 from zftune.daemon.runs import states
-from zftune.daemon.runs.search import SearchHandle, StartedSearch
+from zftune.daemon.runs.search import SearchHandle
 from zftune.daemon.runs.states import NotAllowedError, State, farewell, went_wrong
-from zftune.errors import ZftuneError
+from zftune.errors import noting
 from zftune.store.account import Account, Count
 from zftune.store.types import Withdrawal
 from zftune.tuner import messages
@@ -57,7 +57,7 @@ class RunSession:
         self,
         hello: Hello,
         session: str,
-        begin: Callable[[], StartedSearch],
+        begin: Callable[[], Prepared],
         *,
         sampler_process: SamplerProcess,
         notices: list[str],
@@ -84,6 +84,8 @@ class RunSession:
         self._thought: SearchHandle | None = None
         self._applied = self._sequence = 0
         self._stopped = False
+        self._barred: Setting | None = None
+        """What was rolled back, until that is written down."""
         self._guarded: str | None = None
         """Why training goes wrong, if it does."""
         self._lock = threading.RLock()
@@ -113,22 +115,24 @@ class RunSession:
         return self._thought
 
     @property
+    def _recorder(self) -> StoreRecorder | None:
+        """What writes the search down, once there is one; None: nothing does."""
+        return None if self._prepared is None else self._prepared.recorder
+
+    @property
     def record(self) -> str | None:
         """The run in the store; None: nothing is written down."""
-        prepared = self._prepared
-        return None if prepared is None or prepared.recorder is None else prepared.recorder.run_id
+        return None if self._recorder is None else self._recorder.run_id
 
     @property
     def account(self) -> Account:
         """What the run took, spent and gained, by what its process has counted."""
-        prepared = self._prepared
-        kept = Account() if prepared is None or prepared.recorder is None else prepared.recorder.account
+        kept = Account() if self._recorder is None else self._recorder.account
         return kept.taken(self.hello.run, self.count)
 
     @property
     def _database(self) -> str | None:
-        prepared = self._prepared
-        path = None if prepared is None or prepared.recorder is None else prepared.recorder.database
+        path = None if self._recorder is None else self._recorder.database
         return None if path is None else str(path)
 
     @property
@@ -247,20 +251,15 @@ class RunSession:
 
     def _write_start(self, prepared: Prepared) -> None:
         """Write down what the search begins from: only then can a run be gone on with, so that a command holds on."""
-        try:
-            if prepared.recorder is not None:
+        if prepared.recorder is not None:
+            with noting(self._notices):
                 prepared.recorder.write(prepared.search)
-        except ZftuneError as error:
-            self._notices.append(f"{error}.")
 
     def _write_guard(self, prepared: Prepared) -> None:
         """Write down that training goes wrong, if it does; while nobody thinks."""
-        if self._guarded is None:
-            return
-        try:
-            went_wrong(prepared, self._guarded)
-        except ZftuneError as error:
-            self._notices.append(f"{error}.")
+        if self._guarded is not None:
+            with noting(self._notices):
+                went_wrong(prepared, self._guarded)
 
     def _kind(self) -> Literal["apply", "hold", "pause", "stop"]:
         thought = self._thought
@@ -306,18 +305,17 @@ class RunSession:
 
     # --- in the thread that makes the search -------------------------------------------------------------------------
 
-    def _prepare(self, begin: Callable[[], StartedSearch]) -> None:
+    def _prepare(self, begin: Callable[[], Prepared]) -> None:
         """Make the search; the run may have ended meanwhile."""
         try:
-            begun = begin()
+            prepared = begin()
         except Exception:
             _logger.exception("The search of run %s cannot be made.", self.hello.run)
             raise
         with self._commands:  # who ends the run waits, or it has ended
-            self._take_up(begun)
+            self._take_up(prepared)
 
-    def _take_up(self, begun: StartedSearch) -> None:
-        prepared = begun.prepared
+    def _take_up(self, prepared: Prepared) -> None:
         if prepared.recorder is not None:
             prepared.recorder.follow(lambda: self.count, self.hello.run)
         self._write_start(prepared)
@@ -326,11 +324,11 @@ class RunSession:
             if not late:
                 self._prepared = prepared
                 if prepared.recorder is not None:
-                    prepared.recorder.curve.join(self.curve.curve())
-                    self.curve = prepared.recorder.curve
+                    self.curve.join(prepared.recorder.curve.curve())
+                    prepared.recorder.curve = self.curve
                 if prepared.sentence:
                     self._notices.append(prepared.sentence)
-                if begun.paused:
+                if prepared.paused:
                     self.state = states.paused(self.state)
         if late and prepared.recorder is not None:
             self._write_guard(prepared)
@@ -375,18 +373,20 @@ class RunSession:
 
         Raises:
             NotAllowedError: nothing was adopted, or the state does not allow it.
-            ZftuneError: it could not be written down.
+            ZftuneError: it could not be written down; asked for again, it is, and nothing else is rolled back.
         """
         with self._commands:
             thought = self._begun("roll back")
-            if not thought.search.book.adoptions:
-                raise NotAllowedError("cannot roll back: nothing was adopted in this run")
-            self._halt(thought)
-            barred = thought.search.book.incumbent.setting
-            thought.search.roll_back(by)
+            if self._barred is None:
+                if not thought.search.book.adoptions:
+                    raise NotAllowedError("cannot roll back: nothing was adopted in this run")
+                self._halt(thought)
+                self._barred = thought.search.book.incumbent.setting
+                thought.search.roll_back(by)
             self._settle(thought)
             if thought.prepared.recording is not None:
-                thought.prepared.recording.withdraw_preset(barred, Withdrawal("rollback", by))
+                thought.prepared.recording.withdraw_preset(self._barred, Withdrawal("rollback", by))
+            self._barred = None
 
     def stop(self, by: str) -> None:
         """End the tuning; the incumbent's knobs stay.
@@ -429,9 +429,8 @@ class RunSession:
         thought.write_down()
 
     def _write_command(self, kind: Literal["pause", "unpause"], by: str) -> None:
-        recorder = None if self._prepared is None else self._prepared.recorder
-        if recorder is not None:
-            recorder.command(kind, by)
+        if self._recorder is not None:
+            self._recorder.command(kind, by)
 
     # --- what ends it waits and writes, in threads -------------------------------------------------------------------
 
@@ -450,8 +449,9 @@ class RunSession:
             found = farewell(prepared, message, self.account.total)
             with self._lock:
                 self._farewell = replace(found, notices=self.notices)
-                stopped = "its search was stopped, the training goes on" if self._stopped else None
-                self.state = states.ended(self.state, message.reason or stopped or "the training has ended")
+                tuning = f"tuning {'was stopped' if self._stopped else 'ended'} after {message.steps} steps"
+                why = f"{tuning}; the training went on" if message.over else "the training has ended"
+                self.state = states.ended(self.state, message.reason or why, trains=message.over)
         return self._farewell
 
     def lose(self, lease_s: float, *, died: bool = False) -> bool:
@@ -497,9 +497,8 @@ class RunSession:
         Raises:
             ZftuneError: it could not be written.
         """
-        prepared = self._prepared
-        if not self.over and prepared is not None and prepared.recorder is not None:
-            prepared.recorder.renew(lease_s)
+        if not self.over and self._recorder is not None:
+            self._recorder.renew(lease_s)
 
     def _end(self, reason: str, close: Callable[[StoreRecorder, Prepared], None], *, spare: bool) -> bool:
         """End the run; whether it had not ended before. It is shown as ended once the store can give it to others."""

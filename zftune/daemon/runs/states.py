@@ -16,10 +16,10 @@ from zftune.errors import ZftuneError
 from zftune.store.account import Count
 from zftune.store.types import Decision, Withdrawal
 from zftune.tuner import states as search
-from zftune.tuner.messages import Followed, conclusion
+from zftune.tuner.messages import conclusion
 from zftune.tuner.setup import Prepared
 from zftune.tuner.states import Stopped
-from zftune.words import LIVE_STATES
+from zftune.words import LIVE_STATES, NO_LONGER_TUNED
 
 
 def went_wrong(prepared: Prepared, reason: str) -> None:
@@ -62,8 +62,9 @@ def farewell(prepared: Prepared | None, message: Goodbye, count: Count) -> Farew
             ended = f"Tuning ended after {message.steps} steps, before the search was over."
             search.stop(message.reason or ended)
     remembered = prepared is not None and prepared.recorder is not None
-    followed = Followed(message.steps, message.begins, over or message.over, remembered, count)
-    level, sentence = conclusion(search, followed)
+    level, sentence = conclusion(
+        search, count, steps=message.steps, begins=message.begins, over=over or message.over, remembered=remembered
+    )
     if prepared is not None and search is not None:
         for remark in message.remarks:
             search.remark(remark)
@@ -144,6 +145,8 @@ class Ended:
 
     name: ClassVar[str] = "ended"
     reason: str
+    trains: bool = False
+    """Whether only the tuning ended: the training went on."""
 
 
 Going = Warming | Baseline | Searching | Confirming | Frozen | Drifted
@@ -206,6 +209,11 @@ def resumed(state: State) -> Going:
     return state.held
 
 
-def ended(state: State, reason: str) -> Ended:
+def ended(state: State, reason: str, *, trains: bool = False) -> Ended:
     """After goodbye, or without; what ended first stays the reason."""
-    return state if isinstance(state, Ended) else Ended(reason)
+    return state if isinstance(state, Ended) else Ended(reason, trains)
+
+
+def title(state: State) -> str:
+    """The state as people read it: a run whose training goes on has not ended."""
+    return NO_LONGER_TUNED if isinstance(state, Ended) and state.trains else LIVE_STATES[state.name]

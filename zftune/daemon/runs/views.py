@@ -8,16 +8,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zftune.daemon.protocol.messages import StepFigures
+from zftune.daemon.runs import states
 from zftune.daemon.runs.session import RunSession
 from zftune.daemon.server.sampling import WINDOW_S, Node, Seen
 from zftune.explain import document
 from zftune.explain.replay import replayed
 from zftune.explain.words import fates as fates_of
-from zftune.quality import assumed_coverage, coverage_warning, summary
+from zftune.quality import adopted_from, assumed_coverage, coverage_warning, summary
 from zftune.store.account import Account
 from zftune.store.types import Curve, CurvePoint, KnobChange, ranks_in_words
 from zftune.text import slowest_rank
-from zftune.words import DECISIONS, LIVE_STATES, shares
+from zftune.words import DECISIONS, shares
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
@@ -180,7 +181,7 @@ class EraView:
     measurements: int
     """That count; those of the incumbent while waiting left out."""
     settings: int
-    """That have a step time."""
+    """Of these measurements: those that were cut short, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +236,7 @@ def run_view(brain: RunSession, silent_s: float, node: Node | None = None) -> Ru
         run=hello.run,
         record=brain.record,
         state=brain.state.name,
-        title=LIVE_STATES[brain.state.name],
+        title=states.title(brain.state),
         reason=brain.state.reason,
         model=training.model.name,
         ranks=ranks_in_words(training.company.ranks, training.company.nodes, training.company.shards),
@@ -260,14 +261,7 @@ def run_view(brain: RunSession, silent_s: float, node: Node | None = None) -> Ru
 
 def _account_view(account: Account) -> AccountView:
     total = account.total
-    return AccountView(
-        steps=total.steps,
-        elapsed_s=total.seconds,
-        tokens=total.tokens,
-        spent_s=total.spent_s,
-        saved_s=total.saved_s,
-        break_even_s=account.break_even_s,
-    )
+    return _shown(AccountView, asdict(total), elapsed_s=total.seconds, break_even_s=account.break_even_s)
 
 
 def _gpu_view(brain: RunSession, found: tuple[str, Seen] | None) -> GpuView | None:
@@ -359,11 +353,12 @@ def _coverage_view(brain: RunSession, steps: Sequence[StepFigures]) -> CoverageV
     known = [one.coverage for one in steps if one.coverage is not None]
     if not known or brain.knobs is None:
         return None
-    measured = statistics.fmean(known)
+    measured, knobs, thought = statistics.fmean(known), brain.knobs.knobs(), brain.thought
+    start = None if thought is None else adopted_from(knobs, thought.start.knobs(), thought.incumbent.knobs())
     return CoverageView(
         measured=measured,
         assumed=assumed_coverage(brain.knobs.topk_ratio),
-        warning=coverage_warning(measured, brain.knobs.knobs()),
+        warning=coverage_warning(measured, knobs, start),
     )
 
 

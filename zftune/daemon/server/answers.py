@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Seque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import BaseModel
@@ -20,7 +20,6 @@ from zftune.daemon import PROTOCOL, PROTOCOL_HEADER
 from zftune.errors import BadInputError
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
     from prometheus_client import CollectorRegistry
 
 

@@ -179,7 +179,6 @@ _SECURITY = [
 """On every answer: the page loads and asks nothing but what is served here, and nobody keeps it or frames it."""
 _SILENT_S = 60.0
 
-_log = logging.getLogger(__name__)
 
 # Not a redirect: where another page's link led here, the browser would hold the new cookie back from it.
 _GO_ON = b'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0;url=/"><title>zftune</title>'

@@ -19,7 +19,7 @@ import uvicorn
 from zftune.daemon.client.location import Location, make_folder
 from zftune.daemon.server.answers import App
 from zftune.daemon.server.limits import LoopbackProtocol, SocketProtocol
-from zftune.errors import BadInputError, DaemonError
+from zftune.errors import BadInputError, DaemonError, SocketHeldError
 
 _PROBE_S = 1.0
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -86,7 +86,8 @@ def claim(location: Location) -> Iterator[Claim]:
 
     Raises:
         BadInputError: the folder, the lock or the socket belongs to somebody else, or is something else.
-        DaemonError: another daemon is there.
+        SocketHeldError: another daemon is there.
+        DaemonError: something else listens there.
     """
     make_folder(location)
     lock = _locked(location)
@@ -132,7 +133,7 @@ def _took(lock: int, path: Path, shown: Path) -> bool:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         pid = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
-        raise DaemonError(f"another daemon{pid and f' (pid {pid})'} serves '{shown}' already") from None
+        raise SocketHeldError(f"another daemon{pid and f' (pid {pid})'} serves '{shown}' already", pid) from None
     try:
         there = path.lstat()
     except FileNotFoundError:
@@ -160,7 +161,7 @@ def _remove_stale(path: Path) -> None:
     if wrong is not None:
         raise BadInputError(f"'{path}' {wrong}; remove it or set $ZFTUNE_SOCKET to a free path")
     if _answers(path):
-        raise DaemonError(f"something else listens at '{path}' already")
+        raise DaemonError(f"something else listens at '{path}' already; set $ZFTUNE_SOCKET to a free path")
     path.unlink(missing_ok=True)
 
 

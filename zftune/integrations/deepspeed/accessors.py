@@ -225,10 +225,13 @@ class _Fragment(_Whole):
         """Names of the moments."""
         return [name for name in self.optimizer.state[self.parameter] if name != "step"]
 
-    def get_hp_fragment(self, optim_state_key: str | None = None) -> torch.Tensor:
-        """A copy of the master, or of a moment, flat, on the parameter's device."""
+    def _require(self, optim_state_key: str | None) -> None:
         if optim_state_key not in (None, *self.get_optim_state_keys()):
             raise ValueError(f"{optim_state_key} not found in optimizer state fragment")  # as DeepSpeed says it
+
+    def get_hp_fragment(self, optim_state_key: str | None = None) -> torch.Tensor:
+        """A copy of the master, or of a moment, flat, on the parameter's device."""
+        self._require(optim_state_key)
         state = self.optimizer.full_state(self.parameter)
         return whole(state[optim_state_key or MASTER]).to(self.parameter.device).flatten()
 
@@ -240,8 +243,7 @@ class _GetState(_Fragment):
 
 class _SetState(_Fragment):
     def __call__(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
-        if optim_state_key not in (None, *self.get_optim_state_keys()):
-            raise ValueError(f"{optim_state_key} not found in optimizer state fragment")
+        self._require(optim_state_key)
         self.optimizer.set_full_state(self.parameter, optim_state_key or MASTER, value)
 
 

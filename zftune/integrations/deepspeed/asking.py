@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import json
 import logging
@@ -43,7 +44,7 @@ def ask(configs: list[Mapping[str, Any]], world_size: int) -> list[list[dict[str
     """
     question = json.dumps({"configs": configs, "world_size": world_size})
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    words = [sys.executable, "-m", __name__]
+    words = [sys.executable, "-P", "-m", __name__]  # not from the folder that it is asked in, which may be anybody's
     try:
         done = subprocess.run(
             words, input=question, capture_output=True, text=True, env=environment, timeout=_TIMEOUT_S, check=False
@@ -174,14 +175,21 @@ def _check_scheduler(read: Any) -> None:
 
 
 def _blamed(config: dict[str, Any], world_size: int, error: Exception) -> list[str] | None:
-    """The setting without which DeepSpeed says something else; None: there is none."""
+    """The setting without which DeepSpeed says something else; None: there is none.
+
+    It does too where a section is left without what it needs: so it has to without that section, too.
+    """
     from pydantic import ValidationError
 
-    for path in sorted(_settings(config), key=len, reverse=True):
+    @functools.cache
+    def matters(path: tuple[str, ...]) -> bool:
         without = copy.deepcopy(config)
-        _remove(without, path)
+        _remove(without, [*path])
         other = first_error(without, world_size)
-        if other is None or _words(other) != _words(error):
+        return other is None or _words(other) != _words(error)
+
+    for path in sorted(_settings(config), key=len, reverse=True):
+        if all(matters(tuple(path[: depth + 1])) for depth in range(len(path))):
             names = error.errors()[0]["loc"] if isinstance(error, ValidationError) else ()
             deeper = [str(name) for name in names if str(name) not in path]
             return [*path, *deeper] if _has(config, [*path, *deeper]) else path

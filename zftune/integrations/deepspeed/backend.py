@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from zenflow import Partition, ZenFlowConfig, ZenFlowError
 from zenflow.partition import obstacle
+from zenflow.ranks import several_ranks
 from zenflow.sharded import rows_of
 from zftune.ds_config.reading import MISSING, at, micro_batch_of, stage_of, truth
 from zftune.errors import BadInputError
@@ -37,9 +38,6 @@ from zftune.integrations.deepspeed.section import INSTEAD, Section, require_none
 from zftune.integrations.fsdp2 import Sharded
 from zftune.store.types import PROMISES, Quality
 from zftune.variables import NOBODY, ONLINE
-
-if TYPE_CHECKING:
-    from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer
 
 
 def attach(engine: Any, optimizer: EngineOptimizer, plan: Plan) -> None:
@@ -223,8 +221,7 @@ def partition(plan: Plan, module: nn.Module) -> tuple[Partition | None, str]:
         plan: of the call.
         module: whole.
     """
-    distributed = torch.distributed
-    if plan.stage not in _PARTITIONED or not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if plan.stage not in _PARTITIONED or not several_ranks():
         return None, ""
     if (why := obstacle(module.parameters())) is not None:
         return None, why

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from zenflow import ConfigError, ZenFlowConfig
+from zenflow.ranks import several_ranks
 from zenflow.sharded import ranks_with_rows
-from zftune.errors import BadInputError
+from zftune.errors import BadInputError, StoreError
 from zftune.integrations.deepspeed.section import BEST, Section
-from zftune.store.types import STALENESS
+from zftune.store.types import STALENESS, Backend, Key, Preset, Quality, Query
 from zftune.tuner.rank_channel import hosts_of_ranks
 from zftune.tuner.space import TRAJECTORY_KNOBS
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
-    from zftune.store.types import Backend, Key, Preset, Quality
 
 _logger = logging.getLogger("zftune")
 
@@ -43,7 +43,6 @@ class Training:
 
     def key(self) -> Key:
         """Under which presets are looked up; the sequence is not known yet, so the shortest will do."""
-        from zftune.store.types import Key
         from zftune.telemetry.fingerprint import fingerprint, recomputes
 
         return Key(
@@ -86,18 +85,16 @@ def choose(training: Training, section: Section) -> Chosen:
     Raises:
         BadInputError: the preset that is asked for by name is not there, cannot be read or is for something else.
     """
-    distributed = torch.distributed
-    several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-    if not several:
+    if not several_ranks():
         return _choose(training, section)
     training = replace(training, nodes=len(set(hosts_of_ranks())))
     told: list[Any] = [None]
-    if distributed.get_rank() == 0:
+    if torch.distributed.get_rank() == 0:
         try:
             told = [_choose(training, section)]
         except BadInputError as error:
             told = [str(error)]
-    distributed.broadcast_object_list(told, src=0)
+    torch.distributed.broadcast_object_list(told, src=0)
     if isinstance(told[0], str):
         raise BadInputError(told[0])
     chosen: Chosen = told[0]
@@ -117,11 +114,13 @@ def _choose(training: Training, section: Section) -> Chosen:
 
 def _best(store: Store, training: Training, *, asked: bool) -> Chosen:
     from zftune.store.presets import find
-    from zftune.store.types import Query
     from zftune.telemetry.fingerprint import hardware
 
     query = Query(key=training.key(), ratios=None, usable_cores=hardware()["usable_cores"])
-    match = find(query, store.presets())
+    try:
+        match = find(query, store.presets())
+    except StoreError as error:  # it trains all the same
+        return Chosen({}, "the settings are the ds_config's", str(error))
     if match is None:
         none = "no preset is for this model on this hardware yet (zftune tune makes one)"
         return Chosen({}, "the settings are the ds_config's", none if asked else "")
@@ -134,7 +133,10 @@ def _named(store: Store, training: Training, name: str) -> Chosen:
     from zftune.store.presets import differences, knobs_here
     from zftune.telemetry.fingerprint import hardware
 
-    preset: Preset = read_preset(name) if is_file(name) else named(store, name)
+    try:
+        preset: Preset = read_preset(name) if is_file(name) else named(store, name)
+    except StoreError as error:
+        raise BadInputError(f"preset '{name}': {error}") from error
     key = training.key()
     others = differences(replace(key, sequence=min(key.sequence, preset.key.sequence)), preset.key)
     knobs, about_cores = knobs_here(preset, hardware()["usable_cores"])

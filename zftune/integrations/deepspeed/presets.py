@@ -11,18 +11,17 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from zftune.ds_config.facts import RARE_SELECTION_STEPS, SAFE_UPDATE_INTERVAL, ZENFLOW_OPTIMIZERS
-from zftune.ds_config.reading import read, require_unique, rewritten
+from zftune.ds_config.reading import at, read, require_unique, rewritten
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed.section import BEST
 from zftune.store.preset_file import escaped, read_preset
 from zftune.store.presets import differences, knobs_here
-from zftune.store.types import Preset, PresetState
+from zftune.store.types import Backend, Preset, PresetState
 from zftune.text import either
 
 if TYPE_CHECKING:
     from zenflow import ZenFlowConfig
     from zftune.store.store import Store
-    from zftune.store.types import Backend
 
 
 _NOT_FOR_ZENFLOW = ("adam_w_mode", "fp32_optimizer_states", "torch_adam")
@@ -356,8 +355,7 @@ def _differences(preset: Preset, config: Mapping[str, Any], wish: Wish, hw_id: s
         known["sequence"] = wish.sequence
     if wish.model is not None and not _is_of(preset, wish.model):
         known["model_id"] = escaped(wish.model)[:80]
-    zero = config.get("zero_optimization")
-    stage = zero.get("stage") if isinstance(zero, Mapping) else None
+    stage = at(config, ("zero_optimization", "stage"))
     if stage in (1, 2, 3):
         known["stage"] = stage
     if isinstance(config.get("train_micro_batch_size_per_gpu"), int):

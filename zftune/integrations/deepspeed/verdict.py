@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from zenflow.names import LIKENESS, nearest
 from zftune.ds_config.facts import OWN_KNOBS
-from zftune.ds_config.reading import MISSING, SettingPath, at
+from zftune.ds_config.reading import MISSING, SettingPath, at, enabled, truth
 from zftune.ds_config.tables import ASKED, Table, kind_of, known_names, model_in
 from zftune.integrations.deepspeed.section import FIELDS, NAME
 
@@ -113,7 +113,8 @@ def _of_models(config: Mapping[str, Any], table: Table) -> Iterator[Fault]:
 def _of_model(path: SettingPath, value: Mapping[str, Any], model: type[BaseModel], table: Table) -> Iterator[Fault]:
     value = dict(value)
     leaf = value.get("leaf_module", MISSING)
-    if leaf is None and "_coerce_container_types" in _checks_of(table):  # taken for an empty one
+    coerces = any("_coerce_container_types" in checks for checks in table.checks.values())
+    if leaf is None and coerces:  # taken for an empty one
         del value["leaf_module"]
     elif isinstance(leaf, Mapping):  # a word stands for a list of one there
         value["leaf_module"] = {name: [one] if isinstance(one, str) else one for name, one in leaf.items()}
@@ -218,10 +219,6 @@ def _twice(path: SettingPath, value: Mapping[str, Any], model: type[BaseModel], 
             and any(word in value and value[word] != "auto" for word in (new, alias))
         ):
             yield Fault((*path, name), f'it without "{new}", which replaces it')
-
-
-def _checks_of(table: Table) -> set[str]:
-    return {check for checks in table.checks.values() for check in checks}
 
 
 # Code of DeepSpeed's that looks at the values of a model. The tool that writes the tables knows these names too.
@@ -395,6 +392,24 @@ def _fits(whole: float, micro: float | None, passes: float | None, ranks: float 
         yield Fault((BATCH[0],), f"{BATCH[1]} * {BATCH[2]} * {ranks:g} ranks")
 
 
+def ranks_that_fit(config: Mapping[str, Any]) -> int:
+    """Ranks with which the batch sizes of a ds_config go together; DeepSpeed itself asks for their number.
+
+    Where that does not follow, as many as share a sequence: one that counts.
+
+    Args:
+        config: without words that somebody else fills in.
+    """
+    size = config.get("sequence_parallel_size", 1)
+    if not isinstance(size, int) or size < 1:
+        return 1
+    known: list[Any] = [config.get(name) for name in BATCH]
+    if not all(isinstance(one, int) and one > 0 for one in known):
+        return size
+    whole, micro, passes = known
+    return size * (whole // (micro * passes) if whole % (micro * passes) == 0 else 1)
+
+
 _ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
@@ -515,20 +530,20 @@ def _of_relations(config: Mapping[str, Any], table: Table) -> Iterator[Fault]:
     if config.get("bf16") is None and "bfloat16" in config:  # its old name
         config = {**config, "bf16": config["bfloat16"]}
     stage, has = _stage(config), table.relations
-    fp16, bf16 = _switched(config, "fp16"), _switched(config, "bf16")
+    fp16, bf16 = enabled(config, "fp16"), enabled(config, "bf16")
     if "two dtypes" in has and fp16 and bf16:
         yield Fault(("fp16", "enabled"), "one of fp16 and bf16")
     for relation, (section, name) in _MASTERS.items():
-        if relation in has and _is_true(at(config, (section, name))) and not stage:
+        if relation in has and truth(at(config, (section, name))) and not stage:
             yield Fault((section, name), "it with ZeRO only")
-    masters = stage and _is_true(at(config, ("bf16", "bf16_master_weights_and_grads")))
-    if "bf16 states" in has and _is_true(at(config, ("bf16", "bf16_optimizer_states"))) and not masters:
+    masters = stage and truth(at(config, ("bf16", "bf16_master_weights_and_grads")))
+    if "bf16 states" in has and truth(at(config, ("bf16", "bf16_optimizer_states"))) and not masters:
         yield Fault(("bf16", "bf16_optimizer_states"), "it with bf16_master_weights_and_grads only")
     if str(config.get("gradient_allreduce_op", "mean")).lower() == "sum":
         alone = {
             "sum at stage 3": stage == 3,
             "sum with ZenFlow": isinstance(at(config, (_ZERO, "zenflow")), Mapping),
-            "sum with DeepCompile": _is_true(at(config, ("compile", "deepcompile"))),
+            "sum with DeepCompile": truth(at(config, ("compile", "deepcompile"))),
         }
         if any(relation in has and holds for relation, holds in alone.items()):
             yield Fault(("gradient_allreduce_op",), '"mean" with ZeRO stage 3, ZenFlow and DeepCompile')
@@ -540,12 +555,3 @@ def _stage(config: Mapping[str, Any]) -> int:
         return int(zero)
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     return int(stage) if str(stage) in ("1", "2", "3", "1.0", "2.0", "3.0") else 0
-
-
-def _switched(config: Mapping[str, Any], section: str) -> bool:
-    return _is_true(at(config, (section, "enabled")))
-
-
-def _is_true(value: Any) -> bool:
-    """What pydantic takes for true."""
-    return value is not MISSING and str(value).lower() in ("true", "1", "1.0", "yes", "on", "t", "y")

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 import zftune
 from zftune.errors import BadInputError, ProfileError
@@ -103,9 +102,7 @@ class SupervisedProcess:
     def __enter__(self) -> SupervisedProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

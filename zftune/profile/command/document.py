@@ -85,11 +85,14 @@ def _without(stalls: Sequence[Sequence[Any]]) -> Callable[[float, float], list[t
     return lambda begin_ms, end_ms: list(without(begin_ms, end_ms, gaps))
 
 
-FIELDS = ("link", "host", "selection", "staleness", "knobs", "memory")
+FIELDS = ("link", "host", "selection", "staleness", "movement", "knobs", "memory")
 """Of the profile document, that only our own optimizer fills."""
 _OTHER = "only zenflow's own optimizers report it"
 _LOST = "zenflow's optimizer trained, but what it recorded of the measured steps cannot be read"
-_MAY_BE_NONE = ("step_ms", "hidden_ms", "staleness_mean_steps", "staleness_max_steps", "coverage", "churn")
+_MAY_BE_NONE = (
+    "step_ms", "hidden_ms", "staleness_mean_steps", "staleness_max_steps", "coverage", "churn", "change_norm",
+    "weight_norm",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +147,9 @@ def runtime_of(rank: Rank, missing: dict[str, str]) -> Runtime | None:
 def _stats(row: Mapping[str, Any]) -> StepStats:
     from zenflow import StepStats
 
+    later = {"change_norm", "weight_norm"}  # than the first version whose records are read
     names = {field.name for field in dataclasses.fields(StepStats)} - {"coverage_curve", "comm_ms", "pin_ms"}
-    values = {name: row[name] for name in names}
+    values: dict[str, Any] = {name: row.get(name) if name in later else row[name] for name in names}
     for name, value in values.items():
         allowed = (int, float, type(None)) if name in _MAY_BE_NONE else (int, float)
         if name != "stall_ms" and not isinstance(value, allowed):
@@ -284,12 +288,8 @@ def _were(count: int) -> str:
     return "were" if count > 1 else "was"
 
 
-def remarks(ranks: Sequence[Rank], chosen: Sequence[Rank], steps: int, seen: Seen) -> list[str]:
+def remarks(ranks: Sequence[Rank], chosen: Sequence[Rank], steps: int, seen: Seen) -> Iterator[str]:
     """What else a person should know about the records."""
-    return list(_remarks(ranks, chosen, steps, seen))
-
-
-def _remarks(ranks: Sequence[Rank], chosen: Sequence[Rank], steps: int, seen: Seen) -> Iterator[str]:
     for rank in chosen:
         if rank.error is not None:
             yield f"rank {rank.rank}: the agent failed: {rank.error}"
@@ -335,7 +335,6 @@ def interpreter_flag(command: Sequence[str]) -> str | None:
 
 _NOT_SWITCHED = "only the built-in workload can be switched to other systems"
 _NOT_PROFILED = "a command is not run under torch.profiler, which would slow it down"
-_NO_STREAM = "plain CPU: there is no device stream whose waits could be called stalls"
 _NOT_RECORDED = "the agent recorded none"
 _NO_BATCH = "no torch DataLoader gave a batch: getting them is counted with the forward pass"
 
@@ -427,7 +426,7 @@ def _measured(main: Rank, missing: dict[str, str]) -> dict[str, Any]:
     stall = derive.stall([step["stall_ms"] for step in main.steps], step_ms["mean"])
     hidden = main.mean("hidden_ms")
     if stall is None:
-        missing.setdefault("stall", _NOT_RECORDED if main.header.get("has_stream") else _NO_STREAM)
+        missing.setdefault("stall", _NOT_RECORDED if main.header.get("has_stream") else derive.NO_STREAM)
     if hidden is None:
         missing.setdefault("hidden_ms_per_step", missing.get("stall", _NOT_RECORDED))
     return {
@@ -475,6 +474,7 @@ def _of_runtime(runtime: Runtime | None, missing: dict[str, str]) -> dict[str, A
         "host": derive.host(runtime.stats, rig_gbps, runtime.engine, missing),
         "selection": derive.selection(runtime.stats, missing),
         "staleness": derive.staleness(runtime.stats, missing),
+        "movement": derive.movement(runtime.stats, runtime.config.topk_ratio, missing),
         "memory": {**memory, **derive.host_memory(runtime.host_bytes)},
     }
 
@@ -557,7 +557,7 @@ def _sources(document: Mapping[str, Any], main: Rank) -> dict[str, str]:
         ("step_ms", "throughput", "phases_ms", "stall", "hidden_ms_per_step", "ranks", "per_step", "timeline"), clock
     )
     sources |= {"waits_ms": "wall clock", "overhead_fraction": "wall clock", "host": "wall clock", "roofs": clock}
-    sources |= dict.fromkeys(("link", "selection", "staleness"), "count")
+    sources |= dict.fromkeys(("link", "selection", "staleness", "movement"), "count")
     sources["loss"] = next((step["loss_source"] for step in main.steps if step.get("loss_source")), "backward")
     known = {name: source for name, source in sources.items() if document[name] is not None}
     if document["host"] is not None:

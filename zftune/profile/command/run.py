@@ -15,8 +15,9 @@ from typing import Any
 from zftune.doctor.software import free_bytes
 from zftune.errors import BadInputError, ProfileError
 from zftune.profile.command.child import SupervisedProcess, held_signals
-from zftune.profile.command.document import Seen, nothing_recorded, remarks, waits_for
-from zftune.profile.command.records import Rank, measured, read_records
+from zftune.profile.command.document import Ended, Seen, build_document, nothing_recorded, remarks, waits_for
+from zftune.profile.command.keeper import descendants
+from zftune.profile.command.records import measured, read_records
 
 DEFAULT_STEPS = 60
 DEFAULT_WARMUP = 5
@@ -90,20 +91,14 @@ def _supervised(
     if stopped:
         code = 0
     seen = Seen.of(folder, left=0 if stopped else child.left)
-    notes = remarks(ranks, chosen, options.steps, seen)
+    notes = list(remarks(ranks, chosen, options.steps, seen))
     if not chosen:
         return Outcome(None, [nothing_recorded(options.command, ranks, status, options.warmup, seen), *notes], code)
     try:
-        document = _document(chosen, None if stopped else code, stopped, sampling)
+        document = build_document(chosen, Ended(None if stopped else code, stopped), sampling)
     except ProfileError as error:
         return Outcome(None, [f"{error}: this is a defect of zftune, please report it", *notes], code)
     return Outcome(document, notes, code)
-
-
-def _document(chosen: list[Rank], exit_code: int | None, stopped: bool, sampling: Any) -> dict[str, Any]:
-    from zftune.profile.command.document import Ended, build_document
-
-    return build_document(chosen, Ended(exit_code, stopped), sampling)
 
 
 def _wait(options: CommandOptions, child: SupervisedProcess, folder: Path) -> bool:
@@ -159,8 +154,6 @@ class _Pids:
         self._next_s = 0.0
 
     def __call__(self) -> list[int]:
-        from zftune.profile.command.keeper import descendants
-
         now_s = time.monotonic()
         if now_s >= self._next_s:
             self._found, self._next_s = descendants(self._root), now_s + _PIDS_S

@@ -38,6 +38,7 @@ SOURCED = (
     "memory",
     "selection",
     "staleness",
+    "movement",
     "loss",
     "practicality",
     "baselines",

@@ -93,7 +93,7 @@ class Loop:
         self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
         self.device = EmulatedAccelerator(rig or fast_rig()) if emulated else None
         self.optimizer = ZenFlowAdamW(
-            self.module.parameters(), lr=1e-3, config=config, module=self.module, device=self.device
+            self.module.parameters(), lr=1e-5, config=config, module=self.module, device=self.device
         )
         if self.device is not None:
             self.device.attach(self.module)

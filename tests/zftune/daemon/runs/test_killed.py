@@ -282,3 +282,24 @@ def test_how_a_training_goes_outlives_the_daemon(world: World) -> None:
     kept = world.store.curve(record)
     assert [(one.step, one.loss) for one in kept.points] == losses
     assert kept.points[0].coverage == 0.13
+
+
+def test_how_a_training_goes_that_was_killed_and_went_on_from_its_checkpoint(world: World) -> None:
+    agent = world.agent(same)
+    agent.report(steps=tuple(StepFigures(step, 100.0) for step in range(1, 17)))
+    agent.report(losses=tuple((step, 4.0) for step in range(1, 17)))
+    agent.measure()
+    agent.asked()
+    record = agent.last.record
+    world.now_s = 60.0
+    assert world.registry.look_after_leases() == [RUN]
+    later = world.agent(same, run="2" * 32)
+    steps = tuple(StepFigures(step, 50.0) for step in range(11, 17))
+    later.report(steps=steps, losses=tuple((step, 1.0) for step in range(11, 17)))
+    later.until(lambda: later.last.record is not None)
+    assert later.last.record == record
+    details = run_details(world.registry.brain("2" * 32), 0.0, world.store)
+    assert [(one.step, one.steps, one.step_ms, one.loss) for one in details.curve] == [
+        *((step, 1, 100.0, 4.0) for step in range(1, 11)),
+        *((step, 1, 50.0, 1.0) for step in range(11, 17)),
+    ]

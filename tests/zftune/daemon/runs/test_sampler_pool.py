@@ -1,13 +1,17 @@
-"""Searches take turns, with pauses: see zftune.daemon.runs.sampler_pool."""
+"""Searches take turns, with pauses, and share processes: see zftune.daemon.runs.sampler_pool."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from zftune.daemon.runs.sampler_pool import _LONGEST_REST_S, _REST, FairLock
+from zftune.daemon.runs.sampler_pool import _LONGEST_REST_S, _REST, FairLock, SamplerPool
+from zftune.tuner.sampler_process import SamplerProcess
 
 WORK_S = 0.02
 SOON_S = 30.0
@@ -102,3 +106,26 @@ def test_waiting_without_a_turn_takes_none() -> None:
     with turns.waiting():  # its turn is over
         pass
     assert not turns._turn.locked()
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SamplerPool]:
+    monkeypatch.setattr(SamplerProcess, "ready", SamplerProcess.start)  # nothing is loaded that takes seconds
+    made = SamplerPool(most=1)
+    yield made
+    made.close()
+
+
+def test_a_process_that_died_while_nobody_used_it_costs_no_run_its_answers(pool: SamplerPool) -> None:
+    first = pool.lend().ask(os.getpid)
+    assert pool.lend().ask(os.getpid) == first  # one for all
+    (idle,) = pool._idle
+    os.kill(first, signal.SIGKILL)
+    ends_s = time.monotonic() + SOON_S
+    while not idle.died:
+        assert time.monotonic() < ends_s
+        time.sleep(0.002)
+    later = pool.lend()
+    assert later.ask(os.getpid) != first
+    assert later.ask(os.getpid) != first
+    assert idle.closed

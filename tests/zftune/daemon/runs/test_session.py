@@ -15,7 +15,7 @@ from zftune.daemon.runs.api import Runs
 from zftune.daemon.runs.registry import UnknownRunError
 from zftune.daemon.runs.states import NotAllowedError
 from zftune.daemon.runs.views import RunDetails, run_details
-from zftune.errors import DaemonError
+from zftune.errors import DaemonError, StoreError
 from zftune.store import open_store
 from zftune.store.types import PresetState, RunState, TrialState
 from zftune.tuner.recording import Recording
@@ -172,6 +172,29 @@ def test_a_rollback_pins_what_was_before_and_bars_what_was_adopted(world: World)
     assert adopted not in {request.setting for request in later.requests}
 
 
+@pytest.mark.parametrize("fails", ["add_decision", "withdraw_preset"])
+def test_a_rollback_that_could_not_be_written_down_is_asked_for_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    agent = world.agent()
+    agent.run_until("frozen")
+    with monkeypatch.context() as full:
+        full.setattr(world.store, fails, _full)
+        with pytest.raises(StoreError, match="disk full"):
+            world.registry.command(RUN, "rollback")
+    assert agent.report().incumbent == START  # it holds all the same
+    assert [preset.state for preset in world.store.presets()] == [PresetState.ACTIVE]
+    world.registry.command(RUN, "rollback")
+    assert world.kinds(agent.last.record).count("rollback") == 1
+    assert [preset.state for preset in world.store.presets()] == [PresetState.WITHDRAWN]
+    with pytest.raises(NotAllowedError, match="cannot roll back: nothing was adopted"):
+        world.registry.command(RUN, "rollback")
+
+
+def _full(*_: object, **__: object) -> None:
+    raise StoreError("disk full")
+
+
 def test_a_stop_ends_the_tuning_with_the_incumbent(world: World) -> None:
     agent = world.agent()
     agent.measure()
@@ -181,7 +204,7 @@ def test_a_stop_ends_the_tuning_with_the_incumbent(world: World) -> None:
     assert agent.last.incumbent == START
     assert "Stopped by hand." in agent.goodbye()["sentence"]
     assert TrialState.CRASHED not in world.trial_states(agent.last.record)
-    with pytest.raises(NotAllowedError, match="cannot stop: its search was stopped"):
+    with pytest.raises(NotAllowedError, match="cannot stop: the training has ended"):
         world.registry.command(RUN, "stop")
     with pytest.raises(UnknownRunError, match="this daemon follows no run 'x'"):
         world.registry.command("x", "stop")

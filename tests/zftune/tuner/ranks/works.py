@@ -48,7 +48,7 @@ class Training:
         torch.manual_seed(0)
         self.rank = rank
         self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
-        self.optimizer = ZenFlowAdamW(self.module.parameters(), lr=1e-3, config=config, module=self.module)
+        self.optimizer = ZenFlowAdamW(self.module.parameters(), lr=1e-5, config=config, module=self.module)
         self.changes: list[tuple[int, Mapping[str, Any]]] = []
         self.consensus: KnobConsensus | None = None
         search = SearchOptions(sampler="random", most_measurements=most, hold=True)
@@ -200,7 +200,7 @@ def closed_elsewhere(rank: int) -> dict[str, Any]:
 
 def alone(rank: int) -> dict[str, Any]:
     """Only rank 0 attaches."""
-    optimizer = ZenFlowAdamW(nn.Linear(5, 4).parameters(), lr=1e-3, config=OWN)
+    optimizer = ZenFlowAdamW(nn.Linear(5, 4).parameters(), lr=1e-5, config=OWN)
     told = {"error": ""}
     if rank == 0:
         _expect(told, lambda: rank_channel.GlooChannel(patience_s=1.0))
@@ -210,7 +210,7 @@ def alone(rank: int) -> dict[str, Any]:
 
 def unfit(rank: int) -> dict[str, Any]:
     """Rank 0 cannot begin."""
-    optimizer = ZenFlowAdamW(nn.Linear(5, 4).parameters(), lr=1e-3, config=OWN)
+    optimizer = ZenFlowAdamW(nn.Linear(5, 4).parameters(), lr=1e-5, config=OWN)
     told = {"error": ""}
 
     def fail(company: WorldInfo, consensus: KnobConsensus) -> Tuner:
@@ -223,7 +223,7 @@ def unfit(rank: int) -> dict[str, Any]:
 
 def probed(rank: int) -> dict[str, Any]:
     """A staleness probe is asked for."""
-    optimizer = ZenFlowAdamW(nn.Linear(5, 4).parameters(), lr=1e-3, config=OWN)
+    optimizer = ZenFlowAdamW(nn.Linear(5, 4).parameters(), lr=1e-5, config=OWN)
     told = {"error": ""}
     _expect(told, lambda: zftune.attach(optimizer, store=False, eval_fn=lambda: 1.0))
     optimizer.close()

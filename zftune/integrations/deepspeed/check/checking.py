@@ -120,11 +120,11 @@ def document(done: list[tuple[Change, Finding]], left: Report) -> dict[str, Any]
 RULES: tuple[Rule, ...] = (
     *FILE_RULES,
     *DEEPSPEED_RULES,
-    *INTERVAL_RULES,
-    *ZENFLOW_RULES,
+    INTERVAL_RULES,
+    ZENFLOW_RULES,
     *PRECISION_RULES,
     *OFFLOAD_RULES,
-    *ZENFLOW_NOTES,
+    ZENFLOW_NOTES,
     *OWN_RULES,
 )
 

@@ -18,7 +18,7 @@ from zftune.integrations.deepspeed.outcome import Outcome, in_accelerate
 from zftune.integrations.deepspeed.section import Refusal
 from zftune.store.types import Backend
 
-SCHEMA_NAME = "zftune.integrations.deepspeed.check/1"
+SCHEMA_NAME = "zftune.check/1"
 
 Severity = Literal["crashes", "wrong", "ignored", "slow", "note"]
 SEVERITIES: tuple[Severity, ...] = ("crashes", "wrong", "ignored", "slow", "note")

@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from zenflow.config import is_number
 from zftune.ds_config.facts import OWN_KNOBS, SAFE_UPDATE_INTERVAL
 from zftune.ds_config.reading import FILLED, MISSING, at, is_hugging_face, leaves, offload_device, path_of
 from zftune.ds_config.tables import newest
-from zftune.integrations.deepspeed.check.findings import THE_FILE, Change, Finding
+from zftune.integrations.deepspeed.check.findings import THE_FILE, Change, Finding, Severity
 from zftune.integrations.deepspeed.check.subject import (
     BOTH,
     UPSTREAM,
@@ -19,8 +20,8 @@ from zftune.integrations.deepspeed.check.subject import (
     Rule,
     Subject,
     change,
-    is_number,
     left_out,
+    of_zenflow,
 )
 from zftune.integrations.deepspeed.outcome import TAKEN_OVER
 from zftune.integrations.deepspeed.verdict import BATCH, NONE, Fault, meant, misspelt
@@ -34,8 +35,6 @@ _NO_MASTER = 'zftune run\'s runtime has masters for them; or no "zenflow" sectio
 
 def bf16(subject: Subject) -> Iterator[Finding]:
     """Selected columns have no fp32 master, and count steps in bf16: study 002 `no_master`, `step_count_stuck`."""
-    if subject.zenflow is None:
-        return
     name = "bfloat16" if subject.at("bf16") is MISSING else "bf16"
     reason = (
         "Selected columns have no fp32 masters: updates below bf16's resolution are lost, and their step count sticks "
@@ -55,7 +54,7 @@ def bf16(subject: Subject) -> Iterator[Finding]:
 
 def fp16(subject: Subject) -> Iterator[Finding]:
     """Selected gradients are not unscaled, from reading upstream's code: DeepSpeed has no fp16 on a CPU."""
-    if subject.zenflow is not None and subject.enabled("fp16"):
+    if subject.enabled("fp16"):
         reason = "Selected columns get gradients with the loss scale in them, infinite ones too."
         advice = "" if subject.elsewhere() else 'no "zenflow" section'
         yield subject.finding("zenflow-fp16", "fp16.enabled", "wrong", reason, *subject.elsewhere(), advice=advice)
@@ -65,7 +64,7 @@ def without_zero(subject: Subject) -> Iterator[Finding]:
     """`engine.backward()` scales the loss for ZeRO's optimizers alone; those of stage 0 unscale all the same."""
     if not subject.enabled("fp16") or subject.stage or subject.at("fp16.loss_scale") == 1:
         return
-    if subject.release < _LEAVES_LOSS or subject.zenflow is not None:
+    if subject.release < _LEAVES_LOSS or subject.has_zenflow:
         return
     reason = (
         "Without a ZeRO stage the loss is not scaled, but gradients are divided by the loss scale: clipping and the "
@@ -93,7 +92,7 @@ def doubling(subject: Subject) -> Iterator[Finding]:
 
 def masters(subject: Subject) -> Iterator[Finding]:
     """16-bit masters are refused: its optimizer's class is another one."""
-    for name in ("bf16", "fp16") if subject.zenflow is not None else ():
+    for name in ("bf16", "fp16"):
         dotted = f"{name}.{name}_master_weights_and_grads"
         if subject.at(dotted) is True:
             reason = "DeepSpeed refuses 16-bit masters with ZenFlow."
@@ -106,7 +105,7 @@ def accumulation_dtype(subject: Subject) -> Iterator[Finding]:
     """ZeRO-1 in another dtype: study 002 `zero1_accumulation`."""
     dotted = "data_types.grad_accum_dtype"
     value = subject.at(dotted)
-    if subject.zenflow is None or subject.stage != 1 or not isinstance(value, str):
+    if subject.stage != 1 or not isinstance(value, str):
         return
     model = "bf16" if subject.enabled("bf16", "bfloat16") else "fp16" if subject.enabled("fp16") else "fp32"
     if value.lower() not in _WORDS[model]:
@@ -114,7 +113,12 @@ def accumulation_dtype(subject: Subject) -> Iterator[Finding]:
         yield subject.finding("zenflow-accumulation-dtype", dotted, "crashes", reason, left_out(dotted))
 
 
-PRECISION_RULES: tuple[Rule, ...] = (bf16, fp16, without_zero, doubling, masters, accumulation_dtype)
+PRECISION_RULES: tuple[Rule, ...] = (
+    of_zenflow(bf16, fp16),
+    without_zero,
+    doubling,
+    of_zenflow(masters, accumulation_dtype),
+)
 
 
 _NOT_A_NUMBER = re.compile(r"[+-]?(nan|inf(inity)?),?", re.IGNORECASE)
@@ -128,16 +132,9 @@ def text(subject: Subject) -> Iterator[Finding]:
             f"It is not plain JSON ({subject.flaw}). DeepSpeed reads comments and unquoted names; the Trainer and "
             "Accelerate do not."
         )
-        severity = subject.hugging_face
-        yield Finding(
-            rule="not-json",
-            path=THE_FILE,
-            value=MISSING,
-            severity="crashes" if severity else "note",
-            reason=reason,
-            backends=BOTH,
-            advice="plain JSON, as --fix writes it",
-        )
+        severity: Severity = "crashes" if subject.hugging_face else "note"
+        advice = "plain JSON, as --fix writes it"
+        yield subject.finding("not-json", THE_FILE, severity, reason, backends=BOTH, advice=advice)
     for name in dict.fromkeys(subject.duplicates):
         yield Finding(
             rule="duplicate-name",
@@ -162,14 +159,10 @@ def zftune_section(subject: Subject) -> Iterator[Finding]:
     section = subject.at("zftune")
     autos = [path for path, value in leaves(section, ("zftune",)) if value == "auto"]
     for path in autos:
-        yield subject.finding(
-            "zftune-auto",
-            ".".join(path),
-            "crashes",
-            'Hugging Face takes the word "auto" for its own wherever it stands, and ends where it has no value for it.',
-            Change(path, MISSING),
-            backends=BOTH,
+        reason = (
+            'Hugging Face takes the word "auto" for its own wherever it stands, and ends where it has no value for it.'
         )
+        yield subject.finding("zftune-auto", path, "crashes", reason, Change(path, MISSING), backends=BOTH)
     yield from _bad_section(subject, {(ZERO, "zftune"), *autos})
 
 
@@ -178,14 +171,8 @@ def _bad_section(subject: Subject, told: set[tuple[str, ...]]) -> Iterator[Findi
 
     wrong = list(refusals(subject.config))
     for refusal in wrong:
-        finding = subject.finding(
-            "zftune-section",
-            refusal.field,
-            "crashes",
-            refusal,
-            *(() if meant(path_of(refusal.field)) else (left_out(refusal.field),)),
-            backends=BOTH,
-        )
+        mends = () if meant(path_of(refusal.field)) else (left_out(refusal.field),)
+        finding = subject.finding("zftune-section", refusal.field, "crashes", refusal, *mends, backends=BOTH)
         if finding.path not in told:
             yield finding
     preset = subject.at("zftune.preset")
@@ -203,15 +190,9 @@ def auto(subject: Subject) -> Iterator[Finding]:
         if value != "auto" or dotted in FILLED or path[0] == "zftune":
             continue
         interval = dotted == f"{ZENFLOW}.update_interval"
-        yield Finding(
-            rule="auto-not-filled",
-            path=path,
-            value=value,
-            severity="crashes",
-            reason='The Trainer and Accelerate end with a ValueError: they have no value for "auto" here.',
-            backends=BOTH,
-            changes=(Change(path, SAFE_UPDATE_INTERVAL if interval else MISSING),),
-        )
+        reason = 'The Trainer and Accelerate end with a ValueError: they have no value for "auto" here.'
+        mend = Change(path, SAFE_UPDATE_INTERVAL if interval else MISSING)
+        yield subject.finding("auto-not-filled", path, "crashes", reason, mend, backends=BOTH)
 
 
 def numbers(subject: Subject) -> Iterator[Finding]:
@@ -220,28 +201,15 @@ def numbers(subject: Subject) -> Iterator[Finding]:
         odd = isinstance(value, float) and not math.isfinite(value)
         odd = odd or (isinstance(value, str) and _NOT_A_NUMBER.fullmatch(value.strip()) is not None)
         if odd and path[-1] not in _MAY_BE_INFINITE:
-            yield Finding(
-                rule="not-a-number",
-                path=path,
-                value=value,
-                severity="crashes",
-                reason="JSON has no such number. DeepSpeed reads a word, or trains with NaN.",
-                backends=BOTH,
-                advice="a finite number",
-            )
+            reason = "JSON has no such number. DeepSpeed reads a word, or trains with NaN."
+            yield subject.finding("not-a-number", path, "crashes", reason, backends=BOTH, advice="a finite number")
 
 
 def amp(subject: Subject) -> Iterator[Finding]:
     """Found where the engine is made, not where the file is read."""
     if subject.enabled("amp") and subject.stage:
-        yield subject.finding(
-            "amp",
-            "amp.enabled",
-            "crashes",
-            "DeepSpeed refuses Apex amp with ZeRO.",
-            backends=UPSTREAM,
-            advice='"bf16": {"enabled": true} in its place',
-        )
+        reason, advice = "DeepSpeed refuses Apex amp with ZeRO.", '"bf16": {"enabled": true} in its place'
+        yield subject.finding("amp", "amp.enabled", "crashes", reason, advice=advice)
 
 
 FILE_RULES: tuple[Rule, ...] = (text, zftune_section, auto, numbers, amp)
@@ -369,8 +337,7 @@ def misspelled(subject: Subject) -> Iterator[Finding]:
     for name, near in misspelt(subject.config):
         if name not in _USELESS:
             reason = "No setting has this name."
-            advice = near
-            yield subject.finding("misspelled-name", name, "ignored", reason, backends=BOTH, advice=advice)
+            yield subject.finding("misspelled-name", name, "ignored", reason, backends=BOTH, advice=near)
 
 
 def undecided(subject: Subject) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from zenflow.config import is_number
 from zftune.ds_config.facts import RARE_SELECTION_STEPS, SAFE_UPDATE_INTERVAL
 from zftune.ds_config.reading import MISSING, path_of
 from zftune.integrations.deepspeed.check.findings import Change, Finding
@@ -19,9 +20,9 @@ from zftune.integrations.deepspeed.check.subject import (
     Rule,
     Subject,
     change,
-    is_number,
     is_whole,
     left_out,
+    of_zenflow,
 )
 from zftune.store.types import Backend
 
@@ -51,7 +52,7 @@ def _twin_flow(subject: Subject, whole: Change) -> Iterator[Finding]:
     With NVMe, see upstream's issue 4872; reading from a file system needs libaio, which is not everywhere.
     """
     other = subject.optimizer not in ("adam", "adamw", None) or subject.at("optimizer.params.torch_adam") is True
-    if subject.zenflow is not None:
+    if subject.has_zenflow:
         reason = "DeepSpeed refuses it with ZenFlow."
         yield subject.finding("ratio-zenflow", _RATIO, "crashes", reason, left_out(ZENFLOW))
     elif subject.device == "nvme":
@@ -134,7 +135,7 @@ def without_zero(subject: Subject) -> Iterator[Finding]:
     """DeepSpeed's host Adam then meets weights on the GPU, which it refuses; on a CPU it works."""
     if any(fault.path == path_of(f"{ZERO}.stage") for fault in subject.faults):
         return
-    if subject.stage == 0 and subject.device != "none" and subject.zenflow is None:
+    if subject.stage == 0 and subject.device != "none" and not subject.has_zenflow:
         reason = "Without a ZeRO stage nothing moves to the host, and the host's Adam refuses weights on a GPU."
         yield subject.finding("offload-stage-0", f"{ZERO}.stage", "crashes", reason, change(f"{ZERO}.stage", 2))
 
@@ -157,19 +158,14 @@ def client_optimizer(subject: Subject) -> Iterator[Finding]:
     if (
         subject.device != "none"
         and subject.stage
-        and subject.zenflow is None
+        and not subject.has_zenflow
         and subject.optimizer is None
         and not ready
         and not subject.hugging_face  # Accelerate makes its CPU Adam of it
     ):
         reason = "DeepSpeed refuses an optimizer from the script that is not its own CPU Adam."
-        yield subject.finding(
-            "client-optimizer",
-            "optimizer",
-            "note",
-            reason,
-            advice='an optimizer here, or "zero_force_ds_cpu_optimizer": false',
-        )
+        advice = 'an optimizer here, or "zero_force_ds_cpu_optimizer": false'
+        yield subject.finding("client-optimizer", "optimizer", "note", reason, advice=advice)
 
 
 OFFLOAD_RULES: tuple[Rule, ...] = (ratio, nvme, no_path, parameters, without_zero, speed, client_optimizer)
@@ -189,8 +185,6 @@ def windows(steps: float, update: int | None) -> int:
 
 def update_interval(subject: Subject) -> Iterator[Finding]:
     """The default divides by zero accumulation steps, study 002 `auto_interval`."""
-    if subject.zenflow is None:
-        return
     value, given = subject.zenflow["update_interval"], subject.at(_UPDATE)
     safe = change(_UPDATE, SAFE_UPDATE_INTERVAL)
     if value == "auto":
@@ -206,8 +200,6 @@ def update_interval(subject: Subject) -> Iterator[Finding]:
 
 def strategy(subject: Subject) -> Iterator[Finding]:
     """Which strategy goes with which interval; the others raise at `initialize()`."""
-    if subject.zenflow is None:
-        return
     kind, select = subject.zenflow["select_strategy"], subject.zenflow["select_interval"]
     if kind == "auto" and is_whole(select):
         reason = 'With "auto", the default, DeepSpeed raises where select_interval is a number.'
@@ -220,8 +212,6 @@ def strategy(subject: Subject) -> Iterator[Finding]:
 
 def select_interval(subject: Subject) -> Iterator[Finding]:
     """Too small a number. 0 is never, to upstream."""
-    if subject.zenflow is None:
-        return
     select, update = subject.zenflow["select_interval"], subject.update_interval
     rare = windows(RARE_SELECTION_STEPS, update)
     if not is_whole(select):
@@ -240,8 +230,6 @@ def select_interval(subject: Subject) -> Iterator[Finding]:
 
 def reselection(subject: Subject) -> Iterator[Finding]:
     """Every selection harms the state, study 002 `moments_restart`, `reselection_truncates`, `reselection_reverts`."""
-    if subject.zenflow is None:
-        return
     kind, select = subject.zenflow["select_strategy"], subject.zenflow["select_interval"]
     if kind == "epoch" or (kind == "auto" and select == "auto"):
         yield _selects_once(subject, "Unless initialize() is given training_data,")
@@ -270,7 +258,7 @@ def _selects_once(subject: Subject, when: str) -> Finding:
 def whole_windows(subject: Subject) -> Iterator[Finding]:
     """A selection that cuts a window short: two updates in flight share a buffer, study 002 `same_buffer`."""
     update = subject.update_interval
-    if subject.zenflow is None or update is None:
+    if update is None:
         return
     select, warm_up = subject.zenflow["select_interval"], subject.zenflow["full_warm_up_rounds"]
     reselects = subject.zenflow["select_strategy"] == "step" and is_whole(select) and select >= update
@@ -293,8 +281,6 @@ def whole_windows(subject: Subject) -> Iterator[Finding]:
 
 def warm_up(subject: Subject) -> Iterator[Finding]:
     """Overlap without it leaves out the first wait, study 002 `late_pipeline`."""
-    if subject.zenflow is None:
-        return
     rounds: Any = subject.zenflow["full_warm_up_rounds"]
     safe: Change = change(_WARM_UP, subject.update_interval or SAFE_UPDATE_INTERVAL)
     if not is_whole(rounds):
@@ -310,4 +296,4 @@ def warm_up(subject: Subject) -> Iterator[Finding]:
         yield subject.finding("overlap-without-warm-up", _WARM_UP, "wrong", reason, safe)
 
 
-INTERVAL_RULES: tuple[Rule, ...] = (update_interval, strategy, select_interval, reselection, whole_windows, warm_up)
+INTERVAL_RULES = of_zenflow(update_interval, strategy, select_interval, reselection, whole_windows, warm_up)

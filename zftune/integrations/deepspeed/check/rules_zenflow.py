@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from zenflow.config import is_number
 from zftune.ds_config.facts import CLIPS_SINCE, GOOD, ZENFLOW_OPTIMIZERS, scrambles
 from zftune.ds_config.reading import MISSING, path_of
 from zftune.integrations.deepspeed import named
@@ -15,11 +16,10 @@ from zftune.integrations.deepspeed.check.subject import (
     OURS,
     ZENFLOW,
     ZERO,
-    Rule,
     Subject,
     change,
-    is_number,
     left_out,
+    of_zenflow,
 )
 from zftune.integrations.deepspeed.verdict import meant
 
@@ -28,22 +28,20 @@ _COUNTS_IN_FLOATS = (0, 19, 6)  # the last one
 
 def checkpoints(subject: Subject) -> Iterator[Finding]:
     """Study 002 `resume`, `resume_reverts`, `export_transposed`; stage 3 from reading upstream's code."""
-    if subject.zenflow is not None:
-        reason = (
-            "Checkpoints lack the selected columns' state: a resumed run is another run. zero_to_fp32 writes "
-            "transposed weights."
-        )
-        yield subject.finding("zenflow-checkpoints", ZENFLOW, "note", reason)
+    reason = (
+        "Checkpoints lack the selected columns' state: a resumed run is another run. zero_to_fp32 writes "
+        "transposed weights."
+    )
+    yield subject.finding("zenflow-checkpoints", ZENFLOW, "note", reason)
 
 
 def model(subject: Subject) -> Iterator[Finding]:
     """Study 002 `convolution`, `unused_parameter`, `group_settings`."""
-    if subject.zenflow is not None:
-        reason = (
-            "The run ends at a weight of more than two dimensions and at a parameter without gradient. Settings of "
-            "parameter groups, but for the learning rate, do not reach selected columns."
-        )
-        yield subject.finding("zenflow-model", ZENFLOW, "note", reason)
+    reason = (
+        "The run ends at a weight of more than two dimensions and at a parameter without gradient. Settings of "
+        "parameter groups, but for the learning rate, do not reach selected columns."
+    )
+    yield subject.finding("zenflow-model", ZENFLOW, "note", reason)
 
 
 def selection(subject: Subject) -> Iterator[Finding]:
@@ -68,7 +66,7 @@ def ranks(subject: Subject) -> Iterator[Finding]:
 
 def mean(subject: Subject) -> Iterator[Finding]:
     """Study 002 `window_mean`, which is the paper's design, and `micro_step_correction`."""
-    if subject.zenflow is not None and (subject.update_interval or 0) > 1:
+    if (subject.update_interval or 0) > 1:
         reason = (
             "The host makes one update a window, of the mean gradient, and its bias correction counts backward passes: "
             "the first updates are shorter."
@@ -78,7 +76,7 @@ def mean(subject: Subject) -> Iterator[Finding]:
 
 def overlap(subject: Subject) -> Iterator[Finding]:
     """Study 002 `two_momenta`, `worker_death`, `destroy_leaks`; cores from reading upstream's code."""
-    if subject.zenflow is not None and subject.zenflow["overlap_step"] is True:
+    if subject.zenflow["overlap_step"] is True:
         reason = (
             "Overlapped, there are two sets of moments, each of every other window. A dead worker is noticed after "
             "60 s, and destroy() leaves worker and cores behind. On several nodes cores are split wrongly."
@@ -88,12 +86,12 @@ def overlap(subject: Subject) -> Iterator[Finding]:
 
 def offload(subject: Subject) -> Iterator[Finding]:
     """The runtime of `zftune run` keeps that state on the GPU."""
-    if subject.zenflow is not None and subject.zenflow["offload"] is True:
+    if subject.zenflow["offload"] is True:
         reason = "The runtime of zftune run does without it: the selected columns' state stays on the GPU."
         yield subject.finding("own-offload", f"{ZENFLOW}.offload", "note", reason, backends=OURS)
 
 
-ZENFLOW_NOTES: tuple[Rule, ...] = (checkpoints, model, selection, ranks, mean, overlap, offload)
+ZENFLOW_NOTES = of_zenflow(checkpoints, model, selection, ranks, mean, overlap, offload)
 
 
 _TOPK = f"{ZENFLOW}.topk_ratio"
@@ -104,8 +102,6 @@ _INSTEAD = 'the runtime of zftune run ("zftune": {"backend": "zenflow"}), or no 
 
 def topk_ratio(subject: Subject) -> Iterator[Finding]:
     """The word "auto" is dropped; 0 and 1 are refused, though the runtime of `zftune run` takes them."""
-    if subject.zenflow is None:
-        return
     value, given = subject.zenflow["topk_ratio"], subject.at(_TOPK)
     if given == "auto" and not subject.hugging_face:
         reason = "DeepSpeed drops the word and takes 0.1."
@@ -122,8 +118,6 @@ def stage(subject: Subject) -> Iterator[Finding]:
     Stage 3: its code names CUDA and ends on any other device. With several ranks the first selection that changes a
     rank's share was seen to end on the shape of `exp_avg`, with CUDA's name patched out; there is no proof here.
     """
-    if subject.zenflow is None:
-        return
     if subject.stage == 0:
         reason = "ZenFlow works in ZeRO's optimizers; without a stage the first step ends with an AttributeError."
         yield subject.finding("zenflow-stage-0", f"{ZERO}.stage", "crashes", reason, change(f"{ZERO}.stage", 2))
@@ -138,16 +132,10 @@ def stage(subject: Subject) -> Iterator[Finding]:
 
 def offloading(subject: Subject) -> Iterator[Finding]:
     """It is refused without; the runtime of `zftune run` then has nothing to do."""
-    if subject.zenflow is not None and subject.stage != 3 and _offloads_nothing(subject):
+    if subject.stage != 3 and _offloads_nothing(subject):
         reason = "DeepSpeed refuses ZenFlow without offload_optimizer; the runtime of zftune run then offloads nothing."
-        yield subject.finding(
-            "zenflow-without-offload",
-            f"{OFFLOAD}.device",
-            "crashes",
-            reason,
-            change(f"{OFFLOAD}.device", "cpu"),
-            backends=BOTH,
-        )
+        mend = change(f"{OFFLOAD}.device", "cpu")
+        yield subject.finding("zenflow-without-offload", f"{OFFLOAD}.device", "crashes", reason, mend, backends=BOTH)
 
 
 def _offloads_nothing(subject: Subject) -> bool:
@@ -230,8 +218,6 @@ def guard(subject: Subject) -> Iterator[Finding]:
 
 def communication(subject: Subject) -> Iterator[Finding]:
     """How gradients are reduced, and across what."""
-    if subject.zenflow is None:
-        return
     if subject.flattens and subject.at(f"{ZERO}.reduce_scatter") is False:
         reason = "ZenFlow's other path lacks an argument: TypeError in the first backward pass."
         mend = change(f"{ZERO}.reduce_scatter", True)
@@ -250,7 +236,7 @@ def communication(subject: Subject) -> Iterator[Finding]:
 def clipping(subject: Subject) -> Iterator[Finding]:
     """The selected columns are not clipped: study 002 `clipping`. Since 0.19 the default is 1.0."""
     value = subject.at("gradient_clipping")
-    if subject.zenflow is None or value in (0, None):
+    if value in (0, None):
         return
     misspelt = any("gradient_clipping" in meant((name,)) for name in subject.given)  # another rule tells of it
     if value is MISSING and (subject.release < CLIPS_SINCE or misspelt):
@@ -264,7 +250,7 @@ def clipping(subject: Subject) -> Iterator[Finding]:
 def accumulation(subject: Subject) -> Iterator[Finding]:
     """Overwritten with update_interval: study 002 `user_accumulation`."""
     passes = subject.at("gradient_accumulation_steps")
-    if subject.zenflow is None or not is_number(passes) or passes <= 1:
+    if not is_number(passes) or passes <= 1:
         return
     reason = "ZenFlow overwrites it with update_interval: every backward pass is a step of its own."
     mends = subject.elsewhere() or (change("gradient_accumulation_steps", 1), *_same_batch(subject, int(passes)))
@@ -284,7 +270,7 @@ def _same_batch(subject: Subject, passes: int) -> Iterator[Change]:
 
 def hugging_face(subject: Subject) -> Iterator[Finding]:
     """Accelerate says itself what a boundary is: study 002 `accelerate_boundary`."""
-    if subject.zenflow is not None and subject.hugging_face:
+    if subject.hugging_face:
         reason = (
             "The Trainer and Accelerate make every step a boundary: the host updates in each of them, whatever "
             "update_interval is."
@@ -298,7 +284,7 @@ def _otherwise(subject: Subject) -> str:
     return "" if subject.elsewhere() else _INSTEAD
 
 
-ZENFLOW_RULES: tuple[Rule, ...] = (
+ZENFLOW_RULES = of_zenflow(
     topk_ratio,
     stage,
     offloading,

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from zenflow.config import is_number
 from zftune.doctor.software import numbers
 from zftune.ds_config.facts import GOOD, ZENFLOW_DEFAULTS
-from zftune.ds_config.reading import MISSING, Source, at, given, is_hugging_face, offload_device, path_of
+from zftune.ds_config.reading import MISSING, SettingPath, Source, at, given, is_hugging_face, offload_device, path_of
 from zftune.ds_config.tables import newest, table
 from zftune.integrations.deepspeed.asking import AskingError, ask
 from zftune.integrations.deepspeed.check.findings import THE_FILE, Change, Finding, Severity
 from zftune.integrations.deepspeed.outcome import Outcome, outcome
 from zftune.integrations.deepspeed.section import Refusal, Section
-from zftune.integrations.deepspeed.verdict import Fault, faults, undecided
+from zftune.integrations.deepspeed.verdict import Fault, faults, ranks_that_fit, undecided
 from zftune.store.types import Backend
 from zftune.telemetry.fingerprint import installed
 
@@ -88,22 +88,26 @@ class Subject:
         return device if device in ("cpu", "nvme") else "none"
 
     @cached_property
-    def zenflow(self) -> Mapping[str, Any] | None:
-        """Its settings with upstream's defaults, as upstream has them after dropping "auto"; None: there are none."""
-        section = self.at(ZENFLOW)
-        if not isinstance(section, Mapping):
-            return None
+    def has_zenflow(self) -> bool:
+        """Whether there is a "zenflow" section."""
+        return isinstance(self.at(ZENFLOW), Mapping)
+
+    @cached_property
+    def zenflow(self) -> Mapping[str, Any]:
+        """Its settings with upstream's defaults, as upstream has them after dropping "auto"."""
+        section = self.section(ZENFLOW)
         return {**ZENFLOW_DEFAULTS, **{name: value for name, value in section.items() if value != "auto"}}
 
     @property
     def flattens(self) -> bool:
         """Whether it is ZenFlow at a stage whose optimizer is that of stages 1 and 2."""
-        return self.zenflow is not None and self.stage in (1, 2)
+        return self.has_zenflow and self.stage in (1, 2)
 
     @cached_property
     def update_interval(self) -> int | None:
         """In steps; None where it is no number that upstream takes."""
-        return _count((self.zenflow or ZENFLOW_DEFAULTS)["update_interval"])
+        value = self.zenflow["update_interval"]
+        return int(value) if is_whole(value) and value >= 1 else None
 
     @cached_property
     def optimizer(self) -> str | None:
@@ -167,7 +171,7 @@ class Subject:
         if installed("deepspeed") != self.version:
             return None
         try:
-            (answers,) = ask([self.given], self.world_size or 1)
+            (answers,) = ask([self.given], self.world_size or ranks_that_fit(self.given))
         except AskingError:
             return None
         return [Fault(tuple(one["path"] or THE_FILE), f"something else: {one['error']}") for one in answers]
@@ -186,7 +190,7 @@ class Subject:
     def finding(
         self,
         rule: str,
-        dotted: str,
+        setting: str | SettingPath,
         severity: Severity,
         reason: str | Refusal,
         *changes: Change,
@@ -197,14 +201,14 @@ class Subject:
 
         Args:
             rule: its name.
-            dotted: the setting.
+            setting: by its name with dots, or by the names on the way to it.
             severity: how bad.
             reason: a sentence or two, or what `zftune run` refuses.
             changes: what mends it.
             backends: with which it matters.
             advice: what to do, in words.
         """
-        path = path_of(dotted)
+        path = path_of(setting) if isinstance(setting, str) else setting
         if not advice and changes == (Change(("zftune", "backend"), "zenflow"),):
             advice = "zftune run then trains it as the file says"
         return Finding(
@@ -223,6 +227,16 @@ class Subject:
 Rule: TypeAlias = Callable[[Subject], Iterator[Finding]]
 
 
+def of_zenflow(*rules: Rule) -> Rule:
+    """Rules as one, which finds nothing where there is no "zenflow" section."""
+
+    def all_of_them(subject: Subject) -> Iterator[Finding]:
+        for rule in rules if subject.has_zenflow else ():
+            yield from rule(subject)
+
+    return all_of_them
+
+
 def change(dotted: str, value: Any) -> Change:
     """Set a setting."""
     return Change(path_of(dotted), value)
@@ -233,17 +247,6 @@ def left_out(dotted: str) -> Change:
     return Change(path_of(dotted), MISSING)
 
 
-def is_number(value: object) -> bool:
-    """Whether it is a number, a truth value being none."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    return abs(value) <= sys.float_info.max  # math.isfinite fails on huge integers
-
-
 def is_whole(value: object) -> bool:
     """Whether it is an integer, be it written as 4.0."""
     return is_number(value) and value == int(value)  # type: ignore[call-overload]
-
-
-def _count(value: Any) -> int | None:
-    return int(value) if is_whole(value) and value >= 1 else None

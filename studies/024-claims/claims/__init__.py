@@ -1,0 +1,1 @@
+"""What makers of offloading claim, each part counted, measured on rigs or planned."""

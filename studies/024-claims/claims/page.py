@@ -1,0 +1,313 @@
+"""The claims as rows of docs/claims.md and README, every figure from a record; a test compares them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from claims.rigs import FROM_PUBLISHED
+from claims.tables import (
+    USUAL,
+    WANTED_LESS_STALL,
+    WANTED_TIMES,
+    Figures,
+    cells_of,
+    less_stall,
+    of,
+    reaching,
+    selecting_share,
+    times,
+    upstreams,
+)
+from claims.twinflow import TOKENS
+
+HOLDS, PART, NOT = "holds", "holds in part", "does not hold"
+HEADS = ("claim", "what we found", "on", "verdict")
+RIGS, PLANNED, COUNTED = "rigs", "planned", "counted"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A claim on one kind of ground."""
+
+    claim: str
+    found: str
+    on: str
+    """Rigs, planned, counted, or this CPU; no row is of a GPU."""
+    verdict: str
+    short: str = ""
+    """What README says of it; empty: nothing."""
+
+    @property
+    def row(self) -> str:
+        """Of the page."""
+        return f"| {self.claim} | {self.found} | {self.on} | {self.verdict} |"
+
+    @property
+    def short_row(self) -> str:
+        """Of README."""
+        return f"| {self.claim} | {self.short} | {self.on} | {self.verdict} |"
+
+
+def records(folder: Path) -> dict[str, Any]:
+    """The figures of all records of a folder, by name."""
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    return {name: record["figures"] for name, record in found.items()}
+
+
+def claims(figures: Figures, searches: Figures) -> list[Claim]:
+    """All of them, in order.
+
+    Args:
+        figures: of this study's records, by name.
+        searches: of study 004's.
+    """
+    return [
+        *_speed(figures),
+        *_stall(figures),
+        *_traffic(figures),
+        *_selection(figures),
+        *_tuned(searches),
+        *_twin_flow(figures),
+        *_both(figures),
+        Claim(
+            "No accuracy loss",
+            "Asked by studies of their own: 003, and the one on GLUE",
+            "this CPU",
+            "see there",
+            "asked by studies of their own",
+        ),
+    ]
+
+
+def head(names: Sequence[str]) -> str:
+    """The first line of a table."""
+    return f"| {' | '.join(names)} |"
+
+
+def series(values: Sequence[str]) -> str:
+    """Values in words."""
+    return f"{', '.join(values[:-1])} and {values[-1]}" if len(values) > 1 else values[0]
+
+
+def _usual(figures: Figures) -> list[Mapping[str, Any]]:
+    """Of every shape that fits, the step of the usual tokens."""
+    return [by_tokens[USUAL] for *_, by_tokens in cells_of(figures) if USUAL in by_tokens]
+
+
+def _speed(figures: Figures) -> list[Claim]:
+    claim = "Up to 5 times as fast as ZeRO-Offload"
+    rigs = of(figures, "rig--")
+    published = [rigs[name]["systems"] for name in FROM_PUBLISHED]
+    reached = [f"{times(one):.1f}" for one in published]
+    bounds = [one["published"]["bound_by"] for one in published]
+    most = [f"{one['ZeRO-Offload']['step_ms'] / one['no offload']['step_ms']:.1f}" for one in published]
+    others = [one["systems"] for name, one in rigs.items() if name not in FROM_PUBLISHED]
+    five = sum(times(one) >= WANTED_TIMES for one in others)
+    theirs = [f"{upstreams(rigs[name])[0]:.1f}" for name in FROM_PUBLISHED]
+    usual = _usual(figures)
+    gains = sorted(times(one["systems"]) for one in usual)
+    cells = [by_tokens for *_, by_tokens in cells_of(figures) if by_tokens]
+    at_four, at_sixteen = (sum(bool(reaching(one, system)) for one in cells) for system in ("published", "S = 16"))
+    where = series(sorted({machine for _, machine, _, one in cells_of(figures) if reaching(one, "published")}))
+    bound = Counter(one["systems"]["published"]["bound_by"] for one in usual).most_common(1)[0][0]
+    return [
+        Claim(
+            claim,
+            f"{series(reached)} times on the rigs after published steps ({series(FROM_PUBLISHED)}), where not "
+            "offloading "
+            f"is {series(most)} times as fast as ZeRO-Offload; 5 on {five} of {len(others)} made-up rigs. A "
+            f"step is bound by {series(bounds)}",
+            RIGS,
+            NOT if max(map(float, reached)) < WANTED_TIMES else HOLDS,
+            f"{series(reached)} times on three rigs after published steps; not offloading is {series(most)} times",
+        ),
+        Claim(
+            claim,
+            f"DeepSpeed's own ZenFlow by its schedule and bytes: {series(theirs)} times its own ZeRO-Offload on the "
+            "same rigs",
+            RIGS,
+            NOT if max(map(float, theirs)) < WANTED_TIMES else HOLDS,
+        ),
+        Claim(
+            claim,
+            f"{gains[0]:.1f} to {gains[-1]:.1f} times at 2,048 tokens over {len(gains)} shapes (1.5B to 70B on 1 to 8 "
+            f"GPUs), most often bound by {bound}. 5 times in {at_four} of {len(cells)} at S = 4, in steps of at most "
+            f"{longest(cells, 'published')} tokens ({where}); in {at_sixteen} at S = 16, of at most "
+            f"{longest(cells, 'S = 16')} tokens",
+            PLANNED,
+            PART if at_four or at_sixteen else NOT,
+            f"{gains[0]:.1f} to {gains[-1]:.1f} times at 2,048 tokens over {len(gains)} shapes of 1.5B to 70B; 5 in "
+            f"{at_four}, in steps of at most {longest(cells, 'published')} tokens",
+        ),
+    ]
+
+
+def longest(cells: Sequence[Mapping[str, Any]], system: str) -> str:
+    """Most tokens of a step with which a system is five times as fast anywhere."""
+    return f"{max((tokens for one in cells for tokens in reaching(one, system)), default=0):,}"
+
+
+def _stall(figures: Figures) -> list[Claim]:
+    claim = "Over 85% less stall"
+    rigs = of(figures, "rig--")
+    published = [f"{less_stall(rigs[name]['systems']):.1%}" for name in FROM_PUBLISHED]
+    everywhere = {name: less_stall(one["systems"]) for name, one in rigs.items()}
+    below = sorted(name for name, less in everywhere.items() if less <= WANTED_LESS_STALL)
+    missed = f"; not on {series(below)} (from {min(everywhere.values()):.0%} on)" if below else ""
+    planned = [less_stall(one["systems"]) for one in _usual(figures)]
+    kept = sum(less > WANTED_LESS_STALL for less in planned)
+    return [
+        Claim(
+            claim,
+            f"{series(published)} less on the rigs after published steps{missed}",
+            RIGS,
+            HOLDS if all(everywhere[name] > WANTED_LESS_STALL for name in FROM_PUBLISHED) else PART,
+            f"{series(published)} less on three rigs after published steps",
+        ),
+        Claim(
+            claim,
+            f"In {kept} of {len(planned)} shapes at 2,048 tokens, k = 0.1 and S = 4",
+            PLANNED,
+            HOLDS if kept == len(planned) else PART,
+        ),
+    ]
+
+
+def _traffic(figures: Figures) -> list[Claim]:
+    ours, theirs = figures["traffic"], figures["upstream"]
+    zen, zero = ours["k = 0.1, S = 4"]["over_model_bytes"], ours["ZeRO-Offload"]["over_model_bytes"]
+    their_zero = theirs["ZeRO-Offload"]["over_model_bytes"]
+    their_zen = theirs["ZenFlow, overlapped"]["over_model_bytes"]
+    return [
+        Claim(
+            "About 2 times less PCIe traffic, 1.13 times the model a step",
+            f"{zen:.2f} times the model's bytes at k = 0.1 and S = 4, {zero / zen:.1f} times less than this runtime's "
+            f"ZeRO-Offload ({zero:.2f}), {their_zero / zen:.1f} times less than DeepSpeed's ({their_zero:.2f}). "
+            f"DeepSpeed's own ZenFlow moves {their_zen:.2f}, {their_zero / their_zen:.1f} times less than its "
+            "ZeRO-Offload",
+            COUNTED,
+            HOLDS,
+            f"{zen:.2f} times the model, {zero / zen:.1f} times less; DeepSpeed's own ZenFlow moves {their_zen:.2f}",
+        )
+    ]
+
+
+def _selection(figures: Figures) -> list[Claim]:
+    counted = of(figures, "selection--")
+    exact = all(one["selection_bytes"] == one["should_be_bytes"] for one in counted.values())
+    by_model = {name.partition("--")[0]: one for name, one in of(figures, "shape--").items()}
+    numbers = sorted((one["elements_a_column"], name) for name, one in by_model.items())
+    in_bytes = sorted(one["cheaper_in_bytes"] for one in by_model.values())
+    over = [name for value, name in numbers if value > 4000]
+    shares = [
+        selecting_share(by_tokens[USUAL])
+        for *_, gpus, by_tokens in cells_of(figures)
+        if gpus > 1 and USUAL in by_tokens
+    ]
+    small = next(iter(counted.values()))
+    return [
+        Claim(
+            "Selection over 4,000 times cheaper than gathering gradients",
+            f"{numbers[0][0]:,.0f} to {numbers[-1][0]:,.0f} times fewer numbers from 1.5B to 70B, over 4,000 of "
+            f"{series(over)}; {in_bytes[0]:,.0f} to {in_bytes[-1]:,.0f} times fewer bytes, since energies are fp32. "
+            f"On {series(list(counted))} ranks a small model sends "
+            f"{'exactly' if exact else 'not'} the bytes that follow from its shapes, {small['cheaper']:.0f} times "
+            f"fewer. Choosing takes at most {max(shares):.1%} of a step of several GPUs",
+            f"{COUNTED}, {PLANNED}",
+            PART,
+            f"{numbers[0][0]:,.0f} to {numbers[-1][0]:,.0f} times fewer numbers, {in_bytes[0]:,.0f} to "
+            f"{in_bytes[-1]:,.0f} times fewer bytes, from 1.5B to 70B",
+        )
+    ]
+
+
+def _tuned(searches: Figures) -> list[Claim]:
+    """Of study 004: searches that begin with the published setting, and their last settings' times without noise."""
+    found = {name: one["searches"] for name, one in searches.items() if name.endswith("--0.03--tuner")}
+    gains = sorted(-one["over_start"] for rig in found.values() for one in rig)
+    used = sorted(one["measurements"] for rig in found.values() for one in rig)
+    lost = max(one["lost_steps"] for rig in found.values() for one in rig)
+    live = [searches[name] for name in searches if name.startswith("live--")]
+    took = series(sorted((f"{one['steps']}" for one in live), key=int))
+    cost = series([f"{one['spent_s']:.0f} of {one['elapsed_s']:.0f} s" for one in live])
+    return [
+        Claim(
+            "Auto-tuned, nothing by hand",
+            f"From the published setting (k = 0.1, S = 4) the search saves {gains[0]:.0%} to {gains[-1]:.0%} of a step "
+            f"within the same quality, {median(gains):.0%} in the median of {len(gains)} searches on {len(found)} "
+            f"rigs, with {used[0]} to {used[-1]} measurements that lose at most {lost:.0f} steps' time; "
+            f"{sum(gain < 0 for gain in gains)} end slower. Two live searches took {took} steps and lost {cost}",
+            RIGS,
+            HOLDS if gains[0] >= 0 else PART,
+            f"saves {gains[0]:.0%} to {gains[-1]:.0%} of the published setting's step on {len(found)} rigs",
+        )
+    ]
+
+
+def _twin_flow(figures: Figures) -> list[Claim]:
+    claim = "Twin-Flow: up to 6 times as fast, faster as the ratio falls, to the memory bound"
+    found = of(figures, "twin-flow--")
+    on_rigs = {name: one["rows"] for name, one in found.items() if "sub_groups" not in one}
+    planned = {name: one for name, one in found.items() if "sub_groups" in one}
+    rise = max(row["step_ms"] / before["step_ms"] - 1 for rows in on_rigs.values() for before, row in pairwise(rows))
+    off = max(abs(row["planned_ms"] / row["step_ms"] - 1) for rows in on_rigs.values() for row in rows)
+    gains = [f"{rows[0]['in_turn_ms'] / rows[-1]['step_ms']:.1f}" for rows in on_rigs.values()]
+    reached, most = [], []
+    for name, one in planned.items():
+        rows = one["rows"]
+        zero = rows[0]["by_sub_groups_ms"]
+        ours = min((row for row in rows if row["fits"]), key=lambda row: row["step_ms"])
+        theirs = min((row for row in rows if row["by_sub_groups_fits"]), key=lambda row: row["by_sub_groups_ms"])
+        most.append(zero / ours["step_ms"])
+        model, _, machine = name.partition("--")
+        reached.append(
+            f"{model} on {machine.replace('-', ' ', 1)}: {most[-1]:.1f} times at ratio {ours['ratio']:g}, with "
+            f"DeepSpeed's {one['sub_groups']} sub-groups {zero / theirs['by_sub_groups_ms']:.1f}"
+        )
+    return [
+        Claim(
+            claim,
+            f"Each of 21 ratios is at least as fast as the one above it (within {max(rise, 0):.1%}), to "
+            f"{series(gains)} times ZeRO-Offload without any ({series(list(on_rigs))}); planned within {off:.1%}",
+            RIGS,
+            HOLDS if rise < 0.01 else PART,
+        ),
+        Claim(
+            claim,
+            f"The fastest that fits, {TOKENS} tokens on each GPU. {'; '.join(reached)}. At ratio 0 nothing is "
+            "offloaded: there 6 times is what not offloading wins",
+            PLANNED,
+            HOLDS if f"{max(most):.1f}" >= "6.0" else PART,
+            f"at most {max(most):.1f} times, where nothing has to be offloaded; {min(most):.1f} times where it has",
+        ),
+    ]
+
+
+def _both(figures: Figures) -> list[Claim]:
+    rows = [row for one in of(figures, "both--").values() for row in one["limits"].values()]
+    wins = {kind: sum(row["wins"] == kind for row in rows) for kind in ("Twin-Flow", "ZenFlow", "both")}
+    gains = [
+        min(one["step_ms"] for kind, one in row["kinds"].items() if kind != "both") / row["kinds"]["both"]["step_ms"]
+        for row in rows
+        if row["wins"] == "both"
+    ]
+    rigs = len(of(figures, "both--"))
+    most = f", by up to {max(gains) - 1:.0%}" if gains else ""
+    return [
+        Claim(
+            "ZenFlow and Twin-Flow together",
+            f"Of {len(rows)} cases ({rigs} rigs, five limits of device memory) both together win {wins['both']}{most}; "
+            f"Twin-Flow alone, which is never late, is as fast in {wins['Twin-Flow']}, ZenFlow alone in "
+            f"{wins['ZenFlow']}",
+            PLANNED,
+            PART,
+            f"win {wins['both']} of {len(rows)} cases of {rigs} rigs and five limits of device memory",
+        )
+    ]
