@@ -120,6 +120,8 @@ _BAR = 5
 _WIDE_BAR = 20
 _MOST_LINES = 4
 """Of a decision on a screen."""
+_NOTICE_LINES = 12
+"""Of a screen for each notice."""
 _TRIED = ("measured", "in_flight", "aborted", "crashed", "void")
 
 
@@ -265,7 +267,7 @@ def _reason(decisions: Sequence[Document]) -> Text:
 
 def _details(details: Document, width: int, height: int) -> list[Text]:
     """What is known of one run, in so many lines; where room is little, the newest of its decisions and trials."""
-    lines = [Text(), *_facts(details)]
+    lines = [Text(), *_facts(details), *_notices(details["run"]["notices"], height // _NOTICE_LINES)]
     trials = _tried(details)
     for_trials = min(len(trials), max(0, height - len(lines) - 2) // 3)
     room = height - len(lines) - 2 - (for_trials + 2 if for_trials else 0)
@@ -316,7 +318,14 @@ def _facts(details: Document) -> list[Text]:
         lines.append(_text(f"coverage  {covered} where {assumed} is assumed: {_turn(details)}", "yellow"))
     if run["dropped"]:
         lines.append(_text(f"{run['dropped']} statistics found no room in the training process", "yellow"))
-    return [*lines, *(_text(escaped(one), "yellow") for one in run["notices"])]
+    return lines
+
+
+def _notices(notices: Sequence[str], most: int) -> list[Text]:
+    """As many as have room, the first at least, and where the others are."""
+    shown, hidden = notices[: max(1, most)], len(notices[max(1, most) :])
+    lines = [_text(escaped(one), "yellow") for one in shown]
+    return [*lines, *([_text(f"and {hidden} more: zftune explain", "dim")] if hidden else [])]
 
 
 def _turn(details: Document) -> str:

@@ -73,7 +73,7 @@ def test_a_small_terminal_shows_what_matters(client: DaemonClient, runs: list[Tr
         "settings",
         "◆ ",
     ):
-        assert expected in below
+        assert expected in below, below
 
 
 def test_a_wide_terminal_has_reasons_beside_their_runs(client: DaemonClient, runs: list[Training]) -> None:

@@ -118,7 +118,7 @@ def _zenflow(engine: Any) -> list[str]:
 def watch(session: Session, when_imported: Callable[[str, Callable[[Any], None]], None]) -> None:
     """Hook DeepSpeed once it is imported."""
     when_imported(_ENGINE, lambda module: _hook_engine(session, module))
-    when_imported("deepspeed.ops.adam.cpu_adam", lambda module: session.host_optimizers.add(module.DeepSpeedCPUAdam))
+    when_imported("deepspeed.ops.adam.cpu_adam", lambda module: _know_host_optimizer(session, module))
     for name in _WAITS:
         when_imported(name, functools.partial(_hook_waits, session, name))
     copies = _Copies(session)
