@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import re
@@ -24,6 +25,8 @@ from zftune.store.location import check_server, exists, locate, network_file_sys
 from zftune.telemetry.fingerprint import installed
 
 _FOLDER = "TORCH_EXTENSIONS_DIR"
+_LOCKS_BY_FLOCK = "2.14"
+"""The first torch whose lock of an extension's folder is not the file itself."""
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 
 
@@ -35,7 +38,8 @@ class ExtensionLock:
     """Such as "cpu_adam"."""
     shown: str
     """The file as a shell understands it, without the user's name."""
-    age_s: float
+    age_s: float | None
+    """Since when it has been locked; None: not known, since the file outlives each lock."""
     holder: int | None
     """The process that has it open, and compiles; None: no process that can be seen here."""
     is_foreign: bool
@@ -43,18 +47,22 @@ class ExtensionLock:
 
     @property
     def is_left_over(self) -> bool:
-        """Whether nobody compiles any more, as far as this machine shows."""
-        return self.holder is None and not self.is_foreign
+        """Whether nobody compiles any more, as far as this machine shows, and torch waits nevertheless."""
+        return self.holder is None and not self.is_foreign and self.age_s is not None
 
     @property
     def sentence(self) -> str:
         """Who holds it up, for how long."""
+        if self.age_s is None:
+            who = "a process that cannot be seen from here" if self.holder is None else f"process {self.holder}"
+            return f"{who} is compiling {self.extension}"
         age = _age(self.age_s)
         if self.holder is not None:
             return f"process {self.holder} has been compiling {self.extension} for {age}"
         if self.is_foreign:
             return f"another user has locked {self.extension} for {age} ({self.shown})"
-        return f"an interrupted compilation of {self.extension} left {self.shown} {age} ago, and no process has it open"
+        who = f"an interrupted compilation of {self.extension}, or a newer torch,"
+        return f"{who} left {self.shown} {age} ago, and no process has it open"
 
     @property
     def removal(self) -> str:
@@ -63,7 +71,10 @@ class ExtensionLock:
 
 
 def extension_locks(environment: Mapping[str, str]) -> list[ExtensionLock]:
-    """The locks in torch's folder of extensions, those that nobody holds first.
+    """What the installed torch waits for in its folder of extensions, what nobody holds first.
+
+    Before 2.14 the lock is a file: as long as it is there, torch waits, whoever made it. Since then it is an flock,
+    which ends with its process, on a file that stays after good compilations too.
 
     Args:
         environment: $TORCH_EXTENSIONS_DIR and $XDG_CACHE_HOME tell the folder, as they tell torch.
@@ -76,23 +87,40 @@ def extension_locks(environment: Mapping[str, str]) -> list[ExtensionLock]:
     else:
         folder, shown = Path("~/.cache/torch_extensions").expanduser(), "~/.cache/torch_extensions"
     paths = sorted((*folder.glob("*/lock"), *folder.glob("*/*/lock")))  # by default a folder for each build of torch
-    found = list(_looked_at(paths, folder, shown))
+    by_file = not at_least(installed("torch") or "", _LOCKS_BY_FLOCK)
+    found = list(_looked_at(paths, folder, shown, by_file=by_file))
     return sorted(found, key=lambda lock: not lock.is_left_over)
 
 
-def _looked_at(paths: list[Path], folder: Path, shown: str) -> Iterator[ExtensionLock]:
+def _looked_at(paths: list[Path], folder: Path, shown: str, *, by_file: bool) -> Iterator[ExtensionLock]:
     for path in paths:
         try:
             facts = path.stat()
-        except OSError:  # just removed
+            if not by_file and not _flocked(path):
+                continue
+        except OSError:  # just removed, or nobody but another user may look
             continue
         yield ExtensionLock(
             extension=path.parent.name,
             shown=f"{shown}/{shlex.quote(str(path.relative_to(folder)))}",
-            age_s=max(0.0, time.time() - facts.st_mtime),
+            age_s=max(0.0, time.time() - facts.st_mtime) if by_file else None,
             holder=_holder(facts),
             is_foreign=os.geteuid() not in (0, facts.st_uid),
         )
+
+
+def _flocked(path: Path) -> bool:
+    """Whether somebody holds an exclusive flock: on this kernel, whichever container or user.
+
+    Raises:
+        OSError: it cannot be opened, or its file system has no locks.
+    """
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _holder(facts: os.stat_result) -> int | None:
@@ -295,7 +323,7 @@ def left_locks(environment: Mapping[str, str]) -> Iterator[Check]:
     """
     for lock in extension_locks(environment):
         finding = f"{lock.sentence[0].upper()}{lock.sentence[1:]}"
-        figures = {"age_s": lock.age_s}
+        figures = {} if lock.age_s is None else {"age_s": lock.age_s}
         if lock.is_left_over:
             finding += ": every run that needs it waits without end."
             fix = f"{lock.removal} (unless a machine or container that shares the folder is compiling)"

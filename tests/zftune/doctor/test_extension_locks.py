@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from torch.utils._filelock import FileLock
 from torch.utils.file_baton import FileBaton
 
 from zftune.agent.bootstrap.sitecustomize import Notes
+from zftune.doctor import software
 from zftune.doctor.check import Check
 from zftune.doctor.software import deepspeed_checks, extension_locks, left_locks
 from zftune.profile.command.document import waits_for
@@ -43,8 +45,8 @@ def test_one_that_nobody_holds_is_broken_and_comes_with_the_command(
     found = check(tmp_path)
     assert (found.status, found.stops_training, found.is_fault) == ("broken", True, True)
     assert found.finding == (
-        'An interrupted compilation of cpu_adam left "$TORCH_EXTENSIONS_DIR"/cpu_adam/lock 5 h ago, and no process has'
-        " it open: every run that needs it waits without end."
+        'An interrupted compilation of cpu_adam, or a newer torch, left "$TORCH_EXTENSIONS_DIR"/cpu_adam/lock 5 h ago,'
+        " and no process has it open: every run that needs it waits without end."
     )
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert [one.finding for one in deepspeed_checks() if one.status == "broken"] == [found.finding]
@@ -58,6 +60,24 @@ def test_one_that_is_held_is_a_note_with_who_compiles(tmp_path: Path) -> None:
     assert found.finding.startswith(f"Process {os.getpid()} has been compiling cpu_adam for ")
     baton.release()
     assert extension_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == []
+
+
+def test_torch_that_locks_by_flock_hangs_on_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "installed", {"torch": "2.14.0+cpu"}.get)
+    killed(tmp_path / "async_io")  # what an older torch left
+    (tmp_path / "cpu_adam").mkdir()
+    with FileLock(str(tmp_path / "cpu_adam" / "lock")):  # as torch 2.14 does
+        found = check(tmp_path)
+        assert (found.status, found.is_fault, found.figures) == ("note", False, {})
+        assert found.finding == f"Process {os.getpid()} is compiling cpu_adam; runs that need it wait until then."
+    assert (tmp_path / "cpu_adam" / "lock").exists()
+    with (tmp_path / "cpu_adam" / "lock").open():  # who looks at it does not lock it
+        assert list(left_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})) == []
+    with FileLock(str(tmp_path / "async_io" / "lock"), timeout=0):
+        pass  # what an older torch left stops nobody
+    monkeypatch.setattr(software, "installed", {"torch": "2.13.1"}.get)  # for which the file alone is the lock
+    left = left_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert [one.status for one in left] == ["broken", "broken"]
 
 
 @pytest.mark.parametrize("name", ["XDG_CACHE_HOME", "HOME"])
