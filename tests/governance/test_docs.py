@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,16 @@ def check_command(words: list[str], where: str) -> None:
         assert script == "train.py" or (ROOT / script).is_file(), (where, script)
     else:
         assert program in OTHERS, f"{where}: {program} is a program that no test knows"
+
+
+def test_what_pip_installs_is_the_clone_in_which_one_stands() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    lines = [words[2:] for block in SHELL for words in commands(block) if words[:2] == ["pip", "install"]]
+    assert len(lines) > 5
+    for requirement in (word for words in lines for word in words):
+        found = re.fullmatch(r"(?:\.|zftune(?=\[))(?:\[(\w+)\])?|\w+==[\d.]+", requirement)
+        assert found is not None, requirement
+        assert found[1] is None or found[1] in extras, requirement
 
 
 COMMANDS: Any = typer.main.get_command(app)

@@ -281,19 +281,19 @@ def defects(version: str) -> Iterator[Check]:
     if scrambles(version):
         yield Check(
             name="ZenFlow weights",
-            status="broken",
+            status="note",
             finding=(
-                f"DeepSpeed {version} scrambles every 2-D weight at initialize() under ZenFlow with ZeRO stage 1 or 2:"
-                " a pretrained model starts as noise."
+                f"DeepSpeed {version}'s own ZenFlow scrambles every 2-D weight at ZeRO stages 1 and 2. `zftune run` trains"
+                " with zenflow in its place, which leaves them as they are: there is nothing to do for it."
             ),
-            fix=f"pip install deepspeed=={GOOD} for upstream's ZenFlow at these stages. Without ZenFlow it is sound.",
+            fix=f"Only to train with DeepSpeed's own ZenFlow: pip install deepspeed=={GOOD}",
         )
     if release <= _LAST_KNOWN:
         yield Check(
             name="ZenFlow 'auto'",
             status="note",
-            finding='"update_interval": "auto", the default of its own ZenFlow, turns all weights into NaN.',
-            fix='Set a number in the "zenflow" section, such as "update_interval": 4.',
+            finding='"update_interval": "auto", the default of DeepSpeed\'s own ZenFlow, turns all weights into NaN with it.',
+            fix='Only to train with that: set a number in the "zenflow" section, such as "update_interval": 4.',
         )
 
 

@@ -78,8 +78,8 @@ def test_extras_that_are_missing_come_with_the_command(monkeypatch: pytest.Monke
     ("version", "expected"),
     [
         ("0.19.6", {"ZenFlow 'auto'": "note"}),
-        ("0.19.7", {"ZenFlow weights": "broken", "ZenFlow 'auto'": "note"}),
-        ("0.19.8+cu128", {"ZenFlow weights": "broken", "ZenFlow 'auto'": "note"}),
+        ("0.19.7", {"ZenFlow weights": "note", "ZenFlow 'auto'": "note"}),
+        ("0.19.8+cu128", {"ZenFlow weights": "note", "ZenFlow 'auto'": "note"}),
         ("0.19.9", {}),
         ("1.0.0", {}),
     ],
