@@ -68,6 +68,7 @@ def test_what_serves_deepspeed_loads_nothing_that_serves_other_scripts() -> None
         ("import zftune; zftune.attach", RUNTIME_UNWANTED - {"zftune"}),
         (HELP, COMMAND_LINE_STACK),
         ("import zftune.daemon.client.http", CLIENT_UNWANTED),
+        ("import zftune.report.compare, zftune.report.trace", {"plotly"}),
         ("import zftune.cli.run, zftune.doctor.software", {"numpy", "sqlalchemy", "torch"}),
     ],
 )

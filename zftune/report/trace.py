@@ -11,14 +11,15 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import plotly.graph_objects as go
+from typing import TYPE_CHECKING, Any
 
 from zftune.output import write_text
 from zftune.profile.schema import PHASES
 from zftune.report.values import Chart, Document, axis, device_of, layout, samples
 from zftune.words import CAUSE_NAMES, LANE_NAMES, colour
+
+if TYPE_CHECKING:  # the trace itself needs no Plotly
+    import plotly.graph_objects as go
 
 Row = Sequence[Any]
 """A span: [begin_ms, end_ms, label]."""
@@ -31,6 +32,8 @@ _MANY_STEPS = 24
 
 def timeline_chart(document: Document) -> Chart | None:
     """The document's timeline; None where it has none."""
+    import plotly.graph_objects as go
+
     timeline = document["timeline"]
     if timeline is None:
         return None
@@ -74,6 +77,8 @@ def _kinds(lanes: Mapping[str, Sequence[Row]]) -> Iterator[tuple[str, str, list[
 
 
 def _bars(lane: str, kind: str, rows: Sequence[Row]) -> go.Bar:
+    import plotly.graph_objects as go
+
     return go.Bar(
         name=f"{lane}: {kind}",
         orientation="h",
