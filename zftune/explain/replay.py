@@ -224,13 +224,11 @@ class Replay:
         self._gain = gain_of(self._decisions)
         if trial is not None:
             self._eras[trial] = self.eras[-1].number
-        self.decided.append(
-            Decided(
-                decision=decision, at_s=self.at_s, incumbent=before,
-                measured=tuple(one.number for one, _ in self._since), era=self.eras[-1].number,
-            )
-        )  # fmt: skip
-        self._since.clear()
+        since = () if decision.kind == "remark" else tuple(one.number for one, _ in self._since)
+        decided = Decided(decision=decision, at_s=self.at_s, incumbent=before, measured=since, era=self.eras[-1].number)
+        self.decided.append(decided)
+        if decision.kind != "remark":  # nothing follows from one, nor does it from what was measured
+            self._since.clear()
         self.last_unix_s = max(self.last_unix_s, decision.at_unix_s)
 
     def _take_effect(self, decision: Decision) -> None:
@@ -298,7 +296,7 @@ def replay(
     rows = [(trial, row) for trial in trials for row in measurements.get(trial.trial_id, ())]
     rows.sort(key=lambda pair: pair[1].aggregates.get("sequence", pair[1].began_unix_s))
     next_row = 0
-    for decision in decisions:
+    for decision in _in_order(decisions):
         while next_row < len(rows) and _written(rows[next_row][1]) <= decision.at_unix_s + _CLOCK_S:
             told.measure(*rows[next_row])
             next_row += 1
@@ -306,6 +304,17 @@ def replay(
     for pair in rows[next_row:]:
         told.measure(*pair)
     return told
+
+
+def _in_order(decisions: Sequence[Decision]) -> list[Decision]:
+    """As they were made: a remark may have been written down at the end of its run. A clock that was set moves none."""
+    found: list[Decision] = []
+    for one in decisions:
+        at = len(found)
+        while one.kind == "remark" and at and found[at - 1].at_unix_s > one.at_unix_s:
+            at -= 1
+        found.insert(at, one)
+    return found
 
 
 def replayed(store: Store, run_id: str) -> tuple[list[TrialRecord], Replay]:

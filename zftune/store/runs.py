@@ -342,7 +342,7 @@ class Runs(PastRuns):
         self._database.write(work)
 
     def add_decision(self, run: Run, decision: Decision, *, account: Account | None = None) -> None:
-        """Keep a decision; its time is now.
+        """Keep a decision; its time is now, unless it has an earlier one.
 
         Args:
             run: whose it is.
@@ -473,7 +473,8 @@ def _open_trial(session: Session, run: Run, trial_id: int) -> TrialRow:
 
 
 def _decide(session: Session, run_id: str, decision: Decision, now: float) -> None:
-    values = {**asdict(decision), "details": dict(decision.details), "at_unix_s": now}
+    at_unix_s = min(now, decision.at_unix_s or now)
+    values = {**asdict(decision), "details": dict(decision.details), "at_unix_s": at_unix_s}
     about = (TrialRow.run_id == run_id, TrialRow.number == values.pop("trial"))
     trial_id = None if decision.trial is None else session.scalars(select(TrialRow.trial_id).where(*about)).one()
     session.add(DecisionRow(run_id=run_id, trial_id=trial_id, **values))

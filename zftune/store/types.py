@@ -380,7 +380,7 @@ class Decision:
     details: Mapping[str, Any] = field(default_factory=dict)
     step: int | None = None
     at_unix_s: float = 0.0
-    """When it was written down."""
+    """When it was made; 0: where it is written down, then."""
 
 
 @dataclass(frozen=True, slots=True)

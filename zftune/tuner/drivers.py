@@ -25,6 +25,7 @@ from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.sampler_process import SamplerError, SamplerProcess, gentle_share
 from zftune.tuner.search import Search
 from zftune.tuner.setup import Preparation, Prepared
+from zftune.tuner.states import Remark
 from zftune.tuner.training_info import SINGLE_RANK, TuneRequest, WarmupStats, WorldInfo
 from zftune.tuner.worker import Background, SearchWorker, ThreadWorker
 
@@ -50,7 +51,7 @@ class Ended:
     """Whether the search came to its end."""
     given_up: bool
     """Whether it was given up, with a reason that was said."""
-    remarks: tuple[str, ...]
+    remarks: tuple[Remark, ...]
     """What was found out beside the search."""
     count: Count
     """What this process has counted since it was attached."""
@@ -280,7 +281,7 @@ class LocalDriver(SearchDriver):
             )
         for remark in ended.remarks:
             if search is not None:
-                search.remark(remark)
+                search.remember(remark)
         if prepared is not None and prepared.recording is not None:
             if not prepared.recording.finish_soon(prepared.search, unfinished=not ended.over):
                 yield _WARNING, "The database server does not answer: the end of the run is not kept."

@@ -15,7 +15,7 @@ from zftune.store.types import LEASE_S, Decision, Measurement, Run, TrialRecord,
 from zftune.tuner import messages
 from zftune.tuner.curve import CurveBuilder
 from zftune.tuner.scores import Pace, Sample, describe
-from zftune.tuner.search import Search
+from zftune.tuner.search import AT_S, Search
 from zftune.tuner.space import Setting
 from zftune.tuner.states import OF_INCUMBENT, Choosing, Outcome, Request, Trial, UnmeasuredSteps
 
@@ -517,8 +517,12 @@ class StoreRecorder:
     def _decided(self, decision: Decision) -> None:
         account = self._kept
         if account is not None:
-            known = {"elapsed_s": round(account.total.seconds, 3), "spent_s": round(account.total.spent_s, 3)}
-            decision = replace(decision, details={**decision.details, **known})
+            total, at_s = account.total, decision.details.get(AT_S)
+            known = {"elapsed_s": total.seconds, "spent_s": total.spent_s}
+            if at_s is not None:  # of this process, written down later
+                known = {"elapsed_s": min(total.seconds, account.before.seconds + at_s)}
+            rounded = {name: round(value, 3) for name, value in known.items()}
+            decision = replace(decision, details={**decision.details, **rounded})
         self._store.add_decision(self._run, decision, account=account)
 
     @property

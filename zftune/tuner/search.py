@@ -38,6 +38,7 @@ from zftune.tuner.states import (
     MeasuringBaseline,
     Outcome,
     Purpose,
+    Remark,
     Request,
     Role,
     Sampler,
@@ -50,7 +51,9 @@ from zftune.tuner.states import (
 )
 from zftune.tuner.trials import TrialTable
 
-__all__ = ["MOST_VOIDS", "Search", "SearchOptions"]
+__all__ = ["AT_S", "MOST_VOIDS", "Search", "SearchOptions"]
+AT_S = "at_s"
+"""Of a remark that is written down later: what the process that trains had counted by then."""
 MOST_VOIDS = 3
 _COMPARISON = 3  # measurements
 _HOLD_STEPS = 200
@@ -209,6 +212,10 @@ class Search:
     def remark(self, reason: str) -> None:
         """Write down what was found out beside the search."""
         self._note("remark", reason, None)
+
+    def remember(self, remark: Remark) -> None:
+        """Write down what was found out before, where it belongs; it changes nothing."""
+        self.notes.append(Decision("remark", remark.reason, None, {AT_S: remark.at_s}, at_unix_s=remark.at_unix_s))
 
     def stop(self, reason: str, *, final: bool = False, **about: str | bool) -> None:
         """End the search; the incumbent stays.

@@ -135,6 +135,17 @@ class Outcome:
         return len(self.steps_ms) + len(self.discarded_ms)
 
 
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """What was found out beside the search, and when."""
+
+    reason: str
+    """A sentence."""
+    at_s: float
+    """What the process that trains had counted by then."""
+    at_unix_s: float
+
+
 @dataclass(slots=True)
 class Trial:
     """A setting that was thought of, and what became of it."""

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -26,6 +27,7 @@ from zftune.tuner.guard import Losses, LossGuard, NoDisturbance, Watch
 from zftune.tuner.rank_consensus import KnobConsensus
 from zftune.tuner.search import Search
 from zftune.tuner.space import Setting
+from zftune.tuner.states import Remark
 from zftune.tuner.training_info import WarmupStats
 from zftune.tuner.worker import Background
 
@@ -167,6 +169,8 @@ class Tuner:
     ) -> None:
         self.notices: list[str] = []
         """Sentences: what is not as it should be, and what the staleness probe saw."""
+        self._remarks: list[Remark] = []
+        """The same, but for its last words, with when they were said."""
         self.conclusion = ""
         """What was found, or why nothing was, in up to four lines; there after `close()`."""
         self._optimizer, self._tokens, self._eval_fn, self._on_change = optimizer, tokens, eval_fn, on_change
@@ -521,7 +525,7 @@ class Tuner:
             begins=self._count.begins,
             over=self._over,
             given_up=self._given_up,
-            remarks=tuple(self.notices),
+            remarks=tuple(self._remarks),
             count=self._counter.count,
         )
         for level, sentence in self._driver.end(ended):
@@ -539,6 +543,7 @@ class Tuner:
 
     def _say(self, sentence: str, level: int = logging.WARNING) -> None:
         self.notices.append(sentence)
+        self._remarks.append(Remark(sentence, self._counter.count.seconds, time.time()))
         _logger.log(level, "%s", sentence)
 
 

@@ -124,6 +124,18 @@ def test_rows_by_hand(timed: Store, clock: Clock) -> None:
     assert [note["measured"] for note in found["decisions"]] == [[1], [2], [3, 4, 5, 6], [7]]
 
 
+def test_a_remark_that_was_written_down_at_the_end_stands_where_it_was_made(timed: Store, clock: Clock) -> None:
+    run = by_hand(timed, clock)
+    before = explained(timed, run, clock)["decisions"]
+    between = (before[0]["at_unix_s"] + before[1]["at_unix_s"]) / 2
+    timed.add_decision(run, Decision("remark", "Nothing is predicted here.", at_unix_s=between))
+    after = explained(timed, run, clock)["decisions"]
+    assert [note["kind"] for note in after] == ["start", "remark", *(note["kind"] for note in before[1:])]
+    assert after[1]["at_s"] == after[0]["at_s"]
+    assert after[1]["measured"] == []
+    assert [note["measured"] for note in after if note["kind"] != "remark"] == [note["measured"] for note in before]
+
+
 def test_what_was_saved_before_a_rollback_stays_saved_on_every_screen(timed: Store, clock: Clock) -> None:
     run = by_hand(timed, clock)
     clock.now += 20

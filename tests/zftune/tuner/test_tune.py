@@ -166,6 +166,10 @@ def test_after_ctrl_c_it_goes_on(quick: dict[str, Any], store: Store) -> None:
     origin = f"Goes on with run {run.run_id[:8]}: 2 measurements are kept {anew}."
     assert origin in second["notices"]
     assert origin in shown(second)
+    notes = second["decisions"]
+    (at,) = (at for at, note in enumerate(notes) if note["reason"] == origin)
+    assert notes[at - 1]["kind"] == "resume"  # told when it was said, not at the end
+    assert notes[at - 1]["at_s"] <= notes[at]["at_s"] < notes[-1]["at_s"]
     assert [one.run_id for one in store.runs()] == [run.run_id]
     assert [note["kind"] for note in second["decisions"]].count("resume") == 1
     assert store.measurements(store.trials(run.run_id)[0].trial_id)[: len(told)] == told

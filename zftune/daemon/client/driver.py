@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.daemon import PROTOCOL
@@ -111,7 +112,7 @@ class DaemonDriver(SearchDriver):
             begins=ended.begins,
             over=ended.over or ended.given_up,
             reason=(self._worker.wrong or self._worker.reason)[:_MOST_SENTENCE],
-            remarks=tuple(one[:_MOST_SENTENCE] for one in ended.remarks[-_MOST_REMARKS:]),
+            remarks=tuple(replace(one, reason=one.reason[:_MOST_SENTENCE]) for one in ended.remarks[-_MOST_REMARKS:]),
             idle=self._worker.between,
             count=ended.count,
         )

@@ -22,7 +22,7 @@ from zftune.daemon import PROTOCOL
 from zftune.daemon.protocol.codec import WireError, unicode
 from zftune.store.account import Count
 from zftune.tuner.space import Setting
-from zftune.tuner.states import Outcome, Request, UnmeasuredSteps
+from zftune.tuner.states import Outcome, Remark, Request, UnmeasuredSteps
 from zftune.tuner.training_info import TrainingFacts
 
 MOST_STEPS = 1024
@@ -31,8 +31,10 @@ Identity = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 """Random, as `secrets.token_hex(16)` gives it; it may become the name of a file."""
 Milliseconds = Annotated[float, Field(ge=0, le=1e9)]
 Natural = Annotated[int, Field(ge=0, le=2**53)]
-Sentence = Annotated[str, Field(max_length=2000)]
+_MOST_REASON = 2000
+Sentence = Annotated[str, Field(max_length=_MOST_REASON)]
 
+_LONGEST_S = 1e11
 _MOST_ASKED_STEPS = 100_000
 _MASK = "***"
 _SECRET = re.compile(r"(token|passw|secret|api_?-?key|credential|auth)", re.IGNORECASE)
@@ -45,6 +47,15 @@ def _speaks(protocol: int) -> int:
     if protocol != PROTOCOL:
         raise WireError(f"protocol is {protocol}; it must be {PROTOCOL}: use one zftune on both sides")
     return protocol
+
+
+def _is_of_a_run(remark: Remark) -> Remark:
+    if len(remark.reason) <= _MOST_REASON and 0 <= remark.at_s <= _LONGEST_S and 0 <= remark.at_unix_s <= _LONGEST_S:
+        return remark
+    raise WireError(
+        f"a remark has {len(remark.reason)} characters and times of {remark.at_s} and {remark.at_unix_s} s; at most "
+        f"{_MOST_REASON} characters and {_LONGEST_S:g} s can be written down"
+    )
 
 
 Protocol = Annotated[int, AfterValidator(_speaks)]
@@ -206,7 +217,7 @@ class Goodbye:
     """Whether the tuning was given up for good."""
     reason: Sentence = ""
     """Why it ended; "": the training did."""
-    remarks: Annotated[tuple[Sentence, ...], Field(max_length=64)] = ()
+    remarks: Annotated[tuple[Annotated[Remark, AfterValidator(_is_of_a_run)], ...], Field(max_length=64)] = ()
     """What was found out beside the search."""
     idle: UnmeasuredSteps | None = None
     """Steps that belong to no measurement."""

@@ -67,7 +67,7 @@ def farewell(prepared: Prepared | None, message: Goodbye, count: Count) -> Farew
     )
     if prepared is not None and search is not None:
         for remark in message.remarks:
-            search.remark(remark)
+            search.remember(remark)
         if prepared.recording is not None:
             prepared.recording.finish(search, unfinished=not over)
     return Farewell(protocol=PROTOCOL, sentence=sentence, warning=level >= logging.WARNING)

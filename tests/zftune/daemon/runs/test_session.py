@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from zftune.errors import DaemonError, StoreError
 from zftune.store import open_store
 from zftune.store.types import PresetState, RunState, TrialState
 from zftune.tuner.recording import Recording
-from zftune.tuner.states import OF_INCUMBENT, BarredSetting, Outcome
+from zftune.tuner.states import OF_INCUMBENT, BarredSetting, Outcome, Remark
 
 
 def test_a_search_goes_through_its_states_and_its_knobs_are_kept(world: World) -> None:
@@ -34,7 +35,7 @@ def test_a_search_goes_through_its_states_and_its_knobs_are_kept(world: World) -
     (preset,) = world.store.presets()  # before any goodbye
     assert preset.knobs == agent.last.incumbent.knobs()
     assert agent.asked().role == "hold"  # it goes on looking
-    farewell = agent.goodbye(remarks=("The probe saw nothing.",))
+    farewell = agent.goodbye(remarks=(Remark("The probe saw nothing.", 0.5, time.time()),))
     assert "zftune keeps" in farewell["sentence"]
     assert "of the step time" in farewell["sentence"]
     assert not farewell["warning"]
