@@ -40,6 +40,8 @@ def written(folder: Path, text: str) -> Path:
         (IN_MAIN.format("if True:\n    "), 6),
         ("with ranks():\n    model = accelerator.prepare(model)\n", 2),
         ("if __name__ == '__main__':\n    pass\nelse:\n    initialize()\n", 4),
+        ("loop = SFTTrainer(model)\nmodel.train()\nloop.train()\n", 3),
+        ("Seq2SeqTrainer(model).train()\n", 1),
     ],
 )
 def test_what_trains_when_it_is_read_is_found(tmp_path: Path, text: str, line: int) -> None:
@@ -56,6 +58,7 @@ def test_what_trains_when_it_is_read_is_found(tmp_path: Path, text: str, line: i
         "class Training:\n    def train(self):\n        self.train()\n",
         "import torch\ntorch.manual_seed(0)\n",
         "def a():\n    b()\ndef b():\n    a()\na()\n",
+        "model = Net()\nmodel.train()\nengine.module.train(False)\n",
         "not Python (",
         "",
     ],

@@ -27,6 +27,8 @@ GUARD = 'if __name__ == "__main__":'
 ASKS = f"; what trains in the script has to stand under `{GUARD}`, since its optimizer process reads that again"
 _TRAINS = ("initialize", "prepare", "train")
 """Names of what makes an engine, or trains with one: DeepSpeed's, Accelerate's, the Trainer's."""
+_OF_TRAINER = "trainer"
+"""In the name of what trains by `.train()`, or of its class: that of a module only switches its mode."""
 _LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
@@ -87,22 +89,36 @@ def unguarded(script: Path) -> Unguarded | None:
     except (OSError, SyntaxError, ValueError):
         return None
     functions = {one.name: one for one in tree.body if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    trainers = _trainers(tree)
     for call in _calls(tree.body):
-        if _trains(call, functions, set()):
+        if _trains(call, functions, trainers, set()):
             return Unguarded(script, call.lineno, ast.unparse(call.func))
     return None
 
 
-def _trains(call: ast.Call, functions: Mapping[str, ast.AST], seen: set[str]) -> bool:
+def _trainers(tree: ast.AST) -> set[str]:
+    """What the script calls its trainers."""
+    made = (one for one in ast.walk(tree) if isinstance(one, ast.Assign) and isinstance(one.value, ast.Call))
+    return {
+        ast.unparse(target)
+        for one in made
+        for target in one.targets
+        if isinstance(one.value, ast.Call) and _OF_TRAINER in ast.unparse(one.value.func).lower()
+    }
+
+
+def _trains(call: ast.Call, functions: Mapping[str, ast.AST], trainers: set[str], seen: set[str]) -> bool:
     if isinstance(call.func, ast.Attribute):
-        return call.func.attr in _TRAINS
+        whose = ast.unparse(call.func.value)
+        is_trainer = whose in trainers or _OF_TRAINER in whose.lower()
+        return call.func.attr in _TRAINS and (call.func.attr != "train" or is_trainer)
     name = call.func.id if isinstance(call.func, ast.Name) else ""
     if name not in functions:
         return name in _TRAINS
     if name in seen:
         return False
     seen.add(name)
-    return any(_trains(one, functions, seen) for one in _calls(getattr(functions[name], "body", [])))
+    return any(_trains(one, functions, trainers, seen) for one in _calls(getattr(functions[name], "body", [])))
 
 
 def _calls(body: Sequence[ast.AST]) -> Iterator[ast.Call]:
