@@ -65,6 +65,8 @@ LIVE_STATES: Mapping[str, str] = {
 """States of a run that the daemon follows."""
 NO_LONGER_TUNED = "not tuned"
 """In place of "ended" where the training went on."""
+TRAINED_ON = "no longer tuned, the training went on"
+"""In place of "finished" where the tuning ended before the training did."""
 RUN_STATES: Mapping[str, str] = {"running": "still running", "finished": "finished", "lost": "ended early"}
 """States of a run in the store."""
 ROLES: Mapping[str, str] = {

@@ -147,6 +147,7 @@ def _run(store: Store, run: RunRecord, told: Replay, now: float) -> dict[str, An
     return {
         "run_id": run.run_id,
         "state": state.value,
+        "trained_on": state is RunState.FINISHED and told.trained_on,
         "tuned": lives and is_written_to(store, run, now),
         "backend": run.key.backend,
         "stage": run.key.stage,

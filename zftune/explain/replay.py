@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from zftune.store.account import Account
 from zftune.store.types import Decision, Measurement, TrialRecord, TrialState
 from zftune.tuner.scores import Gain, Sample, gain_of, relative_error, score, spread
-from zftune.tuner.states import OF_INCUMBENT
+from zftune.tuner.states import OF_INCUMBENT, TRAINED_ON
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
@@ -132,6 +132,14 @@ class Replay:
     def gain_era(self) -> int:
         """That the last adoption was made in."""
         return next((one.era for one in reversed(self.decided) if one.decision.kind == "adopt"), 0)
+
+    @property
+    def trained_on(self) -> bool:
+        """Whether the training went on when its tuning ended."""
+        for one in reversed(self.decided):
+            if TRAINED_ON in one.decision.details or one.decision.kind == "resume":
+                return TRAINED_ON in one.decision.details
+        return False
 
     def _take(self, seconds: float, incumbent_s: float) -> None:
         share = 0.0 if self.gain is None else self.gain.share

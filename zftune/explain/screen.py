@@ -14,7 +14,7 @@ from rich.text import Text
 
 from zftune.explain import words
 from zftune.store.preset_file import escaped
-from zftune.words import RUN_STATES, seconds
+from zftune.words import RUN_STATES, TRAINED_ON, seconds
 
 _STYLES = {
     "adopt": "bold green",
@@ -56,7 +56,7 @@ def _head(document: Mapping[str, Any]) -> Iterator[Text]:
         began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(run["began_unix_s"]))
         again = run["resumed"]
         resumed = "" if not again else ", resumed once" if again == 1 else f", resumed {again} times"
-        state = RUN_STATES[run["state"]]
+        state = TRAINED_ON if run["trained_on"] else RUN_STATES[run["state"]]
         yield _text(f"  {run['backend']}, quality {document['quality']}, began {began}{resumed}, {state}")
     if (work.get("world_size") or 1) > 1:
         yield _text(f"  {work['ranks']}; measured on rank 0, since ranks wait for each other in each step")

@@ -50,6 +50,12 @@ def resumed(measurements: int) -> str:
     return f"Goes on after {measurements} measurements: the best settings so far are measured once more."
 
 
+def parted(steps: int) -> str:
+    """The tuning ended, and the training did not."""
+    taken = f"{steps} step{'' if steps == 1 else 's'}"
+    return f"Tuning ended after {taken}; the training went on, and what it did from here on is not known."
+
+
 def other_times(found: Gain) -> str:
     """The incumbent does not take what it took before."""
     how = "shorter" if found.share > 0 else "longer"

@@ -15,9 +15,9 @@ from zftune.store.types import LEASE_S, Decision, Measurement, Run, TrialRecord,
 from zftune.tuner import messages
 from zftune.tuner.curve import CurveBuilder
 from zftune.tuner.scores import Pace, Sample, describe
-from zftune.tuner.search import AT_S, Search
+from zftune.tuner.search import Search
 from zftune.tuner.space import Setting
-from zftune.tuner.states import OF_INCUMBENT, Choosing, Outcome, Request, Trial, UnmeasuredSteps
+from zftune.tuner.states import AT_S, OF_INCUMBENT, Choosing, Outcome, Request, Trial, UnmeasuredSteps
 
 if TYPE_CHECKING:
     from pathlib import Path

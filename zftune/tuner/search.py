@@ -31,6 +31,7 @@ from zftune.tuner.scores import (
 )
 from zftune.tuner.space import Forecaster, Setting, Space
 from zftune.tuner.states import (
+    AT_S,
     OF_INCUMBENT,
     Choosing,
     Comparing,
@@ -51,9 +52,7 @@ from zftune.tuner.states import (
 )
 from zftune.tuner.trials import TrialTable
 
-__all__ = ["AT_S", "MOST_VOIDS", "Search", "SearchOptions"]
-AT_S = "at_s"
-"""Of a remark that is written down later: what the process that trains had counted by then."""
+__all__ = ["MOST_VOIDS", "Search", "SearchOptions"]
 MOST_VOIDS = 3
 _COMPARISON = 3  # measurements
 _HOLD_STEPS = 200
@@ -209,9 +208,9 @@ class Search:
         if between.late_s and step_s:
             self.cost.changed(between.late_s, between.late_steps, step_s)
 
-    def remark(self, reason: str) -> None:
+    def remark(self, reason: str, **about: bool) -> None:
         """Write down what was found out beside the search."""
-        self._note("remark", reason, None)
+        self._note("remark", reason, None, **about)
 
     def remember(self, remark: Remark) -> None:
         """Write down what was found out before, where it belongs; it changes nothing."""

@@ -15,6 +15,10 @@ Role = Literal["start", "explore", "a1", "b", "a2", "hold"]
 OF_INCUMBENT: tuple[Role, ...] = ("start", "a1", "a2", "hold")
 Purpose = Literal["gain", "tie"]
 Sampler = Literal["gp", "tpe", "random", "none"]
+AT_S = "at_s"
+"""In the details of a remark that is written down later: what the process that trains had counted when it was made."""
+TRAINED_ON = "trained_on"
+"""In those of a remark: the tuning ended, and the training did not."""
 
 
 @dataclass(frozen=True, slots=True)

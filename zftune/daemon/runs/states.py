@@ -16,9 +16,9 @@ from zftune.errors import ZftuneError
 from zftune.store.account import Count
 from zftune.store.types import Decision, Withdrawal
 from zftune.tuner import states as search
-from zftune.tuner.messages import conclusion
+from zftune.tuner.messages import conclusion, parted
 from zftune.tuner.setup import Prepared
-from zftune.tuner.states import Stopped
+from zftune.tuner.states import TRAINED_ON, Stopped
 from zftune.words import LIVE_STATES, NO_LONGER_TUNED
 
 
@@ -68,6 +68,8 @@ def farewell(prepared: Prepared | None, message: Goodbye, count: Count) -> Farew
     if prepared is not None and search is not None:
         for remark in message.remarks:
             search.remember(remark)
+        if message.over:
+            search.remark(parted(message.steps), **{TRAINED_ON: True})
         if prepared.recording is not None:
             prepared.recording.finish(search, unfinished=not over)
     return Farewell(protocol=PROTOCOL, sentence=sentence, warning=level >= logging.WARNING)

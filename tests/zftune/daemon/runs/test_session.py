@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.zftune.daemon.runs.agents import RUN, START_MS, facts, hello, same
 from tests.zftune.daemon.runs.worlds import START, World
@@ -17,6 +18,8 @@ from zftune.daemon.runs.registry import UnknownRunError
 from zftune.daemon.runs.states import NotAllowedError
 from zftune.daemon.runs.views import RunDetails, run_details
 from zftune.errors import DaemonError, StoreError
+from zftune.explain.document import explain_document
+from zftune.explain.screen import render
 from zftune.store import open_store
 from zftune.store.types import PresetState, RunState, TrialState
 from zftune.tuner.recording import Recording
@@ -41,6 +44,7 @@ def test_a_search_goes_through_its_states_and_its_knobs_are_kept(world: World) -
     assert not farewell["warning"]
     (run,) = world.store.runs()
     assert run.state is RunState.FINISHED
+    assert not explain_document(world.store, run)["run"]["trained_on"]  # it ended with the training
     assert run.run_id == agent.last.record
     assert world.kinds(run.run_id)[-1] == "remark"
     assert agent.forgotten()
@@ -203,9 +207,17 @@ def test_a_stop_ends_the_tuning_with_the_incumbent(world: World) -> None:
     world.registry.command(RUN, "stop")
     assert agent.report().kind == "stop"
     assert agent.last.incumbent == START
-    assert "Stopped by hand." in agent.goodbye()["sentence"]
+    assert "Stopped by hand." in agent.goodbye(over=True)["sentence"]
+    (run,) = world.store.runs()
+    found = explain_document(world.store, run)
+    assert (found["run"]["state"], found["run"]["trained_on"]) == ("finished", True)
+    screen = Console(width=200)
+    with screen.capture() as shown_then:
+        screen.print(render(found))
+    assert ", no longer tuned, the training went on\n" in shown_then.get()
+    assert "Tuning ended after 100 steps; the training went on" in shown_then.get()
     assert TrialState.CRASHED not in world.trial_states(agent.last.record)
-    with pytest.raises(NotAllowedError, match="cannot stop: the training has ended"):
+    with pytest.raises(NotAllowedError, match="cannot stop: tuning was stopped after 100 steps; the training went on"):
         world.registry.command(RUN, "stop")
     with pytest.raises(UnknownRunError, match="this daemon follows no run 'x'"):
         world.registry.command("x", "stop")
