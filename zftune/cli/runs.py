@@ -99,7 +99,7 @@ def resume(run: _Run = None, json_path: _Json = None) -> None:
 
 @runs.command()
 def rollback(run: _Run = None, json_path: _Json = None) -> None:
-    """Return to the settings before the last adoption for good; those are never tried again."""
+    """End the search, with the settings before the last adoption; those that were adopted are never tried again."""
     _tell("rollback", run, json_path)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zftune.errors import ZftuneError, noting
 from zftune.store.account import Account, Count
-from zftune.store.types import LEASE_S, Decision, Measurement, Run, TrialRecord, TrialState
+from zftune.store.types import LEASE_S, Decision, DecisionKind, Measurement, Run, TrialRecord, TrialState
 from zftune.tuner import messages
 from zftune.tuner.curve import CurveBuilder
 from zftune.tuner.scores import Pace, Sample, describe
@@ -393,6 +393,15 @@ class StoreRecorder:
         if self.notices:
             raise ZftuneError(self.notices[-1].rstrip("."))
         self._decided(Decision(kind, messages.commanded(kind, {"by": by}), details={"by": by}))
+
+    def last(self, kind: DecisionKind) -> Decision | None:
+        """The last decision of a kind, as it was written down; None: there is none.
+
+        Raises:
+            StoreError: the store could not be read.
+        """
+        decisions = reversed(self._store.decisions(self.run_id))
+        return next((one for one in decisions if one.kind == kind), None)
 
     def put_away(self, trial: int) -> None:
         """Write down that a trial which was in flight does not run any more.

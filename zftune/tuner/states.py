@@ -240,3 +240,5 @@ class Adoption:
 
     trial: int
     gain: Gain
+    replaced: int
+    """The trial that was the incumbent before: not always one that was adopted, see `TrialTable.move_to`."""

@@ -60,6 +60,11 @@ class TrialTable:
         return self.trials[self._incumbent]
 
     @property
+    def adopted(self) -> Trial:
+        """The last that was adopted, where one was: it is the incumbent, unless `move_to` has made another one so."""
+        return self.trials[self.adoptions[-1].trial]
+
+    @property
     def incumbent_step_ms(self) -> float:
         """Its step time; 0 before it was measured."""
         samples = self.incumbent.samples
@@ -84,7 +89,7 @@ class TrialTable:
             samples: from the comparison; the look that singled it out was too good, on average, and is left out.
         """
         trial.samples = list(samples)
-        self.adoptions.append(Adoption(trial.number, found))
+        self.adoptions.append(Adoption(trial.number, found, self._incumbent))
         self._incumbent = trial.number
 
     def roomier(self, peak_bytes: int | None) -> Setting | None:
@@ -127,11 +132,10 @@ class TrialTable:
         """Make the setting before the last adoption the incumbent again.
 
         Returns:
-            The trial that it had replaced, never to be tried again.
+            The trial that was adopted, never to be tried again.
         """
-        barred = self.incumbent
-        self.adoptions.pop()
-        self._incumbent = self.adoptions[-1].trial if self.adoptions else 0
+        last = self.adoptions.pop()
+        barred, self._incumbent = self.trials[last.trial], last.replaced
         self._barred[barred.setting] = "rollback"
         return barred
 

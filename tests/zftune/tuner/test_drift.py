@@ -16,10 +16,10 @@ from zftune.planner.rates import Rates
 from zftune.store import open_store
 from zftune.store.types import Hardware, Key, Model, TrialState
 from zftune.tuner.recorder import StoreRecorder, rebuild
-from zftune.tuner.scores import Pace, Sample, changed, departure, differs
+from zftune.tuner.scores import Gain, Pace, Sample, changed, departure, differs
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import Forecast, Forecaster, Setting, space_for
-from zftune.tuner.states import Choosing, MeasuringBaseline, Outcome, Request, Stopped
+from zftune.tuner.states import Choosing, MeasuringBaseline, Outcome, Request, Stopped, Trial
 
 FAST = Setting(topk_ratio=0.2, update_interval=4, apply_lag=4)
 RATES = Rates(forward_ms=10.0, backward_ms=20.0, d2h_gbps=12.0, h2d_gbps=11.0, host_gbps=90.0, update_gelements_s=3.0)
@@ -344,6 +344,22 @@ def test_where_nothing_is_enough_everything_is_offloaded_and_it_goes_on() -> Non
     world.settle()
     assert world.search.book.incumbent.setting.offload_ratio == 1
     assert world.kinds.count("memory") == 1
+
+
+def test_a_rollback_returns_to_what_ran_and_never_to_what_took_too_much_memory() -> None:
+    world = World(limit_bytes=800)
+    world.more_bytes = 500
+    world.run(1)
+    book = world.search.book
+    room = book.incumbent
+    assert room.number != 0  # the start took too much
+    world.run(1)
+    adopted = book.append(Trial(len(book.trials), replace(room.setting, update_interval=8, apply_lag=8), "planner"))
+    book.adopt(adopted, Gain(0.1, 0.01), room.samples)
+    book.move_to(replace(adopted.setting, topk_ratio=0.0))  # that takes too much now, too
+    assert book.roll_back() is adopted
+    assert book.incumbent is room
+    assert (book.judge(adopted.setting).reason, book.adoptions) == ("somebody has rolled it back", [])
 
 
 def test_a_search_that_began_again_is_rebuilt_from_its_rows() -> None:

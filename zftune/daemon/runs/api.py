@@ -31,7 +31,7 @@ T = TypeVar("T")
 _COMMANDS: tuple[tuple[Command, str], ...] = (
     ("pause", "Let the best settings so far run undisturbed until `resume`."),
     ("resume", "Go on after a pause."),
-    ("rollback", "Pin the setting before the last that was adopted, and never try that one again."),
+    ("rollback", "End the search with the setting before the last that was adopted, and never try that one again."),
     ("stop", "End the tuning; the best settings so far stay."),
 )
 

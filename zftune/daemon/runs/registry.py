@@ -290,6 +290,7 @@ class Registry:
         again = None if hello.again is None else ResumeFrom(hello.again.record)
         if again is not None:
             self._outwait(again.run_id)
+        self._outwait_killed()
         self._lose()  # a training that was killed and started again goes on with its search
         with self._thinkers.turns.working():
             prepared = prepare(facts, self.store, sampler_process, notices, again)
@@ -305,6 +306,14 @@ class Registry:
                     return
         except ZftuneError as error:
             _logger.warning("It is not known whether run %s can be gone on with: %s.", record, error)
+
+    def _outwait_killed(self) -> None:
+        """Wait until trainings count as dead that may just be beginning: this one may be the next life of one."""
+        for brain in self.brains():
+            if brain.over or brain.record is None or self.store is None or not self.store.has_died(brain.record):
+                continue
+            if self._closing.wait(max(0.0, _MOMENT_S - self.silent_s(brain))):
+                return
 
     def _was_paused(self, prepared: Prepared) -> bool:
         if self.store is None or prepared.recorder is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -369,7 +370,7 @@ class RunSession:
                 self._advance()
 
     def roll_back(self, by: str) -> None:
-        """Pin the setting before the last adoption, and bar the one that was adopted.
+        """End the search with the setting before the last adoption, and bar the one that was adopted.
 
         Raises:
             NotAllowedError: nothing was adopted, or the state does not allow it.
@@ -379,14 +380,24 @@ class RunSession:
             thought = self._begun("roll back")
             if self._barred is None:
                 if not thought.search.book.adoptions:
-                    raise NotAllowedError("cannot roll back: nothing was adopted in this run")
+                    raise NotAllowedError(f"cannot roll back: {self._nothing_to_roll_back(thought)}")
                 self._halt(thought)
-                self._barred = thought.search.book.incumbent.setting
+                self._barred = thought.search.book.adopted.setting
                 thought.search.roll_back(by)
             self._settle(thought)
             if thought.prepared.recording is not None:
                 thought.prepared.recording.withdraw_preset(self._barred, Withdrawal("rollback", by))
             self._barred = None
+
+    def _nothing_to_roll_back(self, thought: SearchHandle) -> str:
+        notes = thought.search.notes
+        if any(note.kind == "guard" for note in notes):
+            return "training went wrong, so that the settings that it began with are back"
+        done = None if self._recorder is None else self._recorder.last("rollback")
+        if done is not None:
+            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(done.at_unix_s))
+            return f"it was rolled back already ({when}), and nothing else that was adopted is left"
+        return "nothing was adopted in this run"
 
     def stop(self, by: str) -> None:
         """End the tuning; the incumbent's knobs stay.

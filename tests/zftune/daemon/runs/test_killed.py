@@ -101,6 +101,26 @@ def test_a_training_that_was_killed_and_begins_again_goes_on_with_its_search_at_
     assert world.registry.brain(RUN).state == Ended("the training was killed, or has crashed")
 
 
+def test_a_training_that_begins_again_the_moment_it_was_killed_goes_on_with_its_run(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = world.agent()
+    agent.run_until("frozen")
+    world.registry.command(RUN, "rollback")
+    record = agent.last.record or ""
+    monkeypatch.setattr(world.registry._closing, "wait", lambda for_s: setattr(world, "now_s", world.now_s + for_s))
+    world.now_s += 0.5
+    pulse = Pulse(world.path, record, RUN)
+    pulse.beat(Count(steps=20, seconds=2.0), None)
+    pulse.close(remove=False)
+    later = world.agent(run="2" * 32)
+    later.until(lambda: later.last.incumbent is not None)
+    assert (later.last.record, later.last.state) == (record, "frozen")  # it was rolled back for good
+    assert [one.run_id for one in world.store.runs()] == [record]
+    later.report(count=Count(steps=5, seconds=1.0))
+    assert world.registry.brain("2" * 32).account.total.seconds == pytest.approx(3.0)
+
+
 def test_two_trainings_that_find_one_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = world.agent()
     agent.run_until("confirming")

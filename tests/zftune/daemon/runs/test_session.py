@@ -192,7 +192,7 @@ def test_a_rollback_that_could_not_be_written_down_is_asked_for_again(
     world.registry.command(RUN, "rollback")
     assert world.kinds(agent.last.record).count("rollback") == 1
     assert [preset.state for preset in world.store.presets()] == [PresetState.WITHDRAWN]
-    with pytest.raises(NotAllowedError, match="cannot roll back: nothing was adopted"):
+    with pytest.raises(NotAllowedError, match=r"cannot roll back: it was rolled back already \(2.* UTC\), and nothing"):
         world.registry.command(RUN, "rollback")
 
 
