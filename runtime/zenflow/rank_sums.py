@@ -1,4 +1,4 @@
-"""What ranks tell each other in a step of sharded weights: one all-reduce of column energies and failures."""
+"""What ranks tell each other in a step of sharded weights: an all-reduce of column energies, movement and failures."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from zenflow.errors import RankError
 from zenflow.gradients import Gradient
 from zenflow.runtime import Runtime
 from zenflow.sharded import Shards
+from zenflow.stats import Moved, StepRecord
 from zenflow.weight import WeightState
 
 
@@ -22,9 +23,11 @@ class _Told(NamedTuple):
 
     step: int
     words: torch.Tensor
-    """[1 + weights] fp32: ranks that failed, and ranks with a gradient of each weight."""
+    """[1 + weights + 2] fp32: ranks that failed, ranks with a gradient of each weight, how far a step moved theirs."""
     transfer: Transfer
     names: list[str]
+    record: StepRecord | None
+    """Of the step that moved them, the one before; None: there is none."""
     error: Exception | None
     """What this rank has told the others."""
 
@@ -45,6 +48,7 @@ class RankSums:
         self._runtime = runtime
         self._shards = shards
         self._told: _Told | None = None
+        self._before: tuple[StepRecord, Moved] | None = None  # of the last step, and how far it moved these rows
         self.error: Exception | None = None
         """Why this rank cannot go on, until all know."""
 
@@ -76,7 +80,9 @@ class RankSums:
         """
         device = self._runtime.device
         gradients = {gradient.weight: gradient for gradient in live}
-        told = torch.tensor([self.error is not None, *(weight in gradients for weight in weights)], device="cpu")
+        record, moved = self._before or (None, Moved())
+        having, norms = (weight in gradients for weight in weights), (moved.change_squares, moved.weight_squares)
+        told = torch.tensor([float(self.error is not None), *having, *norms], device="cpu")
         words = device.send(told.float())
         skip = torch.zeros_like(words[:1]) if found_inf is None else as_flag(found_inf, words.device).float().reshape(1)
         trained = [weight for weight in weights if weight.parameter.requires_grad]
@@ -90,11 +96,20 @@ class RankSums:
         for weight, whole in zip(trained, energies.split([*map(len, parts)]), strict=True):
             if weight in gradients:
                 gradients[weight].take_whole(whole)
-        self._told = _Told(step, *self._runtime.fetch(words.clone()), [one.name for one in weights], self.error)
+        names, having_it = [one.name for one in weights], words[1:-2]
+        self._told = _Told(step, *self._runtime.fetch(words.clone()), names, record, self.error)
         self._runtime.traffic.index_bytes += words.nbytes
-        torn = (words[1:] > 0) & (words[1:] < self._size)  # a rank that failed has told of none
+        torn = (having_it > 0) & (having_it < self._size)  # a rank that failed has told of none
         skipped: torch.Tensor = torch.cat([skip > 0, torn]).any()
         return skipped
+
+    def end_step(self, record: StepRecord) -> None:
+        """Tell the others in the next step how far this one moved the rows here; all have the sum in the one after.
+
+        Args:
+            record: of this step; says nothing of movement until then.
+        """
+        self._before, record.moved = (record, record.moved or Moved()), None
 
     def require_well(self, *, alone: bool = False) -> None:
         """Refuse to go on after a step that a rank could not take; waits for what the ranks said.
@@ -109,9 +124,9 @@ class RankSums:
             raise self.error
         if self._told is None:
             return
-        step, words, transfer, names, error = self._told
+        step, words, transfer, names, record, error = self._told
         self._runtime.device.block_on(transfer)
-        failed, *having = words.tolist()
+        failed, *having, change_squares, weight_squares = words.tolist()
         if error is not None:
             raise error
         if failed:
@@ -125,6 +140,8 @@ class RankSums:
                     f"parameter {name} had a gradient on {count:.0f} of {self._size} ranks at step {step}; it must "
                     "be on all of them or on none. The step was skipped on all ranks"
                 )
+        if record is not None and weight_squares:
+            record.moved = Moved(*(squares / self._shards.replicas for squares in (change_squares, weight_squares)))
         self._told = None
 
 

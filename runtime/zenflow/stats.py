@@ -171,8 +171,9 @@ class StepStats:
     pin_ms: float = 0.0
     """Time of this step in which host memory was allocated and pinned beside it, which slows it down."""
     change_norm: float | None = None
-    """L2 norm of what one step changed in the deferred weights that became visible, those of this rank: a window's
-    change over its steps, by a sample of their columns. None where none did, or for the first time."""
+    """L2 norm of what one step changed in the deferred weights that became visible, on all ranks together: a window's
+    change over its steps, by a sample of their columns. None where none did, or for the first time; and where ranks
+    share out the state, for the last two steps, whose sums the next ones bring."""
     weight_norm: float | None = None
     """L2 norm of these weights."""
 

@@ -178,6 +178,8 @@ class Training:
             self.shards.drop_gradients()
         traffic, self.runtime.traffic = self.runtime.traffic, Traffic()
         self.history.open.pin_s = self.runtime.memory.end_step()
+        if self._sums is not None:
+            self._sums.end_step(self.history.open)
         self.history.end_step(self.clock.step, traffic)
         self.leave_weights()
         self._torn = False

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.tiers import by_day
 from tests.zenflow.family_cases import OURS
-from zenflow import Partition, StepStats, ZenFlowConfig, ZenFlowOptimizer
+from zenflow import Partition, ZenFlowConfig, ZenFlowOptimizer
 from zenflow.device import Device
 
 STEPS = by_day(9, all_of=11)
@@ -219,15 +219,6 @@ class Run:
         """Whole ones, on all ranks."""
         return {name: whole(value).clone() for name, value in self.model.state_dict().items()}
 
-    def _moved(self, steps: list[StepStats]) -> tuple[float, float]:
-        """Sums of squares: in which step rows become visible differs where units of FSDP2 wait for them."""
-        last = self.optimizer._training.history.open.moved
-        change, weights = (0.0, 0.0) if last is None else (last.change_squares, last.weight_squares)
-        return (
-            change + sum((one.change_norm or 0.0) ** 2 for one in steps),
-            weights + sum((one.weight_norm or 0.0) ** 2 for one in steps),
-        )
-
     def found(self) -> dict[str, Any]:
         """All that is compared, after a flush; ends the optimizer."""
         steps = self.optimizer.history(wait=True)
@@ -239,7 +230,7 @@ class Run:
             "selected": self.selected,
             "d2h_bytes": [one.d2h_bytes for one in steps],
             "h2d_bytes": sum(one.h2d_bytes for one in steps) + self.optimizer._training.runtime.traffic.h2d_bytes,
-            "moved": self._moved(steps),
+            "moved": [(one.change_norm or 0.0, one.weight_norm or 0.0) for one in steps],
             "state_bytes": self.optimizer.host_bytes()["state"],
             "unbalanced": [name for name, balance in ledger.items() if not balance.balanced or balance.pending],
         }

@@ -76,14 +76,17 @@ def test_ranks_are_one_with_the_whole_batch(ranks: Results, by_one: dict[str, di
         assert not any(result[name]["unbalanced"] for result in ranks)
 
 
-def test_the_rows_of_all_ranks_move_as_far_as_the_weights_of_one(
-    ranks: Results, by_one: dict[str, dict[str, Any]]
-) -> None:
+def test_every_rank_knows_how_far_the_whole_model_moves(ranks: Results, by_one: dict[str, dict[str, Any]]) -> None:
     for name in names_on(len(ranks)):
-        change, weights = by_one[name]["moved"]
-        assert sum(result[name]["moved"][0] for result in ranks) == pytest.approx(change, rel=1e-2), name
-        assert sum(result[name]["moved"][1] for result in ranks) == pytest.approx(weights, rel=1e-2), name
-        assert (change > 0) == (name not in WITHOUT_HOST_STATE)
+        expected = torch.tensor(by_one[name]["moved"])[:-2]  # the sums of the last steps are not known yet
+        first, *others = (torch.tensor(result[name]["moved"])[:-2] for result in ranks)
+        assert all(torch.equal(first, one) for one in others)
+        if name.removesuffix(PARTITIONED) == "exact":
+            torch.testing.assert_close(first, expected, rtol=5e-3, atol=1e-6)
+        else:  # a step of a window is seen in the next one where the host is late
+            (change, weights), (change_by_one, weights_by_one) = first.norm(dim=0), expected.norm(dim=0)
+            torch.testing.assert_close(change * weights_by_one, change_by_one * weights, rtol=0.1, atol=1e-6)
+        assert name in WITHOUT_HOST_STATE or expected[1:].sum() > 0
 
 
 def test_ranks_that_have_whole_parameters_have_the_same(ranks: Results) -> None:
