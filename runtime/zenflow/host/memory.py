@@ -6,9 +6,8 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Literal, TypeVar
 
 import torch
@@ -64,17 +63,10 @@ class _Busy:
         with self._lock:
             self._bytes += nbytes
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
+    def working(self, change: Literal[1, -1]) -> None:
         with self._lock:
             self._count_time()
-            self._working += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._count_time()
-                self._working -= 1
+            self._working += change
 
     def end_step(self) -> float:
         with self._lock:
@@ -155,11 +147,14 @@ class HostMemory:
             return done
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS, "zenflow-pin", self._device.enter_thread)
+        self._busy.working(1)  # also until a thread has time for it: the step that ends meanwhile is not like others
         return self._threads.submit(self._timed, work)
 
     def _timed(self, work: Callable[[], _T]) -> _T:
-        with self._busy.working():
+        try:
             return work()
+        finally:
+            self._busy.working(-1)
 
     def end_step(self) -> float:
         """Seconds of this step in which memory was got beside it; a line of the log when all of that is there."""
