@@ -191,7 +191,7 @@ def _read(path: Path, runs: Sequence[Run]) -> dict[str, Any]:
     with DaemonClient(path, timeout_s=_SOON_S) as client:
         for run in runs:
             details = client.get(f"/v1/runs/{run.name}")
-            measurements += sum(trial["measurements"] for trial in details["trials"])
+            measurements += sum(era["measurements"] for era in details["eras"])
             states.append(details["run"]["state"])
             dropped += details["run"]["dropped"]
     shown = {state: states.count(state) for state in sorted(set(states))}

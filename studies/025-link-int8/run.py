@@ -12,17 +12,22 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "003-convergence"), str(HERE.parent)]
 
 import torch  # noqa: E402
-from convergence.data import texts  # noqa: E402
-from convergence.train import Scale, World  # noqa: E402
 from linkint8 import planning  # noqa: E402
 from linkint8.coding import FACTORIAL, FEW, FINE, FLOAT8, Code  # noqa: E402
 from linkint8.numerics import same_gradients  # noqa: E402
 from linkint8.report import tables_of  # noqa: E402
 from linkint8.trainings import SEEDS, WHERE, excesses, trained  # noqa: E402
 from rich.console import Console  # noqa: E402
-from studykit import ROOT, Job, Results, code_digest, done, parser, provenance, write_json  # noqa: E402
+from studykit import ROOT, Job, Results, code_digest, done, of_study, parser, provenance, write_json  # noqa: E402
 
-QUICK = Scale(steps=12, batch=2, pretrain_steps=4, sequences=16, on_the_way=8)
+from zenflow import ZenFlowConfig  # noqa: E402
+from zftune.planner.model import Job as PlannedJob  # noqa: E402
+from zftune.planner.model import ModelFacts  # noqa: E402
+
+texts = of_study("003-convergence", "convergence.data").texts
+training = of_study("003-convergence", "convergence.train")
+
+QUICK = training.Scale(steps=12, batch=2, pretrain_steps=4, sequences=16, on_the_way=8)
 QUICK_CELLS = (("Qwen2.5-1.5B",), ("rtx4090",))
 CACHE = ROOT / "build" / "003-convergence"
 BLOCKS = (Code(block=32), FINE, Code(block=32, power=False), Code(block=64), Code(block=256))
@@ -48,11 +53,11 @@ PARTS = ("bytes", "planned", "moments", "proposals", "trainings")
 
 def link_of(name: str) -> dict[str, float]:
     """Bytes by block: scales of one byte, and of two where the name says so."""
-    model = planning.ModelFacts.from_name(name)
+    model = ModelFacts.from_name(name)
     found = {}
     for k in (0.0, 0.05, 0.1, 0.2):
         for interval in (1, 2, 4, 8):
-            config = planning.ZenFlowConfig(topk_ratio=k, update_interval=interval)
+            config = ZenFlowConfig(topk_ratio=k, update_interval=interval)
             for code in (None, *BLOCKS):
                 label = "bf16" if code is None else f"{code.block}, {1 if code.power else 2}"
                 found[f"{k:g}, {interval}: {label}"] = planning.link_bytes(model, config, code)
@@ -63,8 +68,8 @@ def four_sequences(name: str, machines: Sequence[str]) -> dict[str, Any]:
     """As `planning.planned`, with four times the compute beside the same traffic."""
     found = {}
     for _, machine, gpus in planning.cells((name,), machines):
-        job = planning.Job(seq=2048, gpus=gpus, micro_batch=4, checkpointing=True)
-        model = planning.ModelFacts.from_name(name)
+        job = PlannedJob(seq=2048, gpus=gpus, micro_batch=4, checkpointing=True)
+        model = ModelFacts.from_name(name)
         one = planning.planned_cell(model, planning.machine_of(machine), job, ENTRY_BYTES)
         if one is not None:
             found[f"{name} on {machine} x {gpus}, 4 sequences"] = one
@@ -75,7 +80,7 @@ def moments_of(quick: bool) -> dict[str, Any]:
     """AdamW's moments on the same gradients, by code."""
     torch.set_num_threads(1)
     codes = FEW if quick else (*FACTORIAL, FINE, FLOAT8)
-    world = World(QUICK if quick else Scale(), texts(), CACHE)
+    world = training.World(QUICK if quick else training.Scale(), texts(), CACHE)
     return same_gradients(world, *WHERE[0], codes, 4 if quick else MOMENT_STEPS)
 
 
@@ -141,7 +146,7 @@ def _trainings(folder: Path, arguments: argparse.Namespace) -> list[dict[str, An
         file.unlink(missing_ok=True)
     seeds, most = (SEEDS[:1], 2) if arguments.quick else (SEEDS, arguments.most)
     say: Callable[[str], None] = Console(stderr=True).print
-    world = World(QUICK if arguments.quick else Scale(), texts(), CACHE)
+    world = training.World(QUICK if arguments.quick else training.Scale(), texts(), CACHE)
     return excesses(trained(world, file, seeds, provenance(), most, say), seeds)
 
 

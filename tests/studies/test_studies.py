@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import re
 import sys
@@ -15,7 +16,8 @@ from tests import zygote
 from zenflow import ZenFlowConfig
 from zenflow.rig import Rig
 
-STUDIES = Path(__file__).parents[2] / "studies"
+ROOT = Path(__file__).parents[2]
+STUDIES = ROOT / "studies"
 RUNS = sorted(STUDIES.glob("[0-9]*/run.py"))
 
 
@@ -55,6 +57,31 @@ def test_studies_that_are_named_are_there() -> None:
     found = {name for file in files for name in named.findall(file.read_text(encoding="utf-8"))}
     assert len(found) > 5
     assert [name for name in sorted(found) if not (STUDIES.parent / name).is_dir()] == []
+
+
+def digested(path: Path) -> list[str]:
+    """The files and folders of a script's `CODE`, without importing it; of imported ones their own script tells."""
+    assigned: dict[str, ast.expr] = {}
+    around: dict[str, Any] = {"Path": Path, "__file__": str(path), "ROOT": ROOT}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            assigned[node.targets[0].id] = node.value
+        elif isinstance(node, ast.ImportFrom):
+            around |= {one.asname or one.name: () for one in node.names if one.name.endswith("CODE")}
+
+    def value(name: str) -> Any:
+        used = {one.id for one in ast.walk(assigned[name]) if isinstance(one, ast.Name) and one.id in assigned}
+        return eval(ast.unparse(assigned[name]), {**around, **{one: value(one) for one in used}})
+
+    return [part for name in assigned if name.endswith("CODE") for part in value(name)]
+
+
+def test_code_that_a_record_depends_on_is_there() -> None:
+    """A run would end at its first measurement, or keep what is outdated."""
+    of_scripts = {path: digested(path) for path in sorted(STUDIES.rglob("*.py"))}
+    assert sum(map(bool, of_scripts.values())) > 20
+    missing = {(path.name, one) for path, parts in of_scripts.items() for one in parts if not (ROOT / one).exists()}
+    assert missing == set()
 
 
 # A rig on which an element costs 1 ms on either link and 28 ms on the host (1 ms a byte), and, where the device is not

@@ -13,7 +13,7 @@ from planning.cases import random_case, run_case
 
 CASES, QUICK_CASES = 200, 4
 CHOSEN_EACH = 4
-_PARTS = ("activations", "choosing", "closed_form", "memory", "predicting", "rates", "simulate", "split")
+_PARTS = ("choosing", "closed_form", "memory", "rates", "simulate", "split")
 CODE = (
     "runtime/zenflow",
     *(f"zftune/planner/{part}.py" for part in _PARTS),

@@ -147,7 +147,7 @@ class Run:
         self._cleanup.callback(self._sampler_process.close)
         options = SearchOptions(seed=seed, most_measurements=most, thinking_s=None if real_time else THINKING_S)
         wishes = TuneRequest(quality="published", micro_batch=task.micro_batch, sequence=task.sequence, search=options)
-        self._preparation = Preparation(self.training.optimizer, wishes, self._store, self._sampler_process)
+        self._preparation = Preparation(self.training.optimizer, wishes, lambda: self._store, self._sampler_process)
 
     def __enter__(self) -> Run:
         return self
