@@ -22,6 +22,8 @@ SERVER_URL = "postgresql+psycopg://USER:PASSWORD@HOST:PORT/DATABASE"
 _SERVER = re.compile(r"(\w+)(?:\+\w+)?://")
 _POSTGRESQL = re.compile(r"postgresql(?:\+psycopg)?://")
 _USER = re.compile(r"(?<=://).*(?=@)", re.DOTALL)
+_PORT = re.compile(r"(?<=://)(\[[^\]/?#]*\]|[^:\[/?#]*):([^/?#]*[^/?#\d][^/?#]*)")
+"""Of a URL without a user, a port that is none: perhaps a password whose host was forgotten."""
 _SECRETS = re.compile(r"((?:password|sslpassword)=)[^&#]*", re.IGNORECASE)
 _SQLITE = re.compile(r"^sqlite(?:\+\w+)?:///")
 _URI = re.compile(r"^file:(?://(?:localhost)?(?=/))?")
@@ -55,7 +57,7 @@ def masked(url: str) -> str:
     Args:
         url: any text; of what stands before an "@", no more is left than the user's name.
     """
-    hidden = _USER.sub(_without_password, url)
+    hidden = _USER.sub(_without_password, url) if _USER.search(url) else _PORT.sub(r"\1:***", url)
     return _SECRETS.sub(r"\1***", hidden)
 
 
@@ -77,6 +79,8 @@ def check_server(url: str) -> None:
         fault = f"it must be a path, sqlite:///PATH or {SERVER_URL}"
     elif not url.partition("://")[2].partition("?")[0].rpartition("@")[2].partition("/")[2]:
         fault = f"it names no database; it must be {SERVER_URL}"
+    elif _PORT.search(_USER.sub("", url).replace("://@", "://")) is not None:
+        fault = f"its port is no number; it must be {SERVER_URL}"
     else:
         return
     raise BadInputError(f"${DATABASE} is '{masked(url)[:200]}'; {fault}")

@@ -4,53 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
-import socket
 import sqlite3
 import stat
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from sqlalchemy import URL, Connection, Engine, NullPool, StaticPool, create_engine, event, inspect, make_url, text
-from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
+from sqlalchemy import Connection, Engine, event, inspect, text
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from zftune.errors import BadInputError, MissingPackageError, StoreError
+from zftune.errors import BadInputError, StoreError
 from zftune.store import files
+from zftune.store.engines import (
+    WRITES,
+    cause_of,
+    file_engine,
+    is_clash,
+    is_lost,
+    memory_engine,
+    server_engine,
+    state_of,
+)
 from zftune.store.location import Location, check_server, locate, network_file_system, node_local
 from zftune.store.tables import Base
 
-if TYPE_CHECKING:
-    from sqlalchemy import Connection
-
-
-BUSY_TIMEOUT_S = 60.0
-CONNECT_S = 5
-"""Whole seconds, as libpq takes them: a server is given up that does not let anybody in by then."""
-ANSWER_S = 10.0
-"""Most seconds of a transaction on a server; its connection is given up that takes longer."""
 _MIGRATION_S = 60.0
 
 _T = TypeVar("_T")
-_WRITES = "zftune_writes"
 _ATTEMPTS = 10  # of as many processes that save a preset of one name at once, the last
 _PAUSES_S = (0.1, 0.25, 0.5, 1.0)
-_CLASHES = ("40001", "40P01")
-"""PostgreSQL's serialization failure and deadlock: the transaction is to be run again."""
-
-
-def _json(value: Any) -> str:
-    try:
-        return json.dumps(value, allow_nan=False)
-    except (ValueError, TypeError) as error:  # which psycopg, that calls this itself, passes on as they are
-        raise SQLAlchemyError(str(error)) from error
+_TRANSACTION = text("SELECT txid_current_if_assigned()")
+_STATUS = text("SELECT txid_status(:number)")
+_FUTURE = "22023"
+"""What it says of a transaction's number that it has not given away: it was lost with all that it wrote."""
 
 
 class Database:
@@ -70,7 +61,7 @@ class Database:
         """By how much a server's clock is before this machine's: several machines go by the server's."""
         snapshot = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True} if self.is_server else {}
         self._reading = engine.execution_options(**snapshot)
-        self._writing = engine.execution_options(**{_WRITES: True})
+        self._writing = engine.execution_options(**{WRITES: True})
         self._turn: Any = threading.RLock() if serial else nullcontext()
         self._patience = threading.local()
 
@@ -96,18 +87,20 @@ class Database:
         """
         pauses, clashes = iter(_PAUSES_S), 0
         while True:
-            result, number = None, None
+            result, number, written = None, None, _Written()
             try:
                 with self._turn, Session(self._writing, expire_on_commit=False) as session, session.begin():
+                    event.listen(session, "after_flush", written.look)
                     result = work(session)
                     session.flush()
                     number = self._number_of(session)
+                    written.remember()
                 return result
             except SQLAlchemyError as error:
-                lost, clashes = _is_lost(error), clashes + _is_clash(error)
-                if lost and number is not None and self._was_kept(number, error):
+                lost, clashes = is_lost(error), clashes + is_clash(error)
+                if lost and number is not None and self._was_kept(number, written, error):
                     return cast("_T", result)
-                again = _is_clash(error) or (lost and (number is not None or self._wait(pauses)))
+                again = is_clash(error) or (lost and (number is not None or self._wait(pauses)))
                 if not again or clashes == _ATTEMPTS:
                     raise self._failed("could not be written", error) from error
 
@@ -123,7 +116,7 @@ class Database:
                 with self._turn, Session(self._reading) as session, session.begin():
                     return work(session)
             except SQLAlchemyError as error:
-                if not (_is_lost(error) and self._wait(pauses)):
+                if not (is_lost(error) and self._wait(pauses)):
                     raise self._failed("could not be read", error) from error
 
     def close(self) -> None:
@@ -142,7 +135,7 @@ class Database:
         """Of a server's transaction that has written: where its connection is lost, the server is asked about it."""
         return session.scalar(_TRANSACTION) if self.is_server else None
 
-    def _was_kept(self, number: int, error: SQLAlchemyError) -> bool:
+    def _was_kept(self, number: int, written: _Written, error: SQLAlchemyError) -> bool:
         """Whether a transaction was committed, the answer to whose commit was lost.
 
         Raises:
@@ -151,10 +144,14 @@ class Database:
         pauses, status = iter(_PAUSES_S), "in progress"
         while status == "in progress":
             try:
-                with self.engine.connect() as connection:
-                    status = connection.execute(_STATUS, {"number": number}).scalar() or "unknown"
+                with Session(self.engine) as session:
+                    status = session.execute(_STATUS, {"number": number}).scalar() or "unknown"
+                    if status == "committed" and not written.is_there(session):
+                        status = "another one's"  # a server that was killed gives the number away again
             except SQLAlchemyError as again:
-                if not _is_lost(again):
+                if state_of(again) == _FUTURE:
+                    return False
+                if not is_lost(again):
                     raise self._failed("could not be read", again) from again
             if status == "in progress" and not self._wait(pauses):
                 raise self._failed("was lost in the midst of a write, and whether that was kept is not known", error)
@@ -164,122 +161,28 @@ class Database:
         return StoreError(f"{self.shown} {what} ({cause_of(error)})")
 
 
-def file_engine(path: Path) -> Engine:
-    """Connections to a SQLite file that `zftune.store.opening` has prepared (WAL is a property of the file)."""
-    url = URL.create("sqlite", database=str(path))
-    engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S}, json_serializer=_json)
-    return _sqlite(engine)
+class _Written:
+    """A row that a transaction writes, by which it is known again."""
 
+    def __init__(self) -> None:
+        self._row: Any = None
+        self._values: dict[str, Any] = {}
 
-def memory_engine() -> Engine:
-    """A database that ends with this process."""
-    options: Any = {"poolclass": StaticPool, "connect_args": {"check_same_thread": False}}
-    return _sqlite(create_engine("sqlite://", json_serializer=_json, **options))
+    def look(self, session: Session, _: object) -> None:
+        """Take the last one of a flush."""
+        for row in (*session.new, *session.dirty):
+            self._row = row if session.is_modified(row) else self._row
 
+    def remember(self) -> None:
+        """Keep what is in it before a rollback takes that away."""
+        if self._row is not None:
+            self._values = {name: getattr(self._row, name) for name in inspect(type(self._row)).column_attrs.keys()}  # noqa: SIM118 - its elements are no names
+            self._key = inspect(self._row).identity
 
-def server_engine(url: str, answer_s: float | None = None) -> Engine:
-    """Connections to a database server: one for each transaction, so that a fleet holds none that it does not use.
-
-    Args:
-        url: of `check_server`.
-        answer_s: that a transaction may take; None: `ANSWER_S`.
-
-    Raises:
-        SQLAlchemyError: the URL is none.
-        ImportError: its driver is not installed.
-    """
-    wanted = make_url(url).set(drivername="postgresql+psycopg")
-    answer_s = ANSWER_S if answer_s is None else answer_s
-    limits = {"connect_timeout": CONNECT_S, "application_name": "zftune"}
-    given = {name: value for name, value in limits.items() if name not in wanted.query}
-    try:
-        engine = create_engine(wanted, json_serializer=_json, poolclass=NullPool, connect_args=given)
-    except ModuleNotFoundError as error:
-        raise MissingPackageError("psycopg", "PostgreSQL") from error
-
-    def watch(connection: Any, record: Any) -> None:
-        record.info["zftune_limit"] = limit = threading.Timer(answer_s, _hang_up, (connection,))
-        limit.daemon = True
-        limit.start()
-
-    def over(_: Any, record: Any) -> None:
-        record.info.pop("zftune_limit").cancel()
-
-    event.listen(engine, "connect", watch)
-    event.listen(engine, "close", over)
-    event.listen(engine, "begin", partial(_on_server_begin, answer_s=answer_s))
-    return engine
-
-
-def cause_of(error: BaseException) -> str:
-    """The first line of what the driver said: without the statement, the values and any URL."""
-    original = getattr(error, "orig", None) or error
-    lines = str(original).strip().splitlines() or [type(original).__name__]
-    return lines[0][:200].rstrip(".")
-
-
-def _is_clash(error: SQLAlchemyError) -> bool:
-    """Whether a transaction may succeed if it is run again: another one was before it."""
-    state = getattr(getattr(error, "orig", None), "sqlstate", None)
-    return isinstance(error, IntegrityError) or state in _CLASHES
-
-
-def _is_lost(error: SQLAlchemyError) -> bool:
-    """Whether there is no connection to the server (any more)."""
-    state = getattr(getattr(error, "orig", None), "sqlstate", None)
-    away = state is None or state.startswith(("08", "57P"))  # 57P: it shuts down, it crashed, it starts up
-    return isinstance(error, OperationalError) and away
-
-
-def _on_server_begin(connection: Connection, answer_s: float) -> None:
-    # Neither a statement nor a client that was switched off holds anything for longer than its client waits.
-    connection.execute(_LIMITS, {"limit": str(round(answer_s * 1e3))})
-
-
-def _hang_up(connection: Any) -> None:
-    """End a connection whose server says nothing: whoever waits for it hears that it is lost."""
-    from psycopg import Error
-
-    with contextlib.suppress(Error, OSError), socket.socket(fileno=os.dup(connection.fileno())) as found:
-        found.shutdown(socket.SHUT_RDWR)  # unless it was closed meanwhile
-
-
-_LIMITS = text(
-    "SELECT set_config('statement_timeout', :limit, true),"
-    " set_config('idle_in_transaction_session_timeout', :limit, true)"
-)
-_TRANSACTION = text("SELECT txid_current_if_assigned()")
-_STATUS = text("SELECT txid_status(:number)")
-
-
-def _sqlite(engine: Engine) -> Engine:
-    event.listen(engine, "connect", _on_connect)
-    event.listen(engine, "begin", _on_begin)
-    # A forked child must not use, nor close, its parent's connections.
-    alive = weakref.ref(engine)
-
-    def forget() -> None:
-        forked = alive()
-        if forked is not None and not isinstance(forked.pool, StaticPool):
-            forked.dispose(close=False)
-
-    os.register_at_fork(after_in_child=forget)
-    return engine
-
-
-def _on_connect(connection: Any, _: Any) -> None:
-    connection.isolation_level = None  # the driver would begin transactions of its own, and not at once
-    cursor = connection.cursor()
-    cursor.execute("PRAGMA foreign_keys=ON")
-    cursor.execute("PRAGMA synchronous=FULL")
-    cursor.execute("PRAGMA trusted_schema=OFF")
-    cursor.close()
-
-
-def _on_begin(connection: Connection) -> None:
-    # IMMEDIATE waits for its turn before it reads: two that read first could not both go on to write.
-    writes = connection.get_execution_options().get(_WRITES, False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+    def is_there(self, session: Session) -> bool:
+        """Whether it is in the database as it was written; also where nothing was."""
+        found = session.get(type(self._row), self._key) if self._values else None
+        return not self._values or all(getattr(found, name, None) == one for name, one in self._values.items())
 
 
 REVISIONS = ("0001", "0002", "0003", "0004")

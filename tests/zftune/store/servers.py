@@ -8,11 +8,12 @@ import pwd
 import re
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import psycopg
 import pytest
 
 PASSWORD = "p%40ss-w0rd"  # "p@ss-w0rd" in a URL
+_PORT = "5432"
 _START_S = 60.0
 _LOOK_S = 0.02
 _ENDS_WITH_US = '"$@" & read -r _ || kill -QUIT $!; wait'
@@ -78,6 +80,7 @@ class Server:
         if self._user:
             os.chown(self.folder, nobody.pw_uid, nobody.pw_gid)
         self._process: subprocess.Popen[bytes] | None = None
+        self.port = _PORT
         password = self.folder / "password"
         password.write_text(PASSWORD.replace("%40", "@"))
         password.chmod(0o644)
@@ -97,12 +100,18 @@ class Server:
         """A connection of the superuser, which commits each statement."""
         password = PASSWORD.replace("%40", "@")
         return psycopg.connect(
-            dbname=database, user="zftune", password=password, host=str(self.folder), autocommit=True
+            dbname=database, user="zftune", password=password, host=str(self.folder), port=self.port, autocommit=True
         )
 
-    def start(self) -> None:
-        """Start it, and wait until it lets somebody in."""
-        settings = {**_SETTINGS, "fsync": "on" if self._durable else "off", "unix_socket_directories": str(self.folder)}
+    def start(self, **more: str) -> None:
+        """Start it, and wait until it lets somebody in.
+
+        Args:
+            more: of its settings, until it is started again.
+        """
+        own = {"fsync": "on" if self._durable else "off", "unix_socket_directories": str(self.folder)}
+        settings = {**_SETTINGS, **own, "port": _PORT, **more}
+        self.port = settings["port"]
         given = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
         log = (self.folder / "log").open("ab")
         with log:
@@ -120,6 +129,34 @@ class Server:
                 time.sleep(_LOOK_S)
             else:
                 return
+
+    def start_with_tls(self, names: Sequence[str]) -> list[Path]:
+        """Start it on the loopback interface, with a certificate for "localhost".
+
+        Args:
+            names: of files for certificates, all signed by themselves; the first one is the server's.
+
+        Returns:
+            The certificates.
+        """
+        found = []
+        for name in names:
+            certificate = self.folder / f"{name}.pem"
+            key = certificate.with_suffix(".key")
+            subprocess.run(
+                ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+                 "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
+                 "-keyout", key, "-out", certificate],
+                check=True, capture_output=True,
+            )  # fmt: skip
+            if self._user:
+                os.chown(key, self._user["user"], self._user["group"])
+            found.append(certificate)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        files = {"ssl_cert_file": str(found[0]), "ssl_key_file": str(found[0].with_suffix(".key"))}
+        self.start(listen_addresses="127.0.0.1", port=port, ssl="on", **files)
+        return found
 
     def kill(self) -> None:
         """End it as a loss of power would, but for what the kernel has to write yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import Engine, select, text
+from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 from sqlalchemy.orm import Session
 
 from tests.governance.documents import blocks
@@ -25,7 +27,7 @@ from tests.zftune.store.servers import PASSWORD, Server, emptied, served
 from tests.zftune.tuner.test_study import Tuner
 from zftune.doctor.software import store_check
 from zftune.errors import StoreError
-from zftune.store import open_store, opening
+from zftune.store import engines, open_store, opening
 from zftune.store.location import locate, masked, meant_by
 from zftune.store.store import Store
 from zftune.store.tables import PresetRow
@@ -64,6 +66,7 @@ WRONG = [
     ("postgresql://me:s3c/ret@host/db", "postgresql://me:***@host/db", "must be percent-encoded"),
     ("postgresql://me:s3c:ret@host/db", "postgresql://me:***@host/db", "must be percent-encoded"),
     ("postgresql://me:s3c?ret@host/db", "postgresql://me:***@host/db", "must be percent-encoded"),
+    ("postgresql://me:s3cret/db", "postgresql://me:***/db", "its port is no number"),
     ("postgresql://host?password=s3cret", "postgresql://host?password=***", "it names no database"),
 ]
 
@@ -107,6 +110,46 @@ def test_an_open_store_shows_no_password(url: str, store: Store) -> None:
     shown.append(meant_by({"ZFTUNE_DB": url}).identity)
     store._database.engine.dispose()
     assert not any(PASSWORD in one or PASSWORD.replace("%40", "@") in one for one in shown)
+
+
+TLS_FAULTS = [
+    ("localhost", 0, None),
+    ("localhost", 1, "certificate verify failed"),
+    ("elsewhere.example.org", 0, "does not match host name"),
+]
+
+
+@pytest.fixture
+def certificates(server: Server) -> Iterator[list[Path]]:
+    """Of the server while it is asked by TCP, and of a stranger."""
+    with server.connect() as connection:
+        library = connection.execute("SHOW ssl_library").fetchone()
+    if shutil.which("openssl") is None or library == ("",):
+        pytest.skip("openssl is not there, or this PostgreSQL was built without it")
+    server.kill()
+    try:
+        yield server.start_with_tls(["own", "stranger"])
+    finally:
+        server.kill()
+        server.start()
+
+
+def is_encrypted(session: Session) -> bool:
+    return session.scalar(text("SELECT ssl FROM pg_stat_ssl WHERE pid = pg_backend_pid()")) is True
+
+
+def test_a_server_has_to_show_its_certificate(server: Server, certificates: list[Path]) -> None:
+    for host, number, fault in TLS_FAULTS:
+        where = f"{host}:{server.port}/zftune?hostaddr=127.0.0.1&sslmode=verify-full&sslrootcert={certificates[number]}"
+        with open_store(f"postgresql+psycopg://zftune:{PASSWORD}@{where}") as store:
+            if fault is not None:
+                (notice,) = store.notices
+                assert notice.startswith("the postgresql database of $ZFTUNE_DB cannot be used (")
+                assert fault in notice
+                assert "\n" not in notice
+                continue
+            assert store.notices == []
+            assert store._database.read(is_encrypted)
 
 
 # --- roles, tables ----------------------------------------------------------------------------------------------------
@@ -154,7 +197,7 @@ def at(server: Server, revision: str) -> None:
     config = Config()
     config.set_main_option("script_location", str(opening.MIGRATIONS))
     if revision:
-        with opening.server_engine(server.url()).begin() as connected:
+        with engines.server_engine(server.url()).begin() as connected:
             config.attributes["connection"] = connected
             command.upgrade(config, revision)
 
@@ -176,7 +219,7 @@ def test_one_process_at_a_time_makes_the_tables(server: Server) -> None:
     at(server, "")
     opened: list[Store] = []
     threads = [threading.Thread(target=lambda: opened.append(open_store(server.url()))) for _ in range(3)]
-    with opening.server_engine(server.url()).begin() as first, server.connect() as looking:
+    with engines.server_engine(server.url()).begin() as first, server.connect() as looking:
         opening.wait_for_turn(first, opening.MIGRATION_LOCK)
         for thread in threads:
             thread.start()
@@ -234,7 +277,7 @@ def test_no_connection_stays_open(server: Server, store: Store) -> None:
 
 
 def test_a_server_that_says_nothing_is_given_up(server: Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "ANSWER_S", 0.5)
+    monkeypatch.setattr(engines, "ANSWER_S", 0.5)
     with open_store(url) as store:
 
         def work(session: Session) -> None:
@@ -248,6 +291,32 @@ def test_a_server_that_says_nothing_is_given_up(server: Server, url: str, monkey
         finally:
             server.stopped(stop=False)
         assert store.presets() == []
+
+
+@pytest.mark.parametrize("let_in", [False, True], ids=["lets nobody in", "stops once somebody is in"])
+def test_a_server_that_says_nothing_from_the_beginning_is_given_up(
+    server: Server, url: str, let_in: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "ANSWER_S", 0.5)
+    monkeypatch.setattr(engines, "CONNECT_S", 2)  # the least that libpq takes
+    connect = PGDialect_psycopg.connect
+
+    def stopping(dialect: PGDialect_psycopg, *arguments: Any, **options: Any) -> Any:
+        connection = connect(dialect, *arguments, **options)
+        server.stopped()
+        return connection
+
+    try:
+        if let_in:
+            monkeypatch.setattr(PGDialect_psycopg, "connect", stopping)
+        else:
+            server.stopped()
+        with open_store(url) as store:
+            (notice,) = store.notices
+            assert not store.is_kept
+    finally:
+        server.stopped(stop=False)
+    assert notice.startswith("the postgresql database of $ZFTUNE_DB cannot be used (")
 
 
 class Lost:
@@ -278,34 +347,57 @@ def test_an_answer_that_was_lost_is_asked_for_again(store: Store, kept: bool) ->
     assert store.add_trial(run, KNOBS, source="search").number == 1
 
 
-def acknowledged(store: Store, ends: threading.Event) -> dict[str, list[tuple[int, float]]]:
+@pytest.mark.parametrize(
+    "status",
+    ["SELECT txid_status(:number + 1000000)", "SELECT 'committed' WHERE :number > 0"],
+    ids=["not given away", "given away again"],
+)
+def test_a_number_of_a_transaction_that_a_killed_server_forgot_is_no_proof(
+    store: Store, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begun(store)
+    lost = Lost(store._database.engine, kept=False)
+    monkeypatch.setattr(opening, "_STATUS", text(status))
+    with store.patient(10, threading.Event()):
+        trial = store.add_trial(run, KNOBS, source="search")
+    assert lost.times == 2
+    assert [one.trial_id for one in store.trials(run.run_id)] == [trial.trial_id]
+
+
+def acknowledged(store: Store, ends: threading.Event, each: threading.Semaphore) -> dict[str, list[tuple[int, float]]]:
     """Write until the end, with patience; what the store said is kept: trials by run, with the time measured."""
     told: dict[str, list[tuple[int, float]]] = {}
     while not ends.is_set():
-        with store.patient(60, threading.Event()):
+        with store.patient(600, threading.Event()):
             run = begun(store)
             told[run.run_id] = []
             for number in range(20):
                 trial = store.add_trial(run, KNOBS, source="search")
                 store.add_measurement(run, trial.trial_id, measurement(700.0 + number), state=TrialState.MEASURED)
                 told[run.run_id].append((trial.trial_id, 700.0 + number))
+                each.release()
             store.finish_run(run)
     return told
 
 
-@pytest.mark.timeout(120 + 10 * KILLS)
+@pytest.mark.timeout(120 + 30 * KILLS)
 def test_a_server_that_is_killed_again_and_again_loses_nothing_and_keeps_nothing_twice() -> None:
     moment = random.Random(23)
     for server in served(durable=everything()):
-        ends = threading.Event()
+        ends, each = threading.Event(), threading.Semaphore(0)
         with open_store(server.url()) as store, ThreadPoolExecutor(2) as threads:
             assert store.notices == []
-            writers = [threads.submit(acknowledged, store, ends) for _ in range(2)]
-            for _ in range(KILLS):
-                time.sleep(moment.uniform(0.05, 0.4))  # any moment
-                server.kill()
-                server.start()
-            ends.set()
+            writers = [threads.submit(acknowledged, store, ends, each) for _ in range(2)]
+            try:
+                for _ in range(KILLS):
+                    while each.acquire(blocking=False):
+                        pass
+                    assert each.acquire(timeout=60), "nothing was written since the server is back"
+                    time.sleep(moment.uniform(0, 0.3))  # any moment
+                    server.kill()
+                    server.start()
+            finally:
+                ends.set()
             told = {run: trials for writer in writers for run, trials in writer.result().items()}
             assert sum(map(len, told.values())) > KILLS
             assert {run.run_id for run in store.runs()} == {*told}
