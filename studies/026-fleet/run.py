@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import statistics
 import sys
@@ -27,6 +28,7 @@ from zftune.store import open_store  # noqa: E402
 from zftune.store.store import Store  # noqa: E402
 from zftune.store.types import Hardware, Model  # noqa: E402
 from zftune.tuner.recording import MachineInfo, Recording, RunFacts  # noqa: E402
+from zftune.tuner.scores import LEAST_GAIN  # noqa: E402
 from zftune.tuner.search import Search, SearchOptions  # noqa: E402
 from zftune.tuner.states import UnmeasuredSteps  # noqa: E402
 
@@ -197,14 +199,21 @@ def regret_at(path: Path_, at_s: float) -> float:
     return [regret for when_s, regret in path if when_s <= at_s][-1]
 
 
-def reached_s(paths: Sequence[Path_], regret: float, *, mean: bool) -> float:
-    """When the study's best incumbent, or the mean of all of them, stays at a regret or below it; inf: never."""
+def reached_s(paths: Sequence[Path_], regret: float, *, mean: bool, room: float = 1e-9) -> float:
+    """When the study's best incumbent, or the mean of all of them, stays at a regret or below it; inf: never.
+
+    Args:
+        paths: of the tuners.
+        regret: to be reached.
+        mean: whether of all of them.
+        room: by so much more is as good.
+    """
     moments = sorted({when_s for path in paths for when_s, _ in path})
     reached = float("inf")
     for when_s in moments:
         values = [regret_at(path, when_s) for path in paths]
         figure = statistics.fmean(values) if mean else min(values)
-        if figure > regret + 1e-9:
+        if figure > regret + room:
             reached = float("inf")
         elif reached == float("inf"):
             reached = when_s
@@ -226,6 +235,8 @@ class Row:
     """When the first of the fleet had it."""
     every: float
     """When the fleet had it on average."""
+    near: float
+    """When the fleet had it on average, but for what a search takes for equal."""
     regret: float
     """That one ends with."""
     fleet_regret: float
@@ -246,6 +257,7 @@ def rows_of(found: Mapping[Case, Mapping[str, Any]]) -> Iterator[Row]:
             reached_s([alone["path"]], target, mean=False) / alone_s,
             reached_s(paths, target, mean=False) / alone_s,
             reached_s(paths, target, mean=True) / alone_s,
+            reached_s(paths, target, mean=True, room=LEAST_GAIN) / alone_s,
             target, statistics.fmean(ends),
             statistics.fmean(one["spent_s"] for one in figures["tuners"]) / (alone["spent_s"] or 1.0),
         )  # fmt: skip
@@ -259,6 +271,8 @@ HEADS = (
     "p90",
     "all on average",
     "p90",
+    "within 2%",
+    "p90",
     "one alone",
     "regret, mean",
     "spent each",
@@ -271,11 +285,12 @@ def table(rows: Sequence[Row]) -> str:
     for rig in (*dict.fromkeys(row.rig for row in rows), "all"):
         for tuners in dict.fromkeys(row.tuners for row in rows):
             mine = [row for row in rows if row.tuners == tuners and rig in (row.rig, "all")]
-            best, every = sorted(row.best for row in mine), sorted(row.every for row in mine)
+            best, every, near = (sorted(getattr(row, name) for row in mine) for name in ("best", "every", "near"))
             cells = (
                 rig, str(len(mine)), str(tuners),
                 shown(percentile_or_inf(best, 0.5)), shown(percentile_or_inf(best, 0.9)),
                 shown(percentile_or_inf(every, 0.5)), shown(percentile_or_inf(every, 0.9)),
+                shown(percentile_or_inf(near, 0.5)), shown(percentile_or_inf(near, 0.9)),
                 shown(statistics.median(row.improved for row in mine)),
                 f"{statistics.fmean(row.fleet_regret for row in mine):.2%}",
                 f"{statistics.median(row.spent for row in mine):.2f}",
@@ -285,12 +300,10 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def percentile_or_inf(ordered: Sequence[float], share: float) -> float:
-    """Of values of which some may be infinite, which are the last."""
-    return (
-        percentile(ordered, share)
-        if ordered[-1] != float("inf")
-        else ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
-    )
+    """Of values of which some may be infinite, which are the last: then the next higher one."""
+    if ordered[-1] != float("inf"):
+        return percentile(ordered, share)
+    return ordered[math.ceil(share * (len(ordered) - 1))]
 
 
 def shown(share: float) -> str:
@@ -304,6 +317,7 @@ def verdicts(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
     for name, values in (
         ("the best of four", [row.best for row in four]),
         ("four on average", [row.every for row in four]),
+        ("four on average, within the 2% that a search takes for equal,", [row.near for row in four]),
     ):
         middle = percentile_or_inf(sorted(values), 0.5)
         yield f"{name} reach the regret of one in {shown(middle)} of its time (median), allowed {MOST}", middle <= MOST
@@ -353,6 +367,9 @@ def main() -> int:
             server.close()
     whole = {case: one for case, one in found.items() if all(replace(case, tuners=many) in found for many in FLEETS)}
     rows = list(rows_of(whole))
+    if not rows:
+        console.print("Nothing is there that this code has measured.")
+        return 0
     lines = [f"{'kept' if kept else 'BROKEN'}: {text}" for text, kept in verdicts(rows)] if not arguments.quick else []
     console.print(table(rows), *lines, sep="\n")
     (results.folder / "table.md").write_text(

@@ -87,6 +87,11 @@ def slower(trial: Trial, incumbent: Trial, seen: Gain) -> str:
     return f"Not adopted: {_what(trial, incumbent)} {how}{more}."
 
 
+def outdone(trial: Trial, adopted: Trial) -> str:
+    """A comparison was let go."""
+    return f"Not compared any further: {trial.setting}: another tuner of the study has adopted {adopted.setting}."
+
+
 def compared(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool) -> str:
     """A comparison for speed."""
     what, needed = _what(trial, incumbent), f"{100 * found.needed:.1f}%"

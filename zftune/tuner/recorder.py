@@ -17,7 +17,16 @@ from zftune.tuner.curve import CurveBuilder
 from zftune.tuner.scores import Pace, Sample, describe
 from zftune.tuner.search import Search
 from zftune.tuner.space import Setting
-from zftune.tuner.states import AT_S, OF_INCUMBENT, Choosing, Outcome, Request, Trial, UnmeasuredSteps
+from zftune.tuner.states import (
+    AT_S,
+    OF_INCUMBENT,
+    Choosing,
+    Comparing,
+    Outcome,
+    Request,
+    Trial,
+    UnmeasuredSteps,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -210,6 +219,11 @@ def _tell(search: Search, told: Told) -> None:
     """Put the question that the rows answer, without asking Optuna again."""
     if isinstance(search.state, Choosing):
         search.resume_choice(told.trial, told.role)
+    elif isinstance(search.state, Comparing) and (told.role, search.book.trials[told.trial].source) == (
+        "explore",
+        "peer",
+    ):
+        search.turn_to(told.trial)
     request = search.next()
     if request is None or (request.trial, request.role) != (told.trial, told.role):
         raise ZftuneError(f"the rows of trial {told.trial} in the store do not follow from those before them")

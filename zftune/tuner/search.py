@@ -252,7 +252,29 @@ class Search:
         Args:
             peers: their trials.
         """
-        self.agenda.suggest_peers(self.book.hear(peers))
+        faster = self.book.hear(peers)
+        self.agenda.suggest_peers(faster)
+        state = self.state
+        if not faster or not isinstance(state, Comparing) or state.purpose != "gain":
+            return
+        judged, challenger = self.book.judge(faster[0]), self.book.trials[state.trial]
+        if not judged.rejected and challenger.source != "peer" and self.book.outdone(challenger, faster[0]):
+            trial = self.book.add(judged, "peer")
+            if self._missing_s(trial) <= 0:
+                self.turn_to(trial.number)
+
+    def turn_to(self, trial: int) -> None:
+        """Let go of what is being compared: another tuner of the study has adopted what is faster than that.
+
+        Args:
+            trial: the number of what it has adopted.
+        """
+        assert isinstance(self.state, Comparing)
+        let_go = self.book.trials[self.state.trial]
+        seen = gain(self.book.incumbent.samples, let_go.samples, seed=self.options.seed)
+        reason = messages.outdone(let_go, self.book.trials[trial])
+        self._note("keep", reason, let_go.number, gain=seen.share)
+        self.state = Exploring(trial)
 
     def pass_over(self, trial: int, reason: str) -> None:
         """Choose another setting than the one that was chosen: another tuner of the study was first.
@@ -308,10 +330,7 @@ class Search:
 
     def _affordable(self, trial: Trial) -> State:
         """Exploring a trial, or what to do instead where that might cost too much."""
-        step_s = self.book.incumbent_step_ms / 1e3
-        steps = trial.setting.update_interval + steps_of(trial.setting.update_interval)
-        slower_s = step_s * steps * (self.book.relative(trial.setting) - 1.0)
-        missing_s = max(step_s, slower_s) + self._overhead_s(trial) - self.cost.left_s  # a step is lost in any case
+        step_s, missing_s = self.book.incumbent_step_ms / 1e3, self._missing_s(trial)
         if missing_s <= 0:
             return Exploring(trial.number)
         reason = messages.spent(self.cost)
@@ -320,6 +339,13 @@ class Search:
         steps = min(_HOLD_STEPS, max(1, round(missing_s / self.cost.share / step_s)))
         self._note("hold", reason, None)
         return WaitingForBudget(steps)
+
+    def _missing_s(self, trial: Trial) -> float:
+        """What exploring a trial may cost beyond what is left."""
+        step_s = self.book.incumbent_step_ms / 1e3
+        steps = trial.setting.update_interval + steps_of(trial.setting.update_interval)
+        slower_s = step_s * steps * (self.book.relative(trial.setting) - 1.0)
+        return max(step_s, slower_s) + self._overhead_s(trial) - self.cost.left_s  # a step is lost in any case
 
     def _overhead_s(self, trial: Trial) -> float:
         """What the changes of knobs for a trial cost, and what has to be left."""

@@ -217,6 +217,11 @@ class TrialTable:
         faster = [one for one in adopted if adopted[one] < limit and self.find(one) is None]
         return sorted(faster, key=lambda one: adopted[one])
 
+    def outdone(self, challenger: Trial, setting: Setting) -> bool:
+        """Whether what another tuner has adopted was faster there than a challenger has looked here."""
+        seen = (1 - self.gain_share) * score(challenger.samples) / score(self.incumbent.samples)
+        return (self.peers.get(setting) or math.inf) < seen * (1 - LEAST_GAIN)
+
     def pass_over(self, trial: Trial, reason: str) -> None:
         """Leave a setting to another tuner of the study that was first."""
         trial.state, trial.reason = TrialState.REJECTED, reason

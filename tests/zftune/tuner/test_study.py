@@ -12,15 +12,17 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from tests.zftune.store.examples import measurement
 from tests.zftune.tuner.scene import Scene
 from tests.zftune.tuner.surfaces import START, make
 from zftune.store import open_store
 from zftune.store.account import Count
 from zftune.store.store import Store
-from zftune.store.types import Hardware, Model, PeerTrial, TrialState
+from zftune.store.types import Decision, Hardware, Model, PeerTrial, TrialState
 from zftune.tuner import drivers, recording
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.recording import MachineInfo, Recording, RunFacts
+from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome, Request
 from zftune.tuner.training_info import TuneRequest
 
@@ -118,6 +120,49 @@ def test_what_another_has_adopted_takes_two_measurements(store: Store) -> None:
         second.tell(request)
     assert seen == [("explore", True), ("a2", False)]
     assert second.search.book.incumbent.source == "peer"
+
+
+def adopted_elsewhere(store: Store, like: Tuner, relative: float) -> Setting:
+    """Another run of a tuner's study that has adopted what takes so much of the starting point's time."""
+    judged = [like.search.book.judge(setting) for setting in like.search.book.space.settings()]
+    best = next(one.told.setting for one in judged if not one.rejected and not one.taken)
+    run = store.begin_run(
+        like.recording.key, FACTS.model, HERE.hardware, knobs=START.knobs(), settings={"study": "night"}
+    )
+    for setting, step_ms in ((START, 100.0), (best, 100.0 * relative)):
+        trial = store.add_trial(run, setting.knobs(), source="start")
+        store.add_measurement(run, trial.trial_id, measurement(step_ms), state=TrialState.MEASURED)
+    store.add_decision(run, Decision("adopt", "it is faster", 1))
+    return best
+
+
+@pytest.mark.parametrize("relative", [0.1, 0.97], ids=["faster", "not faster"])
+def test_a_comparison_is_let_go_where_another_has_adopted_what_is_faster(store: Store, relative: float) -> None:
+    tuner, request = Tuner(store, 1), None
+    while request is None or request.role != "a1":
+        request = tuner.choose()
+        assert request is not None
+        step_ms = 40.0 if request.role == "explore" else 80.0
+        tuner.tell(request, replace(tuner.driver.measure(request), steps_ms=(step_ms,) * request.steps))
+    compared = tuner.search.book.trials[tuner.search.state.trial]  # type: ignore[union-attr]
+    best = adopted_elsewhere(store, tuner, relative)
+    request = tuner.choose()
+    assert request is not None
+    if relative > 0.5:  # than what looks as if it took half of the time
+        assert (request.role, request.setting) == ("b", compared.setting)
+        return
+    assert (request.role, request.setting) == ("explore", best)
+    tuner.tell(request)
+    *_, kept = [one for one in store.decisions(tuner.recorder.run_id) if one.trial == compared.number]
+    assert kept.kind == "keep"
+    assert kept.reason.endswith(f"another tuner of the study has adopted {best}.")
+    tuner.recording.finish(tuner.search, unfinished=True)
+    again, _ = make(3, 0.01, sampler="random")
+    later = Recording(store, FACTS, "published", HERE, "night")
+    (record,) = [one for one in store.runs() if one.run_id == tuner.recorder.run_id]
+    assert later.resume(record, again) is not None
+    assert later.notices == []
+    assert [note.reason for note in again.notes[:-1]] == [note.reason for note in tuner.search.notes]
 
 
 def test_a_crash_elsewhere_is_none_here(store: Store) -> None:
