@@ -69,13 +69,18 @@ def stalls(run: Run) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(shares, key=lambda one: -one[1]))
 
 
-def account(run: Run) -> str:
-    """What a run took, spent and saved so far."""
+def account(run: Run, gain: Mapping[str, Any] | None) -> str:
+    """What a run took, spent and saved so far.
+
+    Args:
+        run: with its account.
+        gain: of its incumbent, where that is known.
+    """
     found = run["account"]
     took, spent_s = found["elapsed_s"], found["spent_s"]
-    text = f"{count(found['steps'])} steps in {seconds(took)}, exploring cost "
+    text = f"tuned for {count(found['steps'])} steps in {seconds(took)}, exploring cost "
     text += f"{seconds(spent_s)} ({percent(spent_s / took)})" if took and spent_s else "nothing"
-    return ", ".join([text, *saved_in_words(found)])
+    return ", ".join([text, *saved_in_words(found, gain)])
 
 
 def state(run: Run) -> str:
@@ -91,7 +96,7 @@ def line(run: Run) -> str:
     time_taken = "no step yet" if ms is None else f"{step_ms(ms)} ms a step{waits}"
     best = "" if run["incumbent"] is None else f", {knobs(run['incumbent'])}"
     at = f"step {run['step']}, {time_taken}{best}"
-    counted = f", {account(run)}" if run["account"]["steps"] else ""
+    counted = f", {account(run, None)}" if run["account"]["steps"] else ""
     why = f"; {escaped(run['reason']).rstrip('.')}" if run["state"] == "ended" else ""
     return f"{name(run)}  {run['title']:<10}  {at}{counted}  ({model(run)}){why}"
 
@@ -302,7 +307,7 @@ def _facts(details: Document) -> list[Text]:
     now, best = knobs(run["knobs"]), knobs(run["incumbent"])
     chosen = f"{now}, the best so far" if now == best else f"{now}; the best so far: {best}"
     lines = [head, state, _text(f"settings  {chosen}")]
-    lines += [_text(f"account   {account(run)}")] if run["account"]["steps"] else []
+    lines += [_text(f"account   {account(run, details['gain'])}")] if run["account"]["steps"] else []
     waits = []
     for cause, share in stalls(run):
         figures = f"{cause} {run['stall_ms'].get(cause, 0):.1f} ms ({100 * share:.0f}%)  "

@@ -307,7 +307,7 @@ class ProgressLine:
 
 def _best_so_far(tuner: Tuner, search: Search) -> str:
     step_ms = search.book.incumbent_step_ms
-    gain = f" ({100 * tuner.gain:.1f}% less)" if tuner.gain > 0 else ""
+    gain = f" (about {100 * tuner.gain:.2g}% less)" if tuner.gain > 0 else ""
     return f"; best so far {step_ms:.1f} ms{gain}: {tuner.incumbent}" if step_ms else ""
 
 

@@ -283,8 +283,8 @@ def defects(version: str) -> Iterator[Check]:
             name="ZenFlow weights",
             status="note",
             finding=(
-                f"DeepSpeed {version}'s own ZenFlow scrambles every 2-D weight at ZeRO stages 1 and 2. `zftune run` trains"
-                " with zenflow in its place, which leaves them as they are: there is nothing to do for it."
+                f"DeepSpeed {version}'s own ZenFlow scrambles every 2-D weight at ZeRO stages 1 and 2. `zftune run`"
+                " trains with zenflow in its place, which leaves them as they are: there is nothing to do for it."
             ),
             fix=f"Only to train with DeepSpeed's own ZenFlow: pip install deepspeed=={GOOD}",
         )
@@ -292,7 +292,7 @@ def defects(version: str) -> Iterator[Check]:
         yield Check(
             name="ZenFlow 'auto'",
             status="note",
-            finding='"update_interval": "auto", the default of DeepSpeed\'s own ZenFlow, turns all weights into NaN with it.',
+            finding='"update_interval": "auto", the default of DeepSpeed\'s own ZenFlow, turns weights into NaN there.',
             fix='Only to train with that: set a number in the "zenflow" section, such as "update_interval": 4.',
         )
 

@@ -20,6 +20,7 @@ the savings have caught up with the cost for good.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -152,20 +153,46 @@ def _even_s(old: Count, new: Count, even_s: float | None) -> float | None:
     return old.seconds + (new.seconds - old.seconds) * before / (before - after)
 
 
-def saved_in_words(found: Mapping[str, Any]) -> list[str]:
+def saved_in_words(found: Mapping[str, Any], gain: Mapping[str, float] | None) -> list[str]:
     """What a run's settings saved, and whether that has made up for exploring, as parts of a sentence.
 
     Args:
         found: a document of the account: "spent_s", "saved_s", "break_even_s".
+        gain: of the incumbent, as `saved_with_error` takes it.
     """
     spent_s, saved_s, even_s = found["spent_s"], found["saved_s"], found["break_even_s"]
     parts = []
     if abs(saved_s) >= 0.001:
-        more = f"saved {seconds(saved_s)}"
-        parts.append(more if saved_s > 0 else f"gave up {seconds(-saved_s)} for earlier updates or less memory")
+        text = saved_with_error(saved_s, gain)
+        parts.append(f"saved {text}" if saved_s > 0 else f"gave up {text} for earlier updates or less memory")
     if saved_s and spent_s and even_s is not None:
-        parts.append(f"broke even after {seconds(even_s)}" if even_s else "broke even at once")
+        probably = "probably " if saved_s - (_error_s(saved_s, gain) or 0.0) < spent_s else ""
+        parts.append(probably + (f"broke even after {seconds(even_s)}" if even_s else "broke even at once"))
     return parts
+
+
+def saved_with_error(saved_s: float, gain: Mapping[str, float] | None) -> str:
+    """A saved time, or one that was given up, with the error of its gain, such as "32 +/- 23 s".
+
+    Args:
+        saved_s: seconds; below 0: given up.
+        gain: of the incumbent over the starting point, "share" and its "error" (two standard errors); None: there is
+            none any more, so that the error is not known ("about 31.9 s").
+    """
+    error_s = _error_s(saved_s, gain)
+    if error_s is None:
+        return f"about {seconds(abs(saved_s))}"
+    if error_s < 0.0005:  # of simulated time
+        return seconds(abs(saved_s))
+    digits = min(3, max(0, 1 - math.floor(math.log10(error_s))))
+    return f"{abs(saved_s):,.{digits}f} +/- {error_s:,.{digits}f} s"
+
+
+def _error_s(saved_s: float, gain: Mapping[str, float] | None) -> float | None:
+    """Of a time that was saved at this gain g: it is T g / (1 - g), where T is what training took. None: not at it."""
+    if gain is None or saved_s * gain["share"] <= 0:
+        return None
+    return saved_s * gain["error"] / (gain["share"] * (1 - gain["share"]))
 
 
 class Counter:

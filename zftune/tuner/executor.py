@@ -370,8 +370,11 @@ class Executor:
         else:
             what = "goes back to" if incumbent in self._left else "adopts"
         self._left.add(before)
-        saved = f"{gain:.1%} of the step time" if gain > 0 else "nothing"
-        _logger.info("zftune %s: %s, which saves %s.", what, changes, saved)
+        if gain > 0:
+            why = f", which saves about {100 * gain:.2g}% of the step time"
+        else:
+            why = ", for earlier updates or less memory" if what == "adopts" else ""
+        _logger.info("zftune %s: %s%s.", what, changes, why)
 
     def _ask(self, setting: Setting) -> None:
         """Change knobs; where they run already, wait for the window's end: to watch a training is not to alter it."""

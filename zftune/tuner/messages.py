@@ -6,9 +6,9 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from zftune.store.account import Count
+from zftune.store.account import Count, saved_with_error
 from zftune.store.types import TrialState
-from zftune.tuner.scores import LEAST_GAIN, ExplorationCost, Gain, steps_of
+from zftune.tuner.scores import ERRORS, LEAST_GAIN, ExplorationCost, Gain, steps_of
 from zftune.tuner.states import Outcome, Trial
 
 if TYPE_CHECKING:
@@ -113,9 +113,10 @@ def tied(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool) -> str:
     before, after = incumbent.setting.mean_staleness_steps, trial.setting.mean_staleness_steps
     why = f"a mean staleness of {after:.1f} steps instead of {before:.1f}" if after < before else "less memory"
     how = f"gains {found}" if found.share >= 0 else f"costs {Gain(-found.share, found.error)}"
+    what = f"{_what(trial, incumbent)} {how} of the step time"
     if adopted:
-        return f"Adopted for {why}: {_what(trial, incumbent)} {how}, which is within {100 * LEAST_GAIN:.0f}%."
-    return f"Not adopted for {why}: {_what(trial, incumbent)} {how}, not surely within {100 * LEAST_GAIN:.0f}%."
+        return f"Adopted for {why}: {what}, and is not likely to cost more than {100 * LEAST_GAIN:.0f}%."
+    return f"Not adopted for {why}: {what}, and may cost more than {100 * LEAST_GAIN:.0f}%."
 
 
 def failed(trial: Trial, outcome: Outcome) -> str:
@@ -192,6 +193,9 @@ def spent(cost: ExplorationCost) -> str:
     )
 
 
+ENDED_EARLY = "The training ended before the search did."
+
+
 def _mib(size: int | None) -> str:
     return f"{(size or 0) / 2**20:.1f} MiB"
 
@@ -236,7 +240,8 @@ def _lines(search: Search, count: Count, *, tried: int, measured: bool) -> Itera
     guarded = [note.reason for note in search.notes if note.kind == "guard"]
     yield f"zftune keeps {book.incumbent.setting}."
     share = f", {100 * count.spent_s / count.seconds:.1f}% of the {count.seconds:.1f} s" if count.seconds else ""
-    saved = f"; {count.saved_s:.1f} s were saved" if count.saved_s >= 0.05 else ""
+    gain = None if book.gain is None else {"share": book.gain.share, "error": ERRORS * book.gain.error}
+    saved = f"; {saved_with_error(count.saved_s, gain)} were saved" if count.saved_s >= 0.05 else ""
     more = f"{count.spent_s:.1f} s more than the settings that were best so far{share}{saved}"
     yield f"Time spent: exploring took {more}."
     reason = search.notes[-1].reason if search.notes and search.notes[-1].kind != "guard" else ""

@@ -21,6 +21,7 @@ from zftune.tuner.scores import Pace, changed, ratios_of
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import TRAJECTORY_KNOBS, Forecast, Forecaster, Setting, Space, space_for
 from zftune.tuner.training_info import SINGLE_RANK, Reader, TrainingFacts, TuneRequest, WarmupStats, WorldInfo
+from zftune.words import shares
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
@@ -155,7 +156,9 @@ def _choice(match: Match, wanted: SearchRequest) -> _Choice:
     if match.provisional or setting != measured:
         reason = match.reason if match.provisional else f"preset {preset.name} was measured with other fixed settings"
         return _Choice(f"Looks at a preset first: {reason}.", candidate=setting)
-    saved = f"where it saved {preset.evidence.gain:.1%}" if preset.evidence.gain > 0 else "as the best there"
+    gain, error = preset.evidence.gain, preset.evidence.gain_error
+    known = f"about {100 * gain:.2g}%" if error is None else shares(gain, error)
+    saved = f"where it saved {known}" if gain > 0 else "as the best there"
     return _Choice(f"Begins from preset {preset.name}, measured for this model on this hardware, {saved}.", setting)
 
 

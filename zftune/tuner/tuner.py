@@ -21,6 +21,7 @@ from zenflow.optimizer import ZenFlowOptimizer
 from zftune.errors import BadInputError, ZftuneError
 from zftune.quality import coverage_warning
 from zftune.store.account import Counter
+from zftune.tuner import messages
 from zftune.tuner.drivers import Ended, NullDriver, SearchDriver
 from zftune.tuner.executor import AtOnce, Change, Changes, Executor, TuningContext
 from zftune.tuner.guard import Losses, LossGuard, NoDisturbance, Watch
@@ -299,8 +300,7 @@ class Tuner:
         self._closed = True
         try:
             if self._live is not None and not self._live.over:
-                why = f"Tuning ended after {self._count.followed} steps, before the search was over."
-                self._live.stop(reason or why)
+                self._live.stop(reason or messages.ENDED_EARLY)
             if self._finishing is None:
                 self._end_search()  # here: a thread could not be started any more where the interpreter ends
         finally:

@@ -116,7 +116,7 @@ def test_rows_by_hand(timed: Store, clock: Clock) -> None:
     assert found["gain"] == {"share": pytest.approx(0.5), "error": pytest.approx(0.02), "era": 0}
     assert found["best"]["step_ms"] == pytest.approx(200)
     assert found["verdict"][:2] == [
-        "Spent 3.8% of the run (2 s of 52 s), gained 50 +/- 2%, saved 10 s, broke even after 44 s.",
+        "Spent 3.8% of the run (2 s of 52 s), gained 50 +/- 2%, saved 10.00 +/- 0.80 s, broke even after 44 s.",
         "Keep topk_ratio 0.2; all else as it was at the start.",
     ]
     assert found["run"]["state"] == "running"
@@ -145,9 +145,9 @@ def test_what_was_saved_before_a_rollback_stays_saved_on_every_screen(timed: Sto
     found = explained(timed, run, clock)
     account = {**found["cost"], "steps": 720}
     assert found["gain"] is None
-    assert found["verdict"][0] == "Spent 2.8% of the run (2 s of 72 s), saved 30 s, broke even after 44 s."
-    assert top.account({"account": account}) == (
-        "720 steps in 72 s, exploring cost 2 s (2.8%), saved 30 s, broke even after 44 s"
+    assert found["verdict"][0] == "Spent 2.8% of the run (2 s of 72 s), saved about 30 s, broke even after 44 s."
+    assert top.account({"account": account}, found["gain"]) == (
+        "tuned for 720 steps in 72 s, exploring cost 2 s (2.8%), saved about 30 s, broke even after 44 s"
     )
 
 

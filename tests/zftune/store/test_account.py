@@ -15,7 +15,7 @@ import pytest
 
 from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL
 from zftune.store import open_store
-from zftune.store.account import Account, Count, Counter, Pulse
+from zftune.store.account import Account, Count, Counter, Pulse, saved_in_words, saved_with_error
 from zftune.store.locks import RunLocks
 from zftune.store.store import Store, goes_on
 from zftune.store.types import Run, RunState, TrialState
@@ -53,6 +53,25 @@ def test_a_challenger_that_is_measured_saves_what_the_incumbent_would() -> None:
     found = more(Account(), (10, 6, 0.25))
     assert found.total.spent_s == 4
     assert found.total.saved_s == pytest.approx(2)
+
+
+def test_what_was_saved_is_as_sure_as_the_comparison_behind_it() -> None:
+    def saved_s(share: float) -> float:
+        return Count().trained(281, share).saved_s
+
+    gain, account = {"share": 0.102, "error": 0.002}, {"spent_s": 10.0, "saved_s": saved_s(0.102), "break_even_s": 90.0}
+    assert saved_with_error(saved_s(0.102), gain) == "31.92 +/- 0.70 s"
+    assert (saved_s(0.104) - saved_s(0.100)) / 2 == pytest.approx(0.70, abs=0.005)
+    assert saved_in_words(account, gain) == ["saved 31.92 +/- 0.70 s", "broke even after 90 s"]
+    gain["error"] = 0.066
+    assert saved_in_words(account, gain) == ["saved 32 +/- 23 s", "probably broke even after 90 s"]
+    assert saved_with_error(1e5, gain) == "100,000 +/- 72,056 s"
+    assert saved_with_error(saved_s(0.102), {"share": 0.102, "error": 0.0}) == "31.9 s"  # time is simulated
+    late = {**account, "saved_s": saved_s(-0.05), "break_even_s": None}
+    (lost,) = saved_in_words(late, {"share": -0.05, "error": 0.01})
+    assert lost == "gave up 13.4 +/- 2.5 s for earlier updates or less memory"
+    assert saved_with_error(saved_s(0.102), {"share": -0.01, "error": 0.01}) == "about 31.9 s"  # of another gain
+    assert saved_with_error(saved_s(0.102), None) == "about 31.9 s"
 
 
 @pytest.mark.parametrize("gain", [0.0, -0.01])

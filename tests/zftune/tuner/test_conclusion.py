@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
-from tests.zftune.tuner.surfaces import make
-from zftune.store.account import Count
-from zftune.tuner.messages import conclusion
+from tests.zftune.tuner.surfaces import START, make
+from zftune.store.account import Count, saved_with_error
+from zftune.tuner.messages import conclusion, tied
+from zftune.tuner.scores import Gain
 from zftune.tuner.search import Search
+from zftune.tuner.states import Trial
 
 
 def said(search: Search | None, *, over: bool = False, remembered: bool = True) -> tuple[int, str]:
@@ -56,6 +59,25 @@ def test_what_was_found_is_said() -> None:
         ),
         f"Gain: {search.book.gain} of the step time. {search.notes[-1].reason}",
     ]
+    gain = {"share": search.book.gain.share, "error": 2 * search.book.gain.error}
+    count = Count(seconds=50.0, spent_s=5.0, saved_s=20.0)
+    _, sentence = conclusion(search, count, steps=60, begins=8, over=True, remembered=True)
+    assert f"10.0% of the 50.0 s; {saved_with_error(20.0, gain)} were saved." in sentence
+    assert " +/- " in saved_with_error(20.0, gain)
+
+
+def test_a_tie_claims_no_more_than_it_knows() -> None:
+    late, early = (
+        Trial(number, replace(START, update_interval=steps, apply_lag=steps), "search")
+        for number, steps in enumerate((8, 4))
+    )
+    found = Gain(0.048, 0.037)
+    assert tied(early, late, found, adopted=True).endswith(
+        "gains 4.8 +/- 7.4% of the step time, and is not likely to cost more than 2%."
+    )
+    assert tied(early, late, Gain(-0.01, 0.02), adopted=False).endswith(
+        "costs 1.0 +/- 4.0% of the step time, and may cost more than 2%."
+    )
 
 
 def test_what_the_guard_did_is_the_fourth_line() -> None:

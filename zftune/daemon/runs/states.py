@@ -16,7 +16,7 @@ from zftune.errors import ZftuneError
 from zftune.store.account import Count
 from zftune.store.types import Decision, Withdrawal
 from zftune.tuner import states as search
-from zftune.tuner.messages import conclusion, parted
+from zftune.tuner.messages import ENDED_EARLY, conclusion, parted
 from zftune.tuner.setup import Prepared
 from zftune.tuner.states import TRAINED_ON, Stopped
 from zftune.words import LIVE_STATES, NO_LONGER_TUNED
@@ -59,8 +59,7 @@ def farewell(prepared: Prepared | None, message: Goodbye, count: Count) -> Farew
         if message.idle is not None:
             search.idle(message.idle)
         if not over:
-            ended = f"Tuning ended after {message.steps} steps, before the search was over."
-            search.stop(message.reason or ended)
+            search.stop(message.reason or ENDED_EARLY)
     remembered = prepared is not None and prepared.recorder is not None
     level, sentence = conclusion(
         search, count, steps=message.steps, begins=message.begins, over=over or message.over, remembered=remembered
