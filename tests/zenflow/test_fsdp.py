@@ -85,7 +85,7 @@ def test_every_rank_knows_how_far_the_whole_model_moves(ranks: Results, by_one: 
             torch.testing.assert_close(first, expected, rtol=5e-3, atol=1e-6)
         else:  # a step of a window is seen in the next one where the host is late
             (change, weights), (change_by_one, weights_by_one) = first.norm(dim=0), expected.norm(dim=0)
-            torch.testing.assert_close(change * weights_by_one, change_by_one * weights, rtol=0.1, atol=1e-6)
+            torch.testing.assert_close(change * weights_by_one, change_by_one * weights, rtol=0.3, atol=1e-6)
         assert name in WITHOUT_HOST_STATE or expected[1:].sum() > 0
 
 
