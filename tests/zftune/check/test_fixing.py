@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import io
 from itertools import combinations
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.zftune.check.cases import CASES, SAFE, Bad, safe
 from zftune.ds_config.reading import Source, at, path_of, put
 from zftune.integrations.deepspeed.check.checking import check, fix
-from zftune.integrations.deepspeed.check.findings import Report
+from zftune.integrations.deepspeed.check.findings import Report, render
 from zftune.store.types import Backend
 
 BACKENDS: tuple[Backend | None, ...] = (None, "deepspeed", "zenflow")
@@ -131,6 +133,22 @@ def test_a_value_whose_name_is_near_a_real_one_stays(dotted: str, backend: Backe
     assert found
     assert "did you mean" in f"{found[0].reason} {found[0].safe}"
     assert not left.ok
+
+
+@pytest.mark.parametrize("backend", [None, "zenflow", "deepspeed"])
+def test_a_word_with_a_letter_too_many_is_mended_and_is_one_fault(backend: Backend | None) -> None:
+    config = safe("zero2-offload")
+    device = path_of("zero_optimization.offload_optimizer.device")
+    put(config, device, "cpuu")
+    sums = io.StringIO()
+    Console(file=sums).print(render(check(config, backend=backend, version="0.19.6")))
+    assert "Found: crashes 1." in sums.getvalue()
+    fixed, done, left = fix(Source(config), backend=backend, version="0.19.6")
+    assert at(fixed, device) == "cpu"
+    assert [change.path for change, _ in done] == [device]
+    assert left.ok
+    put(config, device, "gpu")  # more than a slip: whether anything is to be offloaded is for a person to say
+    assert at(fix(Source(config), backend=backend, version="0.19.6")[0], device) == "gpu"
 
 
 @pytest.mark.parametrize(

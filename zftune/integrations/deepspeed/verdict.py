@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -82,6 +83,17 @@ def meant(path: SettingPath) -> str:
         return ""
     near = nearest(name, known, LIKENESS if section else _TYPO)
     return f"did you mean {near}" if near else ""
+
+
+def mistyped(value: Any, near: str) -> str:
+    """The one word that a value differs from in a letter or two; "" where there is none, or several.
+
+    Args:
+        value: that is refused.
+        near: what ends with "did you mean cpu", as faults and refusals have it.
+    """
+    found = re.search(r"\bdid you mean (\S+)$", near)
+    return nearest(value, (found[1],), _TYPO) if found is not None and isinstance(value, str) else ""
 
 
 def misspelt(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -20,6 +20,7 @@ from zftune.integrations.deepspeed.check.rules_deepspeed import (
 from zftune.integrations.deepspeed.check.rules_offload import INTERVAL_RULES, OFFLOAD_RULES
 from zftune.integrations.deepspeed.check.rules_zenflow import ZENFLOW_NOTES, ZENFLOW_RULES
 from zftune.integrations.deepspeed.check.subject import OURS, UPSTREAM, FaultOfPreset, Rule, Subject, change, left_out
+from zftune.integrations.deepspeed.verdict import mistyped
 from zftune.store.types import Backend
 
 ZENFLOW, DEEPSPEED = OWN_NAMES = ("backend-zenflow", "backend-deepspeed")
@@ -30,7 +31,9 @@ def zenflow(subject: Subject) -> Iterator[Finding]:
     elsewhere = () if subject.forced else (change("zftune.backend", "deepspeed"),)
     for refusal in subject.own_refusals if subject.backend != "deepspeed" else ():
         mends: tuple[Change, ...] = ()
-        if refusal.instead and not refusal.near:
+        if word := mistyped(subject.at(refusal.field), refusal.wanted):
+            mends = (change(refusal.field, word),)
+        elif refusal.instead and not refusal.near:
             mends = elsewhere
         elif subject.at(refusal.field) is not MISSING and can_be_left_out(refusal.field):
             mends = (left_out(refusal.field),)

@@ -298,7 +298,9 @@ def _whom(finding: Finding) -> str:
 
 
 def _sum(report: Report, found: str) -> Text:
-    counts = {name: sum(finding.severity == name for finding in report.findings) for name in SEVERITIES[:-1]}
+    # A value that each backend refuses in words of its own is one fault.
+    told = {(one.severity, one.path if one.path != THE_FILE else one.reason) for one in report.findings}
+    counts = {name: sum(severity == name for severity, _ in told) for name in SEVERITIES[:-1]}
     words = ", ".join(f"{name} {counts[name]}" for name in counts if counts[name])
     if report.ok:
         return Text(f"No fault {found}{f' ({words})' if words else ''}.", style="bold green")

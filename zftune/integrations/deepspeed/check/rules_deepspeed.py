@@ -24,7 +24,7 @@ from zftune.integrations.deepspeed.check.subject import (
     of_zenflow,
 )
 from zftune.integrations.deepspeed.outcome import TAKEN_OVER
-from zftune.integrations.deepspeed.verdict import BATCH, NONE, Fault, meant, misspelt
+from zftune.integrations.deepspeed.verdict import BATCH, NONE, Fault, meant, misspelt, mistyped
 
 _WORDS = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16", "half"), "fp32": ("fp32", "float32", "float")}
 _LEAVES_LOSS = (0, 19)
@@ -272,7 +272,9 @@ def can_be_left_out(dotted: str) -> bool:
 
 def _mends(subject: Subject, fault: Fault) -> Iterator[Change]:
     dotted, value = ".".join(fault.path), at(subject.config, fault.path)
-    if fault.path[:2] == ("zero_optimization", "zenflow") and fault.path[-1] in OWN_KNOBS and subject.elsewhere():
+    if word := mistyped(value, fault.near):
+        yield change(dotted, word)
+    elif fault.path[:2] == ("zero_optimization", "zenflow") and fault.path[-1] in OWN_KNOBS and subject.elsewhere():
         yield from subject.elsewhere()
     elif dotted == "optimizer.params.max_grad_norm":
         yield left_out(dotted)
