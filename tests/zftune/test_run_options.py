@@ -87,6 +87,32 @@ def test_a_dry_run_of_a_command_without_a_ds_config_says_what_it_cannot_know(sta
     assert started == []
 
 
+def test_a_dry_run_tells_what_a_plain_python_lacks_under_deepspeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    command, told = ("--dry-run", "--", "python", "train.py"), "It would end without mpi4py: train.py starts DeepSpeed"
+    assert told not in invoke(*command).output  # not one of DeepSpeed's
+    (tmp_path / "train.py").write_text("import torch\nfrom deepspeed import initialize\n")
+    done = invoke(*command)
+    assert (done.exit_code, told in done.output) == (0, True)
+    assert "RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set" in done.output
+    for launched in ("deepspeed train.py", "python -m torch.distributed.run train.py"):
+        assert told not in invoke("--dry-run", "--", *launched.split()).output
+    monkeypatch.setattr(module, "find_spec", lambda name: name)  # mpi4py is there
+    assert told not in invoke(*command).output
+
+
+def test_a_dry_run_is_silent_where_a_rank_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("import deepspeed\n")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    assert "mpi4py" not in invoke("--dry-run", "--", "python", "train.py").output
+    monkeypatch.delenv("MASTER_PORT")
+    assert "and MASTER_PORT is not set" in invoke("--dry-run", "--", "python", "train.py").output
+
+
 def test_a_lock_with_which_the_training_may_hang_is_told_before_it_starts(
     tmp_path: Path, started: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

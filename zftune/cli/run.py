@@ -8,12 +8,14 @@ import base64
 import difflib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -60,6 +62,7 @@ def sentences(
         yield f"{source.path or source.through}: {done}."
         if done.kind == "trains":
             yield from _knobs(source.config, section, store)
+    yield from _launched_by_nobody(command, environment)
     if online or any(section.online for _, _, section in found):
         yield f"Tuned while it trains, by the daemon at {locate(environment).socket}; results go to {store}."
     yield "Nothing was started."
@@ -75,6 +78,26 @@ def _require_all_there(command: Sequence[str], environment: Mapping[str, str]) -
     script = next((word for word in command if word.endswith(".py")), None)
     if script is not None and script_of(command) is None:
         raise BadInputError(f"CMD '{command[0]}': there is no script '{script}'")
+
+
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _launched_by_nobody(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
+    """What a plain Python lacks, where its script is one of DeepSpeed's and would end for want of it."""
+    from zftune.integrations.deepspeed.named import script_of
+
+    script = script_of(command)
+    lacking = [name for name in _OF_A_RANK if name not in environment]
+    is_plain = os.path.basename(command[0]).startswith("python") and "-m" not in command  # noqa: PTH119
+    if script is None or not is_plain or not lacking or find_spec("mpi4py") is not None:
+        return
+    if re.search(r"^\s*(import|from)\s+deepspeed\b", script.read_text(errors="replace"), re.MULTILINE):
+        yield (
+            f"It would end without mpi4py: {script} starts DeepSpeed, and {', '.join(lacking)} "
+            f"{'is' if len(lacking) == 1 else 'are'} not set. Set what is missing, install mpi4py, or start it by "
+            "`deepspeed` or `torchrun` in place of `python`."
+        )
 
 
 def _knobs(config: Mapping[str, Any], section: Section, store: str) -> Iterator[str]:
