@@ -169,10 +169,15 @@ class DaemonSession:
             return None
         try:
             answers = self._report_at_last(max(_SHORT_S, _JOIN_S - _SHORT_S - (time.monotonic() - began_s)))
-            if self._session is None:
-                return None
             # Who answers is given time to end what it thinks about; who does not, such as one that is stopped, is not.
-            return self._part(message(self._session), time.monotonic() + (_GOODBYE_S if answers else _SHORT_S))
+            ends_s = time.monotonic() + (_GOODBYE_S if answers else _SHORT_S)
+            try:
+                return self._part_from(message, ends_s)
+            except DaemonError as error:
+                if not self._forget(error):
+                    raise
+            self._report_at_last(_SHORT_S)  # it was taken for dead since its last report
+            return self._part_from(message, ends_s)
         except ZftuneError as error:
             _logger.debug("The daemon was not told goodbye: %s.", error)
             return None
@@ -193,6 +198,10 @@ class DaemonSession:
             self._hello(timeout_s=within_s)  # to a daemon that was started again: else the run would count as crashed
             self._report(timeout_s=within_s)
         return answers
+
+    def _part_from(self, message: Callable[[str], Goodbye], ends_s: float) -> Farewell | None:
+        """Say goodbye to who knows of the run; None: nobody does."""
+        return None if self._session is None else self._part(message(self._session), ends_s)
 
     def _part_alone(self) -> None:
         """Nobody waits for the last words, so that there is time to say them."""
@@ -346,6 +355,7 @@ class DaemonSession:
         )
         if directive.session != self._session:
             raise WireError(f"directive.session is {directive.session}; it must be {self._session}")
+        self._worker.heard()
         return directive
 
     def _post(self, route: str, message: Any, *, timeout_s: float = _REQUEST_S) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 from zenflow import StepStats
@@ -53,6 +54,8 @@ class RemoteWorker(SearchWorker):
         self._losses: deque[tuple[int, float]] = deque(maxlen=MOST_STEPS)
         self._dropped = 0
         self._sequence = 0
+        self._unheard: tuple[Sequence[StepFigures], Sequence[tuple[int, float]]] | None = None
+        """Of the last report, until the daemon has answered it: the next one says the same, and nothing newer."""
         self._current: int | None = None
         """The decision that is carried out."""
         self._offered = 0
@@ -181,18 +184,20 @@ class RemoteWorker(SearchWorker):
             return self._trial if under_way and self._challenges else None
 
     def report(self, protocol: int, session: str) -> Report:
-        """What happened since the last report."""
+        """What happened since the last report that was heard."""
         with self._lock:
-            self._sequence += 1
-            steps, losses = tuple(self._steps), tuple(self._losses)
-            self._steps.clear()
-            self._losses.clear()
+            if self._unheard is None:
+                self._sequence += 1
+                self._unheard = tuple(self._steps), tuple(self._losses)
+                self._steps.clear()
+                self._losses.clear()
+            steps, losses = self._unheard
             return Report(
                 protocol=protocol,
                 session=session,
                 sequence=self._sequence,
-                steps=steps,
-                losses=losses,
+                steps=tuple(steps),
+                losses=tuple(losses),
                 dropped=self._dropped,
                 applied=self._applied,
                 done=self._done,
@@ -200,6 +205,11 @@ class RemoteWorker(SearchWorker):
                 knobs=self._knobs,
                 count=None if self.counter is None else self.counter.count,
             )
+
+    def heard(self) -> None:
+        """The last report was answered."""
+        with self._lock:
+            self._unheard = None
 
     def begin_session(self, reason: str) -> None:
         """Another daemon, or one that has forgotten: what was asked for before is void.

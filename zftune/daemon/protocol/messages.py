@@ -142,7 +142,7 @@ class Report:
     protocol: Protocol
     session: Identity
     sequence: Natural
-    """1, 2, .. in a session."""
+    """1, 2, ..; the same again, with the same steps and losses, where nobody has answered."""
     steps: Annotated[tuple[StepFigures, ...], Field(max_length=MOST_STEPS)] = ()
     losses: Annotated[tuple[tuple[Natural, float], ...], Field(max_length=MOST_STEPS)] = ()
     """Of steps; finite ones."""

@@ -196,7 +196,10 @@ class Registry:
         brain = self.brain(run)
         if brain.session != message.session:
             raise UnknownRunError(f"the session of run {run} is another one; say Hello again")
-        return brain.goodbye(message)
+        farewell = brain.goodbye(message)
+        if not farewell.sentence:
+            raise UnknownRunError(f"run {run} was taken for dead, or left to another daemon; say Hello again")
+        return farewell
 
     def look_after_leases(self) -> list[str]:
         """End the runs that were not heard of for too long, and renew the leases of the others; which have ended."""
@@ -204,14 +207,20 @@ class Registry:
         self._renew()
         return ended
 
-    def _lose(self) -> list[str]:
+    def _lose(self, but: Hello | None = None) -> list[str]:
+        """End those that are not heard of; whose Hello is given looks itself, and cannot wait for itself."""
         ended = []
         for brain in self.brains():
+            if brain.hello is but:
+                continue
             try:
                 if not brain.lose(self.lease_s, died=self._has_died(brain)):
                     continue
             except NotAllowedError:
                 _logger.debug("Run %s is still being written down.", brain.hello.run)  # at the next look
+                continue
+            except Exception:
+                _logger.exception("It is not known whether run %s still trains.", brain.hello.run)  # the others are
                 continue
             _logger.warning("Run %s has ended without goodbye.", brain.hello.run)
             ended.append(brain.hello.run)
@@ -282,8 +291,8 @@ class Registry:
             disturbance=(lambda: None) if self._disturbance is None else self._disturbance(hello),
         )
 
-    def _begin(self, hello: Hello, sampler_process: SamplerProcess, notices: list[str]) -> Prepared:
-        """Make a search that goes on watching when it has stopped."""
+    def _begin(self, hello: Hello, sampler_process: SamplerProcess, notices: list[str]) -> Prepared | None:
+        """Make a search that goes on watching when it has stopped; None: its run ended while others were waited for."""
         facts = hello.training
         options = replace(facts.wishes.search, hold=True, watch=True)
         facts = replace(facts, wishes=replace(facts.wishes, search=options))
@@ -291,7 +300,11 @@ class Registry:
         if again is not None:
             self._outwait(again.run_id)
         self._outwait_killed()
-        self._lose()  # a training that was killed and started again goes on with its search
+        self._lose(hello)  # a training that was killed and started again goes on with its search
+        with self._lock:
+            brain = self._brains.get(hello.run)
+        if brain is None or brain.hello is not hello or brain.leaves:
+            return None
         with self._thinkers.turns.working():
             prepared = prepare(facts, self.store, sampler_process, notices, again)
         return replace(prepared, paused=self._was_paused(prepared))

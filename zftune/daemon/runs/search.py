@@ -78,6 +78,8 @@ class SearchHandle:
         """Whether nobody thinks any more."""
         self.over = False
         """Whether there will be nothing more to do: the agent may end the tuning. A rollback stays to be looked at."""
+        self._withdrawn: Request | None = None
+        """What was asked for, until the thinking has ended."""
         self._called_off = False
         """Whether the agent was told to let go of the request."""
         self._handed = 0
@@ -171,21 +173,19 @@ class SearchHandle:
         if outcome.tokens < 1:
             raise WireError(f"report.done.outcome.tokens is {outcome.tokens}; it must be an integer of 1 or more")
 
-    def withdraw(self) -> Request | None:
-        """Ask for nothing any more, and think of nothing; what was asked for."""
+    def withdraw(self) -> None:
+        """Ask for nothing any more, and think of nothing."""
         self.halted = True
-        asked, self.request = self.request, None
-        if asked is not None:
+        if self.request is not None:
+            self._withdrawn, self.request = self.request, None
             self.decision += 1  # what still comes of it is not taken
-        return asked
 
     # --- in threads, without the lock --------------------------------------------------------------------------------
 
-    def end(self, asked: Request | None, *, spare: bool) -> None:
-        """End the thinking; the search is the caller's then.
+    def end(self, *, spare: bool) -> None:
+        """End the thinking, once what was asked for is withdrawn; the search is the caller's then.
 
         Args:
-            asked: what was withdrawn.
             spare: whether the training lives: what was in flight is no crash.
 
         Raises:
@@ -195,10 +195,11 @@ class SearchHandle:
         if self._worker.busy:
             raise NotAllowedError("the search is still being written down; try again in some seconds")
         answer = self._worker.poll()
-        for request in (asked, None if answer is None else answer.request):
+        for request in (self._withdrawn, None if answer is None else answer.request):
             challenges = request is not None and request.role not in OF_INCUMBENT
             if spare and challenges and request is not None and self.prepared.recorder is not None:
                 self.prepared.recorder.put_away(request.trial)
+        self._withdrawn = None
 
     def write_down(self) -> None:
         """What was decided, where somebody keeps it; while nobody thinks.

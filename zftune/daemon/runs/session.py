@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from zftune.daemon import PROTOCOL
@@ -34,6 +35,7 @@ _MOST_NOTICES = 32
 _KEPT_STEPS = 1024
 _MOST_SENTENCE = 2000
 _JOIN_S = 5.0
+_AGAIN_S = 0.05
 _PREPARING_S = 4.0
 """That a command waits for the search to be made; its client waits for little longer."""
 _logger = logging.getLogger("zftune.daemon")
@@ -47,7 +49,7 @@ class RunSession:
     Args:
         hello: of its agent.
         session: random; of this brain.
-        begin: makes the search; called in a thread.
+        begin: makes the search, in a thread; None where the run has ended meanwhile.
         sampler_process: asks Optuna.
         notices: sentences; `begin` adds to them.
         clock: seconds that only grow.
@@ -58,7 +60,7 @@ class RunSession:
         self,
         hello: Hello,
         session: str,
-        begin: Callable[[], Prepared],
+        begin: Callable[[], Prepared | None],
         *,
         sampler_process: SamplerProcess,
         notices: list[str],
@@ -104,6 +106,11 @@ class RunSession:
     def over(self) -> bool:
         """Whether it has ended."""
         return isinstance(self.state, states.Ended)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it has ended, or is about to: nothing is begun for it any more."""
+        return self.over or self._leaving
 
     @property
     def failed(self) -> bool:
@@ -177,15 +184,11 @@ class RunSession:
 
     def _hear(self, report: Report) -> None:
         self.touch()
-        if report.sequence <= self._sequence:
-            return  # it came twice
-        self._sequence = report.sequence
-        self.steps.extend(report.steps)
-        self.losses.extend(report.losses)
-        for one in report.steps:
-            self.curve.step(one.step, one.step_ms, one.coverage)
-        for step, loss in report.losses:
-            self.curve.loss(step, loss)
+        if report.sequence < self._sequence:
+            return  # a later one was faster
+        if report.sequence > self._sequence:  # else its answer was lost
+            self._sequence = report.sequence
+            self._hear_steps(report)
         self.dropped = report.dropped
         last = self.steps[-1].step if self.steps else 0
         if report.applied is not None and report.applied.decision > self._applied:
@@ -195,6 +198,14 @@ class RunSession:
         if report.knobs is not None and report.knobs != self.knobs:
             self.knobs = report.knobs
             self.curve.change(last, self.knobs.knobs())
+
+    def _hear_steps(self, report: Report) -> None:
+        self.steps.extend(report.steps)
+        self.losses.extend(report.losses)
+        for one in report.steps:
+            self.curve.step(one.step, one.step_ms, one.coverage)
+        for step, loss in report.losses:
+            self.curve.loss(step, loss)
 
     def _take_count(self, count: Count | None) -> None:
         if count is not None and count.seconds >= self.count.seconds:
@@ -231,7 +242,7 @@ class RunSession:
             self._end_search(self._thought, reason)
 
     def _end_search(self, thought: SearchHandle, reason: str) -> None:
-        asked = thought.withdraw()
+        thought.withdraw()
         thought.over, thought.incumbent, thought.gain = True, thought.start, 0.0
         self.state = states.Frozen(reason, pinned=True)
 
@@ -240,7 +251,7 @@ class RunSession:
                 if self.over:
                     return
                 try:
-                    thought.end(asked, spare=True)
+                    thought.end(spare=True)
                 except NotAllowedError as error:
                     _logger.warning("Run %s goes wrong, and %s.", self.hello.run, error)  # its end writes it down
                     return
@@ -306,15 +317,16 @@ class RunSession:
 
     # --- in the thread that makes the search -------------------------------------------------------------------------
 
-    def _prepare(self, begin: Callable[[], Prepared]) -> None:
+    def _prepare(self, begin: Callable[[], Prepared | None]) -> None:
         """Make the search; the run may have ended meanwhile."""
         try:
             prepared = begin()
         except Exception:
             _logger.exception("The search of run %s cannot be made.", self.hello.run)
             raise
-        with self._commands:  # who ends the run waits, or it has ended
-            self._take_up(prepared)
+        if prepared is not None:
+            with self._commands:  # who ends the run waits, or it has ended
+                self._take_up(prepared)
 
     def _take_up(self, prepared: Prepared) -> None:
         if prepared.recorder is not None:
@@ -378,16 +390,18 @@ class RunSession:
         """
         with self._commands:
             thought = self._begun("roll back")
-            if self._barred is None:
-                if not thought.search.book.adoptions:
-                    raise NotAllowedError(f"cannot roll back: {self._nothing_to_roll_back(thought)}")
-                self._halt(thought)
-                self._barred = thought.search.book.adopted.setting
-                thought.search.roll_back(by)
-            self._settle(thought)
-            if thought.prepared.recording is not None:
-                thought.prepared.recording.withdraw_preset(self._barred, Withdrawal("rollback", by))
-            self._barred = None
+            if self._barred is None and not thought.search.book.adoptions:
+                raise NotAllowedError(f"cannot roll back: {self._nothing_to_roll_back(thought)}")
+            self._carry_out(thought, partial(self._roll_back, thought, by), "it is rolled back")
+
+    def _roll_back(self, thought: SearchHandle, by: str) -> None:
+        if self._barred is None:
+            self._barred = thought.search.book.adopted.setting
+            thought.search.roll_back(by)
+        self._settle(thought)
+        if thought.prepared.recording is not None:
+            thought.prepared.recording.withdraw_preset(self._barred, Withdrawal("rollback", by))
+        self._barred = None
 
     def _nothing_to_roll_back(self, thought: SearchHandle) -> str:
         notes = thought.search.notes
@@ -408,11 +422,39 @@ class RunSession:
         """
         with self._commands:
             thought = self._begun("stop")
+            self._carry_out(thought, partial(self._stop, thought, by), "it is stopped")
+
+    def _stop(self, thought: SearchHandle, by: str) -> None:
+        if not self._stopped:
+            thought.search.stop(messages.commanded("stop", {"by": by}), final=True, by=by)
+        self._stopped = True
+        self._settle(thought)
+
+    def _carry_out(self, thought: SearchHandle, command: Callable[[], None], what: str) -> None:
+        """Do what somebody asks for once nobody thinks; where that takes its time, later: there is no way back."""
+        later = f"the search is still being written down; {what} as soon as that is over"
+        if self._ending is not None and not self._ending.done:
+            raise NotAllowedError(later)
+        try:
             self._halt(thought)
-            if not self._stopped:
-                thought.search.stop(messages.commanded("stop", {"by": by}), final=True, by=by)
-            self._stopped = True
-            self._settle(thought)
+        except NotAllowedError as error:
+            self._ending = Background(partial(self._carry_out_later, thought, command), "zftune-brain")
+            raise NotAllowedError(later) from error
+        command()
+
+    def _carry_out_later(self, thought: SearchHandle, command: Callable[[], None]) -> None:
+        while True:
+            time.sleep(_AGAIN_S)  # others may have the lock
+            with self._commands:
+                if self.over:
+                    return  # its end writes down what there is
+                try:
+                    self._halt(thought)
+                except NotAllowedError:
+                    continue
+                with noting(self._notices):
+                    command()
+                return
 
     def _wait_for_search(self) -> None:
         """Until there is something to write a command down in."""
@@ -431,8 +473,8 @@ class RunSession:
 
     def _halt(self, thought: SearchHandle, *, spare: bool = True) -> None:
         with self._lock:
-            asked = thought.withdraw()
-        thought.end(asked, spare=spare)
+            thought.withdraw()
+        thought.end(spare=spare)
 
     def _settle(self, thought: SearchHandle) -> None:
         with self._lock:

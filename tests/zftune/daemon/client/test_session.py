@@ -137,6 +137,30 @@ def test_a_daemon_that_was_started_again_is_told_goodbye_as_well(met: DaemonSess
     assert daemon.documents[-1]["session"] == "c" * 32
 
 
+def test_what_was_taken_for_dead_since_its_last_report_comes_back_to_say_goodbye(
+    met: DaemonSession, daemon: Scripted, worker: RemoteWorker
+) -> None:
+    daemon.answers["goodbye"] = [DaemonError("unknown", status=404), FAREWELL]
+    daemon.answers["report"] = [{**HOLD, "record": "d" * 32}]
+    farewell = last_words(met)
+    assert farewell is not None
+    assert farewell.sentence == "it was nice"
+    assert daemon.asked[-5:] == ["report", "goodbye", "runs", "report", "goodbye"]
+
+
+def test_a_report_that_was_not_heard_comes_again(met: DaemonSession, daemon: Scripted, worker: RemoteWorker) -> None:
+    worker.hear_loss(1, 0.5)
+    daemon.answers["report"] = [DaemonError("has not answered in time"), daemon.answers["report"][0]]
+    reports = len(daemon.documents)
+    worker.wake.set()
+    ends_s = time.monotonic() + SOON_S
+    while len(daemon.documents) < reports + 2:
+        assert time.monotonic() < ends_s
+        time.sleep(0.005)
+    lost, again = daemon.documents[reports : reports + 2]
+    assert (again["sequence"], again["losses"]) == (lost["sequence"], [[1, 0.5]])
+
+
 def test_one_that_knows_nothing_of_the_run_is_not_told(daemon_session: DaemonSession, daemon: Scripted) -> None:
     daemon.answers["report"] = [{**HOLD, "kind": "pause", "record": None}, DaemonError("unknown", status=404)]
     daemon_session.start()

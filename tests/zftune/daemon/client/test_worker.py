@@ -185,6 +185,17 @@ def test_a_loss_that_is_not_finite_is_not_sent(worker: RemoteWorker) -> None:
     assert worker.report(PROTOCOL, SESSION).losses == ((1, 1.0), (1, 2.0))
 
 
+def test_what_no_daemon_has_heard_is_said_again_before_anything_newer(worker: RemoteWorker) -> None:
+    worker.hear_loss(1, 0.5)
+    first = worker.report(PROTOCOL, SESSION)
+    worker.hear_loss(2, 0.25)
+    again = worker.report(PROTOCOL, SESSION)
+    assert (again.sequence, again.losses) == (first.sequence, first.losses) == (1, ((1, 0.5),))
+    worker.heard()
+    newer = worker.report(PROTOCOL, SESSION)
+    assert (newer.sequence, newer.losses) == (2, ((2, 0.25),))
+
+
 def test_what_failed_is_heard_by_the_training(worker: RemoteWorker) -> None:
     worker.fail(ZenFlowError("a bug"))
     with pytest.raises(RuntimeError, match=r"the daemon is no longer used \(ZenFlowError: a bug\)"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -179,6 +179,61 @@ def test_nothing_is_tried_any_more_once_goodbye_was_said(world: World, monkeypat
     assert not {TrialState.IN_FLIGHT, TrialState.CRASHED} & set(world.trial_states(agent.last.record))
 
 
+@pytest.mark.parametrize("command", ["stop", "rollback"])
+def test_a_command_that_finds_the_search_at_work_is_carried_out_once_it_rests(
+    world: World, monkeypatch: pytest.MonkeyPatch, command: Literal["stop", "rollback"]
+) -> None:
+    agent = world.agent()
+    agent.run_until("frozen")
+    agent.asked()
+    adopted = agent.last.incumbent
+    agent.measure()
+    add, reached, go_on = world.store.add_measurement, threading.Event(), threading.Event()
+
+    def slow(*given: Any, **more: Any) -> None:
+        reached.set()
+        go_on.wait(SOON_S)
+        add(*given, **more)
+
+    monkeypatch.setattr(world.store, "add_measurement", slow)
+    monkeypatch.setattr(worker, "_JOIN_S", 0.05)
+    agent.report()
+    assert reached.wait(SOON_S)
+    done = "it is stopped" if command == "stop" else "it is rolled back"
+    for _ in range(2):  # asked for again, it is still one command
+        with pytest.raises(NotAllowedError, match=f"still being written down; {done} as soon as that is over"):
+            world.registry.command(RUN, command)
+    go_on.set()
+    agent.until(lambda: command in world.kinds(agent.last.record))
+    agent.until(lambda: not agent.last.thinks)
+    assert world.kinds(agent.last.record).count(command) == {"stop": 2, "rollback": 1}[command]  # one was its own
+    assert agent.last.kind == ("stop" if command == "stop" else "hold")
+    assert (agent.last.incumbent == adopted) == (command == "stop")
+
+
+def test_who_is_told_goodbye_after_it_was_taken_for_dead_says_so(world: World) -> None:
+    agent = world.agent()
+    agent.run_until("frozen")
+    world.now_s = 60.0
+    assert world.registry.look_after_leases() == [RUN]
+    with pytest.raises(DaemonError, match="say Hello again") as refused:
+        agent.goodbye()
+    assert refused.value.status == 404
+
+
+def test_a_search_that_nobody_waits_for_any_more_is_not_begun(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(world.registry, "_outwait", lambda _: go_on.wait(SOON_S))
+    monkeypatch.setattr(session, "_JOIN_S", 0.05)
+    agent = world.agent(again=Reattach("f" * 32))  # its daemon ended, and its training does
+    assert "tuned nothing" in agent.goodbye()["sentence"]
+    go_on.set()
+    preparing = world.registry.brain(RUN)._preparing
+    preparing.join(SOON_S)
+    assert preparing.done
+    assert world.store.runs() == []
+
+
 # --- nobody is heard of -----------------------------------------------------------------------------------------------
 
 
@@ -219,6 +274,21 @@ def test_a_run_that_is_heard_of_at_the_last_moment_goes_on(world: World) -> None
     agent.report()
     assert not world.registry.brain(RUN).lose(30.0)
     agent.run_until("frozen")
+
+
+def test_who_makes_a_search_neither_ends_its_own_run_nor_fails_by_that_of_another(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> bool:
+        raise ArithmeticError("a bug")
+
+    other = world.agent(run="2" * 32)
+    other.run_until("baseline")
+    monkeypatch.setattr(world.registry.brain("2" * 32), "lose", fail)
+    monkeypatch.setattr(world.registry, "_outwait", lambda _: setattr(world, "now_s", 60.0))  # longer than a lease
+    agent = world.agent(again=Reattach("f" * 32))
+    agent.until(lambda: agent.last.incumbent is not None)
+    assert not world.registry.brain(RUN).failed
 
 
 def test_a_pause_needs_a_search_to_be_written_down_in(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from tests.zftune.daemon.runs.agents import RUN, START_MS, facts, hello, same
 from tests.zftune.daemon.runs.worlds import START, World
 from zftune.daemon.protocol.codec import WireError
-from zftune.daemon.protocol.messages import Done, Reattach
+from zftune.daemon.protocol.messages import Done, Reattach, StepFigures
 from zftune.daemon.runs.api import Runs
 from zftune.daemon.runs.registry import UnknownRunError
 from zftune.daemon.runs.states import NotAllowedError
@@ -64,6 +64,18 @@ def test_what_came_of_a_request_counts_once_however_often_it_is_said(world: Worl
     assert world.store.measurements(world.store.trials(agent.last.record or "")[0].trial_id).__len__() == 1
     assert agent.last.taken == 1
     assert agent.last.decision == 2
+
+
+def test_a_report_whose_answer_was_lost_is_heard_once(world: World) -> None:
+    agent = world.agent(same)
+    brain = world.registry.brain(RUN)
+    steps = (StepFigures(1, 100.0), StepFigures(2, 100.0))
+    agent.report(steps=steps, losses=((1, 0.5),))
+    sequence = agent._sequence
+    agent.report(sequence=sequence, steps=steps, losses=((1, 0.5),), knobs=START)
+    assert ([one.step for one in brain.steps], list(brain.losses), brain.knobs) == ([1, 2], [(1, 0.5)], START)
+    agent.report(sequence=sequence - 1, steps=(StepFigures(3, 100.0),), knobs=replace(START, topk_ratio=0.5))
+    assert ([one.step for one in brain.steps], brain.knobs) == ([1, 2], START)  # that one came too late
 
 
 def shown(world: World) -> RunDetails:
