@@ -156,8 +156,8 @@ def _choice(match: Match, wanted: SearchRequest) -> _Choice:
     if match.provisional or setting != measured:
         reason = match.reason if match.provisional else f"preset {preset.name} was measured with other fixed settings"
         return _Choice(f"Looks at a preset first: {reason}.", candidate=setting)
-    gain, error = preset.evidence.gain, preset.evidence.gain_error
-    known = f"about {100 * gain:.2g}%" if error is None else shares(gain, error)
+    gain, noise = preset.evidence.gain, preset.evidence.gain_error
+    known = f"about {100 * gain:.2g}%" if noise is None else shares(gain, noise)
     saved = f"where it saved {known}" if gain > 0 else "as the best there"
     return _Choice(f"Begins from preset {preset.name}, measured for this model on this hardware, {saved}.", setting)
 
