@@ -142,7 +142,12 @@ bench: setup  ## the host's memory bandwidth over thread counts and update inter
 	$(BIN)/python studies/007-host-bandwidth/run.py --again
 
 studies-quick: setup  ## every study in its short form
-	for study in $(STUDIES); do $(BIN)/python "$$study" --quick --again; done
+	failed=""; for study in $(STUDIES); do \
+		begin=$$SECONDS; code=0; $(BIN)/python "$$study" --quick --again || code=$$?; \
+		case $$code in 0) said=done ;; 2) said="cannot run here" ;; *) said=FAILED; failed="$$failed $$study" ;; esac; \
+		echo "$$study: $$said after $$((SECONDS - begin)) s"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
 docs: setup $(DOCS_STAMP)  ## the documentation in build/site, with every link checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict

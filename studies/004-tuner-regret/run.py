@@ -34,7 +34,7 @@ CODE = (
     "studies/004-tuner-regret/regret/replay.py",
     "studies/004-tuner-regret/regret/scene.py",
 )
-QUICK_RIG, QUICK_SEEDS = "slow-core", 2
+QUICK_RIG, QUICK_SEEDS = "slow-core", 1
 NEAR = 0.02
 MOST_NEAR, PLANNER_OFF = 0.20, 0.05
 MOST = {0.03: (0.5, 0.03, 1.0, 0.08), 0.08: (0.5, 0.04, 0.9, 0.10)}

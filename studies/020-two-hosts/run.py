@@ -207,7 +207,7 @@ def turn(results: Results, size: Size, inputs: Mapping[str, Any], *, again: bool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure what is not there yet, and print; 1 where the planner is further off than 15%, 2 where it cannot run."""
+    """Measure what is missing, and print; 1 where a full run has the planner off by 15%, 2 where it cannot run."""
     arguments = parser(__doc__ or "").parse_args(argv)
     if (why := refusal()) is not None:
         sys.stderr.write(f"020-two-hosts: {why}\n")
@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Console(width=None if sys.stdout.isatty() else 120).print(table_of(runs))
     if arguments.json:
         write_json(arguments.json, {"study": HERE.name, "quick": arguments.quick, "runs": runs})
-    return int(any(abs(one["planned_s"] / one["step_s"] - 1) > 0.15 for one in runs.values()))
+    return int(not arguments.quick and any(abs(one["planned_s"] / one["step_s"] - 1) > 0.15 for one in runs.values()))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ MODELS = ("Llama-2-7B", "Llama-2-13B", "Qwen2.5-32B", "Llama-2-70B")
 NETWORKS = {"a100-80-sxm": 160.0, "h100-sxm": 320.0, "a100-80-pcie": 10.0, "l40s": 10.0}
 """Machines, and what one sends to others, GB/s: 80% of 8 x 200, 8 x 400 and 100 Gbit/s."""
 GPUS = (1, 2, 4, 8, 16, 64, 256, 1024)
-QUICK_MODELS, QUICK_GPUS = MODELS[:1], (1, 4, 8)
+QUICK_MODELS, QUICK_MACHINES, QUICK_GPUS = MODELS[:1], ("a100-80-sxm", "l40s"), (1, 8)
 CODE = (
     "zftune/planner",
     "zftune/machines",
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs = [
         Measurement(f"{name}--{machine}", inputs, of_machine, (name, machine, sizes))
         for name in models
-        for machine in NETWORKS
+        for machine in (QUICK_MACHINES if arguments.quick else NETWORKS)
     ]
     jobs.append(Measurement("wire", inputs, wire.planned, (arguments.quick,)))
     *by_machine, ways = done(results, jobs, again=arguments.again, tell=lambda _count: None)

@@ -38,7 +38,7 @@ def study() -> Any:
 @pytest.fixture(scope="module")
 def world(study: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Runs of twelve steps in fp32, where a synchronous variant is AdamW to rounding."""
-    scale = replace(study.run.QUICK, steps=12, dtype="float32")
+    scale = replace(study.run.QUICK, steps=12, language_steps=6, dtype="float32")
     return study.training.World(scale, tmp_path_factory.mktemp("encoded"))
 
 
