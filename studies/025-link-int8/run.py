@@ -12,22 +12,21 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "003-convergence"), str(HERE.parent)]
 
 import torch  # noqa: E402
+from convergence.data import texts  # noqa: E402
+from convergence.train import Scale, World  # noqa: E402
 from linkint8 import planning  # noqa: E402
 from linkint8.coding import FACTORIAL, FEW, FINE, FLOAT8, Code  # noqa: E402
 from linkint8.numerics import same_gradients  # noqa: E402
 from linkint8.report import tables_of  # noqa: E402
 from linkint8.trainings import SEEDS, WHERE, excesses, trained  # noqa: E402
 from rich.console import Console  # noqa: E402
-from studykit import ROOT, Job, Results, code_digest, done, of_study, parser, provenance, write_json  # noqa: E402
+from studykit import ROOT, Job, Results, code_digest, done, parser, provenance, write_json  # noqa: E402
 
 from zenflow import ZenFlowConfig  # noqa: E402
 from zftune.planner.model import Job as PlannedJob  # noqa: E402
 from zftune.planner.model import ModelFacts  # noqa: E402
 
-texts = of_study("003-convergence", "convergence.data").texts
-training = of_study("003-convergence", "convergence.train")
-
-QUICK = training.Scale(steps=12, batch=2, pretrain_steps=4, sequences=16, on_the_way=8)
+QUICK = Scale(steps=12, batch=2, pretrain_steps=4, sequences=16, on_the_way=8)
 QUICK_CELLS = (("Qwen2.5-1.5B",), ("rtx4090",))
 CACHE = ROOT / "build" / "003-convergence"
 BLOCKS = (Code(block=32), FINE, Code(block=32, power=False), Code(block=64), Code(block=256))
@@ -80,7 +79,7 @@ def moments_of(quick: bool) -> dict[str, Any]:
     """AdamW's moments on the same gradients, by code."""
     torch.set_num_threads(1)
     codes = FEW if quick else (*FACTORIAL, FINE, FLOAT8)
-    world = training.World(QUICK if quick else training.Scale(), texts(), CACHE)
+    world = World(QUICK if quick else Scale(), texts(), CACHE)
     return same_gradients(world, *WHERE[0], codes, 4 if quick else MOMENT_STEPS)
 
 
@@ -146,7 +145,7 @@ def _trainings(folder: Path, arguments: argparse.Namespace) -> list[dict[str, An
         file.unlink(missing_ok=True)
     seeds, most = (SEEDS[:1], 2) if arguments.quick else (SEEDS, arguments.most)
     say: Callable[[str], None] = Console(stderr=True).print
-    world = training.World(QUICK if arguments.quick else training.Scale(), texts(), CACHE)
+    world = World(QUICK if arguments.quick else Scale(), texts(), CACHE)
     return excesses(trained(world, file, seeds, provenance(), most, say), seeds)
 
 

@@ -33,7 +33,7 @@ def study() -> Any:
 
 @pytest.fixture(scope="module")
 def world(study: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return study.run.training.World(study.run.QUICK, study.run.texts(), tmp_path_factory.mktemp("pretrained"))
+    return study.run.World(study.run.QUICK, study.run.texts(), tmp_path_factory.mktemp("pretrained"))
 
 
 def test_codes_of_a_column_by_hand(study: Any) -> None:

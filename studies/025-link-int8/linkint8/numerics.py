@@ -25,7 +25,7 @@ class Coded(Setting):
 
     @property
     def key(self) -> str:
-        return f"{super().key} link={self.code or 'bf16'}"  # type: ignore[misc]
+        return f"{super().key} link={self.code or 'bf16'}"
 
 
 def published(regime: Regime, lr: float, seed: int, code: Code | None) -> Coded:
@@ -85,7 +85,7 @@ def coding(code: Code | None, seed: int) -> Iterator[None]:
         changed[:, bucket.columns] = link.send((tier, bucket.index), bucket.columns, matrix.t()).t()
         return send(tier, bucket, changed)
 
-    DeferredTier.send = coded  # type: ignore[method-assign]
+    DeferredTier.send = coded  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -13,7 +13,7 @@ GAIN = 1.05
 
 def tables_of(figures: Mapping[str, Any]) -> list[Table]:
     """One for each part that is there."""
-    makers = {
+    makers: Mapping[str, Callable[[Any], Table]] = {
         "bytes": _bytes,
         "planned": _planned,
         "proposals": _proposals,
