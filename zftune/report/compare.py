@@ -388,7 +388,7 @@ def _about_loss(loss: Difference, step: Difference, steps: Sequence[int]) -> str
     if loss.standard_error is None:
         return "The losses are not of the same steps, or are too few: whether the change costs loss is not known."
     first, second, error = (figure(value, loss.standard_error) for value in (loss.a, loss.b, loss.standard_error))
-    where = f"in steps {steps[0]} to {steps[-1]} of both"
+    where = f"in steps {steps[0] + 1} to {steps[-1] + 1} of both"  # as a profile's screen counts them: from 1
     if loss.finding == "within noise":
         return f"The loss does not differ beyond noise {where}: {first} and {second}, with a standard error of {error}."
     higher, shorter = loss.b > loss.a, step.finding == "beyond noise" and (step.b or 0.0) < (step.a or 0.0)

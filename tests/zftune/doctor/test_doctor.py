@@ -75,7 +75,9 @@ def test_this_machine(tmp_path: Path) -> None:
     checks = by_name(found)
     assert {"Python", "packages", "native module", "compiler", "CUDA", "Triton", "NVML"} <= set(checks)
     assert {"DeepSpeed", "cores", "NUMA", "memory", "pinned memory", "host memory", "store"} <= set(checks)
-    assert checks["host memory"]["figures"]["gbps"] > 0
+    host = checks["host memory"]
+    assert host["figures"]["gbps"] > 0
+    assert f"{host['figures']['gbps_max']:.1f} in the fastest (a profile's ceiling)" in host["finding"]
     for check in found["checks"]:
         assert check["status"] in ("ok", "note", "broken", "absent")
         assert check["finding"].endswith(".")

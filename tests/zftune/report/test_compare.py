@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import random
 import statistics
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.zftune.report.documents import cpu_profile, gpu_profile, knobs, rig_profile
 from zftune.cli.profile import compare as command
 from zftune.errors import BadInputError
+from zftune.profile.figures import figures
 from zftune.profile.schema import validate
 from zftune.report.compare import Comparison, compare, read_profile
 from zftune.tuner.scores import Sample, gain
@@ -267,7 +270,7 @@ def with_loss(document: dict[str, Any], seed: int, *, worse: float = 0.0, first:
     batches, own = random.Random(0), random.Random(seed)
     rows = document["per_step"]
     for number, row in enumerate(rows):
-        row["step"] = number + 1 + first
+        row["step"] = number + first
         row["loss"] = 3.0 - number / len(rows) + batches.gauss(0.0, 0.3) + own.gauss(0.0, 0.02)
         row["loss"] += worse * number / len(rows)
     return document
@@ -286,6 +289,16 @@ def test_a_shorter_step_with_a_higher_loss_is_not_free() -> None:
     assert found.change == pytest.approx(0.15, abs=0.03)
     assert found.standard_error < 0.03  # the batches' own noise, ten times as large, is in both
     assert "free" not in compare(a, with_loss(jittered(2), 2, worse=-0.2)).verdict[1]
+
+
+def test_steps_have_the_numbers_that_a_profiles_screen_gives_them() -> None:
+    discarded = cpu_profile(40)["steps"]["discarded"]
+    a, b = (with_loss(jittered(seed), seed, first=discarded) for seed in (1, 2))
+    a["loss"] = {"first": 3.0, "last": 2.0, "error": 0.1, "trend": "falling", "count": 40, "not_finite": 0}
+    screen = io.StringIO()
+    Console(file=screen, width=200).print(figures(a, wide=True))
+    assert f"of steps {discarded + 1} to {discarded + 40})" in screen.getvalue()
+    assert f"in steps {discarded + 21} to {discarded + 40} of both" in compare(a, b).verdict[1]
 
 
 def test_losses_that_are_still_falling_apart_are_not_noise() -> None:
