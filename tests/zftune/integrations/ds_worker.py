@@ -34,6 +34,7 @@ from torch import nn
 
 from tests import upstream_ops
 from tests.zftune.integrations import ds_stage2, ds_stage3
+from zftune.agent.systems.deepspeed import describe
 from zftune.integrations.fsdp2 import whole
 
 LR = 1e-3
@@ -207,6 +208,7 @@ def train(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "engine_dtypes": [str(dtype) for dtype in engine.get_data_types()],
         "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
         "optimizer": type(optimizer).__name__,
+        "described": describe(engine),
         "lines": lines.said,
         "has_scheduler": scheduler is not None,
         "warnings": [str(one.message) for one in caught if "lr_scheduler" in str(one.message)],

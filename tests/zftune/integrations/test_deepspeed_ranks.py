@@ -85,6 +85,20 @@ def test_two_ranks_train_as_one(two: list[dict[str, Any]], one: dict[str, Any], 
     assert means == pytest.approx(alone["losses"], rel=2e-2 if name in ROUNDED else 1e-4)
 
 
+def test_a_profile_names_the_users_stage_and_what_trains(two: list[dict[str, Any]], one: dict[str, Any]) -> None:
+    shared = "with whole weights, its state shared out among the ranks"
+    wanted = {
+        "exact": (2, shared),
+        "stage 1": (1, shared),
+        "without rows": (2, "with all of its state on each rank"),
+    }
+    for name, (stage, how) in wanted.items():
+        (told,) = two[0][name]["described"]
+        assert told.startswith("DeepSpeed ")
+        assert told.partition(", ")[2] == f"stage {stage} in the ds_config, trained by zenflow {how}"
+    assert one["exact"]["described"][0].endswith(", stage 2 in the ds_config, trained by zenflow on one rank")
+
+
 def test_the_first_line_says_who_has_the_state(two: list[dict[str, Any]]) -> None:
     shared, stage_1, replicated = (
         next(line for line in two[0][name]["lines"] if "backend zenflow" in line)

@@ -178,6 +178,7 @@ PAIRS = [(name, ranks) for name in CASES for ranks in RANKS if (name, ranks) != 
 @pytest.mark.parametrize(("name", "ranks"), PAIRS)
 def test_ranks_train_as_one(by_ranks: dict[int, list[dict[str, Any]]], name: str, ranks: int) -> None:
     alone, first = by_ranks[1][0][name], by_ranks[ranks][0][name]
+    assert first["described"][0].endswith(", stage 3 in the ds_config, trained by zenflow over FSDP2")
     rounded = name in ROUNDED
     for other in by_ranks[ranks][1:]:
         assert other[name]["norms"] == first["norms"]

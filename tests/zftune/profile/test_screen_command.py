@@ -107,6 +107,14 @@ def test_a_profile_on_plain_cpu_shows_phases_in_place_of_a_stall(document: Docum
     assert "backward 200" in line
 
 
+def test_what_zenflow_trains_exactly_is_not_called_zero_offload(document: Document, of_a_command: Document) -> None:
+    document["knobs"] |= {"topk_ratio": 0, "update_interval": 1, "overlap_step": False, "pipeline": "bucket"}
+    assert "this run: ZeRO-Offload, pipelined" in shown(document)
+    document["command"] = of_a_command["command"]
+    assert "this run: zenflow, exact" in shown(document)
+    assert "this run: ZeRO-Offload" not in shown(document)
+
+
 def test_without_a_loader_the_forward_pass_is_more_than_that(of_a_command: Document) -> None:
     assert "precedes" not in squeezed(of_a_command)
     for phases in (of_a_command["phases_ms"], *(rank["phases_ms"] for rank in of_a_command["ranks"])):

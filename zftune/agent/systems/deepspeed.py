@@ -95,7 +95,18 @@ def settings(of: Any) -> dict[str, Any] | None:
 
 
 def _stage(engine: Any) -> list[str]:
-    return [f"ZeRO stage {int(engine.zero_optimization_stage())}"]
+    """The engine's, or the user's where this package's runtime trains in the place of ZeRO, and how it does."""
+    optimizer = optimizer_of(engine)
+    given = getattr(optimizer, "given_stage", None)
+    if given is None:
+        return [f"ZeRO stage {int(engine.zero_optimization_stage())}"]
+    if int(engine.world_size) == 1:
+        how = "on one rank"
+    elif optimizer.is_partitioned:
+        how = "with whole weights, its state shared out among the ranks"
+    else:
+        how = "over FSDP2" if optimizer.is_sharded else "with all of its state on each rank"
+    return [f"stage {given} in the ds_config, trained by zenflow {how}"]
 
 
 def _offloading(engine: Any) -> list[str]:

@@ -414,6 +414,7 @@ def take_over(engine: Any, made: EngineOptimizer, plan: Plan) -> None:
         made: its optimizer.
         plan: of the call.
     """
+    made.given_stage = plan.stage
     _average_after_backward(engine, made)
     # It was made without these sections, and scripts ask it for the dtype of its inputs.
     if plan.precision.dtype == torch.bfloat16 and hasattr(engine, "_support_torch_style_backward"):

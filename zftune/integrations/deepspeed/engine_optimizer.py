@@ -55,6 +55,8 @@ class EngineOptimizer(ZenFlowOptimizer):
             recipe.client.param_groups[:] = self.param_groups  # the same dictionaries: its scheduler drives both
         self.loss_scaler = scaler
         """DeepSpeed's; None where the loss is not scaled."""
+        self.given_stage: int | None = None
+        """The ZeRO stage of the user's ds_config; the engine itself has none. None: not known."""
         self._overflow = False
         self._norm: torch.Tensor | None = None
         self._folder: Path | None = None
