@@ -62,6 +62,26 @@ def other_times(found: Gain) -> str:
     return f"Steps are {100 * abs(found.share):.1f}% {how} than before: the search begins again."
 
 
+def unsteady(restarts: int, *, waits: bool) -> str:
+    """Times changed again and again.
+
+    Args:
+        restarts: how often the search has begun again since it came to its end last.
+        waits: whether it goes on, or ends.
+    """
+    then = "From here on it waits ever longer before it begins again" if waits else "It ends"
+    return (
+        f"Step times changed {restarts} times before the search came to its end. {then}; the best settings so far "
+        "stay. Look for other programs on this machine, and for clocks or a link that change; where steps differ in "
+        "size, say so with zftune.log_tokens."
+    )
+
+
+def waits(steps: int) -> str:
+    """It does not begin again at once."""
+    return f"Step times keep changing: the search begins again after {steps} steps."
+
+
 def other_tokens(tokens: int, before: int) -> str:
     """The user says that steps are of another size."""
     return f"A step has {tokens} tokens now instead of {before}: the search begins again."

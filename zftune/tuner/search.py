@@ -6,15 +6,12 @@ from what it was told, so that it is rebuilt from the store's rows (see `zftune.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from zftune.store.types import Decision, DecisionKind, PeerTrial, TrialState
 from zftune.tuner import messages
-from zftune.tuner.forecast import MOST_REJECTIONS, Proposer, propose
 from zftune.tuner.scores import (
     LEAST_GAIN,
     LEAST_STEPS,
@@ -42,7 +39,6 @@ from zftune.tuner.states import (
     Remark,
     Request,
     Role,
-    Sampler,
     SearchOptions,
     State,
     Stopped,
@@ -50,12 +46,15 @@ from zftune.tuner.states import (
     UnmeasuredSteps,
     WaitingForBudget,
 )
-from zftune.tuner.trials import TrialTable
+from zftune.tuner.trials import CandidateQueue, TrialTable
 
 __all__ = ["MOST_VOIDS", "Search", "SearchOptions"]
 MOST_VOIDS = 3
 _COMPARISON = 3  # measurements
 _HOLD_STEPS = 200
+_MOST_RESTARTS = 4
+"""For changed times, before a search came to its end: from there on it waits, ever longer, or ends."""
+_LONGEST_HOLD = 32  # times as many steps
 _MOST_TIES = 2
 _PLANNED = ("planner", "preset", "peer")
 _FOR_CHANGES = 0.25
@@ -64,100 +63,6 @@ _OTHER_TIMES = 0.05
 """Of the step time: where the incumbent's differs by so much, what was measured before is no longer true."""
 _MOVEMENT_NOISE = 0.1
 """Of the bound on lateness: by so much more the incumbent may be late before another takes its place."""
-
-
-class CandidateQueue:
-    """Settings that are still to be tried.
-
-    Args:
-        book: what is known.
-        planned: the planner's choices, best first.
-        sampler: Optuna's.
-        seed: of the questions.
-    """
-
-    def __init__(self, book: TrialTable, planned: Sequence[Setting], sampler: Sampler, seed: int) -> None:
-        self.propose: Proposer = propose
-        """Who answers what to look at next, where nothing is planned."""
-        self._book, self._sampler, self._seed = book, sampler, seed
-        start = book.trials[0].setting
-        self._planned = [(setting, "planner") for setting in planned if setting != start]
-        self._plan: Callable[[], Sequence[Setting]] | None = None
-
-    def suggest(self, setting: Setting, source: str) -> None:
-        """Look at a setting before all others that are planned.
-
-        Args:
-            setting: any; the planner judges it before it runs.
-            source: who proposes it.
-        """
-        if setting != self._book.trials[0].setting:
-            self._planned.insert(0, (setting, source))
-
-    def suggest_peers(self, settings: Sequence[Setting]) -> None:
-        """Look first at what other tuners of the study have adopted.
-
-        Args:
-            settings: that, the fastest first; what was said before does not hold any more.
-        """
-        others = [(setting, source) for setting, source in self._planned if source != "peer"]
-        self._planned = [*((setting, "peer") for setting in settings), *others]
-
-    def plan_again(self, plan: Callable[[], Sequence[Setting]]) -> None:
-        """Ask the planner anew, once the next setting is wanted: what it planned before is out of date.
-
-        Args:
-            plan: gives its choices, best first; may take seconds.
-        """
-        self._planned = [(setting, source) for setting, source in self._planned if source != "planner"]
-        self._plan = plan
-
-    def repeat(self, trial: Trial) -> None:
-        """Propose the setting of a trial again that its run did not come to."""
-        self._book.drop(trial)
-        if (trial.setting, trial.source) not in self._planned:
-            self._planned.insert(0, (trial.setting, trial.source))
-
-    def next_trial(self) -> Trial | None:
-        """The next one; None: everything that is allowed was tried."""
-        return self._planned_trial() or self._searched_trial()
-
-    def _take_plan(self) -> None:
-        """The first of the planner's new choices that may run; the incumbent is one that does."""
-        plan, self._plan = self._plan, None
-        for setting in () if plan is None else plan():
-            if setting == self._book.incumbent.setting:
-                return
-            if not self._book.judge(setting).rejected:
-                self._planned.append((setting, "planner"))
-                return
-
-    def _planned_trial(self) -> Trial | None:
-        self._take_plan()
-        while self._planned:
-            setting, source = self._planned[0]
-            known = self._book.find(setting)
-            if known is not None and known.state is TrialState.PLANNED and not self._book.judge(setting).rejected:
-                return known  # it was too dear before
-            self._planned.pop(0)
-            if known is not None or (setting in self._book.peers and source != "peer"):
-                continue
-            judged = self._book.judge(setting)
-            trial = self._book.add(judged, source)
-            if not judged.rejected:
-                return trial
-        return None
-
-    def _searched_trial(self) -> Trial | None:
-        waiting = self._book.waiting()
-        if waiting is not None and not self._book.judge(waiting.setting).rejected:
-            return waiting
-        book = self._book
-        seed = int(np.random.SeedSequence([self._seed, book.tried + len(book.peers)]).generate_state(1)[0])
-        proposal = self.propose(book.space, book.told(), book.judge, sampler=self._sampler, seed=seed)
-        for judged in proposal.rejected[:MOST_REJECTIONS]:
-            book.add(judged, "search")
-        return None if proposal.chosen is None else book.add(proposal.chosen, "search")
 
 
 class Search:
@@ -189,6 +94,8 @@ class Search:
         self.measurements = 0
         """Since times changed last."""
         self.agenda = CandidateQueue(self.book, planned, self.options.sampler, self.options.seed)
+        self._restarts = 0
+        """How often times have changed since the search came to its end last."""
         self._misses = 0
         self._ties: set[int] = set()
         self._tied = False
@@ -361,6 +268,7 @@ class Search:
         if tie is not None:
             self._ties.add(tie.number)
             return self._comparing(tie, "tie")
+        self._restarts = 0
         self.stop(reason)
         return self.state
 
@@ -460,6 +368,7 @@ class Search:
         if request.role in ("a1", "a2") and differs(earlier, sample, seed=self.options.seed):
             trial.pace = pace  # of the times before
             self._changed_times("The best settings so far take another time than before: the search begins again.")
+            self.state = self._after_restart(self.state)
         elif isinstance(self.state, MeasuringBaseline):
             self._opened(trial, sample, self.state)
             self._ask_planner(pace, outcome.pace)
@@ -485,7 +394,7 @@ class Search:
             self._reopen(messages.other_times(found), trial)
             self._changed = True
             trial.samples = [sample]
-            self.state = Choosing()
+            self.state = self._after_restart(Choosing())
         else:
             self.state = Choosing() if state.then is None else replace(state.then, before=(sample,))
 
@@ -598,6 +507,7 @@ class Search:
             changed = self._change.add(sum(outcome.steps_ms[begin : begin + window]) / window) or changed
         if changed:
             self._changed_times("Step times have changed: the search begins again.")
+            self.state = self._after_restart(self.state)
         elif isinstance(self.state, WaitingForBudget):
             self.state = Choosing()
 
@@ -606,6 +516,21 @@ class Search:
         self._changed = True
         self._reopen(reason, self.book.incumbent)
         self.state = MeasuringBaseline()
+
+    def _after_restart(self, state: State) -> State:
+        """Begin again for changed times, unless that came to nothing too often: then wait first, or end."""
+        self._restarts += 1
+        if self._restarts < _MOST_RESTARTS:
+            return state
+        reason = messages.unsteady(self._restarts, waits=self.options.hold)
+        if not self.options.hold:
+            self.stop(reason)
+            return self.state
+        if self._restarts == _MOST_RESTARTS:
+            self.remark(reason)
+        steps = _HOLD_STEPS * min(_LONGEST_HOLD, 2 ** (self._restarts - _MOST_RESTARTS))
+        self._note("hold", messages.waits(steps), None)
+        return WaitingForBudget(steps)
 
     def _reopen(self, reason: str, incumbent: Trial) -> None:
         """Forget what was measured under other circumstances."""

@@ -194,9 +194,17 @@ class LocalWorker(SearchWorker):
         self._search.stop(reason)
 
     def _take(self, outcome: Outcome) -> None:
+        known = len(self._search.notes)
         self._search.tell(outcome)
+        for note in self._search.notes[known:]:
+            if note.kind == "remark":
+                self._warn(note.reason)
         if self._recorder is not None and self._asked is not None:
             self._recorder.after(self._search, self._asked, outcome)
+
+    def _warn(self, sentence: str) -> None:
+        """Say what is not as it should be."""
+        _logger.warning("%s", sentence)
 
     def _put_away(self, outcome: Outcome) -> None:
         self._take(outcome)

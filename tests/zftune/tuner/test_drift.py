@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,10 @@ from zftune.tuner.space import Forecast, Forecaster, Setting, space_for
 from zftune.tuner.states import Choosing, MeasuringBaseline, Outcome, Request, Stopped, Trial
 
 FAST = Setting(topk_ratio=0.2, update_interval=4, apply_lag=4)
+KEY = Key(
+    model_id="m" * 16, hw_id="h" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1, micro_batch=1,
+    sequence=64, checkpointing=False, quality="published",
+)  # fmt: skip
 RATES = Rates(forward_ms=10.0, backward_ms=20.0, d2h_gbps=12.0, h2d_gbps=11.0, host_gbps=90.0, update_gelements_s=3.0)
 
 
@@ -346,6 +350,67 @@ def test_where_nothing_is_enough_everything_is_offloaded_and_it_goes_on() -> Non
     assert world.kinds.count("memory") == 1
 
 
+def restless(world: World, turns: int = 40, begin: Callable[[], StoreRecorder | None] = lambda: None) -> World:
+    """Times change before any search is over."""
+    recorder = begin()
+    for turn in range(turns):
+        request = world.search.next()
+        if request is None:
+            break
+        if recorder is not None:
+            assert recorder.before(world.search, request) is None
+        world.run(1)
+        if recorder is not None:
+            recorder.after(world.search, request, world.driver.outcomes[-1])
+        if turn % 4 == 3:
+            world.factor = 3.0 - world.factor
+    return world
+
+
+def long(**options: Any) -> World:
+    """A search that takes many measurements."""
+    return World(sampler="random", patience=99, most_measurements=99, grant_s=1e9, **options)
+
+
+def test_where_times_keep_changing_it_waits_ever_longer_and_says_why_once() -> None:
+    world = restless(long())
+    (remark,) = (note for note in world.search.notes if note.kind == "remark")
+    begins = "Step times changed 4 times before the search came to its end. From here on it waits ever longer"
+    assert remark.reason.startswith(begins)
+    waits = [note.reason for note in world.search.notes if note.kind == "hold"]
+    assert waits[:2] == [
+        "Step times keep changing: the search begins again after 200 steps.",
+        "Step times keep changing: the search begins again after 400 steps.",
+    ]
+    asked = [(request.role, request.steps) for request in world.driver.requests]
+    assert ("hold", 200) in asked
+    assert ("hold", 400) in asked
+    world.search.options = replace(world.search.options, patience=1)
+    world.settle()  # times stay as they are
+    world.factor *= 2.0
+    world.run(2)
+    assert world.driver.requests[-1].role == "start"  # at once, as before
+    assert world.kinds.count("remark") == 1
+
+
+def test_where_it_may_not_wait_it_ends() -> None:
+    world = restless(long(hold=False, watch=False))
+    assert world.search.next() is None
+    last = world.search.notes[-1].reason
+    assert last.startswith("Step times changed 4 times before the search came to its end. It ends; the best settings")
+
+
+def test_a_search_that_waited_for_steady_times_is_rebuilt_from_its_rows() -> None:
+    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
+        knobs = START.knobs()
+        run = store.begin_run(KEY, Model(model_id=KEY.model_id), Hardware(hw_id=KEY.hw_id), knobs=knobs)
+        world, other = restless(long(), begin=lambda: StoreRecorder(store, run)), long()
+        rows = store.trials(run.run_id)
+        rebuild(other.search, rows, {row.trial_id: store.measurements(row.trial_id) for row in rows})
+    assert [note.reason for note in other.search.notes] == [note.reason for note in world.search.notes]
+    assert other.search.state == world.search.state
+
+
 def test_a_rollback_returns_to_what_ran_and_never_to_what_took_too_much_memory() -> None:
     world = World(limit_bytes=800)
     world.more_bytes = 500
@@ -363,14 +428,10 @@ def test_a_rollback_returns_to_what_ran_and_never_to_what_took_too_much_memory()
 
 
 def test_a_search_that_began_again_is_rebuilt_from_its_rows() -> None:
-    key = Key(
-        model_id="m" * 16, hw_id="h" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1, micro_batch=1,
-        sequence=64, checkpointing=False, quality="published",
-    )  # fmt: skip
     with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
         world = World(limit_bytes=800)
         start = world.search.book.incumbent.setting
-        run = store.begin_run(key, Model(model_id=key.model_id), Hardware(hw_id=key.hw_id), knobs=start.knobs())
+        run = store.begin_run(KEY, Model(model_id=KEY.model_id), Hardware(hw_id=KEY.hw_id), knobs=start.knobs())
         recorder = StoreRecorder(store, run)
         for turn in range(17):
             if turn == 4:

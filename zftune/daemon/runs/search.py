@@ -41,6 +41,9 @@ class PooledWorker(ThreadWorker):
         if recording is not None and len(self._search.book.adoptions) > adopted:
             recording.keep_preset(self._search)  # confirmed: a daemon may be killed before the run ends
 
+    def _warn(self, sentence: str) -> None:
+        self.notices.append(sentence)  # the training says it
+
     def _fail(self, error: SamplerError) -> None:
         super()._fail(error)
         self.notices.append(f"The planner alone proposes settings from here on: {error}.")

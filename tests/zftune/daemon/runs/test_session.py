@@ -23,6 +23,7 @@ from zftune.explain.screen import render
 from zftune.store import open_store
 from zftune.store.types import PresetState, RunState, TrialState
 from zftune.tuner.recording import Recording
+from zftune.tuner.search import Search
 from zftune.tuner.states import OF_INCUMBENT, BarredSetting, Outcome, Remark
 
 
@@ -64,6 +65,19 @@ def test_what_came_of_a_request_counts_once_however_often_it_is_said(world: Worl
     assert world.store.measurements(world.store.trials(agent.last.record or "")[0].trial_id).__len__() == 1
     assert agent.last.taken == 1
     assert agent.last.decision == 2
+
+
+def test_what_a_search_remarks_is_said_by_its_training(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell = Search.tell
+
+    def told(search: Search, outcome: Outcome) -> None:
+        tell(search, outcome)
+        search.remark("Step times keep changing.")
+
+    monkeypatch.setattr(Search, "tell", told)
+    agent = world.agent(same)
+    agent.measure()
+    agent.until(lambda: "Step times keep changing." in agent.last.notices)
 
 
 def test_a_report_whose_answer_was_lost_is_heard_once(world: World) -> None:
