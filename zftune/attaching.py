@@ -185,7 +185,7 @@ def attach(
         daemon = searches == "daemon" and store is None  # who brings a store has no daemon in mind
     _check_counts(tokens=tokens, micro_batch=micro_batch, sequence=sequence, most_measurements=most_measurements)
     wishes = TuneRequest(
-        quality=quality or default_quality(optimizer.config),
+        quality=quality or default_quality(optimizer.asked_config),
         micro_batch=micro_batch or 0,
         sequence=sequence or tokens or 0,
         zero_stage=zero_stage,

@@ -222,6 +222,7 @@ def resumed(current: Training, saved: Saved, groups: Groups) -> Training:
         }
         if changes:
             training.set_knobs(changes, groups)
+        training.brought = training.coming or training.config
     except BaseException:
         training.close()
         raise

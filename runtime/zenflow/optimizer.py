@@ -174,6 +174,11 @@ class ZenFlowOptimizer(Optimizer):
         return self._own.config
 
     @property
+    def asked_config(self) -> ZenFlowConfig:
+        """The knobs that the script asks for: those it was made with, where a saved state brought those in force."""
+        return self._own.asked
+
+    @property
     def rule(self) -> Rule:
         """The update rule."""
         return self._rule

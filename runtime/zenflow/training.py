@@ -69,6 +69,8 @@ class Training:
         """The knobs in force."""
         self.made_with = made_with or config
         """The knobs that the user asked for in the beginning."""
+        self.brought: ZenFlowConfig | None = None
+        """The knobs that a saved state has brought; None: there was none."""
         self.rule = rule
         self.history = History(device)
         self.runtime = make_runtime(device, rule, config, self.history, ranks)
@@ -468,6 +470,12 @@ class Training:
         self.history.stop_recording()
 
     # --- saved and restored ----------------------------------------------------------------------------------------
+
+    @property
+    def asked(self) -> ZenFlowConfig:
+        """The knobs that the user asks for: not those that a saved state has brought, which a search may have set."""
+        known = self.coming or self.config
+        return self.made_with if known == self.brought else known
 
     @property
     def coming(self) -> ZenFlowConfig | None:

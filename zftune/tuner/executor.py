@@ -373,7 +373,7 @@ class Executor:
         if gain > 0:
             why = f", which saves about {100 * gain:.2g}% of the step time"
         else:
-            why = ", for earlier updates or less memory" if what == "adopts" else ""
+            what, why = ("changes to", ", for earlier updates or less memory") if what == "adopts" else (what, "")
         _logger.info("zftune %s: %s%s.", what, changes, why)
 
     def _ask(self, setting: Setting) -> None:

@@ -68,9 +68,12 @@ class WarmupStats:
     """What the warm-up showed."""
 
     config: ZenFlowConfig
+    """In force."""
     steps: tuple[StepStats, ...]
     """The last ones."""
     has_loss: bool
+    asked: ZenFlowConfig | None = None
+    """By the user, where the training goes on from a saved state that had others; None: those in force."""
 
     @property
     def step_ms(self) -> float:
@@ -174,7 +177,7 @@ class Reader:
             wishes=self._wishes,
             run=self._run_facts(company) if self._remembered else None,
             here=self._here() if self._remembered else None,
-            config=seen.config,
+            config=seen.asked or seen.config,
             has_loss=seen.has_loss,
             step_ms=seen.step_ms,
             compute_ms=seen.compute_ms,

@@ -21,6 +21,7 @@ import zftune
 from tests import zygote
 from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.errors import HostEngineError
+from zftune.attaching import default_quality
 from zftune.errors import BadInputError
 from zftune.store import open_store
 from zftune.store.store import Store
@@ -252,6 +253,32 @@ def test_a_setting_that_is_too_late_for_how_far_weights_move_is_begun_earlier(at
     assert loop.knobs.synchronous
     (sentence,) = (one for one in tuner.notices if one.startswith("Begins from"))
     assert "instead of update_interval 4, apply_lag 4, overlap_step on: weights would move" in sentence
+
+
+def test_a_training_that_goes_on_from_saved_settings_goes_on_with_its_search(attach: Attach, store: Store) -> None:
+    """Those of a checkpoint are the search's, not the user's: the quality and the run stay."""
+    first = Loop(lr=3e-3)
+    tuner = attach(first)
+    first.run(
+        tuner,
+        until=lambda: any(store.measurements(one.trial_id) for run in store.runs() for one in store.trials(run.run_id)),
+    )
+    saved = first.optimizer.state_dict()
+    tuner.close()
+    assert default_quality(first.optimizer.config) == "exact"
+
+    second = Loop(lr=3e-3)
+    second.module.load_state_dict(first.module.state_dict())
+    second.optimizer.load_state_dict(saved)
+    assert second.knobs.synchronous
+    assert Setting.of(second.optimizer.asked_config) == Setting.of(BEGIN)
+    tuner = attach(second)
+    second.run(tuner)
+    (run,) = store.runs()
+    assert run.key.quality == "published"
+    tuner.close()
+    second.optimizer.set_knobs(update_interval=3)
+    assert second.optimizer.asked_config.update_interval == 3
 
 
 def test_what_is_refused(attach: Attach) -> None:

@@ -261,10 +261,12 @@ def test_a_rollback_is_not_told_as_an_adoption(make: Make, caplog: pytest.LogCap
     slower = replace(start, topk_ratio=0.2)
     for setting, gain in ((first, 0.1), (second, 0.2), (first, 0.102), (start, 0.0), (slower, -0.01)):
         live._adopt(setting, gain)
-    assert [one for one in caplog.messages if one.startswith(("zftune adopts", "zftune goes back"))] == [
+    assert [
+        one for one in caplog.messages if one.startswith(("zftune adopts", "zftune changes", "zftune goes back"))
+    ] == [
         "zftune adopts: topk_ratio 0.3, which saves about 10% of the step time.",
         "zftune adopts: topk_ratio 0.4, which saves about 20% of the step time.",
         "zftune goes back to: topk_ratio 0.3, which saves about 10% of the step time.",
         f"zftune goes back to the settings that it began with: topk_ratio {start.topk_ratio:g}.",
-        "zftune adopts: topk_ratio 0.2, for earlier updates or less memory.",
+        "zftune changes to: topk_ratio 0.2, for earlier updates or less memory.",
     ]
