@@ -124,6 +124,8 @@ class DaemonSession:
         self._last_session: str | None = None
         self._record: str | None = None
         self._lease_s = SLOW_S * _REPORTS_A_LEASE
+        self._may_be_followed = False
+        """Whether Hello was said and nobody has answered: the daemon may have heard it all the same."""
         self._failures, self._patience_s = 0, patience_s
         self._failing_since_s = 0.0
         self._waits_since_s: float | None = None
@@ -194,7 +196,7 @@ class DaemonSession:
         except (DaemonError, WireError) as error:
             answers = self._forget(error)
             _logger.debug("The daemon was not told the last steps: %s.", error)
-        if self._session is None and self._record is not None:
+        if self._session is None and (self._record is not None or self._may_be_followed):
             self._hello(timeout_s=within_s)  # to a daemon that was started again: else the run would count as crashed
             self._report(timeout_s=within_s)
         return answers
@@ -301,7 +303,13 @@ class DaemonSession:
             store_named=bool(os.environ.get(DATABASE)),
             again=again,
         )
-        welcome = decode(Welcome, self._post("/v1/runs", hello, timeout_s=timeout_s), "welcome")
+        try:
+            answer = self._post("/v1/runs", hello, timeout_s=timeout_s)
+        except DaemonError as error:
+            self._may_be_followed |= error.status is None
+            raise
+        self._may_be_followed = False
+        welcome = decode(Welcome, answer, "welcome")
         if welcome.session != self._last_session:
             self._worker.begin_session("the daemon was started again")
         self._session = self._last_session = welcome.session

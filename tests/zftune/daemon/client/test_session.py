@@ -148,6 +148,20 @@ def test_what_was_taken_for_dead_since_its_last_report_comes_back_to_say_goodbye
     assert daemon.asked[-5:] == ["report", "goodbye", "runs", "report", "goodbye"]
 
 
+def test_who_ends_before_its_hello_was_answered_says_goodbye_all_the_same(
+    daemon_session: DaemonSession, daemon: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon may follow it: else it would show a run that was lost some time after its training's end."""
+    monkeypatch.setattr(couriers, "_FIRST_BACKOFF_S", SOON_S)
+    said = threading.Event()
+    daemon.answers["runs"] = [DaemonError("has not answered in time"), WELCOME]
+    daemon.on_hello = said.set
+    daemon_session.start()
+    assert said.wait(SOON_S)
+    assert last_words(daemon_session) is not None
+    assert daemon.asked == ["runs", "runs", "report", "goodbye"]
+
+
 def test_a_report_that_was_not_heard_comes_again(met: DaemonSession, daemon: Scripted, worker: RemoteWorker) -> None:
     worker.hear_loss(1, 0.5)
     daemon.answers["report"] = [DaemonError("has not answered in time"), daemon.answers["report"][0]]
