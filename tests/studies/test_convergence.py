@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tiers import by_day, everything
 from zftune import quality
 
 STUDY = Path(__file__).parents[2] / "studies" / "003-convergence"
@@ -271,12 +272,16 @@ def test_a_short_study_resumes_and_reports(
         study.run, "QUICK", study.train.Scale(steps=8, batch=2, pretrain_steps=2, sequences=8, on_the_way=4)
     )
     monkeypatch.setattr(study.run, "CACHE", tmp_path / "pretrained")
+    if not everything():  # three runs instead of 21, and no pictures
+        of_one_seed = list(study.setting.four_of("fine-tuning", 1e-3, (0,)))[:2]
+        monkeypatch.setattr(study.run, "quick", lambda _: [*of_one_seed, late(study).probe()])
+        monkeypatch.setattr(study.run, "draw", lambda *_: "")
     arguments = ["--quick", "--results", str(tmp_path / "r"), "--json", str(tmp_path / "all.json")]
     assert study.run.main(arguments) == 0
     runs = tmp_path / "r" / "runs.jsonl"
     lines = runs.read_text().splitlines()
     document = json.loads((tmp_path / "all.json").read_text())
-    assert len(document["runs"]) == sum('"key"' in line for line in lines) > 10
+    assert len(document["runs"]) == sum('"key"' in line for line in lines) == by_day(3, all_of=21)
     runs.write_text("\n".join(lines[:-3]) + "\n" + lines[-3][:50])  # killed while it wrote the third last
     assert study.run.main(arguments) == 0
     assert json.loads((tmp_path / "all.json").read_text())["runs"].keys() == document["runs"].keys()
@@ -284,5 +289,5 @@ def test_a_short_study_resumes_and_reports(
     assert again[: len(lines) - 3] == lines[:-3]
     assert sum('"key"' in line for line in again) == len(document["runs"]) + 1  # the torn one is a line too
     assert "## What tells that replay" in capsys.readouterr().out
-    for picture in ("intervals", "rates", "telling"):
+    for picture in by_day((), all_of=("intervals", "rates", "telling")):
         assert (tmp_path / "r" / f"{picture}.svg").read_text().rstrip().endswith("</svg>")
