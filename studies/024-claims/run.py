@@ -10,13 +10,13 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from claims import both, rigs, selection, shapes, tables, traffic, twinflow, upstream  # noqa: E402
+from claims import both, rigs, selection, shapes, tables, traffic, tuned, twinflow, upstream  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 from studykit import Job, Results, done, parser, write_json  # noqa: E402
 
 RANKS = (2, 4, 8)
-QUICK_RIG = "llama2-7b-4xa100"
+QUICK_RIG, QUICK_TUNED = "llama2-7b-4xa100", "slow-core"
 
 
 def jobs_of(part: str, *, quick: bool) -> Iterator[Job]:
@@ -31,6 +31,9 @@ def jobs_of(part: str, *, quick: bool) -> Iterator[Job]:
         yield traffic.job()
     elif part == "selection":
         yield from (selection.job(ranks) for ranks in (RANKS[:1] if quick else RANKS))
+    elif part == "tuned":
+        yield from (tuned.job(rig) for rig in ([QUICK_TUNED] if quick else rigs.names()))
+        yield from () if quick else map(tuned.cpu_job, range(tuned.REPEATS))
     elif part == "twin-flow":
         yield from (twinflow.rig_job(rig) for rig in twinflow.RIGS[: 1 if quick else None])
         yield from () if quick else map(twinflow.shape_job, twinflow.PUBLISHED)
@@ -38,7 +41,7 @@ def jobs_of(part: str, *, quick: bool) -> Iterator[Job]:
         yield from (both.job(rig) for rig in ([QUICK_RIG] if quick else both.rigs()))
 
 
-PARTS = ("rigs", "shapes", "traffic", "selection", "twin-flow", "both")
+PARTS = ("rigs", "shapes", "traffic", "selection", "tuned", "twin-flow", "both")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -55,7 +55,8 @@ def test_readme_says_what_the_records_say(page: Any, found: dict[str, Any]) -> N
 CHANGED = {
     "024-claims": {
         "rig": "step_ms", "shape": "elements_a_column", "traffic": "over_model_bytes", "upstream": "over_model_bytes",
-        "selection": "cheaper", "twin-flow": "planned_ms", "both": "step_ms",
+        "selection": "cheaper", "tuned--": "tuned_ms", "tuned-on-cpu": "ratio",
+        "twin-flow": "planned_ms", "both": "step_ms",
     },
     "004-tuner-regret": {"": "over_start"},
     "005-upstream-side-by-side": {"58M": "steps_ms"},

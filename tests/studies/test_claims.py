@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,8 @@ import torch
 from tests.tiers import by_day
 from zenflow.rig import Rig
 from zftune.planner.model import ModelFacts
+from zftune.planner.rates import Rates
+from zftune.tuner.space import Setting
 
 STUDY = Path(__file__).parents[2] / "studies" / "024-claims"
 # On which an element costs 1 ms on either link, and a byte 1 ms on the host.
@@ -28,7 +33,7 @@ def claims() -> Iterator[Any]:
     """Its parts; they are not importable from anywhere else."""
     before = list(sys.path)
     sys.path[:0] = [str(STUDY), str(STUDY.parent)]
-    for part in ("both", "page", "rigs", "selection", "shapes", "tables", "traffic", "twinflow", "upstream"):
+    for part in ("both", "page", "rigs", "selection", "shapes", "tables", "traffic", "tuned", "twinflow", "upstream"):
         importlib.import_module(f"claims.{part}")
     yield importlib.import_module("claims")
     sys.path[:] = before
@@ -58,13 +63,15 @@ def test_upstreams_step_is_of_the_bytes_that_were_counted(claims: Any) -> None:
     assert (zero["down"], zero["up"]) == (upstream.ZERO_DOWN, upstream.ZERO_UP)
     assert (zen["down"], zen["up"]) == (upstream.ZEN_DOWN, upstream.ZEN_UP)
     # 10 elements: down 2 ms a 4 bytes each, up 1 ms, host 28; ZenFlow casts 6 bytes in one of four steps.
-    found = upstream.steps_ms(RIG, 10)
+    found = upstream.steps_ms(Rates.of_rig(RIG), 10)
     assert found["ZeRO-Offload"] == pytest.approx(50 + 20 + 10 + 280)
     shown = 50 + 10 * (upstream.ZEN_DOWN + upstream.ZEN_UP) / 2 + 15
     assert found["ZenFlow"] == pytest.approx(shown)
     # A host that is too slow to hide 36 bytes in four steps is what a step takes.
     slow = replace(RIG, host_gbps=0.5e-6)
-    assert upstream.steps_ms(slow, 10)["ZenFlow"] == pytest.approx(max(shown + 15, 180))
+    assert upstream.steps_ms(Rates.of_rig(slow), 10)["ZenFlow"] == pytest.approx(max(shown + 15, 180))
+    # Of two ranks each has half of it, and waits for the other.
+    assert upstream.steps_ms(Rates.of_rig(RIG), 5, 7.0)["ZeRO-Offload"] == pytest.approx(50 + 7 + 155)
 
 
 def test_deepspeed_keeps_whole_sub_groups(claims: Any) -> None:
@@ -123,6 +130,49 @@ def test_five_times_is_asked_of_every_number_of_tokens(claims: Any) -> None:
 
     cells = {"128": cell(100.0), "512": cell(101.0), "2048": cell(90.0)}
     assert claims.tables.reaching(cells, "published") == [128, 2048]
+
+
+def test_what_a_search_found_and_cost(claims: Any) -> None:
+    knobs = {**Setting().knobs(), "topk_ratio": 0.3, "update_interval": 6, "apply_lag": 6, "select_interval": 1_000_000}
+    document = {
+        "decisions": [{"kind": "adopt", "at_s": 5.0}, {"kind": "adopt", "at_s": 9.5}, {"kind": "keep", "at_s": 11.0}],
+        "best": {"knobs": knobs, "staleness_steps": 6.0},
+        "start": {"staleness_steps": 4.0},
+        "cost": {"elapsed_s": 12.0, "steps": 200, "spent_s": 2.5},
+        "measurements": 7,
+        "stopped": "enough",
+    }
+    found = claims.tuned.outcome(document)
+    assert (found["adopted"], found["reached_s"], found["ended_s"], found["spent_s"]) == (2, 9.5, 12.0, 2.5)
+    assert found["chosen"] == "topk_ratio 0.3, update_interval 6, apply_lag 6"
+    chosen = claims.tuned.chosen_in(document)
+    assert (chosen.topk_ratio, chosen.update_interval, chosen.lag) == (0.3, 6, 6)
+    document["decisions"] = [{"kind": "keep", "at_s": 11.0}]
+    assert claims.tuned.outcome(document)["reached_s"] == 0
+
+
+def test_turns_are_of_whole_windows_and_compared_in_pairs(claims: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, taken = [0.0], Counter[str]()
+
+    class Training:
+        def __init__(self, name: str, window: int, seconds: float) -> None:
+            self.name, self.seconds = name, seconds
+            self.optimizer = SimpleNamespace(config=SimpleNamespace(longest_window=window))
+
+        def step(self) -> None:
+            now[0] += self.seconds
+            taken[self.name] += 1
+
+    monkeypatch.setattr(claims.tuned.time, "perf_counter", lambda: now[0])
+    trainings = {"published": Training("published", 4, 0.010), "tuned": Training("tuned", 6, 0.008)}
+    pairs = claims.tuned.in_turns(trainings, random.Random(0))
+    assert taken == {"published": 12 * claims.tuned.PAIRS, "tuned": 18 * claims.tuned.PAIRS}
+    assert claims.tuned.compared(pairs)["ratio"] == pytest.approx(0.8)
+    # A load that lies on one turn of many is no difference; one that is as often on either is in the interval.
+    uneven = [{"published": 10.0, "tuned": 10.0 * (1 + (place - 50) / 100)} for place in range(101)]
+    found = claims.tuned.compared(uneven)
+    assert (found["ratio"], found["published_ms"]) == (pytest.approx(1.0), 10.0)
+    assert found["ratio_error"] == pytest.approx(0.10)
 
 
 QUICK: dict[str, Callable[[Any], Any]] = {

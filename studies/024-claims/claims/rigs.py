@@ -98,7 +98,7 @@ def figures(rig: str) -> dict[str, Any]:
             "planned_ms": simulate(rates, split, config).step_ms,
             "bound_by": floor(rates, split, config).bound_by,
         }
-    return {"systems": found, "upstream": upstream.steps_ms(rig_of(rig), elements())}
+    return {"systems": found, "upstream": upstream.steps_ms(rates, elements())}
 
 
 def measured(rig: str, config: ZenFlowConfig) -> dict[str, float]:

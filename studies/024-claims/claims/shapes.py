@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from studykit import Job as Measurement
 from studykit import code_digest
 
-from claims import selection
+from claims import selection, upstream
 from zenflow import ZenFlowConfig
 from zftune.planner.choosing import fits
 from zftune.planner.closed_form import predict
@@ -41,6 +42,7 @@ CODE = (
     "zftune/machines",
     "studies/024-claims/claims/shapes.py",
     "studies/024-claims/claims/selection.py",
+    "studies/024-claims/claims/upstream.py",
     *(f"runtime/zenflow/{part}.py" for part in ("config", "layout", "schedule", "host/places")),
 )
 
@@ -79,8 +81,10 @@ def cell(model: ModelFacts, machine: Machine, gpus: int, tokens: int) -> dict[st
         return None
     found = {name: predict(model, machine, job, config) for name, config in SYSTEMS.items()}
     rates, split = Rates.of(model, machine, job), totals_of(model, SYSTEMS["published"])
+    columns = sum(math.prod(shape) for shape in model.weights if len(shape) > 1)
     return {
         "systems": {name: told(one, machine) for name, one in found.items()},
+        "upstream": upstream.steps_ms(rates, columns / gpus, found["no offload"].stall_ms),
         "selecting": {
             "energies_ms": rates.add_up_ms(split.words),
             "reading_ms": rates.device_ms(model.element_bytes * split.scored) / rates.ranks,

@@ -31,7 +31,7 @@ def less_stall(found: Mapping[str, Any], system: str = "published") -> float:
 
 
 def upstreams(found: Mapping[str, Any]) -> tuple[float, float]:
-    """The same two of DeepSpeed's own ZenFlow, by its schedule: beside its own ZeRO-Offload."""
+    """The same two of DeepSpeed's own ZenFlow, by its schedule: beside its own ZeRO-Offload; of a rig or a cell."""
     theirs, compute = found["upstream"], found["systems"]["no offload"]["step_ms"]
     zero, zen = theirs["ZeRO-Offload"], theirs["ZenFlow"]
     return zero / zen, 1 - (zen - compute) / (zero - compute)
@@ -88,6 +88,8 @@ SHAPE_HEADS = (
     "most times, tokens",
     "five times at S = 4",
     "at S = 16",
+    "DeepSpeed's ZenFlow, ms",
+    "times its ZeRO-Offload",
 )
 
 
@@ -127,6 +129,8 @@ def shape_rows(figures: Figures) -> Iterator[Row]:
             f"{less_stall(systems):.0%}",
             f"{times(by_tokens[most]['systems']):.1f} at {most}",
             *five,
+            f"{by_tokens[USUAL]['upstream']['ZenFlow']:,.0f}",
+            f"{upstreams(by_tokens[USUAL])[0]:.1f}",
         )
 
 
@@ -179,6 +183,41 @@ def share_rows(figures: Figures) -> Iterator[Row]:
             taken = by_tokens[USUAL]["selecting"]
             shown = f"{taken['energies_ms']:.3f}", f"{taken['reading_ms']:.2f}"
             yield model, machine, str(gpus), *shown, f"{selecting_share(by_tokens['2048']):.2%}"
+
+
+TUNED_HEADS = (
+    "on",
+    "published setting, ms",
+    "tuned",
+    "shorter",
+    "tuned to",
+    "late, steps (by hand)",
+    "found after, s",
+    "ended after, s",
+    "steps",
+    "measurements",
+    "exploring cost, s",
+)
+
+
+def tuned_rows(figures: Figures) -> Iterator[Row]:
+    """Every rig, then this CPU."""
+    on_cpu = {f"this CPU, {name}": one for name, one in of(figures, "tuned-on-cpu--").items()}
+    for name, one in {**of(figures, "tuned--"), **on_cpu}.items():
+        shorter = 1 - one.get("ratio", one["tuned_ms"] / one["published_ms"])
+        yield (
+            name,
+            f"{one['published_ms']:,.1f}",
+            f"{one['tuned_ms']:,.1f}",
+            f"{shorter:.1%}" + (f" ± {one['ratio_error']:.1%}" if "ratio_error" in one else ""),
+            one["chosen"],
+            f"{one['late_steps']:.1f} ({one['late_steps_by_hand']:.1f})",
+            f"{one['reached_s']:,.1f}" if one["adopted"] else "never",
+            f"{one['ended_s']:,.1f}",
+            f"{one['steps']:,}",
+            str(one["measurements"]),
+            f"{one['spent_s']:,.1f}",
+        )
 
 
 TWIN_RIG_HEADS = ("rig", "ratio", "step, ms", "planned", "in turn", "state on the device")
@@ -237,6 +276,7 @@ _TABLES: Sequence[tuple[str, Row, Callable[[Figures], Iterator[Row]]]] = (
     ("Bytes on the link, counted", TRAFFIC_HEADS, traffic_rows),
     ("Selection beside gathering gradients", SELECTION_HEADS, selection_rows),
     ("Selection's share of a step, planned", SHARE_HEADS, share_rows),
+    ("`zftune tune` beside the published setting", TUNED_HEADS, tuned_rows),
     ("Twin-Flow on rigs, nothing late", TWIN_RIG_HEADS, twin_rig_rows),
     ("Twin-Flow, planned", TWIN_HEADS, twin_rows),
     ("Both under a limit of device memory", BOTH_HEADS, both_rows),

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, cast
 
 import torch
 from studykit import Job, code_digest, of_study
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zenflow import Rig
+from zftune.planner.rates import Rates
 
 WINDOW: Final = 4
 _KNOBS = {
@@ -55,7 +56,7 @@ class LinkBytes(TorchDispatchMode):
     """
 
     def __init__(self, on_host: Callable[[], Iterable[Tensor]]) -> None:
-        super().__init__()
+        cast("Any", super()).__init__()  # torch's is not typed
         self._on_host = on_host
         self.down_bytes = 0
         self.up_bytes = 0
@@ -102,7 +103,7 @@ def figures() -> dict[str, Any]:
                 gradients = [torch.ones(_ROWS, _COLUMNS, dtype=torch.bfloat16) for _ in weights]
                 for _ in range(2 * WINDOW):  # the warm-up, and a window in which buffers are made
                     run.step(gradients)
-                link = stack.enter_context(LinkBytes(lambda run=run: host_tensors(run.optimizer)))
+                link = stack.enter_context(LinkBytes(partial(host_tensors, run.optimizer)))
                 for _ in range(_WINDOWS * WINDOW):
                     run.step(gradients)
             each = elements * _WINDOWS * WINDOW
@@ -111,19 +112,20 @@ def figures() -> dict[str, Any]:
     return found
 
 
-def steps_ms(rig: Rig, elements: int) -> dict[str, float]:
-    """Of upstream's systems at a rig's rates: nothing overlaps but ZenFlow's update, if its window is long enough.
+def steps_ms(rates: Rates, elements: float, waiting_ms: float = 0.0) -> dict[str, float]:
+    """Of upstream's systems at a rank's rates: nothing overlaps but ZenFlow's update, if its window is long enough.
 
     Args:
-        rig: its rates and compute.
-        elements: of the model.
+        rates: of one rank.
+        elements: of the model that are the rank's own.
+        waiting_ms: what the rank waits for others, whatever is offloaded.
     """
-    compute = rig.forward_ms + rig.backward_ms
-    host = elements / rig.host_gbps / 1e6
-    zero = compute + _link_ms(rig, elements, ZERO_DOWN, ZERO_UP) + _UPDATE * host
-    shown = compute + _link_ms(rig, elements, ZEN_DOWN, ZEN_UP) + _CAST * host / WINDOW
+    compute = rates.compute_ms + waiting_ms
+    host = elements / rates.host_gbps / 1e6
+    zero = compute + _link_ms(rates, elements, ZERO_DOWN, ZERO_UP) + _UPDATE * host
+    shown = compute + _link_ms(rates, elements, ZEN_DOWN, ZEN_UP) + _CAST * host / WINDOW
     return {"ZeRO-Offload": zero, "ZenFlow": max(shown, _ZEN_UPDATE * host / WINDOW)}
 
 
-def _link_ms(rig: Rig, elements: int, down: float, up: float) -> float:
-    return (down / rig.link_d2h_gbps + up / rig.link_h2d_gbps) * elements / 1e6
+def _link_ms(rates: Rates, elements: float, down: float, up: float) -> float:
+    return (down / rates.d2h_gbps + up / rates.h2d_gbps) * elements / 1e6
