@@ -95,7 +95,7 @@ def test_three_tuners_try_each_setting_once_and_share_what_they_adopt(store: Sto
     assert max(times) <= 1.03 * min(times)  # the last to hear of the best may find it no faster than its own
 
 
-def test_without_a_study_each_is_alone(store: Store) -> None:
+def test_without_a_study_each_is_alone(every_fault: None, store: Store) -> None:
     tuners = [Tuner(store, number, study="") for number in range(2)]
     run(tuners)
     assert max(Counter(setting for one in tuners for setting in one.explored()).values()) == 2
