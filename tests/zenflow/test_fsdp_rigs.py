@@ -60,8 +60,8 @@ def collective_ms(size: int) -> float:
 
 
 def energies_ms(weights: int) -> float:
-    """The all-reduce of `step()`: what is to be skipped and what failed, one and the energies of each weight, fp32."""
-    nbytes = 4 * (2 + weights + WIDTH * weights)
+    """The all-reduce of `step()` in fp32: four words, and of each weight one more and its energies."""
+    nbytes = 4 * (4 + weights + WIDTH * weights)
     return LATENCY_US / 1e3 + 2 * nbytes * (RANKS - 1) / RANKS / (COMM_GBPS * 1e6)
 
 

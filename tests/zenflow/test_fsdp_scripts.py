@@ -48,7 +48,7 @@ def test_gradients_leave_in_backward_and_only_the_first_step_allocates(ranks: Re
 
 
 def test_a_step_adds_one_collective_of_four_bytes_a_column(ranks: Results) -> None:
-    columns, others, weights, flags = 16 + 2100, 1, 3, 2  # a bias, and a word for each weight
+    columns, others, weights, flags = 16 + 2100, 1, 3, 4  # a bias, and a word for each weight
     for result in ranks:
         found = result["collectives"]
         assert found["calls"] == [[4 * (columns + others + weights + flags)]] * 3

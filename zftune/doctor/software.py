@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -259,7 +259,7 @@ def deepspeed_checks() -> Iterator[Check]:
         )
         return
     yield _version(version)
-    yield from defects(version)
+    yield from map(_of_its_own_zenflow, defects(version))
     yield _builds()
     yield from left_locks(os.environ)
 
@@ -276,25 +276,31 @@ def _version(version: str) -> Check:
 
 
 def defects(version: str) -> Iterator[Check]:
-    """What is known to be wrong in a version of DeepSpeed."""
-    release = numbers(version)
+    """What is known to be wrong with a version of DeepSpeed where its own ZenFlow trains."""
     if scrambles(version):
         yield Check(
             name="ZenFlow weights",
-            status="note",
+            status="broken",
             finding=(
-                f"DeepSpeed {version}'s own ZenFlow scrambles every 2-D weight at ZeRO stages 1 and 2. `zftune run`"
-                " trains with zenflow in its place, which leaves them as they are: there is nothing to do for it."
+                f"DeepSpeed {version}'s own ZenFlow scrambles every 2-D weight at ZeRO stages 1 and 2: a pretrained"
+                " model starts as noise."
             ),
-            fix=f"Only to train with DeepSpeed's own ZenFlow: pip install deepspeed=={GOOD}",
+            fix=f"pip install deepspeed=={GOOD}",
         )
-    if release <= _LAST_KNOWN:
+    if numbers(version) <= _LAST_KNOWN:
         yield Check(
             name="ZenFlow 'auto'",
             status="note",
             finding='"update_interval": "auto", the default of DeepSpeed\'s own ZenFlow, turns weights into NaN there.',
-            fix='Only to train with that: set a number in the "zenflow" section, such as "update_interval": 4.',
+            fix='Set a number in the "zenflow" section, such as "update_interval": 4.',
         )
+
+
+def _of_its_own_zenflow(found: Check) -> Check:
+    """A defect as what it is to most, who train with zenflow in its place."""
+    finding = f"{found.finding} zenflow, with which `zftune run` trains in its place, does not."
+    fix = f"Only to train with DeepSpeed's own ZenFlow: {found.fix}"
+    return replace(found, status="note", finding=finding, fix=fix)
 
 
 def _builds() -> Check:

@@ -105,7 +105,7 @@ class _Buckets:
 def _buckets(model: ModelFacts, topk_ratio: float, offload_ratio: float, bucket_bytes: int) -> _Buckets:
     plan = _model_plan(model, topk_ratio, offload_ratio, bucket_bytes)
     resident = selected = selecting = scored = kept = matrices = 0
-    words = 2
+    words = 4  # whether to skip, ranks that failed, and how far a step moved their weights
     reduced = [0] * (model.layers + 1)
     buckets: list[Piece] = []
     for number, (shape, weight, stage) in enumerate(zip(model.weights, plan.weights, model.stages, strict=True)):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.privileges import with_no_right_over_modes
+from zftune.doctor import software
 from zftune.doctor.check import Check, Status
 from zftune.doctor.gpu import cuda_check, findings, triton_check
 from zftune.doctor.host import cores_check, link_check, numa_check, pinned_check, throttled
@@ -78,8 +79,8 @@ def test_extras_that_are_missing_come_with_the_command(monkeypatch: pytest.Monke
     ("version", "expected"),
     [
         ("0.19.6", {"ZenFlow 'auto'": "note"}),
-        ("0.19.7", {"ZenFlow weights": "note", "ZenFlow 'auto'": "note"}),
-        ("0.19.8+cu128", {"ZenFlow weights": "note", "ZenFlow 'auto'": "note"}),
+        ("0.19.7", {"ZenFlow weights": "broken", "ZenFlow 'auto'": "note"}),
+        ("0.19.8+cu128", {"ZenFlow weights": "broken", "ZenFlow 'auto'": "note"}),
         ("0.19.9", {}),
         ("1.0.0", {}),
     ],
@@ -87,7 +88,15 @@ def test_extras_that_are_missing_come_with_the_command(monkeypatch: pytest.Monke
 def test_defects_of_deepspeed(version: str, expected: dict[str, Status]) -> None:
     found = list(defects(version))
     assert told(found) == expected
-    assert all(check.fix is not None and not check.is_fault for check in found)
+    assert all(check.fix is not None for check in found)
+
+
+def test_what_is_wrong_with_its_own_zenflow_alarms_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "installed", lambda name: "0.19.8")
+    found = {check.name: check for check in software.deepspeed_checks()}
+    weights = found["ZenFlow weights"]
+    assert weights.status == "note"
+    assert weights.fix == "Only to train with DeepSpeed's own ZenFlow: pip install deepspeed==0.19.6"
 
 
 @pytest.mark.parametrize(

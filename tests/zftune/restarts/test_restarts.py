@@ -156,7 +156,7 @@ def test_a_run_that_does_not_come_to_its_knobs_says_nothing_about_them(tune: Tun
     [
         ({"sectioned": False}, {}, BadInputError, r"'exact' \(the default.*no setting at ZeRO stage 2"),
         ({"zenflow": {"update_interval": "auto"}}, {}, BadInputError, "turns all weights into NaN"),
-        ({"version": "0.19.8"}, {}, ProfileError, r"0\.19\.8 scrambles every 2-D weight.*pip install"),
+        ({"version": "0.19.8"}, {}, ProfileError, r"0\.19\.8's own ZenFlow scrambles every 2-D weight.*pip install"),
         ({"loss": False}, {}, BadInputError, "passes no loss to engine.backward"),
         ({"plain": True}, {}, BadInputError, "trains without an optimizer that DeepSpeed offloads"),
         ({"steps": 9, "sleep_s": 0.1}, {}, BadInputError, TOO_SHORT.format(9, 28) + "$"),

@@ -379,6 +379,7 @@ def test_what_the_daemon_hears_while_nobody_answers_is_bounded(transport: Direct
     transport.away.set()
     worker = training.tuner._driver._worker  # type: ignore[union-attr]
     figures = worker.report(PROTOCOL, "a" * 32).steps
+    worker.heard()
     assert len(figures) <= 1024
     (stats,) = training.optimizer.history()[-1:]
     for _ in range(3000):
