@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from zftune import words
+from zftune.text import number
 
 if TYPE_CHECKING:
     from zenflow import StepStats
@@ -23,11 +24,14 @@ _FAR_BELOW = 0.25
 _LATE = ("topk_ratio", "update_interval", "apply_lag")
 _PUBLISHED_COVERAGE, _PUBLISHED_TOPK = 0.889, 0.01
 EXPECTED_LOSS_PERCENT: Mapping[str, float] = {"exact": 0.0, "published": 0.3, "loose": 1.2}
-"""What late updates may add to the loss by a quality, where it is known how far the weights move in a step."""
+"""What late updates may add to the loss of a long run, by quality, where it is known how far weights move in a step."""
 MOST_LATE_STEPS = 8.0
 """Of a mean staleness: no study has looked at later updates, however little the weights move."""
 _LOSS_OF_A_PERCENT = 10.2
 """Percent of the loss at most for late updates by 1% of the weights; it grows with the square (study 003)."""
+_LOSS_OF_A_PERCENT_OF_THE_RUN = 1.3
+"""Percent of the loss at most for updates that are late by 1% of the run's steps; it comes on top (study 023)."""
+_SHORT_RUN_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +135,27 @@ def late_percent(movement: float, topk_ratio: float, staleness_steps: float) -> 
     return movement * (1 - topk_ratio) * staleness_steps
 
 
-def expected_loss_percent(late: float) -> float:
-    """Most that late updates are expected to add to the loss, in percent of it; an upper bound of what study 003 saw.
+def expected_loss_percent(late: float, late_steps: float = 0.0, run_steps: float = math.inf) -> float:
+    """Most that late updates are expected to add to the loss, in percent of it: the bounds of studies 003 and 023.
 
     Args:
         late: as of `late_percent`.
+        late_steps: (1 - k) times the mean staleness.
+        run_steps: of the whole training; infinite: so many that the delay itself costs nothing.
     """
-    return _LOSS_OF_A_PERCENT * late**2
+    return _LOSS_OF_A_PERCENT * late**2 + _LOSS_OF_A_PERCENT_OF_THE_RUN * 100 * late_steps / run_steps
+
+
+def loss_bound(long_run_percent: float, late_steps: float) -> str:
+    """What late updates may cost, in words.
+
+    Args:
+        long_run_percent: of the loss, in a long run.
+        late_steps: as of `expected_loss_percent`.
+    """
+    short = long_run_percent + expected_loss_percent(0.0, late_steps, _SHORT_RUN_STEPS)
+    long, steps = number(long_run_percent), _SHORT_RUN_STEPS
+    return f"at most {long}% of loss in a long run, {number(short)}% in one of {steps} steps"
 
 
 def selected_share(topk_ratio: float) -> float:

@@ -16,10 +16,11 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
+from accuracy import lateness  # noqa: E402
 from accuracy.language import Continuation, LanguageScale  # noqa: E402
 from accuracy.report import Runs, markdown  # noqa: E402
 from accuracy.tasks import TASKS, bag_of_words  # noqa: E402
-from accuracy.training import LANGUAGE, VARIANTS, Scale, Variant, World, describe, train  # noqa: E402
+from accuracy.training import LANGUAGE, SHORTER, VARIANTS, Scale, Variant, World, describe, train  # noqa: E402
 from accuracy.upstream import run_apart  # noqa: E402
 from rich.console import Console  # noqa: E402
 from studykit import ROOT, Results, code_digest, parser, write_json  # noqa: E402
@@ -39,6 +40,7 @@ QUICK = Scale(
     ),
 )
 
+EVERY = (*VARIANTS, *SHORTER)
 Say = Callable[[str], None]
 
 
@@ -102,7 +104,15 @@ def runs_of(results: Results, inputs: dict[str, Any], variant: str) -> dict[str,
 
 
 def facts_of(world: World, results: Results, name: str, make: bool, say: Say) -> dict[str, Any] | None:
-    """What the tables say of a problem beside its runs; None if that has not been found out and is not to be."""
+    """What the tables say of a problem beside its runs; None if that has not been found out and is not to be.
+
+    Args:
+        world: what all runs share.
+        results: where it is kept: a task is the same however long it is trained for.
+        name: of the problem.
+        make: find it out.
+        say: told what is going on.
+    """
     inputs = describe(world, name) if name == LANGUAGE else {"task": world.task(name).digest}
     record = results.load(f"{name}-facts", inputs)
     if record is None and not make:
@@ -131,8 +141,10 @@ def options() -> argparse.ArgumentParser:
     """The study's options: those of every study, and its own."""
     found = parser(__doc__ or "")
     found.add_argument("--only", nargs="+", choices=(*TASKS, LANGUAGE), metavar="PART", help="measure these alone")
-    found.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help="measure these alone")
+    found.add_argument("--variants", nargs="+", choices=EVERY, metavar="VARIANT", help="measure these alone")
     found.add_argument("--steps", type=int, metavar="N", help="fine-tune for so many steps; give --results as well")
+    found.add_argument("--lr", type=float, metavar="RATE", help="fine-tune at this rate; give --results as well")
+    found.add_argument("--seeds", type=int, metavar="N", help="the first N seeds alone")
     found.add_argument("--encoder", type=Path, metavar="FOLDER", help="the pretrained encoder, see README.md")
     found.add_argument("--cache", type=Path, metavar="FOLDER", default=CACHE, help="for what is made once")
     found.add_argument("--report", action="store_true", help="run nothing, report what is there")
@@ -152,27 +164,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     scale = QUICK if quick else Scale()
     if arguments.steps is not None:
         scale = replace(scale, steps=arguments.steps)
+    if arguments.lr is not None:
+        scale = replace(scale, lr=arguments.lr)
     world = World(scale, arguments.cache / "quick" if quick else arguments.cache, encoder)
     problems = (SMALL, LANGUAGE) if quick else (*TASKS, LANGUAGE)
     wanted = [] if arguments.report else [name for name in problems if quick or name in (arguments.only or problems)]
+    of_study = results if quick else Results(HERE / "results")
     with Console(stderr=True).status("") as status:
         say: Say = status.update if sys.stderr.isatty() else lambda text: print(text, file=sys.stderr, flush=True)
         for name in wanted:
-            facts_of(world, results, name, True, say)
-        variants = [name for name in variants_of(quick) if name in (arguments.variants or VARIANTS)]
-        plan = Plan({name: seeds_of(name, quick) for name in wanted}, variants, arguments.again)
+            facts_of(world, of_study, name, True, say)
+        variants = [name for name in (*variants_of(quick), *SHORTER) if name in (arguments.variants or VARIANTS)]
+        seeds = {name: seeds_of(name, quick)[: arguments.seeds] for name in wanted}
+        plan = Plan(seeds, variants, arguments.again)
         measure(world, results, plan, say)
-        found = {name: facts_of(world, results, name, False, say) for name in problems}
-    facts = {name: fact for name, fact in found.items() if fact is not None}
-    runs: Runs = {
+        found = {name: facts_of(world, of_study, name, False, say) for name in problems}
+    every: Runs = {
         name: {
             str(variant): {int(seed): run for seed, run in runs_of(results, describe(world, name), variant).items()}
             for variant in variants_of(quick)
         }
-        for name in facts
+        for name, fact in found.items()
+        if fact is not None
     }
+    runs = {name: of for name, of in every.items() if any(of.values())}
+    facts = {name: fact for name, fact in found.items() if fact is not None and name in runs}
     tables = markdown(runs, facts, variants_of(quick), LANGUAGE)
     (results.folder / "table.md").write_text(tables, encoding="utf-8")
+    if not quick:
+        (of_study.folder / "lateness.md").write_text(
+            lateness.markdown(lateness.read(of_study.folder)), encoding="utf-8"
+        )
     console.print(tables, markup=False, highlight=False)
     if arguments.json:
         write_json(arguments.json, {"study": HERE.name, "quick": quick, "facts": facts, "runs": runs})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,10 @@ import pytest
 import torch
 from torch import nn
 
+from zftune import quality
+
 STUDY = Path(__file__).parents[2] / "studies" / "023-accuracy"
-PARTS = ("encoder", "language", "report", "tasks", "training")
+PARTS = ("encoder", "language", "lateness", "report", "tasks", "training")
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +153,56 @@ def test_intervals_and_the_margin(study: Any) -> None:
     always = study.report.Interval.of([*study.report.paired(runs, "task", "mean", "accuracy", 100.0).values()])
     assert always.mean == pytest.approx(-1.0)
     assert not always.no_worse(1.0 - 1e-6)
+
+
+# --- how much late updates cost -----------------------------------------------------------------------------------
+
+
+def test_points_are_paired_by_seed_and_study_what_a_delay_is_of_the_run(study: Any, tmp_path: Path) -> None:
+    def put(name: str, losses: dict[str, float]) -> None:
+        more = {"training": [2.0, 1.9, 1.5, *[1.5] * 7], "moved": {"0": 2e-3, "12": 4e-3}}
+        record = {
+            "inputs": {"steps": 200, "lr": 1e-4},
+            "figures": {"runs": {s: {"loss": x, **more} for s, x in losses.items()}},
+        }
+        (tmp_path / "long").mkdir(exist_ok=True)
+        (tmp_path / "long" / f"{name}.json").write_text(json.dumps(record))
+
+    put("task-AdamW", {"0": 1.0, "1": 2.0})
+    put("task-replay", {"0": 1.01, "1": 2.06, "2": 9.0})
+    put("task-replay-S2", {"1": 2.02})
+    put("task-mean", {"0": 5.0})
+    put("other-replay", {"0": 5.0})
+    four, two = study.lateness.read(tmp_path)
+    assert (four.problem, four.steps, four.variant, four.seeds) == ("task", 200, "replay", 2)
+    assert (four.excess, four.moved) == pytest.approx((2.0, 0.1))
+    assert (four.late_steps, four.late_percent, four.share) == pytest.approx((3.8, 0.38, 1.9))
+    assert four.fall == pytest.approx((40 / 1.0 + 40 / 2.0) / 2 / 20)  # from the second tenth to the third
+    assert (two.variant, two.excess, two.share) == ("replay-S2", pytest.approx(1.0), pytest.approx(0.95))
+
+
+def test_a_coefficient_is_chosen_on_half_of_the_problems_and_judged_on_the_others(study: Any) -> None:
+    def one(problem: str, excess: float) -> Any:
+        return study.lateness.Point(problem, 190, 1e-4, "replay", 1, excess, moved=0.0, fall=1.0)  # 2% of the run
+
+    easy, hard = one("a", 1.0), one("b", 3.0)
+    assert study.lateness.bound([easy], [hard], "share of the run") == (pytest.approx(0.5), [pytest.approx(3.0)])
+    assert [(name, chosen, judged) for name, chosen, judged in study.lateness.halves([easy, hard])] == [
+        ("a", [easy], [hard]),
+        ("b", [hard], [easy]),
+    ]
+
+
+def test_the_product_has_the_coefficient_that_the_records_give(study: Any) -> None:
+    points = study.lateness.read(STUDY / "results")
+    assert len({one.problem for one in points}) == 4
+    least, _ = study.lateness.bound(points, points, "share of the run, beside movement")
+    assert quality.expected_loss_percent(0.0, 1.0, 100) == pytest.approx(least, abs=0.05)
+    assert all(
+        one.excess <= quality.expected_loss_percent(one.late_percent, one.late_steps, one.steps) for one in points
+    )
+    assert sum(one.excess > quality.expected_loss_percent(one.late_percent) for one in points) > len(points) / 2
+    assert (STUDY / "results" / "lateness.md").read_text(encoding="utf-8") == study.lateness.markdown(points)
 
 
 # --- runs in small ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 from zenflow import ZenFlowConfig
 from zftune.errors import BadInputError
-from zftune.quality import most_late_steps
+from zftune.quality import loss_bound, most_late_steps
 from zftune.store.account import saved_in_words
 from zftune.text import number, percent
 from zftune.tuner import messages as of_search
@@ -111,8 +111,8 @@ def lateness_bound(document: Document) -> str:
     percent = number(budget["movement_percent"])
     most = most_late_steps(document["quality"], budget["movement_percent"])
     return (
-        f"weights move {percent}% in a step: updates may come {number(most)} steps late on average, which adds at most "
-        f"{number(budget['expected_loss_percent'])}% of loss"
+        f"weights move {percent}% in a step: updates may come {number(most)} steps late on average, which adds "
+        f"{loss_bound(budget['expected_loss_percent'], most)}"
     )
 
 

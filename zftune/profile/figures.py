@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zftune.profile.verdict import WITH_DATA
-from zftune.quality import LossSummary, expected_loss_percent, late_percent
+from zftune.quality import LossSummary, expected_loss_percent, late_percent, loss_bound
 from zftune.text import ms, number, percent, size
 
 Document = Mapping[str, Any]
@@ -201,7 +201,7 @@ def _movement(document: Document) -> list[str]:
             "before updates arrived that were as late as published",
         )
     parts = [f"weights move {number(found['percent'])}% in a step, {number(late)}% {when}"]
-    return [*parts, f"at most {number(expected_loss_percent(late))}% of loss"]
+    return [*parts, loss_bound(expected_loss_percent(late), late / found["percent"] if late else 0.0)]
 
 
 def _memory(document: Document) -> list[str]:

@@ -273,7 +273,8 @@ class Space:
         else:
             reason = (
                 f"weights would move {moved * cost:.3g}% before late updates arrive, the quality allows "
-                f"{moved * self.budget:.3g}% (a loss of {EXPECTED_LOSS_PERCENT[self.quality]:g}% more at most)"
+                f"{moved * self.budget:.3g}% (a loss of {EXPECTED_LOSS_PERCENT[self.quality]:g}% more at most in a "
+                "long run)"
             )
         return Violation(excess, reason)
 

@@ -17,8 +17,10 @@ from accuracy.encoder import Classification, Encoder
 from accuracy.language import LanguageScale, continuation
 from accuracy.tasks import TASKS, Task, small_task
 
-Variant = Literal["AdamW", "replay", "mean", "Twin-Flow", "DeepSpeed"]
+Variant = Literal["AdamW", "replay", "mean", "Twin-Flow", "DeepSpeed", "replay-S1", "replay-S2"]
 VARIANTS: tuple[Variant, ...] = ("AdamW", "replay", "mean", "Twin-Flow", "DeepSpeed")
+SHORTER: dict[Variant, int] = {"replay-S1": 1, "replay-S2": 2}
+"""Replay with shorter windows, and a lag as long; measured where it is asked for."""
 METHOD = 1  # raise it when a change here, in the models or in the tasks changes what a run computes
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 LANGUAGE = "language"
@@ -178,6 +180,8 @@ class Late:
         else:
             rule: Literal["replay", "mean"] = "mean" if variant == "mean" else "replay"
             config = replace(ZenFlowConfig.from_ds_config(asked), deferred_update=rule, host_threads=1)
+            if variant in SHORTER:
+                config = replace(config, update_interval=SHORTER[variant], apply_lag=SHORTER[variant])
         self._optimizer = ZenFlowAdamW(model.parameters(), lr=lr, config=config, **ADAMW)
         self.knobs = config.to_python()
 
