@@ -279,10 +279,8 @@ def _accuracy(figures: Figures, longer: Figures) -> Claim:
 
     late = lost("replay")
     kept = sum(one.no_worse(report.MARGIN_POINTS) for one in late)
-    (again,) = long_runs
-    (after,) = lost("replay", long_runs, [again])
     worst = tasks[min(range(len(tasks)), key=lambda place: late[place].mean)]
-    assert again == worst
+    (after,) = lost("replay", long_runs, [worst])  # the others have fewer seeds
     steps = f"{min(-one.mean for one in late):.1f} to {max(-one.mean for one in late):.1f}"
     mean, theirs = (
         f"{min(-one.mean for one in lost(variant)):.1f} to {max(-one.mean for one in lost(variant)):.1f}"
@@ -299,7 +297,7 @@ def _accuracy(figures: Figures, longer: Figures) -> Claim:
         "No accuracy loss on GLUE",
         "Three text tasks as in GLUE, not GLUE itself, a pretrained encoder fine-tuned at 1e-4 (5.3M trained "
         f"parameters, {seeds} seeds): after 120 steps replay loses {steps} points and is within one of AdamW on {kept} "
-        f"of {len(tasks)}; after 480 on the one that lost most, {again}, {after.text(2)} points, {longer_kept} one. "
+        f"of {len(tasks)}; after 480 on the one that lost most, {worst}, {after.text(2)} points, {longer_kept} one. "
         f"The paper's rule loses {mean}, DeepSpeed's own ZenFlow {theirs}, Twin-Flow at most {synchronous:.2f}. A "
         f"language model hardly pretrained ends {over['replay'] - 1:.1%} above AdamW's loss, by the paper's rule "
         f"{over['mean'] - 1:.0%}, with DeepSpeed's {over['DeepSpeed'] - 1:.0%}",
