@@ -197,7 +197,11 @@ def test_all_commands_of_a_page_run(page: Path, folder: Path, every_fault: None)
 
 # --- what is printed --------------------------------------------------------------------------------------------------
 
-_OF_THE_MACHINE = (r"─ cpu \(emulated accelerator\) · .* ─╯", r"done for real, in\s+[\d,.]+\s+m?s,")
+_OF_THE_MACHINE = (
+    r"─ cpu \(emulated accelerator\) · .* ─╯",
+    r"done for real, in\s+[\d,.]+\s+m?s,",
+    r"waits\s+2,0(54|36) ms",  # one run in some 25 hides a wait up to the optimizer's begin instead of its end
+)
 """What of the demo's screen another machine, or another run, has otherwise."""
 
 

@@ -273,8 +273,8 @@ class Space:
         else:
             reason = (
                 f"weights would move {moved * cost:.3g}% before late updates arrive, the quality allows "
-                f"{moved * self.budget:.3g}% (a loss of {EXPECTED_LOSS_PERCENT[self.quality]:g}% more at most in a "
-                "long run)"
+                f"{moved * self.budget:.3g}% (a loss of about {EXPECTED_LOSS_PERCENT[self.quality]:g}% more in a long "
+                "fine-tuning)"
             )
         return Violation(excess, reason)
 

@@ -118,6 +118,8 @@ MISSPELT = {
     "zero_optimization.zenflow.topk": 0.3,
     "optimizer.params.weight_decai": 0.1,
     "zftune.qualty": "exact",
+    "optimizer.params.learning_rate": 2e-5,  # near in meaning
+    "optimizer.params.wd": 0.1,
 }
 
 

@@ -417,8 +417,8 @@ def test_how_far_weights_move_is_told_with_what_it_allows(timed: Store) -> None:
         "steps": 3.4, "fixed_because": None, "movement_percent": 0.05, "expected_loss_percent": 0.3
     }  # fmt: skip
     assert words.lateness_bound(found) == (
-        "weights move 0.05% in a step: updates may come 3.43 steps late on average, which adds at most 0.3% of loss in "
-        "a long run, 0.746% in one of 1000 steps"
+        "weights move 0.05% in a step: updates may come 3.43 steps late on average, which adds up to about 0.3% of "
+        "loss in a long fine-tuning, 0.746% in one of 1000 steps; more from scratch"
     )
 
 

@@ -110,13 +110,13 @@ def test_the_movement_of_the_weights_is_one_line(document: Document) -> None:
     assert "movement" not in shown(document)  # of an earlier version
     document["movement"] = {"percent": 0.05, "late_percent": 0.18, "expected_loss_percent": 0.33}
     text = " ".join(shown(document).split())
-    assert "movement weights move 0.05% in a step, 0.18% before late updates arrive · at most 0.33% of loss" in text
-    assert "0.33% of loss in a long run, 0.798% in one of 1000 steps" in text  # updates are 3.6 steps late
+    assert "movement weights move 0.05% in a step, 0.18% before late updates arrive · up to about 0.33% of loss" in text
+    assert "0.33% of loss in a long fine-tuning, 0.798% in one of 1000 steps; more from scratch" in text  # updates are 3.6 steps late
     document["movement"] = {"percent": 0.05, "late_percent": 0.0, "expected_loss_percent": 0.0}
     text = " ".join(shown(document).split())
-    assert "0.18% before updates arrived that were as late as published · at most 0.33% of loss" in text
+    assert "0.18% before updates arrived that were as late as published · up to about 0.33% of loss" in text
     document["movement"] = {"percent": 0.0, "late_percent": 0.0, "expected_loss_percent": 0.0}  # at a rate of 0
-    assert "at most 0% of loss in a long run, 0% in one of 1000 steps" in " ".join(shown(document).split())
+    assert "up to about 0% of loss in a long fine-tuning, 0% in one of 1000 steps" in " ".join(shown(document).split())
 
 
 def test_missing_figures_are_listed_with_their_reason_and_never_zero(document: Document) -> None:

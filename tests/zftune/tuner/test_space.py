@@ -96,8 +96,8 @@ def test_a_setting_that_moves_too_much_is_refused_and_the_same_one_where_weights
     violation = far.violation(late)
     assert violation is not None
     assert violation.reason == (
-        "weights would move 0.288% before late updates arrive, the quality allows 0.171% (a loss of 0.3% more at most "
-        "in a long run)"
+        "weights would move 0.288% before late updates arrive, the quality allows 0.171% (a loss of about 0.3% more "
+        "in a long fine-tuning)"
     )
     assert violation.excess == pytest.approx(0.288 / 0.1715 - 1, rel=1e-3)
 

@@ -61,6 +61,10 @@ def faults(config: Mapping[str, Any], table: Table, world_size: int | None = Non
     return list(found.values())
 
 
+_OTHER_WORDS = {"learning_rate": "lr", "wd": "weight_decay", "l2": "weight_decay", "epsilon": "eps"}
+"""Of an optimizer's settings, which others name so."""
+
+
 def meant(path: SettingPath) -> str:
     """A question about a setting that nobody knows: "did you mean lr"; "" where no name is near.
 
@@ -77,6 +81,8 @@ def meant(path: SettingPath) -> str:
         known.add(NAME)
     elif section == (NAME,):
         known.update(FIELDS)
+    if section == ("optimizer", "params") and name in _OTHER_WORDS:
+        return f"did you mean {_OTHER_WORDS[name]}"
     if name in known or name in known_names(()):  # of another version, or in another place
         return ""
     if not section and (name.startswith("_") or name.endswith("_")):  # switched off so, by habit
