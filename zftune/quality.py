@@ -155,7 +155,8 @@ def loss_bound(long_run_percent: float, late_steps: float) -> str:
     """
     short = long_run_percent + expected_loss_percent(0.0, late_steps, _SHORT_RUN_STEPS)
     long, steps = number(long_run_percent), _SHORT_RUN_STEPS
-    return f"up to about {long}% of loss in a long fine-tuning, {number(short)}% in one of {steps} steps; more from scratch"
+    brief = f"{number(short)}% in one of {steps} steps; more from scratch"
+    return f"up to about {long}% of loss in a long fine-tuning, {brief}"
 
 
 def selected_share(topk_ratio: float) -> float:

@@ -111,7 +111,8 @@ def test_the_movement_of_the_weights_is_one_line(document: Document) -> None:
     document["movement"] = {"percent": 0.05, "late_percent": 0.18, "expected_loss_percent": 0.33}
     text = " ".join(shown(document).split())
     assert "movement weights move 0.05% in a step, 0.18% before late updates arrive · up to about 0.33% of loss" in text
-    assert "0.33% of loss in a long fine-tuning, 0.798% in one of 1000 steps; more from scratch" in text  # updates are 3.6 steps late
+    # updates are 3.6 steps late
+    assert "0.33% of loss in a long fine-tuning, 0.798% in one of 1000 steps; more from scratch" in text
     document["movement"] = {"percent": 0.05, "late_percent": 0.0, "expected_loss_percent": 0.0}
     text = " ".join(shown(document).split())
     assert "0.18% before updates arrived that were as late as published · up to about 0.33% of loss" in text

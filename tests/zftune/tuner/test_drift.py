@@ -476,7 +476,8 @@ def test_updates_come_earlier_at_once_where_the_weights_move_too_far() -> None:
     (note,) = (one for one in world.search.notes if one.kind == "movement")
     assert note.reason == (
         "Adopted for the quality: update_interval 3, apply_lag 1: under update_interval 4, apply_lag 4 weights would "
-        "move 0.32% before late updates arrive, the quality allows 0.171% (a loss of about 0.3% more in a long fine-tuning)."
+        "move 0.32% before late updates arrive, the quality allows 0.171% (a loss of about 0.3% more in a "
+        "long fine-tuning)."
     )
     request = world.search.next()
     assert request is not None
