@@ -20,7 +20,7 @@ from zftune.daemon import PROTOCOL, SHOWN
 from zftune.daemon.client.worker import RemoteWorker
 from zftune.daemon.protocol.codec import WireError, decode, encode
 from zftune.daemon.protocol.messages import Directive, Farewell, Goodbye, Hello, Reattach, Welcome, masked
-from zftune.errors import DaemonError, StrangerError, ZftuneError
+from zftune.errors import DaemonError, NoDaemonError, StrangerError, ZftuneError
 from zftune.store.account import Pulse
 from zftune.store.location import DATABASE, meant_by
 from zftune.tuner.states import OF_INCUMBENT
@@ -306,7 +306,7 @@ class DaemonSession:
         try:
             answer = self._post("/v1/runs", hello, timeout_s=timeout_s)
         except DaemonError as error:
-            self._may_be_followed |= error.status is None
+            self._may_be_followed |= error.status is None and not isinstance(error, NoDaemonError)
             raise
         self._may_be_followed = False
         welcome = decode(Welcome, answer, "welcome")

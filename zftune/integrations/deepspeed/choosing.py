@@ -166,7 +166,10 @@ def late_knobs(own: ZenFlowConfig, quality: Quality, device: torch.device) -> tu
     late = late_defaults(quality, own)
     return (
         late,
-        f"the settings are the default of this quality ({named(late)}), since on a plain CPU there is nothing to plan",
+        (
+            f"the settings are the default of this quality ({named(late)}), since on a plain CPU there is nothing to "
+            "plan; what they cost is not bounded here: compare the loss with that of quality exact"
+        ),
     )
 
 

@@ -17,7 +17,7 @@ from tests import zygote
 from tests.zftune.daemon.client.test_session import FAREWELL, HOLD, WELCOME, Scripted
 from tests.zftune.daemon.runs.agents import facts
 from tests.zftune.daemon.runs.loops import Loop
-from zftune.errors import DaemonError
+from zftune.errors import DaemonError, NoDaemonError
 from zftune.tuner.space import Setting
 from zftune.tuner.tuner import Tuner
 
@@ -183,7 +183,7 @@ gc.collect()
 
 
 def test_a_training_that_is_thrown_away_without_a_daemon_leaves_nothing(daemon: Scripted) -> None:
-    daemon.answers["runs"] = [DaemonError("no daemon serves 'x'")]
+    daemon.answers["runs"] = [NoDaemonError("no daemon serves 'x'")]
     module = thrown_away(daemon, lambda tuner: bool(tuner.notices))
     assert module() is None
     assert set(daemon.asked) == {"runs"}
