@@ -42,7 +42,7 @@ ALLOWED_GROWTH = 0.02
 """Of the memory, in the time that counts: the rest is noise of the allocator."""
 CODE = ("studies/015-daemon-load/run.py", "studies/015-daemon-load/simulated.py", "zftune/daemon", "zftune/tuner")
 LENGTHS_S = {"courier": (30.0, 600.0), "single": (30.0, 120.0)}  # until all are there, and in all
-QUICK_S = {"courier": (5.0, 20.0), "single": (5.0, 20.0)}
+QUICK_S = {"courier": (3.0, 8.0), "single": (3.0, 8.0)}
 _SETTLED = 0.2  # of the time: what comes before does not count
 _SOON_S = 60.0
 
