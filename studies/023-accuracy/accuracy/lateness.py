@@ -62,9 +62,9 @@ QUANTITIES: Mapping[str, tuple[Quantity, float]] = {
 
 
 def read(folder: Path) -> list[Point]:
-    """All that is known of replay, in this folder and those below it."""
+    """All that is known of replay, in this folder and those below it, but for the short form's."""
     known: dict[tuple[str, int, float], dict[str, Mapping[str, Any]]] = {}
-    for file in sorted(folder.rglob("*.json")):
+    for file in sorted(one for one in folder.rglob("*.json") if one.parent.name != "quick"):
         record = json.loads(file.read_text(encoding="utf-8"))
         problem, _, variant = file.stem.partition("-")
         if "runs" in record["figures"]:
