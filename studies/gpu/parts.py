@@ -46,6 +46,9 @@ PARTS = (
     Part("synchronised", 35, 15),
     Part("loader", 35, 15),
     Part("exactness", 60, 20),
+    Part("ratios", 75, 20),
+    Part("search", 90, 30),
+    Part("commands", 150, 60),
     Part("kernel-tests", 600, 20),
 )
 """What the others need comes first, then what matters most; the last ones have what is left of the time."""
@@ -107,7 +110,7 @@ def run_part(name: str, path: Path, *, size: str, stub: bool, limit_s: float) ->
 
 
 def _function(name: str) -> Callable[..., None]:
-    from gpu import checks, driver, exactness, machine, systems
+    from gpu import checks, commands, driver, exactness, machine, sweeps, systems
 
     return {
         "environment": machine.environment,
@@ -119,5 +122,8 @@ def _function(name: str) -> Callable[..., None]:
         "synchronised": systems.synchronised,
         "loader": systems.loader,
         "exactness": exactness.exactness,
+        "ratios": sweeps.ratios,
+        "search": sweeps.search,
+        "commands": commands.commands,
         "kernel-tests": checks.kernel_tests,
     }.get(name) or systems.system(name)

@@ -32,7 +32,7 @@ from gpu.parts import PARTS, preload, run_part  # noqa: E402
 from gpu.record import SIMULATED  # noqa: E402
 from gpu.runs import BAD_INPUT, INCOMPLETE, NoGpuHereError, Outcome, Run  # noqa: E402
 
-_LONG = ("doctor", "machine", "model")
+_LONG = ("doctor", "machine", "model", "search", "output")
 """Figures that are read in the file alone."""
 _BUILD_S = 150
 _STUB_PATIENCE = 10
@@ -149,7 +149,7 @@ def _short(figure: Any) -> str:
     if isinstance(figure, float):
         return f"{figure:.4g}"
     if isinstance(figure, Mapping):
-        return ", ".join(f"{name} {_short(each)}" for name, each in figure.items())
+        return ", ".join(f"{name} {_short(each)}" for name, each in figure.items() if name not in _LONG)
     return str(figure)
 
 

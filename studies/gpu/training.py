@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,13 +77,15 @@ class Fused(Trainee):
 class Ours(Trainee):
     """`zenflow.ZenFlowAdamW`."""
 
-    def __init__(self, bench: Bench, size: Size, knobs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, bench: Bench, size: Size, knobs: Mapping[str, Any], *, learning_rate: float = _LEARNING_RATE
+    ) -> None:
         super().__init__(bench, size)
         device = bench.device()
         self.pins = Pins(device)
         self.optimizer: ZenFlowAdamW = ZenFlowAdamW(
             self.model.parameters(),
-            lr=_LEARNING_RATE,
+            lr=learning_rate,
             config=ZenFlowConfig(**knobs),
             module=self.model,
             device=device,
@@ -128,8 +131,8 @@ class DeepSpeed(Trainee):
         super().__init__(bench, size)
         alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ.update(alone)
-        compiled = ROOT / "build" / "gpu-torch-extensions"
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(compiled))
+        compiled = extensions_folder()
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(compiled)
         for lock in compiled.glob("**/lock"):  # of a part that was killed while it compiled; others would wait for ever
             lock.unlink()
         zero: dict[str, Any] = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
@@ -162,6 +165,11 @@ class DeepSpeed(Trainee):
         if worker is not None and worker.is_alive():
             worker.terminate()
             worker.join(10)
+
+
+def extensions_folder() -> Path:
+    """Where DeepSpeed keeps what it compiles."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or ROOT / "build" / "gpu-torch-extensions")
 
 
 def trainee_of(system: str, bench: Bench, size: Size) -> Trainee:
@@ -203,8 +211,8 @@ class Loop:
         self._batches = [trainee.bench.tokens(trainee.size, number) for number in range(_BATCHES)]
         self.taken = 0
 
-    def step(self, times: Times | None = None, tokens: Tensor | None = None) -> None:
-        """One step."""
+    def step(self, times: Times | None = None, tokens: Tensor | None = None) -> Tensor:
+        """One step; its loss, on the device."""
         trainee, device, clock = self._trainee, self._device, time.perf_counter
         if tokens is None:
             tokens = self._batches[self.taken % _BATCHES]
@@ -221,6 +229,7 @@ class Loop:
         if times is not None:
             times.marks.append((begin, forward, backward, end))
             times.cpu.append((passed - began, back - passed, ended - back))
+        return loss.detach()
 
     def steps(self, count: int) -> Times:
         """Some steps, until the device has done them."""

@@ -18,7 +18,7 @@ from tests.tiers import by_day
 
 SCRIPT = STUDIES / "gpu" / "run_all.py"
 SIMULATED = "simulated: no figure of a GPU"
-NEEDS_CUDA = {"sanitizer", "kernel-tests", "deepspeed-zero-offload", "deepspeed-zenflow"}
+NEEDS_CUDA = {"sanitizer", "kernel-tests", "deepspeed-zero-offload", "deepspeed-zenflow", "commands"}
 
 
 @pytest.fixture(scope="module")
