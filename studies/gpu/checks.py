@@ -34,7 +34,7 @@ def invariants(record: Record, bench: Bench, _: Size) -> None:
     if bench.simulated:
         run_tests(record, [_ON_THE_STUB, "-k", "i1_synchronous or timed"], environment={"ZFTUNE_TESTS": ""})
     else:
-        run_tests(record, _runtime_tests(), workers=4)
+        run_tests(record, _runtime_tests(), workers=8)
 
 
 def sanitizer(record: Record, bench: Bench, _: Size) -> None:
@@ -51,7 +51,7 @@ def kernel_tests(record: Record, bench: Bench, _: Size) -> None:
     if bench.simulated:
         record.refuse("Triton compiles nothing for the simulated device")
         return
-    run_tests(record, [_KERNELS], workers=8)
+    run_tests(record, [_KERNELS], workers=12)
 
 
 def _runtime_tests() -> list[str]:

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from gpu.bench import Bench, Size
 from gpu.machine import machine_of
@@ -30,7 +30,7 @@ _RATIOS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 _SETTLE = 3
 """Windows after a change of a knob, in which columns move and memory grows."""
 _BY_HAND = ZenFlowConfig(topk_ratio=0.1, update_interval=4, select_interval=16)
-_QUALITY = "published"
+_QUALITY: Final = "published"
 _LEARNING_RATE = 2e-6
 """At which weights that are random move little enough for late updates."""
 _COMPARE_S, _ON_THE_STUB_S = 15.0, 2.0
@@ -129,7 +129,8 @@ def _searched(record: Record, trainee: Ours, loop: Loop, store: Store) -> Settin
 def _turns(record: Record, trainee: Ours, loop: Loop, chosen: Setting) -> dict[str, Any]:
     """Medians, ms, and the median of the ratios of pairs with their quartiles."""
     settings: Mapping[str, Setting] = {"by_hand": Setting.of(_BY_HAND), "found": chosen}
-    draw, pairs = random.Random(0), []
+    draw = random.Random(0)
+    pairs: list[dict[str, float]] = []
     while len(pairs) < (2 if trainee.bench.simulated else _PAIRS) and record.remaining_s > 3:
         times = {}
         for name in draw.sample(list(settings), 2):
