@@ -19,10 +19,10 @@ from torch import nn
 
 from zenflow import Device, EmulatedAccelerator, StepStats, ZenFlowConfig, ZenFlowError
 from zenflow.config import AUTO_SELECT_INTERVAL, AUTO_SELECT_OVERLAP
+from zenflow.history import Lane, Timeline, TimelineRecorder
 from zenflow.host.limits import available_host_bytes
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.ranks import several_ranks
-from zenflow.timeline import Lane, Timeline, TimelineRecorder
 from zftune.errors import ZftuneError
 from zftune.planner.choosing import HEADROOM, LEAST_HEADROOM_BYTES, PUBLISHED, bound_of, choose
 from zftune.planner.closed_form import predict

@@ -13,6 +13,7 @@ from zenflow.errors import (
     ZenFlowError,
 )
 from zenflow.family import ZenFlowAdagrad, ZenFlowAdam, ZenFlowAdamW, ZenFlowLion, ZenFlowSGD
+from zenflow.history import Timeline, TimelineRecorder
 from zenflow.ledger import Balance
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.partition import Partition
@@ -26,7 +27,6 @@ from zenflow.reference import (
 )
 from zenflow.rig import Rig, RigSpec
 from zenflow.stats import CoverageCurve, StepStats
-from zenflow.timeline import Timeline, TimelineRecorder
 
 __all__ = [
     "Balance",

@@ -12,6 +12,7 @@ import torch
 from zenflow import checkpoint_format, torch_state
 from zenflow.checkpoint_format import BY_COLUMN, HEADER, Header, Saved, SavedEntry, SavedUpdate, SavedWeight, shapes
 from zenflow.config import LIVE_KNOBS, ZenFlowConfig
+from zenflow.device import Arrived
 from zenflow.errors import ZenFlowError
 from zenflow.full_state import Unflush, whole_tier
 from zenflow.host.tasks import Control
@@ -19,7 +20,7 @@ from zenflow.layout import ModelPlan
 from zenflow.model import Groups, Split
 from zenflow.rules import Hyper
 from zenflow.sharded import Rows, whole_shape
-from zenflow.tiers import move_state
+from zenflow.split_state import move_state
 from zenflow.training import Training
 from zenflow.weight import WeightState
 
@@ -314,7 +315,7 @@ def _restore_weight(
         control = None
         if entry.control is not None:
             key = entry.step, *entry.control
-            control = controls[key] = controls.get(key) or training.restored_control(entry.control)
+            control = controls[key] = controls.get(key) or _control(training, entry.control)
         assert weight.deferred is not None
         hyper = _hyper(training, groups[weight.group], entry.hyper)
         weight.deferred.restore_entry(rows.cpu(), entry.step, hyper, control)
@@ -328,3 +329,9 @@ def _restore_weight(
 
 def _hyper(training: Training, group: Mapping[str, Any], values: Mapping[str, float]) -> Hyper:
     return type(training.rule.hyper(group))(**values)
+
+
+def _control(training: Training, values: tuple[float, float]) -> Control:
+    """A saved step's factor and skip flag."""
+    packed = torch.tensor(values, dtype=torch.float32, device="cpu")
+    return Control(packed, Arrived(training.runtime.device.mark(), packed.nbytes))

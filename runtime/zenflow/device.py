@@ -61,7 +61,7 @@ class HostSpan:
 
 
 class Observer(Protocol):
-    """Told of what goes on beside the compute stream; `zenflow.timeline` has the one that there is."""
+    """Told of what goes on beside the compute stream; `zenflow.history` has the one that there is."""
 
     def transferred(self, direction: Direction, transfer: Transfer) -> None:
         """A copy was queued; any thread may call it."""

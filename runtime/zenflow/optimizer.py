@@ -15,8 +15,8 @@ from zenflow import checkpoint, full_state, living, torch_state
 from zenflow.config import ZenFlowConfig
 from zenflow.device import Device, Mark, device_for
 from zenflow.errors import ConfigError, UnsupportedError, ZenFlowError
-from zenflow.full_state import flushed
-from zenflow.history import History
+from zenflow.full_state import StateView, flushed
+from zenflow.history import History, Timeline, TimelineRecorder
 from zenflow.host.places import OwnProcess
 from zenflow.layout import DTYPE_NAMES, DTYPES, require_owner
 from zenflow.ledger import Balance
@@ -25,9 +25,7 @@ from zenflow.ranks import Ranks
 from zenflow.rules import Rule
 from zenflow.sharded import Shards, require_known, require_whole
 from zenflow.signals import HeldSignals, undivided
-from zenflow.state_view import StateView
 from zenflow.stats import StepStats
-from zenflow.timeline import Timeline, TimelineRecorder
 from zenflow.training import Training
 
 

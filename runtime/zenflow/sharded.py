@@ -176,6 +176,13 @@ class Shards:
     keeps_whole = False
     """Whether each rank has all of the parameters nevertheless."""
 
+    @property
+    def can_stream(self) -> bool:
+        """Whether gradients may leave during backward."""
+        # FSDP2 copies gradients of weights on the host there itself, and waits for each copy where a hook is called.
+        # And whole parameters have the gradients of this rank then.
+        return self.computing is None and not self.keeps_whole
+
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter]) -> Shards | None:
         """Those of an optimizer's parameters; None where none of them is sharded.

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zenflow.auto import AutoInterval
 from zenflow.config import ZenFlowConfig
 from zenflow.control import StepControl, step_control
-from zenflow.device import Arrived, Device, Transfer
+from zenflow.device import Device, Transfer
 from zenflow.errors import ConfigError, ZenFlowError
 from zenflow.gradients import Gradient, Gradients, norms, set_controls, update_on_device
 from zenflow.history import History
-from zenflow.host.tasks import Control
+from zenflow.importance import AutoInterval, select
 from zenflow.knobs import KnobChange, prepare, reserve
 from zenflow.late_weights import LateWeights, PendingUpdate
 from zenflow.ledger import Balance
@@ -29,7 +28,6 @@ from zenflow.ranks import Ranks
 from zenflow.rules import Hyper, Rule
 from zenflow.runtime import make_runtime
 from zenflow.schedule import StepPlan, WindowClock
-from zenflow.selecting import select
 from zenflow.sharded import Shards
 from zenflow.stats import Traffic
 from zenflow.weight import WeightState
@@ -94,7 +92,8 @@ class Training:
         self._last_d2h: Transfer | None = None
         self.gradients = Gradients(
             self.runtime,
-            stream=config.stream and _can_stream(ranks, shards),
+            # Without shards backward gives each of several ranks its own gradients, which are to be averaged first.
+            stream=config.stream and (ranks is None if shards is None else shards.can_stream),
             least_firings=config.gradient_accumulation_steps,
         )
         self.shows_flushed = False
@@ -537,10 +536,6 @@ class Training:
         ledger = self.runtime.ledger
         return {weight.name: ledger.balance(weight.name, weight.pending_mass()) for weight in self.model.weights}
 
-    def restored_control(self, values: tuple[float, float]) -> Control:
-        """A saved step's factor and skip flag."""
-        return Control(torch.tensor(values, dtype=torch.float32, device="cpu"), Arrived(self._device.mark(), 8))
-
     # --- splits ----------------------------------------------------------------------------------------------------
 
     def begin(self, groups: Groups, split: Split | None = None) -> None:
@@ -597,12 +592,3 @@ class Training:
             self.model.take(self.model.split(groups, self.config), groups)
         self.gradients.stream(weight for weight in self.model.weights if weight.started)
         self._watch_uses()
-
-
-def _can_stream(ranks: Ranks | None, shards: Shards | None) -> bool:
-    """Whether gradients may leave during backward."""
-    if shards is not None:
-        # FSDP2 copies gradients of weights on the host there itself, and waits for each copy where a hook is called.
-        # And whole parameters have the gradients of this rank then.
-        return shards.computing is None and not shards.keeps_whole
-    return ranks is None  # backward gives each rank its own

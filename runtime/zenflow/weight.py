@@ -16,8 +16,7 @@ from zenflow.layout import WeightPlan
 from zenflow.ledger import mass
 from zenflow.runtime import Runtime
 from zenflow.selection import SelectionChange, plan_move, top_columns
-from zenflow.split_state import SplitState
-from zenflow.tiers import Tier
+from zenflow.split_state import SplitState, Tier
 from zenflow.writes import WriteWatch
 
 

@@ -25,7 +25,7 @@ from zenflow import (
     ZenFlowAdamW,
     ZenFlowConfig,
 )
-from zenflow.timeline import Span
+from zenflow.history import Span
 
 FORWARD_MS, BACKWARD_MS = 8.0, 16.0
 D2H_GBPS, H2D_GBPS, HOST_GBPS = 1.2e-3, 1.5e-3, 8e-3

@@ -17,8 +17,8 @@ from zenflow import Device, EmulatedAccelerator, RigSpec, StepStats, ZenFlowAdam
 from zenflow.clock import REAL_CLOCK
 from zenflow.device import device_for
 from zenflow.emulator import Slack
+from zenflow.history import TimelineRecorder
 from zenflow.rig import Rig
-from zenflow.timeline import TimelineRecorder
 from zftune.emulated import MAX_LATE_SHARE
 from zftune.errors import BadInputError, ProfileError
 from zftune.profile.companions import FusedAdamW, IdleProfiler, TorchAdamW, calibration_steps

@@ -16,10 +16,9 @@ from zenflow.errors import UnsupportedError
 from zenflow.kernels import triton_kernels
 from zenflow.kernels.base import ColumnUpdate, EagerKernels, Kernels
 from zenflow.rules import Hyper, Rule, SGDHyper
-from zenflow.rules.adagrad import AdagradHyper
-from zenflow.rules.adam import AdamHyper, AdamWHyper
+from zenflow.rules.adaptive import AdagradHyper, AdamHyper, AdamWHyper
 from zenflow.rules.base import per_count, root
-from zenflow.rules.lion import LionHyper
+from zenflow.rules.momentum import LionHyper
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BITS = {2: torch.int16, 4: torch.int32}

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from zenflow.rules.adagrad import Adagrad, AdagradHyper
-from zenflow.rules.adam import Adam, AdamHyper, AdamW, AdamWHyper
+from zenflow.rules.adaptive import Adagrad, AdagradHyper, Adam, AdamHyper, AdamW, AdamWHyper
 from zenflow.rules.base import Hyper, Rule
-from zenflow.rules.lion import Lion, LionHyper
-from zenflow.rules.sgd import SGD, SGDHyper
+from zenflow.rules.momentum import SGD, Lion, LionHyper, SGDHyper
 
 RULES: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in (AdamW(), Adam(), Adagrad(), Lion(), SGD())})
 """Every rule by its name."""

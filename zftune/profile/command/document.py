@@ -79,7 +79,7 @@ def _without(stalls: Sequence[Sequence[Any]]) -> Callable[[float, float], list[t
     """Takes the stalls out of a span; imports torch only where there are some: in a folder that is gone that fails."""
     if not stalls:
         return lambda begin_ms, end_ms: [(begin_ms, end_ms)]
-    from zenflow.timeline import Span, without
+    from zenflow.history import Span, without
 
     gaps = [Span(begin_ms, end_ms, cause) for begin_ms, end_ms, cause in stalls]
     return lambda begin_ms, end_ms: list(without(begin_ms, end_ms, gaps))

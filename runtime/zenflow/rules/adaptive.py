@@ -1,4 +1,4 @@
-"""AdamW, and Adam with L2 weight decay."""
+"""The rules that divide by the root of squared gradients: AdamW, Adam with L2 weight decay, and Adagrad."""
 
 from __future__ import annotations
 
@@ -117,3 +117,44 @@ def _adam_step(
     exp_avg_sq.mul_(hyper.beta2).add_(gradient.mul(1 - hyper.beta2).mul_(gradient))
     denominator = rooted(exp_avg_sq).mul_(inverse_root).add_(hyper.eps)
     master.sub_(exp_avg.mul(step_size).div_(denominator))
+
+
+@dataclass(frozen=True, slots=True)
+class AdagradHyper(Hyper):
+    """One group's hyperparameters at one step."""
+
+    lr_decay: float
+    eps: float
+    weight_decay: float
+
+
+class Adagrad(Rule):
+    """Adagrad (Duchi, Hazan and Singer 2011), in the form of `torch.optim.Adagrad`."""
+
+    name = "adagrad"
+    moment_names = ("sum",)
+    at_least_0 = ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value")
+
+    def hyper(self, group: Mapping[str, Any]) -> AdagradHyper:
+        return AdagradHyper(*(number(group, name) for name in ("lr", "lr_decay", "eps", "weight_decay")))
+
+    def initial(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        return (number(group, "initial_accumulator_value"),)
+
+    def update(
+        self,
+        master: torch.Tensor,
+        moments: tuple[torch.Tensor, ...],
+        count: torch.Tensor,
+        gradient: torch.Tensor,
+        hyper: Hyper,
+        decay: float,
+    ) -> None:
+        assert isinstance(hyper, AdagradHyper)
+        lr, lr_decay = hyper.lr, hyper.lr_decay
+        (total,) = moments
+        count.add_(1)
+        (rate,) = per_count(count, lambda c: lr / (1 + (c - 1) * lr_decay))
+        gradient = with_decay(gradient, master, hyper.weight_decay)
+        total.add_(gradient.mul(gradient))
+        master.sub_(gradient.mul(rate).div_(rooted(total).add_(hyper.eps)))
