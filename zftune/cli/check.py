@@ -36,7 +36,10 @@ _Backend = Annotated[
 _Gpus = Annotated[int | None, typer.Option(help="Number of ranks, which batch sizes have to fit. Default: any.")]
 _Script = Annotated[
     str | None,
-    typer.Option(metavar="PATH", help="The training's script: whether DeepSpeed's overlapped ZenFlow can start in it."),
+    typer.Option(
+        metavar="PATH",
+        help="The training's script: whether \"auto\" gets a value there, DeepSpeed's overlapped ZenFlow starts.",
+    ),
 ]
 _All = Annotated[bool, typer.Option("--all", help="Show notes too: they need no change.")]
 _Json = Annotated[

@@ -60,7 +60,7 @@ FILLED: dict[str, Any] = {
     "zero_optimization.offload_param.nvme_path": None,
 }
 # These are nothing to DeepSpeed itself, which ends or takes a default: whoever writes them uses Hugging Face.
-_TELLTALES = tuple(name for name in FILLED if not name.startswith("zero_optimization."))
+TELLTALES = tuple(name for name in FILLED if not name.startswith("zero_optimization."))
 
 
 class Place(NamedTuple):
@@ -461,7 +461,7 @@ def leaves(value: Any, path: SettingPath = ()) -> Iterator[tuple[SettingPath, An
 
 def is_hugging_face(config: Mapping[str, Any]) -> bool:
     """Whether it is of the Trainer or Accelerate: they put values in where it says "auto"."""
-    return any(at(config, path_of(name)) == "auto" for name in _TELLTALES)
+    return any(at(config, path_of(name)) == "auto" for name in TELLTALES)
 
 
 def filled(config: Mapping[str, Any]) -> dict[str, Any]:

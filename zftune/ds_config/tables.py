@@ -143,9 +143,13 @@ def known_names(section: tuple[str, ...]) -> frozenset[str]:
 def _names_in(parts: Mapping[str, Any], section: tuple[str, ...]) -> set[str]:
     if not section:
         return {*parts["names"], *ASKED}
+    if section in (("optimizer",), ("scheduler",)):
+        return {"type", "params", *(("legacy_fusion",) if section == ("optimizer",) else ())}
     dotted = ".".join(section)
     listed = (*parts["plain"], *parts["sections"], *parts["removed"])
     found = {name.removeprefix(f"{dotted}.").partition(".")[0] for name in listed if name.startswith(f"{dotted}.")}
+    if section == ("scheduler", "params"):
+        found |= {name.split(".")[2] for name in listed if name.startswith("scheduler.")}
     if section == ("optimizer", "params"):
         found |= {setting for settings in parts["optimizers"].values() for setting in settings}
     for depth in range(len(section), 0, -1):

@@ -120,6 +120,10 @@ MISSPELT = {
     "zftune.qualty": "exact",
     "optimizer.params.learning_rate": 2e-5,  # near in meaning
     "optimizer.params.wd": 0.1,
+    "optimizer.params.learning_rat": 2e-5,
+    "optimizer.parms": {"lr": 2e-5},
+    "scheduler.params.total_num_step": 100,
+    "scheduler.typ": "WarmupLR",
 }
 
 
@@ -128,6 +132,7 @@ MISSPELT = {
 def test_a_value_whose_name_is_near_a_real_one_stays(dotted: str, backend: Backend | None) -> None:
     """Nothing is lost but a letter: which setting was meant is for a person to say."""
     config = safe("zenflow-sequential")
+    config["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": 100}}
     put(config, path_of(dotted), MISSPELT[dotted])
     fixed, _, left = fix(Source(config), backend=backend, version="0.19.6")
     assert at(fixed, path_of(dotted)) == MISSPELT[dotted]
@@ -135,6 +140,35 @@ def test_a_value_whose_name_is_near_a_real_one_stays(dotted: str, backend: Backe
     assert found
     assert "did you mean" in f"{found[0].reason} {found[0].safe}"
     assert not left.ok
+
+
+def test_a_misspelt_setting_of_a_scheduler_is_one_fault_with_the_name_that_this_kind_has() -> None:
+    config = safe("zenflow-sequential")
+    config["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_step": 100}}
+    (found,) = [one for one in check(config, version="0.19.6").findings if one.path[0] == "scheduler"]
+    assert found.safe == "did you mean total_num_steps"
+    assert "which takes last_batch_iteration, total_num_steps, " in found.reason
+    assert found.reason.endswith(" or warmup_type for WarmupDecayLR.")
+    config["scheduler"] = {"type": "WarmupDecayLR", "params": {}}
+    (found,) = [one for one in check(config, version="0.19.6").findings if one.path[0] == "scheduler"]
+    assert found.reason.startswith("DeepSpeed refuses a file without it: it takes ")
+    assert found.reason.endswith(" a number for WarmupDecayLR.")
+
+
+@pytest.mark.parametrize("backend", [None, "zenflow", "deepspeed"])
+def test_what_another_scheduler_has_is_no_slip_of_the_pen(backend: Backend | None) -> None:
+    config = safe("zenflow-sequential")
+    config["scheduler"] = {"type": "WarmupLR", "params": {"total_num_steps": 100, "warmup_num_step": 3}}
+    fixed, _, left = fix(Source(config), backend=backend, version="0.19.6")
+    assert fixed["scheduler"]["params"] == {"warmup_num_step": 3}
+    (found,) = [one for one in left.findings if one.path[0] == "scheduler"]
+    assert found.safe == "did you mean warmup_num_steps"
+
+
+def test_the_runtime_of_zftune_run_names_the_near_one_too() -> None:
+    config = safe("zenflow-sequential")
+    config["optimizer"]["params"]["weight_decai"] = 0.1
+    assert str(check(config, version="0.19.6").outcome).endswith("; did you mean weight_decay")
 
 
 @pytest.mark.parametrize("backend", [None, "zenflow", "deepspeed"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +106,46 @@ def test_a_refused_backend_in_the_file_is_mended() -> None:
     assert [change.sentence() for change, _ in done] == ['zftune.backend = "deepspeed"']
     assert mended["zftune"]["backend"] == "deepspeed"
     assert left.ok
+
+
+_LOOP = "import deepspeed\nfrom transformers import AutoModel\nengine, *_ = deepspeed.initialize(config='ds.json')\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "left"),
+    [
+        ("", ["train_micro_batch_size_per_gpu", "optimizer.params.lr"]),
+        ("config['train_micro_batch_size_per_gpu'] = 4", ["optimizer.params.lr"]),  # the script fills that one in
+        ("from transformers import Trainer", []),
+        ("import accelerate", []),
+        ("import of_its_own", []),
+    ],
+)
+def test_auto_that_nobody_fills_in_is_a_fault(more: str, left: list[str], tmp_path: Path) -> None:
+    """One sentence names all settings; who may fill them in is given the benefit of the doubt."""
+    (tmp_path / "of_its_own.py").write_text("import transformers\nclass My(transformers.Trainer): ...\n")
+    script = tmp_path / "train.py"
+    script.write_text(_LOOP + more)
+    autos = {"train_micro_batch_size_per_gpu": "auto", "optimizer.params.lr": "auto", f"{ZERO}.reduce_bucket_size": 8}
+    config = with_changes("zero2-offload", autos)
+
+    def of_script(path: Path | None) -> list[Finding]:
+        all_of_them = check(config, version="0.19.6", script=path).findings
+        return [finding for finding in all_of_them if finding.rule == "auto-in-own-loop"]
+
+    assert of_script(None) == []
+    assert [".".join(finding.path) for finding in of_script(script)] == left[:1]
+    assert all(name in finding.reason for finding in of_script(script) for name in left[1:])
+    assert all(finding.is_fault and not finding.changes for finding in of_script(script))
+
+
+def test_a_script_that_only_calls_others_is_not_judged(tmp_path: Path) -> None:
+    """What it calls may be anything, the Trainer too."""
+    script = tmp_path / "train.py"
+    script.write_text("from llamafactory import run\nrun()\n")
+    config = with_changes("zero2-offload", {"train_micro_batch_size_per_gpu": "auto"})
+    rules = {finding.rule for finding in check(config, version="0.19.6", script=script).findings}
+    assert "auto-in-own-loop" not in rules
 
 
 def test_upstream_only_defects_do_not_concern_the_backend_zenflow() -> None:

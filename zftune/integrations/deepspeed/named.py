@@ -96,6 +96,43 @@ def unguarded(script: Path) -> Unguarded | None:
     return None
 
 
+def words_of(script: Path) -> set[str]:
+    """Names and strings that stand in a script and in the modules beside it that it imports; none: it cannot be read.
+
+    Args:
+        script: of the training.
+    """
+    words: set[str] = set()
+    left, read_ones = [script], set()
+    while left:
+        path = left.pop()
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            return set()
+        read_ones.add(path)
+        imported = {word for node in ast.walk(tree) for word in _imported(node)}
+        words |= imported | {word for node in ast.walk(tree) for word in _word(node)}
+        beside = (script.parent / f"{name}.py" for name in imported)
+        left += [one for one in beside if one not in read_ones and one not in left and one.is_file()]
+    return words
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.ImportFrom):
+        yield from (node.module or "").split(".")
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        for one in node.names:
+            yield from one.name.split(".")
+
+
+def _word(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, (ast.Attribute, ast.Name)):
+        yield node.attr if isinstance(node, ast.Attribute) else node.id
+
+
 def _trainers(tree: ast.AST) -> set[str]:
     """What the script calls its trainers."""
     made = (one for one in ast.walk(tree) if isinstance(one, ast.Assign) and isinstance(one.value, ast.Call))

@@ -13,6 +13,7 @@ from zenflow.errors import ConfigError
 from zenflow.rules import RULES
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed.section import INSTEAD, Refusal, require_none
+from zftune.integrations.deepspeed.verdict import meant
 from zftune.text import either
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
@@ -92,7 +93,8 @@ def _read(config: Mapping[str, Any]) -> tuple[Recipe | None, list[Refusal]]:
         if name in defaults:
             defaults[name] = tuple(value) if isinstance(value, list) else value
         else:
-            wrong.append(Refusal.of(f"{_PARAMS}{name}", value, f"left out: {kind} has {', '.join(defaults)}"))
+            allowed, near = f"left out: {kind} has {', '.join(defaults)}", meant(("optimizer", "params", name))
+            wrong.append(Refusal(f"{_PARAMS}{name}", repr(value), allowed, near=near and f"; {near}"))
     try:
         RULES[rule].check(defaults)
     except ConfigError as error:

@@ -181,12 +181,12 @@ def outcome(config: Mapping[str, Any], asked: Section, faults: Sequence[Fault] =
     done = _outcome(config, asked)
     for fault in faults if done.kind != "refused" else ():
         value = at(config, fault.path)
-        near = meant(fault.path) if fault.unknown else ""
+        near = (fault.near or meant(fault.path)) if fault.unknown else ""
         reaches = done.backend != "zenflow" or fault.path[0] not in TAKEN_OVER or near
         if reaches and value is not MISSING and fault.path[0] not in BATCH:
             unknown = f"left out: DeepSpeed has no such setting{f'; {near}' if near else ''}"
             allowed = unknown if fault.unknown else f"{fault.allowed} for DeepSpeed"
-            end = f"; {fault.near}" if fault.near else ""
+            end = f"; {fault.near}" if fault.near and not fault.unknown else ""
             refusal = Refusal(".".join(fault.path), shown(value), allowed, near=end)
             return Outcome("refused", refusals=(refusal,))
     return done

@@ -15,6 +15,7 @@ from zftune.ds_config.facts import OWN_KNOBS
 from zftune.ds_config.reading import MISSING, SettingPath, at, enabled, truth
 from zftune.ds_config.tables import ASKED, Table, kind_of, known_names, model_in
 from zftune.integrations.deepspeed.section import FIELDS, NAME
+from zftune.text import either
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 NONE = "none of that name"
@@ -37,7 +38,7 @@ class Fault:
     needs: str = ""
     """A switch with which it would be taken."""
     near: str = ""
-    """The word that may have been meant: "did you mean cpu"."""
+    """The word that may have been meant, or the name where that is unknown: "did you mean cpu"."""
 
 
 def faults(config: Mapping[str, Any], table: Table, world_size: int | None = None) -> list[Fault]:
@@ -61,6 +62,8 @@ def faults(config: Mapping[str, Any], table: Table, world_size: int | None = Non
     return list(found.values())
 
 
+_LET_BE: tuple[SettingPath, ...] = ((), ("optimizer",), ("scheduler",))
+"""Sections in which DeepSpeed lets every name be."""
 _OTHER_WORDS = {"learning_rate": "lr", "wd": "weight_decay", "l2": "weight_decay", "epsilon": "eps"}
 """Of an optimizer's settings, which others name so."""
 
@@ -68,27 +71,27 @@ _OTHER_WORDS = {"learning_rate": "lr", "wd": "weight_decay", "l2": "weight_decay
 def meant(path: SettingPath) -> str:
     """A question about a setting that nobody knows: "did you mean lr"; "" where no name is near.
 
-    At the top level, where DeepSpeed lets every name be, only what differs in a letter or two is near.
+    Where DeepSpeed lets every name be, as at the top level, only what differs in a letter or two is near.
 
     Args:
         path: where it stands.
     """
     section, name = path[:-1], path[-1]
     known = set(known_names(section))
+    others = _OTHER_WORDS if section == ("optimizer", "params") else {}
     if section == (_ZERO, "zenflow"):
         known.update(OWN_KNOBS)
     elif not section:
         known.add(NAME)
     elif section == (NAME,):
         known.update(FIELDS)
-    if section == ("optimizer", "params") and name in _OTHER_WORDS:
-        return f"did you mean {_OTHER_WORDS[name]}"
+    if name in others:
+        return f"did you mean {others[name]}"
     if name in known or name in known_names(()):  # of another version, or in another place
         return ""
     if not section and (name.startswith("_") or name.endswith("_")):  # switched off so, by habit
         return ""
-    near = nearest(name, known, LIKENESS if section else _TYPO)
-    return f"did you mean {near}" if near else ""
+    return _near(name, {*known, *others}, _TYPO if section in _LET_BE else LIKENESS, others)
 
 
 def mistyped(value: Any, near: str) -> str:
@@ -103,10 +106,12 @@ def mistyped(value: Any, near: str) -> str:
 
 
 def misspelt(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Names at the top level that DeepSpeed lets be and that are near one which it reads; each with `meant`."""
-    for name in config:
-        if near := meant((name,)):
-            yield name, near
+    """Names, with dots, that DeepSpeed lets be and that are near one which it reads; each with `meant`."""
+    for section in _LET_BE:
+        found = at(config, section)
+        for name in found if isinstance(found, Mapping) else ():
+            if near := meant((*section, name)):
+                yield ".".join((*section, name)), near
 
 
 def undecided(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -186,9 +191,11 @@ def _names(described: Any) -> list[str]:
     return [name for name in described.get("literal", described.get("enum", ())) if isinstance(name, str)]
 
 
-def _near(value: Any, names: Iterable[str]) -> str:
-    near = nearest(value, names) if isinstance(value, str) else ""
-    return f"did you mean {near}" if near else ""
+def _near(value: Any, names: Iterable[str], likeness: float = LIKENESS, others: Mapping[str, str] | None = None) -> str:
+    """The question, with the name that stands for one of `others`."""
+    near = nearest(value, names, likeness).split(" or ") if isinstance(value, str) else [""]
+    meant_ones = dict.fromkeys((others or {}).get(name, name) for name in near)
+    return f"did you mean {' or '.join(meant_ones)}" if near != [""] else ""
 
 
 _PHRASES = {
@@ -388,7 +395,7 @@ def _of_batch(config: Mapping[str, Any], table: Table, world_size: int | None) -
             ranks = 1 if wrong_size else ranks / size  # older versions go on with one rank where they cannot divide
     whole, micro, passes = (given.get(name) for name in BATCH)
     if whole is None and micro is None:
-        yield Fault(("train_micro_batch_size_per_gpu",), "a file that says it, or train_batch_size")
+        yield Fault(("train_micro_batch_size_per_gpu",), "an integer >= 1, or a train_batch_size in its place")
     elif whole is not None:
         yield from _fits(whole, micro, passes, ranks)
 
@@ -469,7 +476,7 @@ def _settings_of(name: str, settings: dict[str, Any], config: Mapping[str, Any],
         return
     for setting, value in settings.items():
         if setting not in known:
-            yield Fault((*path, setting), f"{_choice(known)} for {name}", unknown=True)
+            yield _unknown((*path, setting), known, name)
         elif not _is_setting(setting, value, torchs=key.startswith("torch ")):
             yield Fault((*path, setting), _SETTINGS[setting])
     untested = key.startswith("torch ") and name not in table.own_optimizers and key != "torch Adam"
@@ -534,13 +541,22 @@ def _of_scheduler(config: Mapping[str, Any], table: Table) -> Iterator[Fault]:
         return
     for name, value in settings.items():
         if name not in known:
-            yield Fault(("scheduler", "params", name), f"{_choice(known)} for {kind}", unknown=True)
+            yield _unknown(("scheduler", "params", name), known, kind)
         elif not _takes(known[name], value):
             near = _near(value, known[name].get("words", ()))
             yield Fault(("scheduler", "params", name), _kinds_phrase(known[name]), near=near)
+    misspelt_ones = " ".join(_unknown(("scheduler", "params", name), known, kind).near for name in settings)
     for name, taken in known.items():
-        if taken.get("required") and name not in settings:
-            yield Fault(("scheduler", "params", name), f"a file that says it, for {kind}")
+        if taken.get("required") and name not in settings and name not in misspelt_ones.split():
+            yield Fault(("scheduler", "params", name), f"{_kinds_phrase(taken)} for {kind}")
+
+
+def _unknown(path: SettingPath, known: Iterable[str], kind: str) -> Fault:
+    """A setting that an optimizer or scheduler of a kind does not have; that of another one is no slip of the pen."""
+    near = meant(path)
+    return Fault(
+        path, f"{either(list(known))} for {kind}", unknown=True, near=near and (_near(path[-1], known) or near)
+    )
 
 
 def _of_relations(config: Mapping[str, Any], table: Table) -> Iterator[Fault]:

@@ -9,8 +9,9 @@ from typing import Any
 
 from zenflow.config import is_number
 from zftune.ds_config.facts import OWN_KNOBS, SAFE_UPDATE_INTERVAL
-from zftune.ds_config.reading import FILLED, MISSING, at, is_hugging_face, leaves, offload_device, path_of
+from zftune.ds_config.reading import FILLED, MISSING, TELLTALES, at, is_hugging_face, leaves, offload_device, path_of
 from zftune.ds_config.tables import newest
+from zftune.integrations.deepspeed import named
 from zftune.integrations.deepspeed.check.findings import THE_FILE, Change, Finding, Severity
 from zftune.integrations.deepspeed.check.subject import (
     BOTH,
@@ -27,6 +28,7 @@ from zftune.integrations.deepspeed.outcome import TAKEN_OVER
 from zftune.integrations.deepspeed.verdict import BATCH, NONE, Fault, meant, misspelt, mistyped
 
 _WORDS = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16", "half"), "fp32": ("fp32", "float32", "float")}
+_FILLERS = ("Accelerator", "accelerate")
 _LEAVES_LOSS = (0, 19)
 _WINDOW = "fp16.loss_scale_window"
 _DEFAULT_WINDOW = 1000
@@ -195,6 +197,24 @@ def auto(subject: Subject) -> Iterator[Finding]:
         yield subject.finding("auto-not-filled", path, "crashes", reason, mend, backends=BOTH)
 
 
+def auto_in_own_loop(subject: Subject) -> Iterator[Finding]:
+    """A script that makes DeepSpeed's engine itself, and neither names what fills in "auto" nor the settings."""
+    words = named.words_of(subject.script) if subject.script is not None else set()
+    fills = any(word in _FILLERS or "Trainer" in word for word in words)
+    if fills or not {"deepspeed", "initialize"} <= words or subject.through_hugging_face:
+        return
+    left = [name for name in TELLTALES if subject.at(name) == "auto" and path_of(name)[-1] not in words]
+    if left:
+        also = f" (so too {', '.join(left[1:])})" if left[1:] else ""
+        reason = (
+            f'Only Hugging Face\'s Trainer and Accelerate put a value in for "auto", and {subject.script} uses '
+            f"neither: DeepSpeed is given the word itself{also}."
+        )
+        yield subject.finding(
+            "auto-in-own-loop", left[0], "crashes", reason, backends=BOTH, advice="a value of your own"
+        )
+
+
 def numbers(subject: Subject) -> Iterator[Finding]:
     """NaN and Infinity. JSON has neither, and DeepSpeed's reader takes them for words."""
     for path, value in leaves(subject.config):
@@ -212,7 +232,7 @@ def amp(subject: Subject) -> Iterator[Finding]:
         yield subject.finding("amp", "amp.enabled", "crashes", reason, advice=advice)
 
 
-FILE_RULES: tuple[Rule, ...] = (text, zftune_section, auto, numbers, amp)
+FILE_RULES: tuple[Rule, ...] = (text, zftune_section, auto, auto_in_own_loop, numbers, amp)
 
 
 REFUSED, UNKNOWN = DEEPSPEED_NAMES = ("refused-by-deepspeed", "unknown-setting")
@@ -232,13 +252,14 @@ def refused(subject: Subject) -> Iterator[Finding]:
         dotted = ".".join(fault.path)
         if fault.path[0] in BATCH and is_hugging_face(subject.config) and subject.at(dotted) == "auto":
             continue  # its value is the Trainer's
-        reason = f"DeepSpeed refuses it: it takes {fault.allowed}{f'; {fault.near}' if fault.near else ''}."
+        it = "a file without it" if at(subject.config, fault.path) is MISSING else "it"
+        reason = f"DeepSpeed refuses {it}: it takes {fault.allowed}{f'; {fault.near}' if fault.near else ''}."
         if fault.unknown and len(fault.path) > 1:
-            named = "" if fault.allowed == NONE else f" It takes {fault.allowed}."
-            reason = f'DeepSpeed refuses it: there is no such setting in "{fault.path[-2]}".{named}'
+            named = "" if fault.allowed == NONE else f", which takes {fault.allowed}"
+            reason = f'DeepSpeed refuses it: there is no such setting in "{".".join(fault.path[:-1])}"{named}.'
         if fault.path[:2] == ("zero_optimization", "zenflow") and fault.path[-1] in OWN_KNOBS:
             reason = "It is a setting of the runtime of zftune run alone. DeepSpeed refuses the file."
-        near = meant(fault.path) if fault.unknown else ""
+        near = (fault.near or meant(fault.path)) if fault.unknown else ""
         mends = () if subject.is_guessed or near else tuple(_mends(subject, fault))
         if subject.is_guessed:
             reason = f"DeepSpeed {newest().version} refuses it; {subject.version} may take it."
