@@ -21,36 +21,59 @@ _DTYPES = ("bf16", "fp16", "fp32")
 _LONGEST, _LARGEST, _MOST_GPUS = 1 << 24, 1 << 20, 1 << 12
 
 
+_Model = Annotated[
+    str, typer.Option(help="A model's name, a directory with a config.json, or parameters,layers,hidden (7B,32,4096).")
+]
+_Hardware = Annotated[
+    str,
+    typer.Option(
+        "--hardware", "--gpu", help="A machine's or its GPU's name (h100, 4090), a TOML file, or 'here' (measured)."
+    ),
+]
+_Network = Annotated[
+    float | None, typer.Option(help="What a machine sends to the others, in GB/s each way; with --nodes.")
+]
+_Replicate = Annotated[
+    bool, typer.Option("--replicate", help="Each machine has the whole model, split over its GPUs (HSDP).")
+]
+_Stage = Annotated[
+    int, typer.Option(help="ZeRO stage, with several GPUs. 3: each has a part of the weights; 1, 2: all of them.")
+]
+_Checkpointing = Annotated[
+    bool, typer.Option("--checkpointing", help="Activation checkpointing: backward recomputes them.")
+]
+_Reshard = Annotated[
+    bool, typer.Option(help="Several GPUs gather layers again for backward (FSDP2's reshard_after_forward).")
+]
+_Compute = Annotated[
+    float | None, typer.Option(help="Forward and backward of a step, measured. Default: from the GPU's rate.")
+]
+_Quality = Annotated[
+    str,
+    typer.Option(
+        help="How late updates may be: exact (not at all), published (as of topk_ratio 0.1, update_interval 4), or "
+        "loose (twice that)."
+    ),
+]
+
+
 def plan(
-    model: Annotated[
-        str, typer.Option(help="A model's name, a directory with a config.json, or P,layers,hidden (7B,32,4096).")
-    ],
-    hardware: Annotated[str, typer.Option(help="A machine's name, a TOML file, or 'here' (measured).")] = "here",
+    model: _Model,
+    hardware: _Hardware = "here",
     gpus: Annotated[int, typer.Option(help="How many of its GPUs.")] = 1,
     nodes: Annotated[int, typer.Option(help="How many such machines, each with so many GPUs.")] = 1,
-    network_gbps: Annotated[
-        float | None, typer.Option(help="What a machine sends to the others, in GB/s each way; with --nodes.")
-    ] = None,
-    replicate: Annotated[bool, typer.Option("--replicate", help="Machines are replicas of each other (HSDP).")] = False,
-    stage: Annotated[
-        int,
-        typer.Option(help="ZeRO's, of several GPUs. 3: each has its rows of the weights; 1, 2: it has all of them."),
-    ] = 3,
+    network_gbps: _Network = None,
+    replicate: _Replicate = False,
+    stage: _Stage = 3,
     seq: Annotated[int, typer.Option(help="Tokens a sequence.")] = 2048,
     micro_batch: Annotated[int, typer.Option(help="Sequences a step on each GPU.")] = 1,
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Backward recomputes activations.")] = False,
-    reshard: Annotated[
-        bool, typer.Option(help="Several GPUs gather layers again for backward (FSDP2's reshard_after_forward).")
-    ] = True,
+    checkpointing: _Checkpointing = False,
+    reshard: _Reshard = True,
     dtype: Annotated[str, typer.Option(help="Of the parameters: bf16, fp16 or fp32.")] = "bf16",
     gpu_memory: Annotated[float | None, typer.Option(help="Of each GPU, in GB. Default: what the machine has.")] = None,
     host_memory: Annotated[float | None, typer.Option(help="Of a machine, in GB. Default: what it has.")] = None,
-    compute_ms: Annotated[
-        float | None, typer.Option(help="Forward and backward of a step, measured. Default: from the GPU's rate.")
-    ] = None,
-    quality: Annotated[
-        str, typer.Option(help="exact (no staleness), published (as k = 0.1, S = 4), or loose (twice that).")
-    ] = "published",
+    compute_ms: _Compute = None,
+    quality: _Quality = "published",
     json_path: Annotated[
         str | None, typer.Option("--json", metavar="PATH", help="Write the plan as JSON; '-': standard output.")
     ] = None,

@@ -7,6 +7,7 @@ that says of each where it comes from: a published specification, a measurement,
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import sys
 import tomllib
@@ -139,6 +140,7 @@ def _median_ms(work: Callable[[], Any]) -> float:
 
 FIGURES = tuple(field.name for field in fields(Machine) if field.name not in ("name", "gpu", "source"))
 _WHOLE = {"gpus", "device_memory_bytes", "cores", "host_memory_bytes"}
+_COUNTED = re.compile(r"(?P<gpus>\d+)\s*[x×*]\s*(?P<name>.+)", re.IGNORECASE)
 _MOST_BYTES = 1 << 20  # of a file: a machine takes three thousand
 
 
@@ -163,6 +165,12 @@ def load_machine(name_or_path: str) -> Machine:
     if not found:
         if proper := _proper(name_or_path, names):
             return _of_library(proper)
+        counted = _COUNTED.fullmatch(name_or_path)
+        if counted and (proper := _proper(counted["name"], names)):
+            raise BadInputError(
+                f"--hardware '{name_or_path}': it must be a machine without a number: "
+                f"--hardware {proper} --gpus {counted['gpus']}"
+            )
         near = did_you_mean(name_or_path, [*names, *models.MACHINES])
         raise BadInputError(f"--hardware '{name_or_path}': it must be here, {', '.join(names)}, or a TOML file{near}")
     try:

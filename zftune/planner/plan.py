@@ -34,7 +34,6 @@ SMALLEST = ZenFlowConfig.zero_offload(pipeline="bucket")
 _SHORTEST = 256
 _RUN = "zftune run{} -- deepspeed train.py --deepspeed ds_config.json"
 _ON_HOST = (
-    "Weights that are on the host take less of a GPU; this plan is not about them. To train so, put "
     '"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}} '
     f"into your ds_config: {_RUN.format('')}"
 )
@@ -67,14 +66,19 @@ def of_nothing(model: ModelFacts, machine: Machine, job: Job, headroom: float = 
     short, answers = [], []
     if need.device_bytes > device:
         first = " (in the first step, which keeps every gradient)" if not need.device_by_use["activations"] else ""
-        over = size(need.device_bytes - device)
-        short.append(f"{over} more of a GPU's memory than the {size(device)} that it may use{first}")
+        over, free = size(need.device_bytes - device), _free(machine.device_memory_bytes, device)
+        short.append(f"{over} more of a GPU's memory than the {size(device)} that it may use{free}{first}")
         answers.append(_for_device(model, machine, job, headroom))
     if on_host > host:
-        short.append(f"{size(on_host - host)} more of the host's memory than the {size(host)} that it may use")
-        answers.append(f"The host needs {size(on_host / (1 - headroom))} of memory in all.")
+        over, free = size(on_host - host), _free(machine.host_memory_bytes, host)
+        short.append(f"{over} more of the host's memory than the {size(host)} that it may use{free}")
+        answers.append(f"The host needs {size(on_host / (1 - headroom))} of memory in all, whatever the GPUs have.")
     what = " and ".join(short) or "more memory than there is, with any window"
     return [f"Nothing fits: even with all state on the host a step needs {what}.", *answers]
+
+
+def _free(whole: int, limit: float) -> str:
+    return f" (of {size(whole)}, {size(whole - limit)} stay free)"
 
 
 def remedies(model: ModelFacts, machine: Machine, job: Job, headroom: float = HEADROOM) -> list[Remedy]:
@@ -125,7 +129,19 @@ def _for_device(model: ModelFacts, machine: Machine, job: Job, headroom: float) 
     needed = _least(model, machine, most).device_bytes / (1 - headroom)
     options = f"{f'--gpus {most.gpus} ' if most.gpus > 1 else ''}--micro-batch 1 --checkpointing"
     options += " --stage 3" if job.keeps_whole else ""
-    return f"Even {options} takes GPUs of {size(needed)}, and shorter sequences do not help enough. {_ON_HOST}"
+    on_host = _weights_on_host(model, machine, job, headroom)
+    return f"Even {options} takes GPUs of {size(needed)}, and shorter sequences do not help enough. {on_host}"
+
+
+def _weights_on_host(model: ModelFacts, machine: Machine, job: Job, headroom: float) -> str:
+    """What else there is where no option makes weights and activations fit a GPU: in sentences, with what it takes."""
+    need = _least(model, machine, job)
+    weights = model.element_bytes * model.parameters * job.replicas // job.nodes
+    needed = (need.host_bytes + need.migration_bytes + weights) / (1 - headroom)
+    takes = f"Weights on the host too take less of a GPU, and about {size(needed)} of host memory in all"
+    if needed > machine.host_memory_bytes:
+        return f"{takes}, of which there are {size(machine.host_memory_bytes)}."
+    return f"{takes}; this plan does not predict their speed. To train so, put {_ON_HOST}"
 
 
 def _least(model: ModelFacts, machine: Machine, job: Job) -> Memory:
@@ -232,9 +248,8 @@ def verdict(
     bound = CAUSES.get(best.bound_by, best.bound_by)
     sentences = [f"{_named(config)}: {best.step_ms:,.0f} ms a step, bound by {bound}{_stall(best)}."]
     gain = zero.step_ms / best.step_ms
-    sentences.append(
-        f"That is {gain:.1f} times as fast as ZeRO-Offload; the mean staleness is {best.staleness_steps:.1f} steps."
-    )
+    late = f"{best.staleness_steps:.1f} steps late on average" if best.staleness_steps else "on time"
+    sentences.append(f"That is {gain:.1f} times as fast as ZeRO-Offload; updates come {late}.")
     sentences += _faster(found)
     if whole:
         slower = without.step_ms / best.step_ms - 1
@@ -242,9 +257,13 @@ def verdict(
             f"Without offloading it would fit too, at {without.step_ms:,.0f} ms a step ({slower:+.0%}) "
             "and without staleness: offload only if you want the GPU's memory for something else."
         )
-    elif without.memory.device_bytes > machine.device_memory_bytes:
+    elif without.memory.device_bytes > (limit := limits(machine, headroom)[0]):
         need, has = size(without.memory.device_bytes), size(machine.device_memory_bytes)
-        sentences.append(f"Without offloading it would need {need} of each GPU, which has {has}.")
+        free = f", {size(machine.device_memory_bytes - limit)} of it to stay free"
+        tight = without.memory.device_bytes <= machine.device_memory_bytes
+        sentences.append(
+            f"Without offloading it would need {need} of each GPU, which has {has}{free if tight else ''}."
+        )
     return sentences
 
 
@@ -285,6 +304,9 @@ def of_ranks(
     if job.ranks == 1:
         return []
     config = found[0][0] if found else SMALLEST
+    shared = [_shared(job), *_other_stage(model, machine, job, config, headroom)]
+    if config.offload_ratio == 0:
+        return shared
     need = job.gpus * sum(host_bytes(model, config).values())
     fit = "fits" if need <= limits(machine, headroom)[1] else "does not fit"
     replicated = (
@@ -292,7 +314,7 @@ def of_ranks(
         f"{size(need)} of host memory of a machine, which {fit}. Each of them keeps every gradient until "
         f"step(), and sends and updates all: {job.gpus} times the work of link and host."
     )
-    return [_shared(job), *_other_stage(model, machine, job, config, headroom), replicated]
+    return [*shared, replicated]
 
 
 def _shared(job: Job) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.table import Table
@@ -19,7 +20,8 @@ from rich.text import Text
 from zenflow import ZenFlowConfig
 from zftune.bars import CAUSE_KINDS, COMPUTE, Bar, StackedBar
 from zftune.planner.choosing import LEAST_HEADROOM_BYTES
-from zftune.text import amount, ms, percent, size, times
+from zftune.quality import assumed_coverage
+from zftune.text import amount, ms, percent, size
 from zftune.words import CAUSES
 
 Document = Mapping[str, Any]
@@ -37,9 +39,15 @@ _USES = {
     "arriving": "weights on their way",
     "context": "CUDA context",
     "segments": "allocator",
-    "log": "log",
-    "staging": "staging",
+    "log": "gradients of S steps",
+    "staging": "weights on their way",
 }
+_LEGEND = (
+    "k: topk_ratio, the share of columns that the GPU updates in every step. S: update_interval, the steps whose other "
+    "gradients the CPU applies together; sync: the step waits for it. lag: apply_lag, the steps until that shows. "
+    "ratio: offload_ratio, the share of the optimizer's state on the host. least S: the shortest with which the CPU "
+    "keeps up. stale: by how many steps updates are late on average."
+)
 
 
 def render(document: Document, width: int = WIDTH) -> RenderableType:
@@ -53,6 +61,7 @@ def render(document: Document, width: int = WIDTH) -> RenderableType:
     rows = list(_rows(document))
     parts: list[RenderableType] = [_verdict(document, width), _heading("a step by setting, on one scale")]
     parts += [_bars(rows, width), _heading("the settings beside each other"), _table(rows, width)]
+    parts.append(Padding(Text(_LEGEND, style="dim"), (0, 0, 1, 0)))
     if document["proposal"] is not None:
         parts += [_heading("the proposal's settings and memory"), _details(document, width)]
     parts.append(_notes(document))
@@ -143,12 +152,14 @@ def _details(document: Document, width: int) -> RenderableType:
     table.add_row("in Python", row["python"])
     table.add_row("in a ds_config", f'"zero_optimization": {json.dumps(row["ds_config"])}{_unplaced(row["knobs"])}')
     table.add_row("each GPU", _uses(memory["device_by_use"]))
-    table.add_row("host", _uses(memory["host_by_use"]) + f"; of it pinned {size(memory['pinned_bytes'])}")
-    table.add_row("a reselection", f"takes up to {size(memory['migration_bytes'])} of host memory for a moment")
-    loads = ", ".join(f"{name} {ms(value)}" for name, value in row["loads_ms"].items())
-    table.add_row("a step's work", f"{loads}; the host is busy {percent(row['host_utilisation'])} of the time")
-    best, zero = row["step_ms"], document["baselines"]["zero_offload"]["step_ms"]
-    table.add_row("gain", f"{times(zero / best)} of ZeRO-Offload's speed")
+    if memory["host_bytes"]:
+        pinned = f"; {size(memory['pinned_bytes'])} of it pinned (never swapped out)"
+        table.add_row("host", _uses(memory["host_by_use"]) + pinned)
+    if memory["migration_bytes"]:
+        table.add_row("other columns", f"choosing them takes up to {size(memory['migration_bytes'])} more of the host")
+    loads = ", ".join(f"{CAUSES.get(name, name)} {ms(value)}" for name, value in row["loads_ms"].items() if value)
+    busy = f"; the host is busy {percent(row['host_utilisation'])} of the time" if memory["host_bytes"] else ""
+    table.add_row("a step's work", f"{loads}{busy}")
     return table
 
 
@@ -165,11 +176,12 @@ def _uses(uses: Mapping[str, int]) -> str:
 def _notes(document: Document) -> RenderableType:
     figures = document["machine"]["source"]
     guessed = [name for name, source in figures.items() if source.startswith("estimate")]
-    free = f"{percent(document['limits']['headroom'])}, but no less than {size(LEAST_HEADROOM_BYTES)}"
+    share = percent(document["limits"]["headroom"])
+    free = f"{share} of GPU and host (of a GPU, at least {size(LEAST_HEADROOM_BYTES)}) stay free"
     notes = [
-        f"coverage of k is {document['quality']['coverage']}; the tuner measures it.",
-        f"device memory is a model of what the runtime and transformers keep; {free}, of it stay free.",
+        f"Assumed: 1% of columns hold {assumed_coverage(0.01):.1%} of the gradient's energy; the tuner measures it.",
+        f"Memory is predicted, for Hugging Face's models. A setting fits where {free}.",
     ]
     if guessed:
-        notes.append(f"of {document['machine']['name']} these figures are estimates: {', '.join(guessed)}.")
+        notes.append(f"These figures of {document['machine']['name']} are estimates: {', '.join(guessed)}.")
     return Text("\n".join(notes), style="dim")

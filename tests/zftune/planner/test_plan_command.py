@@ -68,7 +68,6 @@ def test_the_screen_fits_and_says_what_to_do(document: dict[str, Any], width: in
         "no offloading",
         "ZeRO-Offload",
         "least S",
-        "pinned",
         "estimates",
         document["verdict"][0][:40],
     ):
@@ -276,11 +275,50 @@ def test_what_would_do_does_and_less_of_it_would_not(model: str, machine: str, j
     assert found or "--micro-batch 1 --checkpointing takes GPUs of" in sentence
 
 
+def test_advice_takes_no_more_of_the_host_than_there_is() -> None:
+    facts, place, job = ModelFacts.from_name("Llama-2-7B"), Machine.load("rtx4090"), Job(checkpointing=True)
+    weights = 2 * facts.parameters
+    least = predict(facts, place, job, SMALLEST).memory
+    needed = round((least.host_bytes + least.migration_bytes + weights) / 0.9)
+
+    def said(host_bytes: int) -> str:
+        return " ".join(of_nothing(facts, replace(place, host_memory_bytes=host_bytes), job))
+
+    roomy, short = said(needed + 2), said(needed - weights // 2)
+    assert '"offload_param": {"device": "cpu"}' in roomy
+    assert f"about {size(needed)} of host memory" in roomy
+    assert "offload_param" not in short
+    assert f"about {size(needed)} of host memory in all, of which there are {size(needed - weights // 2)}." in short
+
+
+def test_what_stays_free_is_said_where_it_decides() -> None:
+    """Without offloading it would go into the GPU's memory, and leave too little of it free."""
+    facts, place, job = ModelFacts.from_name(MODEL), Machine.load(MACHINE), Job(seq=512)
+    needed = predict(facts, place, job, ZenFlowConfig.zero_offload(offload_ratio=0.0, pipeline="bucket")).memory
+    tight = replace(place, device_memory_bytes=round(1.05 * needed.device_bytes))
+    free = size(tight.device_memory_bytes - limits(tight)[0])
+    (sentence,) = (one for one in make_plan(facts, tight, job, quality="published")["verdict"] if "Without" in one)
+    has = f"which has {size(tight.device_memory_bytes)}, {free} of it to stay free."
+    assert sentence == f"Without offloading it would need {size(needed.device_bytes)} of each GPU, {has}"
+
+
+def test_a_plan_without_offloading_shows_nothing_of_the_host() -> None:
+    facts, place = ModelFacts.from_name("Llama-3.2-1B"), Machine.load("h100-sxm")
+    document = make_plan(facts, place, Job(gpus=2, seq=512), quality="exact")
+    assert document["proposal"]["memory"]["host_bytes"] == 0
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render(document, 100))
+    text = unwrapped(console.export_text())
+    assert " 0 bytes" not in text
+    assert " 0 ms" not in text
+    assert "k: topk_ratio, the share of columns that the GPU updates in every step." in text
+
+
 def test_memory_that_is_given_counts_instead_of_the_machines() -> None:
     result = run("--host-memory", "4", "--gpu-memory", "6", "--seq", "512")
     assert result.exit_code == 1
     said = unwrapped(result.output)
-    assert "more of the host's memory than the 3.6 GB that it may use." in said
+    assert "more of the host's memory than the 3.6 GB that it may use (of 4 GB, 400 MB stay free)." in said
     assert "more of a GPU's memory than the 3.85 GB that it may use" in said
     assert "device_memory_bytes" not in said  # no estimate: it was given
 
@@ -308,6 +346,8 @@ def test_memory_that_is_given_counts_instead_of_the_machines() -> None:
         (["--gpu-memory", "nan"], "--gpu-memory is nan; it must be a number of GB above 0"),
         (["--host-memory", "0"], "--host-memory is 0.0; it must be a number of GB above 0"),
         (["--hardware", "abacus"], "--hardware 'abacus'"),
+        (["--hardware", "4xH100"], "must be a machine without a number: --hardware h100-sxm --gpus 4"),
+        (["--gpu", "2 x 4090"], "must be a machine without a number: --hardware rtx4090 --gpus 2"),
         (["--model", "abacus"], "--model 'abacus'"),
         (["--json", "/no/such/folder/x.json"], "--json '/no/such/folder/x.json'"),
         (["--html", "-"], "--html '-'"),
