@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -44,7 +45,7 @@ from zftune.tuner.space import Setting
 from zftune.tuner.stats import stats
 from zftune.tuner.training_info import SINGLE_RANK, TuneRequest, WorldInfo
 from zftune.tuner.tuner import Tuner, closed_tuner, open_tuners
-from zftune.variables import NOBODY, ONLINE, READ, RUN
+from zftune.variables import FRESH, NOBODY, ONLINE, READ, RUN
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
@@ -227,6 +228,8 @@ def start_tuner(
     Raises:
         BadInputError: not all ranks have come, or the probe is given on several.
     """
+    if os.environ.get(FRESH) == "1":  # `zftune run --fresh`, whoever attaches: its hooks, an engine, the script
+        wishes = replace(wishes, fresh=True)
     several = several_ranks()
     if several and eval_fn is not None:
         raise BadInputError("eval_fn must be None on several ranks: its flushes are one rank's")

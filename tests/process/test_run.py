@@ -132,6 +132,7 @@ BAD: list[tuple[tuple[str, ...], dict[str, Any] | None, str]] = [
     (("--backend", "torch"), None, "zftune.backend is 'torch'; it must be zenflow or deepspeed"),
     (("--quality", "best"), None, "zftune.quality is 'best'; it must be exact, published or loose"),
     (("--preset", "mine"), None, "preset 'mine': is not in the store, which has no presets yet: `zftune tune`"),
+    (("--fresh",), None, "--fresh needs --online, whose search begins anew then"),
     (("--preset", "./mine.json"), None, "mine.json"),
     (
         (),
@@ -159,6 +160,13 @@ def test_bad_input_is_known_before_anything_starts(
     assert done.stdout == ""
     assert sentence in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_fresh_is_said_to_whoever_attaches(tmp_path: Path) -> None:
+    nowhere = {"ZFTUNE_SOCKET": str(tmp_path / (120 * "x")), "ZFTUNE_DB": str(tmp_path / "z.db")}
+    code = "import os; print(os.environ.get('ZFTUNE_FRESH'), os.environ['ZFTUNE_ONLINE'])"
+    for options, said in ((("--online", "--fresh"), "1 daemon\n"), (("--online",), "None daemon\n")):
+        assert run(PYTHON, "-c", code, options=options, env=nowhere).stdout == said
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,9 @@ def run(
     online: Annotated[
         bool, typer.Option("--online", help="Tune while it trains, by the daemon; where there is none, one is started.")
     ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="With --online: begin neither from a preset nor where an earlier run ended.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Tell what would train, with which settings, from where; start nothing.")
     ] = False,
@@ -185,7 +188,7 @@ def run(
     asked = {name: value for name, value in asked.items() if value is not None}
     environment = _settled(os.environ) if online else dict(os.environ)
     disabled = environment.get(variables.DISABLE) == "1"
-    found = _check(asked, () if disabled else command, environment)
+    found = _check(asked, () if disabled else command, environment, fresh=fresh)
     steering = _steering(asked, schedule, export_schedule)
     _tell_unread(environment)
     if found:
@@ -197,14 +200,21 @@ def run(
     if not disabled:
         if online:
             _require_daemon(environment)
-            environment[variables.ONLINE] = "daemon"
-        if schedule is not None:
-            environment[variables.ONLINE] = variables.NOBODY
-        environment = agent.armed(environment)
+        environment = agent.armed(
+            {**environment, **_searched(online=online, fresh=fresh, replayed=schedule is not None)}
+        )
         told = {"quiet": True} if quiet else {}
         environment[variables.RUN] = _encoded({"version": __version__, **asked, **steering, **told})
         _follow(command, environment, {**asked, **steering})
     _become(command, environment)
+
+
+def _searched(*, online: bool, fresh: bool, replayed: bool) -> dict[str, str]:
+    """Variables that say who searches, and from where."""
+    from zftune.variables import FRESH, NOBODY, ONLINE
+
+    who = NOBODY if replayed else "daemon" if online else ""
+    return {**({ONLINE: who} if who else {}), **({FRESH: "1"} if fresh else {})}
 
 
 def _encoded(wanted: dict[str, Any]) -> str:
@@ -301,7 +311,9 @@ def _steering(asked: dict[str, Any], schedule: str | None, export_schedule: str 
     return {name: os.path.abspath(path) for name, path in given.items() if path is not None}  # noqa: PTH100
 
 
-def _check(asked: dict[str, Any], command: Sequence[str], environment: Mapping[str, str]) -> list[Found]:
+def _check(
+    asked: dict[str, Any], command: Sequence[str], environment: Mapping[str, str], *, fresh: bool
+) -> list[Found]:
     """What can be known before anything starts: each section's fields, whether its preset is there, what is refused.
 
     Returns:
@@ -317,6 +329,8 @@ def _check(asked: dict[str, Any], command: Sequence[str], environment: Mapping[s
         done = _require_not_refused(source, section, command)
         section = section.over(Section.of(source.config))
         found.append((source, done, section))
+    if fresh and not section.online:
+        raise BadInputError("--fresh needs --online, whose search begins anew then")
     require_preset(section)
     return found
 

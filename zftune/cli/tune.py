@@ -307,8 +307,9 @@ class ProgressLine:
 
 def _best_so_far(tuner: Tuner, search: Search) -> str:
     step_ms = search.book.incumbent_step_ms
-    gain = f" (about {100 * tuner.gain:.2g}% less)" if tuner.gain > 0 else ""
-    return f"; best so far {step_ms:.1f} ms{gain}: {tuner.incumbent}" if step_ms else ""
+    gain = search.book.gain
+    less = f" ({gain} less)" if gain is not None and gain.share > 0 else ""
+    return f"; best so far {step_ms:.1f} ms{less}: {tuner.incumbent}" if step_ms else ""
 
 
 def _doing(request: Request, incumbent: Setting) -> str:

@@ -208,6 +208,8 @@ class Counter:
 
     def __init__(self, now_s: float) -> None:
         self.count = Count()
+        self.last_step = 0
+        """The optimizer's own number of the last step that is over."""
         self._began_s = now_s
         self._part = ""
         self._tried_s = self._incumbent_s = self._gain = 0.0

@@ -23,8 +23,10 @@ from zftune.tuner.executor import Executor, TuningContext, live_search
 from zftune.tuner.messages import conclusion
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.sampler_process import SamplerError, SamplerProcess, gentle_share
+from zftune.tuner.scores import Gain
 from zftune.tuner.search import Search
 from zftune.tuner.setup import Preparation, Prepared
+from zftune.tuner.space import Setting
 from zftune.tuner.states import Remark
 from zftune.tuner.training_info import SINGLE_RANK, TuneRequest, WarmupStats, WorldInfo
 from zftune.tuner.worker import Background, SearchWorker, ThreadWorker
@@ -55,6 +57,10 @@ class Ended:
     """What was found out beside the search."""
     count: Count
     """What this process has counted since it was attached."""
+    incumbent: Setting | None
+    """The best setting so far; None: the search has not begun here."""
+    gain: Gain | None
+    """Of it, as this process last heard."""
 
 
 Said = tuple[int, str]

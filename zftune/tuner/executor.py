@@ -23,7 +23,7 @@ from zftune.quality import at_full_rate, movement_percent
 from zftune.store.account import Counter
 from zftune.tuner.guard import Losses, LossGuard
 from zftune.tuner.recorder import StoreRecorder
-from zftune.tuner.scores import Pace
+from zftune.tuner.scores import Gain, Pace
 from zftune.tuner.search import Search
 from zftune.tuner.space import Setting
 from zftune.tuner.states import OF_INCUMBENT, Outcome, Request, UnmeasuredSteps
@@ -204,8 +204,8 @@ class Executor:
         """What is measured now; None: nothing, somebody thinks."""
         self.incumbent = incumbent
         """The best setting so far, as of the last answer."""
-        self.gain = 0.0
-        """Of it over what the search began from, a share of that one's step time."""
+        self.gain: Gain | None = None
+        """Of it over what the search began from; None: it is that."""
         self.over = False
         """Whether the search has ended."""
         self.overhead_s = 0.0
@@ -359,7 +359,12 @@ class Executor:
                 self._incumbent_step_s = (self.request.incumbent_step_ms or 0.0) / 1e3 or None
             self._ask(self.request.setting)
 
-    def _adopt(self, incumbent: Setting, gain: float) -> None:
+    @property
+    def gain_share(self) -> float:
+        """Of the step time that the search began with."""
+        return 0.0 if self.gain is None else self.gain.share
+
+    def _adopt(self, incumbent: Setting, gain: Gain | None) -> None:
         """Take the best setting so far, and say so where it is another one."""
         before, self.incumbent, self.gain = self.incumbent, incumbent, gain
         changes = incumbent.differences(before)
@@ -370,8 +375,8 @@ class Executor:
         else:
             what = "goes back to" if incumbent in self._left else "adopts"
         self._left.add(before)
-        if gain > 0:
-            why = f", which saves about {100 * gain:.2g}% of the step time"
+        if gain is not None and gain.share > 0:
+            why = f", which saves {gain} of the step time"
         else:
             what, why = ("changes to", ", for earlier updates or less memory") if what == "adopts" else (what, "")
         _logger.info("zftune %s: %s%s.", what, changes, why)
@@ -461,9 +466,9 @@ class Executor:
 
     def _count(self, part: str, step_ms: float, *, challenges: bool) -> None:
         if challenges:
-            self.counter.tried(part, step_ms / 1e3, self._incumbent_step_s, self.gain)
+            self.counter.tried(part, step_ms / 1e3, self._incumbent_step_s, self.gain_share)
         else:
-            self.counter.trained(step_ms / 1e3, self.gain)
+            self.counter.trained(step_ms / 1e3, self.gain_share)
 
     def _is_made_ready(self, stats: StepStats) -> bool:
         """Whether host memory was pinned for this setting beside a step, or in its window: measured are later ones."""
@@ -547,7 +552,7 @@ class Executor:
             reason: a sentence.
         """
         self._worker.guard(reason)
-        self.incumbent, self.gain = self._start, 0.0
+        self.incumbent, self.gain = self._start, None
         self._end()
 
 

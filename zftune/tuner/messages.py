@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from zftune.store.account import Count, saved_with_error
 from zftune.store.types import TrialState
 from zftune.tuner.scores import ERRORS, LEAST_GAIN, ExplorationCost, Gain, steps_of
+from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome, Trial
 
 if TYPE_CHECKING:
@@ -258,15 +259,43 @@ def conclusion(
 def _lines(search: Search, count: Count, *, tried: int, measured: bool) -> Iterator[str]:
     book = search.book
     guarded = [note.reason for note in search.notes if note.kind == "guard"]
-    yield f"zftune keeps {book.incumbent.setting}."
-    share = f", {100 * count.spent_s / count.seconds:.1f}% of the {count.seconds:.1f} s" if count.seconds else ""
-    gain = None if book.gain is None else {"share": book.gain.share, "error": ERRORS * book.gain.error}
-    saved = f"; {saved_with_error(count.saved_s, gain)} were saved" if count.saved_s >= 0.05 else ""
-    more = f"{count.spent_s:.1f} s more than the settings that were best so far{share}{saved}"
-    yield f"Time spent: exploring took {more}."
     reason = search.notes[-1].reason if search.notes and search.notes[-1].kind != "guard" else ""
     nothing = nothing_adopted(measured=measured, tried=tried, kinds={note.kind for note in search.notes})
-    found = f"none. {nothing}" if book.gain is None else f"{book.gain} of the step time"
-    yield f"Gain: {found}. {reason}".rstrip()
+    yield from _kept(book.incumbent.setting, book.gain, count)
+    yield f"{_gained(book.gain, nothing)} {reason}".rstrip()
     if guarded:
         yield f"Guard: {' '.join(guarded)}"
+
+
+def _kept(incumbent: Setting, gain: Gain | None, count: Count) -> Iterator[str]:
+    yield f"zftune keeps {incumbent}."
+    share = f", {100 * count.spent_s / count.seconds:.1f}% of the {count.seconds:.1f} s" if count.seconds else ""
+    known = None if gain is None else {"share": gain.share, "error": ERRORS * gain.error}
+    saved = f"; {saved_with_error(count.saved_s, known)} were saved" if count.saved_s >= 0.05 else ""
+    more = f"{count.spent_s:.1f} s more than the settings that were best so far{share}{saved}"
+    yield f"Time spent: exploring took {more}."
+
+
+def _gained(gain: Gain | None, nothing: str) -> str:
+    return f"Gain: none. {nothing}." if gain is None else f"Gain: {gain} of the step time."
+
+
+def counted_alone(incumbent: Setting | None, gain: Gain | None, count: Count, record: str | None) -> str:
+    """The last words of a training whose daemon is gone: what it knows itself.
+
+    Args:
+        incumbent: the best setting that it heard of; None: there was no search.
+        gain: of it; None: it is what the search began from.
+        count: what this process took and spent.
+        record: the run in the store; None: it is not known that anything was written down.
+    """
+    gone = "The daemon does not answer any more"
+    if incumbent is None:
+        return f"zftune tuned nothing: no search had begun. {gone}."
+    kept = (
+        "nothing is known to be written down"
+        if record is None
+        else f"what it has written down: zftune explain {record[:8]}"
+    )
+    lines = (*_kept(incumbent, gain, count), _gained(gain, "Nothing was adopted that this training heard of"))
+    return "\n".join((*lines, f"{gone}, so that this is what the training counted itself; {kept}."))

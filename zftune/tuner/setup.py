@@ -137,7 +137,7 @@ def _resumed(again: RunRecord | None, recording: Recording, wanted: SearchReques
     if recording.resume(run, search) is None:
         return None
     kept = f"{search.measurements} measurement{' is' if search.measurements == 1 else 's are'} kept"
-    anew = " (zftune tune --fresh, or fresh=True of zftune.attach, begins anew)"
+    anew = " (--fresh, or fresh=True of zftune.attach, begins anew)"
     more = anew if again is None else ""  # the training itself goes on
     return Prepared(search, recording, f"Goes on with run {run.run_id[:8]}: {kept}{more}.")
 

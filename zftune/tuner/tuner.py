@@ -41,7 +41,7 @@ _logger = logging.getLogger("zftune")
 
 CONCLUDES = "concludes"
 """Attribute of the log records that say at the end what was found."""
-_JOIN_S = 20.0  # a daemon that is told goodbye may take most of it
+_JOIN_S = 90.0  # a daemon that is told goodbye may take most of it
 _DEPART_S = 1.0
 _MOST_EARLY_LOSSES = 512
 
@@ -240,7 +240,7 @@ class Tuner:
     @property
     def gain(self) -> float:
         """What the best settings so far save of the step time that the search began with, a share of it."""
-        return 0.0 if self._live is None else self._live.gain
+        return 0.0 if self._live is None else self._live.gain_share
 
     def follows(self, optimizer: ZenFlowOptimizer) -> bool:
         """Whether it is this optimizer that it tunes."""
@@ -333,6 +333,7 @@ class Tuner:
         before = self._count.followed
         loaded = self._count.after_step()
         self._counter.step(self._optimizer.device.clock.now(), self._count.followed - before, self._tokens)
+        self._counter.last_step = self._optimizer.steps
         if loaded and self.searching:
             self._go_on_from_saved()
         if self._consensus is not None:
@@ -528,6 +529,8 @@ class Tuner:
             given_up=self._given_up,
             remarks=tuple(self._remarks),
             count=self._counter.count,
+            incumbent=None if self._live is None else self._live.incumbent,
+            gain=None if self._live is None else self._live.gain,
         )
         for level, sentence in self._driver.end(ended):
             self.conclusion = self.conclusion or sentence

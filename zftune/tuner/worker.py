@@ -22,6 +22,7 @@ from zenflow.clock import REAL_CLOCK, Clock, Thread
 from zftune.tuner.forecast import Judge, Observation, Proposal, likely
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.sampler_process import SamplerError, SamplerProcess
+from zftune.tuner.scores import Gain
 from zftune.tuner.search import Search
 from zftune.tuner.space import Setting, Space
 from zftune.tuner.states import Outcome, Request, Sampler, UnmeasuredSteps
@@ -106,8 +107,8 @@ class Answer:
     incumbent: Setting
     start: Setting | None = None
     """What the search began from; None: as was said before."""
-    gain: float = 0.0
-    """Of the incumbent over it, a share of its step time."""
+    gain: Gain | None = None
+    """Of the incumbent over it; None: it is that, or nothing was adopted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +118,8 @@ class Withdraw:
     reason: str
     incumbent: Setting | None = None
     """To run from now on; None: as before."""
-    gain: float = 0.0
-    """Of it over what the search began from, a share of that one's step time."""
+    gain: Gain | None = None
+    """Of it over what the search began from."""
 
 
 class SearchWorker(ABC):
@@ -222,7 +223,7 @@ class LocalWorker(SearchWorker):
             refused = None if recorder is None or request is None else recorder.before(search, request)
             if refused is None:
                 self._asked = request
-                return Answer(request, search.book.incumbent.setting, gain=search.book.gain_share)
+                return Answer(request, search.book.incumbent.setting, gain=search.book.gain)
             search.stop(refused)
 
 
@@ -323,7 +324,7 @@ class ThreadWorker(LocalWorker):
         except Exception as error:
             _logger.exception("The search failed; the training goes on under the best settings so far.")
             self._search.stop(f"The search failed: {type(error).__name__}: {error}.")
-            answer = Answer(None, self._search.book.incumbent.setting, gain=self._search.book.gain_share)
+            answer = Answer(None, self._search.book.incumbent.setting, gain=self._search.book.gain)
         with self._lock:
             if self._wrong is not None:
                 self._search.guard(self._wrong)

@@ -67,7 +67,7 @@ def test_an_interrupted_search_goes_on(tmp_path: Path, mini_model: Path) -> None
     lines = output.read_text().splitlines()
     assert lines[-1] == "0"
     (goes_on,) = [line for line in lines if line.startswith(f"Goes on with run {run.run_id[:8]}: ")]
-    assert goes_on.endswith(" (zftune tune --fresh, or fresh=True of zftune.attach, begins anew).")
+    assert goes_on.endswith(" (--fresh, or fresh=True of zftune.attach, begins anew).")
     assert measured(path) > before
     with open_store(str(path)) as store:
         assert [one.run_id for one in store.runs()] == [run.run_id]

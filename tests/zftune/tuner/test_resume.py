@@ -256,7 +256,7 @@ def test_a_search_that_is_interrupted_again_and_again_comes_to_its_end(world: Wo
         (run,) = store.runs()
         assert run.state is RunState.LOST
         begun = world.begin()
-        anew = "(zftune tune --fresh, or fresh=True of zftune.attach, begins anew)"
+        anew = "(--fresh, or fresh=True of zftune.attach, begins anew)"
         assert begun.sentence == f"Goes on with run {run.run_id[:8]}: {kept} {anew}."
         asked = begun.search.next()
         assert asked is not None

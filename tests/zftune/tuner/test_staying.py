@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.zftune.tuner.scene import PLANNED, Make, SyncWorker, assert_whole
-from zftune.tuner.scores import Sample
+from zftune.tuner.scores import Gain, Sample
 from zftune.tuner.search import Search
 from zftune.tuner.states import Comparing, Request, Trial
 from zftune.tuner.worker import Answer, Withdraw
@@ -81,9 +81,9 @@ def test_who_wants_other_knobs_meanwhile_gets_them(make: Make) -> None:
     scene.run(until=lambda: scene.live._stays)
     worker = scene.live._worker
     assert isinstance(worker, RecallingDesk)
-    worker.wanted = Withdraw("somebody rolls back", PLANNED, gain=0.25)
+    worker.wanted = Withdraw("somebody rolls back", PLANNED, gain=Gain(0.25, 0.01))
     for _ in range(12):  # longer than the window whose end was waited for
         scene.step()
     assert scene.knobs == PLANNED
     assert [setting for _, setting in scene.changes] == [PLANNED]
-    assert scene.live.gain == 0.25
+    assert scene.live.gain == Gain(0.25, 0.01)

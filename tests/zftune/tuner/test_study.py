@@ -239,7 +239,9 @@ def test_a_training_begins_and_ends_while_its_store_is_still_being_opened(monkey
     monkeypatch.setattr(drivers, "_thinker_beside", lambda _: Mock())  # which nobody asks
     optimizer = Scene().optimizer
     driver = drivers.LocalDriver(optimizer, TuneRequest(quality="published"), None)
-    ended = drivers.Ended(steps=3, begins=8, over=False, given_up=False, remarks=(), count=Count())
+    ended = drivers.Ended(
+        steps=3, begins=8, over=False, given_up=False, remarks=(), count=Count(), incumbent=None, gain=None
+    )
     for said in driver.end(ended):
         assert "ended before a first measurement" in said[1]
     driver.close()

@@ -162,7 +162,7 @@ def test_after_ctrl_c_it_goes_on(quick: dict[str, Any], store: Store) -> None:
     told = store.measurements(store.trials(run.run_id)[0].trial_id)
 
     second = tune(TuneOptions(**quick, steps=160), watch, store)
-    anew = "(zftune tune --fresh, or fresh=True of zftune.attach, begins anew)"
+    anew = "(--fresh, or fresh=True of zftune.attach, begins anew)"
     origin = f"Goes on with run {run.run_id[:8]}: 2 measurements are kept {anew}."
     assert origin in second["notices"]
     assert origin in shown(second)

@@ -13,6 +13,7 @@ from zftune.daemon.client.session import DaemonSession, Transport
 from zftune.daemon.client.worker import RemoteWorker
 from zftune.daemon.protocol.messages import Goodbye
 from zftune.store.account import Counter
+from zftune.tuner import messages
 from zftune.tuner.drivers import Ended, Said, SearchDriver
 from zftune.tuner.executor import Executor, TuningContext
 from zftune.tuner.guard import gpu_uuid
@@ -97,12 +98,19 @@ class DaemonDriver(SearchDriver):
         if farewell is not None:
             yield logging.WARNING if farewell.warning else logging.INFO, farewell.sentence
         elif ended.steps and not ended.given_up and wrong is None:
-            why = "the search had not begun" if self._daemon_session is None else "the daemon does not answer any more"
-            yield logging.WARNING, f"The training ends with the best settings so far: {why}."
+            yield logging.WARNING, self._counted_alone(ended)
 
     def close(self) -> None:
         self._worker.close()
         self._transport.close()
+
+    def _counted_alone(self, ended: Ended) -> str:
+        """The last words where the daemon has none."""
+        if self._daemon_session is None:
+            return "The training ends with the best settings so far: the search had not begun."
+        if not self._daemon_session.met:
+            return "The training ends with the settings that it began with: no daemon has answered."
+        return messages.counted_alone(ended.incumbent, ended.gain, ended.count, self._daemon_session.record)
 
     def _goodbye(self, session: str, ended: Ended) -> Goodbye:
         return Goodbye(

@@ -36,16 +36,16 @@ _REPORTS_A_LEASE = 4
 _FIRST_BACKOFF_S = 0.2
 _LONGEST_BACKOFF_S = 20.0
 _REQUEST_S = 3.0
-_JOIN_S = 4.0
-_SHORT_S = 1.0
-"""For a daemon that does not answer, as it seems."""
-_GOODBYE_S = 12.0
-"""For the daemon to end what it thinks about, and to write down what was found."""
+GOODBYE_S = 60.0
+"""For the daemon to end what it thinks about, and to write down what was found, on a busy machine."""
+_SILENCE_S = 15.0
+"""Without any answer for so long, nobody is there as it seems: a daemon that is at work says so within seconds."""
 _AGAIN_S = 0.1
 _LOOK_S = 0.005
 _FORGOTTEN = (404, 410)
 _BUSY = 409
 _THROWN_AWAY = "The training was thrown away before the search was over."
+_WAITS = f"The daemon is slow: zftune waits up to {GOODBYE_S:.0f} s for it to write down what was found."
 _logger = logging.getLogger("zftune")
 
 
@@ -74,7 +74,7 @@ _couriers: weakref.WeakSet[DaemonSession] = weakref.WeakSet()
 
 def _leave_all() -> None:
     """Before the process ends: who is not heard of any more has crashed, as it seems."""
-    ends_s = time.monotonic() + _JOIN_S
+    ends_s = time.monotonic() + GOODBYE_S
     for daemon_session in list(_couriers):
         daemon_session.leave(ends_s - time.monotonic())
 
@@ -136,6 +136,16 @@ class DaemonSession:
         self._pid = os.getpid()
         self._thread = clock.thread(self._run, "zftune-agent")
 
+    @property
+    def record(self) -> str | None:
+        """Its run in the store; None: it is not known that anything was written down."""
+        return self._record
+
+    @property
+    def met(self) -> bool:
+        """Whether a daemon has ever answered."""
+        return self._last_session is not None
+
     def start(self) -> None:
         """Begin; returns at once."""
         self._thread.start()
@@ -154,92 +164,96 @@ class DaemonSession:
         """
         if self._abandoned and os.getpid() == self._pid:
             self._worker.wake.set()
-            self._thread.join(max(0.0, most_s))
+            self._join(most_s)
 
     def goodbye(self, message: Callable[[str], Goodbye]) -> Farewell | None:
-        """End it, within seconds; the daemon's last words, None where it does not answer.
+        """End it. A daemon that is slow is waited for; the daemon's last words, None where none is there to say any.
 
         Args:
             message: given the session.
         """
         if os.getpid() != self._pid:
             return None
-        began_s = time.monotonic()
+        ends_s = time.monotonic() + GOODBYE_S
         self._worker.close()
-        self._thread.join(_JOIN_S)
-        if self._thread.is_alive():
+        if not self._join(GOODBYE_S):
             return None
+        return self._part(message, ends_s, waits=True)
+
+    def _join(self, most_s: float) -> bool:
+        """Wait for the thread, which may be asking the daemon; whether it has ended."""
+        self._thread.join(max(0.0, min(_REQUEST_S, most_s)))
+        if self._thread.is_alive() and most_s > _REQUEST_S:
+            _logger.warning(_WAITS)
+            self._thread.join(most_s - _REQUEST_S)
+        return not self._thread.is_alive()
+
+    def _part(self, message: Callable[[str], Goodbye], ends_s: float, *, waits: bool) -> Farewell | None:
+        """Say what was not said yet, and goodbye, again and again while somebody is there who may hear it.
+
+        Args:
+            message: given the session.
+            ends_s: not for longer than this.
+            waits: whether somebody waits for it, and has to know.
+        """
+        silent_since_s, within_s = time.monotonic(), _REQUEST_S
         try:
-            answers = self._report_at_last(max(_SHORT_S, _JOIN_S - _SHORT_S - (time.monotonic() - began_s)))
-            # Who answers is given time to end what it thinks about; who does not, such as one that is stopped, is not.
-            ends_s = time.monotonic() + (_GOODBYE_S if answers else _SHORT_S)
-            try:
-                return self._part_from(message, ends_s)
-            except DaemonError as error:
-                if not self._forget(error):
-                    raise
-            self._report_at_last(_SHORT_S)  # it was taken for dead since its last report
-            return self._part_from(message, ends_s)
-        except ZftuneError as error:
-            _logger.debug("The daemon was not told goodbye: %s.", error)
-            return None
+            while True:
+                try:
+                    return self._say_goodbye(message, within_s)
+                except ZftuneError as error:
+                    _logger.debug("The daemon was not told goodbye: %s.", error)
+                    forgotten, is_silent = self._forget(error), self._is_away(error)
+                    if isinstance(error, DaemonError) and error.status == _BUSY:
+                        silent_since_s = time.monotonic()
+                    elif isinstance(error, NoDaemonError) or not (forgotten or is_silent):
+                        return None
+                within_s = min(silent_since_s + _SILENCE_S, ends_s) - time.monotonic()
+                if within_s < _AGAIN_S:
+                    return None
+                if waits and not forgotten:
+                    waits = False
+                    _logger.warning(_WAITS)
+                time.sleep(_AGAIN_S)
         finally:
             self._beat(None)  # where nobody was told, this is what is known
             self._transport.close()
 
-    def _report_at_last(self, within_s: float) -> bool:
-        """Say what has not been said yet; where that cannot be, goodbye is said all the same. Whether it was heard."""
-        answers = True
+    def _say_goodbye(self, message: Callable[[str], Goodbye], within_s: float) -> Farewell | None:
+        """Where the last report is not taken, goodbye is said all the same; None: nobody knows of the run."""
         try:
             if self._session is not None:
-                self._report(timeout_s=within_s)
+                self._report()
+        except NoDaemonError:
+            raise
         except (DaemonError, WireError) as error:
-            answers = self._forget(error)
+            self._forget(error)
             _logger.debug("The daemon was not told the last steps: %s.", error)
         if self._session is None and (self._record is not None or self._may_be_followed):
-            self._hello(timeout_s=within_s)  # to a daemon that was started again: else the run would count as crashed
-            self._report(timeout_s=within_s)
-        return answers
-
-    def _part_from(self, message: Callable[[str], Goodbye], ends_s: float) -> Farewell | None:
-        """Say goodbye to who knows of the run; None: nobody does."""
-        return None if self._session is None else self._part(message(self._session), ends_s)
+            try:
+                self._hello()  # to a daemon that was started again: else the run would count as crashed
+            except DaemonError as error:
+                if error.status is None:
+                    raise
+                _logger.debug("The daemon does not follow the run: %s.", error)
+                return None
+            self._report()
+        if self._session is None:
+            return None
+        answer = self._post(f"/v1/runs/{self.run}/goodbye", message(self._session), timeout_s=within_s)
+        farewell = decode(Farewell, answer, "farewell")
+        if self._pulse is not None:
+            self._pulse.close(remove=True)
+        self._pulse = None
+        return farewell
 
     def _part_alone(self) -> None:
-        """Nobody waits for the last words, so that there is time to say them."""
-        ends_s = time.monotonic() + max(self._lease_s, _GOODBYE_S)
-        while not self._parted() and time.monotonic() < ends_s:
-            self._clock.sleep(_FIRST_BACKOFF_S)
-        self._transport.close()
+        """Nobody waits for the last words."""
 
-    def _parted(self) -> bool:
-        try:
-            self._report_at_last(_REQUEST_S)
-            if self._session is None:
-                return True  # nobody knows of it
-            message = Goodbye(
-                protocol=PROTOCOL, session=self._session, steps=self._worker.steps, begins=0, reason=_THROWN_AWAY
-            )
-            self._part(message, time.monotonic() + _GOODBYE_S)
-        except ZftuneError as error:
-            _logger.debug("The daemon was not told goodbye: %s.", error)
-            return False
-        return True
+        def message(session: str) -> Goodbye:
+            return Goodbye(protocol=PROTOCOL, session=session, steps=self._worker.steps, begins=0, reason=_THROWN_AWAY)
 
-    def _part(self, message: Goodbye, ends_s: float) -> Farewell:
-        route = f"/v1/runs/{self.run}/goodbye"
-        while True:
-            try:
-                answer = self._post(route, message, timeout_s=max(_AGAIN_S, ends_s - time.monotonic()))
-            except DaemonError as error:
-                if error.status != _BUSY or time.monotonic() + _AGAIN_S > ends_s:
-                    raise
-                time.sleep(_AGAIN_S)
-            else:
-                if self._pulse is not None:
-                    self._pulse.close(remove=True)
-                self._pulse = None
-                return decode(Farewell, answer, "farewell")
+        self._part(message, time.monotonic() + max(self._lease_s, GOODBYE_S), waits=False)
 
     # --- in the thread -----------------------------------------------------------------------------------------------
 
@@ -284,7 +298,7 @@ class DaemonSession:
             self._waits_since_s = now_s
         return waiting_s(now_s - self._waits_since_s)
 
-    def _hello(self, *, timeout_s: float = _REQUEST_S) -> None:
+    def _hello(self) -> None:
         if self._training is None:
             assert self._read is not None
             self._training = self._read()
@@ -304,7 +318,7 @@ class DaemonSession:
             again=again,
         )
         try:
-            answer = self._post("/v1/runs", hello, timeout_s=timeout_s)
+            answer = self._post("/v1/runs", hello)
         except DaemonError as error:
             self._may_be_followed |= error.status is None and not isinstance(error, NoDaemonError)
             raise
@@ -315,12 +329,12 @@ class DaemonSession:
         self._session = self._last_session = welcome.session
         self._lease_s = welcome.lease_s
 
-    def _report(self, *, timeout_s: float = _REQUEST_S) -> None:
-        directive = self._said(timeout_s)
+    def _report(self) -> None:
+        directive = self._said()
         # A thought that was over before the answer was written is one all the same.
         if self._clock.simulated and (directive.thinks or self._obeyed != (directive.kind, directive.decision)):
             with taking_time(self._clock, self._thinking_s):
-                directive = self._thought_over(directive, timeout_s)
+                directive = self._thought_over(directive)
         self._obeyed = directive.kind, directive.decision
         self._take_record(directive)
         request = directive.request
@@ -347,20 +361,18 @@ class DaemonSession:
         if self._pulse is not None and self._worker.counter is not None:
             self._pulse.beat(self._worker.counter.count, trial)
 
-    def _thought_over(self, directive: Directive, timeout_s: float) -> Directive:
+    def _thought_over(self, directive: Directive) -> Directive:
         """What the daemon says when it has thought."""
         while directive.thinks and not self._worker.closing.is_set():
             time.sleep(_LOOK_S)
-            directive = self._said(timeout_s)
+            directive = self._said()
         return directive
 
-    def _said(self, timeout_s: float) -> Directive:
+    def _said(self) -> Directive:
         """What the daemon says to a report."""
         assert self._session is not None
         report = self._worker.report(PROTOCOL, self._session)
-        directive = decode(
-            Directive, self._post(f"/v1/runs/{self.run}/report", report, timeout_s=timeout_s), "directive"
-        )
+        directive = decode(Directive, self._post(f"/v1/runs/{self.run}/report", report), "directive")
         if directive.session != self._session:
             raise WireError(f"directive.session is {directive.session}; it must be {self._session}")
         self._worker.heard()

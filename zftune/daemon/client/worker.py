@@ -196,6 +196,7 @@ class RemoteWorker(SearchWorker):
                 protocol=protocol,
                 session=session,
                 sequence=self._sequence,
+                step=0 if self.counter is None else self.counter.last_step,
                 steps=tuple(steps),
                 losses=tuple(losses),
                 dropped=self._dropped,

@@ -21,6 +21,7 @@ from pydantic import AfterValidator, Field
 from zftune.daemon import PROTOCOL
 from zftune.daemon.protocol.codec import WireError, unicode
 from zftune.store.account import Count
+from zftune.tuner.scores import Gain
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome, Remark, Request, UnmeasuredSteps
 from zftune.tuner.training_info import TrainingFacts
@@ -143,6 +144,8 @@ class Report:
     session: Identity
     sequence: Natural
     """1, 2, ..; the same again, with the same steps and losses, where nobody has answered."""
+    step: Natural = 0
+    """The last that is over, whose figures come later; 0: that is not known."""
     steps: Annotated[tuple[StepFigures, ...], Field(max_length=MOST_STEPS)] = ()
     losses: Annotated[tuple[tuple[Natural, float], ...], Field(max_length=MOST_STEPS)] = ()
     """Of steps; finite ones."""
@@ -178,8 +181,8 @@ class Directive:
     """None: nothing is known yet, keep the knobs that there are."""
     start: Setting | None = None
     """That the search began from."""
-    gain: float = 0.0
-    """Of the incumbent over them, a share of their step time."""
+    gain: Gain | None = None
+    """Of the incumbent over them, a share of their step time with its standard error; None: it is them."""
     taken: Natural = 0
     """The newest decision whose outcome is written down."""
     record: Identity | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from zftune.daemon.protocol.codec import WireError
@@ -75,8 +76,8 @@ class SearchHandle:
         self.start = self.search.book.trials[0].setting
         self.incumbent = self.search.book.incumbent.setting
         """As of the last answer."""
-        self.gain = self.search.book.gain_share
-        """Of it over the start, a share of that one's step time."""
+        self.gain = self.search.book.gain
+        """Of it over the start; None: it is that."""
         self.halted = False
         """Whether nobody thinks any more."""
         self.over = False
@@ -204,6 +205,16 @@ class SearchHandle:
                 self.prepared.recorder.put_away(request.trial)
         self._withdrawn = None
 
+    def nothing_to_roll_back(self) -> str:
+        """Why there is nothing that was adopted; without a full stop."""
+        if any(note.kind == "guard" for note in self.search.notes):
+            return "training went wrong, so that the settings that it began with are back"
+        done = None if self.prepared.recorder is None else self.prepared.recorder.last("rollback")
+        if done is not None:
+            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(done.at_unix_s))
+            return f"it was rolled back already ({when}), and nothing else that was adopted is left"
+        return "nothing was adopted in this run"
+
     def write_down(self) -> None:
         """What was decided, where somebody keeps it; while nobody thinks.
 
@@ -215,5 +226,5 @@ class SearchHandle:
 
     def settle(self) -> Going:
         """Take in what a command has changed."""
-        self.incumbent, self.gain = self.search.book.incumbent.setting, self.search.book.gain_share
+        self.incumbent, self.gain = self.search.book.incumbent.setting, self.search.book.gain
         return self.state()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -36,6 +37,8 @@ _KEPT_STEPS = 1024
 _MOST_SENTENCE = 2000
 _JOIN_S = 5.0
 _AGAIN_S = 0.05
+_ANSWER_S = 2.0
+"""After which a goodbye is answered all the same, so that its agent knows of a daemon at work."""
 _PREPARING_S = 4.0
 """That a command waits for the search to be made; its client waits for little longer."""
 _logger = logging.getLogger("zftune.daemon")
@@ -74,6 +77,8 @@ class RunSession:
         self.losses: deque[tuple[int, float]] = deque(maxlen=_KEPT_STEPS)
         self.curve = CurveBuilder()
         """How the training goes, from its first step on."""
+        self.step = 0
+        """The last that is over; figures of it come later."""
         self.dropped = 0
         """Statistics that the agent had no room for."""
         self.knobs: Setting | None = None
@@ -86,7 +91,7 @@ class RunSession:
         self._prepared: Prepared | None = None
         self._thought: SearchHandle | None = None
         self._applied = self._sequence = 0
-        self._stopped = False
+        self._stopped = self._over = False
         self._barred: Setting | None = None
         """What was rolled back, until that is written down."""
         self._guarded: str | None = None
@@ -97,6 +102,8 @@ class RunSession:
         self._leaving = False
         """Whether it is about to end: nothing is begun any more."""
         self._ending: Background[None] | None = None
+        self._parting: Background[Farewell] | None = None
+        """Writes down what was found, since goodbye was said."""
         self._farewell = Farewell(protocol=PROTOCOL)
         self._lost: str | None = None
         """Why it is being ended without goodbye, if it is: there is no way back, its agent has to say Hello again."""
@@ -104,8 +111,14 @@ class RunSession:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended."""
-        return isinstance(self.state, states.Ended)
+        """Whether it has ended, and that is written down; it is shown as ended before."""
+        return self._over
+
+    @property
+    def reason(self) -> str:
+        """Of its state."""
+        writes = isinstance(self.state, states.Ended) and not self._over
+        return self.state.reason + ("; what was found is being written down" if writes else "")
 
     @property
     def leaves(self) -> bool:
@@ -137,11 +150,6 @@ class RunSession:
         """What the run took, spent and gained, by what its process has counted."""
         kept = Account() if self._recorder is None else self._recorder.account
         return kept.taken(self.hello.run, self.count)
-
-    @property
-    def _database(self) -> str | None:
-        path = None if self._recorder is None else self._recorder.database
-        return None if path is None else str(path)
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -188,9 +196,15 @@ class RunSession:
             return  # a later one was faster
         if report.sequence > self._sequence:  # else its answer was lost
             self._sequence = report.sequence
-            self._hear_steps(report)
+            self.steps.extend(report.steps)
+            self.losses.extend(report.losses)
+            for one in report.steps:
+                self.curve.step(one.step, one.step_ms, one.coverage)
+            for step, loss in report.losses:
+                self.curve.loss(step, loss)
         self.dropped = report.dropped
         last = self.steps[-1].step if self.steps else 0
+        self.step = report.step or last
         if report.applied is not None and report.applied.decision > self._applied:
             self._applied, last = report.applied.decision, report.applied.step
             if report.done is None or report.done.decision != self._applied:
@@ -198,14 +212,6 @@ class RunSession:
         if report.knobs is not None and report.knobs != self.knobs:
             self.knobs = report.knobs
             self.curve.change(last, self.knobs.knobs())
-
-    def _hear_steps(self, report: Report) -> None:
-        self.steps.extend(report.steps)
-        self.losses.extend(report.losses)
-        for one in report.steps:
-            self.curve.step(one.step, one.step_ms, one.coverage)
-        for step, loss in report.losses:
-            self.curve.loss(step, loss)
 
     def _take_count(self, count: Count | None) -> None:
         if count is not None and count.seconds >= self.count.seconds:
@@ -216,7 +222,7 @@ class RunSession:
         return outcome if disturbed is None else replace(outcome, status="void", reason=disturbed)
 
     def _advance(self) -> None:
-        if self.over or self._leaving:
+        if self._leaving or isinstance(self.state, states.Ended):
             return
         if self._thought is None:
             if self._prepared is None:
@@ -232,6 +238,7 @@ class RunSession:
     def _look_for_failure(self) -> None:
         if self.failed:
             self.state = states.ended(self.state, "the search could not be made; see the daemon's log")
+            self._over = True
 
     def _guard(self, reason: str) -> None:
         """Training goes wrong: the agent has set the starting point's knobs, and says so until it ends."""
@@ -243,7 +250,7 @@ class RunSession:
 
     def _end_search(self, thought: SearchHandle, reason: str) -> None:
         thought.withdraw()
-        thought.over, thought.incumbent, thought.gain = True, thought.start, 0.0
+        thought.over, thought.incumbent, thought.gain = True, thought.start, None
         self.state = states.Frozen(reason, pinned=True)
 
         def end() -> None:
@@ -294,6 +301,7 @@ class RunSession:
     def _directive(self) -> Directive:
         thought = self._thought
         request = None if thought is None else thought.request
+        database = None if self._recorder is None else self._recorder.database
         kind = self._kind()
         if kind == "pause" and thought is not None:
             thought.call_off()
@@ -303,14 +311,14 @@ class RunSession:
             decision=0 if thought is None else thought.decision,
             kind=kind,
             state=self.state.name,
-            reason=self.state.reason[:_MOST_SENTENCE],
+            reason=self.reason[:_MOST_SENTENCE],
             request=request if kind == "apply" else None,
             incumbent=None if thought is None else thought.incumbent,
             start=None if thought is None else thought.start,
-            gain=0.0 if thought is None else thought.gain,
+            gain=None if thought is None else thought.gain,
             taken=0 if thought is None else thought.taken,
             record=self.record,
-            database=self._database,
+            database=None if database is None else str(database),
             thinks=self._thinks(),
             notices=self.notices,
         )
@@ -341,7 +349,7 @@ class RunSession:
                     prepared.recorder.curve = self.curve
                 if prepared.sentence:
                     self._notices.append(prepared.sentence)
-                if prepared.paused:
+                if prepared.paused and not isinstance(self.state, states.Ended):
                     self.state = states.paused(self.state)
         if late and prepared.recorder is not None:
             self._write_guard(prepared)
@@ -391,7 +399,7 @@ class RunSession:
         with self._commands:
             thought = self._begun("roll back")
             if self._barred is None and not thought.search.book.adoptions:
-                raise NotAllowedError(f"cannot roll back: {self._nothing_to_roll_back(thought)}")
+                raise NotAllowedError(f"cannot roll back: {thought.nothing_to_roll_back()}")
             self._carry_out(thought, partial(self._roll_back, thought, by), "it is rolled back")
 
     def _roll_back(self, thought: SearchHandle, by: str) -> None:
@@ -402,16 +410,6 @@ class RunSession:
         if thought.prepared.recording is not None:
             thought.prepared.recording.withdraw_preset(self._barred, Withdrawal("rollback", by))
         self._barred = None
-
-    def _nothing_to_roll_back(self, thought: SearchHandle) -> str:
-        notes = thought.search.notes
-        if any(note.kind == "guard" for note in notes):
-            return "training went wrong, so that the settings that it began with are back"
-        done = None if self._recorder is None else self._recorder.last("rollback")
-        if done is not None:
-            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(done.at_unix_s))
-            return f"it was rolled back already ({when}), and nothing else that was adopted is left"
-        return "nothing was adopted in this run"
 
     def stop(self, by: str) -> None:
         """End the tuning; the incumbent's knobs stay.
@@ -467,7 +465,7 @@ class RunSession:
 
     def _begun(self, doing: str) -> SearchHandle:
         if self._thought is None or self.over:
-            why = self.state.reason if self.over else "its search has not begun yet"
+            why = self.reason if self.over else "its search has not begun yet"
             raise NotAllowedError(f"cannot {doing}: {why}")
         return self._thought
 
@@ -488,24 +486,38 @@ class RunSession:
     # --- what ends it waits and writes, in threads -------------------------------------------------------------------
 
     def goodbye(self, message: Goodbye) -> Farewell:
-        """The agent ends: what was found is written down.
+        """The agent ends: that is shown at once, and what was found is written down.
 
         Raises:
             NotAllowedError: that takes its time; it may be said again.
         """
-        self._hurry()
-        with self._commands:
+        self.touch()
+        with self._lock:
             if self.over:
                 return self._farewell
-            prepared = self._come_to_rest()
-            self._take_count(message.count)
-            found = farewell(prepared, message, self.account.total)
-            with self._lock:
-                self._farewell = replace(found, notices=self.notices)
-                tuning = f"tuning {'was stopped' if self._stopped else 'ended'} after {message.steps} steps"
-                why = f"{tuning}; the training went on" if message.over else "the training has ended"
-                self.state = states.ended(self.state, message.reason or why, trains=message.over)
-        return self._farewell
+            self.state = states.ended_by(self.state, message, stopped=self._stopped)
+            if self._parting is None or (self._parting.done and self._parting.failed):
+                self._parting = Background(partial(self._part, message), "zftune-brain")
+        self._parting.join(_ANSWER_S)
+        if not self._parting.done:
+            raise NotAllowedError("what was found is still being written down; try again in some seconds")
+        return self._parting.result
+
+    def _part(self, message: Goodbye) -> Farewell:
+        """Whether or not the agent still waits for it."""
+        self._hurry()
+        while True:
+            with self._commands, contextlib.suppress(NotAllowedError):
+                if self.over:
+                    return self._farewell
+                prepared = self._come_to_rest()
+                self._take_count(message.count)
+                found = farewell(prepared, message, self.account.total)
+                with self._lock:
+                    self._farewell = replace(found, notices=self.notices)
+                    self._over = True
+                return self._farewell
+            time.sleep(_AGAIN_S)  # somebody still thinks; others may have the lock
 
     def lose(self, lease_s: float, *, died: bool = False) -> bool:
         """End the run where its agent was not heard of any more: what was in flight is marked crashed.
@@ -522,7 +534,8 @@ class RunSession:
         """
         with self._lock:
             silent_s = self._clock() - self.heard_at_s
-            if self.over or (self._lost is None and silent_s <= lease_s and not died):
+            parts = self._parting is not None and not self._parting.done
+            if self.over or parts or (self._lost is None and silent_s <= lease_s and not died):
                 return False
             if self._lost is None:
                 silent = f"nothing was heard of the training for {silent_s:.0f} s"
@@ -564,6 +577,7 @@ class RunSession:
                 close(prepared.recorder, prepared)
             with self._lock:
                 self.state = states.ended(self.state, reason)
+                self._over = True
         return True
 
     def _come_to_rest(self, *, spare: bool = True) -> Prepared | None:

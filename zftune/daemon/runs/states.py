@@ -215,6 +215,19 @@ def ended(state: State, reason: str, *, trains: bool = False) -> Ended:
     return state if isinstance(state, Ended) else Ended(reason, trains)
 
 
+def ended_by(state: State, message: Goodbye, *, stopped: bool) -> Ended:
+    """After goodbye.
+
+    Args:
+        state: before it.
+        message: of the agent.
+        stopped: whether somebody has ended the tuning.
+    """
+    tuning = f"tuning {'was stopped' if stopped else 'ended'} after {message.steps} steps"
+    why = f"{tuning}; the training went on" if message.over else "the training has ended"
+    return ended(state, message.reason or why, trains=message.over)
+
+
 def title(state: State) -> str:
     """The state as people read it: a run whose training goes on has not ended."""
     return NO_LONGER_TUNED if isinstance(state, Ended) and state.trains else LIVE_STATES[state.name]

@@ -97,7 +97,7 @@ class RunView:
     silent_s: float
     """Since its agent was heard of."""
     step: int
-    """The last that was reported."""
+    """The last that is over, counted from 1; figures of it come later."""
     step_ms: float | None
     """Median of the last steps; null: none was reported."""
     stall_ms: dict[str, float]
@@ -237,14 +237,14 @@ def run_view(brain: RunSession, silent_s: float, node: Node | None = None) -> Ru
         record=brain.record,
         state=brain.state.name,
         title=states.title(brain.state),
-        reason=brain.state.reason,
+        reason=brain.reason,
         model=training.model.name,
         ranks=ranks_in_words(training.company.ranks, training.company.nodes, training.company.shards),
         pid=hello.pid,
         argv=list(hello.argv),
         began_unix_s=hello.began_unix_s,
         silent_s=round(silent_s, 3),
-        step=steps[-1].step if steps else 0,
+        step=brain.step,
         step_ms=statistics.median(times) if times else None,
         stall_ms=_stall_ms(steps),
         loss=brain.losses[-1][1] if brain.losses else None,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests import zygote
-from tests.zftune.daemon.client.test_session import FAREWELL, HOLD, WELCOME, Scripted
+from tests.zftune.daemon.client.test_session import FAREWELL, HOLD, RECORD, WELCOME, Scripted
 from tests.zftune.daemon.runs.agents import facts
 from tests.zftune.daemon.runs.loops import Loop
 from zftune.errors import DaemonError, NoDaemonError
@@ -58,7 +58,7 @@ def guarded(training: Loop) -> list[str]:
 
 
 def test_without_a_daemon_the_guard_tells_what_it_did(training: Loop, daemon: Scripted) -> None:
-    daemon.answers["runs"] = [DaemonError("no daemon serves 'x'")]
+    daemon.answers["runs"] = [NoDaemonError("no daemon serves 'x'")]
     go_wrong(training)
     (sentence,) = guarded(training)
     assert "the loss is nan; the settings at the start are back" in sentence
@@ -88,15 +88,34 @@ def test_the_guard_is_told_before_the_last_words(
 
 
 def test_a_training_that_ends_without_a_daemon_keeps_its_best_knobs(training: Loop, daemon: Scripted) -> None:
-    daemon.answers["runs"] = [DaemonError("no daemon serves 'x'")]
+    daemon.answers["runs"] = [NoDaemonError("no daemon serves 'x'")]
     training.run(lambda: tuner_of(training).live is not None)
     training.close()
     last = tuner_of(training).notices[-1]
-    assert last == "The training ends with the best settings so far: the daemon does not answer any more."
+    assert last == "The training ends with the settings that it began with: no daemon has answered."
+
+
+def test_where_the_daemon_is_gone_the_training_tells_what_it_counted_itself(
+    training: Loop, daemon: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="zftune")
+    gain = {"share": 0.2, "error": 0.01}
+    daemon.answers["report"] = [{**HOLD, "state": "frozen", "incumbent": OTHER, "start": OWN, "gain": gain}]
+    training.run(lambda: training.knobs.knobs() == OTHER)
+    daemon.answers["report"] = daemon.answers["goodbye"] = [NoDaemonError("no daemon serves 'x'")]
+    training.close()
+    assert "zftune adopts: topk_ratio 0.2, which saves 20.0 +/- 2.0% of the step time." in caplog.messages
+    kept, spent, won, rest = tuner_of(training).conclusion.splitlines()
+    assert kept == f"zftune keeps {training.knobs}."
+    assert spent.startswith("Time spent: exploring took ")
+    assert won == "Gain: 20.0 +/- 2.0% of the step time."
+    assert rest.startswith("The daemon does not answer any more, so that this is what the training counted itself; ")
+    assert rest.endswith(f"zftune explain {RECORD[:8]}.")
+    assert tuner_of(training).notices[-1] == tuner_of(training).conclusion
 
 
 def test_zen_auto_stays_until_a_daemon_answers(daemon: Scripted) -> None:
-    daemon.answers["runs"] = [DaemonError("no daemon serves 'x'")]
+    daemon.answers["runs"] = [NoDaemonError("no daemon serves 'x'")]
     training = Loop(daemon, config=replace(facts().config, update_interval="auto"))
     tuner, begun = tuner_of(training), training.optimizer.config
     training.run(lambda: bool(tuner.notices))
@@ -187,6 +206,16 @@ def test_a_training_that_is_thrown_away_without_a_daemon_leaves_nothing(daemon: 
     module = thrown_away(daemon, lambda tuner: bool(tuner.notices))
     assert module() is None
     assert set(daemon.asked) == {"runs"}
+
+
+def test_the_last_report_names_the_step_that_the_training_ended_with(training: Loop, daemon: Scripted) -> None:
+    """Figures of steps come two steps later, so that those of the last two never do."""
+    training.run(daemon.heard.is_set)
+    training.close()
+    assert daemon.asked[-2:] == ["report", "goodbye"]
+    last = daemon.documents[-2]
+    assert last["step"] == training.optimizer.steps
+    assert daemon.documents[-1]["count"]["steps"] == training.optimizer.steps
 
 
 def asking(steps: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from zftune.daemon import PROTOCOL
 from zftune.daemon.client.worker import RemoteWorker
 from zftune.daemon.protocol.codec import WireError
 from zftune.daemon.protocol.messages import Directive
+from zftune.tuner.scores import Gain
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome, Request
 from zftune.tuner.worker import Answer
@@ -20,6 +21,7 @@ from zftune.tuner.worker import Answer
 SESSION = "a" * 32
 OWN = Setting()
 OTHER = Setting(topk_ratio=0.2)
+GAIN = Gain(0.25, 0.01)
 REQUEST = Request(OTHER, "explore", 3, 4, 20, 10.0, 1.0)
 MEASURED = Outcome("measured", (1.0,) * 20, (1.0,) * 4)
 
@@ -41,8 +43,8 @@ def worker() -> RemoteWorker:
 @pytest.fixture
 def measuring(worker: RemoteWorker) -> RemoteWorker:
     worker.hand(None)
-    worker.obey(orders("apply", gain=0.25))
-    assert worker.poll() == Answer(REQUEST, OWN, OWN, gain=0.25)
+    worker.obey(orders("apply", gain=GAIN))
+    assert worker.poll() == Answer(REQUEST, OWN, OWN, gain=GAIN)
     worker.recall()
     return worker
 

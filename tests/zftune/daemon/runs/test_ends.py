@@ -14,6 +14,7 @@ from tests.zftune.daemon.runs.worlds import START, World
 from zftune.daemon.protocol.messages import Reattach
 from zftune.daemon.runs import registry, session
 from zftune.daemon.runs.states import NotAllowedError
+from zftune.daemon.runs.views import run_view
 from zftune.errors import DaemonError
 from zftune.store.types import PresetState, RunState, TrialState
 from zftune.tuner import setup, worker
@@ -165,6 +166,7 @@ def test_nothing_is_tried_any_more_once_goodbye_was_said(world: World, monkeypat
 
     monkeypatch.setattr(world.store, "add_measurement", slow)
     monkeypatch.setattr(worker, "_JOIN_S", 0.05)
+    monkeypatch.setattr(session, "_ANSWER_S", 0.05)
     agent.report()
     assert reached.wait(SOON_S)
     with pytest.raises(DaemonError, match="still being written down; try again") as refused:
@@ -172,11 +174,41 @@ def test_nothing_is_tried_any_more_once_goodbye_was_said(world: World, monkeypat
     assert refused.value.status == 409
     marked = world.stop_at("mark_in_flight")
     go_on.set()
-    monkeypatch.setattr(worker, "_JOIN_S", SOON_S)
+    monkeypatch.setattr(session, "_ANSWER_S", SOON_S)
     agent.goodbye()
     assert not marked.is_set()
     assert world.store.runs()[0].state is RunState.LOST
     assert not {TrialState.IN_FLIGHT, TrialState.CRASHED} & set(world.trial_states(agent.last.record))
+
+
+def test_a_run_that_said_goodbye_is_shown_as_ended_at_once_and_written_down_whoever_waits(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = world.agent()
+    agent.run_until("frozen")
+    finish, go_on, went_on = world.store.finish_run, threading.Event(), []
+
+    def slow(*given: Any) -> None:
+        went_on.append(go_on.wait(SOON_S))
+        finish(*given)
+
+    monkeypatch.setattr(world.store, "finish_run", slow)
+    monkeypatch.setattr(session, "_ANSWER_S", 0.05)
+    with pytest.raises(DaemonError, match="still being written down"):
+        agent.goodbye()
+    brain = world.registry.brain(RUN)
+    view = run_view(brain, 0.0)
+    assert (view.state, view.title) == ("ended", "ended")
+    assert view.reason == "the training has ended; what was found is being written down"
+    assert world.registry.live_runs == 1  # a private daemon stays for it
+    world.now_s = 60.0
+    assert world.registry.look_after_leases() == []  # it is no crash, though its agent is silent
+    go_on.set()
+    until(lambda: brain.over)
+    assert brain.reason == "the training has ended"
+    assert world.store.runs()[0].state is RunState.FINISHED
+    assert went_on == [True]  # nobody who looks after leases has waited for it
+    assert "zftune keeps" in agent.goodbye()["sentence"]  # said again, it is heard all the same
 
 
 @pytest.mark.parametrize("command", ["stop", "rollback"])

@@ -28,6 +28,7 @@ from zftune.store.store import Store
 from zftune.store.types import RunState, TrialState
 from zftune.tuner.drivers import LocalDriver
 from zftune.tuner.space import Setting
+from zftune.tuner.training_info import WarmupStats
 
 HOSTED = "tests.zftune.daemon.runs.hosted"
 
@@ -246,7 +247,7 @@ def test_no_daemon_changes_nothing(tmp_path: Path, loop: Callable[..., Loop]) ->
     assert training.tuner is not None
     first, last = training.tuner.notices
     assert first.startswith("The daemon cannot be reached (no daemon serves '")
-    assert last == "The training ends with the best settings so far: the daemon does not answer any more."
+    assert last == "The training ends with the settings that it began with: no daemon has answered."
     assert training.knobs == Setting.of(facts().config)
 
 
@@ -408,3 +409,14 @@ def test_which_searches_is_said_by_the_environment(monkeypatch: pytest.MonkeyPat
             assert tuner.search is None
     finally:
         training.close()
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_run_that_is_to_be_fresh_is_so_for_whoever_attaches(monkeypatch: pytest.MonkeyPatch, *, fresh: bool) -> None:
+    monkeypatch.setenv("ZFTUNE_FRESH", str(int(fresh)))
+    training = Loop(None)
+    with zftune.attach(training.optimizer, store=False, daemon=False) as tuner:
+        driver = tuner._driver
+        assert isinstance(driver, LocalDriver)
+        assert driver._preparation.reader.facts(WarmupStats(training.optimizer.config, (), False)).wishes.fresh == fresh
+    training.close()
