@@ -283,6 +283,7 @@ OUTPUTS = {
 def ended() -> Any:
     scripts = {name: textwrap.dedent(script) for name, script in SCRIPTS.items()}
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "ZENFLOW_NATIVE": "require"}
+    environment["PYTHONWARNINGS"] = "ignore:This process:DeprecationWarning"  # Python 3.12's, of forks beside threads
     done = subprocess.run(
         [sys.executable, "-c", ZYGOTE],
         input=json.dumps(scripts),
