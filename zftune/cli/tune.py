@@ -33,10 +33,6 @@ _LONGEST_THOUGHT_S = 3600.0
 _SAMPLERS = ("gp", "tpe", "random")
 _WORKLOAD = ("config", "rig", "ranks", "real_time", "thinking_s", "model", "text", "steps", "tune_memory")
 _COMMAND = {"trial_steps": "steps", "timeout": "timeout_s"}  # and what the options of restarting call them
-_NOT_LIVE = (
-    "command '{}': add --restartable, which runs it again with other settings: those of a running command cannot be "
-    "changed from outside (its own loop can change them: zftune.attach(optimizer))"
-)
 
 
 def _workload(text: str, *flags: str) -> Any:
@@ -147,7 +143,7 @@ def _check(given: Mapping[str, Any]) -> None:
     """Refuse at once what is wrong: searching takes minutes."""
     command = " ".join(given["command"] or ())
     if command and not given["restartable"]:
-        raise BadInputError(_NOT_LIVE.format(command if len(command) <= 60 else f"{command[:59]}…"))
+        raise BadInputError(_not_live(given["command"]))
     if given["restartable"] and not command:
         raise BadInputError("--restartable: allowed with a command (zftune tune --restartable -- CMD ...)")
     Outputs(given["json_path"], given["html_path"], None).check()
@@ -158,6 +154,18 @@ def _check(given: Mapping[str, Any]) -> None:
         check_study("--study", given["study"])
     if given["measurements"] < 1:
         raise BadInputError(f"--measurements is {given['measurements']}; it must be an integer >= 1")
+
+
+def _not_live(command: list[str]) -> str:
+    from zftune.integrations.deepspeed.named import own_loop
+    from zftune.restarts.document import ATTACH
+
+    shown = " ".join(command)
+    how = f"its settings cannot be changed from outside; {ATTACH}"
+    if own_loop(command) is None:
+        how = "add --restartable, which runs it again with other settings: those of a running command "
+        how += f"cannot be changed from outside ({ATTACH})"
+    return f"command '{shown if len(shown) <= 60 else f'{shown[:59]}…'}': {how}"
 
 
 def _refuse(ctx: typer.Context, names: tuple[str, ...], allowed: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zftune.errors import BadInputError
+from zftune.integrations.deepspeed.named import own_loop
 from zftune.tuner.space import Setting
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ OnProgress = Callable[[str, "Search | None"], None]
 STEPS = 30
 """Of a trial, that count."""
 WARM_UP = 5
+ATTACH = "a loop of your own is tuned while it trains, by zenflow's optimizer and zftune.attach(optimizer)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +102,11 @@ def run_restarting(
         raise BadInputError("the command is missing: give one after --")
     if "\0" in "".join(argv):
         raise BadInputError("command: has a null character, which no argument may have")
+    if (script := own_loop(argv)) is not None:
+        raise BadInputError(
+            f"--restartable: '{script}' trains by torch alone, and restarts try settings of DeepSpeed's own runtime; "
+            f"{ATTACH}"
+        )
     tell = on_progress or (lambda _text, _search: None)
     tell(announcement(options), None)
     with Interrupts() as interrupts:

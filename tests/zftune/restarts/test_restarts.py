@@ -178,6 +178,38 @@ def test_what_cannot_be_tuned_is_said_in_a_sentence(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("script", "refused"),
+    [
+        ("import torch, time\nfrom beside import work\n", True),
+        ("from torch import nn\nimport zftune\n", True),
+        ("import torch\nimport deepspeed\n", False),
+        ("import torch\nimport trainers_of_somebody\n", False),  # which may bring DeepSpeed with them
+        ("import torch\nfrom above import work\n", False),
+        ("import torch, subprocess\n", False),  # it may start another script
+        ("import json\n", False),
+        ("import torch:\n", False),
+    ],
+)
+def test_a_loop_without_deepspeed_is_refused_before_anything_is_run(
+    script: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside.py").write_text("import math\nimport torch.nn as nn\n")
+    (tmp_path / "above.py").write_text("from transformers import Trainer\n")
+    path = tmp_path / "train.py"
+    path.write_text(script)
+    told: list[str] = []
+
+    def stop(*_: Any) -> None:
+        raise ProfileError("it would have been run")
+
+    monkeypatch.setattr("zftune.restarts.search.Restarts.run", stop)
+    said = rf"^--restartable: '{path}' trains by torch alone, .* and zftune\.attach\(optimizer\)$"
+    with pytest.raises(ZftuneError, match=said if refused else "it would have been run"):
+        run_restarting([sys.executable, str(path)], few(), MEMORY, lambda text, _: told.append(text))
+    assert bool(told) is not refused
+
+
 def test_a_run_that_is_over_at_once_counts_if_it_was_long_enough(tune: Tune) -> None:
     """Nobody looked at it before its end."""
     document = tune(few(4), steps=400, sleep_s=0)

@@ -30,6 +30,7 @@ from zftune.tuner.space import Setting
 from zftune.tuner.tuner import Tuner
 
 THINKING_S = 0.25
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def options(mini_model: Path, mini_rig: Path, **more: Any) -> TuneOptions:
@@ -260,6 +261,10 @@ def test_ctrl_c_before_it_began(mini_model: Path, mini_rig: Path, store: Store) 
         (
             "-- python train.py",
             "command 'python train.py': add --restartable, which runs it again with other settings: ",
+        ),
+        (
+            f"-- python {LOOP}",
+            f"command 'python {LOOP}': its settings cannot be changed from outside; a loop of your own",
         ),
         ("--restartable", "--restartable: allowed with a command (zftune tune --restartable -- CMD ...)"),
         ("--restartable --", "command '': nothing stands behind --"),

@@ -96,12 +96,22 @@ def unguarded(script: Path) -> Unguarded | None:
     return None
 
 
-def words_of(script: Path) -> set[str]:
-    """Names and strings that stand in a script and in the modules beside it that it imports; none: it cannot be read.
+class Names(NamedTuple):
+    """What stands in a script and in the modules beside it that it imports."""
+
+    imported: set[str]
+    """Packages and modules, those beside it left out."""
+    words: set[str]
+    """Names and strings."""
+
+
+def names_in(script: Path) -> Names:
+    """What a script names; nothing where it, or a module beside it, cannot be read.
 
     Args:
         script: of the training.
     """
+    imported: set[str] = set()
     words: set[str] = set()
     left, read_ones = [script], set()
     while left:
@@ -109,28 +119,50 @@ def words_of(script: Path) -> set[str]:
         try:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
-            return set()
+            return Names(set(), set())
         read_ones.add(path)
-        imported = {word for node in ast.walk(tree) for word in _imported(node)}
-        words |= imported | {word for node in ast.walk(tree) for word in _word(node)}
-        beside = (script.parent / f"{name}.py" for name in imported)
-        left += [one for one in beside if one not in read_ones and one not in left and one.is_file()]
-    return words
+        for node in ast.walk(tree):
+            words |= set(_words(node))
+            imported |= set(_imported(node))
+        beside = {name: script.parent / f"{name}.py" for name in imported}
+        there = {name for name, one in beside.items() if one.is_file()}
+        imported -= there
+        left += [beside[name] for name in there if beside[name] not in read_ones]
+    return Names(imported, words)
+
+
+def own_loop(command: Sequence[str]) -> Path | None:
+    """The script of a command where it is certain that it trains by torch alone; None: it may be anything.
+
+    Args:
+        command: a program and its arguments.
+    """
+    script = script_of(command)
+    found = Names(set(), set()) if script is None else names_in(script)
+    is_alone = "torch" in found.imported and found.imported <= _TORCH | sys.stdlib_module_names
+    return script if is_alone and not found.words & _STARTS_OTHERS else None
+
+
+_TORCH = {"torch", "torchvision", "numpy", "tqdm", "zenflow", "zftune"}
+_STARTS_OTHERS = {"subprocess", "runpy", "importlib", "__import__", "exec", "execv", "execvp", "system"}
 
 
 def _imported(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.ImportFrom):
-        yield from (node.module or "").split(".")
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        for one in node.names:
-            yield from one.name.split(".")
+        yield (node.module or "").partition(".")[0]
+    elif isinstance(node, ast.Import):
+        yield from (one.name.partition(".")[0] for one in node.names)
 
 
-def _word(node: ast.AST) -> Iterator[str]:
+def _words(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
     elif isinstance(node, (ast.Attribute, ast.Name)):
         yield node.attr if isinstance(node, ast.Attribute) else node.id
+    elif isinstance(node, (ast.Import, ast.ImportFrom)):
+        yield from (getattr(node, "module", None) or "").split(".")
+        for one in node.names:
+            yield from one.name.split(".")
 
 
 def _trainers(tree: ast.AST) -> set[str]:

@@ -199,7 +199,7 @@ def auto(subject: Subject) -> Iterator[Finding]:
 
 def auto_in_own_loop(subject: Subject) -> Iterator[Finding]:
     """A script that makes DeepSpeed's engine itself, and neither names what fills in "auto" nor the settings."""
-    words = named.words_of(subject.script) if subject.script is not None else set()
+    words = named.names_in(subject.script).words if subject.script is not None else set()
     fills = any(word in _FILLERS or "Trainer" in word for word in words)
     if fills or not {"deepspeed", "initialize"} <= words or subject.through_hugging_face:
         return
