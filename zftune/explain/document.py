@@ -288,7 +288,7 @@ def _feasible(rows: Sequence[Mapping[str, Any]], budget: float | None) -> list[d
 
 def decision(one: Decided) -> dict[str, Any]:
     """What was decided, when, and by which measurements."""
-    found = {**asdict(one), "measured": list(one.measured)}
+    found = {**asdict(one), "measured": list(one.measured), "undecided": list(one.undecided)}
     return {**found.pop("decision"), **found}
 
 

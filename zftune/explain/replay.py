@@ -81,6 +81,8 @@ class Decided:
     """Trial that was the incumbent before it."""
     measured: tuple[int, ...]
     """Numbers of measurements."""
+    undecided: tuple[int, ...]
+    """Where a run goes on: those that its training before had made, and that nothing was decided by."""
     era: int
     """That it was made in; a decision to begin again opens the next one."""
 
@@ -197,8 +199,20 @@ class Replay:
         self.measured.append(one)
         self._eras[trial.number] = one.era
         self._count_in(self.eras[-1], one)
-        self._since.append((one, sample_or_none))
+        if not (one.status == "crashed" and self._is_told(one)):
+            self._since.append((one, sample_or_none))
         self.last_unix_s = max(self.last_unix_s, _written(row))
+
+    def _is_told(self, crash: Measured) -> bool:
+        """Whether a crash was written down as such when its training was found dead, and as a measurement later."""
+        for at in range(len(self.decided) - 1, -1, -1):
+            told = self.decided[at]
+            if (told.decision.kind, told.decision.trial) == ("crash", crash.trial):
+                known = {self.measured[number - 1].status for number in told.measured}
+                if "crashed" not in known:
+                    self.decided[at] = replace(told, measured=(*told.measured, crash.number))
+                    return True
+        return False
 
     def _between(self, row: Measurement, incumbent_ms: float | None) -> None:
         """Count the steps before a measurement: under the incumbent, and under a setting on its way in or out."""
@@ -233,7 +247,11 @@ class Replay:
         if trial is not None:
             self._eras[trial] = self.eras[-1].number
         since = () if decision.kind == "remark" else tuple(one.number for one, _ in self._since)
-        decided = Decided(decision=decision, at_s=self.at_s, incumbent=before, measured=since, era=self.eras[-1].number)
+        behind, left = ((), since) if decision.kind == "resume" else (since, ())
+        decided = Decided(
+            decision=decision, at_s=self.at_s, incumbent=before, measured=behind, undecided=left,
+            era=self.eras[-1].number,
+        )  # fmt: skip
         self.decided.append(decided)
         if decision.kind != "remark":  # nothing follows from one, nor does it from what was measured
             self._since.clear()

@@ -76,16 +76,13 @@ def _decisions(document: Mapping[str, Any]) -> Table:
     table.add_column(overflow="fold", ratio=1)
     eras = document["eras"]
     last = -1
-    for note in document["decisions"]:
-        if len(eras) > 1 and note["era"] != last:
-            last = note["era"]
+    for one in words.entries(document):
+        if len(eras) > 1 and one.era != last:
+            last = one.era
             table.add_row("", _text(words.era(document, eras[last]), "bold dim" if last < len(eras) - 1 else "bold"))
-        cell = _text(subject(document, note), "bold").append(_text(note["reason"], _STYLES.get(note["kind"], "")))
-        table.add_row(_text(seconds(note["at_s"])), _with_measured(cell, words.measured(document, note)))
-    open_ones = words.measured(document, None)
-    if open_ones:
-        at_s = max(one["ended_s"] for one in document["history"])
-        table.add_row(_text(seconds(at_s)), _with_measured(_text("Nothing was decided since."), open_ones))
+        what, style = ("", "") if one.note is None else (subject(document, one.note), _STYLES.get(one.note["kind"], ""))
+        cell = _text(what, "bold").append(_text(one.reason, style))
+        table.add_row(_text(seconds(one.at_s)), _with_measured(cell, one.measured))
     return table
 
 

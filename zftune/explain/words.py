@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from zenflow import ZenFlowConfig
 from zftune.errors import BadInputError
@@ -209,21 +209,43 @@ def measurement(one: Mapping[str, Any]) -> str:
     return f"{what}, {TRIALS.get(one['status'], one['status'])}: {one['reason'] or 'no reason given'}"
 
 
-def measured(document: Document, note: Mapping[str, Any] | None) -> list[str]:
-    """The measurements behind a decision; those of another setting than the decision's say which.
+class Entry(NamedTuple):
+    """One of a run's decisions, or measurements that nothing was decided by."""
+
+    at_s: float
+    note: Mapping[str, Any] | None
+    """The decision; None: there is none."""
+    reason: str
+    measured: list[str]
+    """The measurements behind it; those of another setting than the decision's say which."""
+    era: int
+
+
+def entries(document: Document) -> Iterator[Entry]:
+    """Decisions in their order, each with its measurements.
 
     Args:
         document: with its history.
-        note: one of its decisions; None: those that nothing was decided by.
     """
     history = {one["number"]: one for one in document["history"]}
-    if note is None:
-        used = {number for decision in document["decisions"] for number in decision["measured"]}
-        numbers = [number for number in history if number not in used]
-    else:
-        numbers = [number for number in note["measured"] if number in history]
-    about = None if note is None else note["trial"]
-    return [_of_trial(document, about, history[number]) for number in numbers]
+    used: set[int] = set()
+    for note in document["decisions"]:
+        used |= {*note["measured"], *note["undecided"]}
+        if note["undecided"]:
+            yield _undecided(document, note["undecided"], "The training ended before anything was decided by this.")
+        told = [] if note["kind"] != "crash" else [one for one in note["measured"] if not history[one]["steps"]]
+        numbers = [one for one in note["measured"] if one not in told]  # its reason says it
+        lines = [_of_trial(document, note["trial"], history[one]) for one in numbers]
+        yield Entry(note["at_s"], note, note["reason"], lines, note["era"])
+    left = [number for number in history if number not in used]
+    if left:
+        yield _undecided(document, left, "Nothing was decided since.")
+
+
+def _undecided(document: Document, numbers: Sequence[int], reason: str) -> Entry:
+    rows = [one for one in document["history"] if one["number"] in numbers]
+    lines = [_of_trial(document, None, one) for one in rows]
+    return Entry(max(one["ended_s"] for one in rows), None, reason, lines, rows[-1]["era"])
 
 
 def _of_trial(document: Document, about: int | None, one: Mapping[str, Any]) -> str:

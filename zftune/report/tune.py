@@ -317,17 +317,15 @@ def _tables(document: Document) -> Iterator[str]:
 def _decisions(document: Document) -> str:
     rows: list[Sequence[str]] = []
     earlier, eras, last = set(), document["eras"], -1
-    for note in document["decisions"]:
-        era = note["era"]
-        if len(eras) > 1 and era != last:
-            last = era
-            rows.append((words.era(document, eras[era]),))
-        if era < len(eras) - 1:
+    for one in words.entries(document):
+        if len(eras) > 1 and one.era != last:
+            last = one.era
+            rows.append((words.era(document, eras[last]),))
+        if one.era < len(eras) - 1:
             earlier.add(len(rows))
-        figures = "; ".join(words.measured(document, note))
-        setting = "" if note["trial"] is None else str(note["trial"])
-        kind = DECISIONS.get(note["kind"], note["kind"])
-        rows.append((seconds(note["at_s"]), kind, setting, note["reason"], figures))
+        kind = "" if one.note is None else DECISIONS.get(one.note["kind"], one.note["kind"])
+        setting = "" if one.note is None or one.note["trial"] is None else str(one.note["trial"])
+        rows.append((seconds(one.at_s), kind, setting, one.reason, "; ".join(one.measured)))
     heads = ("at", "decision", "setting", "reason", "measured")
     return table(heads, rows, ("value", "", "value", "", "source"), earlier)
 

@@ -62,7 +62,8 @@ def spare(session: Session, run_id: str, *, crash: str, void: str) -> None:
     for row in session.scalars(select(TrialRow).where(TrialRow.run_id == run_id, flying)).all():
         measured = was_measured(session, row.trial_id)
         row.state, row.reason = TrialState.MEASURED if measured else TrialState.VOID, None if measured else void
-        taken_back = (DecisionRow.trial_id == row.trial_id, DecisionRow.kind == "crash", DecisionRow.reason == crash)
+        of_it = (DecisionRow.trial_id == row.trial_id, DecisionRow.kind == "crash")
+        taken_back = (*of_it, DecisionRow.reason.contains(crash, autoescape=True))
         session.execute(delete(DecisionRow).where(*taken_back))
 
 

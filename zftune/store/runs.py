@@ -48,6 +48,7 @@ from zftune.store.types import (
 
 _OPEN = (TrialState.PLANNED, TrialState.IN_FLIGHT)
 _CRASH = "the run ended without goodbye while this setting was in flight"
+_CRASHED = f"Crashed, and not tried again: {_CRASH}."
 _VOID = "the run ended before this setting was measured"
 TAKEN = "another tuner of the study has taken it"
 _RUNNING = "run '{}' is still running: wait until it has ended"
@@ -435,8 +436,11 @@ class Runs(PastRuns):
             numbers = [one.number for one in trials]
             session.execute(update(TrialRow).where(*those).values(state=state, reason=reason, ended_unix_s=now))
             if state is TrialState.CRASHED:
+                total = account_of(session.get_one(RunRow, run_id)).total
+                known = {"spent_s": round(total.spent_s, 3), "elapsed_s": round(total.seconds, 3)}
+                about = known if total.seconds else {}  # of a version that counted nothing
                 for number in numbers:
-                    _decide(session, run_id, Decision("crash", _CRASH, number), now)
+                    _decide(session, run_id, Decision("crash", _CRASHED, number, about), now)
         return Reaped(run_id, closed[TrialState.IN_FLIGHT], closed[TrialState.PLANNED])
 
 

@@ -48,7 +48,8 @@ def start(trial: Trial, step_ms: float) -> str:
 
 def resumed(measurements: int) -> str:
     """Training was ended and goes on."""
-    return f"Goes on after {measurements} measurements: the best settings so far are measured once more."
+    made = f"{measurements} measurement{'' if measurements == 1 else 's'}"
+    return f"Goes on after {made}: the best settings so far are measured once more."
 
 
 def parted(steps: int) -> str:

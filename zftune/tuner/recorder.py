@@ -20,6 +20,7 @@ from zftune.tuner.space import Setting
 from zftune.tuner.states import (
     AT_S,
     OF_INCUMBENT,
+    TRAINED_ON,
     Choosing,
     Comparing,
     Outcome,
@@ -264,6 +265,8 @@ class StoreRecorder:
         self._ids: list[int] = []
         self._outcomes = 0
         self._notes = 0
+        self._remarks: set[str] = set()
+        """That were written down: one that comes back, as in each life of a run, says nothing new."""
         self._life = 0
         self._lease_until = time.monotonic() + LEASE_S
         self._runs = False
@@ -481,7 +484,9 @@ class StoreRecorder:
     def _commands(self, search: Search) -> None:
         """What somebody asked for in an earlier life holds on."""
         for one in self._store.decisions(self._run.run_id):
-            if one.kind == "rollback" and search.book.adoptions:
+            if one.kind == "remark":
+                self._remarks.add(one.reason)
+            elif one.kind == "rollback" and search.book.adoptions:
                 search.roll_back(str(one.details.get("by", "")), one.reason)
             elif one.kind == "stop" and one.details.get("final"):
                 search.stop(one.reason, final=True)
@@ -534,7 +539,10 @@ class StoreRecorder:
 
     def _decisions(self, search: Search) -> None:
         for note in search.notes[self._notes :]:
-            self._decided(note)
+            if note.kind != "remark" or note.reason not in self._remarks or TRAINED_ON in note.details:
+                self._decided(note)
+            if note.kind == "remark":
+                self._remarks.add(note.reason)
             self._notes += 1
 
     def _decided(self, decision: Decision) -> None:

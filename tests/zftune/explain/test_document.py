@@ -31,6 +31,7 @@ from zftune.cli import top
 from zftune.explain import words
 from zftune.explain.document import explain_document
 from zftune.explain.screen import render
+from zftune.store.account import Account, Count
 from zftune.store.store import Store
 from zftune.store.types import Curve, CurvePoint, Decision, KnobChange, Run, TrialState
 from zftune.tuner.recorder import StoreRecorder
@@ -329,6 +330,45 @@ def test_crashed_void_and_resumed(store: Store) -> None:
     reasons = {one["status"]: one["reason"] for one in found["history"] if one["status"] != "measured"}
     assert reasons["void"] == "void on purpose"
     assert {one["reason"] for one in found["trials"] if one["state"] == "crashed"} == {"crashed on purpose"}
+
+
+def test_what_a_killed_training_has_measured_stands_before_it_is_started_again(timed: Store, clock: Clock) -> None:
+    """Its crash is told where and when it was killed, also by the row that its next life writes of it."""
+    run = begin(timed)
+    rows = ByHand(timed, clock, run)
+    start = rows.trial("start")
+    rows.measure(start, "start", 400, at_s=8.0)
+    rows.decide("start", start, "The search begins.", elapsed_s=8.0)
+    other = rows.trial(topk_ratio=0.2)
+    rows.measure(other, "explore", 200, at_s=12.0)
+    third = rows.trial(topk_ratio=0.3)
+    timed.mark_in_flight(run, third)
+    timed.lose_run(run, Account().taken("first", Count(steps=70, seconds=20.0)))
+    clock.now += 5.0
+    rows.run = timed.resume_run(run.run_id)
+    rows.measure(third, "explore", 0, steps=0, status="crashed", reason="it died", at_s=20.0)
+    rows.decide("resume", None, "Goes on after 2 measurements.", elapsed_s=20.0)
+    rows.measure(start, "start", 400, at_s=28.0)
+    rows.measure(other, "explore", 200, at_s=32.0)
+    timed.interrupt_run(rows.run)
+    rows.run = timed.resume_run(run.run_id)
+    rows.decide("resume", None, "Goes on after 3 measurements.", elapsed_s=40.0)
+    found = explained(timed, run)
+    told = [(one["kind"], one["at_s"], one["measured"], one["undecided"]) for one in found["decisions"]]
+    assert told == [
+        ("start", 8.0, [1], []),
+        ("crash", 20.0, [2, 3], []),
+        ("resume", 20.0, [], []),
+        ("resume", 40.0, [], [4, 5]),
+    ]
+    lines = [(one.at_s, one.reason.partition(",")[0], len(one.measured)) for one in words.entries(found)]
+    assert lines == [
+        (8.0, "The search begins.", 1),
+        (20.0, "Crashed", 1),  # the crash itself needs no line of its own
+        (20.0, "Goes on after 2 measurements.", 0),
+        (32.0, "The training ended before anything was decided by this.", 2),
+        (40.0, "Goes on after 3 measurements.", 0),
+    ]
 
 
 def test_times_that_changed_while_a_run_was_away(store: Store) -> None:

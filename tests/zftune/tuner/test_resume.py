@@ -19,7 +19,7 @@ from zftune.tuner.recording import Recording, RunFacts, stake_won
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.setup import Prepared, SearchRequest, begin
 from zftune.tuner.space import Setting
-from zftune.tuner.states import OF_INCUMBENT
+from zftune.tuner.states import OF_INCUMBENT, Remark
 
 FACTS = RunFacts(model=Model(model_id="a" * 16, dtype="bfloat16"), micro_batch=1, sequence=64, rig="made-up")
 RATIOS = Ratios(2.0, 1.0)
@@ -347,3 +347,21 @@ def test_a_store_that_fails_costs_a_sentence(world: World, monkeypatch: pytest.M
     assert request.role in OF_INCUMBENT
     assert world.recording is not None
     assert set(world.recording.notices) - set(world.store.notices) == {"the store could not be read (disk I/O error)."}
+
+
+def test_a_remark_that_comes_back_is_written_down_once(world: World) -> None:
+    """Of the search itself, by the training that has said it, and in the run's next life."""
+    said = Remark("Step times changed 4 times.", 1.0, 1.0)
+    begun = world.begin()
+    world.go(begun, 2)
+    for _ in range(2):
+        begun.search.remark(said.reason)
+    begun.search.remember(said)
+    world.end(begun, unfinished=True)
+    again = world.begin()
+    assert again.recorder is not None
+    again.search.remember(said)
+    again.search.remember(replace(said, reason="Another one."))
+    world.end(again, unfinished=True)
+    kinds = [one.reason for one in world.store.decisions(again.recorder.run_id) if one.kind == "remark"]
+    assert kinds == [said.reason, "Another one."]
