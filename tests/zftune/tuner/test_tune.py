@@ -263,8 +263,8 @@ def test_ctrl_c_before_it_began(mini_model: Path, mini_rig: Path, store: Store) 
             "command 'python train.py': add --restartable, which runs it again with other settings: ",
         ),
         (
-            f"-- python {LOOP}",
-            f"command 'python {LOOP}': its settings cannot be changed from outside; a loop of your own",
+            "-- python plain_pytorch.py",
+            "command 'python plain_pytorch.py': its settings cannot be changed from outside; ",
         ),
         ("--restartable", "--restartable: allowed with a command (zftune tune --restartable -- CMD ...)"),
         ("--restartable --", "command '': nothing stands behind --"),
@@ -280,6 +280,7 @@ def test_bad_input_is_refused_in_a_sentence(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("ZFTUNE_DB", "sqlite://")
+    monkeypatch.chdir(EXAMPLES)
     monkeypatch.setattr(sys, "argv", ["zftune", "tune", *arguments.split()])
     with pytest.raises(SystemExit) as ended:
         cli.main()
