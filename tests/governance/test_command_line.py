@@ -109,7 +109,17 @@ def test_json_without_a_file_tells_what_to_type() -> None:
 
 def test_the_options_of_run_are_these() -> None:
     command = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
-    own = {"--backend", "--preset", "--quality", "--online", "--schedule", "--export-schedule", "--dry-run", "--quiet"}
+    own = {
+        "--backend",
+        "--preset",
+        "--quality",
+        "--online",
+        "--fresh",
+        "--schedule",
+        "--export-schedule",
+        "--dry-run",
+        "--quiet",
+    }
     assert options_of(command) == own
     assert all(option.help.endswith(".") for option in command.params if option.param_type_name == "option")
 

@@ -96,7 +96,7 @@ def line(run: Run) -> str:
     time_taken = "no step yet" if ms is None else f"{step_ms(ms)} ms a step{waits}"
     best = "" if run["incumbent"] is None else f", {knobs(run['incumbent'])}"
     at = f"step {run['step']}, {time_taken}{best}"
-    counted = f", {account(run, None)}" if run["account"]["steps"] else ""
+    counted = f", {account(run, run['gain'])}" if run["account"]["steps"] else ""
     why = f"; {escaped(run['reason']).rstrip('.')}" if run["state"] == "ended" else ""
     return f"{name(run)}  {run['title']:<10}  {at}{counted}  ({model(run)}){why}"
 

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from zftune.profile.verdict import WITH_DATA
+from zftune.profile.verdict import phase_names
 from zftune.quality import LossSummary, expected_loss_percent, late_percent, loss_bound
 from zftune.text import ms, number, percent, size
 
@@ -94,7 +94,7 @@ def _of_ranks(document: Document) -> str:
 
 def _phases(document: Document) -> list[str]:
     phases = document["phases_ms"] or {}
-    names = {} if phases.get("data") is not None else {"forward": WITH_DATA}
+    names = phase_names(document)
     parts = [f"{names.get(name, name)} {number(value)}" for name, value in phases.items() if value is not None]
     return [", ".join(parts) + " ms"] if parts else []
 

@@ -19,7 +19,7 @@ from rich.text import Text
 from zftune.bars import CAUSE_KINDS, COMPUTE, Bar, Kind, StackedBar
 from zftune.profile.figures import figures
 from zftune.profile.schema import PHASES
-from zftune.profile.verdict import WITH_DATA, do_not_offload
+from zftune.profile.verdict import do_not_offload, phase_names
 from zftune.text import amount, ms, number, percent, size, times
 from zftune.words import CAUSES
 
@@ -317,8 +317,7 @@ def _bar(row: System) -> Bar:
 
 
 def _meanings(document: Document) -> Mapping[str, str]:
-    forward = {} if (document["phases_ms"] or {}).get("data") is not None else {"forward": WITH_DATA}
-    return {**CAUSES, **forward}
+    return {**CAUSES, **phase_names(document)}
 
 
 class _Legend:

@@ -18,7 +18,7 @@ _NOTABLE = 0.1  # share of a step from which a second phase is worth a sentence
 _SMALL_STALL = 0.05  # share of a step: below it the stall is not what to work on
 _IDLE_PERCENT = 50.0  # of a core, for each rank: below it a step is no computing, at least not on the CPU
 WITH_DATA = "forward and what precedes it"
-"""What the screen calls the phase "forward" where nobody saw a data loader."""
+"""What the phase "forward" is called where nobody saw a data loader."""
 _PLAIN_WORK = {
     "data": "loading data",
     "forward": "the forward pass",
@@ -86,10 +86,15 @@ def _stalled(document: Document, stall: Mapping[str, Any]) -> str:
     )
 
 
+def phase_names(document: Document) -> dict[str, str]:
+    """Of the phases, on every screen and page, those that are not called as in the document."""
+    return {} if (document["phases_ms"] or {}).get("data") is not None else {"forward": WITH_DATA}
+
+
 def _of_step(names: Mapping[str, str], name: str, value: float, document: Document) -> str:
     """What a phase is called and takes; the forward pass has the batches' share in it where nobody saw them loaded."""
-    unseen = name == "forward" and (document["phases_ms"] or {}).get("data") is None
-    mean, what = document["step_ms"]["mean"], f"{names[name]}{' and what precedes it' if unseen else ''}"
+    mean = document["step_ms"]["mean"]
+    what = f"{names[name]}{' and what precedes it' if name in phase_names(document) else ''}"
     return f"{what}: {ms(value)} of {ms(mean)} ({percent(min(1.0, value / mean))})"
 
 

@@ -271,8 +271,10 @@ def _compared(name: str, a: list[float] | None, b: list[float] | None, *windows:
 
 
 def _losses(document: Document) -> dict[int, float]:
-    """By step, those that are known."""
-    return {row["step"]: row["loss"] for row in document["per_step"] if row.get("loss") is not None}
+    """By step, those that are known. Steps count from 1, where an older version's profile of a command has 0."""
+    rows = document["per_step"]
+    before = document["steps"]["discarded"] + 1 - rows[0]["step"]
+    return {before + row["step"]: row["loss"] for row in rows if row.get("loss") is not None}
 
 
 def _late_steps(a: Document, b: Document) -> list[int]:
@@ -388,7 +390,7 @@ def _about_loss(loss: Difference, step: Difference, steps: Sequence[int]) -> str
     if loss.standard_error is None:
         return "The losses are not of the same steps, or are too few: whether the change costs loss is not known."
     first, second, error = (figure(value, loss.standard_error) for value in (loss.a, loss.b, loss.standard_error))
-    where = f"in steps {steps[0] + 1} to {steps[-1] + 1} of both"  # as a profile's screen counts them: from 1
+    where = f"in steps {steps[0]} to {steps[-1]} of both"
     if loss.finding == "within noise":
         return f"The loss does not differ beyond noise {where}: {first} and {second}, with a standard error of {error}."
     higher, shorter = loss.b > loss.a, step.finding == "beyond noise" and (step.b or 0.0) < (step.a or 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from zftune.profile.schema import CAUSES, PHASES
+from zftune.profile.verdict import phase_names
 from zftune.report.trace import steps_of
 from zftune.report.values import Chart, Document, axis, device_of, layout, rate, reason, samples
 from zftune.text import ms
@@ -119,6 +121,7 @@ _DASHES = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "dash
 _GREY = "#8C8C8C"
 _REST, _EDGE = "rgba(140,140,140,0.28)", "rgba(128,128,128,0.5)"
 _MANY_STEPS = 120
+_FEWEST_SAMPLES = 2
 
 Line = tuple[str, str, str, float]
 """A field of the samples, its name, its colour, and what it is multiplied with."""
@@ -153,11 +156,11 @@ PANELS: tuple[tuple[str, tuple[tuple[str, Line], ...]], ...] = (
 
 def run_chart(document: Document) -> Chart:
     """The measured steps, and under them the samples that there are."""
-    panels = [(title, lines) for title, lines in PANELS if any(_rows(document, *line) for line in lines)]
+    drawn = [(title, [line for line in lines if _is_curve(_rows(document, *line))]) for title, lines in PANELS]
+    panels = [(title, lines) for title, lines in drawn if lines]
     figure = _grid(len(panels))
     legend = _steps(figure, document)
-    for number, (title, lines) in enumerate(panels, start=2):
-        shown = [line for line in lines if _rows(document, *line)]
+    for number, (title, shown) in enumerate(panels, start=2):
         for source, line in shown:
             _samples(figure, number, _rows(document, source, line), line)
         _title(figure, number, _panel_title(title, shown))
@@ -188,7 +191,7 @@ def _steps(figure: go.Figure, document: Document) -> dict[str, str]:
     rows = document["per_step"]
     stalls = document["stall"] is not None
     field, kinds = ("stall_ms", CAUSES) if stalls else ("phases_ms", PHASES)
-    names = {kind: CAUSE_NAMES[kind] if stalls else kind for kind in kinds}
+    names = CAUSE_NAMES if stalls else {kind: phase_names(document).get(kind, kind) for kind in kinds}
     legend = {}
     for kind in kinds:
         values = [(row[field] or {}).get(kind) or 0.0 for row in rows]
@@ -221,6 +224,11 @@ def _step_bars(rows: Sequence[Mapping[str, Any]], values: list[float], name: str
 def _rows(document: Document, source: str, line: Line) -> list[Mapping[str, Any]]:
     """The samples in which a field was read."""
     return [row for row in samples(document, source) if row.get(line[0]) is not None]
+
+
+def _is_curve(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether any device has two samples: one is no course."""
+    return max(Counter(map(device_of, rows)).values(), default=0) >= _FEWEST_SAMPLES
 
 
 def _samples(figure: go.Figure, number: int, rows: list[Mapping[str, Any]], line: Line) -> None:
@@ -278,14 +286,20 @@ def _mark_window(figure: go.Figure, document: Document) -> None:
 
 
 def _absent(document: Document, shown: Sequence[str]) -> list[str]:
-    """A sentence for each panel that there are no samples for."""
-    notes = []
+    """A sentence for each panel that there are no samples for, and one for those with too few."""
+    notes, few = [], []
     for title, lines in PANELS:
-        if title not in shown:
+        if title not in shown and any(_rows(document, *line) for line in lines):
+            few.append(title.partition(",")[0])
+        elif title not in shown:
             names = dict.fromkeys(
                 name for source, (field, *_) in lines for name in (f"series.{source}", f"{source}.{field}")
             )
             notes.append(f"{title.partition(',')[0]} is not shown: {reason(document, *names)}.")
+    if few:
+        last = document["per_step"][-1]
+        those = f"{', '.join(few[:-1])} and {few[-1]} are" if len(few) > 1 else f"{few[0]} is"
+        notes.append(f"{those} not shown: {ms(last['begin_ms'] + last['step_ms'])} have fewer than two samples.")
     if document["stall"] is None:
         notes.append(f"Stall is not shown: {reason(document, 'stall')}. The bars show the phases instead.")
     return notes

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from zftune.output import write_text
 from zftune.profile.schema import PHASES
+from zftune.profile.verdict import phase_names
 from zftune.report.values import Chart, Document, axis, device_of, layout, samples
 from zftune.words import CAUSE_NAMES, LANE_NAMES, colour
 
@@ -37,14 +38,15 @@ def timeline_chart(document: Document) -> Chart | None:
     timeline = document["timeline"]
     if timeline is None:
         return None
-    lanes = {lane: timeline["lanes"][lane] for lane in LANE_NAMES if lane in timeline["lanes"]}
+    lanes = {lane: timeline["lanes"][lane] for lane in LANE_NAMES if timeline["lanes"].get(lane)}
     drawn = _fewer(lanes, timeline["length_ms"])
     figure = go.Figure(layout=_layout(document, list(lanes)))
     legend: dict[str, str] = {}
+    names = phase_names(document)
     for lane, kind, rows in _kinds(drawn):
-        figure.add_trace(_bars(lane, kind, rows))
+        figure.add_trace(_bars(lane, kind, [(begin, end, names.get(label, label)) for begin, end, label in rows]))
         if lane in ("compute", "stall"):  # the others are named by their lane
-            legend[CAUSE_NAMES.get(kind, kind) if lane == "stall" else kind] = colour(kind)
+            legend[CAUSE_NAMES.get(kind, kind) if lane == "stall" else names.get(kind, kind)] = colour(kind)
     notes = [] if lanes == drawn else ["Neighbouring spans that no screen could tell apart are drawn as one."]
     return Chart(figure, legend, notes)
 
@@ -197,6 +199,7 @@ def _steps(document: Document) -> Iterator[Event]:
     yield _named("process_name", _STEPS, 0, "steps")
     yield _named("thread_name", _STEPS, _STEP_THREAD, "step")
     yield _named("thread_name", _STEPS, _PHASE_THREAD, "phases (sums of a step, in order)")
+    names = phase_names(document)
     for row in document["per_step"]:
         about = {name: row[name] for name in ("stall_ms", "waits_ms") if row[name] is not None}
         begin = row["begin_ms"]
@@ -204,7 +207,7 @@ def _steps(document: Document) -> Iterator[Event]:
         for phase in PHASES:
             length = (row["phases_ms"] or {}).get(phase)
             if length:
-                yield _slice(_STEPS, _PHASE_THREAD, phase, begin, begin + length, "phase")
+                yield _slice(_STEPS, _PHASE_THREAD, names.get(phase, phase), begin, begin + length, "phase")
                 begin += length
 
 
@@ -216,19 +219,19 @@ def _lanes(document: Document) -> Iterator[Event]:
     offset = begins.get(timeline["first_step"], 0.0)
     what = "update window from step" if set(timeline["lanes"]) & _OF_A_WINDOW else "steps from"
     yield _named("process_name", _LANES, 0, f"{what} {timeline['first_step']}")
-    thread = 0
+    thread, names = 0, phase_names(document)
     for lane, name in LANE_NAMES.items():
         for number, rows in enumerate(_rows_of_lane(timeline["lanes"].get(lane, ()))):
             thread += 1
             yield _named("thread_name", _LANES, thread, name if number == 0 else f"{name} {number + 1}")
             yield {**_named("thread_sort_index", _LANES, thread, ""), "args": {"sort_index": thread}}
             for begin, end, label in rows:
-                yield _slice(_LANES, thread, label, offset + begin, offset + end, lane)
+                yield _slice(_LANES, thread, names.get(label, label), offset + begin, offset + end, lane)
 
 
 def _rows_of_lane(spans: Sequence[Sequence[Any]]) -> list[list[Sequence[Any]]]:
     """The spans as rows in which none overlaps the next, as slices of one thread must not."""
-    rows: list[list[Sequence[Any]]] = [[]]
+    rows: list[list[Sequence[Any]]] = []
     for span in sorted(spans, key=lambda span: (span[0], span[1])):
         free = next((row for row in rows if not row or row[-1][1] <= span[0] + 1e-6), None)
         if free is None:

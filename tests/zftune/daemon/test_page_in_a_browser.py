@@ -76,6 +76,7 @@ def shows_the_run(browser: Chromium, training: Training) -> None:
     assert decisions.index("Adopted: ") < decisions.index("The search begins from")  # the newest first
     assert "the best" in browser.text("#trials")
     assert re.search(r"gain\s+(19|20)\.\d ± 0\.\d%", browser.text("#figures"))
+    assert re.search(r"so far; (\d[\d.]* ± [\d.]+ s saved|nothing saved)", browser.text("#figures"))
     assert len(traces(browser, "steps")) == 5  # four causes, and the whole step
     course = traces(browser, "course")
     assert course["loss"][0] > course["loss"][-1] > 2.5  # beside step times, and it falls

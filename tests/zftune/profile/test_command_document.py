@@ -67,6 +67,7 @@ def test_what_an_agent_knows_least(sampling: Sampling) -> None:
     document = build(rank(), sampling=sampling)
     assert document["step_ms"] == {"mean": 10.0, "p50": 10.0, "p95": 10.0}
     assert document["steps"] == {"measured": 6, "discarded": 5}
+    assert [row["step"] for row in document["per_step"]] == [6, 7, 8, 9, 10, 11]  # from 1, as on every screen
     assert document["overhead_fraction"] == pytest.approx(0.01)
     assert document["waits_ms"] == {"data": 1.0}
     assert document["throughput"]["tokens_per_s"] is None
@@ -77,7 +78,7 @@ def test_what_an_agent_knows_least(sampling: Sampling) -> None:
 
 def test_the_timeline_has_four_steps(sampling: Sampling) -> None:
     timeline = build(rank(), sampling=sampling)["timeline"]
-    assert (timeline["first_step"], timeline["steps"], timeline["length_ms"]) == (5, 4, 40.0)
+    assert (timeline["first_step"], timeline["steps"], timeline["length_ms"]) == (6, 4, 40.0)
     assert timeline["lanes"]["data"][1] == [10.0, 11.0, "data"]
     assert [label for _, _, label in timeline["lanes"]["compute"]] == ["forward", "backward"] * 4
 
@@ -166,12 +167,12 @@ def test_the_timeline_is_the_window_that_the_runtime_recorded(sampling: Sampling
     for row in steps:
         row["spans"] = [["data", 0.0, 1.0], ["forward", 1.0, 5.0], ["backward", 5.0, 10.0]]
     timeline = build(rank(model=model, steps=steps), sampling=sampling)["timeline"]
-    assert (timeline["first_step"], timeline["steps"], timeline["length_ms"]) == (6, 1, 10.0)
+    assert (timeline["first_step"], timeline["steps"], timeline["length_ms"]) == (7, 1, 10.0)
     assert timeline["lanes"]["d2h"] == [[1.0, 3.0, "2 bytes"]]
     assert timeline["lanes"]["data"] == [[0.0, 1.0, "data"]]
     assert timeline["lanes"]["compute"] == [[1.0, 4.0, "forward"], [6.0, 10.0, "backward"]]  # without the stall
     recorded["first_step"] = 7  # not among the measured steps
-    assert build(rank(model=model, steps=steps), sampling=sampling)["timeline"]["first_step"] == 5
+    assert build(rank(model=model, steps=steps), sampling=sampling)["timeline"]["first_step"] == 6
 
 
 @pytest.mark.parametrize(

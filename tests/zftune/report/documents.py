@@ -183,7 +183,7 @@ def _script_rows(steps: int, phases: Row, stall: Row | None = None) -> list[Row]
         wobble = 1 + 0.02 * math.sin(5.0 * index)
         own = {name: value * wobble for name, value in phases.items()}
         waits = {cause: value * wobble for cause, value in (stall or {"data": phases["data"]}).items()}
-        rows.append(_row(5 + index, begin, sum(own.values()), own, None if stall is None else waits, waits))
+        rows.append(_row(9 + index, begin, sum(own.values()), own, None if stall is None else waits, waits))
         begin += sum(own.values())
     return rows
 

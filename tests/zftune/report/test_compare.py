@@ -265,10 +265,11 @@ def test_text_of_a_profile_is_no_markup(tmp_path: Path) -> None:
 # --- the loss beside the speed ----------------------------------------------------------------------------------------
 
 
-def with_loss(document: dict[str, Any], seed: int, *, worse: float = 0.0, first: int = 0) -> dict[str, Any]:
+def with_loss(document: dict[str, Any], seed: int, *, worse: float = 0.0, first: int = 1) -> dict[str, Any]:
     """Losses that fall, of batches that are the same in every run; `worse` grows to its value over the steps."""
     batches, own = random.Random(0), random.Random(seed)
     rows = document["per_step"]
+    document["steps"]["discarded"] = first - 1
     for number, row in enumerate(rows):
         row["step"] = number + first
         row["loss"] = 3.0 - number / len(rows) + batches.gauss(0.0, 0.3) + own.gauss(0.0, 0.02)
@@ -293,11 +294,14 @@ def test_a_shorter_step_with_a_higher_loss_is_not_free() -> None:
 
 def test_steps_have_the_numbers_that_a_profiles_screen_gives_them() -> None:
     discarded = cpu_profile(40)["steps"]["discarded"]
-    a, b = (with_loss(jittered(seed), seed, first=discarded) for seed in (1, 2))
+    a, b = (with_loss(jittered(seed), seed, first=discarded + 1) for seed in (1, 2))
     a["loss"] = {"first": 3.0, "last": 2.0, "error": 0.1, "trend": "falling", "count": 40, "not_finite": 0}
     screen = io.StringIO()
     Console(file=screen, width=200).print(figures(a, wide=True))
     assert f"of steps {discarded + 1} to {discarded + 40})" in screen.getvalue()
+    assert f"in steps {discarded + 21} to {discarded + 40} of both" in compare(a, b).verdict[1]
+    for row in b["per_step"]:
+        row["step"] -= 1  # as an older version counts the steps of a command
     assert f"in steps {discarded + 21} to {discarded + 40} of both" in compare(a, b).verdict[1]
 
 

@@ -21,8 +21,10 @@ from tests.zftune.report.documents import cpu_profile, gpu_profile, rig_profile
 from zftune.errors import ZftuneError
 from zftune.plotly_js import plotly_js
 from zftune.profile.schema import CAUSES, PHASES, validate
+from zftune.profile.verdict import WITH_DATA
 from zftune.report.html import html, write_html
 from zftune.report.trace import kind_of
+from zftune.text import ms
 from zftune.words import CAUSE_NAMES, COLOURS, LANE_NAMES
 
 BUILDERS: dict[str, Callable[[], dict[str, Any]]] = {"rig": rig_profile, "cpu": cpu_profile, "gpu": gpu_profile}
@@ -157,6 +159,44 @@ def test_what_is_absent_is_a_sentence_and_no_empty_plot() -> None:
         panels = {trace["yaxis"] for trace in page.json("figures")["run"]["data"]}
         assert len(panels) == 3  # steps, processors, memory
     assert "No lower bound is known: measured by hooks around a script" in " ".join(page.text)
+
+
+def test_a_lane_without_spans_is_not_drawn() -> None:
+    document = rig_profile()
+    document["timeline"]["lanes"]["data"] = []
+    lanes = figures_of(document)["timeline"]["layout"]["yaxis"]["categoryarray"]
+    assert lanes == [name for lane, name in LANE_NAMES.items() if document["timeline"]["lanes"].get(lane)]
+
+
+def test_forward_is_called_what_it_is_where_nobody_saw_the_batches() -> None:
+    document = cpu_profile()
+    for phases in (document["phases_ms"], *(row["phases_ms"] for row in document["per_step"])):
+        phases["data"] = None
+    document["timeline"]["lanes"]["data"] = []
+    page = Page(html(document))
+    assert page.text.count(WITH_DATA) == 2  # two legends
+    assert page.text.count("forward") == 1  # the head of a column, as in the terminal
+    names = {trace["name"] for trace in page.json("figures")["run"]["data"]}
+    assert WITH_DATA in names
+    assert "forward" not in names
+    (forward,) = [one for one in page.json("figures")["timeline"]["data"] if one["name"] == "compute: forward"]
+    assert {label for label, _ in forward["customdata"]} == {WITH_DATA}
+
+
+def test_a_single_sample_is_no_panel() -> None:
+    document = gpu_profile()
+    rows = document["series"]["system"]
+    del rows[1:]
+    page = Page(html(document))
+    length = ms(document["per_step"][-1]["begin_ms"] + document["per_step"][-1]["step_ms"])
+    assert f"CPU of the run is not shown: {length} have fewer than two samples." in " ".join(page.text)
+    shown = {one["meta"]["field"] for one in page.json("figures")["run"]["data"] if "meta" in one}
+    assert not {"cpu_percent", "rss_bytes"} & shown
+    assert "memory_used_bytes" in shown  # of the GPUs, which have more
+    document["series"]["nvml"] = document["series"]["nvml"][:2]  # one of each GPU
+    text = " ".join(Page(html(document)).text)
+    few = "PCIe, GPU busy, CPU of the run, Power and Memory are not shown"
+    assert text.count("have fewer than two samples") == text.count(few) == 1
 
 
 def test_a_page_without_timeline_and_samples() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.zftune.report.documents import cpu_profile, gpu_profile, rig_profile
 from zftune.errors import ZftuneError
+from zftune.profile.verdict import WITH_DATA
 from zftune.report.trace import trace, write_trace
 
 US = 1e3
@@ -45,6 +46,18 @@ def test_every_span_step_and_phase_is_a_slice(build: Any) -> None:
     for phase in ("forward", "backward"):
         total = sum(event["dur"] for event in slices(document, "phase") if event["name"] == phase)
         assert total == pytest.approx(US * sum(row["phases_ms"][phase] for row in document["per_step"]), rel=1e-6)
+
+
+def test_names_are_those_of_the_screen_and_empty_lanes_are_left_out() -> None:
+    document = rig_profile()
+    document["timeline"]["lanes"]["data"] = []
+    assert "data" not in threads(document).values()
+    document = cpu_profile()
+    document["phases_ms"]["data"] = None
+    for category in ("compute", "phase"):
+        names = {event["name"] for event in slices(document, category)}
+        assert WITH_DATA in names
+        assert "forward" not in names
 
 
 @pytest.mark.parametrize("build", [rig_profile, cpu_profile, gpu_profile])

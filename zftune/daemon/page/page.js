@@ -187,7 +187,7 @@ function showFigures({ run, gain, steps, trials, decisions, eras }) {
     ["step time", msText(run.step_ms ?? stepMean(steps), " ms"), "median of the last steps"],
     ["waiting", known ? shareText(waiting) : NONE, run.gpu ? run.gpu.sentence : known ? "of the step" : "not known without a GPU stream"],
     ["gain", gain ? gain.text : NONE, gain ? `against the settings at the start${old ? `, measured before ${CHANGED}` : ""}` : none],
-    ["exploring cost", secondsText(run.account.spent_s), `of ${secondsText(run.account.elapsed_s)} so far; ${secondsText(run.account.saved_s)} saved`],
+    ["exploring cost", secondsText(run.account.spent_s), `of ${secondsText(run.account.elapsed_s)} so far; ${run.account.saved}`],
     ["loss", run.loss === null ? NONE : run.loss.toPrecision(4), run.losses ? TRENDS[run.losses.trend] : "none is reported"],
     ["settings measured", String(measured), eras.length > 1 ? `${now} of them since ${CHANGED}` : "with the one at the start"],
   ];

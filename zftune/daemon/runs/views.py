@@ -15,9 +15,10 @@ from zftune.explain import document
 from zftune.explain.replay import replayed
 from zftune.explain.words import fates as fates_of
 from zftune.quality import adopted_from, assumed_coverage, coverage_warning, summary
-from zftune.store.account import Account
+from zftune.store.account import Account, saved_with_error
 from zftune.store.types import Curve, CurvePoint, KnobChange, ranks_in_words
 from zftune.text import slowest_rank
+from zftune.tuner.scores import ERRORS
 from zftune.words import DECISIONS, shares
 
 if TYPE_CHECKING:
@@ -116,6 +117,8 @@ class RunView:
     """The best so far."""
     notices: list[str]
     account: AccountView
+    gain: GainView | None
+    """Of the best so far, as the search has it; null: nothing was adopted."""
     gpu: GpuView | None
     """Null: it trains on none, or is sampled no more."""
 
@@ -162,10 +165,10 @@ class GainView:
     """Of the step time that is saved."""
     error: float
     """Two standard errors."""
-    era: int
-    """That the last setting was adopted in."""
     text: str
     """Share and error, with no more digits than the error leaves."""
+    era: int | None = None
+    """That the last setting was adopted in; null in `run`: the search knows it, and the store is not asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +198,8 @@ class AccountView:
     """By exploring: beyond what the incumbent would have taken."""
     saved_s: float
     """By the incumbents, against the knobs that the search began from."""
+    saved: str
+    """The same in words: with the error of the gain, where it is known."""
     break_even_s: float | None
     """After how many seconds the savings had caught up with the cost; null: they have not, or there were none."""
 
@@ -232,6 +237,8 @@ def run_view(brain: RunSession, silent_s: float, node: Node | None = None) -> Ru
     times = [one.step_ms for one in steps if one.step_ms is not None]
     hello, thought = brain.hello, brain.thought
     training = hello.training
+    found = None if thought is None else thought.gain
+    gain = None if found is None else {"share": found.share, "error": ERRORS * found.error}
     return RunView(
         run=hello.run,
         record=brain.record,
@@ -254,14 +261,21 @@ def run_view(brain: RunSession, silent_s: float, node: Node | None = None) -> Ru
         knobs=None if brain.knobs is None else brain.knobs.knobs(),
         incumbent=None if thought is None else thought.incumbent.knobs(),
         notices=list(brain.notices),
-        account=_account_view(brain.account),
+        account=_account_view(brain.account, gain),
+        gain=None if gain is None else _gain_view(gain),
         gpu=_gpu_view(brain, None if node is None else node.gpu(hello.run)),
     )
 
 
-def _account_view(account: Account) -> AccountView:
+def _account_view(account: Account, gain: Mapping[str, float] | None) -> AccountView:
     total = account.total
-    return _shown(AccountView, asdict(total), elapsed_s=total.seconds, break_even_s=account.break_even_s)
+    what = "saved" if total.saved_s >= 0 else "given up"
+    saved = f"{saved_with_error(total.saved_s, gain).replace('+/-', '±')} {what}" if total.saved_s else "nothing saved"
+    return _shown(AccountView, asdict(total), saved=saved, elapsed_s=total.seconds, break_even_s=account.break_even_s)
+
+
+def _gain_view(gain: Mapping[str, Any]) -> GainView:
+    return _shown(GainView, gain, text=shares(gain["share"], gain["error"], "±"))
 
 
 def _gpu_view(brain: RunSession, found: tuple[str, Seen] | None) -> GpuView | None:
@@ -323,7 +337,7 @@ def run_details(brain: RunSession, silent_s: float, store: Store | None, node: N
     gain = document.gain(told)
     return RunDetails(
         run=view,
-        gain=None if gain is None else _shown(GainView, {**gain, "text": shares(gain["share"], gain["error"], "±")}),
+        gain=None if gain is None else _gain_view(gain),
         steps=steps,
         **curve,
         trials=[_shown(TrialView, one, fate=fates[one["number"]]) for one in trials],

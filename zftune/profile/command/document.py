@@ -37,7 +37,7 @@ def timeline_of(main: Rank, runtime: Mapping[str, Any] | None) -> dict[str, Any]
 
     Args:
         main: the process whose steps are shown.
-        runtime: the runtime's own timeline, its first step numbered as the rows are; None if there is none.
+        runtime: the runtime's own timeline, its first step numbered as the rows are, from 0; None if there is none.
     """
     if runtime is not None:
         first, count = runtime["first_step"], runtime["steps"]
@@ -46,7 +46,7 @@ def timeline_of(main: Rank, runtime: Mapping[str, Any] | None) -> dict[str, Any]
             stalls = runtime["lanes"].get("stall", [])
             recorded = {lane: runtime["lanes"][lane] for lane in _OF_RUNTIME if lane in runtime["lanes"]}
             return {
-                "first_step": first,
+                "first_step": first + 1,
                 "steps": count,
                 "length_ms": runtime["length_ms"],
                 "lanes": {**_phase_lanes(steps, stalls), **recorded},
@@ -56,7 +56,7 @@ def timeline_of(main: Rank, runtime: Mapping[str, Any] | None) -> dict[str, Any]
     if not any(lanes.values()):
         return None
     length_ms = sum(step["step_ms"] for step in steps)
-    return {"first_step": steps[0]["index"], "steps": len(steps), "length_ms": length_ms, "lanes": lanes}
+    return {"first_step": steps[0]["index"] + 1, "steps": len(steps), "length_ms": length_ms, "lanes": lanes}
 
 
 def _phase_lanes(steps: Sequence[Row], stalls: Sequence[Sequence[Any]]) -> Lanes:
@@ -487,7 +487,7 @@ def _rank(rank: Rank) -> dict[str, Any]:
 def _per_step(main: Rank) -> list[dict[str, Any]]:
     return [
         {
-            "step": step["index"],
+            "step": step["index"] + 1,
             "begin_ms": begin_ms,
             "step_ms": step["step_ms"],
             "phases_ms": _known_phases(main, step["phases_ms"]),

@@ -9,20 +9,23 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.zftune.daemon.runs.agents import RUN, START_MS, facts, hello, same
+from tests.zftune.daemon.runs.agents import RUN, START_MS, document, facts, hello, same
 from tests.zftune.daemon.runs.worlds import START, World
+from zftune.cli import top
 from zftune.daemon.protocol.codec import WireError
 from zftune.daemon.protocol.messages import Done, Reattach, StepFigures
 from zftune.daemon.runs.api import Runs
 from zftune.daemon.runs.registry import UnknownRunError
 from zftune.daemon.runs.states import NotAllowedError
-from zftune.daemon.runs.views import RunDetails, run_details
+from zftune.daemon.runs.views import GainView, RunDetails, run_details
 from zftune.errors import DaemonError, StoreError
 from zftune.explain.document import explain_document
 from zftune.explain.screen import render
 from zftune.store import open_store
+from zftune.store.account import Count
 from zftune.store.types import PresetState, RunState, TrialState
 from zftune.tuner.recording import Recording
+from zftune.tuner.scores import Gain
 from zftune.tuner.search import Search
 from zftune.tuner.states import OF_INCUMBENT, BarredSetting, Outcome, Remark
 
@@ -96,6 +99,23 @@ def test_a_run_is_shown_at_its_last_step_whose_figures_are_still_to_come(world: 
     agent = world.agent()
     agent.report(step=500, steps=(StepFigures(497, 1.0), StepFigures(498, 1.0)))
     assert shown(world).run.step == 500
+
+
+def test_what_was_saved_is_told_with_the_error_of_its_gain_on_every_screen(world: World) -> None:
+    agent = world.agent()
+    agent.run_until("frozen")
+    agent.report(count=Count(steps=100, seconds=10.0, spent_s=0.5, saved_s=2.0))
+    thought = world.registry.brain(RUN).thought
+    assert thought is not None
+    thought.gain = Gain(0.2, 0.01)
+    run = shown(world).run
+    assert run.gain == GainView(share=0.2, error=0.02, text="20 ± 2%", era=None)
+    assert run.account.saved == "2.00 ± 0.25 s saved"
+    assert ", saved 2.00 +/- 0.25 s" in top.line(document(run))
+    world.registry.command(RUN, "rollback")
+    agent.report()
+    assert shown(world).run.gain is None
+    assert shown(world).run.account.saved == "about 2 s saved"
 
 
 def shown(world: World) -> RunDetails:
