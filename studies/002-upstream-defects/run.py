@@ -6,11 +6,9 @@ See README.md beside this file.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +20,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import deepspeedkit  # noqa: E402
 from defects.case import Defect  # noqa: E402
 from defects.report import Row, markdown_of, row_of, summary_of, table_of  # noqa: E402
 from rich.console import Console  # noqa: E402
@@ -62,7 +61,6 @@ SHARED = ("case", "checkpoints", "peers", "upstream", "worker")
 HERE_PARTS, ELSEWHERE_PARTS = ("expected", "ours", "control", "upstream"), ("expected", "control", "upstream")
 QUICK_DEFECTS = 2
 """Of those that are quick: each takes a minute of a core, as processes start with DeepSpeed."""
-COMPILING_S = 900.0  # what DeepSpeed may take to compile its operations, once, on a busy machine
 
 
 def defect_of(name: str) -> Defect:
@@ -77,35 +75,15 @@ def attempt(python: str, name: str, parts: Sequence[str], limit_s: float) -> dic
     Returns:
         A figure for each part that came to its end; "ended" says how the process ended if one did not.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        file, log = Path(folder) / "figures.json", Path(folder) / "log"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _runtime_for(python)}
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [python, HERE / "defects" / "worker.py", name, file, *parts],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=folder,
-                env=environment,
-                start_new_session=True,
-            )
-            try:
-                code: int | None = process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                _end(process)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        file = folder / "figures.json"
+        command: list[str | Path] = [python, HERE / "defects" / "worker.py", name, file, *parts]
+        ended = deepspeedkit.ended(command, folder, limit_s, {"PYTHONPATH": _runtime_for(python)})
         figures: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        if code != 0:
-            figures["ended"] = f"no answer within {limit_s:.0f} s" if code is None else f"exit status {code}"
-            figures["log"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
+        if ended:
+            figures |= {"ended": ended, "log": deepspeedkit.last_lines(folder, 5)}
     return figures
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # the workers too, which DeepSpeed leaves behind
-    process.wait()
 
 
 def _runtime_for(python: str) -> str:
@@ -129,7 +107,7 @@ def measured(results: Results, name: str, arguments: argparse.Namespace) -> dict
     record = None if arguments.again else results.load(file, inputs)
     if record is None:
         parts = ELSEWHERE_PARTS if elsewhere else HERE_PARTS
-        limit_s = defect_of(name).limit_s if _compiled(versions) else COMPILING_S
+        limit_s = defect_of(name).limit_s if deepspeedkit.compiled(_named(versions)) else deepspeedkit.COMPILING_S
         record = results.save(file, inputs, attempt(python, name, parts, limit_s))
     return record
 
@@ -143,9 +121,8 @@ def _versions(python: str) -> dict[str, str]:
     return dict(zip(packages, told, strict=True))
 
 
-def _compiled(versions: Mapping[str, str]) -> bool:
-    folder = ROOT / "build" / "torch-extensions" / "-".join(f"{name}-{version}" for name, version in versions.items())
-    return all((folder / name / f"{name}.so").exists() for name in ("cpu_adam", "deepspeed_shm_comm"))
+def _named(versions: Mapping[str, str]) -> str:
+    return "-".join(f"{name}-{version}" for name, version in versions.items())
 
 
 def recorded_elsewhere(results: Results, name: str) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ def check_upstream(*, quick: bool) -> str:
         raise UnavailableError("DeepSpeed is not installed: there is nothing to compare with") from error
     if not Path("/proc/self/smaps").exists():
         raise UnavailableError("DeepSpeed's overlapped ZenFlow needs Linux")
-    from sidebyside.contenders import compiled
+    from deepspeedkit import compiled
 
     if quick and not compiled():
         raise UnavailableError("DeepSpeed's operations are not compiled yet, and a short run does not; a full run does")

@@ -21,10 +21,11 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import deepspeedkit  # noqa: E402
 from compatibility import cells, report, scripts  # noqa: E402
 from compatibility.cells import Cell  # noqa: E402
 from rich.console import Console  # noqa: E402
-from studykit import ROOT, Results, code_digest, parser, write_json  # noqa: E402
+from studykit import Results, code_digest, parser, write_json  # noqa: E402
 
 PACKAGES = ("deepspeed", "torch", "transformers", "accelerate")
 MEASURES = [f"studies/014-compatibility/compatibility/{part}.py" for part in ("cells", "oracle", "training", "worker")]
@@ -42,24 +43,8 @@ def environment(folder: Path) -> dict[str, str]:
     Args:
         folder: for the store.
     """
-    versions = "-".join(f"{package}-{metadata.version(package)}" for package in PACKAGES[:2])
-    compiled = ROOT / "build" / "torch-extensions" / versions
-    compiled.mkdir(parents=True, exist_ok=True)
-    return {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "TORCH_EXTENSIONS_DIR": str(compiled),
-        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
-        "OMP_NUM_THREADS": "1",
-        "ZFTUNE_DB": str(folder / "zftune.db"),
-    }
-
-
-def compiled() -> bool:
-    """Whether DeepSpeed's operations are there."""
-    versions = "-".join(f"{package}-{metadata.version(package)}" for package in PACKAGES[:2])
-    folder = ROOT / "build" / "torch-extensions" / versions
-    return all((folder / name / f"{name}.so").exists() for name in ("cpu_adam", "deepspeed_shm_comm"))
+    own = {"OMP_NUM_THREADS": "1", "ZFTUNE_DB": str(folder / "zftune.db")}
+    return {**os.environ, **deepspeedkit.environment(), **own}
 
 
 def tried(table: Sequence[Cell], say: Callable[[str], None], folder: Path) -> dict[str, Any]:
@@ -141,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Try what is missing and print the tables; 1 if the backend zenflow goes wrong or fails in a cell."""
     arguments = parser(__doc__ or "").parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 200)
-    if arguments.quick and not compiled():
+    if arguments.quick and not deepspeedkit.compiled():
         console.print("DeepSpeed's operations are not compiled yet, and a short run does not; a full run does")
         return 0
     results = Results.of(HERE, arguments)

@@ -211,6 +211,28 @@ def test_results_are_kept_for_equal_inputs_only(bandwidth: Any, tmp_path: Path) 
     assert results.load("a", {"x": (1, 2)}) is None
 
 
+_APART = """import json, sys
+ask = json.load(open(sys.argv[1]))
+print("line", *range(5), sep="\\n")
+if ask["answers"]:
+    json.dump({"loss": ask["scale"] * 2}, open(sys.argv[1], "w"))
+else:
+    sys.exit(3)
+"""
+
+
+def test_a_run_apart_has_figures_or_how_it_ended(bandwidth: Any, tmp_path: Path) -> None:
+    import deepspeedkit  # beside studykit
+
+    script = tmp_path / "script.py"
+    script.write_text(_APART)
+    found = deepspeedkit.run_apart(script, {"scale": 1.5, "answers": True}, 60.0)
+    assert found.pop("seconds") > 0
+    assert found == {"loss": 3.0}
+    failed = deepspeedkit.run_apart(script, {"scale": 1.5, "answers": False}, 60.0)
+    assert failed == {"ended": "exit status 3", "log": ["2", "3", "4"]}
+
+
 def test_spread(bandwidth: Any) -> None:
     assert bandwidth.spread(range(1, 102)) == {"median": 51, "p5": 6, "p95": 96, "n": 101}
     assert bandwidth.spread([3.0]) == {"median": 3.0, "p5": 3.0, "p95": 3.0, "n": 1}

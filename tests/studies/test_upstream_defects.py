@@ -92,7 +92,7 @@ def test_this_runtime_passes_without_deepspeed(study: Any, name: str) -> None:
 
 @pytest.mark.skipif(not everything(), reason="before a release: it trains with DeepSpeed, whose version is pinned")
 def test_one_defect_through_the_command_line(study: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if not study.run._compiled(study.run._versions(sys.executable)):
+    if not study.run.deepspeedkit.compiled():
         pytest.skip("DeepSpeed's operations are not compiled yet; the study's first run compiles them")
     arguments = ["--only", FAST, "--results", str(tmp_path / "r"), "--json", str(tmp_path / "all.json")]
     assert study.run.main(arguments) == 0

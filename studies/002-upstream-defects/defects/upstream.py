@@ -5,18 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import socket
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
+import deepspeedkit
 import torch
 from torch import Tensor, nn
-
-BUILD = Path(__file__).parents[3] / "build" / "torch-extensions"
 
 SETTLE_S = 0.05  # many times what an overlapped update of these weights takes
 
@@ -146,27 +141,7 @@ def two_devices() -> Iterator[None]:
 def prepared() -> Iterator[None]:
     """What DeepSpeed needs around it: one rank of gloo, and a folder for what it compiles."""
     cores = os.sched_getaffinity(0)
-    versions = "-".join(f"{package}-{metadata.version(package)}" for package in ("deepspeed", "torch"))
-    folder = BUILD / versions
-    folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(
-        DS_ACCELERATOR="cpu",
-        TORCH_EXTENSIONS_DIR=str(folder),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-    )
-    tools = str(Path(sys.executable).parent)
-    if tools not in os.environ["PATH"].split(os.pathsep):  # another ninja would compile everything again
-        os.environ["PATH"] = os.pathsep.join((tools, os.environ["PATH"]))
-    import deepspeed
-
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    deepspeedkit.prepare()
     try:
         yield
     finally:

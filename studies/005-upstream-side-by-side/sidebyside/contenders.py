@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from abc import ABC, abstractmethod
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import deepspeedkit
 import torch
 from torch import Tensor, nn
 
 from sidebyside import setting, world
 from sidebyside.setting import System
 
-BUILD = Path(__file__).parents[3] / "build" / "torch-extensions"
 _DISTINCT_BYTES = 128 << 20  # nothing else that a process with torch maps is as large
 
 # Upstream's tensors that lie on the GPU where there is one: the model, gradients on their way, the selected columns.
@@ -171,7 +168,7 @@ class Upstream(Contender):
 
     def __init__(self, system: System, folder: Path, seed: int, port: int) -> None:
         super().__init__(folder, seed)
-        prepare(port)
+        deepspeedkit.prepare(port)
         import deepspeed
 
         module = self.workload.module
@@ -252,33 +249,3 @@ def _private_buffers(pid: int, buffer_bytes: int) -> int:
         elif words[0] == "Rss:" and private and size >= buffer_bytes:
             total += int(words[1]) << 10
     return total
-
-
-def versions() -> str:
-    """The installed DeepSpeed and torch, which name the folder of what DeepSpeed compiles."""
-    return "-".join(f"{package}-{metadata.version(package)}" for package in ("deepspeed", "torch"))
-
-
-def compiled() -> bool:
-    """Whether DeepSpeed has its operations for these versions already."""
-    return all((BUILD / versions() / name / f"{name}.so").exists() for name in ("cpu_adam", "deepspeed_shm_comm"))
-
-
-def prepare(port: int) -> None:
-    """What DeepSpeed needs around it: one rank of gloo, and a folder for what it compiles."""
-    (BUILD / versions()).mkdir(parents=True, exist_ok=True)
-    os.environ.update(
-        DS_ACCELERATOR="cpu",
-        TORCH_EXTENSIONS_DIR=str(BUILD / versions()),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-    )
-    tools = str(Path(sys.executable).parent)
-    if tools not in os.environ["PATH"].split(os.pathsep):  # another ninja would compile everything again
-        os.environ["PATH"] = os.pathsep.join((tools, os.environ["PATH"]))
-    import deepspeed
-
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)

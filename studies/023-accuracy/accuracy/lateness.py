@@ -120,7 +120,8 @@ def halves(points: Sequence[Point]) -> Iterator[tuple[str, list[Point], list[Poi
     """Every half of the problems to choose on, with the other half to judge on."""
     problems = sorted({one.problem for one in points})
     for half in itertools.combinations(problems, len(problems) // 2):
-        yield ", ".join(half), *([one for one in points if (one.problem in half) is own] for own in (True, False))
+        chosen, judged = ([one for one in points if (one.problem in half) is own] for own in (True, False))
+        yield ", ".join(half), chosen, judged
 
 
 def markdown(points: Sequence[Point]) -> str:
