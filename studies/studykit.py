@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import datetime
+import functools
 import hashlib
 import importlib
 import json
@@ -126,13 +128,38 @@ def provenance() -> dict[str, Any]:
 
 
 def code_digest(*folders_or_files: str) -> str:
-    """Hash of source files, so that a change of them is a change of inputs."""
-    digest = hashlib.sha256()
+    """Hash of what source files do, so that a change of it is a change of inputs.
+
+    In Python comments, docstrings, layout and imports do not count, nor which of the files has what. Other files, such
+    as C++, count as they are; of a folder, Python and TOML count.
+    """
+    said: set[str] = set()
     for part in folders_or_files:
         path = ROOT / part
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
-    return digest.hexdigest()[:16]
+        for file in path.rglob("*") if path.is_dir() else [path]:
+            if file.suffix in (".py", ".toml") or file == path:
+                said.update(_statements(file))
+    return hashlib.sha256("\n".join(sorted(said)).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _statements(file: Path) -> frozenset[str]:
+    text = file.read_text(encoding="utf-8")
+    return frozenset(map(_said, ast.parse(text).body) if file.suffix == ".py" else [text])
+
+
+def _said(node: object) -> str:
+    """What a part of a program does, the same from every Python that can read it; "" where it does nothing."""
+    if isinstance(node, ast.Import | ast.ImportFrom) or (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ):
+        return ""
+    if isinstance(node, list):
+        return f"[{','.join(filter(None, map(_said, node)))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = ((name, value) for name, value in ast.iter_fields(node) if value is not None and value != [])
+    return f"{type(node).__name__}({','.join(f'{name}={_said(value)}' for name, value in fields)})"
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

@@ -16,7 +16,8 @@ from rich.progress import Progress  # noqa: E402
 from studykit import Job, Results, done, parser, write_json  # noqa: E402
 
 RANKS = (2, 4, 8)
-QUICK_RIG, QUICK_TUNED = "llama2-7b-4xa100", "slow-core"
+QUICK_RIG = "llama2-7b-4xa100"
+QUICK_TRAFFIC, QUICK_RATIOS = ((0.0, 0.1), (1, 4)), twinflow.RATIOS[::10]
 
 
 def jobs_of(part: str, *, quick: bool) -> Iterator[Job]:
@@ -28,15 +29,18 @@ def jobs_of(part: str, *, quick: bool) -> Iterator[Job]:
         yield from (shapes.job(model, machine) for model in models for machine in machines)
     elif part == "traffic":
         yield from () if quick else (upstream.job(),)
-        yield traffic.job()
+        yield traffic.job(*QUICK_TRAFFIC) if quick else traffic.job()
     elif part == "selection":
         yield from (selection.job(ranks) for ranks in (RANKS[:1] if quick else RANKS))
     elif part == "tuned":
-        yield from (tuned.job(rig) for rig in ([QUICK_TUNED] if quick else rigs.names()))
+        yield from (tuned.job(rig) for rig in ([QUICK_RIG] if quick else rigs.names()))
         yield from () if quick else map(tuned.cpu_job, range(tuned.REPEATS))
     elif part == "twin-flow":
-        yield from (twinflow.rig_job(rig) for rig in twinflow.RIGS[: 1 if quick else None])
-        yield from () if quick else map(twinflow.shape_job, twinflow.PUBLISHED)
+        if quick:
+            yield twinflow.rig_job(twinflow.RIGS[0], QUICK_RATIOS)
+        else:
+            yield from map(twinflow.rig_job, twinflow.RIGS)
+            yield from map(twinflow.shape_job, twinflow.PUBLISHED)
     else:
         yield from (both.job(rig) for rig in ([QUICK_RIG] if quick else both.rigs()))
 

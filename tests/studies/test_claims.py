@@ -117,7 +117,7 @@ def test_energies_are_counted_by_hand(claims: Any) -> None:
     model = ModelFacts.from_text("1000,1,4")
     assert all(len(shape) == 2 for shape in model.weights)
     columns = sum(shape[1] for shape in model.weights)
-    assert claims.selection.words(model) == 2 + len(model.weights) + columns
+    assert claims.selection.words(model) == 4 + len(model.weights) + columns
     assert claims.selection.cheaper(model) == pytest.approx(claims.selection.elements_a_column(model) / 2)
     for ranks in (2, 4, 8):
         counted = record(f"selection--{ranks}")

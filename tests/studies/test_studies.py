@@ -211,6 +211,50 @@ def test_results_are_kept_for_equal_inputs_only(bandwidth: Any, tmp_path: Path) 
     assert results.load("a", {"x": (1, 2)}) is None
 
 
+_CODE = """import math
+
+def area(radius: float) -> float:
+    return math.pi * radius**2
+"""
+
+
+@pytest.mark.parametrize(
+    ("after", "is_same"),
+    [
+        (
+            "import math\ndef area( radius: float ) -> float:\n    '''m2'''\n    return math.pi*radius ** 2 # of it",
+            True,
+        ),
+        (_CODE.replace("import math", "from cmath import pi as math"), True),
+        (_CODE.replace("**2", "**3"), False),
+        (_CODE + "\n\nprint(area(1))\n", False),
+    ],
+    ids=["words and layout", "imports", "what it computes", "more"],
+)
+def test_a_digest_is_of_what_the_code_does(bandwidth: Any, tmp_path: Path, after: str, is_same: bool) -> None:
+    files = [tmp_path / name for name in ("before.py", "after.py")]
+    for file, text in zip(files, (_CODE, after), strict=True):
+        file.write_text(text)
+    before, now = (bandwidth.code_digest(str(file)) for file in files)
+    assert (before == now) is is_same
+
+
+def test_a_digest_is_of_all_files_in_any_order(bandwidth: Any, tmp_path: Path) -> None:
+    """What moves from one of them to another is the same; figures and C++ count as they are written."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder, first, second in ((one, "x = 1\ny = 2\n", "z = 3\n"), (other, "y = 2\n", "z = 3\nx = 1\n")):
+        folder.mkdir()
+        (folder / "a.py").write_text(first)
+        (folder / "b.py").write_text(second)
+    digest = bandwidth.code_digest
+    assert digest(str(one)) == digest(str(other)) == digest(str(one / "b.py"), str(one / "a.py"))
+    for name in ("machine.toml", "kernel.cpp"):
+        (tmp_path / name).write_text("a = 1")
+        (one / name).write_text("a = 2")
+    assert digest(str(one)) != digest(str(other))
+    assert digest(str(tmp_path / "kernel.cpp")) != digest(str(one / "kernel.cpp"))
+
+
 _APART = """import json, sys
 ask = json.load(open(sys.argv[1]))
 print("line", *range(5), sep="\\n")

@@ -10,9 +10,7 @@ import torch
 from studykit import Job as Measurement
 from studykit import code_digest
 
-from claims.rigs import CODE as RIG_CODE
-from claims.rigs import MODEL, NEVER, rig_of
-from claims.twinflow import rig_values
+from claims.rigs import MODEL, NEVER, PLANNED_CODE, rig_inputs, rig_of
 from zenflow import ZenFlowConfig
 from zftune.emulated import load_rig, rig_names
 from zftune.planner.choosing import published_budget
@@ -30,7 +28,7 @@ LIMITS = (0.05, 0.12, 0.25, 0.5, 0.75)
 """Device memory for optimizer state, as a share of what all of it takes."""
 NEAR = 1.01
 """What is faster by less is taken for equal."""
-CODE = ("studies/024-claims/claims/both.py", *RIG_CODE)
+CODE = (*PLANNED_CODE, "zftune/planner/choosing.py", "zftune/quality.py", "studies/024-claims/claims/both.py")
 
 
 def rigs() -> list[str]:
@@ -53,8 +51,7 @@ class Point:
 def job(rig: str) -> Measurement:
     """All limits at one rig's rates."""
     inputs = {
-        "rig": rig,
-        "values": dict(rig_values(rig)),
+        **rig_inputs(rig),
         "ratios": RATIOS,
         "topk": TOPK,
         "intervals": INTERVALS,

@@ -33,28 +33,35 @@ SYSTEMS: Mapping[str, ZenFlowConfig] = {
     "S = 16": ZenFlowConfig(topk_ratio=0.1, update_interval=16, select_interval=NEVER),
 }
 MODEL, SEQUENCE = "tiny", 16
-CODE = (
-    "runtime/zenflow",
-    "zftune/profile/measure.py",
-    "zftune/workload",
-    "zftune/planner",
-    "studies/024-claims/claims/rigs.py",
-    "studies/024-claims/claims/upstream.py",
+_STEP = (
+    *("arrivals", "clock", "config", "deferred", "device", "emulator", "gradients", "host/engine", "importance"),
+    *("layout", "rig", "schedule", "staging", "streaming", "training", "windows"),
 )
+SIMULATED_CODE = (
+    *(f"runtime/zenflow/{part}.py" for part in _STEP),
+    "zftune/profile/measure.py",
+    "zftune/workload/model.py",
+)
+"""What decides when things happen in a step in simulated time."""
+PLANNED_CODE = (
+    *(f"zftune/planner/{part}.py" for part in ("closed_form", "memory", "model", "rates", "resources", "simulate")),
+    "zftune/planner/split.py",
+)
+"""What plans a step."""
+CODE = (*SIMULATED_CODE, *PLANNED_CODE, *(f"studies/024-claims/claims/{part}.py" for part in ("rigs", "upstream")))
 
 
 def job(rig: str) -> Job:
     """All systems on one rig."""
-    spec = load_rig(rig)
-    inputs = {
-        "rig": rig,
-        "values": dict(spec.values),
-        "effects": dict(spec.effects),
-        "clock": "simulated",
-        "systems": {name: repr(config) for name, config in SYSTEMS.items()},
-        "code": code_digest(*CODE),
-    }
+    systems = {name: repr(config) for name, config in SYSTEMS.items()}
+    inputs = {**rig_inputs(rig), "clock": "simulated", "systems": systems, "code": code_digest(*CODE)}
     return Job(f"rig--{rig}", inputs, figures, (rig,))
+
+
+def rig_inputs(rig: str) -> dict[str, Any]:
+    """What a rig's file says."""
+    spec = load_rig(rig)
+    return {"rig": rig, "values": dict(spec.values), "effects": dict(spec.effects)}
 
 
 def names() -> Sequence[str]:
@@ -62,17 +69,17 @@ def names() -> Sequence[str]:
     return (*FROM_PUBLISHED, *(name for name in rig_names() if name not in FROM_PUBLISHED))
 
 
-def task_for(rig: str) -> Task:
-    """The smallest workload on a rig."""
+def task_for(rig: str | None, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Task:
+    """The smallest workload on a rig, or on this CPU."""
     return Task(
         model=MODEL,
         corpus=load_text(None),
-        dtype=torch.bfloat16,
+        dtype=dtype,
         micro_batch=1,
         sequence=SEQUENCE,
-        seed=0,
+        seed=seed,
         torch_device=torch.device("cpu"),
-        rig=load_rig(rig),
+        rig=None if rig is None else load_rig(rig),
     )
 
 

@@ -21,7 +21,11 @@ from zftune.workload import batches, build_model, load_text
 MODEL, SEQUENCE, WINDOW = "tiny", 16, 4
 _COUNTED = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
 _PATIENCE = timedelta(minutes=5)
-CODE = ("runtime/zenflow", "zftune/workload", "studies/024-claims/claims/selection.py")
+CODE = (
+    *(f"runtime/zenflow/{part}.py" for part in ("config", "layout", "rank_sums", "selection", "sharded", "training")),
+    "zftune/workload/model.py",
+    "studies/024-claims/claims/selection.py",
+)
 
 
 def job(ranks: int) -> Job:
@@ -65,9 +69,11 @@ def told(counted: dict[str, int]) -> dict[str, Any]:
 
 
 def words(model: ModelFacts) -> int:
-    """Numbers that ranks add up in a step: an energy of each column, and flags (of a weight without columns, one)."""
+    """Numbers that ranks add up in a step: an energy of each column (of a weight without columns, one), a flag of each
+    weight, whether to skip, how many ranks failed, and how far the last step moved their weights.
+    """
     columns = sum(shape[1] if len(shape) > 1 else 1 for shape in model.weights)
-    return 2 + len(model.weights) + columns
+    return 4 + len(model.weights) + columns
 
 
 def cheaper(model: ModelFacts) -> float:

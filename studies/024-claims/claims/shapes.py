@@ -11,6 +11,7 @@ from studykit import Job as Measurement
 from studykit import code_digest
 
 from claims import selection, upstream
+from claims.rigs import PLANNED_CODE
 from zenflow import ZenFlowConfig
 from zftune.planner.choosing import fits
 from zftune.planner.closed_form import predict
@@ -38,11 +39,9 @@ SYSTEMS: Mapping[str, ZenFlowConfig] = {
     "S = 16": ZenFlowConfig(topk_ratio=0.1, update_interval=16, staging_bytes=ROOM),
 }
 CODE = (
-    "zftune/planner",
-    "zftune/machines",
-    "studies/024-claims/claims/shapes.py",
-    "studies/024-claims/claims/selection.py",
-    "studies/024-claims/claims/upstream.py",
+    *PLANNED_CODE,
+    "zftune/planner/choosing.py",
+    *(f"studies/024-claims/claims/{part}.py" for part in ("shapes", "selection", "upstream")),
     *(f"runtime/zenflow/{part}.py" for part in ("config", "layout", "schedule", "host/places")),
 )
 
@@ -53,7 +52,7 @@ def job(model: str, machine: str) -> Measurement:
         "systems": {name: repr(config) for name, config in SYSTEMS.items()},
         "tokens": TOKENS,
         "gpus": MACHINES[machine],
-        "code": code_digest(*CODE),
+        "code": code_digest(*CODE, f"zftune/machines/{machine}.toml"),
     }
     return Measurement(f"shape--{model}--{machine}", inputs, figures, (model, machine))
 

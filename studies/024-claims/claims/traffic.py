@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import torch
 from studykit import Job, code_digest
 
-from claims.rigs import MODEL, NEVER, task_for
+from claims.rigs import MODEL, NEVER, SIMULATED_CODE, task_for
 from zenflow import ZenFlowConfig
 from zftune.planner.model import ModelFacts
 from zftune.profile.measure import measure
 
 RIG = "llama2-7b-4xa100"
 TOPK, WINDOWS = (0.0, 0.05, 0.1, 0.2), (1, 2, 4, 8)
-CODE = ("runtime/zenflow", "zftune/profile/measure.py", "zftune/workload", "studies/024-claims/claims/traffic.py")
+CODE = (*SIMULATED_CODE, "studies/024-claims/claims/traffic.py")
 
 
-def job() -> Job:
-    """All settings."""
-    return Job("traffic", {"topk": TOPK, "windows": WINDOWS, "rig": RIG, "code": code_digest(*CODE)}, figures, ())
+def job(topk: Sequence[float] = TOPK, windows: Sequence[int] = WINDOWS) -> Job:
+    """Some settings."""
+    inputs = {"topk": topk, "windows": windows, "rig": RIG, "code": code_digest(*CODE)}
+    return Job("traffic", inputs, figures, (topk, windows))
 
 
-def figures() -> dict[str, Any]:
+def figures(topks: Sequence[float] = TOPK, windows: Sequence[int] = WINDOWS) -> dict[str, Any]:
     """Bytes a step over the model's: counted, and (1 - k) (1 + 1 / S)."""
     torch.set_num_threads(1)
     settings = {"ZeRO-Offload": (0.0, 1, ZenFlowConfig.zero_offload())}
-    for topk, window in product(TOPK, WINDOWS):
+    for topk, window in product(topks, windows):
         config = ZenFlowConfig(topk_ratio=topk, update_interval=window, select_interval=NEVER)
         settings[f"k = {topk:g}, S = {window}"] = topk, window, config
     return {

@@ -16,24 +16,23 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from studykit import Job, code_digest
 
-from claims.rigs import MODEL, SEQUENCE, measured
+from claims.rigs import MODEL, PLANNED_CODE, SEQUENCE, SIMULATED_CODE, measured, rig_inputs, task_for
 from zenflow import ZenFlowConfig
 from zftune import attach
 from zftune.builtin import TuneOptions, tune
-from zftune.emulated import load_rig
 from zftune.explain.document import tune_document
-from zftune.profile.measure import Task, Training
+from zftune.profile.measure import Training
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.space import Setting
-from zftune.workload import load_text
 
 PUBLISHED = ZenFlowConfig(topk_ratio=0.1, update_interval=4, select_interval=1_000_000)
 """By hand. Selections stay as they are, so that a setting has one time."""
@@ -45,28 +44,21 @@ LEARNING_RATE = 2e-6
 REPEATS, MOST_STEPS = 2, 4000
 PAIRS, WINDOWS = 60, 2
 """Of the comparison on this CPU: turns of each, and the windows that count in a turn, after one that does not."""
+_SEARCH = ("executor", "forecast", "scores", "search", "space", "states", "trials", "worker")
 CODE = (
-    "runtime/zenflow",
+    *SIMULATED_CODE,
+    *PLANNED_CODE,
+    *(f"zftune/tuner/{part}.py" for part in _SEARCH),
     "zftune/builtin.py",
     "zftune/quality.py",
-    "zftune/tuner",
-    "zftune/planner",
-    "zftune/workload",
     "studies/024-claims/claims/tuned.py",
 )
 
 
 def job(rig: str) -> Job:
     """One search on one rig."""
-    spec = load_rig(rig)
-    inputs = {
-        "rig": rig,
-        "values": dict(spec.values),
-        "effects": dict(spec.effects),
-        "start": repr(PUBLISHED),
-        "thinking_s": THINKING_S,
-        "code": code_digest(*CODE),
-    }
+    search = {"start": repr(PUBLISHED), "thinking_s": THINKING_S, "code": code_digest(*CODE)}
+    inputs = {**rig_inputs(rig), **search}
     return Job(f"tuned--{rig}", inputs, figures, (rig,))
 
 
@@ -98,8 +90,9 @@ def figures(rig: str) -> dict[str, Any]:
 def cpu_figures(seed: int) -> dict[str, Any]:
     """The same by the machine's clock: the comparison's ratios of tuned to published steps, a pair of turns each."""
     torch.set_num_threads(1)
+    task = replace(task_for(None, dtype=torch.float32, seed=seed), learning_rate=LEARNING_RATE)
     with tempfile.TemporaryDirectory() as folder, opened(folder) as store:
-        with Training(cpu_task(seed), PUBLISHED) as training:
+        with Training(task, PUBLISHED) as training:
             began_s = time.monotonic()
             tuner = attach(
                 training.optimizer,
@@ -117,7 +110,7 @@ def cpu_figures(seed: int) -> dict[str, Any]:
         assert tuner.run_id is not None
         document = tune_document(store, tuner.run_id, {}, tuner.notices, tuner.conclusion)
     found = {**outcome(document), "wall_s": took_s, "load_15min": os.getloadavg()[2]}
-    with Training(cpu_task(seed), PUBLISHED) as by_hand, Training(cpu_task(seed), chosen_in(document)) as tuned:
+    with Training(task, PUBLISHED) as by_hand, Training(task, chosen_in(document)) as tuned:
         return {**found, **compared(in_turns({"published": by_hand, "tuned": tuned}, random.Random(seed)))}
 
 
@@ -129,21 +122,6 @@ def opened(folder: str) -> Iterator[Store]:
         yield store
     finally:
         store.close()
-
-
-def cpu_task(seed: int) -> Task:
-    """What trains on this CPU."""
-    return Task(
-        model=MODEL,
-        corpus=load_text(None),
-        dtype=torch.float32,
-        micro_batch=1,
-        sequence=SEQUENCE,
-        seed=seed,
-        torch_device=torch.device("cpu"),
-        rig=None,
-        learning_rate=LEARNING_RATE,
-    )
 
 
 def chosen_in(document: Mapping[str, Any]) -> ZenFlowConfig:

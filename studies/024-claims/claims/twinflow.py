@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from studykit import Job as Measurement
 from studykit import code_digest
 
-from claims.rigs import CODE as RIG_CODE
-from claims.rigs import MODEL, measured, rig_of
+from claims.rigs import MODEL, PLANNED_CODE, SIMULATED_CODE, measured, rig_inputs, rig_of
 from zenflow import ZenFlowConfig
 from zftune.planner.choosing import limits
 from zftune.planner.closed_form import predict
@@ -31,26 +30,20 @@ PUBLISHED: Mapping[str, tuple[str, str, int]] = {
 TOKENS = 512
 SUB_GROUP = 10**9
 """DeepSpeed's `sub_group_size`, in elements."""
-CODE = ("zftune/machines", "studies/024-claims/claims/twinflow.py", *RIG_CODE)
+CODE = (*PLANNED_CODE, "studies/024-claims/claims/twinflow.py")
 
 
-def rig_job(rig: str) -> Measurement:
-    """Every ratio, trained on a rig."""
-    inputs = {"rig": rig, "values": dict(rig_values(rig)), "ratios": RATIOS, "code": code_digest(*CODE)}
-    return Measurement(f"twin-flow--{rig}", inputs, on_rig, (rig,))
+def rig_job(rig: str, ratios: Sequence[float] = RATIOS) -> Measurement:
+    """Some ratios, trained on a rig."""
+    inputs = {**rig_inputs(rig), "ratios": ratios, "code": code_digest(*SIMULATED_CODE, *CODE)}
+    return Measurement(f"twin-flow--{rig}", inputs, on_rig, (rig, ratios))
 
 
 def shape_job(name: str) -> Measurement:
     """Every ratio, planned for a model on a machine."""
-    inputs = {"of": PUBLISHED[name], "ratios": RATIOS, "tokens": TOKENS, "code": code_digest(*CODE)}
+    digest = code_digest(*CODE, "zftune/planner/choosing.py", f"zftune/machines/{PUBLISHED[name][1]}.toml")
+    inputs = {"of": PUBLISHED[name], "ratios": RATIOS, "tokens": TOKENS, "code": digest}
     return Measurement(f"twin-flow--{name.replace(', ', '--').replace(' ', '-')}", inputs, planned, (name,))
-
-
-def rig_values(rig: str) -> Mapping[str, float]:
-    """What a rig's file says."""
-    from zftune.emulated import load_rig
-
-    return load_rig(rig).values
 
 
 def exact(ratio: float, *, pipeline: Any = "bucket") -> ZenFlowConfig:
@@ -63,12 +56,12 @@ def offloaded_by_sub_groups(ratio: float, groups: int) -> float:
     return 1 - int((1 - ratio) * groups) / groups
 
 
-def on_rig(rig: str) -> dict[str, Any]:
+def on_rig(rig: str, ratios: Sequence[float]) -> dict[str, Any]:
     """Each ratio's step in both orders, measured and planned, and the device's state."""
     torch.set_num_threads(1)
     model, rates = ModelFacts.from_name(MODEL), Rates.of_rig(rig_of(rig))
     rows = []
-    for ratio in RATIOS:
+    for ratio in ratios:
         bucket, turn = exact(ratio), exact(ratio, pipeline="none")
         rows.append(
             {
