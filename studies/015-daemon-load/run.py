@@ -36,7 +36,7 @@ from zftune.errors import DaemonError  # noqa: E402
 from zftune.tuner.search import SearchOptions  # noqa: E402
 from zftune.tuner.training_info import Reader, TrainingFacts, TuneRequest, WarmupStats  # noqa: E402
 
-RUNS, CORES = 200, 2
+RUNS, QUICK_RUNS, CORES = 200, 40, 2
 ALLOWED_P99_S = 0.05
 ALLOWED_GROWTH = 0.02
 """Of the memory, in the time that counts: the rest is noise of the allocator."""
@@ -143,17 +143,18 @@ def _processor_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def measure(mode: str, arrive_s: float, duration_s: float) -> dict[str, Any]:
-    """All runs under one daemon.
+def measure(mode: str, count: int, arrive_s: float, duration_s: float) -> dict[str, Any]:
+    """Some runs under one daemon.
 
     Args:
         mode: "session": reports as agents batch them; "single": one for each statistic.
+        count: of runs.
         arrive_s: until all are there.
         duration_s: in all.
     """
     counts = Counts()
     with tempfile.TemporaryDirectory(prefix="zft-") as folder, daemon(Path(folder)) as (process, path):
-        runs = [Run(path, hello, counts, single=mode == "single") for hello in hellos(RUNS)]
+        runs = [Run(path, hello, counts, single=mode == "single") for hello in hellos(count)]
         begin_s, own_s = time.perf_counter(), time.process_time()
         try:
             with Watch(process) as watch:
@@ -234,7 +235,8 @@ def _memory(watch: Watch, since_s: float) -> dict[str, Any]:
 
 def table_of(records: dict[str, dict[str, Any]]) -> Table:
     """The figures of every mode."""
-    table = Table(title=f"{RUNS} runs, 20 statistics a second each, {CORES} cores with the load")
+    (runs,) = {record["inputs"]["runs"] for record in records.values()}
+    table = Table(title=f"{runs} runs, 20 statistics a second each, {CORES} cores with the load")
     for name in ("", *records):
         table.add_column(name, justify="right" if name else "left")
     all_figures = [record["figures"] for record in records.values()]
@@ -262,13 +264,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.sched_setaffinity(0, usable)  # the daemon and what thinks for it inherit them
     torch.set_num_threads(1)
     records = {}
+    count = QUICK_RUNS if arguments.quick else RUNS
     for mode, (arrive_s, duration_s) in (QUICK_S if arguments.quick else LENGTHS_S).items():
-        inputs = {"runs": RUNS, "cores": len(usable), "mode": mode, "arrive_s": arrive_s, "duration_s": duration_s}
+        inputs = {"runs": count, "cores": len(usable), "mode": mode, "arrive_s": arrive_s, "duration_s": duration_s}
         inputs["code"] = code_digest(*CODE)
         record = None if arguments.again else results.load(mode, inputs)
         if record is None:
             with Console(stderr=True).status(f"{mode}: {duration_s:.0f} s"):
-                record = results.save(mode, inputs, measure(mode, arrive_s, duration_s))
+                record = results.save(mode, inputs, measure(mode, count, arrive_s, duration_s))
         records[mode] = record
     Console(width=None if sys.stdout.isatty() else 120).print(table_of(records))
     if arguments.json:

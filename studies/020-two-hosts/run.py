@@ -32,6 +32,7 @@ from zftune.planner.split import split_of  # noqa: E402
 
 METHOD = 2  # raise it when a change here changes what is measured
 SYSTEMS = ("FSDP2", *CONFIGS)
+QUICK_SYSTEMS = ("FSDP2", "published")
 ON_DEVICE = ZenFlowConfig.zero_offload(offload_ratio=0.0, pipeline="bucket")
 NETWORK, ADDRESSES, PORT = "10.213.7", (1, 2), 29713
 BURST_KB = 512
@@ -191,16 +192,18 @@ def table_of(runs: Mapping[str, Mapping[str, Any]]) -> Table:
     return table
 
 
-def turn(results: Results, size: Size, inputs: Mapping[str, Any], *, again: bool) -> Mapping[str, Any]:
+def turn(
+    results: Results, size: Size, systems: Sequence[str], inputs: Mapping[str, Any], *, again: bool
+) -> Mapping[str, Any]:
     """Everything once: one host alone, then two for each network and system."""
     name = f"turn-{inputs['turn']}"
     record = None if again else results.load(name, inputs)
     if record is None:
-        alone = {system: trained(size, system, None, alone=True) for system in SYSTEMS}
+        alone = {system: trained(size, system, None, alone=True) for system in systems}
         two = {
             f"{system} at {mbits}": {"mbits": mbits, "system": system, **trained(size, system, mbits)}
             for mbits in size.mbits
-            for system in SYSTEMS
+            for system in systems
         }
         record = results.save(name, inputs, {"alone": alone, "two": two})
     return dict(record["figures"])
@@ -213,10 +216,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"020-two-hosts: {why}\n")
         return 2
     results = Results.of(HERE, arguments)
-    size = QUICK if arguments.quick else FULL
+    size, systems = (QUICK, QUICK_SYSTEMS) if arguments.quick else (FULL, SYSTEMS)
     inputs = {**asdict(size), "method": METHOD, "code": code_digest("runtime/zenflow", "zftune/workload")}
-    turns = [turn(results, size, {**inputs, "turn": number}, again=arguments.again) for number in range(size.turns)]
-    alone = {system: medians([one["alone"][system] for one in turns]) for system in SYSTEMS}
+    turns = [
+        turn(results, size, systems, {**inputs, "turn": number}, again=arguments.again) for number in range(size.turns)
+    ]
+    alone = {system: medians([one["alone"][system] for one in turns]) for system in systems}
     runs = {}
     for name, first in turns[0]["two"].items():
         one = medians([each["two"][name] for each in turns]) | {key: first[key] for key in ("mbits", "system")}

@@ -135,6 +135,20 @@ def test_a_search_that_fails_is_over(world: World, monkeypatch: pytest.MonkeyPat
     assert "guard" in world.kinds(agent.last.record)
 
 
+def held_at_a_measurement(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """From now on a measurement is written down once the second is set; the first tells that one waits."""
+    add, reached, go_on = world.store.add_measurement, threading.Event(), threading.Event()
+
+    def slow(*given: Any, **more: Any) -> None:
+        reached.set()
+        go_on.wait(SOON_S)
+        add(*given, **more)
+
+    monkeypatch.setattr(world.store, "add_measurement", slow)
+    monkeypatch.setattr(worker, "_JOIN_S", 0.05)
+    return reached, go_on
+
+
 # --- goodbye ----------------------------------------------------------------------------------------------------------
 
 
@@ -157,15 +171,7 @@ def test_goodbye_does_not_wait_for_the_planner(world: World, monkeypatch: pytest
 def test_nothing_is_tried_any_more_once_goodbye_was_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = world.agent()
     agent.measure()
-    add, reached, go_on = world.store.add_measurement, threading.Event(), threading.Event()
-
-    def slow(*given: Any, **more: Any) -> None:
-        reached.set()
-        go_on.wait(SOON_S)
-        add(*given, **more)
-
-    monkeypatch.setattr(world.store, "add_measurement", slow)
-    monkeypatch.setattr(worker, "_JOIN_S", 0.05)
+    reached, go_on = held_at_a_measurement(world, monkeypatch)
     monkeypatch.setattr(session, "_ANSWER_S", 0.05)
     agent.report()
     assert reached.wait(SOON_S)
@@ -220,15 +226,7 @@ def test_a_command_that_finds_the_search_at_work_is_carried_out_once_it_rests(
     agent.asked()
     adopted = agent.last.incumbent
     agent.measure()
-    add, reached, go_on = world.store.add_measurement, threading.Event(), threading.Event()
-
-    def slow(*given: Any, **more: Any) -> None:
-        reached.set()
-        go_on.wait(SOON_S)
-        add(*given, **more)
-
-    monkeypatch.setattr(world.store, "add_measurement", slow)
-    monkeypatch.setattr(worker, "_JOIN_S", 0.05)
+    reached, go_on = held_at_a_measurement(world, monkeypatch)
     agent.report()
     assert reached.wait(SOON_S)
     done = "it is stopped" if command == "stop" else "it is rolled back"
