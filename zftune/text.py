@@ -61,6 +61,26 @@ def percent(share: float) -> str:
     return f"{value:.0f}%" if value >= 9.95 or value == 0 else f"{value:.1f}%"
 
 
+def time_left(usual_s: float, most_s: float) -> str:
+    """How long a search still takes, no more precisely than one can know: minutes, and many of them in fives.
+
+    Args:
+        usual_s: where nothing faster turns up.
+        most_s: where as much is measured as may be.
+    """
+    usual, most = _about(usual_s), _about(most_s)
+    return f"{usual} left" if most == usual else f"{usual} left ({most} where faster settings keep turning up)"
+
+
+def _about(time_s: float) -> str:
+    minutes = time_s / 60
+    if minutes < 0.75:
+        return "less than a minute"
+    if minutes < 9.5:
+        return f"about {max(1, round(minutes))} min"
+    return f"about {5 * round(minutes / 5)} min" if minutes < 100 else f"about {round(minutes / 60)} h"
+
+
 def slowest_rank(own: Mapping[int, float]) -> str | None:
     """The rank that has most to do itself: where ranks meet in each step, all of them take as long.
 

@@ -14,7 +14,7 @@ from zftune.cli.outputs import Outputs, search_page, write_files
 from zftune.errors import BadInputError
 from zftune.output import STANDARD_OUTPUT
 from zftune.store.types import check_study
-from zftune.text import one_of
+from zftune.text import one_of, time_left
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -288,19 +288,19 @@ class ProgressLine:
 
     def __init__(self, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._steps, self._clock = steps, clock
-        self._began_s = clock()
+        self._done: list[tuple[int, float, int]] = []
+        """Measurements, time and steps whenever one was done: what comes before the first one is slower."""
         self._best = ""
         """The newest that is known: while the next setting is chosen, the search belongs to another thread."""
 
     def text(self, done: int, tuner: Tuner) -> str:
-        """Best so far, what is being tried, and how long it takes at most.
+        """Best so far, what is being tried, and about how long it takes once that can be known.
 
         Args:
             done: steps so far.
             tuner: of the training.
         """
-        passed_s, live, search = self._clock() - self._began_s, tuner.live, tuner.search
-        left_s = passed_s / done * (self._steps - done)
+        live, search = tuner.live, tuner.search
         if live is None or search is None:
             return f"step {done}: warming up"
         request = live.request
@@ -308,9 +308,20 @@ class ProgressLine:
             self._best = _best_so_far(tuner, search)
         doing = "choosing what to try" if request is None else _doing(request, tuner.incumbent)
         made, most = search.measurements, search.options.most_measurements
-        if made:
-            left_s = min(left_s, passed_s / made * max(0, most - made))
-        return f"step {done}, {made} of {most} measurements, {_at_most(left_s)}; {doing}{self._best}"
+        return f"step {done}, {made} of at most {most} measurements{self._left(done, search)}; {doing}{self._best}"
+
+    def _left(self, done: int, search: Search) -> str:
+        made, now_s = search.measurements, self._clock()
+        if self._done and made < self._done[-1][0]:  # times changed: it counts anew
+            self._done.clear()
+        if made and (not self._done or made > self._done[-1][0]):
+            self._done.append((made, now_s, done))
+        if len(self._done) < 2:
+            return ""
+        (first, from_s, began), (last, to_s, _) = self._done[0], self._done[-1]
+        end_s = (now_s - from_s) / (done - began) * (self._steps - done)  # of the training
+        usual, most = (min((to_s - from_s) / (last - first) * left, end_s) for left in search.left())
+        return f", {time_left(usual, most)}"
 
 
 def _best_so_far(tuner: Tuner, search: Search) -> str:
@@ -326,8 +337,3 @@ def _doing(request: Request, incumbent: Setting) -> str:
     if request.setting == incumbent:
         return "measuring the best so far"
     return f"trying {request.setting.differences(incumbent)}"
-
-
-def _at_most(left_s: float) -> str:
-    minutes, seconds = divmod(round(left_s), 60)
-    return f"at most {minutes} min {seconds} s left" if minutes else f"at most {seconds} s left"

@@ -13,6 +13,7 @@ from zftune.profile.command.records import Rank
 from zftune.restarts.process import Asked, Ended, Interrupts, Plan, ProcessTrial
 from zftune.restarts.upstream import Upstream, seeds, space_for
 from zftune.store.types import Model
+from zftune.text import time_left
 from zftune.tuner import messages
 from zftune.tuner.guard import LossGuard
 from zftune.tuner.recording import Recording, RunFacts
@@ -307,12 +308,13 @@ class Restarts:
         self._tell(request, outcome)
 
     def _so_far(self, search: Search) -> str:
-        """How far it is: runs, the best so far, and how long it takes at most."""
+        """How far it is: runs, the best so far, and about how long it takes."""
         most = self.options.most_measurements
-        left_s = (time.monotonic() - self._began_s) / self.runs * max(0, most - self.runs)
+        run_s = (time.monotonic() - self._began_s) / self.runs
+        left = time_left(run_s * min(search.left()[0], most - self.runs), run_s * (most - self.runs))
         step_ms = search.book.incumbent_step_ms
         best = f", best so far {step_ms:.1f} ms: {search.book.incumbent.setting}" if step_ms else ""
-        return f"run {self.runs + 1} of at most {most}{best}; at most {left_s / 60:.0f} min left; trying"
+        return f"run {self.runs + 1} of at most {most}{best}; {left}; trying"
 
     def _end_short(self, request: Request, ended: Ended) -> None:
         """End the search for now: later runs would be as short. The run stays there to be gone on with."""

@@ -6,6 +6,7 @@ from what it was told, so that it is rebuilt from the store's rows (see `zftune.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -193,6 +194,23 @@ class Search:
         self.book.pass_over(self.book.trials[trial], reason)
         if isinstance(self.state, Exploring) and self.state.trial == trial:
             self.state = Choosing()
+
+    def left(self) -> tuple[int, int]:
+        """How many measurements are still made where nothing faster turns up, and where all that are allowed are made.
+
+        The first follows from the patience, from the settings that there are, and from what exploring has cost so far.
+        """
+        options, book = self.options, self.book
+        most = max(0, options.most_measurements - self.measurements)
+        if isinstance(self.state, Stopped):
+            return 0, 0
+        measured = sum(bool(trial.samples) for trial in book.trials[1:])
+        settings = math.prod(len(one.choices) for one in book.space.dimensions) - 1 - measured
+        each = max(1.0, (self.measurements - 1) / max(1, measured))
+        usual = each * max(0, min(options.patience - self._misses, settings))
+        if not options.hold and self.cost.spent_s > 0:
+            usual = min(usual, self.measurements * max(0.0, self.cost.left_s) / self.cost.spent_s)
+        return min(most, math.ceil(usual)), most
 
     # --- what next ---------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,29 @@ def test_a_small_budget_ends_it() -> None:
     assert "Exploring has cost" in search.notes[-1].reason
 
 
+@pytest.mark.parametrize("grant_s", [1e6, 0.8])
+def test_what_is_left_counts_down_to_the_end_where_nothing_faster_turns_up(grant_s: float) -> None:
+    """Patience ends it, or what exploring may cost, if that is less."""
+    search, driver = make(5, 0.0, grant_s=grant_s, grant_steps=1, cost_share=0.0)
+
+    def slower(request: Request) -> Outcome | None:
+        if request.role in OF_INCUMBENT:
+            return None
+        return Outcome("measured", (1.05 * search.book.incumbent_step_ms,) * request.steps, tokens=TOKENS)
+
+    driver.fault = slower
+    left: list[tuple[int, int]] = []
+    while search.next() is not None:
+        left.append(search.left())
+        driver.run(search, most=1)
+    if grant_s > 1:
+        assert left[1:] == [(8 - made, 23 - made) for made in range(8)]
+    else:
+        assert "Exploring has cost" in search.notes[-1].reason
+        assert left[2][0] < 7
+    assert search.left() == (0, 0)
+
+
 def test_it_waits_for_more_time_where_it_may() -> None:
     search, driver = make(5, 0.03, grant_s=0.2, grant_steps=2, hold=True)
     driver.run(search, most=4000)

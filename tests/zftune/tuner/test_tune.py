@@ -24,6 +24,7 @@ from zftune.restarts.document import RestartOptions
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import Evidence, Hardware, Model, Preset, RunState
+from zftune.text import time_left
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.setup import _Planning
 from zftune.tuner.space import Setting
@@ -334,22 +335,27 @@ def test_quality_follows_the_config(tmp_path: Path) -> None:
 
 
 def test_the_line_of_progress(quick: dict[str, Any], store: Store) -> None:
-    """Best so far, what is tried, and how long it takes at most."""
+    """Best so far, what is tried, and about how long it takes, once that can be known."""
     now = [0.0]
-    line = ProgressLine(500, lambda: now[0])
+    line = ProgressLine(5000, lambda: now[0])
     lines: list[str] = []
+    left: list[tuple[int, int]] = []
 
     def on_step(done: int, tuner: Tuner) -> None:
-        now[0] += 0.5
+        now[0] += 3.0
         lines.append(line.text(done, tuner))
+        left.append((0, 0) if tuner.search is None else tuner.search.left())
         if tuner.search is not None and tuner.search.measurements == 3:
             raise KeyboardInterrupt
 
-    tune(TuneOptions(**quick, steps=500), on_step, store)
+    tune(TuneOptions(**quick, steps=5000), on_step, store)
     assert lines[0] == "step 1: warming up"
     tried = [one for one in lines if "; trying " in one]
-    assert all(re.search(r"^step \d+, [12] of 24 measurements, .*; best so far [\d.]+ ms", one) for one in tried)
-    made, step = 1, int(tried[0].split()[1].rstrip(","))
-    left = round(min(0.5 * (500 - step), 0.5 * step / made * (24 - made)))
-    assert f", at most {left // 60} min {left % 60} s left; trying " in tried[0]
-    assert any("left; choosing what to try" in one for one in lines)
+    assert all(re.search(r"^step \d+, [123] of at most 24 meas.*; best so far [\d.]+ ms", one) for one in tried)
+    assert not any(" left" in one for one in lines if ", 1 of at most" in one)  # nobody knows what one takes
+    places = [next(n for n, one in enumerate(lines) if f", {made} of at" in one) for made in (1, 2, 3)]
+    for made in (1, 2):
+        one_s = 3.0 * (places[made] - places[0]) / made
+        usual, most = left[places[made]]
+        assert 0 < usual < most == 24 - made - 1
+        assert f", {time_left(one_s * usual, one_s * most)}; " in lines[places[made]]
