@@ -174,11 +174,12 @@ def run(
         typer.Option(metavar="FILE", help="Write the settings of this run and their steps.", show_default=False),
     ] = None,
 ) -> None:
-    """Run a training with DeepSpeed on zftune's runtime, without a change of the script or its ds_config.
+    """Run a training as you would start it: one of DeepSpeed's on zftune's runtime, without a change of its script.
 
     zftune run -- deepspeed train.py --deepspeed ds_config.json
 
-    A training with an optimizer of zenflow can be tuned (--online), and its settings be recorded and replayed.
+    Any training with an optimizer of zenflow, in a loop of its own too, can be tuned (--online), and its settings be
+    recorded and replayed. Others train as they do without zftune run.
     """
     from zftune import __version__, agent, variables
 
