@@ -53,3 +53,19 @@ def test_it_removes_what_it_told(kept: list[Path], tmp_path: Path) -> None:
     again = invoke("--yes")
     assert "zftune keeps nothing on this machine." in again.output
     assert "pip uninstall zftune" in again.output
+
+
+def test_no_empty_folder_of_its_own_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is anybody else's removed: only one that zftune makes, and that nothing is left in."""
+    own, others = tmp_path / "share" / "zftune", tmp_path / "cache" / "zftune"
+    for folder in (own, others):
+        folder.mkdir(parents=True)
+    monkeypatch.setenv("ZFTUNE_DB", str(own / "zftune.db"))
+    monkeypatch.setenv("ZFTUNE_SOCKET", str(others / "zftune.sock"))
+    (own / "zftune.db").write_text("")
+    (others / "zftune.sock.log").write_text("a line\n")
+    (others / "mine").write_text("x")
+    assert invoke("--yes").exit_code == 0
+    assert not own.exists()
+    assert own.parent.is_dir()
+    assert [one.name for one in others.iterdir()] == ["mine"]

@@ -34,6 +34,9 @@ def uninstall(
         _require_no_daemon()
         for path, _ in found:
             _remove(path)
+        for folder in {path.parent for path, _ in found if path.parent.name == "zftune"}:
+            with contextlib.suppress(OSError):  # somebody else's files are in it
+                folder.rmdir()
         typer.echo("Removed.")
     typer.echo(_PACKAGE)
 
