@@ -284,10 +284,26 @@ def verdict(document: Document) -> list[str]:
         Sentences, the most important first.
     """
     if document["knobs"] is None:
-        return [*plain_verdict(document), *observations(document)]
+        return _cores_first(document, [*plain_verdict(document), *observations(document)])
     against = do_not_offload(document)
     sentences = [against, *_bottleneck(document, advise=against is None), _comparison(document)]
-    return [*(sentence for sentence in sentences if sentence is not None), *observations(document)]
+    told = [*(sentence for sentence in sentences if sentence is not None), *observations(document)]
+    return _cores_first(document, told)
+
+
+def _cores_first(document: Document, sentences: list[str]) -> list[str]:
+    """Missing cores lead where they take a larger share of the time than the stall: they may be its cause, too."""
+    system, stall = document["system"] or {}, document["stall"]
+    waited = 0.0 if stall is None else stall["fraction"]
+    shares = (
+        (system.get("throttled_fraction"), _quota),
+        ((system.get("psi_cpu_percent") or 0.0) / 100, _core_pressure),
+    )
+    missing = [find(document) for share, find in shares if share is not None and share > waited]
+    if document["rig"] is not None:  # its time may be simulated
+        return sentences
+    first = [one for one in missing if one is not None]
+    return [*first, *(one for one in sentences if one not in first)]
 
 
 def do_not_offload(document: Document) -> str | None:

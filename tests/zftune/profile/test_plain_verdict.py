@@ -110,6 +110,26 @@ def test_what_is_worth_telling(of_a_command: Document, field: str, value: object
     assert said in sentence
 
 
+@pytest.mark.parametrize(("stalled", "leads"), [(0.3, True), (0.8, False), (None, True)])
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("throttled_fraction", 0.6, "The CPU quota held this run back 60%"),
+        ("psi_cpu_percent", 60.0, "Tasks waited for a core 60%"),
+    ],
+)
+def test_missing_cores_lead_where_they_take_more_than_the_stall(
+    of_a_command: Document, field: str, value: float, said: str, stalled: float | None, leads: bool
+) -> None:
+    of_a_command["system"][field] = value
+    of_a_command["stall"] = None
+    if stalled is not None:
+        of_a_command["stall"] = {"ms_per_step": 30.0, "fraction": stalled, "by_cause": {"d2h": 30.0}}
+    told = verdict(of_a_command)
+    assert [one.startswith(said) for one in told].count(True) == 1
+    assert told[0].startswith(said) is leads
+
+
 def test_the_rank_that_others_wait_for_is_told(of_a_command: Document) -> None:
     for rank, comm_ms in zip(of_a_command["ranks"], (25.0, 2.0), strict=True):
         rank |= {"step_ms": {"mean": 55.0, "p50": 55.0, "p95": 55.0}, "comm_ms": comm_ms}
