@@ -46,7 +46,6 @@ _NOT_IN_SECTION = {
     "offload_ratio",
     "max_grad_norm",
     "bucket_bytes",
-    "staging_bytes",
     "ledger",
     "max_update_interval",
     "stream",
@@ -54,7 +53,15 @@ _NOT_IN_SECTION = {
     "reduce_gradients",
 }
 
-_COUNTS = ("select_interval", "update_interval", "full_warm_up_rounds", "steps_per_epoch", "apply_lag", "host_threads")
+_COUNTS = (
+    "select_interval",
+    "update_interval",
+    "full_warm_up_rounds",
+    "steps_per_epoch",
+    "apply_lag",
+    "host_threads",
+    "staging_bytes",
+)
 
 # What may change while it trains; the rest decides how the state is cut up, or what a schedule began with.
 LIVE_KNOBS = (
@@ -178,7 +185,7 @@ class ZenFlowConfig:
     def to_ds_config(self) -> dict[str, Any]:
         """The fields of a ds_config from which `from_ds_config` reads these knobs, without what is its default there.
 
-        There is no place in it for `bucket_bytes`, `staging_bytes`, `stream`, `ledger`, `max_update_interval` and
+        There is no place in it for `bucket_bytes`, `stream`, `ledger`, `max_update_interval` and
         `reduce_gradients`, and where nothing is offloaded for none but clipping and accumulation.
         """
         found: dict[str, Any] = {"gradient_clipping": self.max_grad_norm or 0.0}

@@ -316,6 +316,7 @@ def drawn(rng: random.Random) -> ZenFlowConfig:
         pipeline=rng.choice(["bucket", "none"]),
         skip_nonfinite=rng.random() < 0.5,
         host_threads=rng.choice([None, 3]),
+        staging_bytes=rng.choice([1 << 30, 1 << 33]),
         gradient_accumulation_steps=rng.choice([1, 4]),
     )
 

@@ -184,7 +184,7 @@ def _document(facts: ModelFacts, machine: Machine, job: Job, quality: Quality, *
     with Console(stderr=True).status("planning"):
         document = make_plan(facts, machine, job, quality=quality)
         if with_curves:
-            document["curves"] = curves(facts, machine, job)
+            document["curves"] = curves(facts, machine, job, document["proposal"])
     return document
 
 

@@ -90,7 +90,7 @@ def choose(
     memory, then least host memory; after them the slower ones by step time.
 
     An offload ratio below 1 is among the first only where it wins: where it is more than 2% faster than all of 1, or
-    where nothing has to be offloaded at all.
+    where nothing has to be offloaded at all; then that is the first if it is within 2% of what else would be.
 
     Args:
         model: what is trained.
@@ -141,7 +141,10 @@ def ranked(found: Sequence[Choice]) -> list[Choice]:
         # Where buckets end moves the mean staleness by hundredths.
         return (0, round(prediction.staleness_steps, 1), size.device_bytes, size.host_bytes, prediction.step_ms)
 
-    return sorted(found, key=order)
+    first, *others = sorted(found, key=order)
+    # Who need not offload does not for 2%, though the fastest of all, which is later, may be a little more than that.
+    kept = [one for one in others if not one[0].offload_ratio and one[1].step_ms <= NEAR * first[1].step_ms]
+    return [*kept, first, *(one for one in others if one not in kept)]
 
 
 @dataclass(frozen=True, slots=True)

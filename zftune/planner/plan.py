@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
@@ -217,15 +218,23 @@ def make_plan(
     }
 
 
-def curves(model: ModelFacts, machine: Machine, job: Job) -> list[dict[str, Any]]:
-    """Step time over S for several k and ratios, each windows that overlap with lag S; memory is not looked at."""
+def curves(model: ModelFacts, machine: Machine, job: Job, proposal: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Step time over S for several k and ratios, each windows that overlap with lag S; memory is not looked at.
+
+    Args:
+        model: what is trained.
+        machine: where.
+        job: batch and ranks.
+        proposal: of the plan, whose `staging_bytes` all of them have.
+    """
+    base = ZenFlowConfig() if proposal is None else ZenFlowConfig(staging_bytes=proposal["knobs"]["staging_bytes"])
     rates = Rates.of(model, machine, job)
     found = []
     for ratio in _CURVE_RATIOS:
         for topk in _CURVE_TOPK:
             steps = []
             for window in _CURVE_S:
-                config = ZenFlowConfig(topk_ratio=topk, offload_ratio=ratio, update_interval=window)
+                config = dataclasses.replace(base, topk_ratio=topk, offload_ratio=ratio, update_interval=window)
                 steps.append(simulate(rates, split_of(model, config, pieces=_CURVE_PIECES), config).step_ms)
             found.append(
                 {"topk_ratio": topk, "offload_ratio": ratio, "update_interval": list(_CURVE_S), "step_ms": steps}
@@ -244,12 +253,14 @@ def verdict(
     whole = fits(without, machine, headroom)
     config, best = found[0]
     if config.offload_ratio == 0:
-        return ["Do not offload: all state fits on the GPU, and no other setting is more than 2% faster."]
+        most = max(2, math.ceil(100 * (best.step_ms / min(one.step_ms for _, one in found) - 1)))
+        return [f"Do not offload: all state fits on the GPU, and no other setting is more than {most}% faster."]
     bound = CAUSES.get(best.bound_by, best.bound_by)
     sentences = [f"{_named(config)}: {best.step_ms:,.0f} ms a step, bound by {bound}{_stall(best)}."]
     gain = zero.step_ms / best.step_ms
     late = f"{best.staleness_steps:.1f} steps late on average" if best.staleness_steps else "on time"
-    sentences.append(f"That is {gain:.1f} times as fast as ZeRO-Offload; updates come {late}.")
+    tight = "" if fits(zero, machine, headroom) else ", which does not fit"
+    sentences.append(f"That is {gain:.1f} times as fast as ZeRO-Offload{tight}; updates come {late}.")
     sentences += _faster(found)
     if whole:
         slower = without.step_ms / best.step_ms - 1

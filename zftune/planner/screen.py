@@ -17,7 +17,6 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from zenflow import ZenFlowConfig
 from zftune.bars import CAUSE_KINDS, COMPUTE, Bar, StackedBar
 from zftune.planner.choosing import LEAST_HEADROOM_BYTES
 from zftune.quality import assumed_coverage
@@ -150,7 +149,7 @@ def _details(document: Document, width: int) -> RenderableType:
     table.add_column(style="dim", width=16)
     table.add_column(width=width - 20)
     table.add_row("in Python", row["python"])
-    table.add_row("in a ds_config", f'"zero_optimization": {json.dumps(row["ds_config"])}{_unplaced(row["knobs"])}')
+    table.add_row("in a ds_config", f'"zero_optimization": {json.dumps(row["ds_config"])}')
     table.add_row("each GPU", _uses(memory["device_by_use"]))
     if memory["host_bytes"]:
         pinned = f"; {size(memory['pinned_bytes'])} of it pinned (never swapped out)"
@@ -161,12 +160,6 @@ def _details(document: Document, width: int) -> RenderableType:
     busy = f"; the host is busy {percent(row['host_utilisation'])} of the time" if memory["host_bytes"] else ""
     table.add_row("a step's work", f"{loads}{busy}")
     return table
-
-
-def _unplaced(knobs: Mapping[str, Any]) -> str:
-    """What a proposal has that a ds_config has no place for."""
-    usual = ZenFlowConfig().staging_bytes
-    return f"; it has no place for staging_bytes {knobs['staging_bytes']}" if knobs["staging_bytes"] != usual else ""
 
 
 def _uses(uses: Mapping[str, int]) -> str:
@@ -182,6 +175,13 @@ def _notes(document: Document) -> RenderableType:
         f"Assumed: 1% of columns hold {assumed_coverage(0.01):.1%} of the gradient's energy; the tuner measures it.",
         f"Memory is predicted, for Hugging Face's models. A setting fits where {free}.",
     ]
+    machine, job = document["machine"], document["job"]
+    if job["gpus"] < machine["gpus"]:
+        notes.append(
+            f"The host is that of a whole machine of {machine['gpus']} GPUs: {size(machine['host_memory_bytes'])} and "
+            f"{machine['host_gbps']:g} GB/s of memory. For a share of one, set --host-memory, and host_gbps and "
+            "host_update_gelements_s in a TOML file."
+        )
     if guessed:
         notes.append(f"These figures of {document['machine']['name']} are estimates: {', '.join(guessed)}.")
     return Text("\n".join(notes), style="dim")

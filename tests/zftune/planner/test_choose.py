@@ -57,6 +57,10 @@ def test_a_ratio_below_one_has_to_win() -> None:
     assert order(({}, whole), ({"offload_ratio": 0.5}, replace(part, step_ms=97.0))) == [1, 0]
     # Nothing offloaded at all is no compromise: it needs no excuse.
     assert order(({}, whole), ({"offload_ratio": 0.0}, replace(part, staleness_steps=0.0))) == [1, 0]
+    # Nor does it where it is more than 2% slower than the fastest, which is not proposed either.
+    fast, early, none = (prediction(time, staleness=late) for time, late in ((100.0, 4.0), (101.5, 1.0), (102.5, 0.0)))
+    assert order(({}, fast), ({}, early), ({"offload_ratio": 0.0}, none)) == [2, 1, 0]
+    assert order(({}, fast), ({}, early), ({"offload_ratio": 0.0}, replace(none, step_ms=104.0))) == [1, 0, 2]
 
 
 @pytest.mark.parametrize(
@@ -144,6 +148,8 @@ def test_staging_grows_where_weights_would_come_too_late() -> None:
     assert grown
     for config, one in grown:
         assert one.step_ms < predict(MODEL, machine, JOB, replace(config, staging_bytes=1 << 30)).step_ms
+        # Whoever trains with its section has that room.
+        assert ZenFlowConfig.from_ds_config(config.to_ds_config()) == replace(config, select_interval="auto")
 
 
 def test_more_gpus_than_there_are() -> None:

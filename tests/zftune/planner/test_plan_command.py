@@ -35,7 +35,7 @@ MODEL, MACHINE = "Qwen2.5-0.5B", "rtx3090"
 def document() -> dict[str, Any]:
     model, machine, job = ModelFacts.from_name(MODEL), Machine.load(MACHINE), Job(seq=512)
     found = make_plan(model, machine, job, quality="published")
-    found["curves"] = curves(model, machine, job)
+    found["curves"] = curves(model, machine, job, found["proposal"])
     return found
 
 
