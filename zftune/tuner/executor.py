@@ -525,6 +525,8 @@ class Executor:
 
     def _restore(self) -> None:
         """Let the incumbent run, if something else does, or is about to."""
+        if not self._optimizer.trains:
+            return  # closed: no step will have them
         if self._stays:
             self._asked, self._stays = None, False
         if self._asked is not None and self._asked != self.incumbent:

@@ -25,7 +25,7 @@ from zftune.attaching import default_quality
 from zftune.errors import BadInputError
 from zftune.store import open_store
 from zftune.store.store import Store
-from zftune.store.types import RunState
+from zftune.store.types import RunState, TrialState
 from zftune.tuner.setup import Preparation
 from zftune.tuner.space import Setting
 
@@ -358,6 +358,25 @@ def test_closing_does_not_wait_for_an_answer_that_nobody_needs(attach: Attach, m
     began_s = time.monotonic()
     tuner.close()
     assert time.monotonic() - began_s < 4
+
+
+def test_an_optimizer_that_is_closed_while_a_setting_is_tried_blames_no_setting(attach: Attach, store: Store) -> None:
+    """As a script ends that closes what it made: the tuner is closed later, when the process ends."""
+    loop = Loop()
+    tuner = attach(loop)
+
+    def tries() -> bool:
+        return tuner.live is not None and tuner.live.request is not None and loop.knobs != tuner.incumbent
+
+    loop.run(tuner, until=tries)
+    assert tries()
+    loop.optimizer.close()
+    tuner.close()
+    (run,) = store.runs()
+    states = [trial.state for trial in store.trials(run.run_id)]
+    assert states.count(TrialState.VOID) == 1
+    assert not {TrialState.IN_FLIGHT, TrialState.PLANNED, TrialState.CRASHED} & set(states)
+    assert run.state is RunState.LOST  # which its training may go on with
 
 
 def test_where_nothing_is_remembered_nothing_is_looked_up(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
