@@ -120,6 +120,7 @@ def _lead(exchange: GlooChannel, consensus: KnobConsensus, begin: Begin) -> Tune
 __all__ = ["Tuner", "attach", "log_loss", "log_tokens", "stats"]
 
 _SEARCHES = ("", "process", "daemon", NOBODY)
+_EXACT = {"update_interval": 1, "apply_lag": None, "overlap_step": False}
 _logger = logging.getLogger("zftune")
 
 
@@ -227,12 +228,18 @@ def start_tuner(
 
     Raises:
         BadInputError: not all ranks have come, or the probe is given on several.
+        HostEngineError: quality "exact" changes the knobs, and host work failed.
     """
     if os.environ.get(FRESH) == "1":  # `zftune run --fresh`, whoever attaches: its hooks, an engine, the script
         wishes = replace(wishes, fresh=True)
     several = several_ranks()
     if several and eval_fn is not None:
         raise BadInputError("eval_fn must be None on several ranks: its flushes are one rank's")
+
+    if wishes.quality == "exact" and default_quality(optimizer.config) != "exact":
+        # Not with the search, which begins later: all steps are promised.
+        optimizer.set_knobs(**_EXACT)
+        _logger.info("Quality exact: every update is on time, with update_interval 1 and overlap_step off.")
 
     def begin(company: WorldInfo, consensus: KnobConsensus | None) -> Tuner:
         tuner = Tuner(

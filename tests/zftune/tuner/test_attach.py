@@ -229,6 +229,19 @@ def test_what_a_synchronous_optimizer_asks_for(attach: Attach, caplog: pytest.Lo
     assert caplog.messages[0].startswith("zftune tunes with quality exact")
 
 
+def test_exact_is_exact_from_the_first_step_whatever_the_script_asks_for(attach: Attach) -> None:
+    loop, plain = Loop(lr=1e-3), Loop(ZenFlowConfig.zero_offload(host_threads=1), lr=1e-3)
+    tuner = attach(loop, quality="exact")
+    for _ in range(6):  # before the search
+        loop.step()
+        plain.step()
+        assert tuner.live is None or tuner.live.request is None
+    tuner.close()
+    plain.optimizer.close()
+    for ours, theirs in zip(loop.module.parameters(), plain.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_a_synchronous_optimizer_may_become_as_late_as_it_is_asked_to(attach: Attach) -> None:
     loop = Loop(ZenFlowConfig.zero_offload(host_threads=1), lr=3e-5)
     tuner = attach(loop, quality="published", most_measurements=1)

@@ -50,8 +50,8 @@ def test_zen_auto_stays_where_nothing_can_be_searched(
     else:
         monkeypatch.setattr(Preparation, "prepare", refuse)
     loop.run(tuner)
-    assert tuner.notices[-1].startswith("Tuning ended: ")
-    assert "the host has 3 bytes" in tuner.notices[-1]
+    (ended,) = (one for one in tuner.notices if one.startswith("Tuning ended: "))  # others may come later
+    assert "the host has 3 bytes" in ended
     loop.step()
     assert loop.optimizer.config == AUTO.resolved()
 
