@@ -188,11 +188,11 @@ def paused(state: State) -> Paused:
     """After `pause`; twice is once.
 
     Raises:
-        NotAllowedError: the run has ended.
+        NotAllowedError: the run, or its search, has ended.
     """
     if isinstance(state, Paused):
         return state
-    if isinstance(state, Ended):
+    if isinstance(state, Ended) or (isinstance(state, Frozen) and state.pinned):
         raise NotAllowedError(f"cannot pause: {state.reason}")
     return Paused(state)
 

@@ -268,7 +268,7 @@ def test_a_stop_ends_the_tuning_with_the_incumbent(world: World) -> None:
     with screen.capture() as shown_then:
         screen.print(render(found))
     assert ", no longer tuned, the training went on\n" in shown_then.get()
-    assert "Tuning ended after 100 steps; the training went on" in shown_then.get()
+    assert "Tuning ended 100 steps after the training's last start; it went on" in shown_then.get()
     assert TrialState.CRASHED not in world.trial_states(agent.last.record)
     with pytest.raises(NotAllowedError, match="cannot stop: tuning was stopped after 100 steps; the training went on"):
         world.registry.command(RUN, "stop")

@@ -46,6 +46,11 @@ def test_a_pause_holds_and_a_resume_goes_on(state: states.Going) -> None:
         states.resumed(state)
 
 
+def test_a_search_that_has_ended_for_good_is_not_paused() -> None:
+    with pytest.raises(NotAllowedError, match="cannot pause: Rolled back"):
+        states.paused(states.Frozen("Rolled back", pinned=True))
+
+
 @pytest.mark.parametrize("state", [*WHOLE, states.Paused(states.Baseline())], ids=lambda one: one.name)
 def test_what_has_ended_stays_so(state: State) -> None:
     ended = states.ended(state, "goodbye")
