@@ -45,6 +45,8 @@ class Prepared:
     """None: nothing is remembered."""
     sentence: str = ""
     """Where it begins from; "": the user's own knobs."""
+    resumed: bool = False
+    """Whether it goes on with an earlier run, whose best settings so far hold."""
     paused: bool = False
     """Whether somebody paused it in an earlier life."""
 
@@ -139,7 +141,7 @@ def _resumed(again: RunRecord | None, recording: Recording, wanted: SearchReques
     kept = f"{search.measurements} measurement{' is' if search.measurements == 1 else 's are'} kept"
     anew = " (--fresh, or fresh=True of zftune.attach, begins anew)"
     more = anew if again is None else ""  # the training itself goes on
-    return Prepared(search, recording, f"Goes on with run {run.run_id[:8]}: {kept}{more}.")
+    return Prepared(search, recording, f"Goes on with run {run.run_id[:8]}: {kept}{more}.", resumed=True)
 
 
 def _choice(match: Match, wanted: SearchRequest) -> _Choice:
@@ -271,7 +273,6 @@ def prepare(
         zenflow_section=not base.synchronous,  # else nothing could come late in "published"
         movement_percent=facts.movement_percent,
     )  # fmt: skip
-    notices.extend(_of_lateness(space, base))
     forecast = _forecast(facts, base, notices)
     rates = forecast.rates if isinstance(forecast, PlannerForecast) else None
 
@@ -293,11 +294,13 @@ def prepare(
         least_ratio=0.0 if wishes.tune_memory else base.offload_ratio,
         ratios=None if rates is None else ratios_of(facts.load, rates), again=again,
     )  # fmt: skip
-    return begin(recording, wanted, make)
+    prepared = begin(recording, wanted, make)
+    notices.extend(_of_lateness(space, base, prepared))
+    return prepared
 
 
-def _of_lateness(space: Space, base: Setting) -> Iterator[str]:
-    """What is to be told of the bound on lateness."""
+def _of_lateness(space: Space, base: Setting, prepared: Prepared) -> Iterator[str]:
+    """What is to be told of the bound on lateness, and of what the search begins from because of it."""
     if space.quality == "exact" or space.fixed_because:
         return
     if space.movement_percent is None:
@@ -305,7 +308,9 @@ def _of_lateness(space: Space, base: Setting) -> Iterator[str]:
             "How far the weights move in a step was not measured: late updates are bounded by their lateness, not by "
             "the loss that they may cost."
         )
-    elif (violation := space.violation(base)) is not None:
+        return
+    begins_earlier = not prepared.resumed and prepared.search.book.incumbent.setting == space.base
+    if begins_earlier and (violation := space.violation(base)) is not None:
         yield f"Begins from {space.base} instead of {base.differences(space.base)}: {violation.reason}."
 
 

@@ -289,6 +289,8 @@ def test_a_training_that_goes_on_from_saved_settings_goes_on_with_its_search(att
     second.run(tuner)
     (run,) = store.runs()
     assert run.key.quality == "published"
+    assert any(one.startswith(f"Goes on with run {run.run_id[:8]}") for one in tuner.notices)
+    assert not [one for one in tuner.notices if one.startswith("Begins from")]  # what was saved holds
     tuner.close()
     second.optimizer.set_knobs(update_interval=3)
     assert second.optimizer.asked_config.update_interval == 3
