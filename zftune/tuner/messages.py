@@ -183,8 +183,12 @@ def nothing_adopted(*, measured: bool, tried: int, kinds: Collection[str] = ()) 
 
 
 def patience(misses: int) -> str:
-    """Nothing better was found for a while."""
-    return f"The last {misses} settings were not adopted."
+    """Nothing faster was found for a while.
+
+    Args:
+        misses: settings in a row that were measured, cut short, crashed or given up, and not adopted for their speed.
+    """
+    return f"The last {misses} settings that were tried were not adopted for their speed."
 
 
 def enough(made: int, most: int, needed: int) -> str:

@@ -98,6 +98,7 @@ class Search:
         self._restarts = 0
         """How often times have changed since the search came to its end last."""
         self._misses = 0
+        """Settings in a row that were tried and not adopted for their speed."""
         self._ties: set[int] = set()
         self._tied = False
         self._last_role: Role | None = None
@@ -461,7 +462,8 @@ class Search:
             error=found.error,
             needed=found.needed,
         )
-        self._misses = 0 if adopted and done.purpose == "gain" else self._misses + 1
+        if done.purpose == "gain":  # a tie's setting was tried, and counted, before
+            self._misses = 0 if adopted else self._misses + 1
         if adopted:
             self._tied = done.purpose == "tie"
             self.book.adopt(trial, found, done.after)

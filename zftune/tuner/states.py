@@ -40,7 +40,7 @@ class SearchOptions:
     most_measurements: int = 24
     """Of an incumbent's times: A-B-A included."""
     patience: int = 8
-    """Settings in a row that are measured and not adopted, before it stops."""
+    """Settings in a row that are tried and not adopted for their speed, before it stops."""
     cost_share: float = 0.03
     grant_s: float = 60.0
     grant_steps: int = 40

@@ -332,6 +332,17 @@ def test_ties_go_to_the_least_staleness() -> None:
     assert gain.share == pytest.approx(0.196, abs=0.02)
 
 
+@pytest.mark.parametrize("seed", [2, 12, 22])
+def test_a_tie_is_not_counted_as_one_more_setting_that_was_not_faster(seed: int) -> None:
+    search, driver = make(seed, 0.02, sampler="random", grant_s=20.0)
+    driver.run(search)
+    *tried, stop = search.notes
+    assert " for a mean staleness of " in tried[-1].reason or " for less memory" in tried[-1].reason
+    kept = {note.trial for note in tried if note.kind == "keep"}
+    assert stop.reason == f"The last {len(kept)} settings that were tried were not adopted for their speed."
+    assert len(kept) == search.options.patience
+
+
 def test_but_not_where_it_is_slower() -> None:
     times = {START: 100.0, FAST: 80.0, FRESH: 82.5}
     search, driver = flat(lambda setting: times[setting], [FAST, FRESH])
