@@ -264,7 +264,8 @@ def importance_chart(document: Document) -> Chart | str:
 
     settings, times, count = told(document)
     if count < LEAST:
-        return f"Too few measurements: {count} settings have a step time, and {LEAST} are needed."
+        have = "setting has" if count == 1 else "settings have"
+        return f"What matters cannot be told: {count} {have} a step time, and {LEAST} are needed."
     shares = importances(settings, times)
     if shares is None:
         return "No setting stands out: the fastest ones have the same values as the others."

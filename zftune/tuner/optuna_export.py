@@ -34,8 +34,8 @@ _OPTUNA_STATES = {
 }
 
 
-LEAST = 4
-"""Settings whose step time is known, below which nothing can be said."""
+LEAST = 16
+"""Measured settings, below which chance decides too often which knob comes out first."""
 _BEST = 5  # settings at least that are compared with all
 
 
