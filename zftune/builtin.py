@@ -100,12 +100,11 @@ def _about(training: Training[ZenFlowAdamW], device_name: str) -> dict[str, Any]
     from zftune.telemetry import hardware, software
 
     task, ranks = training.task, training.task.ranks
-    what = training.workload.describe(micro_batch=task.micro_batch, sequence=task.sequence, text=task.corpus.name)
     shared = {"world_size": ranks, "nodes": 1, "shards": ranks, "ranks": ranks_in_words(ranks, 1, ranks)}
     return {
         "device": device_name,
         "rig": None if task.rig is None else {"name": task.rig.name, "source": task.rig.source},
-        "workload": {**what, **shared},
+        "workload": {**task.describe(training.workload), **shared},
         "hardware": hardware(),
         "software": software(),
     }

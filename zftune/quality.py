@@ -32,6 +32,8 @@ _LOSS_OF_A_PERCENT = 10.2
 _LOSS_OF_A_PERCENT_OF_THE_RUN = 1.3
 """Percent of the loss at most for updates that are late by 1% of the run's steps; it comes on top (study 023)."""
 _SHORT_RUN_STEPS = 1000
+MOST_MEASURED_LOSS_PERCENT = 35
+"""Percent of the loss at most that late updates have cost a fine-tuning (study 003); no bound was tested above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +155,24 @@ def loss_bound(long_run_percent: float, late_steps: float) -> str:
         long_run_percent: of the loss, in a long run.
         late_steps: as of `expected_loss_percent`.
     """
+    most, steps = MOST_MEASURED_LOSS_PERCENT, _SHORT_RUN_STEPS
+    if long_run_percent > most:
+        return f"possibly more than {most}% of loss, the most that was measured in fine-tuning; more from scratch"
     short = long_run_percent + expected_loss_percent(0.0, late_steps, _SHORT_RUN_STEPS)
-    long, steps = number(long_run_percent), _SHORT_RUN_STEPS
-    brief = f"{number(short)}% in one of {steps} steps; more from scratch"
-    return f"up to about {long}% of loss in a long fine-tuning, {brief}"
+    brief = f"{number(short)}%" if short <= most else f"possibly more than {most}%"
+    long = f"up to about {number(long_run_percent)}% of loss in a long fine-tuning"
+    return f"{long}, {brief} in one of {steps} steps; more from scratch"
+
+
+def moved_in_a_step(percent: float, learning_rate: float | None) -> str:
+    """How far the weights move, in words.
+
+    Args:
+        percent: of their norm.
+        learning_rate: that it was measured with; None: not known.
+    """
+    rate = "" if learning_rate is None else f" at learning rate {learning_rate:.3g}".replace("e-0", "e-")
+    return f"weights move {number(percent)}% in a step{rate}"
 
 
 def selected_share(topk_ratio: float) -> float:

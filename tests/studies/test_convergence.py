@@ -202,6 +202,7 @@ def test_the_product_has_the_coefficient_that_the_records_give(study: Any) -> No
     bound = study.predict.bound(tuned, scratch)
     assert bound.above == 0
     assert quality.expected_loss_percent(1.0) == pytest.approx(bound.coefficient, rel=0.005)
+    assert int(max(one.excess for one in tuned)) == quality.MOST_MEASURED_LOSS_PERCENT
     assert dict(quality.EXPECTED_LOSS_PERCENT) == {"exact": 0.0, **study.predict.PROMISED}
 
 

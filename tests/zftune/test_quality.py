@@ -20,6 +20,7 @@ from zftune.quality import (
     expected_loss_percent,
     figure,
     late_percent,
+    loss_bound,
     most_late_steps,
     movement_percent,
     summary,
@@ -138,6 +139,17 @@ def test_a_bound_on_lateness_is_one_on_the_loss() -> None:
             steps = most_late_steps(quality, movement)
             assert expected_loss_percent(late_percent(movement, 0.0, steps)) == pytest.approx(most_percent)
     assert most_late_steps("exact", 0.1) == 0
+
+
+def test_what_was_never_measured_is_no_figure() -> None:
+    assert loss_bound(34.0, 2.0).startswith("up to about 34% of loss in a long fine-tuning, 34.3% in one of 1000 steps")
+    assert loss_bound(34.9, 2.0) == (
+        "up to about 34.9% of loss in a long fine-tuning, possibly more than 35% in one of 1000 steps; more from "
+        "scratch"
+    )
+    assert loss_bound(56.0, 2.0) == (
+        "possibly more than 35% of loss, the most that was measured in fine-tuning; more from scratch"
+    )
 
 
 def test_a_tracker_gets_the_movement() -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from zenflow import ZenFlowConfig
 from zftune.errors import BadInputError
-from zftune.quality import loss_bound, most_late_steps
+from zftune.quality import loss_bound, most_late_steps, moved_in_a_step
 from zftune.store.account import saved_in_words
 from zftune.text import number, percent
 from zftune.tuner import messages as of_search
@@ -108,10 +108,10 @@ def lateness_bound(document: Document) -> str:
     budget = document["budget"]
     if budget is None or budget.get("movement_percent") is None:
         return ""
-    percent = number(budget["movement_percent"])
+    moved = moved_in_a_step(budget["movement_percent"], document["workload"].get("learning_rate"))
     most = most_late_steps(document["quality"], budget["movement_percent"])
     return (
-        f"weights move {percent}% in a step: updates may come {number(most)} steps late on average, which adds "
+        f"{moved}: updates may come {number(most)} steps late on average, which adds "
         f"{loss_bound(budget['expected_loss_percent'], most)}"
     )
 

@@ -62,7 +62,7 @@ def build_document(
         "device": device_name,
         "command": None,
         "seed": task.seed,
-        "workload": workload.describe(micro_batch=task.micro_batch, sequence=task.sequence, text=task.corpus.name),
+        "workload": task.describe(workload),
         "fingerprint": fingerprint(workload.module, machine=machine, rig=None if rig is None else rig.name),
         "hardware": machine,
         "software": software(),

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zftune.profile.verdict import phase_names
-from zftune.quality import LossSummary, expected_loss_percent, late_percent, loss_bound
+from zftune.quality import LossSummary, expected_loss_percent, late_percent, loss_bound, moved_in_a_step
 from zftune.text import ms, number, percent, size
 
 Document = Mapping[str, Any]
@@ -200,7 +200,8 @@ def _movement(document: Document) -> list[str]:
             late_percent(found["percent"], *_PUBLISHED),
             "before updates arrived that were as late as published",
         )
-    parts = [f"weights move {number(found['percent'])}% in a step, {number(late)}% {when}"]
+    moved = moved_in_a_step(found["percent"], document["workload"].get("learning_rate"))
+    parts = [f"{moved}, {number(late)}% {when}"]
     return [*parts, loss_bound(expected_loss_percent(late), late / found["percent"] if late else 0.0)]
 
 

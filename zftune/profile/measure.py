@@ -70,6 +70,11 @@ class Task:
         workload.module.to(self.torch_device)
         return workload
 
+    def describe(self, workload: Workload) -> dict[str, Any]:
+        """The "workload" of a profile document."""
+        what = workload.describe(micro_batch=self.micro_batch, sequence=self.sequence, text=self.corpus.name)
+        return {**what, "learning_rate": self.learning_rate}
+
     def feed(self, workload: Workload) -> Iterator[Batch]:
         """The text as batches for this model; the same ones every time, and each rank its own."""
         tokens = workload.encode(self.corpus)

@@ -231,7 +231,7 @@ class Workload:
             fully_shard(unit, mesh=mesh, **policy)
 
     def describe(self, *, micro_batch: int, sequence: int, text: str) -> dict[str, Any]:
-        """The "workload" of a profile document."""
+        """What a document says of the model and its batches."""
         return {
             "model": self.name,
             "parameters": self.parameters,

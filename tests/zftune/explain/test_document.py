@@ -460,6 +460,10 @@ def test_how_far_weights_move_is_told_with_what_it_allows(timed: Store) -> None:
         "weights move 0.05% in a step: updates may come 3.43 steps late on average, which adds up to about 0.3% of "
         "loss in a long fine-tuning, 0.746% in one of 1000 steps; more from scratch"
     )
+    found["workload"]["learning_rate"] = 2e-6
+    assert words.lateness_bound(found).startswith(
+        "weights move 0.05% in a step at learning rate 2e-6: updates may come"
+    )
 
 
 def test_the_ranks_are_told(timed: Store, clock: Clock) -> None:

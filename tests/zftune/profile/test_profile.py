@@ -81,6 +81,7 @@ def test_knobs_steps_and_workload_are_what_was_asked_for(document: Document) -> 
     assert document["steps"] == {"measured": 8, "discarded": 8}
     assert document["workload"]["model"] == "mini"
     assert document["workload"]["parameters"] == 51_392
+    assert document["workload"]["learning_rate"] == 1e-4
     assert document["workload"]["text"] == Path(__file__).name
     assert document["rig"]["name"] == "mini"
     assert document["device"] == "cpu (emulated accelerator)"
