@@ -232,7 +232,7 @@ class LocalDriver(SearchDriver):
         self._preparation = Preparation(optimizer, wishes, opened, self._sampler_process, company, name)
         self._preparing: Background[Prepared] | None = None
         self._prepared: Prepared | None = None
-        self._told = 0
+        self._told: set[str] = set()
         self._finalizer: weakref.finalize[Any, Any] | None = None
         _close_at_exit()
 
@@ -267,7 +267,10 @@ class LocalDriver(SearchDriver):
         found = list(self._preparation.notices)
         if self._prepared is not None and self._prepared.sentence:
             found.append(self._prepared.sentence)
-        new, self._told = found[self._told :], len(found)
+        if self._sampler_process.waited_s:
+            found += self._sampler_process.notices
+        new = [one for one in dict.fromkeys(found) if one not in self._told]
+        self._told.update(new)
         return new
 
     def end(self, ended: Ended) -> Iterator[Said]:
@@ -283,8 +286,9 @@ class LocalDriver(SearchDriver):
             account = Account() if recorder is None else recorder.account
             count = ended.count if not account.process else account.total
             yield conclusion(
-                search, count, steps=ended.steps, begins=ended.begins, over=over, remembered=recorder is not None
-            )
+                search, count, steps=ended.steps, begins=ended.begins, over=over, remembered=recorder is not None,
+                waited_s=self._sampler_process.waited_s,
+            )  # fmt: skip
         for remark in ended.remarks:
             if search is not None:
                 search.remember(remark)

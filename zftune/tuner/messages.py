@@ -22,6 +22,8 @@ BARRED: Mapping[str, str] = {
     "rollback": "somebody has rolled it back",
 }
 """Why a setting is not tried again, by kind; without a full stop."""
+LONG_WAIT_S = 5.0
+"""That waiting for a core has to take to be worth a word."""
 
 
 def commanded(kind: str, details: Mapping[str, Any]) -> str:
@@ -230,8 +232,24 @@ def _what(trial: Trial, incumbent: Trial) -> str:
     return trial.setting.differences(incumbent.setting) or str(trial.setting)
 
 
+def waits_for_core(waited_s: float) -> str:
+    """Why it takes long until a setting is chosen; without a full stop.
+
+    Args:
+        waited_s: for a core, of the process that chooses.
+    """
+    return f"choosing settings has waited {waited_s:.0f} s for a core: the training and other programs take them"
+
+
 def conclusion(
-    search: Search | None, count: Count, *, steps: int, begins: int, over: bool, remembered: bool
+    search: Search | None,
+    count: Count,
+    *,
+    steps: int,
+    begins: int,
+    over: bool,
+    remembered: bool,
+    waited_s: float = 0.0,
 ) -> tuple[int, str]:
     """The last words, and the level that they are logged with: a warning where no setting could be tried.
 
@@ -244,9 +262,13 @@ def conclusion(
         begins: steps before its search begins, at least.
         over: whether the search came to its end, or was given up with a reason.
         remembered: whether a later run can go on with it.
+        waited_s: for how long what chooses settings has waited for a core.
     """
     took = f"zftune tuned nothing: the training took {steps} step{'' if steps == 1 else 's'}"
     early = f"{took} and ended before a first measurement, which begins after {begins} steps and some seconds"
+    waited = f" ({waits_for_core(waited_s)})" if waited_s >= LONG_WAIT_S else ""
+    if waited and not over and (search is None or search.book.trials[0].state is not TrialState.MEASURED):
+        return logging.WARNING, f"{took} and ended before a first measurement{waited}."
     if search is None:
         return logging.WARNING, f"{early} of preparation."
     book, start = search.book, search.book.trials[0].setting
@@ -257,7 +279,7 @@ def conclusion(
         return logging.WARNING, f"{early} of preparation and takes {needed} more steps."
     if not over and not tried:
         later = "; the next run of this training goes on from here" if remembered else ""
-        return logging.WARNING, f"{took}, and only the settings that it began with were measured{later}."
+        return logging.WARNING, f"{took}, and only the settings that it began with were measured{waited}{later}."
     return logging.INFO, "\n".join(_lines(search, count, tried=tried, measured=measured))
 
 

@@ -21,9 +21,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from zftune.errors import ZftuneError
+from zftune.tuner.messages import LONG_WAIT_S, waits_for_core
 
 if TYPE_CHECKING:
     from zftune.tuner.forecast import Judge, Observation, Proposal
@@ -55,11 +57,24 @@ class SamplerProcess:
     Args:
         answer_s: seconds that an answer may take.
         share: of a core that it may use once it has loaded: what it uses is missing elsewhere where cores are few.
-        gives_way: whether it runs only where a core has nothing else to do; not where time is simulated and so waits.
+        gives_way: whether it has a low priority; not where time is simulated and so waits.
+        core_wait_s: how long a process has waited for a core; None: that is not known.
     """
 
-    def __init__(self, answer_s: float = ANSWER_S, share: float = 1.0, *, gives_way: bool = True) -> None:
+    def __init__(
+        self,
+        answer_s: float = ANSWER_S,
+        share: float = 1.0,
+        *,
+        gives_way: bool = True,
+        core_wait_s: Callable[[int], float | None] | None = None,
+    ) -> None:
+        self.notices: list[str] = []
+        """Sentences: what takes long."""
         self._answer_s = answer_s
+        self._core_wait_s = core_wait_s or _core_wait_s
+        self._waited_s = 0.0
+        self._waited_before_s: float | None = None
         self._share = share
         self._arguments = [] if gives_way else [_AT_ONCE]
         self._process: subprocess.Popen[bytes] | None = None
@@ -77,6 +92,30 @@ class SamplerProcess:
     def died(self) -> bool:
         """Whether it has ended though nobody closed it, such as by the kernel where memory ran out."""
         return not self._closed and self._process is not None and self._process.poll() is not None
+
+    @property
+    def waited_s(self) -> float:
+        """For how long questions have waited for a core, the one that is thought about included; 0 if not known.
+
+        The first time that it is long, that becomes a notice.
+        """
+        with self._lock:
+            self._look()
+            return self._heeded(self._waited_s)
+
+    def _heeded(self, waited_s: float) -> float:
+        if waited_s >= LONG_WAIT_S and not self.notices:
+            self.notices.append(f"{waits_for_core(waited_s).capitalize()}.")
+        return waited_s
+
+    def _look(self) -> None:
+        """Count what the question has waited since this was called last; under the lock."""
+        if self._waited_before_s is None or self._process is None:
+            return
+        now_s = self._core_wait_s(self._process.pid)
+        if now_s is not None:
+            self._waited_s += now_s - self._waited_before_s
+            self._waited_before_s = now_s
 
     def start(self) -> None:
         """Start the process, unless it runs; returns at once.
@@ -135,6 +174,8 @@ class SamplerProcess:
         timer = threading.Timer(self._answer_s, self._give_up)
         timer.daemon = True
         timer.start()
+        with self._lock:
+            self._waited_before_s = self._core_wait_s(process.pid)
         try:
             assert process.stdin is not None
             assert process.stdout is not None
@@ -144,6 +185,9 @@ class SamplerProcess:
             raise SamplerError(self._end()) from error
         finally:
             timer.cancel()
+            with self._lock:
+                self._look()
+                self._waited_before_s = None
         if not done:
             raise SamplerError(f"the search process failed: {answer}")
         return answer
@@ -164,6 +208,7 @@ class SamplerProcess:
     def close(self) -> None:
         """End it; who waits for an answer gets none."""
         with self._lock:
+            self._look()  # once it has ended nobody knows
             self._closed = True
             process = self._process
         if process is not None and self._errors is not None:
@@ -222,11 +267,19 @@ def _listen(pipe: IO[bytes], questions: queue.SimpleQueue[bytes]) -> None:
 
 
 def _give_way() -> None:
-    """Run only where a core has nothing else to do; where that cannot be had, at a low priority."""
+    """Have a tenth of a core that others want, and interrupt nobody; under SCHED_IDLE it would get next to nothing."""
     os.nice(_NICE)
-    if hasattr(os, "SCHED_IDLE"):
+    if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):  # it has the low priority
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _core_wait_s(pid: int) -> float | None:
+    """How long a process's first thread was ready to run and had no core, in all; None: the kernel does not tell."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return None
 
 
 def _answer(question: bytes) -> tuple[bool, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from zftune.errors import BadInputError
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import RunState, TrialState
+from zftune.tuner.sampler_process import SamplerProcess
 from zftune.tuner.setup import Preparation
 from zftune.tuner.space import Setting
 
@@ -197,6 +200,33 @@ def test_a_training_that_ends_before_the_search_says_so(attach: Attach, caplog: 
     )
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [said]
     assert tuner.notices == [said]
+
+
+def test_a_search_that_gets_no_core_is_told_once_and_at_the_end(
+    attach: Attach, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, logger="zftune")
+    readings, asks = itertools.count(100.0, 6.0), threading.Event()
+    monkeypatch.setattr("zftune.tuner.sampler_process._core_wait_s", lambda _: next(readings))
+
+    def ready(thinker: SamplerProcess) -> None:
+        asks.set()
+        thinker.ask(time.sleep, 60)
+
+    monkeypatch.setattr(SamplerProcess, "ready", ready)
+    loop = Loop()
+    tuner = attach(loop)
+    loop.run(tuner, until=asks.is_set)
+    told = "Choosing settings has waited 6 s for a core: the training and other programs take them."
+    loop.run(tuner, until=lambda: told in tuner.notices)
+    for _ in range(3):
+        loop.step()
+    tuner.close()
+    assert caplog.messages.count(told) == 1
+    last = tuner.conclusion
+    assert last is not None
+    assert re.search(r"ended before a first measurement \(choosing settings has waited \d+ s for a core: ", last)
+    assert "which begins after" not in last
 
 
 def test_a_training_that_ends_before_a_measurement_says_so(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,9 +13,11 @@ from zftune.tuner.search import Search
 from zftune.tuner.states import Trial
 
 
-def said(search: Search | None, *, over: bool = False, remembered: bool = True) -> tuple[int, str]:
+def said(
+    search: Search | None, *, over: bool = False, remembered: bool = True, waited_s: float = 0.0
+) -> tuple[int, str]:
     count = Count() if search is None else Count(seconds=2 * search.cost.elapsed_s, spent_s=search.cost.spent_s)
-    return conclusion(search, count, steps=60, begins=8, over=over, remembered=remembered)
+    return conclusion(search, count, steps=60, begins=8, over=over, remembered=remembered, waited_s=waited_s)
 
 
 def test_only_the_start_was_measured() -> None:
@@ -29,6 +31,20 @@ def test_only_the_start_was_measured() -> None:
         "the next run of this training goes on from here."
     )
     assert said(search, remembered=False)[1].endswith("were measured.")
+
+
+def test_a_search_that_got_no_core_says_so_instead_of_counting_steps() -> None:
+    why = "(choosing settings has waited 412 s for a core: the training and other programs take them)"
+    took = "zftune tuned nothing: the training took 60 steps"
+    search, driver = make(6, 0.05)
+    for begun in (None, search):
+        assert said(begun, waited_s=412.4) == (logging.WARNING, f"{took} and ended before a first measurement {why}.")
+        assert "which begins after 8 steps and some seconds of preparation" in said(begun, waited_s=4.9)[1]
+    driver.run(search, most=1)
+    search.stop("Tuning ended.")
+    assert said(search, remembered=False, waited_s=412.4)[1] == (
+        f"{took}, and only the settings that it began with were measured {why}."
+    )
 
 
 def test_nothing_is_claimed_of_settings_that_were_not_tried() -> None:

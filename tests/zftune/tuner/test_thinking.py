@@ -73,6 +73,7 @@ def test_the_same_trials_and_the_same_seed_give_the_same_answer_there(
 
 def test_it_is_of_low_priority_single_threaded_and_sees_no_gpu(started: None, thinker: SamplerProcess) -> None:
     assert thinker.ask(os.nice, 0) == min(19, os.nice(0) + 10)
+    assert thinker.ask(os.sched_getscheduler, 0) == os.SCHED_BATCH  # it has its share of a core that others want
     assert thinker.ask(os.getenv, "OMP_NUM_THREADS") == "1"
     assert thinker.ask(os.getenv, "CUDA_VISIBLE_DEVICES") == ""
     assert thinker.ask(print, "what is printed there is no answer") is None
@@ -92,6 +93,56 @@ def test_why_there_is_no_answer(thinker: SamplerProcess) -> None:
     late.close()
     with pytest.raises(SamplerError, match="was ended"):
         late.ask(sum, [1])
+
+
+def test_what_questions_wait_for_a_core_is_counted_and_told_once() -> None:
+    """What it waits while nobody asks, such as for its start, keeps no search waiting."""
+    readings = iter((100.0, 103.0, 104.0, 110.0, 111.5, 113.0))
+    thinker = SamplerProcess(core_wait_s=lambda _: next(readings))
+    assert thinker.waited_s == 0.0
+    thinker.ask(abs, -1)  # from 100 to 103
+    assert (thinker.waited_s, thinker.notices) == (3.0, [])
+    thinker.ask(abs, -1)  # from 104 to 110
+    assert thinker.waited_s == 9.0
+    told = "Choosing settings has waited 9 s for a core: the training and other programs take them."
+    assert thinker.notices == [told]
+    thinker.ask(abs, -1)
+    assert (thinker.waited_s, thinker.notices) == (10.5, [told])
+    thinker.close()
+
+
+def test_a_wait_is_known_while_it_lasts_and_once_it_was_given_up(thinker: SamplerProcess) -> None:
+    now_s: list[float | None] = [2.0]
+    thinker._core_wait_s = lambda _: now_s[0]
+    thinker.ask(abs, -1)
+    given_up: list[str] = []
+
+    def ask() -> None:
+        try:
+            thinker.ask(time.sleep, 60)
+        except SamplerError as error:
+            given_up.append(str(error))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_for(lambda: thinker._waited_before_s is not None)
+    now_s[0] = 42.0
+    assert thinker.waited_s == 40.0
+    now_s[0] = 47.0
+    thinker.close()
+    now_s[0] = None  # it is gone
+    asking.join(10)
+    assert given_up
+    assert thinker.waited_s == 45.0
+
+
+def test_the_kernel_tells_what_a_process_waits_for_a_core(thinker: SamplerProcess) -> None:
+    thinker.ask(abs, -1)
+    assert thinker._process is not None
+    waited_s = module._core_wait_s(thinker._process.pid)
+    assert waited_s is not None
+    assert waited_s > 0
+    assert module._core_wait_s(-1) is None
 
 
 def test_closing_it_ends_a_wait(thinker: SamplerProcess) -> None:

@@ -159,7 +159,14 @@ class PooledSampler(SamplerProcess):
         self.turns = pool.turns
         self._pool = pool
         self._using: SamplerProcess | None = None
+        self._used_before_s = 0.0
         self._turn = threading.Event()
+
+    @property
+    def waited_s(self) -> float:
+        with self._lock:
+            waits_s = 0.0 if self._using is None else self._using.waited_s - self._used_before_s
+            return self._heeded(self._waited_s + waits_s)
 
     def start(self) -> None:
         if self._closed:
@@ -182,6 +189,7 @@ class PooledSampler(SamplerProcess):
         try:
             with self._lock:
                 self._using = None if self._closed else sampler_process
+                self._used_before_s = sampler_process.waited_s
             self.start()
             sampler_process.ready()
             answer = sampler_process.ask(function, *args, **named)
@@ -189,6 +197,8 @@ class PooledSampler(SamplerProcess):
             return answer
         finally:
             with self._lock:
+                if self._using is not None:
+                    self._waited_s += sampler_process.waited_s - self._used_before_s
                 self._using = None
             self._pool.give_back(sampler_process, sound=sound)
 

@@ -30,6 +30,16 @@ class PooledWorker(ThreadWorker):
         self._turns = sampler_process.turns if isinstance(sampler_process, PooledSampler) else FairLock()
         self.notices: list[str] = []
         """Sentences: what it has to do without."""
+        self._waited_before_s = 0.0
+
+    @property
+    def core_wait_s(self) -> float:
+        """For how long what is thought of now has waited for a core."""
+        return self._sampler_process.waited_s - self._waited_before_s
+
+    def _begin(self, outcome: Outcome | None, *, ask: bool) -> None:
+        self._waited_before_s = self._sampler_process.waited_s
+        super()._begin(outcome, ask=ask)
 
     def _work(self, outcome: Outcome | None, ask: bool) -> None:
         with self._turns.working():
@@ -107,11 +117,13 @@ class SearchHandle:
             paused: whether nothing is to be asked for.
 
         Returns:
-            The state of the search; None: as before, somebody thinks.
+            The state of the search; None: as before, while somebody thinks.
         """
         worker = self._worker
-        if self.halted or worker.busy:
+        if self.halted:
             return None
+        if worker.busy:
+            return states.choosing(worker.core_wait_s)
         self.taken = self._handed
         answer = worker.poll()
         state = self.state()

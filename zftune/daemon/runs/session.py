@@ -154,10 +154,9 @@ class RunSession:
     @property
     def notices(self) -> tuple[str, ...]:
         """Sentences: what is not as it should be."""
-        prepared = self._prepared
-        found = [*self._notices, *(() if self._thought is None else self._thought.notices)]
-        for one in () if prepared is None else (prepared.recording, prepared.recorder):
-            found += [] if one is None else one.notices
+        parts = () if self._prepared is None else (self._prepared.recording, self._prepared.recorder)
+        sources = (self._sampler_process, self._thought, *parts)
+        found = [*self._notices, *(sentence for one in sources if one is not None for sentence in one.notices)]
         return tuple(one[:_MOST_SENTENCE] for one in dict.fromkeys(found))[:_MOST_NOTICES]
 
     # --- in the event loop -------------------------------------------------------------------------------------------
@@ -226,7 +225,7 @@ class RunSession:
             return
         if self._thought is None:
             if self._prepared is None:
-                self._look_for_failure()
+                self._look_at_preparation()
                 return
             self._thought = SearchHandle(self._prepared, self._sampler_process, self.hello.tokens)
             if self._guarded is not None:
@@ -235,7 +234,8 @@ class RunSession:
         if went_on is not None:
             self.state = states.advanced(self.state, went_on)
 
-    def _look_for_failure(self) -> None:
+    def _look_at_preparation(self) -> None:
+        self.state = states.advanced(self.state, states.warming(self._sampler_process.waited_s))
         if self.failed:
             self.state = states.ended(self.state, "the search could not be made; see the daemon's log")
             self._over = True
@@ -461,7 +461,7 @@ class RunSession:
             raise NotAllowedError("the search is still being prepared; try again in some seconds")
         with self._lock:
             if self._prepared is None:
-                self._look_for_failure()
+                self._look_at_preparation()
 
     def _begun(self, doing: str) -> SearchHandle:
         if self._thought is None or self.over:
@@ -512,7 +512,7 @@ class RunSession:
                     return self._farewell
                 prepared = self._come_to_rest()
                 self._take_count(message.count)
-                found = farewell(prepared, message, self.account.total)
+                found = farewell(prepared, message, self.account.total, self._sampler_process.waited_s)
                 with self._lock:
                     self._farewell = replace(found, notices=self.notices)
                     self._over = True

@@ -16,7 +16,7 @@ from zftune.errors import ZftuneError
 from zftune.store.account import Count
 from zftune.store.types import Decision, Withdrawal
 from zftune.tuner import states as search
-from zftune.tuner.messages import ENDED_EARLY, conclusion, parted
+from zftune.tuner.messages import ENDED_EARLY, LONG_WAIT_S, conclusion, parted, waits_for_core
 from zftune.tuner.setup import Prepared
 from zftune.tuner.states import TRAINED_ON, Stopped
 from zftune.words import LIVE_STATES, NO_LONGER_TUNED
@@ -45,13 +45,14 @@ def went_wrong(prepared: Prepared, reason: str) -> None:
             recording.withdraw_preset(trial.setting, Withdrawal("guard"))
 
 
-def farewell(prepared: Prepared | None, message: Goodbye, count: Count) -> Farewell:
+def farewell(prepared: Prepared | None, message: Goodbye, count: Count, waited_s: float) -> Farewell:
     """End a search that nobody thinks about any more.
 
     Args:
         prepared: the search; None: it had not begun.
         message: of the agent.
         count: what the run took and spent, all in all.
+        waited_s: for how long what chooses settings has waited for a core.
     """
     search = None if prepared is None else prepared.search
     over = search is not None and isinstance(search.state, Stopped)
@@ -62,8 +63,9 @@ def farewell(prepared: Prepared | None, message: Goodbye, count: Count) -> Farew
             search.stop(message.reason or ENDED_EARLY)
     remembered = prepared is not None and prepared.recorder is not None
     level, sentence = conclusion(
-        search, count, steps=message.steps, begins=message.begins, over=over or message.over, remembered=remembered
-    )
+        search, count, steps=message.steps, begins=message.begins, over=over or message.over, remembered=remembered,
+        waited_s=waited_s,
+    )  # fmt: skip
     if prepared is not None and search is not None:
         for remark in message.remarks:
             search.remember(remark)
@@ -175,6 +177,24 @@ def of_search(state: search.State, last: Decision | None) -> Going:
     if isinstance(state, search.Exploring):
         return Searching(state.trial, f"setting {state.trial} is measured")
     return Searching(None, "the next setting is being chosen")
+
+
+def warming(waited_s: float) -> Warming:
+    """While the search is made.
+
+    Args:
+        waited_s: for a core, of the process that thinks.
+    """
+    return Warming(waits_for_core(waited_s)) if waited_s >= LONG_WAIT_S else Warming()
+
+
+def choosing(waited_s: float) -> Searching | None:
+    """While somebody thinks; None: as before, since that takes no time worth a word.
+
+    Args:
+        waited_s: for a core, of the process that thinks.
+    """
+    return Searching(None, waits_for_core(waited_s)) if waited_s >= LONG_WAIT_S else None
 
 
 def advanced(state: State, to: Going) -> State:

@@ -129,3 +129,16 @@ def test_a_process_that_died_while_nobody_used_it_costs_no_run_its_answers(pool:
     assert later.ask(os.getpid) != first
     assert later.ask(os.getpid) != first
     assert idle.closed
+
+
+def test_each_run_counts_what_its_own_questions_wait_for_a_core(
+    pool: SamplerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = iter((100.0, 106.0, 110.0, 111.0, 120.0, 122.0))
+    monkeypatch.setattr("zftune.tuner.sampler_process._core_wait_s", lambda _: next(readings))
+    one, other = pool.lend(), pool.lend()
+    one.ask(abs, -1)  # from 100 to 106
+    other.ask(abs, -1)
+    one.ask(abs, -1)
+    assert (one.waited_s, other.waited_s) == (8.0, 1.0)
+    assert [len(run.notices) for run in (one, other)] == [1, 0]

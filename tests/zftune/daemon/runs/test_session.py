@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.zftune.daemon.runs.agents import RUN, START_MS, document, facts, hello, same
+from tests.zftune.daemon.runs.agents import RUN, SOON_S, START_MS, document, facts, hello, same
 from tests.zftune.daemon.runs.worlds import START, World
 from zftune.cli import top
 from zftune.daemon.protocol.codec import WireError
 from zftune.daemon.protocol.messages import Done, Reattach, StepFigures
+from zftune.daemon.runs import registry, states
 from zftune.daemon.runs.api import Runs
 from zftune.daemon.runs.registry import UnknownRunError
+from zftune.daemon.runs.sampler_pool import PooledSampler
+from zftune.daemon.runs.search import PooledWorker
 from zftune.daemon.runs.states import NotAllowedError
 from zftune.daemon.runs.views import GainView, RunDetails, run_details
 from zftune.errors import DaemonError, StoreError
@@ -24,6 +28,7 @@ from zftune.explain.screen import render
 from zftune.store import open_store
 from zftune.store.account import Count
 from zftune.store.types import PresetState, RunState, TrialState
+from zftune.tuner import messages, setup
 from zftune.tuner.recording import Recording
 from zftune.tuner.scores import Gain
 from zftune.tuner.search import Search
@@ -81,6 +86,42 @@ def test_what_a_search_remarks_is_said_by_its_training(world: World, monkeypatch
     agent = world.agent(same)
     agent.measure()
     agent.until(lambda: "Step times keep changing." in agent.last.notices)
+
+
+def test_a_search_that_gets_no_core_says_so_while_it_waits_and_at_its_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited_s, prepares, thinks = [0.0], threading.Event(), threading.Event()
+    think = PooledWorker._think
+
+    def prepare(*given: Any) -> Any:
+        prepares.wait(SOON_S)
+        return setup.prepare(*given)
+
+    def thought(worker: PooledWorker, outcome: Outcome | None) -> Any:
+        if outcome is not None:
+            thinks.wait(SOON_S)
+        return think(worker, outcome)
+
+    monkeypatch.setattr(registry, "prepare", prepare)
+    monkeypatch.setattr(PooledWorker, "_think", thought)
+    monkeypatch.setattr(PooledSampler, "waited_s", property(lambda sampler: sampler._heeded(waited_s[0])))
+    agent = world.agent(same)
+    assert agent.report().reason == states.Warming().reason
+    waited_s[0] = 7.0
+    assert (agent.report().state, agent.last.reason) == ("warming", messages.waits_for_core(7.0))
+    prepares.set()
+    assert agent.measure().role == "start"
+    agent.report(done=agent.done)
+    assert agent.report().state == "baseline"  # what an earlier thought has waited is no reason
+    waited_s[0] = 407.0
+    assert (agent.report().state, agent.last.reason) == ("searching", messages.waits_for_core(400.0))
+    assert shown(world).run.reason == agent.last.reason
+    assert [one for one in agent.last.notices if "core" in one] == [f"{messages.waits_for_core(7.0).capitalize()}."]
+    thinks.set()
+    assert agent.asked().role == "explore"
+    assert agent.last.reason == "setting 1 is measured"
+    assert messages.waits_for_core(407.0) in agent.goodbye()["sentence"]
 
 
 def test_a_report_whose_answer_was_lost_is_heard_once(world: World) -> None:
