@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +24,7 @@ from zftune.quality import at_full_rate, movement_percent
 from zftune.store.account import Counter
 from zftune.tuner.guard import Losses, LossGuard
 from zftune.tuner.recorder import StoreRecorder
-from zftune.tuner.scores import Gain, Pace
+from zftune.tuner.scores import Gain, Pace, step_ms_of
 from zftune.tuner.search import Search
 from zftune.tuner.space import Setting
 from zftune.tuner.states import OF_INCUMBENT, Outcome, Request, UnmeasuredSteps
@@ -37,6 +38,8 @@ REFUSALS = (ConfigError, HostMemoryError, HostThreadsError, RankError, MemoryErr
 """Of knobs: nothing has changed then, and the training goes on."""
 
 
+_KEPT_STEPS = 32
+"""Of the incumbent, right before a challenger's: what is far slower than these is cut short."""
 _logger = logging.getLogger("zftune")
 
 
@@ -241,6 +244,10 @@ class Executor:
         self._recounted = False
         """Whether steps have another number of tokens than what is measured began with."""
         self._between = UnmeasuredSteps()
+        self._of_incumbent_ms: deque[float] = deque(maxlen=_KEPT_STEPS)
+        """The last steps that it took, measured or not."""
+        self._before_ms: float | None = None
+        """What a step took by these, when the request came."""
         self._incumbent_step_s: float | None = None
         """What the incumbent takes for a step, by what was asked for last."""
 
@@ -280,7 +287,9 @@ class Executor:
         Args:
             tokens: of a step.
         """
-        self._recounted = self._recounted or tokens != self._tokens
+        if tokens != self._tokens:
+            self._recounted = True
+            self._of_incumbent_ms.clear()
         self._tokens = tokens
 
     def stop(self, reason: str) -> None:
@@ -350,6 +359,7 @@ class Executor:
         self._adopt(answer.incumbent, answer.gain)
         self.request = answer.request
         self._discarded, self._steps, self._stats = [], [], []
+        self._before_ms = step_ms_of(tuple(self._of_incumbent_ms), self.incumbent.update_interval)
         self._pinning = False
         if self.request is None:
             self._worker.idle(self.outside.taken())
@@ -370,6 +380,7 @@ class Executor:
         changes = incumbent.differences(before)
         if not changes:
             return
+        self._of_incumbent_ms.clear()
         if incumbent == self._start:
             what = "goes back to the settings that it began with"
         else:
@@ -453,7 +464,7 @@ class Executor:
             self._stats.append(stats)
             if len(self._steps) == 1:
                 self._optimizer.device.reset_peak_bytes()  # the setting before had a peak of its own
-        reason = request.abort_reason(self._discarded, self._steps)
+        reason = request.abort_reason(self._discarded, self._steps, self._before_ms)
         if reason is None and len(self._steps) < request.steps:
             return
         disturbed = self._disturbance()
@@ -468,6 +479,7 @@ class Executor:
         if challenges:
             self.counter.tried(part, step_ms / 1e3, self._incumbent_step_s, self.gain_share)
         else:
+            self._of_incumbent_ms.append(step_ms)
             self.counter.trained(step_ms / 1e3, self.gain_share)
 
     def _is_made_ready(self, stats: StepStats) -> bool:

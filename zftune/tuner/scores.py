@@ -367,15 +367,25 @@ def too_slow(steps_ms: Sequence[float], interval: int, incumbent_step_ms: float)
     """The abort rule: how many times the incumbent's the score of the windows so far is; None: at most 1.5 times.
 
     Args:
-        steps_ms: from the first step of a window on; fewer than 8 tell nothing, since single steps may be slow.
+        steps_ms: as of `step_ms_of`.
         interval: S.
         incumbent_step_ms: a step's time.
+    """
+    step_ms = step_ms_of(steps_ms, interval)
+    return None if step_ms is None or step_ms <= ABORT_FACTOR * incumbent_step_ms else step_ms / incumbent_step_ms
+
+
+def step_ms_of(steps_ms: Sequence[float], interval: int) -> float | None:
+    """What a step takes in the median over whole windows; None: fewer than 8 steps, of which single ones may be slow.
+
+    Args:
+        steps_ms: from any step on.
+        interval: S.
     """
     whole = len(steps_ms) // interval * interval
     if whole < _LEAST_ABORTED:
         return None
-    factor = fmean(median(steps_ms[place:whole:interval]) for place in range(interval)) / incumbent_step_ms
-    return factor if factor > ABORT_FACTOR else None
+    return fmean(median(steps_ms[place:whole:interval]) for place in range(interval))
 
 
 def departure(steps_ms: Sequence[float], interval: int, usual_ms: float) -> float | None:

@@ -72,16 +72,25 @@ class Request:
     allowance_s: float | None = None
     """Most time beyond the incumbent's, discarded steps included; None: no limit."""
 
-    def abort_reason(self, discarded_ms: Sequence[float], steps_ms: Sequence[float]) -> str | None:
-        """Why it must end before its end, after the steps so far."""
+    def abort_reason(
+        self, discarded_ms: Sequence[float], steps_ms: Sequence[float], before_ms: float | None = None
+    ) -> str | None:
+        """Why it must end before its end, after the steps so far.
+
+        Args:
+            discarded_ms: that do not count.
+            steps_ms: that count.
+            before_ms: what the incumbent's steps took right before; None: as when it was measured.
+        """
         if self.incumbent_step_ms is None:
             return None
         if self.role == "hold":
             factor = departure(steps_ms, self.setting.update_interval, self.incumbent_step_ms)
             return None if factor is None else f"steps take {factor:.2f} times what they took"
-        factor = too_slow(steps_ms, self.setting.update_interval, self.incumbent_step_ms)
+        usual_ms = before_ms or self.incumbent_step_ms
+        factor = too_slow(steps_ms, self.setting.update_interval, usual_ms)
         if factor is not None:
-            return f"its steps take {factor:.2f} times the {self.incumbent_step_ms:.0f} ms of the best so far"
+            return f"its steps take {factor:.2f} times the {usual_ms:.0f} ms of the best so far"
         done = len(discarded_ms) + len(steps_ms)
         excess_s = (sum(discarded_ms) + sum(steps_ms) - done * self.incumbent_step_ms) / 1e3
         if self.allowance_s is None or excess_s <= self.allowance_s:

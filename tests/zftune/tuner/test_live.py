@@ -12,14 +12,15 @@ import pytest
 
 from tests.zenflow.test_pinned import PinningDevice
 from tests.zftune.tuner.scene import Make, Scene, SyncWorker, assert_whole
-from zenflow import HostMemoryError
+from zenflow import HostMemoryError, StepStats
 from zenflow.errors import HostThreadsError
 from zftune.store.types import TrialState
+from zftune.tuner.executor import Executor
 from zftune.tuner.guard import LossGuard
 from zftune.tuner.scores import Gain
 from zftune.tuner.space import Setting
 from zftune.tuner.states import OF_INCUMBENT
-from zftune.tuner.worker import DeskMaker, ThreadWorker
+from zftune.tuner.worker import Answer, DeskMaker, ThreadWorker
 
 
 @pytest.mark.parametrize(
@@ -221,6 +222,46 @@ def test_a_change_of_knobs_does_not_disturb_what_is_measured_after_it(make: Make
             changed, late.happened = len(scene.changes), "this machine was late"  # moving the state takes its time
     assert changed > 2
     assert {outcome.status for _, outcome in scene.recorder.told} <= {"measured", "aborted"}
+
+
+class RestingDesk(SyncWorker):
+    """Thinks for many steps of what came of the first measurement."""
+
+    rests = 40
+
+    def poll(self) -> Answer | None:
+        if self._search.measurements == 1 and self.rests:
+            self.rests -= 1
+            return None
+        return super().poll()
+
+
+@pytest.mark.parametrize(
+    ("challenger_ms", "status", "reason"),
+    [(133.0, "measured", ""), (234.0, "aborted", "its steps take 2.00 times the 117 ms of the best so far")],
+)
+def test_a_setting_is_cut_short_by_the_incumbents_steps_right_before_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch, challenger_ms: float, status: str, reason: str
+) -> None:
+    """The incumbent took 45 ms when it was measured, and takes 117 ms since, as everything takes longer."""
+    new = Executor._new
+
+    def scripted(live: Executor) -> list[StepStats]:
+        asked = live.request
+        if asked is not None and asked.role == "explore":
+            step_ms = challenger_ms
+        else:
+            step_ms = 117.0 if scene.search.measurements else 45.0
+        return [replace(one, step_ms=step_ms) for one in new(live)]
+
+    monkeypatch.setattr(Executor, "_new", scripted)
+    scene = make(worker=RestingDesk)
+    scene.search.cost.grant_s = 1e9
+    scene.run(until=lambda: len(scene.recorder.told) == 2)
+    ((asked, first), (tried, second)) = scene.recorder.told
+    assert (asked.role, first.status, tried.role) == ("start", "measured", "explore")
+    assert tried.incumbent_step_ms == pytest.approx(45.0)
+    assert (second.status, second.reason) == (status, reason)
 
 
 def test_what_disturbs_the_steps_that_count_does(make: Make) -> None:
