@@ -144,6 +144,42 @@ def test_a_dry_run_refuses_what_is_not_there(command: str, named: str) -> None:
     assert str(done.exception).startswith(named)
 
 
+_LOOP = "import deepspeed\nengine, *_ = deepspeed.initialize(config='ds.json')\n"
+
+
+@pytest.mark.parametrize("dry", [True, False])
+@pytest.mark.parametrize("field", ["train_batch_size", "lr"])
+def test_auto_that_nobody_fills_in_never_starts(tmp_path: Path, started: list[Any], field: str, dry: bool) -> None:
+    """In the words of `zftune check --script`; who may fill it in starts."""
+    config: dict[str, Any] = {**DS_CONFIG, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+    (config["optimizer"]["params"] if field == "lr" else config)[field] = "auto"
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    (tmp_path / "train.py").write_text(_LOOP)
+    command = (*(["--dry-run"] if dry else []), "--", "python", "train.py", "--deepspeed", "ds.json")
+    done = invoke(*command)
+    assert isinstance(done.exception, BadInputError)
+    where = "optimizer.params.lr" if field == "lr" else field
+    told = f"'ds.json': {where} is \"auto\"; it must be a value of your own: only Hugging Face's"
+    assert str(done.exception).startswith(told)
+    assert "train.py uses neither: DeepSpeed is given the word itself" in str(done.exception)
+    assert started == []
+    (tmp_path / "train.py").write_text(f"{_LOOP}import accelerate\n")
+    assert invoke(*command).exit_code == 0
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_late_preset_never_starts_where_every_update_is_waited_for(started: list[Any], dry: bool) -> None:
+    with open_store() as store:
+        name = store.save_preset(PRESET).name
+    command = ["--", "python", "train.py", "--deepspeed", "ds.json"]
+    asked = [*(["--dry-run"] if dry else []), "--preset", name]
+    done = invoke(*asked, "--quality", "exact", *command)
+    assert isinstance(done.exception, BadInputError)
+    assert 'under which updates come late; quality "exact" waits for every one' in str(done.exception)
+    assert started == []
+    assert invoke(*asked, *command).exit_code == 0  # "published", since the file has a zenflow section
+
+
 @pytest.fixture
 def logger() -> Iterator[logging.Logger]:
     found = logging.getLogger("zftune")

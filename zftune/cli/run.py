@@ -333,7 +333,28 @@ def _check(
     if fresh and not section.online:
         raise BadInputError("--fresh needs --online, whose search begins anew then")
     require_preset(section)
+    for source, done, _ in found:
+        _require_kept(source, done, section)
     return found
+
+
+def _require_kept(source: Source, done: Outcome, section: Section) -> None:
+    """Refuse a preset by name that breaks the promise of a training, as that itself would once its model is loaded.
+
+    Raises:
+        BadInputError: it does.
+    """
+    from zftune.integrations.deepspeed.section import BEST
+
+    if section.preset in (None, BEST) or done.kind != "trains" or done.backend != "zenflow" or done.quality is None:
+        return
+    from zenflow import ZenFlowConfig
+    from zenflow.ds_config import modernized
+    from zftune.ds_config.reading import given
+    from zftune.integrations.deepspeed.choosing import Chosen, waited, with_knobs
+
+    own = ZenFlowConfig.from_ds_config(modernized(given(source)))
+    with_knobs(waited(own, done.quality), Chosen(_preset(str(section.preset)).knobs, ""), done.quality)
 
 
 def _tell_unread(environment: Mapping[str, str]) -> None:
@@ -376,14 +397,16 @@ def _require_not_refused(source: Source, section: Section, command: Sequence[str
     from zftune.telemetry.fingerprint import installed
 
     require_unique(source)
-    config = given(source)
+    shown, config, script = source.path or source.through, given(source), named.script_of(command)
     known = table(installed("deepspeed") or "")
     decided = known is not None and not undecided(config)
     done = outcome(config, section, faults(config, known) if known is not None and decided else ())
     if done.kind == "refused":
-        raise BadInputError(f"'{source.path or source.through}': {done.placed(source.places or {}).refusals[0]}")
+        raise BadInputError(f"'{shown}': {done.placed(source.places or {}).refusals[0]}")
+    if (left := None if source.hugging_face else named.unfilled(source.config, script)) is not None and left.crashing:
+        raise BadInputError(f"'{shown}': {left.refusal}")
     for name, near in misspelt(config):
-        typer.echo(f"zftune: '{source.path or source.through}': nobody reads {name}; {near}", err=True)
+        typer.echo(f"zftune: '{shown}': nobody reads {name}; {near}", err=True)
     if done.backend == "deepspeed":
-        named.require_guard(config, named.script_of(command))
+        named.require_guard(config, script)
     return done

@@ -102,6 +102,31 @@ def test_what_can_be_mended_for_both_is() -> None:
     assert left.ok
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("dotted", "text", "number"),
+    [
+        ("optimizer.params.lr", "2e-5", 2e-5),
+        ("optimizer.params.weight_decay", "0.1", 0.1),
+        ("gradient_clipping", "1.0", 1.0),
+        ("train_micro_batch_size_per_gpu", "4", 4),
+        ("optimizer.params.lr", "fast", None),
+        ("optimizer.params.lr", "1e999", None),
+        ("optimizer.params.weight_decay", [], None),
+        ("gradient_clipping", "much", None),
+    ],
+)
+def test_a_string_that_is_a_number_becomes_it_and_nothing_else_is_dropped(
+    dotted: str, text: object, number: float | None, backend: Backend | None
+) -> None:
+    """Left out it would train, at the default: another learning rate, or no clipping."""
+    config = safe("zero2-offload")
+    put(config, path_of(dotted), text)
+    mended, _, left = fix(Source(config), backend=backend, version="0.19.6")
+    assert at(mended, path_of(dotted)) == (text if number is None else number)
+    assert left.ok == (number is not None)
+
+
 def test_a_misplaced_section_moves() -> None:
     config = safe("zero2-offload")
     config["zero_optimization"]["zftune"] = {"preset": "best"}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
-from tests.zftune.check.cases import CASES, OFFLOAD, SAFE, ZENFLOW, ZERO, ZF_S, ZF_U, ZF_W, Bad, safe
+from tests.zftune.check.cases import CASES, OFFLOAD, PARAMS, SAFE, ZENFLOW, ZERO, ZF_S, ZF_U, ZF_W, Bad, safe
 from zftune.ds_config.reading import Source, leaves, path_of, put
 from zftune.integrations.deepspeed.check.checking import check, fix
-from zftune.integrations.deepspeed.check.findings import SEVERITIES, Finding
+from zftune.integrations.deepspeed.check.findings import SEVERITIES, Finding, render
 from zftune.store.types import Backend
 
 NAMES = sorted(path.stem for path in SAFE.glob("*.json"))
@@ -119,11 +121,16 @@ _LOOP = "import deepspeed\nfrom transformers import AutoModel\nengine, *_ = deep
         ("from transformers import Trainer", []),
         ("import accelerate", []),
         ("import of_its_own", []),
+        ("import packaged", []),  # whose files are not read
+        ("config['optimizer']['params'].update(lr=1e-4)", ["train_micro_batch_size_per_gpu"]),
+        ("deepspeed.initialize(optimizer=own)", ["train_micro_batch_size_per_gpu"]),  # DeepSpeed reads no lr then
+        ("deepspeed.initialize(**given)", []),
     ],
 )
 def test_auto_that_nobody_fills_in_is_a_fault(more: str, left: list[str], tmp_path: Path) -> None:
     """One sentence names all settings; who may fill them in is given the benefit of the doubt."""
     (tmp_path / "of_its_own.py").write_text("import transformers\nclass My(transformers.Trainer): ...\n")
+    (tmp_path / "packaged").mkdir()
     script = tmp_path / "train.py"
     script.write_text(_LOOP + more)
     autos = {"train_micro_batch_size_per_gpu": "auto", "optimizer.params.lr": "auto", f"{ZERO}.reduce_bucket_size": 8}
@@ -137,6 +144,55 @@ def test_auto_that_nobody_fills_in_is_a_fault(more: str, left: list[str], tmp_pa
     assert [".".join(finding.path) for finding in of_script(script)] == left[:1]
     assert all(name in finding.reason for finding in of_script(script) for name in left[1:])
     assert all(finding.is_fault and not finding.changes for finding in of_script(script))
+
+
+def test_a_switch_that_is_auto_is_off_in_an_own_loop(tmp_path: Path) -> None:
+    """DeepSpeed drops the word there, and trains."""
+    (tmp_path / "train.py").write_text(_LOOP)
+    report = check(
+        with_changes("zero2-offload", {"fp16.enabled": "auto"}), version="0.19.6", script=tmp_path / "train.py"
+    )
+    (finding,) = (one for one in report.findings if one.rule == "auto-in-own-loop")
+    assert (finding.severity, ".".join(finding.path)) == ("ignored", "fp16.enabled")
+    assert "takes it for false" in finding.reason
+
+
+@pytest.mark.parametrize("notes", [False, True])
+def test_who_fills_in_auto_is_told_where_the_script_is_not_known(tmp_path: Path, notes: bool) -> None:
+    (tmp_path / "train.py").write_text("import accelerate\n")
+    config = with_changes("zero2-offload", {f"{PARAMS}.lr": "auto", f"{ZERO}.reduce_bucket_size": "auto"})
+    console = Console(width=400, file=io.StringIO())
+    for script, told in ((None, 1), (tmp_path / "train.py", 0)):
+        with console.capture() as shown:
+            console.print(render(check(config, version="0.19.6", script=script), notes=notes))
+        line = f'Accelerate put a value in for "auto": {PARAMS}.lr, {ZERO}.reduce_bucket_size.'
+        assert " ".join(shown.get().split()).count(line) == told
+        assert check(config, version="0.19.6", script=script).ok
+
+
+@pytest.mark.parametrize("value", ["1.0", "much", None])
+def test_clipping_by_no_number_ends_deepspeeds_own_runtime(value: object) -> None:
+    """It is compared with 0 in the first step: a TypeError. Its absence is another thing."""
+    config = with_changes("zero2-offload", {"gradient_clipping": value})
+    assert "clipping-no-number" in faults(config, "deepspeed")
+    assert ("gradient_clipping" in {".".join(one.path) for one in found(config, "zenflow") if one.is_fault}) == bool(
+        value
+    )
+    (refusal,) = check(config, backend="deepspeed", version="0.19.6").outcome.refusals
+    assert refusal.field == "gradient_clipping"
+
+
+def test_no_backend_is_advised_that_refuses_a_stage_too() -> None:
+    for finding in found(with_changes("zero2-offload", {f"{ZERO}.stage": 4})):
+        assert '"deepspeed"' not in finding.reason + finding.safe
+
+
+def test_a_question_is_not_called_safe() -> None:
+    console = Console(width=400, file=io.StringIO())
+    with console.capture() as shown:
+        console.print(render(check(with_changes("zero1", {"optimizer.type": "AdamV"}), version="0.19.6")))
+    assert "did you mean Adam" in shown.get()
+    assert "safe: did you mean" not in shown.get()
 
 
 def test_a_script_that_only_calls_others_is_not_judged(tmp_path: Path) -> None:

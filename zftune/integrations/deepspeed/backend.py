@@ -28,6 +28,7 @@ from zftune.integrations.deepspeed.choosing import (
     choose,
     knobs_on_host,
     late_knobs,
+    waited,
     with_knobs,
 )
 from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer, LossScaling
@@ -113,8 +114,7 @@ def plan(config: Mapping[str, Any], section: Section) -> Plan:
     own = late = ZenFlowConfig.from_ds_config(config)
     if precision.dtype is not None:
         own = late = replace(own, skip_nonfinite=True)  # as DeepSpeed does for 16 bits
-    if quality == "exact":
-        own = replace(own, update_interval=1, overlap_step=False, apply_lag=None)
+    own = waited(own, quality)
     for_engine = {name: copy.deepcopy(value) for name, value in config.items() if name not in TAKEN_OVER}
     for_engine["gradient_clipping"] = 0.0
     return Plan(

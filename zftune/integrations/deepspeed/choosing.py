@@ -202,6 +202,16 @@ def knobs_on_host(config: ZenFlowConfig, quality: Quality, topk_ratio: object) -
     return changed, f", but for topk_ratio 0{window}, since no column of weights on the host is selected"
 
 
+def waited(own: ZenFlowConfig, quality: Quality) -> ZenFlowConfig:
+    """The ds_config's knobs as a promise has them: with "exact", every update is waited for.
+
+    Args:
+        own: of the ds_config.
+        quality: what is promised.
+    """
+    return replace(own, update_interval=1, overlap_step=False, apply_lag=None) if quality == "exact" else own
+
+
 def with_knobs(own: ZenFlowConfig, chosen: Chosen, quality: Quality) -> ZenFlowConfig:
     """The ds_config's knobs with a preset's.
 

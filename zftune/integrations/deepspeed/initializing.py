@@ -17,6 +17,7 @@ from zenflow.ds_config import modernized
 from zftune.ds_config.facts import TESTED
 from zftune.ds_config.reading import offload_device, read_given
 from zftune.errors import BadInputError
+from zftune.integrations.deepspeed import named
 from zftune.integrations.deepspeed.outcome import outcome
 from zftune.integrations.deepspeed.section import INSTEAD, Section
 
@@ -99,6 +100,7 @@ def _initialize(original: Wrapped, given: dict[str, Any], asked: Section) -> Any
     if offload_device(config) == "none":
         _logger.info("zftune: this training %s", outcome(config, section))
         return original(**given)
+    named.require_filled(config, {name for name, value in given.items() if value is not None})
     _join_ranks(given)
     if section.backend == "deepspeed":
         from zftune.integrations.deepspeed import upstream

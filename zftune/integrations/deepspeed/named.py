@@ -1,19 +1,21 @@
-"""What the command of a training names, under any of the usual launchers: its ds_config, and a script that spawns."""
+"""What the command of a training names, under any of the usual launchers: its ds_config, and what its script does."""
 
 from __future__ import annotations
 
 import ast
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zftune.ds_config.reading import (
+    TELLTALES,
     Source,
     at,
     number_of,
     offload_device,
+    path_of,
     read,
     read_inline,
     read_yaml,
@@ -103,6 +105,8 @@ class Names(NamedTuple):
     """Packages and modules, those beside it left out."""
     words: set[str]
     """Names and strings."""
+    passed: set[str]
+    """Names of what is passed to a function called `initialize`; "**" for what has none here."""
 
 
 def names_in(script: Path) -> Names:
@@ -113,22 +117,104 @@ def names_in(script: Path) -> Names:
     """
     imported: set[str] = set()
     words: set[str] = set()
+    passed: set[str] = set()
     left, read_ones = [script], set()
     while left:
         path = left.pop()
         try:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
-            return Names(set(), set())
+            return Names(set(), set(), set())
         read_ones.add(path)
         for node in ast.walk(tree):
             words |= set(_words(node))
             imported |= set(_imported(node))
+            passed |= set(_passed(node))
         beside = {name: script.parent / f"{name}.py" for name in imported}
         there = {name for name, one in beside.items() if one.is_file()}
         imported -= there
         left += [beside[name] for name in there if beside[name] not in read_ones]
-    return Names(imported, words)
+    return Names(imported, words, passed)
+
+
+class Unfilled(NamedTuple):
+    """Settings whose "auto" nobody replaces."""
+
+    script: Path
+    crashing: tuple[str, ...]
+    """With which DeepSpeed ends."""
+    off: tuple[str, ...]
+    """Switches, which DeepSpeed takes for false then."""
+
+    def __str__(self) -> str:
+        also = f" (so too {', '.join(self.crashing[1:])})" if self.crashing[1:] else ""
+        return f"{self.because}: DeepSpeed is given the word itself{also}"
+
+    @property
+    def refusal(self) -> str:
+        """The sentence with which `zftune run` ends."""
+        return f'{self.crashing[0]} is "auto"; it must be {OWN_VALUE}: {self}'
+
+    @property
+    def because(self) -> str:
+        """Why nobody does."""
+        return f"{_ONLY}, and {self.script} uses neither"
+
+
+def unfilled(config: Mapping[str, Any], script: Path | None) -> Unfilled | None:
+    """What DeepSpeed is given the word "auto" for; None: nothing, or that is not certain.
+
+    It is where a script makes DeepSpeed's engine itself, and neither names what fills in "auto" nor the settings.
+
+    Args:
+        config: a ds_config.
+        script: of the training; None: it is not known.
+    """
+    if script is None or not autos_given(config):
+        return None
+    imported, words, passed = names_in(script)
+    fills = any(word in _FILLERS or "Trainer" in word for word in words)
+    folders = (script.parent / name for name in imported)  # of packages of its own, which are not read
+    if fills or not {"deepspeed", "initialize"} <= words or "**" in passed or any(one.is_dir() for one in folders):
+        return None
+    left = [name for name in autos_given(config, passed) if path_of(name)[-1] not in words]
+    off = tuple(name for name in left if name in _SWITCHES)
+    crashing = tuple(name for name in left if name not in _SWITCHES)
+    return Unfilled(script, crashing, off) if crashing or off else None
+
+
+def autos_given(config: Mapping[str, Any], passed: Collection[str] = ()) -> list[str]:
+    """Settings that DeepSpeed itself has nothing for where they are "auto", and that it reads.
+
+    Args:
+        config: a ds_config as it is given to it.
+        passed: names of what else is passed to `deepspeed.initialize`.
+    """
+    unread = tuple(f"{section}." for section, by in _PASSED_INSTEAD.items() if by in passed)
+    return [name for name in TELLTALES if at(config, path_of(name)) == "auto" and not name.startswith(unread)]
+
+
+def require_filled(config: Mapping[str, Any], passed: Collection[str]) -> None:
+    """Refuse a ds_config with which DeepSpeed would end at the word "auto".
+
+    Args:
+        config: as it is given to `deepspeed.initialize`.
+        passed: names of what else is.
+
+    Raises:
+        BadInputError: there is such a setting.
+    """
+    for name in autos_given(config, passed):
+        if name not in _SWITCHES:
+            raise BadInputError(f'{name} is "auto"; it must be {OWN_VALUE}: {_ONLY}, and neither did')
+
+
+OWN_VALUE = "a value of your own"
+_ONLY = 'only Hugging Face\'s Trainer and Accelerate put a value in for "auto"'
+_FILLERS = ("Accelerator", "accelerate")
+_SWITCHES = ("bf16.enabled", "fp16.enabled")
+_PASSED_INSTEAD = {"optimizer": "optimizer", "scheduler": "lr_scheduler"}
+"""Sections that DeepSpeed does not read where the script passes this."""
 
 
 def own_loop(command: Sequence[str]) -> Path | None:
@@ -138,7 +224,7 @@ def own_loop(command: Sequence[str]) -> Path | None:
         command: a program and its arguments.
     """
     script = script_of(command)
-    found = Names(set(), set()) if script is None else names_in(script)
+    found = Names(set(), set(), set()) if script is None else names_in(script)
     is_alone = "torch" in found.imported and found.imported <= _TORCH | sys.stdlib_module_names
     return script if is_alone and not found.words & _STARTS_OTHERS else None
 
@@ -154,11 +240,26 @@ def _imported(node: ast.AST) -> Iterator[str]:
         yield from (one.name.partition(".")[0] for one in node.names)
 
 
+_PARAMETERS = ("args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler")
+"""Of `deepspeed.initialize`, in their order."""
+
+
+def _passed(node: ast.AST) -> Iterator[str]:
+    if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] != "initialize":
+        return
+    if any(isinstance(one, ast.Starred) for one in node.args):
+        yield "**"
+    yield from _PARAMETERS[: len(node.args)]
+    yield from (one.arg or "**" for one in node.keywords)
+
+
 def _words(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
     elif isinstance(node, (ast.Attribute, ast.Name)):
         yield node.attr if isinstance(node, ast.Attribute) else node.id
+    elif isinstance(node, ast.keyword) and node.arg is not None:
+        yield node.arg
     elif isinstance(node, (ast.Import, ast.ImportFrom)):
         yield from (getattr(node, "module", None) or "").split(".")
         for one in node.names:

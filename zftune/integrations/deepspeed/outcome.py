@@ -18,6 +18,7 @@ from zftune.store.types import Backend, Quality
 
 TAKEN_OVER = ("bf16", "bfloat16", "fp16", "data_types", "optimizer", "zero_optimization", "zftune")
 """Sections that the backend zenflow reads itself: the engine is made without them."""
+A_NUMBER = "a number >= 0"
 _WITH = "with the backend zenflow"
 
 _SWITCHES = {
@@ -55,7 +56,7 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
 def _about_zero(config: Mapping[str, Any]) -> Iterator[Refusal]:
     stage, zero = stage_of(config), config.get("zero_optimization")
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
-        yield Refusal.of("zero_optimization.stage", stage, f"0, 1, 2 or 3 {_WITH}", INSTEAD)
+        yield Refusal.of("zero_optimization.stage", stage, f"0, 1, 2 or 3 {_WITH}")
     if offload_device(config) == "nvme":
         yield Refusal("zero_optimization.offload_optimizer.device", '"nvme"', f'"cpu" {_WITH}', INSTEAD)
     zero = zero if isinstance(zero, Mapping) else {}

@@ -34,6 +34,9 @@ def refusals(config: Mapping[str, Any], *, online: bool) -> Iterator[Refusal]:
     stage = stage_of(config)
     if stage not in (1, 2, 3):
         yield Refusal.of("zero_optimization.stage", stage, "1, 2 or 3 where DeepSpeed offloads")
+    clipping = config.get("gradient_clipping", 0.0)
+    if not isinstance(clipping, (int, float)):
+        yield Refusal.of("gradient_clipping", clipping, f"{outcome.A_NUMBER} with DeepSpeed's own runtime")
     if online:
         yield Refusal("zftune.online", "True", 'false with the backend deepspeed; "zenflow" tunes')
     if offload_device(config) == "cpu":

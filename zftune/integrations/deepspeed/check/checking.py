@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from zftune.ds_config.facts import GOOD
-from zftune.ds_config.reading import MISSING, Source, at, put
+from zftune.ds_config.reading import MISSING, Source, at, path_of, put
 from zftune.integrations.deepspeed.check.findings import Change, Finding, Report, by_severity
 from zftune.integrations.deepspeed.check.rules_deepspeed import (
     DEEPSPEED_NAMES,
     DEEPSPEED_RULES,
     FILE_RULES,
     PRECISION_RULES,
+    STAGE,
     can_be_left_out,
 )
 from zftune.integrations.deepspeed.check.rules_offload import INTERVAL_RULES, OFFLOAD_RULES
@@ -31,8 +32,12 @@ def zenflow(subject: Subject) -> Iterator[Finding]:
     elsewhere = () if subject.forced else (change("zftune.backend", "deepspeed"),)
     for refusal in subject.own_refusals if subject.backend != "deepspeed" else ():
         mends: tuple[Change, ...] = ()
-        if word := mistyped(subject.at(refusal.field), refusal.wanted):
+        if number := subject.number_in(path_of(refusal.field)):
+            mends = (number,)
+        elif word := mistyped(subject.at(refusal.field), refusal.wanted):
             mends = (change(refusal.field, word),)
+        elif refusal.field == STAGE:
+            mends = (change(STAGE, 2),)
         elif refusal.instead and not refusal.near:
             mends = elsewhere
         elif subject.at(refusal.field) is not MISSING and can_be_left_out(refusal.field):

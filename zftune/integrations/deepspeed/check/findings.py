@@ -25,6 +25,8 @@ SEVERITIES: tuple[Severity, ...] = ("crashes", "wrong", "ignored", "slow", "note
 """In a word, the worst first. "crashes": refused, or the run ends. "wrong": it trains, otherwise than the setting says.
 "ignored": without effect. "slow": costs time only. "note": nothing to mend."""
 _FAULTS = ("crashes", "wrong", "ignored")
+AUTO = "auto-filled-elsewhere"
+"""A note that is shown without being asked for: what the file says depends on who reads it."""
 THE_FILE: SettingPath = ("the file",)
 """Stands for a setting where a finding is about none."""
 
@@ -199,6 +201,7 @@ def finite(value: Any) -> Any:
 
 
 _MAX_WIDTH = 110
+_QUESTION = "did you mean "
 _STYLES: dict[Severity, str] = {
     "crashes": "bold red",
     "wrong": "bold red",
@@ -269,7 +272,9 @@ def _findings(report: Report, notes: bool) -> Iterator[RenderableType]:
                 yield _entry(finding, report)
     yield Text()
     yield _sum(report, "found")
-    hidden = sum(finding.severity == "note" for finding in report.findings)
+    told = [finding for finding in report.findings if finding.rule == AUTO and not notes]
+    yield from (Text(f"{finding.reason} {finding.advice}.") for finding in told)
+    hidden = sum(finding.severity == "note" for finding in report.findings) - len(told)
     if hidden and not notes:
         yield Text(f"{hidden} {'note' if hidden == 1 else 'notes'} more with --all.", style="dim")
     crashes = any(one.severity == "crashes" and "zenflow" in one.backends for one in report.findings)
@@ -285,7 +290,9 @@ def _entry(finding: Finding, report: Report) -> RenderableType:
     if report.backend is None:
         head.append(_whom(finding), style="dim")
     body = Text(finding.reason)
-    if finding.safe:
+    if finding.safe.startswith(_QUESTION):  # what was meant is the user's to say
+        body.append("" if finding.safe in finding.reason else f"\n{finding.safe}?")
+    elif finding.safe:
         body.append("\nsafe: ", style="bold")
         body.append(finding.safe)
     return Group(head, Padding(body, (0, 0, 0, 4)))

@@ -9,10 +9,10 @@ from typing import Any
 
 from zenflow.config import is_number
 from zftune.ds_config.facts import OWN_KNOBS, SAFE_UPDATE_INTERVAL
-from zftune.ds_config.reading import FILLED, MISSING, TELLTALES, at, is_hugging_face, leaves, offload_device, path_of
+from zftune.ds_config.reading import FILLED, MISSING, at, is_hugging_face, leaves, offload_device, path_of
 from zftune.ds_config.tables import newest
 from zftune.integrations.deepspeed import named
-from zftune.integrations.deepspeed.check.findings import THE_FILE, Change, Finding, Severity
+from zftune.integrations.deepspeed.check.findings import AUTO, THE_FILE, Change, Finding, Severity
 from zftune.integrations.deepspeed.check.subject import (
     BOTH,
     UPSTREAM,
@@ -24,11 +24,10 @@ from zftune.integrations.deepspeed.check.subject import (
     left_out,
     of_zenflow,
 )
-from zftune.integrations.deepspeed.outcome import TAKEN_OVER
+from zftune.integrations.deepspeed.outcome import A_NUMBER, TAKEN_OVER
 from zftune.integrations.deepspeed.verdict import BATCH, NONE, Fault, meant, misspelt, mistyped
 
 _WORDS = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16", "half"), "fp32": ("fp32", "float32", "float")}
-_FILLERS = ("Accelerator", "accelerate")
 _LEAVES_LOSS = (0, 19)
 _WINDOW = "fp16.loss_scale_window"
 _DEFAULT_WINDOW = 1000
@@ -198,21 +197,24 @@ def auto(subject: Subject) -> Iterator[Finding]:
 
 
 def auto_in_own_loop(subject: Subject) -> Iterator[Finding]:
-    """A script that makes DeepSpeed's engine itself, and neither names what fills in "auto" nor the settings."""
-    words = named.names_in(subject.script).words if subject.script is not None else set()
-    fills = any(word in _FILLERS or "Trainer" in word for word in words)
-    if fills or not {"deepspeed", "initialize"} <= words or subject.through_hugging_face:
+    """A script that makes DeepSpeed's engine itself; without one it is not known who reads the file."""
+    if subject.through_hugging_face:
         return
-    left = [name for name in TELLTALES if subject.at(name) == "auto" and path_of(name)[-1] not in words]
-    if left:
-        also = f" (so too {', '.join(left[1:])})" if left[1:] else ""
-        reason = (
-            f'Only Hugging Face\'s Trainer and Accelerate put a value in for "auto", and {subject.script} uses '
-            f"neither: DeepSpeed is given the word itself{also}."
-        )
+    found = named.unfilled(subject.config, subject.script)
+    if found is not None and found.crashing:
+        reason = f"{str(found)[:1].upper()}{str(found)[1:]}."
         yield subject.finding(
-            "auto-in-own-loop", left[0], "crashes", reason, backends=BOTH, advice="a value of your own"
+            "auto-in-own-loop", found.crashing[0], "crashes", reason, backends=BOTH, advice=named.OWN_VALUE
         )
+    if found is not None:
+        reason = f"DeepSpeed takes it for false: {found.because}."
+        for name in found.off:
+            yield subject.finding("auto-in-own-loop", name, "ignored", reason, backends=BOTH, advice="true or false")
+    autos = [".".join(path) for path, value in leaves(subject.config) if value == "auto" and ".".join(path) in FILLED]
+    if subject.script is None and subject.hugging_face:
+        reason = f'Only Hugging Face\'s Trainer and Accelerate put a value in for "auto": {", ".join(autos)}.'
+        advice = "Give --script to see whether yours uses them"
+        yield subject.finding(AUTO, autos[0], "note", reason, backends=BOTH, advice=advice)
 
 
 def numbers(subject: Subject) -> Iterator[Finding]:
@@ -232,17 +234,40 @@ def amp(subject: Subject) -> Iterator[Finding]:
         yield subject.finding("amp", "amp.enabled", "crashes", reason, advice=advice)
 
 
-FILE_RULES: tuple[Rule, ...] = (text, zftune_section, auto, auto_in_own_loop, numbers, amp)
+def clipping(subject: Subject) -> Iterator[Finding]:
+    """Compared with a number in the first step: what is none ends it there."""
+    value = at(subject.given, ("gradient_clipping",))
+    if value is not MISSING and not isinstance(value, (int, float)):
+        reason = f"DeepSpeed ends in the first step: it takes {A_NUMBER}."
+        mend = subject.number_in(("gradient_clipping",))
+        yield subject.finding(
+            "clipping-no-number",
+            "gradient_clipping",
+            "crashes",
+            reason,
+            *((mend,) if mend is not None else ()),
+            backends=UPSTREAM if subject.device != "none" else BOTH,
+            advice="" if mend is not None else A_NUMBER,
+        )
+
+
+FILE_RULES: tuple[Rule, ...] = (text, zftune_section, auto, auto_in_own_loop, numbers, amp, clipping)
 
 
 REFUSED, UNKNOWN = DEEPSPEED_NAMES = ("refused-by-deepspeed", "unknown-setting")
 """Names of the rule; other rules that tell of the same setting come first."""
+STAGE = f"{ZERO}.stage"
 _WANTED = (
+    "gradient_clipping",
     "optimizer.type",
+    *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay", "momentum")),
     "scheduler.type",
-    "zero_optimization.offload_optimizer.device",
-    "zero_optimization.offload_param.device",
+    *(f"scheduler.params.{name}" for name in ("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr")),
+    STAGE,
+    f"{ZERO}.offload_optimizer.device",
+    f"{ZERO}.offload_param.device",
 )
+"""Without them it trains, but otherwise: nobody writes a learning rate to have the default."""
 _USELESS = ("zenflow", "offload_optimizer", "offload_param", "stage")
 
 
@@ -293,7 +318,9 @@ def can_be_left_out(dotted: str) -> bool:
 
 def _mends(subject: Subject, fault: Fault) -> Iterator[Change]:
     dotted, value = ".".join(fault.path), at(subject.config, fault.path)
-    if word := mistyped(value, fault.near):
+    if number := subject.number_in(fault.path):
+        yield number
+    elif word := mistyped(value, fault.near):
         yield change(dotted, word)
     elif fault.path[:2] == ("zero_optimization", "zenflow") and fault.path[-1] in OWN_KNOBS and subject.elsewhere():
         yield from subject.elsewhere()
@@ -301,8 +328,8 @@ def _mends(subject: Subject, fault: Fault) -> Iterator[Change]:
         yield left_out(dotted)
         if subject.at("gradient_clipping") is MISSING:
             yield change("gradient_clipping", value)
-    elif dotted == "zero_optimization.stage":
-        yield change(dotted, 2)
+    elif dotted == STAGE:
+        yield change(STAGE, 2)
     elif dotted in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param") and value in (
         "cpu",
         "nvme",

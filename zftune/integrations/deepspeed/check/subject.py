@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,7 +13,18 @@ from typing import Any, TypeAlias
 from zenflow.config import is_number
 from zftune.doctor.software import numbers
 from zftune.ds_config.facts import GOOD, ZENFLOW_DEFAULTS
-from zftune.ds_config.reading import MISSING, SettingPath, Source, at, given, is_hugging_face, offload_device, path_of
+from zftune.ds_config.reading import (
+    MISSING,
+    SettingPath,
+    Source,
+    at,
+    given,
+    is_hugging_face,
+    number_of,
+    offload_device,
+    path_of,
+    put,
+)
 from zftune.ds_config.tables import newest, table
 from zftune.integrations.deepspeed.asking import AskingError, ask
 from zftune.integrations.deepspeed.check.findings import THE_FILE, Change, Finding, Severity
@@ -180,6 +193,20 @@ class Subject:
     def given(self) -> Mapping[str, Any]:
         """What DeepSpeed is given: with Hugging Face's values for "auto"."""
         return given(Source(dict(self.config), hugging_face=self.hugging_face))
+
+    def number_in(self, path: SettingPath) -> Change | None:
+        """The number that a string spells, where nobody refuses it; None: it spells none, or one that is refused."""
+        value = at(self.config, path)
+        number = number_of(value)
+        if number is value or (isinstance(number, float) and not math.isfinite(number)):
+            return None
+        config = copy.deepcopy(dict(self.config))
+        put(config, path, number)
+        mended, dotted = replace(self, config=config), ".".join(path)
+        refused = {one.field for one in mended.own_refusals if self.backend != "deepspeed"}
+        if dotted in refused or (self.backend != "zenflow" and path in {one.path for one in mended.faults}):
+            return None
+        return Change(path, number)
 
     def elsewhere(self) -> tuple[Change, ...]:
         """What makes the backend zenflow train it, which has no such fault; nothing where that is not to be had."""
