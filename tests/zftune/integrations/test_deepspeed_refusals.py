@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from tests.zftune.integrations.ds_running import ADAMW, ZENFLOW, ds_config
 from zftune.ds_config import facts
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed import backend, optimizers, outcome, upstream
+from zftune.integrations.deepspeed import backend, initializing, optimizers, outcome, upstream
 from zftune.integrations.deepspeed.precision import Precision
 from zftune.integrations.deepspeed.section import Section
 
@@ -253,3 +254,33 @@ def test_the_engine_gets_a_config_without_what_the_runtime_does() -> None:
     engine = backend.plan(config, Section.of(config)).config
     assert engine == {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "wall_clock_breakdown": True}
     assert "optimizer" in config  # the script's own is as it was
+
+
+@pytest.mark.parametrize(
+    ("changes", "passed", "named"),
+    [
+        ({"train_batch_size": "auto"}, {}, "train_batch_size"),
+        ({"gradient_clipping": "auto"}, {}, "gradient_clipping"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, {}, "optimizer.params.lr"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, {"optimizer": object()}, None),
+        ({"fp16": {"enabled": "auto"}}, {}, None),
+    ],
+)
+def test_deepspeed_is_never_given_the_word_auto_that_ends_it(
+    changes: dict[str, Any], passed: dict[str, Any], named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hugging Face has put its values in when it calls; what DeepSpeed does not read, or drops, is let be."""
+    went_on: list[Any] = []
+
+    def initialize(model: Any = None, config: Any = None, optimizer: Any = None) -> None: ...
+
+    def join(_: Any) -> None:
+        went_on.append(True)
+        raise BadInputError("far enough")
+
+    monkeypatch.setattr(initializing, "_join_ranks", join)
+    module = SimpleNamespace(initialize=initialize)
+    initializing.wrap(module, Section())
+    with pytest.raises(BadInputError, match="far enough" if named is None else f'^{named} is "auto"; it must be a'):
+        module.initialize(model=nn.Linear(2, 2), config=_changed(**changes), **passed)
+    assert bool(went_on) == (named is None)
