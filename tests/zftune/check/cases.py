@@ -180,6 +180,7 @@ THE_FILE = (
     Bad("auto-not-filled", "hugging-face", {f"{ZERO}.allgather_bucket_size": "auto"}, "accelerate"),
     Bad("auto-not-filled", "hugging-face", {f"{OFFLOAD}.pin_memory": "auto"}, "accelerate"),
     Bad("auto-not-filled", "hugging-face", {f"{ZENFLOW}.update_interval": "auto"}, "accelerate", mended=False),
+    Bad("clipping-no-number", "zero2-offload", {"gradient_clipping": "1.0"}, "train", "TypeError"),
     Bad("not-a-number", "zero2-offload", {f"{PARAMS}.lr": float("nan")}, "figure", mended=False),
     Bad("refused-by-deepspeed", "zero2-offload", {f"{PARAMS}.max_grad_norm": 1.0}, "train", "ValueError"),
     Bad("refused-by-deepspeed", "scheduler", {"scheduler.params.warmup_num_steps": 0}, "train", "ValueError"),
