@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zftune.cli.outputs import Outputs, search_page, write_files
-from zftune.errors import BadInputError
+from zftune.errors import BadInputError, ProfileError
 from zftune.output import STANDARD_OUTPUT
 from zftune.store.types import check_study
 from zftune.text import one_of, time_left
@@ -69,7 +69,10 @@ _Study = Annotated[
     ),
 ]
 _Measurements = Annotated[
-    int, typer.Option(help="Measurements at most. A setting may take 4: one to look at it, 3 to compare it.")
+    int,
+    typer.Option(
+        help="Measurements at most, from 5: one of the start, and up to 4 for each setting (a look, 3 to compare it)."
+    ),
 ]
 _Rig = Annotated[str | None, _workload("Emulated accelerator: a name or a TOML file. Default: the GPU, else a rig.")]
 _Ranks = Annotated[
@@ -134,13 +137,17 @@ def tune(
     write_files(document, json_path, html_path, search_page)
     if document["interrupted"]:
         raise SystemExit(_INTERRUPTED)
-    too_short = (document.get("command") or {}).get("too_short")
-    if too_short is not None:  # after what was measured before it
-        raise BadInputError(too_short)
+    ended = document.get("command") or {}
+    if ended.get("too_short") is not None:  # after what was measured before it
+        raise BadInputError(ended["too_short"])
+    if ended.get("crashed") is not None:
+        raise ProfileError(ended["crashed"])
 
 
 def _check(given: Mapping[str, Any]) -> None:
     """Refuse at once what is wrong: searching takes minutes."""
+    from zftune.tuner.search import LEAST_MEASUREMENTS
+
     command = " ".join(given["command"] or ())
     if command and not given["restartable"]:
         raise BadInputError(_not_live(given["command"]))
@@ -152,8 +159,8 @@ def _check(given: Mapping[str, Any]) -> None:
         raise BadInputError(f"--thinking-s is {given['thinking_s']}; it must be from 0 to {_LONGEST_THOUGHT_S:g}")
     if given["study"] is not None:
         check_study("--study", given["study"])
-    if given["measurements"] < 1:
-        raise BadInputError(f"--measurements is {given['measurements']}; it must be an integer >= 1")
+    if given["measurements"] < LEAST_MEASUREMENTS:
+        raise BadInputError(f"--measurements is {given['measurements']}; it must be an integer >= {LEAST_MEASUREMENTS}")
 
 
 def _not_live(command: list[str]) -> str:

@@ -171,6 +171,7 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
     cost = ExplorationCost(
         spent_s=total.spent_s, elapsed_s=total.seconds, start_step_s=(told.start_step_ms or 0.0) / 1e3
     )
+    saved_ms = _saved_ms_a_step(told)
     return {
         "budget": None if budget is None else _budget(run, budget, told),
         "interrupted": stopped is not None and run.state is RunState.LOST,
@@ -181,9 +182,12 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
             "spent_s": cost.spent_s,
             "allowed_s": cost.allowed_s if run.key.backend == "zenflow" else None,  # others count measurements
             "elapsed_s": cost.elapsed_s,
+            "runs": total.runs or None,
             "steps": total.steps or None,
             "tokens": total.tokens or None,
             **_break_even(told),
+            "saved_ms_a_step": saved_ms,
+            "paid_after_steps": math.ceil(1e3 * cost.elapsed_s / saved_ms) if saved_ms and total.runs else None,
         },
         "measurements": told.measurements,
         "eras": eras(told),
@@ -227,6 +231,13 @@ def _break_even(told: Replay) -> dict[str, float | None]:
         "break_even_s": account.break_even_s,
         "remaining_s": account.remaining_s(share),
     }
+
+
+def _saved_ms_a_step(told: Replay) -> float | None:
+    """By the incumbent, against the starting point; None: nothing is."""
+    share = 0.0 if told.gain is None else told.gain.share
+    step_ms = told.step_ms(told.incumbent) or told.earlier_step_ms(told.incumbent)
+    return step_ms * share / (1 - share) if step_ms and share > 0 else None
 
 
 def _trial(run: RunRecord, row: TrialRecord, told: Replay) -> dict[str, Any]:

@@ -194,7 +194,7 @@ class Replay:
             number=len(self.measured) + 1, trial=trial.number, role=row.role, status=status, reason=row.void_reason,
             steps=len(steps), seconds=seconds, ended_s=self.at_s, incumbent=self.incumbent,
             incumbent_step_ms=self.step_ms(self.incumbent), era=self.eras[-1].number,
-            **_figures(sample_or_none, tokens, [*steps, *discarded]),
+            **_figures(sample_or_none, tokens, [*steps, *discarded] if status != "crashed" else ()),
         )  # fmt: skip
         self.measured.append(one)
         self._eras[trial.number] = one.era

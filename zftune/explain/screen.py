@@ -75,15 +75,31 @@ def _decisions(document: Mapping[str, Any]) -> Table:
     table.add_column(justify="right", no_wrap=True, style="dim")
     table.add_column(overflow="fold", ratio=1)
     eras = document["eras"]
-    last = -1
+    last, cause = -1, None
     for one in words.entries(document):
         if len(eras) > 1 and one.era != last:
             last = one.era
             table.add_row("", _text(words.era(document, eras[last]), "bold dim" if last < len(eras) - 1 else "bold"))
         what, style = ("", "") if one.note is None else (subject(document, one.note), _STYLES.get(one.note["kind"], ""))
-        cell = _text(what, "bold").append(_text(one.reason, style))
+        before, cause = cause, _cause_of_crash(document, one.note)
+        reason = one.reason if cause is None or cause != before else _crashed_too(document, one.note)
+        cell = _text(what, "bold").append(_text(reason, style))
         table.add_row(_text(seconds(one.at_s)), _with_measured(cell, one.measured))
     return table
+
+
+def _cause_of_crash(document: Mapping[str, Any], note: Mapping[str, Any] | None) -> str | None:
+    """Why the setting of a decision crashed; None: it is about something else."""
+    if note is None or note["kind"] != "crash" or note["trial"] is None:
+        return None
+    found: str | None = document["trials"][note["trial"]]["reason"]
+    return found
+
+
+def _crashed_too(document: Mapping[str, Any], note: Mapping[str, Any] | None) -> str:
+    """What is said of a setting that crashed for the reason of the one before it."""
+    knobs = {} if note is None else document["trials"][note["trial"]]["knobs"]
+    return f"Crashed, and not tried again, for the same reason: {words.setting(knobs)}."
 
 
 def _with_measured(cell: Text, measured: Sequence[str]) -> Text:
@@ -110,13 +126,14 @@ def _unseen(document: Mapping[str, Any]) -> Iterator[Text]:
         yield _text(f"Never applied: {count} setting{'' if count == 1 else 's'}, rejected unseen.")
         for one in rejected:
             yield _text(f"  {one['count']}: {one['reason']}", "dim")
+    told = {note["trial"] for note in document["decisions"] if note["kind"] == "crash"}
     for state, name in (
         ("crashed", "Crashed, and not tried again"),
         ("void", "Not counted"),
         ("in_flight", "Being measured"),
     ):
         for trial in document["trials"]:
-            if trial["state"] == state:
+            if trial["state"] == state and trial["number"] not in told:
                 why = f": {trial['reason']}" if trial["reason"] else ""
                 yield _text(f"{name}: {words.setting(trial['knobs'])}{why}.")
 

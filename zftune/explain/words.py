@@ -16,7 +16,7 @@ from zftune.text import number, percent
 from zftune.tuner import messages as of_search
 from zftune.tuner.space import Setting
 from zftune.tuner.states import OF_INCUMBENT
-from zftune.words import ROLES, TRIALS, seconds, shares, value
+from zftune.words import ROLES, TRIALS, seconds, shares, value, waiting_time
 
 Document = Mapping[str, Any]
 
@@ -98,6 +98,10 @@ def nothing_adopted(document: Document) -> str:
     kinds = {note["kind"] for note in document["decisions"]}
     said = of_search.nothing_adopted(measured=known, tried=tried, kinds=kinds)
     kept = setting(document["best"]["knobs"])
+    crashed = sum(trial["number"] != 0 and trial["state"] == "crashed" for trial in document["trials"])
+    if crashed and crashed == tried:
+        what = "The one other setting that was tried" if tried == 1 else f"All {tried} other settings that were tried"
+        return f"{what} crashed, so that nothing is known of how fast others are. It began with: {kept}."
     uncompared = sum(fate == _UNCOMPARED for fate in fates(document).values())
     said += f", but {uncompared} of them {'was' if uncompared == 1 else 'were'} never compared" if uncompared else ""
     return f"{said}. {'It began with' if uncompared or not tried else 'Keep what it began with'}: {kept}."
@@ -155,6 +159,8 @@ def ending(document: Document) -> list[str]:
 def cost_and_gain(document: Document) -> str:
     """What exploring cost, what it won, and when the one had paid for the other."""
     cost = document["cost"]
+    if document["run"]["backend"] != "zenflow":
+        return _of_restarts(document["gain"], cost)
     if cost["spent_s"] > 0 and cost["elapsed_s"] > 0:
         share, spent, elapsed = (
             cost["spent_s"] / cost["elapsed_s"],
@@ -170,6 +176,23 @@ def cost_and_gain(document: Document) -> str:
         ", ".join([*parts, *_gained(document["gain"], cost["saved_s"]), *saved_in_words(cost, document["gain"]), *more])
         + "."
     )
+
+
+def _of_restarts(gain: Mapping[str, float] | None, cost: Mapping[str, Any]) -> str:
+    """The same where a search runs a command again and again, which trains nothing for anybody: all of it is cost."""
+    parts = [f"took {waiting_time(cost['elapsed_s'])}", runs_of_command(cost["runs"])] if cost["runs"] else []
+    parts += _gained(gain, cost["saved_s"])
+    if cost["saved_ms_a_step"] is not None:
+        parts.append(f"saves {number(cost['saved_ms_a_step'])} ms a step")
+    if cost["paid_after_steps"] is not None:
+        parts[-1] += f" and so has paid for itself after {cost['paid_after_steps']:,} steps"
+    text = ", ".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def runs_of_command(runs: int) -> str:
+    """How often a command was run, such as "7 runs of the command"."""
+    return f"{runs} run{'' if runs == 1 else 's'} of the command"
 
 
 def _gained(gain: Mapping[str, float] | None, saved_s: float) -> list[str]:

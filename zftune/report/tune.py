@@ -16,7 +16,7 @@ from zftune.report.tune_knobs import importance_chart, knobs_chart, plane_chart
 from zftune.report.values import Chart, axis, layout
 from zftune.text import amount, ms, number, percent
 from zftune.tuner.states import OF_INCUMBENT
-from zftune.words import DECISIONS, seconds
+from zftune.words import DECISIONS, seconds, waiting_time
 
 KINDS = {
     "best so far": ("#8C8C8C", "circle", 8),
@@ -224,6 +224,19 @@ def _figures(document: Document) -> Iterator[tuple[str, str, str]]:
         error = "" if gain["error"] is None else f"± {100 * gain['error']:.1f}% of the step time"
         error += f", {_BEFORE}" if gain["era"] < len(document["eras"]) - 1 else ""
         yield title, f"{100 * abs(gain['share']):.1f}%", error
+    yield from _paid(cost) if document["run"]["backend"] == "zenflow" else _paid_for_runs(cost)
+    yield "Measurements", *_counts(document)
+
+
+def _paid_for_runs(cost: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Of a search that runs a command again and again."""
+    if cost["runs"]:
+        yield "Took", waiting_time(cost["elapsed_s"]), words.runs_of_command(cost["runs"])
+    if cost["paid_after_steps"] is not None:
+        yield "Has paid after", f"{cost['paid_after_steps']:,} steps", f"each saves {ms(cost['saved_ms_a_step'])}"
+
+
+def _paid(cost: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     share = percent(cost["spent_s"] / cost["elapsed_s"]) if cost["elapsed_s"] else "0%"
     yield "Spent on exploring", share, f"{seconds(cost['spent_s'])} of {seconds(cost['elapsed_s'])}"
     if cost["break_even_s"] is not None and cost["spent_s"] > 0:
@@ -231,7 +244,6 @@ def _figures(document: Document) -> Iterator[tuple[str, str, str]]:
         yield "Broke even", after, "of training since the search began"
     elif cost["remaining_s"] is not None:
         yield "Breaks even in", seconds(cost["remaining_s"]), "of training with these settings"
-    yield "Measurements", *_counts(document)
 
 
 def _counts(document: Document) -> tuple[str, str]:

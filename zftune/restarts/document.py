@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -56,10 +57,12 @@ class RestartOptions:
         Raises:
             BadInputError: one is not allowed.
         """
+        from zftune.tuner.search import LEAST_MEASUREMENTS
+
         for name, value, least in (
             ("trial-steps", self.steps, 4),
             ("warm-up", self.warm_up, 0),
-            ("measurements", self.most_measurements, 4),
+            ("measurements", self.most_measurements, LEAST_MEASUREMENTS),
             ("patience", self.patience, 1),
             ("timeout", self.timeout_s, 1),
         ):
@@ -76,7 +79,11 @@ def announcement(options: RestartOptions) -> str:
 
 
 def run_restarting(
-    argv: Sequence[str], options: RestartOptions, store: Store, on_progress: OnProgress | None = None
+    argv: Sequence[str],
+    options: RestartOptions,
+    store: Store,
+    on_progress: OnProgress | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
     """Run the command again and again with other knobs of upstream's DeepSpeed, and return the document.
 
@@ -88,6 +95,7 @@ def run_restarting(
         options: what was asked for.
         store: where it is written down.
         on_progress: told what goes on; first of all what will happen.
+        clock: seconds; the search takes what passes on it.
 
     Raises:
         BadInputError: an option or the command is not allowed, nothing is tunable, or the command's training is too
@@ -96,6 +104,7 @@ def run_restarting(
     """
     from zftune.restarts.process import Interrupts
     from zftune.restarts.search import Restarts
+    from zftune.restarts.upstream import refuse_before_a_run
 
     options.check()
     if not argv:
@@ -107,10 +116,11 @@ def run_restarting(
             f"--restartable: '{script}' trains by torch alone, and restarts try settings of DeepSpeed's own runtime; "
             f"{ATTACH}"
         )
+    refuse_before_a_run(argv, options.quality)
     tell = on_progress or (lambda _text, _search: None)
     tell(announcement(options), None)
     with Interrupts() as interrupts:
-        restarts = Restarts(argv, options, store, tell, interrupts)
+        restarts = Restarts(argv, options, store, tell, interrupts, clock)
         restarts.run()
     return build_document(restarts)
 
@@ -141,6 +151,7 @@ def build_document(restarts: Restarts) -> dict[str, Any]:
             "stage": None if upstream is None else upstream.stage,
             "runs": restarts.runs,
             "too_short": restarts.too_short,
+            "crashed": restarts.crashed,
         },
         "ds_config": None if search is None else _ds_config(restarts, search.book.incumbent.setting),
     }

@@ -147,6 +147,8 @@ class Ended:
     """Steps that it made, where it ended by itself."""
     wrote: tuple[str, ...] = ()
     """Files in the working directory that are otherwise than before."""
+    is_out_of_memory: bool = False
+    """Whether it crashed for want of memory: another setting may need less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +366,7 @@ class ProcessTrial:
             reason = f"the command ended by itself after {taken} steps{needed}"
             return replace(ended, status="short", reason=reason, taken=taken)
         if _MEMORY.search(text):
-            return replace(ended, reason=f"it ran out of memory{_said(place.log)}")
+            return replace(ended, reason=f"it ran out of memory{_said(place.log)}", is_out_of_memory=True)
         if _BUSY.search(text):
             return Ended("busy", "its port was in use by another process")
         how = (

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from zftune.doctor.software import defects
 from zftune.errors import BadInputError, ProfileError, noting
 from zftune.profile.command.records import Rank
 from zftune.restarts.process import Asked, Ended, Interrupts, Plan, ProcessTrial
-from zftune.restarts.upstream import Upstream, seeds, space_for
+from zftune.restarts.upstream import Upstream, refuse_early, seeds, space_for
+from zftune.store.account import Count
 from zftune.store.types import Model
 from zftune.text import time_left
 from zftune.tuner import messages
@@ -81,6 +82,8 @@ def too_short(length: Length, request: Request, taken: int, most: int) -> str:
 
 
 _TRIES = 3
+SAME_CRASHES = 3
+"""Settings that may crash in a row for the same reason before any has run."""
 _UNLIMITED = float("inf")
 
 
@@ -98,6 +101,7 @@ class Restarts:
         store: where it is written down.
         on_progress: told what goes on.
         interrupts: looked at all the time.
+        clock: seconds; the search takes what passes on it.
     """
 
     argv: Sequence[str]
@@ -105,6 +109,7 @@ class Restarts:
     store: Store
     on_progress: OnProgress
     interrupts: Interrupts
+    clock: Callable[[], float] = time.monotonic
     upstream: Upstream | None = None
     ranks: Sequence[Rank] = ()
     """Of the first run: what is trained."""
@@ -121,14 +126,29 @@ class Restarts:
     """Where the search is: the store, or one in memory where what trains has no name to be found by."""
     _recording: Recording | None = None
     _recorder: StoreRecorder | None = None
-    _began_s: float = field(default_factory=time.monotonic)
+    crashed: str | None = None
+    """Why every setting crashes though the command runs as it is, without a full stop; None: that is not so."""
+    _began_s: float = field(init=False)
     _asked: Request | None = None
     """What the first run is for, once it is known."""
     _longest: int = 0
     """Steps that a run made before it was ended from here."""
 
+    _crashes: list[str] = field(default_factory=list)
+    """Reasons of the settings that were tried last, which all crashed for the same one."""
+
     def __post_init__(self) -> None:
         self.rows = self.store
+        self._began_s = self.clock()
+
+    @property
+    def took_s(self) -> float:
+        """Since the first start of the command, in this process."""
+        return self.clock() - self._began_s
+
+    def _count(self) -> Count:
+        """Nothing is trained for the user: all time is spent."""
+        return Count(steps=self.steps, seconds=self.took_s, spent_s=self.took_s, runs=self.runs)
 
     def run(self) -> None:
         """Search until it is over, or until the user has had enough.
@@ -139,7 +159,7 @@ class Restarts:
         """
         try:
             self._first()
-            while self.search is not None and not self.interrupted and self.too_short is None:
+            while self.search is not None and not self.interrupted and not (self.too_short or self.crashed):
                 request = self._next()
                 if request is None:
                     break
@@ -171,16 +191,12 @@ class Restarts:
 
     def _vet(self, asked: Asked) -> None:
         upstream = Upstream(asked.config, asked.version)
-        upstream.quality(self.options.quality)
+        refuse_early(upstream, self.options.quality)
         if upstream.start().overlap_step and upstream.warm_up(upstream.start()) < 1:
             self.notices.append(
                 "zero_optimization.zenflow.full_warm_up_rounds is 0: upstream's overlapped updates are then two "
                 "windows late; what is found here has it at a whole window."
             )
-        if upstream.stage != 3 and (upstream.section is not None or self.options.quality not in (None, "exact")):
-            broken = next((found for found in defects(asked.version) if found.status == "broken"), None)
-            if broken is not None:
-                raise ProfileError(f"{broken.finding} {broken.fix or ''}".strip().rstrip("."))
         self.upstream = upstream
 
     def _begin(self, ranks: Sequence[Rank]) -> Plan | None:
@@ -227,6 +243,7 @@ class Restarts:
         self.search, self._recorder = begun.search, begun.recorder
         if self._recorder is not None:
             self._recorder.predicts = False  # nobody predicts upstream's times
+            self._recorder.follow(self._count)
         if begun.sentence:
             self.notices.append(begun.sentence)
             self.on_progress(begun.sentence, self.search)
@@ -244,6 +261,7 @@ class Restarts:
             reason = ranks[0].missing.get("fingerprint.model_id", "it is not known what is trained")
             self.notices.append(f"Nothing is kept in the store: {reason}.")
             self.rows = open_store("sqlite://")
+            self.rows.notices.clear()  # nobody asked for it
         facts = RunFacts(
             model=Model(
                 model_id=model.get("model_id", "unknown"),
@@ -259,7 +277,9 @@ class Restarts:
             world_size=int(ranks[0].header["world_size"]),
             checkpointing=bool(model.get("checkpointing")),
         )
-        return Recording(self.rows, facts, quality, study=self.options.study)
+        recording = Recording(self.rows, facts, quality, study=self.options.study)
+        recording.elapsed_s = self.took_s
+        return recording
 
     # --- every other run ---------------------------------------------------------------------------------------------
 
@@ -306,11 +326,12 @@ class Restarts:
                 return
             outcome = Outcome("void", reason=outcome.reason)
         self._tell(request, outcome)
+        self._end_crashing(search, ended)
 
     def _so_far(self, search: Search) -> str:
         """How far it is: runs, the best so far, and about how long it takes."""
         most = self.options.most_measurements
-        run_s = (time.monotonic() - self._began_s) / self.runs
+        run_s = self.took_s / self.runs
         left = time_left(run_s * min(search.left()[0], most - self.runs), run_s * (most - self.runs))
         step_ms = search.book.incumbent_step_ms
         best = f", best so far {step_ms:.1f} ms: {search.book.incumbent.setting}" if step_ms else ""
@@ -325,6 +346,18 @@ class Restarts:
             what += " (given again, the search goes on from here)"
         self.too_short = f"command: {what}"
         search.stop(f"The search is not over: {what}.")
+
+    def _end_crashing(self, search: Search, ended: Ended) -> None:
+        """End the search where no setting has run, and several in a row crashed for what is not their own matter."""
+        ran = any(trial.samples for trial in search.book.trials[1:])
+        same = bool(self._crashes) and _cause(self._crashes[0]) == _cause(ended.reason)
+        self._crashes = [*(self._crashes if same else ()), ended.reason]
+        if ended.status != "crashed" or ran or ended.is_out_of_memory:
+            self._crashes = []
+        if len(self._crashes) == SAME_CRASHES:
+            what = f"{SAME_CRASHES} settings in a row crashed for the same reason, while it runs as it is"
+            self.crashed = f"the command cannot be tuned here: {what}: {ended.reason}"
+            search.stop(f"The search ends: {what}.".replace(" it runs", " the command runs"))
 
     @property
     def _length(self) -> Length:
@@ -423,6 +456,11 @@ class Restarts:
     def _searched(self) -> Search:
         assert self.search is not None
         return self.search
+
+
+def _cause(reason: str) -> str:
+    """A reason without its figures: process ids and addresses differ from run to run."""
+    return re.sub(r"\d+", "#", reason)
 
 
 def _is_over(search: Search) -> bool:

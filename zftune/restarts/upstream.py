@@ -7,15 +7,23 @@ the settings here have `apply_lag` = `update_interval`. Each window is one updat
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from zftune.ds_config.facts import ZENFLOW_DEFAULTS
-from zftune.errors import BadInputError
+from zftune.doctor.software import defects
+from zftune.ds_config.facts import GOOD, ZENFLOW_DEFAULTS, scrambles
+from zftune.ds_config.reading import offloads, stage_of
+from zftune.errors import BadInputError, ProfileError
+from zftune.integrations.deepspeed.named import named_by, script_of, written_in
 from zftune.integrations.deepspeed.presets import apply
 from zftune.quality import assumed_coverage
 from zftune.store.types import QUALITIES, STALENESS, Quality
+from zftune.telemetry.fingerprint import installed
 from zftune.text import one_of
 from zftune.tuner import space as tuning
 from zftune.tuner.space import (
@@ -131,6 +139,45 @@ class UpstreamSpace(Space):
         return upstream_staleness_steps(setting)
 
 
+def refuse_early(upstream: Upstream, asked: str | None) -> None:
+    """Refuse what cannot be tuned whatever an engine makes of it, before anything trains.
+
+    Args:
+        upstream: the ds_config, and the version of DeepSpeed that trains with it.
+        asked: quality, if one was asked for.
+
+    Raises:
+        BadInputError: nothing is tunable; says what to do.
+        ProfileError: the version damages the model.
+    """
+    quality, version = upstream.quality(asked), upstream.version
+    has_scheduler = upstream.config.get("scheduler") is not None
+    if quality == "exact" and not _ratios(upstream, has_scheduler=has_scheduler, sub_groups=2):
+        raise BadInputError(_nothing_exact(upstream, asked))
+    upstream.start()
+    broken = next((found for found in defects(version) if found.status == "broken"), None)
+    if broken is not None and upstream.stage != 3 and (upstream.section is not None or quality != "exact"):
+        raise ProfileError(f"{broken.finding} {broken.fix or ''}".strip().rstrip("."))
+
+
+def refuse_before_a_run(argv: Sequence[str], asked: str | None) -> None:
+    """Refuse by what the command names, and by the DeepSpeed that is installed beside it.
+
+    Args:
+        argv: the command and its arguments.
+        asked: quality, if one was asked for.
+
+    Raises:
+        BadInputError, ProfileError: as of `refuse_early`.
+    """
+    version, program = installed("deepspeed"), shutil.which(argv[0])
+    is_here = program is not None and Path(program).parent == Path(sys.executable).parent
+    sources = [source.config for source in named_by(argv, os.environ)] or list(written_in(script_of(argv)))
+    offloading = [config for config in sources if stage_of(config) in (1, 2, 3) and offloads(config)]
+    if version is not None and is_here and len(offloading) == len(sources) == 1:
+        refuse_early(Upstream(offloading[0], version), asked)
+
+
 def space_for(upstream: Upstream, asked: str | None, *, has_loss: bool, has_scheduler: bool, sub_groups: int) -> Space:
     """The space of a quality.
 
@@ -177,9 +224,12 @@ def _ratios(upstream: Upstream, *, has_scheduler: bool, sub_groups: int) -> tupl
 
 def _nothing_exact(upstream: Upstream, asked: str | None) -> str:
     default = " (the default where a ds_config has no zenflow section)" if asked is None else ""
+    broken = scrambles(upstream.version) and upstream.stage != 3
+    needs = f", for which {upstream.version} is not to be used: pip install deepspeed=={GOOD}" if broken else ""
     return (
         f"--quality 'exact'{default}: upstream's DeepSpeed has no setting at ZeRO stage {upstream.stage} here that "
-        "changes only its speed; published and loose let it apply gradients later (ZenFlow)"
+        "changes only its speed; give --quality published or loose, which let it apply gradients later "
+        f"(ZenFlow{needs})"
     )
 
 

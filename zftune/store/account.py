@@ -47,9 +47,11 @@ class Count:
     """By exploring: beyond what the incumbent would have taken."""
     saved_s: float = 0.0
     """By the incumbents, against the setting that the search began from."""
+    runs: int = 0
+    """Of the command, where a search starts it: all of its time is spent then."""
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.seconds, self.tokens, self.spent_s) < 0:
+        if min(self.steps, self.seconds, self.tokens, self.spent_s, self.runs) < 0:
             raise ValueError("a count is below 0")
 
     def __add__(self, other: Count) -> Count:

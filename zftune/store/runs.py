@@ -71,6 +71,7 @@ class Runs(PastRuns):
         versions: Mapping[str, str] | None = None,
         usable_cores: float | None = None,
         lease_s: float = LEASE_S,
+        elapsed_s: float = 0.0,
     ) -> Run:
         """Write down that a run begins.
 
@@ -83,6 +84,7 @@ class Runs(PastRuns):
             versions: of the software.
             usable_cores: by affinity and control group.
             lease_s: seconds until it counts as lost where no lock tells, unless the lease is renewed.
+            elapsed_s: since it began.
 
         Raises:
             StoreError: it could not be written.
@@ -102,7 +104,7 @@ class Runs(PastRuns):
                     settings=dict(settings or {}),
                     versions=dict(versions or {}),
                     usable_cores=usable_cores,
-                    began_unix_s=now,
+                    began_unix_s=now - elapsed_s,
                     lease_until_unix_s=now + lease_s,
                 )
             )

@@ -134,6 +134,8 @@ class Recording:
         self.recorder: StoreRecorder | None = None
         self.ratios: Ratios | None = None
         """Measured here; a preset is found by them on other machines."""
+        self.elapsed_s = 0.0
+        """Since the search began, when it is written down that it does."""
         self._stake: tuple[str, Setting] | None = None
         self._versions: Mapping[str, str] = {}
         self._store = store
@@ -271,7 +273,7 @@ class Recording:
         with noting(self.notices, StoreError):
             run = self._store.begin_run(
                 self.key, self._model, self._hardware, knobs=knobs, settings=settings, versions=versions,
-                usable_cores=self._usable_cores,
+                usable_cores=self._usable_cores, elapsed_s=self.elapsed_s,
             )  # fmt: skip
             self._versions, self._stake = versions, stake
             self.recorder = StoreRecorder(self._store, run, self._study)

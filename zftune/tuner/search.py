@@ -52,6 +52,8 @@ from zftune.tuner.trials import CandidateQueue, TrialTable
 __all__ = ["MOST_VOIDS", "Search", "SearchOptions"]
 MOST_VOIDS = 3
 _COMPARISON = 3  # measurements
+LEAST_MEASUREMENTS = 2 + _COMPARISON
+"""The start, a look at another setting, and its comparison: with fewer, nothing can be found."""
 _HOLD_STEPS = 200
 _MOST_RESTARTS = 4
 """For changed times, before a search came to its end: from there on it waits, ever longer, or ends."""

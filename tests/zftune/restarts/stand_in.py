@@ -51,6 +51,8 @@ def main() -> None:
         started = subprocess.Popen(["sleep", "300"], start_new_session=True)
         with Path(behaviour["spawn"]).open("a") as pids:
             pids.write(f"{started.pid} {os.getpid()}\n")
+    if knobs is not None and "lacks" in behaviour:
+        raise RuntimeError(behaviour["lacks"])
     if interval in behaviour.get("memory", ()):
         raise MemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     train(folder, behaviour, zenflow, interval)
@@ -70,8 +72,9 @@ def train(folder: Path, behaviour: dict[str, Any], zenflow: dict[str, Any], inte
         tell("trial", has_loss=behaviour.get("loss", True))
         told = {name: zenflow[name] for name in ("topk_ratio", "update_interval", "overlap_step") if name in zenflow}
         told |= behaviour.get("engine", {})
-        tell("model", model="Net", parameters=10, trainable=10, dtype="bfloat16", model_bytes=20,
-             model_id="0123456789abcdef", optimizer="Adam", systems=[], micro_batch=2, sequence=8, tokens_per_step=16,
+        name = {} if behaviour.get("nameless") else {"model_id": "0123456789abcdef"}
+        tell("model", **name, model="Net", parameters=10, trainable=10, dtype="bfloat16", model_bytes=20,
+             optimizer="Adam", systems=[], micro_batch=2, sequence=8, tokens_per_step=16,
              knobs=None, checkpointing=False,
              deepspeed={"version": "0.19.6", "stage": 2, "micro_batch": 2, "offload_ratio": 1.0, "sub_groups": 0,
                         "has_scheduler": False, "zenflow": told if zenflow else None})  # fmt: skip

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests import zygote
 from tests.process.conftest import is_running, wait_for
 from tests.tiers import everything
 from tests.zftune.restarts.training import content
 from zftune.errors import BadInputError, ProfileError, ZftuneError
+from zftune.explain.document import explain_document
+from zftune.explain.screen import render
+from zftune.report.tune import tune_page
 from zftune.restarts.document import RestartOptions, run_restarting
+from zftune.restarts.process import Ended, ProcessTrial
 from zftune.store import open_store
 from zftune.store.types import RunState, TrialState
 
@@ -30,6 +37,7 @@ TOO_SHORT = (
     r"^command: run 1 ended by itself after {} steps, {} are needed to measure topk_ratio 0\.1, update_interval 4, .*; "
     r"give it a training of \d+ steps or more, which is always enough"
 )
+ENDED_WELL = {"too_short": None, "crashed": None}
 MEMORY = open_store("sqlite://", environment={})
 Document = dict[str, Any]
 Tune = Callable[..., Document]
@@ -46,13 +54,15 @@ def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tune:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     monkeypatch.setattr("tempfile.tempdir", None)
 
-    def run(options: RestartOptions | None = None, **behaviour: Any) -> Document:
+    def run(
+        options: RestartOptions | None = None, clock: Callable[[], float] = time.monotonic, **behaviour: Any
+    ) -> Document:
         (cwd / "b.json").write_text(json.dumps({"ms": FASTER, **behaviour}))
         before = content(cwd)
         command = [sys.executable, str(STAND_IN), "b.json"]
         try:
             with open_store() as store:
-                return run_restarting(command, options or few(), store)
+                return run_restarting(command, options or few(), store, clock=clock)
         finally:
             assert content(cwd) == before
             assert list((tmp_path / "scratch").iterdir()) == []
@@ -64,6 +74,13 @@ def few(most: int = 6, **more: Any) -> RestartOptions:
     return RestartOptions(**{"steps": 8, "most_measurements": most, "sampler": "none", "timeout_s": 20, **more})
 
 
+def console_text(document: Document) -> str:
+    """The screen, without its breaks of lines."""
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(render(document))
+    return " ".join(console.export_text().split())
+
+
 def states(document: Document) -> list[str]:
     return [trial["state"] for trial in document["trials"]]
 
@@ -73,7 +90,7 @@ def test_the_fastest_knobs_are_found_and_kept(tune: Tune) -> None:
     assert document["gain"]["share"] == pytest.approx(0.5)
     assert document["best"]["knobs"]["update_interval"] == 2
     assert document["start"]["step_ms"] == 20.0
-    assert document["command"] == {"script": "stand_in.py", "ranks": 1, "stage": 2, "runs": 3, "too_short": None}
+    assert document["command"] == {"script": "stand_in.py", "ranks": 1, "stage": 2, "runs": 3} | ENDED_WELL
     assert document["ds_config"]["zero_optimization"]["zenflow"]["update_interval"] == 2
     assert [trial["predicted_step_ms"] for trial in document["trials"]] == [None] * len(document["trials"])
     assert document["trials"][1]["staleness_steps"] == 2.5
@@ -127,6 +144,90 @@ def test_the_command_is_run_no_more_often_than_was_said(tune: Tune) -> None:
     assert document["stopped"] == "The command was run 5 times, as often as it may be."
 
 
+def test_all_time_of_all_runs_is_what_it_cost(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run takes 100 s on the clock, mostly before its first step; 20 ms a step become 10 ms."""
+    now = [1000.0]
+    run = ProcessTrial.run
+
+    def slow(trial: ProcessTrial) -> Ended:
+        now[0] += 100.0
+        return run(trial)
+
+    monkeypatch.setattr(ProcessTrial, "run", slow)
+    document = tune(clock=lambda: now[0])
+    cost, said = document["cost"], "Took 5 min 0 s, 3 runs of the command, gained 50.0 +/- 0.0%"
+    assert (cost["spent_s"], cost["elapsed_s"], cost["runs"]) == (300, 300, 3)
+    assert (cost["saved_ms_a_step"], cost["paid_after_steps"]) == (pytest.approx(10), 30_000)
+    assert document["verdict"][0].startswith(said)
+    assert document["verdict"][0].endswith("saves 10 ms a step and so has paid for itself after 30,000 steps.")
+    assert document["decisions"][0]["at_s"] == 100
+    page = tune_page(document)
+    assert "5 min 0 s" in page
+    assert "30,000 steps" in page
+    assert "Spent on exploring" not in page
+    with open_store() as store:
+        (found,) = store.runs()
+        assert explain_document(store, found)["verdict"] == document["verdict"]
+        start = store.measurements(store.trials(found.run_id)[0].trial_id)[0]
+        assert start.began_unix_s - found.began_unix_s > 90  # it began with the first start of the command
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_settings_that_all_crash_for_one_reason_end_the_search(tune: Tune, memory: bool) -> None:
+    """A machine without what they need; for want of memory others may run."""
+    lacks = "CUDA out of memory" if memory else "Found no NVIDIA driver"
+    document = tune(few(6, sampler="random", quality="loose"), lacks=lacks)
+    shown = console_text(document)
+    tried = [trial for trial in document["trials"] if trial["state"] == "crashed"]
+    assert all(one["step_ms"] is None for one in document["history"] if one["status"] == "crashed")
+    assert any("crashed, so that nothing is known of how fast others are" in one for one in document["verdict"])
+    if memory:
+        assert document["command"]["crashed"] is None
+        assert len(tried) == 5
+        return
+    why = "3 settings in a row crashed for the same reason"
+    assert document["command"]["crashed"].startswith(
+        f"the command cannot be tuned here: {why}, while it runs as it is: "
+    )
+    assert document["command"]["runs"] == 4
+    assert len(tried) == 3
+    assert shown.count(lacks) == 1
+
+
+def test_what_is_known_before_a_run_is_refused_before_it(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a ds_config that the command names or its script writes out, and the DeepSpeed that is installed."""
+    folder = Path.cwd()
+    config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    (folder / "ds.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(f"import deepspeed\nconfig = {config}\n")
+    (folder / "computed.py").write_text("import deepspeed\nconfig = {'zero_optimization': {'stage': stage()}}\n")
+    named = [sys.executable, str(STAND_IN), "--deepspeed_config", "ds.json"]
+
+    def stop(*_: Any) -> None:
+        raise ProfileError("it would have been run")
+
+    monkeypatch.setattr("zftune.restarts.search.Restarts.run", stop)
+    for version, quality, command, said in (
+        ("0.19.6", None, named, "give --quality published or loose, which let it apply gradients later .ZenFlow.$"),
+        ("0.19.8", None, named, r"0\.19\.8 is not to be used: pip install deepspeed==0\.19\.6"),
+        ("0.19.8", "published", named, r"0\.19\.8's own ZenFlow scrambles"),
+        ("0.19.8", "loose", [sys.executable, "own.py"], r"0\.19\.8's own ZenFlow scrambles"),
+        ("0.19.6", "published", named, "it would have been run"),
+        ("0.19.8", "published", ["/bin/sh", "-c", "train", "--deepspeed_config", "ds.json"], "it would have been run"),
+        ("0.19.8", "published", [sys.executable, "computed.py"], "it would have been run"),
+    ):
+        monkeypatch.setattr("zftune.restarts.upstream.installed", lambda _, version=version: version)
+        with pytest.raises(ZftuneError, match=said):
+            run_restarting(command, few(quality=quality), MEMORY)
+
+
+def test_a_model_without_a_name_is_kept_nowhere_and_nobody_is_said_to_have_asked_for_it(tune: Tune) -> None:
+    document = tune(nameless=True)
+    assert document["gain"] is not None
+    assert any(one.startswith("Nothing is kept in the store: ") for one in document["notices"])
+    assert not any("ZFTUNE_DB" in one for one in document["notices"])
+
+
 def test_a_later_search_knows_what_crashed(tune: Tune) -> None:
     tune(few(5), crashes=[2])
     again = tune(few(5, fresh=True), crashes=[2])
@@ -167,6 +268,7 @@ def test_a_run_that_does_not_come_to_its_knobs_says_nothing_about_them(tune: Tun
         ({"sleep_s": 60}, {"timeout_s": 2}, ProfileError, "it was not done after 2 s"),
         ({}, {"quality": "best"}, BadInputError, "--quality is 'best'; it must be exact, published or loose"),
         ({}, {"steps": 1}, BadInputError, "--trial-steps is 1; it must be a number >= 4"),
+        ({}, {"most": 4}, BadInputError, "--measurements is 4; it must be a number >= 5"),
     ],
 )
 def test_what_cannot_be_tuned_is_said_in_a_sentence(
@@ -212,7 +314,7 @@ def test_a_loop_without_deepspeed_is_refused_before_anything_is_run(
 
 def test_a_run_that_is_over_at_once_counts_if_it_was_long_enough(tune: Tune) -> None:
     """Nobody looked at it before its end."""
-    document = tune(few(4), steps=400, sleep_s=0)
+    document = tune(few(5), steps=400, sleep_s=0)
     assert document["command"]["too_short"] is None
     assert document["measurements"] >= 1
 
@@ -233,7 +335,7 @@ def test_the_first_run_that_is_too_short_ends_the_search_which_is_taken_up(tune:
         assert "measured" in str(store.trials(run.run_id)[1].reason)
     needed = int(re.findall(r"a training of (\d+) steps", why)[0])
     again = tune(few(quality="loose"), steps=needed, sleep_s=0.005, sectioned=False)
-    assert ": 1 measurement is kept (zftune tune --fresh, " in again["notices"][0]
+    assert ": 1 measurement is kept (--fresh, " in again["notices"][0]
     assert again["command"]["too_short"] is None
     assert again["gain"] is not None
 
@@ -313,7 +415,7 @@ def test_ctrl_c_ends_the_command_and_the_search_is_taken_up(
     process = tuner()
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert "1 measurement is kept (zftune tune --fresh, " in err
+    assert "1 measurement is kept (--fresh, " in err
     document = json.loads(out)
     assert document["best"]["knobs"]["update_interval"] == 2
     with open_store(str(tmp_path / "zftune.db")) as store:

@@ -76,7 +76,7 @@ def test_a_trial_keeps_what_is_not_searched() -> None:
 
 
 def test_without_a_zenflow_section_nothing_may_get_stale() -> None:
-    with pytest.raises(BadInputError, match=r"--quality 'exact' \(the default.*stage 2.*published and loose"):
+    with pytest.raises(BadInputError, match=r"--quality 'exact' \(the default.*stage 2.*published or loose"):
         space(upstream())
     assert space(upstream(), "published").budget > 0
     found = space(upstream(stage=3), has_scheduler=False, sub_groups=4)

@@ -254,7 +254,7 @@ def test_ctrl_c_before_it_began(mini_model: Path, mini_rig: Path, store: Store) 
         ("--ranks 2 --real-time", "--ranks 2: allowed only on a rig in simulated time"),
         ("--model huge", "--model is 'huge'"),
         ("--sampler nsga", "--sampler is 'nsga'; it must be gp, tpe or random"),
-        ("--measurements 0", "--measurements is 0; it must be an integer >= 1"),
+        ("--measurements 4", "--measurements is 4; it must be an integer >= 5"),
         ("--json /nowhere/x.json", "--json '/nowhere/x.json'"),
         ("--html /nowhere/x.html", "--html '/nowhere/x.html'"),
         ("--html -", "--html '-'"),

@@ -98,6 +98,25 @@ def unguarded(script: Path) -> Unguarded | None:
     return None
 
 
+def written_in(script: Path | None) -> Iterator[dict[str, Any]]:
+    """Each ds_config that stands in a script as a literal, with nothing but its ZeRO section.
+
+    Args:
+        script: of the training; None: it is not known.
+    """
+    try:
+        tree = ast.parse(b"" if script is None else script.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        for key, value in zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ():
+            if isinstance(key, ast.Constant) and key.value == "zero_optimization":
+                try:
+                    yield {"zero_optimization": ast.literal_eval(value)}
+                except ValueError:  # a part of it is computed
+                    yield {}
+
+
 class Names(NamedTuple):
     """What stands in a script and in the modules beside it that it imports."""
 
