@@ -175,7 +175,8 @@ class Replay:
         """Take in the next measurement."""
         status, discarded, tokens = _about(row)
         steps = list(row.steps_ms) or [row.step_ms] * row.steps
-        seconds, count = (sum(steps) + sum(discarded)) / 1e3, len(steps) + len(discarded)
+        every = [*steps, *discarded]
+        seconds, count = sum(every) / 1e3, len(every)
         incumbent_ms = self.step_ms(self.incumbent)
         self._between(row, incumbent_ms)
         challenged = row.role not in OF_INCUMBENT
@@ -194,7 +195,7 @@ class Replay:
             number=len(self.measured) + 1, trial=trial.number, role=row.role, status=status, reason=row.void_reason,
             steps=len(steps), seconds=seconds, ended_s=self.at_s, incumbent=self.incumbent,
             incumbent_step_ms=self.step_ms(self.incumbent), era=self.eras[-1].number,
-            **_figures(sample_or_none, tokens, [*steps, *discarded] if status != "crashed" else ()),
+            **(_figures(None, tokens, ()) if status == "crashed" else _figures(sample_or_none, tokens, every)),
         )  # fmt: skip
         self.measured.append(one)
         self._eras[trial.number] = one.era

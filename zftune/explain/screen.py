@@ -75,7 +75,8 @@ def _decisions(document: Mapping[str, Any]) -> Table:
     table.add_column(justify="right", no_wrap=True, style="dim")
     table.add_column(overflow="fold", ratio=1)
     eras = document["eras"]
-    last, cause = -1, None
+    last = -1
+    cause: str | None = None
     for one in words.entries(document):
         if len(eras) > 1 and one.era != last:
             last = one.era

@@ -128,6 +128,7 @@ def test_progress_begins_with_what_will_happen(tune: Tune, tmp_path: Path) -> No
 def test_a_setting_that_crashes_is_marked_with_its_reason(tune: Tune, behaviour: Any, reason: str) -> None:
     document = tune(**behaviour)
     assert document["trials"][1]["state"] == "crashed"
+    assert [one["step_ms"] for one in document["history"] if one["status"] == "crashed"] == [None]
     with open_store() as store:
         trials = store.trials(store.runs()[0].run_id)
         assert trials[1].state is TrialState.CRASHED
