@@ -420,10 +420,14 @@ def test_a_run_of_upstream(timed: Store, clock: Clock) -> None:
     rows.decide("start", start)
     clock.now += 60  # the next process starts
     rows.measure(rows.trial(update_interval=8, apply_lag=8), "explore", 90)
+    lost = rows.trial(update_interval=16, apply_lag=16)
+    rows.measure(lost, "explore", 0, steps=0, status="crashed", reason="no driver", discarded_ms=[66.7])
     timed.finish_run(rows.run)
     found = explained(timed, rows.run, clock)
-    assert [one["staleness_steps"] for one in found["trials"]] == [5.5, 11.5]  # a whole window late
-    assert found["cost"]["elapsed_s"] == pytest.approx(2 + 1.8)  # of steps
+    assert [one["staleness_steps"] for one in found["trials"]] == [5.5, 11.5, 23.5]  # a whole window late
+    assert found["cost"]["elapsed_s"] == pytest.approx(2 + 1.8 + 0.0667)  # of steps
+    assert found["verdict"][0] == "Gained nothing."  # nobody counted what its runs took
+    assert found["history"][-1]["step_ms"] is None
     assert found["feasible"] is None
 
 
