@@ -57,7 +57,7 @@ def resumed(measurements: int) -> str:
 def parted(steps: int) -> str:
     """The tuning ended, and the training did not."""
     taken = f"{steps} step{'' if steps == 1 else 's'}"
-    return f"Tuning ended {taken} after the training's last start; it went on, and what it did from here on is not known."
+    return f"Tuning ended {taken} after the training's last start; it went on, and what it did then is not known."
 
 
 def other_times(found: Gain) -> str:
