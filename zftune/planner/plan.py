@@ -259,8 +259,8 @@ def verdict(
     sentences = [f"{_named(config)}: {best.step_ms:,.0f} ms a step, bound by {bound}{_stall(best)}."]
     gain = zero.step_ms / best.step_ms
     late = f"{best.staleness_steps:.1f} steps late on average" if best.staleness_steps else "on time"
-    tight = "" if fits(zero, machine, headroom) else ", which does not fit"
-    sentences.append(f"That is {gain:.1f} times as fast as ZeRO-Offload{tight}; updates come {late}.")
+    too_large = "" if fits(zero, machine, headroom) else ", which does not fit"
+    sentences.append(f"That is {gain:.1f} times as fast as ZeRO-Offload{too_large}; updates come {late}.")
     sentences += _faster(found)
     if whole:
         slower = without.step_ms / best.step_ms - 1
