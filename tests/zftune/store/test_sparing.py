@@ -92,7 +92,8 @@ def test_a_crash_that_a_later_life_of_the_run_has_taken_in_stays_one(store: Stor
     store.lose_run(run)  # its training died
     run = store.resume_run(run.run_id)
     (crash,) = store.decisions(run.run_id)
-    store.add_measurement(run, dead, replace(MEASURED, steps=0, void_reason=crash.reason))  # so is the search told
+    (died,) = store.trials(run.run_id)
+    store.add_measurement(run, dead, replace(MEASURED, steps=0, void_reason=died.reason))  # so is the search told
     flying = [store.add_trial(run, {"topk_ratio": ratio}, source="search").trial_id for ratio in (0.3, 0.4)]
     for trial in flying:
         store.mark_in_flight(run, trial)

@@ -236,7 +236,7 @@ def test_a_training_begins_and_ends_while_its_store_is_still_being_opened(monkey
 
     monkeypatch.setenv("ZFTUNE_DB", "postgresql://me@host/db")
     monkeypatch.setattr(drivers, "_user_store", slow)
-    monkeypatch.setattr(drivers, "_thinker_beside", lambda _: Mock())  # which nobody asks
+    monkeypatch.setattr(drivers, "_thinker_beside", lambda _: Mock(waited_s=0.0))  # which nobody asks
     optimizer = Scene().optimizer
     driver = drivers.LocalDriver(optimizer, TuneRequest(quality="published"), None)
     ended = drivers.Ended(
