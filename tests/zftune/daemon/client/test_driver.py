@@ -81,9 +81,8 @@ def test_the_guard_is_told_before_the_last_words(
 ) -> None:
     caplog.set_level("INFO", logger="zftune")
     go_wrong(training)
-    first, second = caplog.messages[-2:]
-    assert first.startswith(GUARD)
-    assert second == "it was nice"
+    first, *_ = (one for one in caplog.messages if one.startswith(GUARD))  # the run's name may come after it
+    assert caplog.messages[-1] == "it was nice"
     assert guarded(training) == [first]
 
 
