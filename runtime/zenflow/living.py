@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import os
 import sys
 import warnings
@@ -54,7 +55,8 @@ def take_over(taking: ZenFlowOptimizer) -> None:
 @functools.cache
 def _register() -> None:
     atexit.register(_end_all)
-    os.register_at_fork(before=_before_fork)
+    # A child that collects what its parent had left over destroys events of a GPU that it cannot use: PyTorch aborts.
+    os.register_at_fork(before=_before_fork, after_in_child=gc.freeze)
 
 
 def _end_all() -> None:

@@ -218,6 +218,7 @@ def test_a_child_that_collects_it_unmaps_nothing_of_its_own() -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
         assert LIBC.mmap(address, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == address
         made.clear()
+        gc.unfreeze()  # of itself a child leaves all that there was to its parent
         gc.collect()
         return is_there(address)
 
@@ -225,6 +226,32 @@ def test_a_child_that_collects_it_unmaps_nothing_of_its_own() -> None:
         assert child(collect) == "True"
     assert is_there(address)
     made[0].optimizer.abandon()
+
+
+def test_a_child_collects_nothing_of_its_parents(run: Run) -> None:
+    """As an event of a GPU, which PyTorch destroys in a child by ending it."""
+    collected: list[int] = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.known_by = self
+
+        def __del__(self) -> None:
+            collected.append(os.getpid())
+
+    def collect() -> object:
+        gc.collect()
+        return collected
+
+    gc.disable()
+    try:
+        Event()
+        assert child(collect) == "[]"
+    finally:
+        gc.enable()
+    gc.collect()
+    assert collected == [os.getpid()]
+    run.steps(1)
 
 
 # A parent goes on.
