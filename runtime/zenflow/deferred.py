@@ -17,7 +17,7 @@ from zenflow.host.tasks import Control, HostColumns, LogEntry, ReadMasters, Targ
 from zenflow.layout import WeightPlan
 from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
-from zenflow.selection import SelectionChange
+from zenflow.selection import BucketMove, Move
 from zenflow.state import ColumnState, reread
 from zenflow.stats import Moved, StepRecord
 
@@ -383,7 +383,7 @@ class DeferredTier:
     # --- a close ---------------------------------------------------------------------------------------------------
 
     def submit_window(
-        self, bucket: Bucket, closing: Hyper, move: SelectionChange | None, *, after_all_d2h: bool, not_before: int
+        self, bucket: Bucket, closing: Hyper, move: BucketMove | None, *, after_all_d2h: bool, not_before: int
     ) -> BucketJob | None:
         """Submit a bucket's logged window and begin an empty log; None where there is nothing to apply.
 
@@ -400,22 +400,17 @@ class DeferredTier:
         bucket.reading = None
         entries, bucket.log = bucket.log, []
         places, bucket.places = bucket.places, []
-        staying = None if move is None else _others(bucket, move.slots)
-        if not entries or (staying is not None and len(staying) == 0):
+        if not entries or (move is not None and len(move.staying_columns) == 0):
             runtime.log.give_back(places)  # whoever leaves has read them before the next step overwrites them
             return None
-        if staying is None:
+        if move is None:
             slots: range | torch.Tensor = bucket.slots
             part = Targets(slots, [(entry, None) for entry in entries])
             result, columns = bucket.result, bucket.columns
         else:
-            index = staying - bucket.slots.start
-            part = Targets(staying, [(entry, index) for entry in entries])
-            slots, result, columns = (
-                staying,
-                bucket.result[: len(staying)],
-                runtime.send_index(self.slot_columns[staying]),
-            )
+            slots = move.change.staying
+            part = Targets(slots, [(entry, move.change.staying_rows) for entry in entries])
+            result, columns = bucket.result[: len(slots)], move.staying_columns
         barrier = [runtime.last_d2h] if after_all_d2h and runtime.last_d2h is not None else []
         job = self._submit(
             f"updating {self._name}",
@@ -429,36 +424,35 @@ class DeferredTier:
         gradients = barrier[-1] if barrier else entries[-1].transfer
         return BucketJob(bucket, slots, columns, job, entries, gradients)
 
-    def send_ahead(self, matrix: torch.Tensor, move: SelectionChange) -> Ahead:
+    def send_ahead(self, matrix: torch.Tensor, move: Move) -> Ahead:
         """Send the closing step's gradient of the columns that leave the tier, ahead of everything else.
 
         Args:
             matrix: the gradient, [rows, columns].
             move: the columns that change tier.
         """
-        leaving = self._runtime.kernels.pack(matrix, self._runtime.send_index(move.to_selected))
+        leaving = self._runtime.kernels.pack(matrix, move.to_selected)
         rows, transfer = self._runtime.fetch(leaving, self._runtime.memory.transient(leaving.shape, leaving.dtype))
         self._runtime.traffic.migrated_bytes += rows.nbytes
         return rows, transfer
 
-    def submit_leave(self, move: SelectionChange, closing: Hyper, ahead: Ahead | None) -> Job:
+    def submit_leave(self, move: Move, closing: Hyper, ahead: Ahead | None) -> Job:
         """Apply the window to the columns that leave the tier; before `submit_window`, which empties the log.
 
         Returns:
             The job whose result is their packed state, [n, packed_columns] int32.
         """
-        result = self._runtime.memory.transient((len(move.slots), self.state.packed_columns), torch.int32)
+        result = self._runtime.memory.transient((len(move.places), self.state.packed_columns), torch.int32)
         parts, inputs, nbytes = [], [], 0
-        for bucket in self.buckets:
-            positions, slots = _members(bucket, move.slots)
-            if not len(slots):
+        for bucket, part in zip(self.buckets, move.buckets, strict=True):
+            if part is None:
                 continue
-            rows = slots - bucket.slots.start
+            pairs, slots, rows = part.change.pairs, part.change.slots, part.change.rows
             entries = [(entry, rows) for entry in bucket.log]
             if ahead is not None and entries:
                 newest = replace(entries[-1][0], pieces=[ahead[0].view(-1)], transfer=ahead[1])
-                entries[-1] = newest, positions
-            parts.append(Targets(slots, entries, positions))
+                entries[-1] = newest, pairs
+            parts.append(Targets(slots, entries, pairs))
             inputs += _transfers([entry for entry, _ in entries])
             nbytes += self._update_bytes(len(slots) * self._rows, bucket.log)
         self._runtime.traffic.migrated_bytes += result.nbytes
@@ -467,7 +461,7 @@ class DeferredTier:
         job.ask_result()
         return job
 
-    def submit_join(self, move: SelectionChange, packed: torch.Tensor) -> None:
+    def submit_join(self, move: Move, packed: torch.Tensor) -> None:
         """Take over the state of the columns that join the tier; after `submit_leave`, whose slots they get.
 
         Args:
@@ -476,15 +470,15 @@ class DeferredTier:
         """
         arriving, transfer = self._runtime.fetch(packed, self._runtime.memory.transient(packed.shape, packed.dtype))
         self._runtime.traffic.migrated_bytes += arriving.nbytes
-        task = Unpack(self._host, move.slots, arriving)
+        task = Unpack(self._host, move.change.slots, arriving)
         self._submit(f"moving columns of {self._name}", task, 2 * arriving.nbytes, [transfer])
 
-    def rename(self, move: SelectionChange) -> None:
+    def rename(self, move: Move) -> None:
         """Let the slots stand for the columns that joined; after `submit_window`."""
-        self.slot_columns[move.slots] = move.to_deferred
-        for bucket in self.buckets:
-            if len(_members(bucket, move.slots)[0]):
-                bucket.columns = self._runtime.send_index(self.slot_columns[bucket.slots.start : bucket.slots.stop])
+        self.slot_columns.numpy()[move.change.slots.numpy()] = move.change.to_deferred.numpy()
+        for bucket, part in zip(self.buckets, move.buckets, strict=True):
+            if part is not None:
+                bucket.columns = part.columns.clone()  # in memory of its own: the move's is that of all weights
 
     def _closing(self, closing: Hyper) -> Hyper | None:
         return closing if self._runtime.deferred_update == "mean" else None
@@ -535,20 +529,6 @@ def _host_state(plan: WeightPlan, runtime: Runtime, initial: Sequence[float]) ->
         if value:
             moment.fill_(value)
     return ColumnState.over(streams, runtime.memory.empty((plan.deferred,), torch.int32, "state"))
-
-
-def _members(bucket: Bucket, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions in `slots` of those in the bucket, and these slots."""
-    positions = ((slots >= bucket.slots.start) & (slots < bucket.slots.stop)).nonzero().squeeze(1)
-    return positions, slots[positions]
-
-
-def _others(bucket: Bucket, moved: torch.Tensor) -> torch.Tensor | None:
-    """The bucket's slots that are not among `moved`; None where that is all of them."""
-    stays = torch.ones(len(bucket.slots), dtype=torch.bool, device="cpu")
-    _, here = _members(bucket, moved)
-    stays[here - bucket.slots.start] = False
-    return None if not len(here) else stays.nonzero().squeeze(1) + bucket.slots.start
 
 
 def _transfers(entries: list[LogEntry]) -> list[Transfer]:

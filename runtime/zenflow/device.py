@@ -377,11 +377,14 @@ class CudaDevice(Device):
             return pageable
 
     def mark(self) -> _CudaMark:
+        return self._mark_of(torch.cuda.current_stream(self.torch_device))
+
+    def _mark_of(self, stream: torch.cuda.Stream) -> _CudaMark:
         try:
             event = self._events.pop()
         except IndexError:
             event = torch.cuda.Event(enable_timing=True, blocking=True)  # a spinning wait would take a host core
-        event.record(torch.cuda.current_stream(self.torch_device))
+        event.record(stream)
         return _CudaMark(event, self._events)
 
     def asked(self) -> Mark:
@@ -424,9 +427,9 @@ class CudaDevice(Device):
         written = self.mark()  # held until it is waited for: another thread would record the event anew
         stream.wait_event(written.event)
         with torch.cuda.stream(stream):
-            transfer.begin = self.mark()
+            transfer.begin = self._mark_of(stream)
             target.copy_(source, non_blocking=True)
-            transfer.end = self.mark()
+            transfer.end = self._mark_of(stream)
         source.record_stream(stream)  # the caching allocator must not hand it out before the copy
         return self.observed("d2h", transfer)
 
@@ -434,9 +437,9 @@ class CudaDevice(Device):
         transfer = _CudaTransfer(source.nbytes)
         stream = self._h2d_stream
         with self._h2d_lock, torch.cuda.stream(stream):
-            transfer.begin = self.mark()
+            transfer.begin = self._mark_of(stream)
             tensor = source.to(self.torch_device, non_blocking=True)
-            transfer.end = self.mark()
+            transfer.end = self._mark_of(stream)
         return self.observed("h2d", transfer), tensor
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -60,12 +62,89 @@ def plan_move(selected: torch.Tensor, slot_columns: torch.Tensor, wanted: torch.
     """
     if not len(selected):
         return None
-    is_wanted = torch.zeros(int(torch.cat([selected, slot_columns]).max()) + 1, dtype=torch.bool, device="cpu")
-    is_wanted[wanted] = True  # a table: `torch.isin` sorts
-    places = (~is_wanted[selected]).nonzero().squeeze(1)
+    # NumPy's, as below: a step waits for each of these, and torch's threads for cores that the host engine has.
+    chosen, in_slots = selected.numpy(), slot_columns.numpy()
+    is_wanted = np.zeros(max(chosen.max(), in_slots.max(initial=0)) + 1, dtype=bool)
+    is_wanted[wanted.numpy()] = True
+    places = np.flatnonzero(~is_wanted[chosen])
     if not len(places):
         return None
-    slots = is_wanted[slot_columns].nonzero().squeeze(1)
-    places = places[torch.argsort(selected[places])]
-    slots = slots[torch.argsort(slot_columns[slots])]
-    return SelectionChange(slots, places, slot_columns[slots], selected[places])
+    slots = np.flatnonzero(is_wanted[in_slots])
+    places = places[np.argsort(chosen[places])]
+    slots = slots[np.argsort(in_slots[slots])]
+    return SelectionChange(*map(torch.from_numpy, (slots, places, in_slots[slots], chosen[places])))
+
+
+@dataclass(frozen=True, slots=True)
+class BucketChange:
+    """What a change of selection does to one bucket that has slots of it. All tensors are int64 on the CPU."""
+
+    pairs: torch.Tensor
+    """[m]: which of the change's pairs have their slot here."""
+    slots: torch.Tensor
+    """[m]: these slots."""
+    rows: torch.Tensor
+    """[m]: the same, counted from the bucket's first."""
+    staying: torch.Tensor
+    """[bucket's slots - m], ascending: those whose column stays."""
+    staying_rows: torch.Tensor
+    """The same, counted from the bucket's first."""
+    staying_columns: torch.Tensor
+    """Their columns."""
+    columns: torch.Tensor
+    """[bucket's slots]: the column in each of them afterwards."""
+
+
+def change_of_buckets(
+    change: SelectionChange, slot_columns: torch.Tensor, buckets: Sequence[range]
+) -> list[BucketChange | None]:
+    """Tell what a change does to each bucket.
+
+    Args:
+        change: of one weight.
+        slot_columns: [n_def] int64 on the CPU, the column in each slot before it.
+        buckets: the slots of each.
+
+    Returns:
+        For each bucket in turn; None where none of its slots changes.
+    """
+    slots, before = change.slots.numpy(), slot_columns.numpy()
+    after = before.copy()
+    after[slots] = change.to_deferred.numpy()
+    found: list[BucketChange | None] = []
+    for bucket in buckets:
+        pairs = np.flatnonzero((slots >= bucket.start) & (slots < bucket.stop))
+        rows = slots[pairs] - bucket.start
+        stays = np.ones(len(bucket), dtype=bool)
+        stays[rows] = False
+        staying_rows = np.flatnonzero(stays)
+        staying = staying_rows + bucket.start
+        parts = (pairs, slots[pairs], rows, staying, staying_rows, before[staying], after[bucket.start : bucket.stop])
+        found.append(BucketChange(*map(torch.from_numpy, parts)) if len(pairs) else None)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class BucketMove:
+    """A bucket's part of a change, with the columns on the device."""
+
+    change: BucketChange
+    staying_columns: torch.Tensor
+    """[staying] int64."""
+    columns: torch.Tensor
+    """[bucket's slots] int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A change of selection, with what kernels need of it on the device."""
+
+    change: SelectionChange
+    places: torch.Tensor
+    """[n] int64, as the change has them."""
+    to_selected: torch.Tensor
+    """[n] int64, likewise."""
+    selected: torch.Tensor
+    """[n_sel] int64: the selected columns afterwards, in state order."""
+    buckets: Sequence[BucketMove | None]
+    """For each bucket in turn; None where none of its slots changes."""

@@ -14,7 +14,7 @@ from torch import nn
 from zenflow.deferred import DeferredTier
 from zenflow.layout import WeightPlan
 from zenflow.runtime import Runtime
-from zenflow.selection import SelectionChange
+from zenflow.selection import Move, SelectionChange
 from zenflow.state import ColumnState, reread
 
 # Bytes of state that cross the link at a time, so that a large weight does not need as much again on the way.
@@ -196,14 +196,21 @@ class SplitState:
         if state is not None and not self._own_master:
             state.master.copy_(reread(state.master, columns))
 
-    def exchange(self, move: SelectionChange) -> None:
-        """Choose other columns; their state has moved, or there is none here."""
-        self.selected_columns[move.places] = move.to_selected
+    def exchange(self, move: Move) -> None:
+        """Choose other columns; their state has moved."""
+        assert self.deferred is not None
+        self._choose(move.change)
+        self.selected_index = move.selected.clone()  # in memory of its own: the move's is that of all weights
+        self.deferred.rename(move)
+
+    def choose(self, change: SelectionChange) -> None:
+        """Choose other columns, of which there is no state here."""
+        self._choose(change)
         self.selected_index = self._runtime.send_index(self.selected_columns)
-        if self.deferred is not None:
-            self.deferred.rename(move)
-        else:
-            self.slot_columns[move.slots] = move.to_deferred
+        self.slot_columns.numpy()[change.slots.numpy()] = change.to_deferred.numpy()
+
+    def _choose(self, change: SelectionChange) -> None:
+        self.selected_columns.numpy()[change.places.numpy()] = change.to_selected.numpy()
 
     # --- other splits ----------------------------------------------------------------------------------------------
 

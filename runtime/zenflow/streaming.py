@@ -91,6 +91,11 @@ class _Watch:
         staged.record.returned(whole)
         return whole
 
+    @property
+    def stands_in(self) -> bool:
+        """Whether what is in `.grad` is no gradient to add to."""
+        return self.staged is not None or isinstance(self.parameter.grad, GradientPlaceholder)
+
     def before(self) -> None:
         """A gradient is about to be added to `.grad`."""
         if self.staged is not None:
@@ -295,7 +300,7 @@ def _hooks(
     process = OwnProcess()
 
     def before(_: torch.Tensor) -> None:
-        if (owner := watch()) is not None and process.is_this:
+        if (owner := watch()) is not None and owner.stands_in and process.is_this:
             with HeldSignals(), torch.no_grad():
                 owner.before()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from zenflow.host.tasks import LogEntry
 from zenflow.layout import WeightPlan
 from zenflow.ledger import mass
 from zenflow.runtime import Runtime
-from zenflow.selection import SelectionChange, plan_move, top_columns
+from zenflow.selection import BucketChange, BucketMove, Move, SelectionChange, change_of_buckets, plan_move, top_columns
 from zenflow.split_state import SplitState, Tier
 from zenflow.writes import WriteWatch
 
@@ -266,7 +267,7 @@ class WeightState:
         """Take the pending selection, waiting for it; None where no state moves with it."""
         move = plan_move(self.split.selected_columns, self.split.slot_columns, self._take_proposal())
         if move is not None and self.deferred is None:  # there are no rows here
-            self.split.exchange(move)
+            self.split.choose(move)
             return None
         return move
 
@@ -302,14 +303,14 @@ class WeightState:
 
     # --- a change of selection -------------------------------------------------------------------------------------
 
-    def give_up_selected(self, move: SelectionChange) -> None:
+    def give_up_selected(self, move: Move) -> None:
         """Hand the state of the columns that become deferred to the host; after `DeferredTier.submit_leave`."""
         split = self.split
         assert split.deferred is not None
         assert split.selected is not None
-        split.deferred.submit_join(move, split.selected.pack(self._runtime.send_index(move.places)))
+        split.deferred.submit_join(move, split.selected.pack(move.places))
 
-    def take_selected(self, move: SelectionChange, state: torch.Tensor) -> None:
+    def take_selected(self, move: Move, state: torch.Tensor) -> None:
         """Take over the state of the columns that become selected, and make their weights visible.
 
         Args:
@@ -319,15 +320,56 @@ class WeightState:
         split = self.split
         assert split.deferred is not None
         assert split.selected is not None
-        places = self._runtime.send_index(move.places)
-        split.selected.unpack(places, state)
-        self.scatter(self._runtime.send_index(move.to_selected), split.selected.master.index_select(0, places))
+        split.selected.unpack(move.places, state)
+        self.scatter(move.to_selected, split.selected.master.index_select(0, move.places))
         split.exchange(move)
 
 
 def wrote(weights: Sequence[WeightState]) -> None:
     """Say that kernels have written to parameters: they do not count it, and autograd must know."""
     torch.autograd.graph.increment_version([weight.parameter for weight in weights])
+
+
+def send_moves(runtime: Runtime, changes: Mapping[WeightState, SelectionChange]) -> dict[WeightState, Move]:
+    """Put what kernels need of changes of selection on the device, in one copy for all of them.
+
+    Args:
+        runtime: whose link is used.
+        changes: of weights with a host tier.
+    """
+    parts: list[torch.Tensor] = []
+    buckets = {}
+    for weight, change in changes.items():
+        assert weight.deferred is not None
+        slots = [bucket.slots for bucket in weight.deferred.buckets]
+        buckets[weight] = change_of_buckets(change, weight.split.slot_columns, slots)
+        selected = weight.split.selected_columns.clone()
+        selected.numpy()[change.places.numpy()] = change.to_selected.numpy()
+        parts += [change.places, change.to_selected, selected]
+        for part in buckets[weight]:
+            parts += [] if part is None else [part.staying_columns, part.columns]
+    if not parts:
+        return {}
+    sent = _sent_together(runtime, parts)
+    return {
+        weight: Move(change, next(sent), next(sent), next(sent), [_sent(part, sent) for part in buckets[weight]])
+        for weight, change in changes.items()
+    }
+
+
+def _sent_together(runtime: Runtime, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Indices on the device, each at 16 bytes: for others Triton would compile its kernels once more."""
+    sizes = [part.numel() for part in parts]
+    starts = list(itertools.accumulate((size + size % 2 for size in sizes), initial=0))
+    together = torch.zeros(starts[-1], dtype=torch.int64, device="cpu")
+    for part, start, size in zip(parts, starts, sizes, strict=False):
+        together.numpy()[start : start + size] = part.numpy()
+    sent = runtime.send_index(together)
+    return (sent.narrow(0, start, size) for start, size in zip(starts, sizes, strict=False))
+
+
+def _sent(part: BucketChange | None, sent: Iterator[torch.Tensor]) -> BucketMove | None:
+    return None if part is None else BucketMove(part, next(sent), next(sent))
 
 
 _Form = tuple[torch.Size, torch.dtype, torch.device]

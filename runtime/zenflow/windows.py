@@ -16,9 +16,9 @@ from zenflow.late_weights import LateWeights, PendingUpdate
 from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
 from zenflow.schedule import StepPlan, due_step
-from zenflow.selection import SelectionChange
+from zenflow.selection import Move
 from zenflow.stats import StepRecord, Wait
-from zenflow.weight import OutsideWrite, WeightState
+from zenflow.weight import OutsideWrite, WeightState, send_moves
 
 
 class Windows:
@@ -38,7 +38,7 @@ class Windows:
 
     # --- close -----------------------------------------------------------------------------------------------------
 
-    def resolve_pending(self, record: StepRecord) -> dict[WeightState, SelectionChange]:
+    def resolve_pending(self, record: StepRecord) -> dict[WeightState, Move]:
         """Take the selections that are effective at this close; waits for the newest of them."""
         pending = [weight for weight in self._weights if weight.pending]
         if not pending:
@@ -52,15 +52,16 @@ class Windows:
                     for weight in pending:
                         weight.drop_proposal()
                     return {}
-            moves = {weight: weight.resolve_pending() for weight in pending}
-        record.moved_columns += sum(len(move.slots) for move in moves.values() if move is not None)
-        return {weight: move for weight, move in moves.items() if move is not None}
+            found = {weight: weight.resolve_pending() for weight in pending}
+            changes = {weight: change for weight, change in found.items() if change is not None}
+            record.moved_columns += sum(len(change.slots) for change in changes.values())
+            return send_moves(self._runtime, changes)
 
     def close(
         self,
         plan: StepPlan,
         hypers: Sequence[Hyper],
-        moves: Mapping[WeightState, SelectionChange],
+        moves: Mapping[WeightState, Move],
         ahead: Mapping[WeightState, Ahead],
         record: StepRecord,
         *,
@@ -103,12 +104,11 @@ class Windows:
         """The weights in the order in which their results are needed: by their steps, else by forward's use."""
         return self.waits.by_use(self._weights) if plan.synchronous and self.waits is not None else self._weights
 
-    def _submit(
-        self, weight: WeightState, plan: StepPlan, closing: Hyper, leaves: SelectionChange | None, *, in_turn: bool
-    ) -> None:
+    def _submit(self, weight: WeightState, plan: StepPlan, closing: Hyper, move: Move | None, *, in_turn: bool) -> None:
         if weight.deferred is None:
             return
-        for bucket in weight.deferred.buckets:
+        buckets = weight.deferred.buckets
+        for bucket, leaves in zip(buckets, [None] * len(buckets) if move is None else move.buckets, strict=True):
             due = plan.step if plan.synchronous else self._due(plan, bucket.index)
             # Where host work slows the steps down, each step has its share of it; else the sooner the better.
             start = due - 1 if self._device.takes_host_cores else 0

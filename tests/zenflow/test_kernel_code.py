@@ -45,7 +45,7 @@ def update(rule, element, fused=False):
 
 code = {f"{rule} {element}": update(rule, element) for rule in NOTHING for element in ("*i16", "*fp16")}
 code["importance"] = ptx(
-    column_sums, "*fp16", False, SQUARED=True, FINITE=True, BF16=False, ROWS_FIRST=True, BLOCK_N=8, BLOCK_R=32,
+    column_sums, "*fp16", False, FINITE=True, BF16=False, ROWS_FIRST=True, BLOCK_N=8, BLOCK_R=32,
 )
 code["fused"] = update("adam", "*fp32", fused=True)
 print(json.dumps(code))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.zenflow.small import has_room
 from zenflow import ZenFlowError
 from zenflow.host.log_pool import Extents, LogPool
 from zenflow.host.places import ALIGN_BYTES, padded
@@ -166,7 +167,7 @@ class Waiting:
         self.thread.start()
         self.thread.join(A_WHILE_S)
         assert not self.result.done()
-        assert not self.pool.ready(self.nbytes)
+        assert not has_room(self.pool, self.nbytes)
 
     def run(self) -> None:
         try:
@@ -205,9 +206,9 @@ def test_a_failure_wakes_waiting_and_later_takes() -> None:
     pool.fail(error)
     pool.fail(RuntimeError("and again"))
     assert waiting.result.exception(SOON_S) is error
-    for call in (pool.take, pool.ready):
+    for timeout_s in (None, 0):
         with pytest.raises(RuntimeError, match="the host is gone"):
-            call(64)
+            pool.take(64, timeout_s=timeout_s)
     pool.give(first)
     assert pool.taken_bytes == 0
 
@@ -217,11 +218,11 @@ def test_a_promise_makes_a_take_wait_for_few_pieces() -> None:
     parts = [pool.take(KB) for _ in range(256)]
     for extents in parts[:6]:
         pool.give(extents)
-    assert pool.ready(5 * KB)
+    assert has_room(pool, 5 * KB)
     pool.promise(parts[10])
     pool.promise(parts[10])
     waiting = Waiting(pool, 5 * KB)
-    assert pool.ready(4 * KB)
+    assert has_room(pool, 4 * KB)
     pool.give(parts[10])  # nothing is promised any more
     assert lengths(waiting.result.result(SOON_S)) == [KB] * 5
 
@@ -232,7 +233,7 @@ def test_a_promise_is_not_waited_for_once_enough_is_free() -> None:
     pool.promise(parts[-1])
     for extents in parts[:7]:
         pool.give(extents)
-    assert not pool.ready(5 * KB)
+    assert not has_room(pool, 5 * KB)
     pool.give(parts[7])  # 1/32
     assert lengths(pool.take(5 * KB, timeout_s=0)) == [KB] * 5
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 from torch import Tensor
 
+from tests.zenflow.small import has_room
 from tests.zenflow.test_log_pool import host_bytes, lengths, ranges
 from zenflow import ZenFlowError
 from zenflow.host.log_pool import Extents, LogPool
@@ -69,7 +70,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.take(nbytes, timeout_s=0)
             return None
         fits = self.unused >= needed
-        if not self.pool.ready(nbytes):
+        if not has_room(self.pool, nbytes):
             assert not fits or self.promised
             with pytest.raises(TimeoutError, match=f"{needed} bytes"):
                 self.pool.take(nbytes, timeout_s=0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.zenflow.small import has_room
 from zenflow import ZenFlowConfig
 from zenflow.host.log_pool import Extents, LogPool
 from zenflow.host.places import padded
@@ -75,7 +76,7 @@ class Run:
                 while self.draining and self.chance.random() < self.drains:
                     self.drain()
                 waited = False
-                while not self.pool.ready(self.sizes[bucket]):
+                while not has_room(self.pool, self.sizes[bucket]):
                     assert self.draining, "a take waits for what nobody gives back"
                     self.drain()
                     waited = True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import cast
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zenflow.kernels.base import EagerKernels
-from zenflow.selection import SelectionChange, plan_move, top_columns
+from zenflow.runtime import Runtime
+from zenflow.selection import SelectionChange, change_of_buckets, plan_move, top_columns
+from zenflow.weight import _sent_together
 
 importance = EagerKernels().importance
 
@@ -103,3 +107,45 @@ def test_a_move_by_hand() -> None:
 
 def test_nothing_to_move() -> None:
     assert plan_move(torch.tensor([3, 1]), torch.tensor([0, 2]), torch.tensor([1, 3])) is None
+
+
+@given(selections(), st.integers(1, 4))
+def test_each_bucket_knows_its_part_of_a_move(drawn: tuple[Tensor, Tensor, Tensor], number: int) -> None:
+    selected, slots, wanted = drawn
+    move = plan_move(selected, slots, wanted)
+    if move is None:
+        return
+    size = -(-len(slots) // number)
+    buckets = [range(low, min(low + size, len(slots))) for low in range(0, len(slots), size)]
+    changes = change_of_buckets(move, slots, buckets)
+    _, new_slots = after(selected, slots, move)
+    pairs = []
+    for bucket, change in zip(buckets, changes, strict=True):
+        if change is None:
+            assert not set(move.slots.tolist()) & {*bucket}
+            continue
+        pairs += change.pairs.tolist()
+        assert torch.equal(change.slots, move.slots[change.pairs])
+        assert sorted([*change.slots.tolist(), *change.staying.tolist()]) == [*bucket]
+        assert change.staying.tolist() == sorted(change.staying.tolist())
+        assert torch.equal(change.staying_columns, slots[change.staying])
+        assert torch.equal(change.staying, change.staying_rows + bucket.start)
+        assert torch.equal(change.slots, change.rows + bucket.start)
+        assert change.columns.tolist() == new_slots[bucket.start : bucket.stop].tolist()
+    assert sorted(pairs) == [*range(len(move.slots))]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1))
+def test_indices_that_are_sent_together_lie_where_kernels_are_compiled_for(sizes: list[int]) -> None:
+    class Link:
+        def send_index(self, index: Tensor) -> Tensor:
+            self.index = index
+            return index
+
+    link = Link()
+    parts = list(torch.arange(sum(sizes)).split(sizes))
+    sent = list(_sent_together(cast(Runtime, link), parts))
+    assert all(torch.equal(part, there) for part, there in zip(parts, sent, strict=True))
+    assert all((there.data_ptr() - link.index.data_ptr()) % 16 == 0 for there in sent)
+    ends = sorted((there.data_ptr(), there.data_ptr() + there.nbytes) for there in sent if there.numel())
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -132,7 +133,8 @@ class GradientLog:
         """
         place = self._take(packed.nbytes)
         pieces = [view.view(packed.dtype) for view in place.views]
-        parts = packed.view(-1).split([piece.numel() for piece in pieces])
+        flat = packed.view(-1)
+        parts = [flat] if len(pieces) == 1 else flat.split([piece.numel() for piece in pieces])
         transfers: list[Transfer] = []
         try:
             for part, piece in zip(parts, pieces, strict=True):
@@ -181,8 +183,8 @@ class GradientLog:
             self._pool.give(place)
 
     def _take(self, nbytes: int) -> Extents:
-        if self._pool.ready(nbytes):
-            return self._pool.take(nbytes)
+        with suppress(TimeoutError):
+            return self._pool.take(nbytes, timeout_s=0)
         self._engine.hurry()
         with self._history.open.timed(self._device, "host"):
             while True:

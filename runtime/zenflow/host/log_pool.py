@@ -96,11 +96,6 @@ class LogPool:
         """Most bytes that the segments ever had together."""
         return self._peak_bytes
 
-    def ready(self, nbytes: int) -> bool:
-        """Whether `take` would return without waiting; raises as it does. Other threads' gives leave it true."""
-        with self._changed:
-            return self._choose(self._needed(nbytes)) is not None
-
     def take(self, nbytes: int, timeout_s: float | None = None) -> Extents:
         """Find a place for an entry; blocks until there is one.
 
@@ -118,11 +113,16 @@ class LogPool:
                 raise TimeoutError(f"no room for {needed} bytes in {timeout_s} s, {self.taken_bytes} bytes are taken")
             pieces, fresh = choice
             self._places.take(pieces, fresh)
+            if not fresh:
+                return self._extents(nbytes, pieces)
         self._grow(fresh, pieces)
         with self._changed:
-            extents = Extents(nbytes, self._views(pieces, nbytes), tuple(pieces))
-            self._taken[extents] = False
-            return extents
+            return self._extents(nbytes, pieces)
+
+    def _extents(self, nbytes: int, pieces: list[Piece]) -> Extents:
+        extents = Extents(nbytes, self._views(pieces, nbytes), tuple(pieces))
+        self._taken[extents] = False
+        return extents
 
     def promise(self, extents: Extents) -> None:
         """Say that extents come back even while their taker waits in `take`. ValueError: they are not taken."""

@@ -99,14 +99,13 @@ def column_sums(
     part_rows,
     stride_row,
     stride_column,
-    SQUARED: tl.constexpr,
     FINITE: tl.constexpr,
     BF16: tl.constexpr,
     ROWS_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Sums of a matrix' columns, or of their squares, over parts of its rows: sums[part, n].
+    """Sums of the squares in a matrix' columns over parts of its rows: sums[part, n].
 
     Grid: blocks of columns, parts. No atomics, so that the order of summation is that of the shape. FINITE: a sum that
     is not finite counts as 0.
@@ -121,9 +120,7 @@ def column_sums(
         r = start + tl.arange(0, BLOCK_R).to(tl.int64)  # the interpreter's `start` is a number without a width
         raw = load_columns(matrix, i, r, i_ok, r < high, stride_row, stride_column, ROWS_FIRST)
         value = widened(raw, BF16)
-        if SQUARED:
-            value = value * value
-        total += value
+        total += value * value
     column = tl.sum(total, axis=1)
     if FINITE:
         column = tl.where(column < float("inf"), column, 0.0)  # no NaN is less

@@ -14,7 +14,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from zenflow.errors import UnsupportedError
 from zenflow.kernels import triton_kernels
-from zenflow.kernels.base import ColumnUpdate, EagerKernels, Kernels
+from zenflow.kernels.base import ColumnUpdate, EagerKernels, Kernels, finite_or_zero
 from zenflow.rules import Hyper, Rule, SGDHyper
 from zenflow.rules.adaptive import AdagradHyper, AdamHyper, AdamWHyper
 from zenflow.rules.base import per_count, root
@@ -53,7 +53,7 @@ class _Counts:
 
 
 class TritonKernels(Kernels):
-    """One launch for each method, two for an importance whose rows are cut into parts.
+    """One launch for each method, and one of torch for an importance whose rows are cut into parts.
 
     The updates of a step take a dozen more, for what depends on their counts.
     """
@@ -80,15 +80,14 @@ class TritonKernels(Kernels):
         wanted = max(1, _SUM_PROGRAMS // _ceil(columns, block_n))
         parts = min(wanted, _ceil(rows, 4 * block_r))
         sums = torch.empty((parts, columns), dtype=torch.float32, device=matrix.device)
-        _sum_columns(matrix, sums, squared=True, finite=finite and parts == 1)
+        _sum_columns(matrix, sums, finite=finite and parts == 1)
         if parts == 1:
             return sums[0]
-        scores = torch.empty((1, columns), dtype=torch.float32, device=matrix.device)
-        _sum_columns(sums, scores, squared=False, finite=finite)
-        return scores[0]
+        scores = sums.sum(dim=0)  # few numbers, which Triton would need five times as long to launch
+        return finite_or_zero(scores) if finite else scores
 
     def pack(self, matrix: torch.Tensor, columns: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        n, rows = len(columns), matrix.shape[0]
+        n, rows = columns.shape[0], matrix.shape[0]
         if n * rows == 0 or matrix.dtype not in _DTYPES:
             return self._eager.pack(matrix, columns, into=into)
         packed = matrix.new_empty((n, rows)) if into is None else into
@@ -241,7 +240,7 @@ def _update(
     )
 
 
-def _sum_columns(matrix: torch.Tensor, sums: torch.Tensor, *, squared: bool, finite: bool) -> None:
+def _sum_columns(matrix: torch.Tensor, sums: torch.Tensor, *, finite: bool) -> None:
     rows, columns = matrix.shape
     parts = sums.shape[0]
     block_n, block_r = _tile(_SUM_TILE, matrix)
@@ -253,7 +252,6 @@ def _sum_columns(matrix: torch.Tensor, sums: torch.Tensor, *, squared: bool, fin
             columns,
             _ceil(_ceil(rows, parts), block_r) * block_r,
             *_strides(matrix),
-            SQUARED=squared,
             FINITE=finite,
             BF16=matrix.dtype == torch.bfloat16,
             ROWS_FIRST=_rows_first(matrix),
