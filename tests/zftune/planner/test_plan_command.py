@@ -21,7 +21,7 @@ from zftune.errors import BadInputError
 from zftune.planner.choosing import LEAST_HEADROOM_BYTES, limits
 from zftune.planner.closed_form import predict
 from zftune.planner.model import Job, Machine, ModelFacts
-from zftune.planner.plan import SCHEMA, SMALLEST, curves, make_plan, of_nothing, of_ranks, remedies
+from zftune.planner.plan import CALLS_MS_PER_WEIGHT, SCHEMA, SMALLEST, curves, make_plan, of_nothing, of_ranks, remedies
 from zftune.planner.screen import render
 from zftune.report.plan import curves_chart, plan_html
 from zftune.text import size
@@ -54,6 +54,21 @@ def test_the_document_is_plain_and_complete(document: dict[str, Any]) -> None:
     assert document["baselines"]["no_offload"]["memory"]["host_bytes"] == 0
     assert document["baselines"]["zero_offload"]["step_ms"] > best["step_ms"]
     assert len(document["curves"]) == 8
+
+
+def test_a_step_that_is_shorter_than_its_calls_is_told() -> None:
+    model, machine = ModelFacts.from_name("Llama-2-7B"), Machine.load("a100-80-sxm")
+    short, long = (
+        [
+            sentence
+            for sentence in make_plan(model, machine, job, quality="published")["verdict"]
+            if "Python" in sentence
+        ]
+        for job in (Job(seq=512), Job(seq=2048))
+    )
+    matrices = 7 * 32 + 2
+    assert f"{CALLS_MS_PER_WEIGHT * matrices:,.0f} ms for the {matrices} here" in short[0]
+    assert not long
 
 
 @pytest.mark.parametrize("width", [80, 100])
