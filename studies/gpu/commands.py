@@ -20,7 +20,7 @@ _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
 _CONFIG = ROOT / "examples" / "ds_hf.json"
 _AT_A_TIME = 6
 _TIMEOUT_S = 75.0
-_KEPT_LINES = 30
+_KEPT_LINES, _KEPT_OF_FAILED = 30, 200
 
 
 def commands(record: Record, bench: Bench, _: Size) -> None:
@@ -92,4 +92,5 @@ def _run(command: Sequence[str], folder: Path, timeout_s: float) -> dict[str, An
     else:
         output, returncode = done.stdout, done.returncode
     seconds = round(time.monotonic() - began, 1)
-    return {"returncode": returncode, "seconds": seconds, "output": output.splitlines()[-_KEPT_LINES:]}
+    kept = _KEPT_OF_FAILED if returncode else _KEPT_LINES
+    return {"returncode": returncode, "seconds": seconds, "output": output.splitlines()[-kept:]}

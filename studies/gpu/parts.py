@@ -35,6 +35,7 @@ PARTS = (
     Part("kernels", 60, 10),
     Part("driver", 50, 10),
     Part("link", 30, 8),
+    Part("calls", 20, 5),
     Part("invariants", 90, 20),
     Part("sanitizer", 45, 20),
     Part("adamw", 35, 15),
@@ -110,13 +111,14 @@ def run_part(name: str, path: Path, *, size: str, stub: bool, limit_s: float) ->
 
 
 def _function(name: str) -> Callable[..., None]:
-    from gpu import checks, commands, driver, exactness, machine, sweeps, systems
+    from gpu import calls, checks, commands, driver, exactness, machine, sweeps, systems
 
     return {
         "environment": machine.environment,
         "kernels": machine.kernels,
         "driver": driver.driver,
         "link": machine.link,
+        "calls": calls.calls,
         "invariants": checks.invariants,
         "sanitizer": checks.sanitizer,
         "synchronised": systems.synchronised,

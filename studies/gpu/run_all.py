@@ -37,7 +37,7 @@ _LONG = ("doctor", "machine", "model", "search", "output")
 _BUILD_S = 150
 _STUB_PATIENCE = 10
 """Times the limits of parts: a machine that tests is busy."""
-_SIZES = ("1B", "3B", "50M", "stub")
+_SIZES = ("1B", "1B-16k", "3B", "50M", "stub")
 
 
 def native_module() -> str:
@@ -174,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="What a GPU can tell about this runtime in nine minutes.")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-results", help="where results are kept")
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything; the last parts get what is left")
-    parser.add_argument("--size", choices=_SIZES, help="of the decoder; 1B, with --stub a tiny one")
+    parser.add_argument("--size", choices=_SIZES, help="of the decoder; 1B, with --stub a tiny one; 16k: tokens a step")
     parser.add_argument("--parts", nargs="+", choices=names, metavar="NAME", help=f"only these: {', '.join(names)}")
     parser.add_argument("--stub", action="store_true", help="the simulated device for a GPU: no figure is one of a GPU")
     return parser

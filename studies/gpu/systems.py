@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from gpu.bench import Bench, Size
+from gpu.calls import ThreadTimes
 from gpu.machine import machine_of, memory_bytes
 from gpu.parts import KNOBS
 from gpu.profiled import length, profiled, union
@@ -61,8 +62,11 @@ def _measured(record: Record, trainee: Trainee, loop: Loop, name: str) -> None:
     count = max(_LEAST_STEPS, min(size.steps, int((record.remaining_s - _KEPT_S) / max(warm_s, 1e-6))))
     count = -(-count // window) * window
     before = loop.taken
+    threads = ThreadTimes()
+    threads.begin()
     with _Nvml(record, bench):
         times = loop.steps(count)
+    record.note("threads_ms", threads.figures(count))
     step = loop.figures(times)
     record.note("step_ms", step)
     plain = figures_of(record.path.parent, "adamw").get("step_ms")

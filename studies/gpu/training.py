@@ -254,7 +254,8 @@ class Loop:
             name: statistics.median(1e3 * call[at] for call in times.cpu)
             for at, name in enumerate(("forward", "backward", "step"))
         }
-        return {**spread(whole), "steps": len(whole), "device_ms": parts, "thread_ms": calls}
+        each = [round(one, 2) for one in whole]
+        return {**spread(whole), "steps": len(whole), "each": each, "device_ms": parts, "thread_ms": calls}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

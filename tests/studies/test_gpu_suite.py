@@ -192,7 +192,7 @@ def test_bad_input_ends_with_2_and_a_sentence(tmp_path: Path, words: list[str], 
     assert sentence in done.stderr
 
 
-STUB_PARTS = by_day(("driver", "zenflow"), all_of=())
+STUB_PARTS = by_day(("driver", "calls", "zenflow"), all_of=())
 
 
 def test_the_whole_script_runs_on_the_stub_and_says_that_its_figures_are_none_of_a_gpu(
@@ -212,6 +212,9 @@ def test_the_whole_script_runs_on_the_stub_and_says_that_its_figures_are_none_of
     assert {goal["met"] for goal in summary["goals"]} == {None}
     assert summary["figures"]["zenflow"]["prediction"]["step_ms"] > 0
     assert summary["figures"]["driver"]["fork"]["stale_bytes"] == 0
+    assert len(summary["figures"]["calls"]) >= 15
+    assert min(summary["figures"]["calls"].values()) > 0
+    assert "zenflow-feed" in summary["figures"]["zenflow"]["threads_ms"]
 
 
 PLANTED = f"""
