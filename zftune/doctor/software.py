@@ -260,7 +260,7 @@ def deepspeed_checks() -> Iterator[Check]:
         return
     yield _version(version)
     yield from map(_of_its_own_zenflow, defects(version))
-    yield _builds()
+    yield _builds(os.environ)
     yield from left_locks(os.environ)
 
 
@@ -303,7 +303,10 @@ def _of_its_own_zenflow(found: Check) -> Check:
     return replace(found, status="note", finding=finding, fix=fix)
 
 
-def _builds() -> Check:
+_ARCHITECTURE = re.compile(r"\d+\.\d+(\+PTX)?")
+
+
+def _builds(environment: Mapping[str, str]) -> Check:
     if shutil.which("ninja") is None and installed("ninja") is None:
         return Check(
             name="CPU Adam",
@@ -317,6 +320,17 @@ def _builds() -> Check:
             status="absent",
             finding="There is no C++ compiler: DeepSpeed cannot build its CPU Adam on first use.",
             fix="apt install g++ (or your system's package of it)",
+        )
+    architectures = environment.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    if unread := [one for one in architectures if not _ARCHITECTURE.fullmatch(one)]:
+        return Check(
+            name="CPU Adam",
+            status="note",
+            finding=(
+                f"DeepSpeed cannot read {', '.join(unread)} in $TORCH_CUDA_ARCH_LIST: where there is a GPU, it cannot "
+                "build its CPU Adam. zenflow, with which `zftune run` trains in its place, does not need it."
+            ),
+            fix="Name architectures by numbers alone, such as TORCH_CUDA_ARCH_LIST=9.0.",
         )
     return Check(name="CPU Adam", status="ok", finding="A compiler and ninja are there to build it on first use.")
 

@@ -18,6 +18,7 @@ from zftune.doctor.check import Check, Status
 from zftune.doctor.gpu import cuda_check, findings, triton_check
 from zftune.doctor.host import cores_check, link_check, numa_check, pinned_check, throttled
 from zftune.doctor.software import at_least, defects, extras, numbers, packages, requirements, store_check
+from zftune.ds_config.facts import GOOD
 from zftune.telemetry.fingerprint import installed
 
 H200 = {"name": "NVIDIA H200"}
@@ -97,6 +98,24 @@ def test_what_is_wrong_with_its_own_zenflow_alarms_nobody_else(monkeypatch: pyte
     weights = found["ZenFlow weights"]
     assert weights.status == "note"
     assert weights.fix == "Only to train with DeepSpeed's own ZenFlow: pip install deepspeed==0.19.6"
+
+
+@pytest.mark.parametrize(
+    ("named", "unread"),
+    [("", None), ("8.0 9.0+PTX", None), ("9.0a", "9.0a"), ("8.0;9.0a+PTX;Hopper", "9.0a+PTX, Hopper")],
+)
+def test_architectures_that_deepspeed_cannot_read(
+    monkeypatch: pytest.MonkeyPatch, named: str, unread: str | None
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", named)
+    monkeypatch.setattr(software, "installed", lambda _: GOOD)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    (found,) = (check for check in software.deepspeed_checks() if check.name == "CPU Adam")
+    if unread is None:
+        assert (found.status, found.fix) == ("ok", None)
+    else:
+        assert found.status == "note"
+        assert found.finding.startswith(f"DeepSpeed cannot read {unread} in $TORCH_CUDA_ARCH_LIST:")
 
 
 @pytest.mark.parametrize(
