@@ -62,6 +62,7 @@ CHANGED = {
     "005-upstream-side-by-side": {"58M": "steps_ms"},
     "023-accuracy": {"s": "accuracy", "language": "loss"},
     "023-accuracy/results/480-steps": {"signature": "accuracy"},
+    "gpu/results/h200": {"1B": "p50"},
 }  # fmt: skip
 """A figure of each part's records, of which the page tells, by study and by how the records' names begin."""
 
@@ -105,6 +106,24 @@ def told(study: str, pattern: str, name: str = "table.md") -> list[str]:
     found = re.findall(pattern, (folder / "results" / name).read_text(encoding="utf-8"))
     assert found, f"{study}: {pattern}"
     return list(found[0]) if isinstance(found[0], tuple) else found
+
+
+def on_gpu(size: str) -> dict[str, Any]:
+    """What the GPU's study has of each system at a size."""
+    path = ROOT / "studies" / "gpu" / "results" / "h200" / f"{size}.json"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["figures"]
+    return found
+
+
+def of_gpu() -> str:
+    found = on_gpu("1B")
+    step = {name: one["step_ms"]["p50"] for name, one in found.items() if name != "model"}
+    ours, zero, theirs = step["zenflow"], step["zero-offload"], step["deepspeed-zero-offload"]
+    return (
+        f"A step takes {ours:.0f} ms: {zero / ours:.1f}× the speed of ZeRO-Offload, {theirs / ours:.1f}× that of "
+        f"DeepSpeed's, {step['adamw'] / ours:.1%} of the speed without offloading; "
+        f"{found['zenflow']['prediction']['measured_over_predicted']:.1f} times as long as planned"
+    )
 
 
 def of_rigs() -> str:
@@ -190,6 +209,7 @@ def of_planner() -> str:
 
 
 STATUS = {
+    "gpu": of_gpu,
     "000": of_rigs, "005": of_upstream, "003": of_convergence, "001": of_host, "002": of_defects, "004": of_search,
     "006": of_long_run, "011": of_profiling, "013": of_searching, "012": of_planner,
 }  # fmt: skip
@@ -198,8 +218,21 @@ STATUS = {
 
 def test_the_status_is_what_the_studies_found() -> None:
     rows = table("docs/status.md", "| claim | measured on | study |")
-    assert [row.split(" | ")[0].removeprefix("| ") for row in rows[:10]] == [of() for of in STATUS.values()]
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows[: len(STATUS)]] == [of() for of in STATUS.values()]
     assert len(rows) == len(STATUS) + 1
+
+
+def test_the_gpus_study_tells_its_records() -> None:
+    head = "| system | tokens a step | step, ms | planned, ms | measured beside planned |"
+    rows = []
+    for size in ("1B", "1B-16k"):
+        found = on_gpu(size)
+        tokens = found["model"]["batch"] * found["model"]["sequence"]
+        for name, one in found.items():
+            if name != "model":
+                step, planned = one["step_ms"]["p50"], one["prediction"]["step_ms"]
+                rows.append(f"| {name} | {tokens:,} | {step:.1f} | {planned:.1f} | {step / planned - 1:+.0%} |")
+    assert table("studies/gpu/README.md", head) == rows
 
 
 def test_tests_that_a_page_names_are_there() -> None:
