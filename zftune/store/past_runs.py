@@ -45,26 +45,32 @@ def was_measured(session: Session, trial_id: int) -> bool:
     return session.scalar(select(func.count()).where(*valid)) != 0
 
 
-def spare(session: Session, run_id: str, *, crash: str, void: str) -> None:
+TAKEN_FOR_DEAD = "taken_for_dead"
+"""In the details of a crash: no measurement tells of it, its run ended without goodbye while the setting was in flight."""
+
+
+def spare(session: Session, run_id: str, *, void: str) -> None:
     """No trial of a training that lives crashed, also where it was taken for dead since the run was gone on with last.
 
     Args:
         session: of the transaction.
         run_id: of the run.
-        crash: the reason that was written where it was taken for dead.
-        void: the reason that is written in its place.
+        void: the reason that is written where one was not measured.
     """
+    of_it = (DecisionRow.trial_id == TrialRow.trial_id, DecisionRow.kind == "crash")
+    presumed = select(DecisionRow.decision_id).where(*of_it, DecisionRow.details[TAKEN_FOR_DEAD].as_boolean()).exists()
     # A run that is gone on with tells its search of a crash, as a measurement: that one was a training which died.
-    told = (MeasurementRow.trial_id == TrialRow.trial_id, MeasurementRow.void_reason == crash)
+    told = (MeasurementRow.trial_id == TrialRow.trial_id, MeasurementRow.aggregates["status"].as_string() == "crashed")
     believed = select(MeasurementRow.measurement_id).where(*told).exists()
-    dead = and_(TrialRow.state == TrialState.CRASHED, TrialRow.reason == crash, ~believed)
+    dead = and_(TrialRow.state == TrialState.CRASHED, presumed, ~believed)
     flying = or_(TrialRow.state == TrialState.IN_FLIGHT, dead)
     for row in session.scalars(select(TrialRow).where(TrialRow.run_id == run_id, flying)).all():
+        if row.state is TrialState.CRASHED:  # what was decided of it has that one reason
+            session.execute(
+                delete(DecisionRow).where(DecisionRow.trial_id == row.trial_id, DecisionRow.kind == "crash")
+            )
         measured = was_measured(session, row.trial_id)
         row.state, row.reason = TrialState.MEASURED if measured else TrialState.VOID, None if measured else void
-        of_it = (DecisionRow.trial_id == row.trial_id, DecisionRow.kind == "crash")
-        taken_back = (*of_it, DecisionRow.reason.contains(crash, autoescape=True))
-        session.execute(delete(DecisionRow).where(*taken_back))
 
 
 def peer_trials(session: Session, run_id: str, now: float) -> list[PeerTrial]:

@@ -18,7 +18,7 @@ from zftune.errors import StoreError
 from zftune.store.account import Account, Beat, beat_of, runs_with_pulse, trains
 from zftune.store.locks import RunLocks
 from zftune.store.opening import wait_for_turn
-from zftune.store.past_runs import PastRuns, peer_trials, spare, was_measured
+from zftune.store.past_runs import TAKEN_FOR_DEAD, PastRuns, peer_trials, spare, was_measured
 from zftune.store.presets import save_facts
 from zftune.store.tables import (
     REASON_LENGTH,
@@ -184,7 +184,7 @@ class Runs(PastRuns):
         def work(session: Session) -> None:
             if self._living.lives(run_id):  # whoever takes it over later writes later
                 raise StoreError(_RUNNING.format(run_id))
-            spare(session, run_id, crash=_CRASH, void=_VOID)
+            spare(session, run_id, void=_VOID)
 
         self._database.write(work)
 
@@ -442,7 +442,7 @@ class Runs(PastRuns):
                 known = {"spent_s": round(total.spent_s, 3), "elapsed_s": round(total.seconds, 3)}
                 about = known if total.seconds else {}  # of a version that counted nothing
                 for number in numbers:
-                    _decide(session, run_id, Decision("crash", _CRASHED, number, about), now)
+                    _decide(session, run_id, Decision("crash", _CRASHED, number, {TAKEN_FOR_DEAD: True, **about}), now)
         return Reaped(run_id, closed[TrialState.IN_FLIGHT], closed[TrialState.PLANNED])
 
 

@@ -87,13 +87,31 @@ def test_a_crash_that_was_measured_stays_one(store: Store) -> None:
     assert state(store, run) is TrialState.CRASHED
 
 
+def test_a_crash_is_taken_back_by_how_it_was_found_and_not_by_its_sentence(store: Store) -> None:
+    """A search that tells of a crash in the very words of a run that was taken for dead has seen its training die."""
+    run, presumed = begun(store)
+    store.lose_run(run)
+    (crash,), (dead,) = store.decisions(run.run_id), store.trials(run.run_id)
+    run = store.resume_run(run.run_id)
+    seen = store.add_trial(run, {"topk_ratio": 0.3}, source="search").trial_id
+    store.end_trial(run, seen, TrialState.CRASHED, dead.reason)
+    store.add_decision(run, Decision("crash", crash.reason, 1))
+    store.interrupt_run(run)
+    store.spare_trials(run.run_id)
+    assert [(one.trial_id, one.state) for one in store.trials(run.run_id)] == [
+        (presumed, TrialState.VOID), (seen, TrialState.CRASHED),
+    ]  # fmt: skip
+    assert [one.trial for one in store.decisions(run.run_id)] == [1]
+
+
 def test_a_crash_that_a_later_life_of_the_run_has_taken_in_stays_one(store: Store) -> None:
     run, dead = begun(store)
     store.lose_run(run)  # its training died
     run = store.resume_run(run.run_id)
     (crash,) = store.decisions(run.run_id)
     (died,) = store.trials(run.run_id)
-    store.add_measurement(run, dead, replace(MEASURED, steps=0, void_reason=died.reason))  # so is the search told
+    told = replace(MEASURED, steps=0, void_reason=died.reason, aggregates={"status": "crashed"})
+    store.add_measurement(run, dead, told)  # so is the search told
     flying = [store.add_trial(run, {"topk_ratio": ratio}, source="search").trial_id for ratio in (0.3, 0.4)]
     for trial in flying:
         store.mark_in_flight(run, trial)
