@@ -46,7 +46,7 @@ def was_measured(session: Session, trial_id: int) -> bool:
 
 
 TAKEN_FOR_DEAD = "taken_for_dead"
-"""In the details of a crash: no measurement tells of it, its run ended without goodbye while the setting was in flight."""
+"""In the details of a crash that was not measured: its run ended without goodbye while the setting was in flight."""
 
 
 def spare(session: Session, run_id: str, *, void: str) -> None:

@@ -73,6 +73,8 @@ class Proposal:
     """None: nothing is left that is allowed and was not tried."""
     rejected: tuple[Evaluation, ...]
     """Candidates on the way to it."""
+    source: str = "search"
+    """Who proposes it: "planner" where nobody else could be asked."""
 
 
 Judge = Callable[[Setting], Evaluation]

@@ -232,6 +232,15 @@ def _what(trial: Trial, incumbent: Trial) -> str:
     return trial.setting.differences(incumbent.setting) or str(trial.setting)
 
 
+def planner_alone(why: str) -> str:
+    """What chooses settings has failed.
+
+    Args:
+        why: without a full stop.
+    """
+    return f"The planner alone proposes settings from here on: {why}."
+
+
 def waits_for_core(waited_s: float) -> str:
     """Why it takes long until a setting is chosen; without a full stop.
 

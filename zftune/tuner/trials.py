@@ -172,7 +172,7 @@ class TrialTable:
     def waiting(self) -> Trial | None:
         """A trial of the search that was planned and not measured yet."""
         last = next((trial for trial in reversed(self.trials) if trial.state is TrialState.PLANNED), None)
-        return last if last is not None and last.source == "search" else None
+        return last if last is not None and last.source in ("search", "planner") else None
 
     def add(self, judged: Evaluation, source: str) -> Trial:
         """A new trial, planned or rejected."""
@@ -462,7 +462,7 @@ class CandidateQueue:
         proposal = self.propose(book.space, book.told(), book.judge, sampler=self._sampler, seed=seed)
         for judged in proposal.rejected[:MOST_REJECTIONS]:
             book.add(judged, "search")
-        return None if proposal.chosen is None else book.add(proposal.chosen, "search")
+        return None if proposal.chosen is None else book.add(proposal.chosen, proposal.source)
 
 
 def _setting(trial: PeerTrial) -> Setting | None:

@@ -19,6 +19,7 @@ from typing import Generic, TypeVar, cast
 
 from zenflow import StepStats
 from zenflow.clock import REAL_CLOCK, Clock, Thread
+from zftune.tuner import messages
 from zftune.tuner.forecast import Judge, Observation, Proposal, likely
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.sampler_process import SamplerError, SamplerProcess
@@ -353,14 +354,15 @@ class ThreadWorker(LocalWorker):
                 return self._sampler_process.propose(space, told, judge, sampler=sampler, seed=seed)
             except SamplerError as error:
                 self._fail(error)
-        return Proposal(likely(space, judge, seed), ())
+        return Proposal(likely(space, judge, seed), (), "planner")
 
     def _fail(self, error: SamplerError) -> None:
         if self._closing:
             raise _InterruptedError from error
         self._sampler_process.close()
-        self._search.remark(f"The planner alone proposes from here on: {error}.")
-        _logger.warning("The planner alone proposes settings from here on: %s.", error)
+        sentence = messages.planner_alone(str(error))
+        self._search.remark(sentence)
+        self._warn(sentence)
 
 
 class _InterruptedError(Exception):

@@ -220,7 +220,8 @@ def test_where_it_fails_the_planner_goes_on_alone(thinker: SamplerProcess) -> No
     assert request is not None
     assert request.role == "explore"
     remark = next(note for note in there.notes if note.kind == "remark")
-    assert remark.reason.startswith("The planner alone proposes from here on: the search process ended")
+    assert remark.reason.startswith("The planner alone proposes settings from here on: the search process ended")
+    assert there.book.trials[request.trial].source == "planner"
     best = min(
         (there.book.judge(setting) for setting in there.book.space.settings()), key=lambda judged: judged.told.value
     )

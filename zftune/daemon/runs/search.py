@@ -9,7 +9,7 @@ from zftune.daemon.protocol.codec import WireError
 from zftune.daemon.runs import states
 from zftune.daemon.runs.sampler_pool import FairLock, PooledSampler
 from zftune.daemon.runs.states import Going, NotAllowedError
-from zftune.tuner.sampler_process import SamplerError, SamplerProcess
+from zftune.tuner.sampler_process import SamplerProcess
 from zftune.tuner.search import Search
 from zftune.tuner.setup import Prepared
 from zftune.tuner.states import OF_INCUMBENT, Outcome, Request
@@ -54,10 +54,6 @@ class PooledWorker(ThreadWorker):
 
     def _warn(self, sentence: str) -> None:
         self.notices.append(sentence)  # the training says it
-
-    def _fail(self, error: SamplerError) -> None:
-        super()._fail(error)
-        self.notices.append(f"The planner alone proposes settings from here on: {error}.")
 
     def _put_away(self, outcome: Outcome) -> None:
         asked = self._asked

@@ -329,7 +329,8 @@ def run_details(brain: RunSession, silent_s: float, store: Store | None, node: N
     rows, told = replayed(store, record)
     if rows:  # what is written down, so that no figure is of another moment than its neighbours
         slowest = slowest_rank(dict(enumerate(told.ranks_ms)))
-        notices = view.notices if slowest is None else [*view.notices, slowest]
+        decided = {one.decision.reason for one in told.decided}
+        notices = [one for one in [*view.notices, slowest] if one is not None and one not in decided]
         view = replace(view, incumbent=dict(rows[told.incumbent].knobs), notices=notices)
     trials = [document.trial(row, told) for row in rows]
     decisions = [document.decision(one) for one in told.decided]

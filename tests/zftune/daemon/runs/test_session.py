@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 import time
 from dataclasses import replace
@@ -30,6 +31,7 @@ from zftune.store.account import Count
 from zftune.store.types import PresetState, RunState, TrialState
 from zftune.tuner import messages, setup
 from zftune.tuner.recording import Recording
+from zftune.tuner.sampler_process import SamplerError
 from zftune.tuner.scores import Gain
 from zftune.tuner.search import Search
 from zftune.tuner.states import OF_INCUMBENT, BarredSetting, Outcome, Remark
@@ -124,6 +126,28 @@ def test_a_search_that_gets_no_core_says_so_while_it_waits_and_at_its_end(
     assert messages.waits_for_core(407.0) in agent.goodbye()["sentence"]
 
 
+def test_where_nobody_can_be_asked_the_planner_is_named_and_that_is_told_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ready(_: PooledSampler) -> None:
+        raise SamplerError("the search process ended with exit code 1")
+
+    monkeypatch.setattr(PooledSampler, "ready", ready)
+    agent = world.agent(same, sampler="gp")
+    sentence = messages.planner_alone("the search process ended with exit code 1")
+    while agent.measure().role != "explore":
+        pass
+    agent.asked()
+    assert sentence in agent.last.notices  # its training says it
+    details, explained = shown(world), drawn(world)
+    assert [one.source for one in details.trials] == ["start", "planner", "planner"]
+    assert sentence not in details.run.notices  # it is one of the decisions
+    agent.goodbye(remarks=(Remark(sentence, 0.5, time.time()),))
+    assert [one.reason for one in shown(world).decisions].count(sentence) == 1
+    assert "(from the search)" not in explained + drawn(world)
+    assert "(from the planner)" in drawn(world)
+
+
 def test_a_report_whose_answer_was_lost_is_heard_once(world: World) -> None:
     agent = world.agent(same)
     brain = world.registry.brain(RUN)
@@ -162,6 +186,13 @@ def test_what_was_saved_is_told_with_the_error_of_its_gain_on_every_screen(world
 def shown(world: World) -> RunDetails:
     """What the page is given."""
     return run_details(world.registry.brain(RUN), 0.0, world.store)
+
+
+def drawn(world: World) -> str:
+    """What `zftune explain` shows."""
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(render(explain_document(world.store, world.store.runs()[0])))
+    return console.export_text()
 
 
 def test_the_page_names_the_slowest_rank(world: World) -> None:
