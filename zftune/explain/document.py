@@ -155,11 +155,18 @@ def _run(store: Store, run: RunRecord, told: Replay, now: float) -> dict[str, An
         "hw_id": run.key.hw_id,
         "began_unix_s": run.began_unix_s,
         "ended_unix_s": run.ended_unix_s,
-        "resumed": sum(one.decision.kind == "resume" for one in told.decided),
+        "resumed": _resumed(told),
         "usable_cores": run.usable_cores,
         "settings": dict(run.settings),
         "versions": dict(run.versions),
     }
+
+
+def _resumed(told: Replay) -> int:
+    """How often another process went on with the training; one whose daemon was started again is the same."""
+    if told.counted:
+        return len(told.account.earlier)
+    return sum(one.decision.kind == "resume" for one in told.decided)
 
 
 def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict[str, Any]:

@@ -255,7 +255,9 @@ def entries(document: Document) -> Iterator[Entry]:
     for note in document["decisions"]:
         used |= {*note["measured"], *note["undecided"]}
         if note["undecided"]:
-            yield _undecided(document, note["undecided"], "The training ended before anything was decided by this.")
+            yield _undecided(
+                document, note["undecided"], "The search was interrupted before anything was decided by this."
+            )
         told = [] if note["kind"] != "crash" else [one for one in note["measured"] if not history[one]["steps"]]
         numbers = [one for one in note["measured"] if one not in told]  # its reason says it
         lines = [_of_trial(document, note["trial"], history[one]) for one in numbers]

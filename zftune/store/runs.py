@@ -49,7 +49,7 @@ from zftune.store.types import (
 _OPEN = (TrialState.PLANNED, TrialState.IN_FLIGHT)
 _CRASH = "the run ended without goodbye while this setting was in flight"
 _CRASHED = f"Crashed, and not tried again: {_CRASH}."
-_VOID = "the run ended before this setting was measured"
+_VOID = "the search was interrupted before this setting was measured"
 TAKEN = "another tuner of the study has taken it"
 _RUNNING = "run '{}' is still running: wait until it has ended"
 

@@ -6,6 +6,7 @@ import io
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -332,6 +333,38 @@ def test_crashed_void_and_resumed(store: Store) -> None:
     assert {one["reason"] for one in found["trials"] if one["state"] == "crashed"} == {"crashed on purpose"}
 
 
+def test_a_daemon_that_is_started_again_is_no_resumption_of_the_training(store: Store) -> None:
+    run, search, driver, recorder = searched(store, 4, most=5)
+    for process, seconds, resumed in (("first", 60.0, 0), ("first", 90.0, 0), ("second", 20.0, 1)):
+        recorder.follow(partial(Count, seconds=seconds), process)
+        go_on(search, driver, recorder, 2)
+        recorder.finish(search, unfinished=True)
+        assert explained(store, run)["run"]["resumed"] == resumed
+        run, (search, _) = store.resume_run(run.run_id), make(4, 0.05)
+        recorder = StoreRecorder(store, run)
+        recorder.resume(search)
+
+
+def test_a_setting_that_an_interruption_came_before_is_told_of_once(timed: Store, clock: Clock) -> None:
+    """The run goes on, and so nothing says that it ended; what was planned then is planned again."""
+    rows = ByHand(timed, clock, begin(timed))
+    rows.measure(rows.trial("start"), "start", 400)
+    rows.trial(topk_ratio=0.2)
+    rows.trial(topk_ratio=0.3)
+    timed.interrupt_run(rows.run)
+    rows.run = timed.resume_run(rows.run.run_id)
+    rows.trial(topk_ratio=0.2)
+    found = explained(timed, rows.run)
+    assert [one["reason"] for one in found["trials"][1:3]] == [
+        "the search was interrupted before this setting was measured"
+    ] * 2
+    shown = io.StringIO()
+    Console(width=200, file=shown).print(render(found))
+    not_counted = [one for one in shown.getvalue().splitlines() if one.startswith("Not counted")]
+    assert len(not_counted) == 1
+    assert "topk_ratio 0.3" in not_counted[0]
+
+
 def test_what_a_killed_training_has_measured_stands_before_it_is_started_again(timed: Store, clock: Clock) -> None:
     """Its crash is told where and when it was killed, also by the row that its next life writes of it."""
     run = begin(timed)
@@ -366,7 +399,7 @@ def test_what_a_killed_training_has_measured_stands_before_it_is_started_again(t
         (8.0, "The search begins.", 1),
         (20.0, "Crashed", 1),  # the crash itself needs no line of its own
         (20.0, "Goes on after 2 measurements.", 0),
-        (32.0, "The training ended before anything was decided by this.", 2),
+        (32.0, "The search was interrupted before anything was decided by this.", 2),
         (40.0, "Goes on after 3 measurements.", 0),
     ]
 
