@@ -126,6 +126,15 @@ def at_full_rate(percent: float | None, groups: Iterable[Mapping[str, Any]]) -> 
     return None if percent is None or math.isinf(factor) else percent * factor
 
 
+def highest_rate(groups: Iterable[Mapping[str, Any]]) -> float:
+    """The learning rate at its highest, as far as a scheduler keeps it.
+
+    Args:
+        groups: the optimizer's.
+    """
+    return max(float(group.get(name, 0.0)) for group in groups for name in ("lr", "initial_lr", "max_lr"))
+
+
 def late_percent(movement: float, topk_ratio: float, staleness_steps: float) -> float:
     """By how much of their norm weights move before late updates arrive, in percent.
 

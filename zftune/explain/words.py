@@ -103,7 +103,13 @@ def nothing_adopted(document: Document) -> str:
         what = "The one other setting that was tried" if tried == 1 else f"All {tried} other settings that were tried"
         return f"{what} crashed, so that nothing is known of how fast others are. It began with: {kept}."
     uncompared = sum(fate == _UNCOMPARED for fate in fates(document).values())
-    said += f", but {uncompared} of them {'was' if uncompared == 1 else 'were'} never compared" if uncompared else ""
+    if uncompared and not ("adopt" in kinds and kinds & {"rollback", "guard"}):
+        not_compared = (
+            f"{'was' if uncompared == 1 else 'were'} measured, but not compared with those that it began with"
+        )
+        which = "one" if uncompared == 1 else str(uncompared)
+        alone = f"The one other setting that was tried {not_compared}"
+        said = alone if tried == 1 else f"{said}; {which} of them {not_compared}"
     return f"{said}. {'It began with' if uncompared or not tried else 'Keep what it began with'}: {kept}."
 
 
@@ -207,11 +213,13 @@ def era(document: Document, one: Mapping[str, Any]) -> str:
     """A part of a search, where it has several: what it holds, and whether its figures are still true."""
     made, tried = one["measurements"], one["settings"]
     what = f"{made} measurement{'' if made == 1 else 's'} of {tried} setting{'' if tried == 1 else 's'}"
+    what = what if made else "nothing was measured"
     if one["number"] == document["eras"][-1]["number"]:
         return (
             f"Since step times changed: {what} so far" if made else "Since step times changed: nothing was measured yet"
         )
-    return f"Before step times changed{' again' if one['number'] else ''}: {what}, no longer comparable"
+    comparable = ", no longer comparable" if made else ""
+    return f"Before step times changed{' again' if one['number'] else ''}: {what}{comparable}"
 
 
 # --- single things ----------------------------------------------------------------------------------------------------

@@ -50,8 +50,19 @@ def start(trial: Trial, step_ms: float) -> str:
 
 def resumed(measurements: int) -> str:
     """Training was ended and goes on."""
-    made = f"{measurements} measurement{'' if measurements == 1 else 's'}"
-    return f"Goes on after {made}: the best settings so far are measured once more."
+    made = f" after {measurements} measurement{'' if measurements == 1 else 's'}" if measurements else ""
+    return f"Goes on{made}: the best settings so far are measured once more."
+
+
+def other_rate(rate: float, before: float) -> str:
+    """A training goes on with the run of one that learned at another rate.
+
+    Args:
+        rate: its learning rate at its highest.
+        before: that of the other.
+    """
+    rates = f"The learning rate is {rate:.3g} from here on, it was {before:.3g}".replace("e-0", "e-")
+    return f"{rates}: the account, step times and losses of both are in this run (--fresh begins another one)."
 
 
 def parted(steps: int) -> str:

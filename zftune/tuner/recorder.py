@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from zftune.tuner.search import Search
 from zftune.tuner.space import Setting
 from zftune.tuner.states import (
     AT_S,
+    LEARNING_RATE,
     OF_INCUMBENT,
     TRAINED_ON,
     Choosing,
@@ -235,6 +237,9 @@ PATIENCE_S = 30.0
 """For so long a search waits for a database server that is away; its training does not."""
 _SHARED = ("start", "peer")
 """Who proposes what every tuner of a study measures."""
+_MAY_COME_BACK = frozenset((TRAINED_ON, LEARNING_RATE))
+"""In the details of remarks that say something new each time."""
+_SAME_RATE = 0.01
 _LEASE_SPARE = 3.0  # a measurement takes no longer than so many times what is expected
 
 
@@ -298,8 +303,13 @@ class StoreRecorder:
         """
         self._process, self._counted = process or self._run.token, counted
 
-    def resume(self, search: Search) -> Sequence[Told]:
+    def resume(self, search: Search, began_with: float | None = None, rate: float | None = None) -> Sequence[Told]:
         """Bring a new search to where the store says that this run's was; its first request is the incumbent.
+
+        Args:
+            search: new.
+            began_with: the learning rate that the run began with; None: not known.
+            rate: the learning rate of the training that goes on; None: not known.
 
         Returns:
             Settings that were in flight when the run ended without goodbye.
@@ -329,6 +339,10 @@ class StoreRecorder:
         search.cost.catch_up(total.spent_s, total.seconds)
         self._charge(search)
         search.begin_again()
+        decided = (one.details for one in self._store.decisions(self._run.run_id))
+        before = [began_with, *(details[LEARNING_RATE] for details in decided if LEARNING_RATE in details)][-1]
+        if rate is not None and before is not None and not math.isclose(rate, before, rel_tol=_SAME_RATE):
+            search.remark(messages.other_rate(rate, before), **{LEARNING_RATE: rate})
         self._trials(search)
         self._decisions(search)
         return crashes
@@ -539,7 +553,7 @@ class StoreRecorder:
 
     def _decisions(self, search: Search) -> None:
         for note in search.notes[self._notes :]:
-            if note.kind != "remark" or note.reason not in self._remarks or TRAINED_ON in note.details:
+            if note.kind != "remark" or note.reason not in self._remarks or not _MAY_COME_BACK.isdisjoint(note.details):
                 self._decided(note)
             if note.kind == "remark":
                 self._remarks.add(note.reason)

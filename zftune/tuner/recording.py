@@ -31,7 +31,7 @@ from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.scores import score
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import Setting, Space, feasible
-from zftune.tuner.states import BarredSetting
+from zftune.tuner.states import LEARNING_RATE, BarredSetting
 
 if TYPE_CHECKING:
     from torch import dtype, nn
@@ -214,12 +214,13 @@ class Recording:
             self.notices.append(f"{error}.")
             return None
 
-    def resume(self, run: RunRecord, search: Search) -> StoreRecorder | None:
+    def resume(self, run: RunRecord, search: Search, learning_rate: float | None = None) -> StoreRecorder | None:
         """Go on with a run.
 
         Args:
             run: which.
             search: new, with the arguments of the one that ended; brought to where that was.
+            learning_rate: of the training that goes on; None: not known.
 
         Returns:
             Where it is written down; None where it could not be gone on with: `search` is of no use then.
@@ -228,7 +229,7 @@ class Recording:
         try:
             taken = self._store.resume_run(run.run_id)
             recorder = StoreRecorder(self._store, taken, self._study)
-            recorder.resume(search)
+            recorder.resume(search, run.settings.get(LEARNING_RATE), learning_rate)
         except ZftuneError as error:
             self.notices.append(_anew(run, error))
             if taken is not None:
@@ -247,6 +248,7 @@ class Recording:
         *,
         settings: Mapping[str, Any] | None = None,
         stake: tuple[str, Setting] | None = None,
+        learning_rate: float | None = None,
     ) -> StoreRecorder | None:
         """Write down that the search begins; None where the store takes nothing.
 
@@ -255,6 +257,7 @@ class Recording:
             knobs: what the training began with; by default what the search begins from.
             settings: of the search: what a run must share to go on with it; by default `search_settings`.
             stake: the name of the preset that is measured again, and its setting.
+            learning_rate: of the training, at its highest; None: not known.
         """
         knobs = search.book.trials[0].setting.knobs() if knobs is None else knobs
         space = search.book.space
@@ -264,6 +267,7 @@ class Recording:
             "movement_percent": space.movement_percent,
             "feasible": feasible(space),
             "fixed_because": space.fixed_because or None,
+            LEARNING_RATE: learning_rate,
         }
         if self._study:
             settings["study"] = self._study

@@ -119,7 +119,7 @@ class Search:
         if between.late_s and step_s:
             self.cost.changed(between.late_s, between.late_steps, step_s)
 
-    def remark(self, reason: str, **about: bool) -> None:
+    def remark(self, reason: str, **about: float) -> None:
         """Write down what was found out beside the search."""
         self._note("remark", reason, None, **about)
 

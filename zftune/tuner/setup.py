@@ -20,6 +20,7 @@ from zftune.tuner.sampler_process import SamplerError, SamplerProcess
 from zftune.tuner.scores import Pace, changed, ratios_of
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import TRAJECTORY_KNOBS, Forecast, Forecaster, Setting, Space, space_for
+from zftune.tuner.states import LEARNING_RATE
 from zftune.tuner.training_info import SINGLE_RANK, Reader, TrainingFacts, TuneRequest, WarmupStats, WorldInfo
 from zftune.words import shares
 
@@ -76,6 +77,7 @@ class SearchRequest:
         fresh: neither preset nor earlier run.
         presets: whether it may begin from a preset.
         again: the training lives, and its search was ended: it goes on, whatever else is wanted.
+        learning_rate: of the training, at its highest; None: not known.
     """
 
     own: Setting
@@ -86,6 +88,7 @@ class SearchRequest:
     fresh: bool = False
     presets: bool = True
     again: ResumeFrom | None = None
+    learning_rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Pre
         search.agenda.suggest(choice.candidate, "preset")
     setting = choice.start or choice.candidate
     stake = None if match is None or setting is None or match.distance else (match.preset.name, setting)
-    recording.begin(search, wanted.own.knobs(), stake=stake)
+    recording.begin(search, wanted.own.knobs(), stake=stake, learning_rate=wanted.learning_rate)
     return Prepared(search, recording, choice.sentence)
 
 
@@ -136,12 +139,14 @@ def _resumed(again: RunRecord | None, recording: Recording, wanted: SearchReques
     if run is None or start is None:
         return None
     search = make(start, wanted.options)
-    if recording.resume(run, search) is None:
+    if recording.resume(run, search, wanted.learning_rate) is None:
         return None
-    kept = f"{search.measurements} measurement{' is' if search.measurements == 1 else 's are'} kept"
+    made = search.measurements
+    kept = f": {made} measurement{' is' if made == 1 else 's are'} kept" if made else ""
     anew = " (--fresh, or fresh=True of zftune.attach, begins anew)"
     more = anew if again is None else ""  # the training itself goes on
-    return Prepared(search, recording, f"Goes on with run {run.run_id[:8]}: {kept}{more}.", resumed=True)
+    rate = next((f" {note.reason}" for note in reversed(search.notes) if LEARNING_RATE in note.details), "")
+    return Prepared(search, recording, f"Goes on with run {run.run_id[:8]}{kept}{more}.{rate}", resumed=True)
 
 
 def _choice(match: Match, wanted: SearchRequest) -> _Choice:
@@ -293,6 +298,7 @@ def prepare(
         own=base, space=space, options=wishes.search, fresh=wishes.fresh,
         least_ratio=0.0 if wishes.tune_memory else base.offload_ratio,
         ratios=None if rates is None else ratios_of(facts.load, rates), again=again,
+        learning_rate=facts.learning_rate,
     )  # fmt: skip
     prepared = begin(recording, wanted, make)
     notices.extend(_of_lateness(space, base, prepared))

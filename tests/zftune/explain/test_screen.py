@@ -120,7 +120,11 @@ def test_a_setting_that_was_only_looked_at_is_not_called_anything_else(document:
     assert (found[best], found[start]) == ("kept", "start")
     assert (found[looked_at], found[kept]) == ("not compared", "not adopted")
     at_start = {**document, "decisions": notes, "gain": None, "best": document["start"]}
-    assert "was adopted, but 1 of them was never compared. It began with: " in said(at_start)
+    unlike = "measured, but not compared with those that it began with. It began with: "
+    assert f"was adopted; one of them was {unlike}" in said(at_start)
+    two = [document["start"], document["trials"][looked_at]]
+    alone = {**at_start, "trials": sorted(two, key=lambda one: one["number"])}
+    assert f"The one other setting that was tried was {unlike}" in said(alone)
     states = {one["number"]: one["state"] for one in document["trials"]}
     assert all(found[number] == "rejected unseen" for number, state in states.items() if state == "rejected")
     states_of = [{**document["trials"][looked_at], "state": state} for state in ("in_flight", "void", "crashed")]

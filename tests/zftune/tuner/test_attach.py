@@ -28,6 +28,7 @@ from zftune.errors import BadInputError
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import RunState, TrialState
+from zftune.tuner.messages import other_rate
 from zftune.tuner.sampler_process import SamplerProcess
 from zftune.tuner.setup import Preparation
 from zftune.tuner.space import Setting
@@ -315,11 +316,13 @@ def test_a_training_that_goes_on_from_saved_settings_goes_on_with_its_search(att
     second.optimizer.load_state_dict(saved)
     assert second.knobs.synchronous
     assert Setting.of(second.optimizer.asked_config) == Setting.of(BEGIN)
+    second.optimizer.param_groups[0]["lr"] = 2e-3
     tuner = attach(second)
     second.run(tuner)
     (run,) = store.runs()
     assert run.key.quality == "published"
-    assert any(one.startswith(f"Goes on with run {run.run_id[:8]}") for one in tuner.notices)
+    (goes_on,) = (one for one in tuner.notices if one.startswith(f"Goes on with run {run.run_id[:8]}"))
+    assert goes_on.endswith(other_rate(2e-3, 3e-3))
     assert not [one for one in tuner.notices if one.startswith("Begins from")]  # what was saved holds
     tuner.close()
     second.optimizer.set_knobs(update_interval=3)

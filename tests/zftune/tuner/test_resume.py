@@ -15,6 +15,7 @@ from zftune.errors import StoreError
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import Evidence, Hardware, Model, Preset, PresetState, Ratios, RunState, TrialState
+from zftune.tuner import messages
 from zftune.tuner.recording import Recording, RunFacts, stake_won
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.setup import Prepared, SearchRequest, begin
@@ -301,6 +302,38 @@ def test_other_times_make_it_begin_again(world: World) -> None:
     world.go(again, 3)
     world.end(again, unfinished=True)
     assert world.begin().sentence.startswith("Goes on with run")
+
+
+def test_another_learning_rate_is_told_of_once_where_it_goes_on(world: World) -> None:
+    told: list[str] = []
+    for rate in (1e-3, 1e-3, 2e-4, 2e-4, 1e-3, 2e-4, None):
+        begun = world.begin(learning_rate=rate)
+        world.go(begun, 1)
+        told.append(begun.sentence)
+        world.end(begun, unfinished=True)
+    lower, higher = messages.other_rate(2e-4, 1e-3), messages.other_rate(1e-3, 2e-4)
+    assert "is 0.0002 from here on, it was 0.001:" in lower
+    (run,) = world.store.runs()
+    assert [one.reason for one in world.store.decisions(run.run_id) if one.kind == "remark"] == [lower, higher, lower]
+    assert [lower in one for one in told] == [False, False, True, False, False, True, False]
+    assert [higher in one for one in told] == [False] * 4 + [True] + [False] * 2
+
+
+def test_where_nothing_is_kept_no_count_is_told(world: World) -> None:
+    begun = world.begin()
+    world.go(begun, 1)
+    world.end(begun, unfinished=True)
+    world.surface = replace(world.surface, compute=2 * world.surface.compute, host=2 * world.surface.host)
+    world.go(again := world.begin(), 1)  # other times: what was measured before does not count
+    world.end(again, unfinished=True)
+    third = world.begin()
+    assert third.search.measurements == 0
+    assert third.sentence.startswith(f"Goes on with run {world.store.runs()[0].run_id[:8]} (--fresh")
+    assert (
+        third.search.notes[-1].reason
+        == messages.resumed(0)
+        == "Goes on: the best settings so far are measured once more."
+    )
 
 
 def test_a_finished_or_another_search_is_not_gone_on_with(world: World) -> None:
