@@ -80,6 +80,7 @@ SILENT = {
     "interrupted": (("-c", "raise KeyboardInterrupt"), -2),
     "ranks on other machines": (("-c", "import deepspeed.launcher.runner, sys; sys.exit(6)"), 6),
     "not known": (("bash", "-c", f"{sys.executable} plain.py; exit 8"), 8),
+    "torchrun's own usage error": (("-m", "torch.distributed.run", "--nosuch", "plain.py"), 2),
     "closed files": (("-c", "import os; os.closerange(3, 256)"), 0),
     "closed stderr": (("-c", "import sys; sys.stderr.close(); sys.exit(9)"), 9),
 }

@@ -10,6 +10,7 @@ import pytest
 
 from tests.process.conftest import LIB, PYTHON, Profiled, Run
 from tests.tiers import by_day
+from zftune.cli.profile import _say_it_ends
 
 TRAINED = b"trained 9\n"
 OPTIONS = ("--warmup", 2)
@@ -155,6 +156,21 @@ def test_ranks_under_torchrun(profile: Run, tmp_path: Path) -> None:
     assert ended.document["command"]["ranks"] == 2
 
 
+@pytest.mark.parametrize(
+    ("command", "whose"),
+    [
+        ("/bin/torchrun train.py", "; what torchrun prints of a signal from here on is its own, and no failure"),
+        ("python -m torch.distributed.run train.py", "; what torch.distributed.run prints of a signal from"),
+        ("python train.py", "\n"),
+    ],
+)
+def test_what_a_launcher_says_of_its_end_is_announced(
+    command: str, whose: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _say_it_ends(command.split())
+    assert capsys.readouterr().err.startswith(f"zftune: all steps are measured, ending the command{whose}")
+
+
 def test_stop_under_torchrun(profile: Run, tmp_path: Path, every_fault: None) -> None:
     (tmp_path / "train.py").write_text(f"{IMPORTS}import time\ntraining.train(at={{8: lambda: time.sleep(100)}})")
     torchrun = Path(sys.executable).with_name("torchrun")
@@ -165,5 +181,8 @@ def test_stop_under_torchrun(profile: Run, tmp_path: Path, every_fault: None) ->
     assert ended.document is not None
     assert ended.document["command"]["stopped"]
     assert len(ended.document["ranks"]) == 2
-    said = ended.err.index("zftune: all steps are measured, ending the command\n")
+    told = (
+        "zftune: all steps are measured, ending the command; what torchrun prints of a signal from here on is its own"
+    )
+    said = ended.err.index(told)
     assert said < ended.err.index("SignalException")  # torchrun's own view of that

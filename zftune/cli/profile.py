@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -81,6 +82,7 @@ def _file(option: str, text: str) -> Any:
     return typer.Option(option, metavar="PATH", help=text)
 
 
+_LAUNCHERS = ("torchrun", "torch.distributed.run", "accelerate", "deepspeed")
 _OUTPUTS = ("json_path", "html_path", "trace_path")
 _COMMAND_ONLY = ("warmup", "stop")
 _BOTH = ("command", "steps", "with_baselines", "verbose", *_OUTPUTS)
@@ -204,7 +206,7 @@ def _profile_command(given: Mapping[str, Any], outputs: Outputs) -> None:
     from zftune.profile.command.run import CommandOptions, profile_command
 
     named = {name: given[name] for name in ("steps", "warmup") if given[name] is not None}
-    told: dict[str, Any] = {"on_stop": _say_it_ends, "on_silence": _say}
+    told: dict[str, Any] = {"on_stop": partial(_say_it_ends, given["command"]), "on_silence": _say}
     options = CommandOptions(command=given["command"], stop=given["stop"], **told, **named)
     outcome = profile_command(options)
     for note in outcome.notes:
@@ -216,9 +218,12 @@ def _profile_command(given: Mapping[str, Any], outputs: Outputs) -> None:
     raise SystemExit(outcome.exit_code)
 
 
-def _say_it_ends() -> None:
+def _say_it_ends(command: Sequence[str]) -> None:
     """A launcher whose workers are ended takes that for a failure and says so at length."""
-    _say("all steps are measured, ending the command")
+    names = [word.rpartition("/")[2] for word in command]
+    launcher = next((name for name in names if name in _LAUNCHERS), None)
+    whose = "" if launcher is None else f"; what {launcher} prints of a signal from here on is its own, and no failure"
+    _say(f"all steps are measured, ending the command{whose}")
 
 
 def _say(sentence: str) -> None:

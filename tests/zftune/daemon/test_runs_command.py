@@ -125,8 +125,8 @@ def test_a_run_must_be_named_where_there_are_two(tell: Tell, runs: list[Training
     for run, words in (
         ([], f"RUN is missing, there are 2 runs; the runs are {names}"),
         (["a"], f"RUN 'a' is the beginning of 2; the runs are {names}"),
-        (["x"], f"RUN 'x'; the runs are {names}"),
-        ([""], "RUN ''; the runs are"),
+        (["x"], f"RUN 'x' is not there; the runs are {names}"),
+        ([""], "RUN '' is not there; the runs are"),
     ):
         code, out, err = tell("runs", command, *run)
         assert (code, out, err.count("\n")) == (2, "", 1)

@@ -142,7 +142,7 @@ def test_a_page_is_printed_once_into_a_pipe(
     assert [one["run"]["state"] for one in document["runs"]] == ["frozen", "ended"]
     assert len(json.loads(tell("top", "a1", "--json", "-")[1])["runs"]) == 1
     for arguments, sentence in (
-        (["x"], "RUN 'x'; the runs are "),
+        (["x"], "RUN 'x' is not there; the runs are "),
         (["--interval-s", "0"], "--interval-s is 0; it must be from 0.1 to 3600"),
         (["--json", "nonesuch/x"], "--json 'nonesuch/x'"),
     ):

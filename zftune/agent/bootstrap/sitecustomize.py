@@ -109,7 +109,7 @@ class Notes:
     TORCH = b"t"  # torch was imported
     LACKS = b"n"  # by a Python without zftune
     OWN = b"z"  # the script imported zenflow
-    LAUNCHES = b"l"  # DeepSpeed's launcher began, whose ranks may be on other machines
+    LAUNCHES = b"l"  # torchrun's or DeepSpeed's launcher began, which may start no rank, or ranks on other machines
     CALLED = b"c"  # deepspeed.initialize was called, or it has been said why that does nothing
     RANK = b"r"  # a rank has begun
     STEERED = b"s"  # a zenflow optimizer takes steps, or it has been said why it is let alone
@@ -154,7 +154,7 @@ def missed(notes: bytes, asked: Any) -> str:
         notes: of its processes.
         asked: of `zftune run`.
     """
-    if Notes.LAUNCHES in notes and Notes.RANK not in notes:  # its ranks are on other machines
+    if Notes.LAUNCHES in notes and Notes.RANK not in notes:  # the launcher has said why, or they are elsewhere
         return ""
     lacking = [words for name, words in STEERING if asked.get(name)]
     if (Notes.STEERED if lacking else Notes.CALLED) in notes:
@@ -280,7 +280,7 @@ def hand_over(begin: "Callable[[], None]") -> None:
 
 
 def pass_on(runner: Any) -> None:
-    """Let DeepSpeed's launcher give other nodes what this one has."""
+    """Leave a note that a launcher begins; let DeepSpeed's give other nodes what this one has."""
     notes.add(notes.LAUNCHES)
     if isinstance(getattr(runner, "EXPORT_ENVS", None), list):
         runner.EXPORT_ENVS.append("ZFTUNE")
@@ -312,6 +312,7 @@ def begin() -> None:
             watcher.when_imported("deepspeed", serve)
             watcher.when_imported("zenflow", steer)
             watcher.when_imported("deepspeed.launcher.runner", pass_on)
+            watcher.when_imported("torch.distributed.launcher.api", pass_on)  # torchrun's own module may be __main__
             watcher.when_imported("torch", saw_torch)
         notes.add(notes.PYTHON)
     run_next()

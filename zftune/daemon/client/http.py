@@ -68,7 +68,7 @@ def among(runs: list[dict[str, Any]], run: str | None) -> dict[str, Any]:
         what = f"RUN is missing, there are {len(found)} runs"
     else:
         found = _beginning(runs, "run", run) or _beginning(runs, "record", run)
-        what = f"RUN '{run[:40]}'" + (f" is the beginning of {len(found)}" if found else "")
+        what = f"RUN '{run[:40]}' is " + (f"the beginning of {len(found)}" if found else "not there")
     if len(found) == 1:
         return found[0]
     named = found or runs
