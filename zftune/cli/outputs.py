@@ -68,6 +68,7 @@ class Outputs:
 _OPENED = {
     "--json": "for scripts; zftune compare reads profiles",
     "--html": "to be opened in a browser",
+    "--output": "for zftune presets import",
     "--trace": "to be opened at https://ui.perfetto.dev or in chrome://tracing",
 }
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from zftune.cli.outputs import wrote
 from zftune.errors import BadInputError, ZftuneError
 from zftune.output import STANDARD_OUTPUT, check_output_path, write_json, write_text
 from zftune.store.preset_file import escaped
@@ -225,17 +227,21 @@ def export(
     optuna_path: Annotated[
         str | None, typer.Option("--optuna", metavar="FILE", help="Write the searches as Optuna studies instead.")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file of --output.")] = False,
 ) -> None:
     """Write a preset as a file for others; or the searches (of NAME's model and machine) for optuna-dashboard."""
     if optuna_path is None and name is None:
         raise BadInputError("NAME is missing: give the name of a preset, or --optuna FILE")
     check_output_path(output if optuna_path is None else optuna_path, "--output" if optuna_path is None else "--optuna")
+    if not force and optuna_path is None and Path(output).is_file():
+        raise BadInputError(f"--output '{output}' exists already: give a new file, or --force to replace it")
     from zftune.store.preset_file import document_of
 
     with _store() as store:
         preset = None if name is None else _named(store, name)
         if optuna_path is None and preset is not None:
             write_json(document_of(preset), output)
+            wrote("--output", output)
             return
         from zftune.tuner.optuna_export import export_studies
 
@@ -342,8 +348,6 @@ def restore(
     check_output_path(json_path)
     if json_path is not None and not list_only:
         raise BadInputError("--json needs --list: nothing else is written as JSON")
-    from pathlib import Path
-
     from zftune.store import files
     from zftune.store import opening as restoring
 

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from zenflow.sharded import LEAST_TORCH, local_rows, rows_of
 from zftune.errors import BadInputError
+from zftune.text import size
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -209,8 +210,8 @@ def stays_on_device(
     else:
         needed = streamed
     raise BadInputError(
-        f"the weights at ZeRO stage 3 take {needed / 1e9:.1f} GB of a device (ranks: {ranks}), of which "
-        f"{available_bytes / 1e9:.1f} GB are free: {instead}"
+        f"the weights at ZeRO stage 3 take {size(needed)} of a device (ranks: {ranks}), of which "
+        f"{size(available_bytes)} are free: {instead}"
     )
 
 

@@ -126,10 +126,21 @@ def test_diff(tmp_path: Path) -> None:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
+def test_export_replaces_no_file_unasked(tmp_path: Path) -> None:
+    saved(replace(PRESET, name="mine"))
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    assert fails("export", "mine", "-o", file).startswith(f"--output '{file}' exists already: give a new file, or")
+    assert file.read_text() == "mine"
+    call("export", "mine", "-o", file, "--force")
+    assert json.loads(file.read_text())["name"] == "mine"
+    call("export", "mine", "-o", "/dev/null")
+
+
 def test_export_and_import(tmp_path: Path, path: Path) -> None:
     saved(replace(PRESET, name="mine"))
     file = tmp_path / "mine.json"
-    call("export", "mine", "-o", file)
+    assert call("export", "mine", "-o", file).stderr == f"zftune: wrote '{file}', for zftune presets import\n"
     assert json.loads(call("export", "mine").stdout) == json.loads(file.read_text())
     assert "It is there already, as mine." in call("import", file).output
     call("rm", "mine", "--yes")

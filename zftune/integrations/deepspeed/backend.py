@@ -38,6 +38,7 @@ from zftune.integrations.deepspeed.precision import Precision, cast_inputs, dtyp
 from zftune.integrations.deepspeed.section import INSTEAD, Section, require_none
 from zftune.integrations.fsdp2 import Sharded
 from zftune.store.types import PROMISES, Quality
+from zftune.text import size
 from zftune.variables import NOBODY, ONLINE
 
 
@@ -191,7 +192,7 @@ def shard(plan: Plan, module: nn.Module) -> Sharded | None:
     stays = fsdp2.stays_on_device(
         module, ranks, plan.precision.dtype, free, may_leave=plan.offloads_weights, besides_bytes=besides
     )
-    since = f"{free / 1e9:.1f} GB are free there and a step needs about {besides / 1e9:.1f} GB beside them"
+    since = f"{size(free)} are free there and a step needs about {size(besides)} beside them"
     if ranks == 1 and stays:
         fsdp2.make_whole(module)
         return None
@@ -367,10 +368,10 @@ class Making:
             if plan.offloads_weights:
                 since = self._sharded.on_host_since
                 where = f"lie on the host instead of a device, since {since}" if since else "stay on their devices"
-                sentence += f", whose {self._sharded.bytes / 1e9:.2f} GB of weights each {where}"
+                sentence += f", whose {size(self._sharded.bytes)} of weights each {where}"
         elif plan.offloads_weights and plan.stage == _SHARDED:
             nbytes = sum(parameter.nbytes for parameter in self._module.parameters())
-            sentence += f"; its {nbytes / 1e9:.2f} GB of weights stay on the device"
+            sentence += f"; its {size(nbytes)} of weights stay on the device"
         elif self._partition is not None:
             sentence += f"; {ranks} ranks share out state and host work by rows, and each has all weights"
         elif ranks > 1:
