@@ -72,6 +72,12 @@ def test_the_scripts_own_errors_keep_their_traceback(fake: Path, code: str, part
     assert all(part in done.stderr for part in parts)
 
 
+def test_a_ds_config_that_is_not_there_ends_in_a_sentence(fake: Path) -> None:
+    """DeepSpeed would take its name for base64."""
+    done = run(fake, "import deepspeed\ndeepspeed.initialize(model=object(), config='folder/no.json')")
+    assert (done.returncode, done.stderr) == (2, "zftune: ds_config 'folder/no.json': there is no such file\n")
+
+
 def test_the_scripts_own_hook_is_asked_for_other_errors(fake: Path) -> None:
     hook = "def hook(kind, error, frames): print('mine', error)\nimport sys\nsys.excepthook = hook\n"
     done = run(fake, hook + BEGIN + "raise ValueError('odd')")

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from zftune.agent import show_lines
 from zftune.cli import run as module
 from zftune.errors import BadInputError
 from zftune.store import open_store
+from zftune.store.types import Backend
+from zftune.telemetry.fingerprint import hardware, hw_id
 from zftune.variables import RUN
 
-DS_CONFIG = {
+DS_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
     "bf16": {"enabled": True},
@@ -178,6 +181,47 @@ def test_a_late_preset_never_starts_where_every_update_is_waited_for(started: li
     assert 'under which updates come late; quality "exact" waits for every one' in str(done.exception)
     assert started == []
     assert invoke(*asked, *command).exit_code == 0  # "published", since the file has a zenflow section
+
+
+_AUTO = {**DS_CONFIG["zero_optimization"]["zenflow"], "update_interval": "auto", "overlap_step": False}
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_what_ends_deepspeeds_own_runtime_never_starts(tmp_path: Path, started: list[Any], dry: bool) -> None:
+    """As the training itself would refuse it, seconds later; a preset may bring what works."""
+    zero = {**DS_CONFIG["zero_optimization"], "zenflow": _AUTO}
+    (tmp_path / "ds.json").write_text(json.dumps({**DS_CONFIG, "zero_optimization": zero}))
+    command = ["--", "python", "train.py", "--deepspeed", "ds.json"]
+    asked = [*(["--dry-run"] if dry else []), "--backend", "deepspeed"]
+    done = invoke(*asked, *command)
+    assert isinstance(done.exception, BadInputError)
+    what = "'ds.json': zero_optimization.zenflow.update_interval is \"auto\", which the backend deepspeed refuses"
+    assert str(done.exception).startswith(what)
+    assert started == []
+    with open_store() as store:
+        name = store.save_preset(replace(PRESET, key=replace(PRESET.key, backend="deepspeed"))).name
+    assert invoke(*asked, *command).exit_code == 0  # which may be for this model
+    assert invoke(*asked, "--preset", name, *command).exit_code == 0
+
+
+@pytest.mark.parametrize(("backend", "is_there"), [("zenflow", True), ("deepspeed", False)])
+def test_a_dry_run_says_where_there_is_no_best_preset(backend: Backend, is_there: bool) -> None:
+    command = ("--dry-run", "--preset", "best", "--", "deepspeed", "train.py", "--deepspeed", "ds.json")
+    told = "  no preset for this hardware is in $ZFTUNE_DB yet (zftune tune makes one): it would train with these\n"
+    assert told in invoke(*command).output
+    with open_store() as store:
+        here = replace(PRESET.hardware, hw_id=hw_id(hardware()))
+        key = replace(PRESET.key, backend=backend, hw_id=here.hw_id)
+        store.save_preset(replace(PRESET, key=key, hardware=here))
+    assert (told not in invoke(*command).output) == is_there
+
+
+def test_a_ds_config_that_is_not_there_is_named_before_deepspeed_ends(started: list[Any]) -> None:
+    """It starts: the file may be where another machine runs it."""
+    for option in ("--deepspeed_config", "--deepspeed"):
+        done = invoke("--", "python", "train.py", option, "no.json")
+        assert done.stderr == f"zftune: {option} 'no.json': there is no such file here\n"
+    assert len(started) == 2
 
 
 @pytest.fixture

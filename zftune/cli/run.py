@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -61,7 +62,7 @@ def sentences(
     for source, done, section in found:
         yield f"{source.path or source.through}: {done}."
         if done.kind == "trains":
-            yield from _knobs(source.config, section, store)
+            yield from _knobs(source.config, done, section, store)
     yield from _launched_by_nobody(command, environment)
     if online or any(section.online for _, _, section in found):
         yield f"Tuned while it trains, by the daemon at {locate(environment).socket}; results go to {store}."
@@ -100,7 +101,7 @@ def _launched_by_nobody(command: Sequence[str], environment: Mapping[str, str]) 
         )
 
 
-def _knobs(config: Mapping[str, Any], section: Section, store: str) -> Iterator[str]:
+def _knobs(config: Mapping[str, Any], done: Outcome, section: Section, store: str) -> Iterator[str]:
     from zenflow import ConfigError, ZenFlowConfig
     from zftune.integrations.deepspeed.section import BEST
 
@@ -111,6 +112,9 @@ def _knobs(config: Mapping[str, Any], section: Section, store: str) -> Iterator[
     else:
         shown = ("topk_ratio", "update_interval", "select_interval", "offload_ratio", "overlap_step")
         yield "  settings of the ds_config: " + ", ".join(f"{name} {_word(getattr(knobs, name))}" for name in shown)
+    if section.preset == BEST and not _has_presets(done, here=True):
+        yield f"  no preset for this hardware is in {store} yet (zftune tune makes one): it would train with these"
+        return
     if section.preset in (None, BEST):
         yield f"  a preset for exactly this model and hardware in {store} would come before them"
         return
@@ -118,6 +122,18 @@ def _knobs(config: Mapping[str, Any], section: Section, store: str) -> Iterator[
     yield f"  settings of preset {preset.name}, which come before them: " + ", ".join(
         f"{name} {_word(value)}" for name, value in preset.knobs.items()
     )
+
+
+def _has_presets(done: Outcome, *, here: bool) -> bool:
+    """Whether a training may find a preset: one of its backend, and of this hardware where that is asked."""
+    from zftune.store import open_store
+    from zftune.store.types import PresetState
+    from zftune.telemetry.fingerprint import hardware, hw_id
+
+    with open_store() as store:
+        found = [one.key for one in store.presets() if one.state is PresetState.ACTIVE]
+    machines = {key.hw_id for key in found if key.backend == done.backend}
+    return hw_id(hardware()) in machines if here else bool(machines)
 
 
 def _preset(name: str) -> Any:
@@ -199,6 +215,7 @@ def run(
             typer.echo(sentence)
         return
     if not disabled:
+        tell_missing(command)
         if online:
             _require_daemon(environment)
         environment = agent.armed(
@@ -335,6 +352,7 @@ def _check(
     require_preset(section)
     for source, done, _ in found:
         _require_kept(source, done, section)
+        _require_works(source, done, section)
     return found
 
 
@@ -355,6 +373,46 @@ def _require_kept(source: Source, done: Outcome, section: Section) -> None:
 
     own = ZenFlowConfig.from_ds_config(modernized(given(source)))
     with_knobs(waited(own, done.quality), Chosen(_preset(str(section.preset)).knobs, ""), done.quality)
+
+
+def _require_works(source: Source, done: Outcome, section: Section) -> None:
+    """Refuse what DeepSpeed's own runtime cannot train, as the training itself would once it has its settings.
+
+    Raises:
+        BadInputError: it cannot, whatever preset may come before the ds_config's settings.
+    """
+    from zftune.integrations.deepspeed.section import BEST
+
+    if done.kind != "trains" or done.backend != "deepspeed":
+        return
+    from zftune.ds_config.reading import stage_of
+    from zftune.integrations.deepspeed.presets import apply
+    from zftune.integrations.deepspeed.upstream import require_works
+    from zftune.telemetry.fingerprint import installed
+
+    if section.preset not in (None, BEST):
+        knobs, stage = _preset(str(section.preset)).knobs, stage_of(source.config)
+        source = replace(source, config=apply(source.config, knobs, stage=stage, backend="deepspeed").config)
+    try:
+        require_works(source, (installed("deepspeed") or "").partition("+")[0])
+    except BadInputError as error:
+        if section.preset in (None, BEST) and _has_presets(done, here=False):
+            return  # with its settings it may work
+        raise BadInputError(f"'{source.path or source.through}': {error}") from error
+
+
+def tell_missing(command: Sequence[str]) -> None:
+    """Name a ds_config that is not there: DeepSpeed ends with a traceback about base64.
+
+    Args:
+        command: a program and its arguments, which goes on: the file may lie where another machine runs it.
+    """
+    if not _may_name_one(command):
+        return
+    from zftune.integrations.deepspeed.named import missing
+
+    for option, value in missing(command):
+        typer.echo(f"zftune: {option} '{value}': there is no such file here", err=True)
 
 
 def _tell_unread(environment: Mapping[str, str]) -> None:
@@ -380,9 +438,14 @@ def _tell_left_locks(environment: Mapping[str, str]) -> None:
             typer.echo(f"zftune: {lock.sentence}: a training that needs it hangs; remove it: {lock.removal}", err=True)
 
 
+def _may_name_one(command: Sequence[str]) -> bool:
+    """Whether a command may name a ds_config: what reads one loads torch, which takes a second."""
+    return any(sign in word for word in command for sign in _SIGNS)
+
+
 def _named(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[Source]:
-    if not any(sign in word for word in command for sign in _SIGNS):
-        return  # what reads ds_configs loads torch, which takes a second
+    if not _may_name_one(command):
+        return
     from zftune.integrations.deepspeed.named import named_by
 
     yield from named_by(command, environment)

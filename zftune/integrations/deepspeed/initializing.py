@@ -149,6 +149,8 @@ def _config_of(given: dict[str, Any]) -> dict[str, Any] | None:
     found = [given.get("config"), given.get("config_params")]
     found += [getattr(given.get("args"), name, None) for name in _FIELDS]
     asked = next((one for one in found if one is not None), None)
+    if isinstance(asked, str) and asked.endswith((".json", ".hjson")) and not os.path.exists(asked):  # noqa: PTH110
+        raise BadInputError(f"ds_config '{asked}': there is no such file")  # DeepSpeed takes it for base64
     return None if asked is None else read_given(asked)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zftune.ds_config import facts
-from zftune.ds_config.reading import MISSING, micro_batch_of, offload_device, shown, stage_of
+from zftune.ds_config.reading import MISSING, Source, micro_batch_of, offload_device, shown, stage_of
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed import named, outcome, precision
 from zftune.integrations.deepspeed.choosing import Training, choose
@@ -83,19 +83,28 @@ def changed(config: Mapping[str, Any], section: Section, module: nn.Module) -> d
         result = applied.config
         for note in applied.notes:
             _logger.info("zftune: %s", note)
-    outcome.refuse_scrambling(result, version)
-    _refuse_what_cannot_work(result, version)
+    otherwise = require_works(result, version)
     named.require_guard(result, named.script_of_this())
     if version not in facts.TESTED_UPSTREAM:
         _logger.warning(
             "DeepSpeed %s: the backend deepspeed was tested with %s", version, ", ".join(facts.TESTED_UPSTREAM)
         )
+    if otherwise:
+        what = ", ".join(otherwise)
+        _logger.warning("DeepSpeed trains otherwise than the ds_config says (zftune check tells how): %s", what)
     _logger.info("zftune: backend deepspeed, quality %s; %s", quality, sentence)
     return result
 
 
-def _refuse_what_cannot_work(config: Mapping[str, Any], version: str) -> None:
-    """Refuse what is known to end upstream's training or to destroy its weights; say how much else is wrong.
+def require_works(source: Source | Mapping[str, Any], version: str) -> list[str]:
+    """Refuse what is known to end upstream's training or to destroy its weights.
+
+    Args:
+        source: a ds_config for upstream.
+        version: of DeepSpeed; "": it is not known.
+
+    Returns:
+        The settings with which it trains otherwise than they say.
 
     Raises:
         BadInputError: something is.
@@ -103,7 +112,8 @@ def _refuse_what_cannot_work(config: Mapping[str, Any], version: str) -> None:
     from zftune.integrations.deepspeed.check.checking import check
     from zftune.integrations.deepspeed.check.findings import shown_path
 
-    faults = [one for one in check(config, backend="deepspeed", version=version or None).findings if one.is_fault]
+    outcome.refuse_scrambling(source.config if isinstance(source, Source) else source, version)
+    faults = [one for one in check(source, backend="deepspeed", version=version or None).findings if one.is_fault]
     for fault in faults:
         if fault.severity == "crashes" or fault.rule in _DESTROYS:
             what = "not there" if fault.value is MISSING else shown(fault.value)
@@ -111,6 +121,4 @@ def _refuse_what_cannot_work(config: Mapping[str, Any], version: str) -> None:
             raise BadInputError(
                 f"{shown_path(fault.path)} is {what}, which the backend deepspeed refuses{safe}: {fault.reason}"
             )
-    if faults:
-        settings = ", ".join(shown_path(fault.path) for fault in faults)
-        _logger.warning("DeepSpeed trains otherwise than the ds_config says (zftune check tells how): %s", settings)
+    return [shown_path(fault.path) for fault in faults]
