@@ -177,10 +177,12 @@ def _notes(document: Document) -> RenderableType:
     ]
     machine, job = document["machine"], document["job"]
     if job["gpus"] < machine["gpus"]:
+        given = figures.get("host_memory_bytes") == "given"
+        memory = "" if given else f"{size(machine['host_memory_bytes'])} and "
+        option = "" if given else "--host-memory, and "
         notes.append(
-            f"The host is that of a whole machine of {machine['gpus']} GPUs: {size(machine['host_memory_bytes'])} and "
-            f"{machine['host_gbps']:g} GB/s of memory. For a share of one, set --host-memory, and host_gbps and "
-            "host_update_gelements_s in a TOML file."
+            f"The host is that of a whole machine of {machine['gpus']} GPUs: {memory}{machine['host_gbps']:g} GB/s of "
+            f"memory. For a share of one, set {option}host_gbps and host_update_gelements_s in a TOML file."
         )
     if guessed:
         notes.append(f"These figures of {document['machine']['name']} are estimates: {', '.join(guessed)}.")
