@@ -44,7 +44,8 @@ def table(name: str, head: str) -> list[str]:
 
 def test_the_claims_are_the_records(page: Any, found: dict[str, Any]) -> None:
     rows = [one.row for one in page.claims(found)]
-    assert table("docs/claims.md", page.head(page.HEADS)) == rows
+    assert table("docs/claims.md", page.head(page.PAGE_HEADS)) == rows
+    assert all((ROOT / row.split("`")[-2].split()[1]).is_file() for row in rows)
 
 
 def test_readme_says_what_the_records_say(page: Any, found: dict[str, Any]) -> None:

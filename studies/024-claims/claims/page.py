@@ -31,10 +31,12 @@ from claims.twinflow import TOKENS
 
 HOLDS, PART, NOT = "holds", "holds in part", "does not hold"
 HEADS = ("claim", "what we found", "on", "verdict")
+PAGE_HEADS = (*HEADS, "measured again by")
 RIGS, PLANNED, COUNTED, CPU, GPU = "rigs", "planned", "counted", "this CPU", "one H200"
 SEARCHES, SIDE_BY_SIDE = "004-tuner-regret", "005-upstream-side-by-side"
 ACCURACY, LONGER = "023-accuracy", "023-accuracy/results/480-steps"
 ON_GPU = "gpu/results/h200"
+_ON_GPU_AGAIN = "gpu/run_all.py --size 1B"
 SAME = 0.01
 """Steps that differ by less are as long."""
 STUDIES = ("024-claims", SEARCHES, SIDE_BY_SIDE, ACCURACY, LONGER, ON_GPU)
@@ -52,11 +54,13 @@ class Claim:
     verdict: str
     short: str = ""
     """What README says of it; empty: nothing."""
+    again: str = ""
+    """What measures it again, in studies/, with its arguments."""
 
     @property
     def row(self) -> str:
         """Of the page."""
-        return f"| {self.claim} | {self.found} | {self.on} | {self.verdict} |"
+        return f"| {self.claim} | {self.found} | {self.on} | {self.verdict} | `python studies/{self.again}` |"
 
     @property
     def short_row(self) -> str:
@@ -96,6 +100,11 @@ def claims(found: Mapping[str, Figures]) -> list[Claim]:
         *_twin_flow(figures),
         *_both(figures),
     ]
+
+
+def _parts(*names: str) -> str:
+    """Of this study; a measurement that is there already is left out without --again."""
+    return f"024-claims/run.py {' '.join(f'--part {name}' for name in names)} --again"
 
 
 def head(names: Sequence[str]) -> str:
@@ -142,6 +151,7 @@ def _speed(figures: Figures) -> list[Claim]:
             RIGS,
             NOT if max(map(float, reached)) < WANTED_TIMES else HOLDS,
             f"{series(reached)} times on three rigs after published steps; not offloading is {series(most)} times",
+            again=_parts("rigs"),
         ),
         Claim(
             claim,
@@ -149,6 +159,7 @@ def _speed(figures: Figures) -> list[Claim]:
             "same rigs",
             RIGS,
             NOT if max(map(float, theirs)) < WANTED_TIMES else HOLDS,
+            again=_parts("rigs", "traffic"),
         ),
         Claim(
             claim,
@@ -160,6 +171,7 @@ def _speed(figures: Figures) -> list[Claim]:
             PART if at_four or at_sixteen else NOT,
             f"{gains[0]:.1f} to {gains[-1]:.1f} times at 2,048 tokens over {len(gains)} shapes of 1.5B to 70B; 5 in "
             f"{at_four}, in steps of at most {longest(cells, 'published')} tokens",
+            again=_parts("shapes"),
         ),
         Claim(
             claim,
@@ -168,6 +180,7 @@ def _speed(figures: Figures) -> list[Claim]:
             f"up to {longer:.1f} times as long as this runtime's",
             PLANNED,
             NOT if their_most < WANTED_TIMES else PART,
+            again=_parts("shapes", "traffic"),
         ),
     ]
 
@@ -188,6 +201,7 @@ def _speed_on_cpu(figures: Figures) -> Claim:
         CPU,
         NOT if float(ours) < WANTED_TIMES else HOLDS,
         f"{ours} times DeepSpeed's, its own ZenFlow {theirs}; not offloading is {none} times",
+        again=f"{SIDE_BY_SIDE}/run.py --again",
     )
 
 
@@ -215,6 +229,7 @@ def _speed_on_gpu(figures: Figures) -> Claim:
         NOT if float(ours) < WANTED_TIMES else HOLDS,
         f"{ours} times, by the mean {before / after:.1f}, and {theirs} times DeepSpeed's ({trained}); not offloading "
         f"is {none} times",
+        again=_ON_GPU_AGAIN,
     )
 
 
@@ -239,12 +254,14 @@ def _stall(figures: Figures) -> list[Claim]:
             RIGS,
             HOLDS if all(everywhere[name] > WANTED_LESS_STALL for name in FROM_PUBLISHED) else PART,
             f"{series(published)} less on three rigs after published steps",
+            again=_parts("rigs"),
         ),
         Claim(
             claim,
             f"In {kept} of {len(planned)} shapes at 2,048 tokens, k = 0.1 and S = 4",
             PLANNED,
             HOLDS if kept == len(planned) else PART,
+            again=_parts("shapes"),
         ),
     ]
 
@@ -263,6 +280,7 @@ def _stall_on_gpu(figures: Figures) -> Claim:
         GPU,
         NOT if 1 - idle / idle_before < WANTED_LESS_STALL else HOLDS,
         f"{less}, but {idle_said}",
+        again=_ON_GPU_AGAIN,
     )
 
 
@@ -281,6 +299,7 @@ def _traffic(figures: Figures) -> list[Claim]:
             COUNTED,
             HOLDS,
             f"{zen:.2f} times the model, {zero / zen:.1f} times less; DeepSpeed's own ZenFlow moves {their_zen:.2f}",
+            again=_parts("traffic"),
         )
     ]
 
@@ -310,6 +329,7 @@ def _selection(figures: Figures) -> list[Claim]:
             PART,
             f"{numbers[0][0]:,.0f} to {numbers[-1][0]:,.0f} times fewer numbers, {in_bytes[0]:,.0f} to "
             f"{in_bytes[-1]:,.0f} times fewer bytes, from 1.5B to 70B",
+            again=_parts("selection", "shapes"),
         )
     ]
 
@@ -352,6 +372,7 @@ def _accuracy(figures: Figures, longer: Figures) -> Claim:
         HOLDS if kept == len(tasks) else NOT,
         f"replay is within one point of AdamW on {kept} of {len(tasks)} text tasks after 120 steps, {longer_kept} "
         f"one after 480 on the one that lost most; the paper's rule loses {mean} points, DeepSpeed's ZenFlow {theirs}",
+        again=f"{ACCURACY}/run.py --again",
     )
 
 
@@ -382,6 +403,7 @@ def _tuned(figures: Figures, searches: Figures) -> list[Claim]:
             f"{sum(gain < 0 for gain in gains)} end slower",
             RIGS,
             HOLDS if gains[0] >= 0 else PART,
+            again=f"{SEARCHES}/run.py --again",
         ),
         _tuned_on_cpu(claim, list(of(figures, "tuned-on-cpu--").values())),
     ]
@@ -409,6 +431,7 @@ def _tuned_on_rigs(claim: str, rigs: Figures) -> Claim:
         PART if slower or not faster else HOLDS,
         f"beside the published setting, steps are {shares[0]:.0%} to {shares[-1]:.0%} shorter on {len(faster)} of "
         f"{len(rigs)} rigs, longer on {slower}; {repaid[0]:,.0f} to {repaid[-1]:,.0f} steps pay for the search",
+        again=_parts("tuned"),
     )
 
 
@@ -427,6 +450,7 @@ def _tuned_on_cpu(claim: str, runs: Sequence[Mapping[str, Any]]) -> Claim:
         CPU,
         HOLDS if faster == len(runs) else PART if faster else NOT,
         f"{series(ratios)} of the published setting's step, in {len(runs)} searches beside much other work",
+        again=_parts("tuned"),
     )
 
 
@@ -457,6 +481,7 @@ def _twin_flow(figures: Figures) -> list[Claim]:
             f"{series(gains)} times ZeRO-Offload without any ({series(list(on_rigs))}); planned within {off:.1%}",
             RIGS,
             HOLDS if rise < 0.01 else PART,
+            again=_parts("twin-flow"),
         ),
         Claim(
             claim,
@@ -465,6 +490,7 @@ def _twin_flow(figures: Figures) -> list[Claim]:
             PLANNED,
             HOLDS if f"{max(most):.1f}" >= "6.0" else PART,
             f"at most {max(most):.1f} times, where nothing has to be offloaded; {min(most):.1f} times where it has",
+            again=_parts("twin-flow"),
         ),
     ]
 
@@ -497,5 +523,6 @@ def _both(figures: Figures) -> list[Claim]:
             PLANNED,
             PART,
             f"win {wins['both']} of {len(rows)} cases of {rigs} rigs and five limits of device memory",
+            again=_parts("both"),
         )
     ]
