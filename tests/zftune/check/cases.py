@@ -184,6 +184,11 @@ THE_FILE = (
     Bad("not-a-number", "zero2-offload", {f"{PARAMS}.lr": float("nan")}, "figure", mended=False),
     Bad("refused-by-deepspeed", "zero2-offload", {f"{PARAMS}.max_grad_norm": 1.0}, "train", "ValueError"),
     Bad("refused-by-deepspeed", "scheduler", {"scheduler.params.warmup_num_steps": 0}, "train", "ValueError"),
+    Bad("decay-within-warm-up", "scheduler",
+        {"scheduler.params.total_num_steps": 1, "scheduler.params.warmup_num_steps": 2}, "elsewhere", mended=False),
+    Bad("decay-within-warm-up", "scheduler",
+        {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}},
+        "elsewhere", path="scheduler.params.total_num_steps", mended=False),
     Bad(
         "amp", "zero2-offload", {"amp": {"enabled": True}}, "train", "AssertionError", path="amp.enabled", mended=False
     ),

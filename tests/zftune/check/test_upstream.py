@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import zftune.integrations.deepspeed.check
+from tests import zygote
 from tests.tiers import by_day
 from tests.zftune.check.cases import CASES, INTERVALS, SAFE, Bad
 from tests.zftune.check.conftest import TRAINED, Outcomes
@@ -100,6 +101,27 @@ def test_safe_ds_configs_train(upstream: Outcomes, name: str) -> None:
     result = upstream.of(f"safe {name}")
     assert result["raised"] is None, result["message"]
     assert result["finite"]
+
+
+SCHEDULES = """
+import sys, torch
+from deepspeed.runtime.lr_schedules import WarmupCosineLR, WarmupDecayLR
+
+for kind in (WarmupDecayLR, WarmupCosineLR):
+    for total in (2, 99):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        schedule = kind(optimizer, total_num_steps=total, warmup_num_steps=3)
+        for _ in range(5):
+            schedule.step()
+        print(f"rate {optimizer.param_groups[0]['lr']:g}")
+"""
+
+
+def test_a_schedule_that_ends_within_its_warm_up_leaves_no_learning_rate() -> None:
+    said = zygote.run(["-c", SCHEDULES], check=True).stdout
+    rates = [float(line.split()[1]) for line in said.splitlines() if line.startswith("rate ")]
+    assert rates[0] == 0 < rates[1]
+    assert rates[2] == 1e-4 < rates[3]  # the floor of what the rate was
 
 
 @pytest.mark.parametrize("case", [case for case in INTERVALS if case.rule == "update-interval-auto"], ids=str)

@@ -122,6 +122,9 @@ PRECISION_RULES: tuple[Rule, ...] = (
 )
 
 
+_TOTAL = "scheduler.params.total_num_steps"
+_DEFAULT_WARM_UP = 1000
+_DECAYS = {"WarmupDecayLR": "0", "WarmupCosineLR": "cos_min_ratio of what it was"}
 _NOT_A_NUMBER = re.compile(r"[+-]?(nan|inf(inity)?),?", re.IGNORECASE)
 _MAY_BE_INFINITE = ("steps_per_print",)
 
@@ -251,7 +254,18 @@ def clipping(subject: Subject) -> Iterator[Finding]:
         )
 
 
-FILE_RULES: tuple[Rule, ...] = (text, zftune_section, auto, auto_in_own_loop, numbers, amp, clipping)
+def decay(subject: Subject) -> Iterator[Finding]:
+    """A schedule that is over before its warm-up is: DeepSpeed logs a warning, and trains."""
+    kind, total = subject.at("scheduler.type"), subject.at(_TOTAL)
+    warm_up = subject.at("scheduler.params.warmup_num_steps")
+    warm_up = _DEFAULT_WARM_UP if warm_up is MISSING else warm_up
+    if kind in _DECAYS and is_number(total) and is_number(warm_up) and total < warm_up:
+        reason = f"It is below warmup_num_steps, {warm_up:g}: after the warm-up the learning rate is {_DECAYS[kind]}."
+        advice = "all steps of the training, those of the warm-up included"
+        yield subject.finding("decay-within-warm-up", _TOTAL, "wrong", reason, backends=BOTH, advice=advice)
+
+
+FILE_RULES: tuple[Rule, ...] = (text, zftune_section, auto, auto_in_own_loop, numbers, amp, clipping, decay)
 
 
 REFUSED, UNKNOWN = DEEPSPEED_NAMES = ("refused-by-deepspeed", "unknown-setting")
