@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -11,6 +12,11 @@ from zftune.errors import BadInputError
 UNEVEN = 0.05
 """Ranks that differ by less, as a share, are about equal."""
 
+_UNITS = {"bytes": 1.0, "b": 1.0}
+_UNITS |= {f"{prefix}b": 1e3**power for power, prefix in enumerate("kmgt", 1)}
+_UNITS |= {f"{prefix}ib": 1024.0**power for power, prefix in enumerate("kmgt", 1)}
+_BYTES = re.compile(r"(?P<number>(\d+\.?\d*|\.\d+)(e\+?\d\d?)?)\s*(?P<unit>bytes|[kmgt]?b|[kmgt]ib|)", re.IGNORECASE)
+_MOST_BYTES = 1e18
 _Name = TypeVar("_Name", bound=str)
 
 
@@ -34,6 +40,26 @@ def size(count: float) -> str:
         if count >= factor:
             return f"{number(count / factor)} {unit}"
     return f"{count:.0f} bytes"
+
+
+def byte_count(option: str, value: str, *, unit: str = "bytes") -> int:
+    """The bytes that an option asks for: a number in its own unit, or with another one, such as 64GB or 64 GiB.
+
+    Args:
+        option: as it is written.
+        value: as it was given.
+        unit: of a number alone: "bytes" or "GB".
+
+    Raises:
+        BadInputError: it is no such number, or not one above 0.
+    """
+    found = _BYTES.fullmatch(value.strip())
+    count = float(found["number"]) * _UNITS[found["unit"].lower() or unit.lower()] if found else 0.0
+    if not 1 <= count < _MOST_BYTES:
+        raise BadInputError.of(
+            option, value, f"a number of {unit} above 0, or one with its unit, such as 64GB or 64GiB"
+        )
+    return round(count)
 
 
 def amount(count: float) -> str:

@@ -140,7 +140,7 @@ WITHOUT_A_MODEL = [
     ("--deferred-update median", "deferred_update is 'median'", '"replay" or "mean"'),
     ("--full-warm-up-rounds -1", "full_warm_up_rounds is -1", ">= 0"),
     ("--pipeline fast", "pipeline is 'fast'", '"bucket" or "none"'),
-    ("--bucket-bytes 0", "bucket_bytes is 0", ">= 1"),
+    ("--bucket-bytes 0", "--bucket-bytes is '0'", "such as 64GB"),
     ("--max-grad-norm 0", "max_grad_norm is 0.0", "> 0"),
     ("--steps 0", "--steps is 0", ">= 1"),
     ("--micro-batch 0", "--micro-batch is 0", ">= 1"),

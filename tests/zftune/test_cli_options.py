@@ -60,6 +60,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
         ("--no-overlap-step", "overlap_step", False),
         ("--pipeline none", "pipeline", "none"),
         ("--bucket-bytes 4096", "bucket_bytes", 4096),
+        ("--bucket-bytes 4MiB", "bucket_bytes", 4 << 20),
         ("--max-grad-norm 1.5", "max_grad_norm", 1.5),
     ],
 )

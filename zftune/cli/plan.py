@@ -12,7 +12,7 @@ from zftune.cli.outputs import Outputs, write_files
 from zftune.errors import BadInputError
 from zftune.output import STANDARD_OUTPUT
 from zftune.store.types import QUALITIES, Quality
-from zftune.text import one_of
+from zftune.text import byte_count, one_of
 
 if TYPE_CHECKING:
     from zftune.planner.model import Job, Machine, ModelFacts
@@ -57,6 +57,10 @@ _Quality = Annotated[
 ]
 
 
+def _memory(text: str) -> Any:
+    return typer.Option(metavar="SIZE", help=text)
+
+
 def plan(
     model: _Model,
     hardware: _Hardware = "here",
@@ -70,8 +74,10 @@ def plan(
     checkpointing: _Checkpointing = False,
     reshard: _Reshard = True,
     dtype: Annotated[str, typer.Option(help="Of the parameters: bf16, fp16 or fp32.")] = "bf16",
-    gpu_memory: Annotated[float | None, typer.Option(help="Of each GPU, in GB. Default: what the machine has.")] = None,
-    host_memory: Annotated[float | None, typer.Option(help="Of a machine, in GB. Default: what it has.")] = None,
+    gpu_memory: Annotated[
+        str | None, _memory("Of each GPU: in GB, or as 80GiB. Default: what the machine has.")
+    ] = None,
+    host_memory: Annotated[str | None, _memory("Of a machine: in GB, or as 512GiB. Default: what it has.")] = None,
     compute_ms: _Compute = None,
     quality: _Quality = "published",
     json_path: Annotated[
@@ -159,18 +165,17 @@ def _job(
 
 
 def _inputs(
-    model: str, hardware: str, dtype: str, gpu_memory_gb: float | None, host_memory_gb: float | None
+    model: str, hardware: str, dtype: str, gpu_memory: str | None, host_memory: str | None
 ) -> tuple[ModelFacts, Machine]:
     from zftune.planner.model import Machine, model_facts
 
     given: dict[str, Any] = {}
     for option, figure, value in (
-        ("--gpu-memory", "device_memory_bytes", gpu_memory_gb),
-        ("--host-memory", "host_memory_bytes", host_memory_gb),
+        ("--gpu-memory", "device_memory_bytes", gpu_memory),
+        ("--host-memory", "host_memory_bytes", host_memory),
     ):
-        _check_positive(option, value, "a number of GB")
         if value is not None:
-            given[figure] = round(1e9 * value)
+            given[figure] = byte_count(option, value, unit="GB")
     facts = model_facts(model, dtype)
     machine = Machine.here() if hardware == "here" else Machine.load(hardware)
     return facts, replace(machine, **given, source={**machine.source, **dict.fromkeys(given, "given")})

@@ -16,6 +16,7 @@ from zftune.cli.outputs import Outputs, wrote
 from zftune.cli.run import tell_missing
 from zftune.errors import BadInputError, ZftuneError
 from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
+from zftune.text import byte_count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,6 +74,10 @@ def _workload_flag(option: str, text: str) -> Any:
 
 def _knob(text: str) -> Any:
     return typer.Option(help=text, rich_help_panel="Its settings (over those of --config)")
+
+
+def _bytes(text: str) -> Any:
+    return typer.Option(metavar="SIZE", help=text, rich_help_panel="Its settings (over those of --config)")
 
 
 def _command(text: str, *flags: str) -> Any:
@@ -159,11 +164,13 @@ def profile(
     full_warm_up_rounds: Annotated[int | None, _knob("Synchronous first steps.")] = None,
     overlap_step: Annotated[bool | None, _knob("Let the host work beside the GPU.")] = None,
     pipeline: Annotated[str | None, _knob("bucket or none (DeepSpeed's order).")] = None,
-    bucket_bytes: Annotated[int | None, _knob("Largest part of a gradient that moves as a unit.")] = None,
+    bucket_bytes: Annotated[
+        str | None, _bytes("Largest part of a gradient that moves as a unit, such as 4MiB.")
+    ] = None,
     max_update_interval: Annotated[int | None, _knob("Longest window where it is 'auto'.")] = None,
     auto_ratio: Annotated[float | None, _knob("Share of the weights that closes an 'auto' window.")] = None,
     stream: Annotated[bool | None, _knob("Send gradients during backward.")] = None,
-    staging_bytes: Annotated[int | None, _knob("Device memory for weights on their way.")] = None,
+    staging_bytes: Annotated[str | None, _bytes("Device memory for weights on their way, such as 1GiB.")] = None,
     host_threads: Annotated[int | None, _knob("Threads of the host engine.")] = None,
     max_grad_norm: Annotated[float | None, _knob("Clip the gradient norm.")] = None,
 ) -> None:
@@ -262,6 +269,9 @@ def _profile_workload(given: Mapping[str, Any], outputs: Outputs) -> None:
 
     knobs = {name: value for name, value in given.items() if name not in _NO_KNOBS and value is not None}
     knobs |= {name: _interval(knobs[name]) for name in ("update_interval", "select_interval") if name in knobs}
+    for name in ("bucket_bytes", "staging_bytes"):
+        if name in knobs:
+            knobs[name] = byte_count(f"--{name.replace('_', '-')}", knobs[name])
     options = {name: given[name] for name in _NO_KNOBS - {"config", *_COMMAND_ONLY, *_BOTH}}
     options["baselines"] = given["with_baselines"] is not False
     if given["steps"] is not None:

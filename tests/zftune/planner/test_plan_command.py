@@ -330,7 +330,7 @@ def test_a_plan_without_offloading_shows_nothing_of_the_host() -> None:
 
 
 def test_memory_that_is_given_counts_instead_of_the_machines() -> None:
-    result = run("--host-memory", "4", "--gpu-memory", "6", "--seq", "512")
+    result = run("--host-memory", "4GB", "--gpu-memory", "6", "--seq", "512")
     assert result.exit_code == 1
     said = unwrapped(result.output)
     assert "more of the host's memory than the 3.6 GB that it may use (of 4 GB, 400 MB stay free)." in said
@@ -358,8 +358,11 @@ def test_memory_that_is_given_counts_instead_of_the_machines() -> None:
         (["--quality", "best"], "--quality is 'best'; it must be exact, published or loose"),
         (["--compute-ms", "nan"], "--compute-ms is nan"),
         (["--compute-ms", "0"], "--compute-ms is 0"),
-        (["--gpu-memory", "nan"], "--gpu-memory is nan; it must be a number of GB above 0"),
-        (["--host-memory", "0"], "--host-memory is 0.0; it must be a number of GB above 0"),
+        (
+            ["--gpu-memory", "nan"],
+            "--gpu-memory is 'nan'; it must be a number of GB above 0, or one with its unit, such as 64GB",
+        ),
+        (["--host-memory", "0"], "--host-memory is '0'; it must be a number of GB above 0"),
         (["--hardware", "abacus"], "--hardware 'abacus'"),
         (["--hardware", "4xH100"], "must be a machine without a number: --hardware h100-sxm --gpus 4"),
         (["--gpu", "2 x 4090"], "must be a machine without a number: --hardware rtx4090 --gpus 2"),

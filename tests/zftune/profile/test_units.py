@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from zftune import text as units
+from zftune.errors import BadInputError
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,27 @@ def test_size(count: float, text: str) -> None:
 @pytest.mark.parametrize(("count", "text"), [(999, "999"), (869_504, "0.87 million"), (7e9, "7 billion")])
 def test_amount(count: float, text: str) -> None:
     assert units.amount(count) == text
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [
+        ("64", 64e9),
+        ("64GB", 64e9),
+        ("64 GiB", 64 * 2**30),
+        ("0.5tb", 5e11),
+        (".5 MiB", 2**19),
+        ("512 bytes", 512),
+        ("1e3", 1e12),
+    ],
+)
+def test_a_size_may_have_its_own_unit(given: str, count: float) -> None:
+    assert units.byte_count("--host-memory", given, unit="GB") == count
+
+
+@pytest.mark.parametrize("given", ["", "GB", "-1", "0", "nan", "inf", "64 G", "64 parsecs", "1e99", "1,5GB"])
+def test_what_is_no_size_is_refused(given: str) -> None:
+    with pytest.raises(BadInputError) as refused:
+        units.byte_count("--host-memory", given, unit="GB")
+    allowed = "a number of GB above 0, or one with its unit, such as 64GB or 64GiB"
+    assert str(refused.value) == f"--host-memory is {given!r}; it must be {allowed}"
