@@ -20,7 +20,7 @@ from zftune.errors import BadInputError
 from zftune.profile.schema import SCHEMA_NAME as PROFILE_SCHEMA
 from zftune.profile.schema import first_fault
 from zftune.quality import figure
-from zftune.report.tables import Setting, changed_settings, warnings_about
+from zftune.report.tables import Setting, changed_settings, is_workload, warnings_about
 from zftune.report.values import Document, figures, shown
 from zftune.text import ms, number, percent
 from zftune.tuner.scores import ERRORS, Gain, Sample, error_of_mean, gain, score
@@ -72,26 +72,30 @@ def _parts(comparison: Comparison) -> Iterator[RenderableType]:
     yield Panel(Group(*sentences), title=Text("zftune compare", style="bold"), title_align="left")
     for warning in comparison.warnings:
         yield Text(f"warning: {warning}", style="yellow")
-    yield _figures([one for one in comparison.differences if one.finding != "same" and (one.a or one.b)])
+    found = [one for one in comparison.differences if one.finding != "same" and (one.a or one.b)]
+    yield _figures(found, same_work=comparison.same_work)
     same = sum(one.finding == "same" for one in comparison.differences)
     if same:
         yield Text(f"{same} more figure{'s are' if same > 1 else ' is'} the same in both.", style="dim")
-    yield Text(_ABOUT_NOISE, style="dim")
+    if comparison.same_work:
+        yield Text(_ABOUT_NOISE, style="dim")
     if comparison.settings:
         yield Text()
         yield _settings(comparison.settings)
 
 
-def _figures(differences: list[Difference]) -> Table:
+def _figures(differences: list[Difference], *, same_work: bool) -> Table:
     table = Table(box=None, expand=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("figure", no_wrap=True)
-    for title in ("A", "B", "change", "error"):
+    for title in ("A", "B", *(("change", "error") if same_work else ())):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    if same_work:
+        table.add_column("", no_wrap=True)
     for one in differences:
         values = (shown(one.name, value).replace(" × the model", "×") for value in (one.a, one.b))  # 80 columns
-        cells = (one.name, *values, _change(one), _error(one), one.finding)
-        table.add_row(*(Text(cell) for cell in cells), style=_STYLES.get(one.finding, ""))
+        found = (_change(one), _error(one), one.finding) if same_work else ()
+        style = _STYLES.get(one.finding, "") if same_work else ""
+        table.add_row(*(Text(cell) for cell in (one.name, *values, *found)), style=style)
     return table
 
 
@@ -104,7 +108,17 @@ def _change(one: Difference) -> str:
 
 def _error(one: Difference) -> str:
     unit = "" if one.name == "loss" else " ms"
-    return "" if one.standard_error is None else f"{number(one.standard_error)}{unit}"
+    return "" if one.standard_error is None else f"{_two_digits(one.standard_error)}{unit}"
+
+
+def _two_digits(error: float) -> str:
+    """An error with two significant digits."""
+    if error == 0 or not math.isfinite(error):
+        return f"{error:g}"
+    if error < _LEAST_ERROR:
+        return f"< {_LEAST_ERROR:g}"
+    digits = 1 - math.floor(math.log10(error))
+    return f"{round(error, digits):,.{max(0, digits)}f}"
 
 
 def _settings(settings: list[Setting]) -> Table:
@@ -125,6 +139,7 @@ _LEAST_FOR_TREND = 5
 _SEED = 0  # the same two files always compare alike
 _SAME = 1e-3
 """Relative difference up to which figures without a noise are called the same."""
+_LEAST_ERROR = 1e-6
 _COUNTS = ("link", "memory")
 _NO_NOISE = (
     "host.update_ms",
@@ -179,6 +194,8 @@ class Comparison:
     warnings: list[str]
     """Why the figures may not be comparable."""
     verdict: list[str]
+    same_work: bool = True
+    """Whether both train the same model on batches of one shape: else no change of times, bytes or losses is shown."""
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
@@ -201,8 +218,9 @@ def compare(a: Document, b: Document) -> Comparison:
     steps = _late_steps(a, b)
     differences = [*_timed(a, b), *_loss(a, b, steps), *_others(a, b)]
     settings = changed_settings(a, b)
-    verdict = [*_verdict(differences, settings, steps)]
-    return Comparison(differences, settings, warnings_about(a, b, settings), verdict)
+    same_work = not any(is_workload(one) for one in settings)
+    found = _verdict(differences, settings, steps) if same_work else _of_other_work(differences, settings)
+    return Comparison(differences, settings, warnings_about(a, b, settings), [*found], same_work)
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -347,13 +365,24 @@ def _verdict(differences: list[Difference], settings: list[Setting], steps: Sequ
     causes.sort(key=lambda one: -abs(one.change or 0.0))
     if stall is not None and stall.finding in ("beyond noise", "within noise"):
         yield _about_stall(stall, causes)
+    yield from _about_knobs(settings)
+    if loss is None:
+        yield "Neither profile has a loss: this comparison is of the speed alone."
+
+
+def _of_other_work(differences: list[Difference], settings: list[Setting]) -> Iterator[str]:
+    step = next(one for one in differences if one.name == "step_ms.typical")
+    both = f"{ms(step.a or 0.0)} in A, {ms(step.b or 0.0)} in B"
+    yield f"The steps do different work, so that they are not compared: the typical one takes {both}."
+    yield from _about_knobs(settings)
+
+
+def _about_knobs(settings: list[Setting]) -> Iterator[str]:
     knobs = [one for one in settings if one.name.startswith("knobs.")]
     if knobs:
         changes = ", ".join(f"{one.name.removeprefix('knobs.')} {one.a} → {one.b}" for one in knobs[:4])
         more = f" and {len(knobs) - 4} more" if len(knobs) > 4 else ""
         yield f"Settings that changed: {changes}{more}."
-    if loss is None:
-        yield "Neither profile has a loss: this comparison is of the speed alone."
 
 
 def _about_step(step: Difference) -> str:
@@ -361,7 +390,7 @@ def _about_step(step: Difference) -> str:
     assert step.b is not None
     if step.standard_error is None:
         return f"The typical step goes from {ms(step.a)} to {ms(step.b)}; there are too few steps to see the noise."
-    error = f"{number(step.standard_error)} ms"
+    error = f"{_two_digits(step.standard_error)} ms"
     if step.finding == "within noise":
         return (
             f"The typical step does not differ beyond noise: {ms(step.a)} and {ms(step.b)}, a difference of "
@@ -389,7 +418,8 @@ def _about_loss(loss: Difference, step: Difference, steps: Sequence[int]) -> str
         return f"Only {'A' if loss.b is None else 'B'} has a loss: this comparison is of the speed alone."
     if loss.standard_error is None:
         return "The losses are not of the same steps, or are too few: whether the change costs loss is not known."
-    first, second, error = (figure(value, loss.standard_error) for value in (loss.a, loss.b, loss.standard_error))
+    first, second = (figure(value, loss.standard_error) for value in (loss.a, loss.b))
+    error = _two_digits(loss.standard_error)
     where = f"in steps {steps[0]} to {steps[-1]} of both"
     if loss.finding == "within noise":
         return f"The loss does not differ beyond noise {where}: {first} and {second}, with a standard error of {error}."

@@ -48,8 +48,13 @@ def warnings_about(a: Document, b: Document, settings: Sequence[Setting]) -> lis
     return [*_different(settings), *_emulated(a, b), *_few(a, b), *_busy(a, b), *_quality(a, b)]
 
 
+def is_workload(setting: Setting) -> bool:
+    """Whether it says what is trained, and by what batches."""
+    return setting.name.startswith("workload.") or setting.name == "fingerprint.model_id"
+
+
 def _different(settings: Sequence[Setting]) -> Iterator[str]:
-    workload = [one for one in settings if one.name.startswith("workload.") or one.name == "fingerprint.model_id"]
+    workload = [one for one in settings if is_workload(one)]
     if workload:
         yield f"The workloads differ ({_listed(workload)}): their times cannot be compared step by step."
     machine = [one for one in settings if one.name.startswith("hardware.") or one.name == "device"]

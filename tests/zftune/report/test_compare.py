@@ -20,7 +20,7 @@ from zftune.cli.profile import compare as command
 from zftune.errors import BadInputError
 from zftune.profile.figures import figures
 from zftune.profile.schema import validate
-from zftune.report.compare import Comparison, compare, read_profile
+from zftune.report.compare import Comparison, _two_digits, compare, read_profile, render
 from zftune.tuner.scores import Sample, gain
 
 
@@ -36,6 +36,27 @@ def jittered(seed: int, *, spread_ms: float = 5.0, longer_ms: float = 0.0) -> di
         row["phases_ms"]["backward"] += own
         row["step_ms"] += own
     return document
+
+
+def screen(comparison: Comparison) -> str:
+    console = Console(file=io.StringIO(), width=120, record=True)
+    console.print(render(comparison))
+    return console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (0.0, "0"),
+        (3e-9, "< 1e-06"),
+        (0.0000123, "0.000012"),
+        (0.0716, "0.072"),
+        (5.49, "5.5"),
+        (1234.0, "1,200"),
+    ],
+)
+def test_an_error_has_two_digits(error: float, text: str) -> None:
+    assert _two_digits(error) == text
 
 
 def write(folder: Path, name: str, document: Any) -> str:
@@ -168,6 +189,9 @@ def test_workloads_rigs_versions_and_few_steps() -> None:
         "The emulated hardware differs (llama2-7b-4xa100 → slow).",
         "B has 4 measured steps: its noise is a guess below 8.",
     ]
+    assert comparison.verdict[0].startswith("The steps do different work, so that they are not compared: the typical")
+    assert not any(word in " ".join(comparison.verdict) for word in ("%", "shorter", "longer", "error"))
+    assert not any(word in screen(comparison) for word in ("change ", "beyond noise", "within noise"))
     changed = {one.name: (one.a, one.b) for one in comparison.settings}
     assert changed["software.torch"] == ("2.13.0+cpu", "2.14.0")
     assert set(changed) == {"workload.sequence", "rig.name", "software.torch", "steps.measured"}
