@@ -20,6 +20,8 @@ _SCREENS = {
     "zftune.explain/1": "zftune.explain.screen",
     "zftune.tune/2": "zftune.explain.screen",
 }
+_IN_PYTHON = {"zftune.profile/1": {"shows_all": 'its item ["missing"] has which, and why'}}
+"""What a screen says where there is no command line."""
 _WIDTH = 100
 
 
@@ -39,7 +41,7 @@ class Shown(Mapping[str, Any]):
         if name not in _SCREENS:
             raise BadInputError(f"the document's schema is {name!r}; it must be one of {', '.join(_SCREENS)}")
         self._document = document
-        self._screen = _SCREENS[str(name)]
+        self._name = str(name)
 
     def __getitem__(self, name: str) -> Any:
         return self._document[name]
@@ -69,7 +71,8 @@ class Shown(Mapping[str, Any]):
         from rich.console import Console
 
         console = Console(record=True, file=io.StringIO(), width=_WIDTH, force_jupyter=False)
-        console.print(import_module(self._screen).render(self._document))
+        render = import_module(_SCREENS[self._name]).render
+        console.print(render(self._document, **_IN_PYTHON.get(self._name, {})))
         return console
 
 

@@ -71,6 +71,7 @@ def test_what_trains_nothing_and_what_raises() -> None:
 def test_a_document_displays_itself(tmp_path: Path) -> None:
     document = json.loads(EXAMPLE.read_text())
     document["workload"]["model"] = "<script>alert(1)</script>"
+    document["missing"] |= {name: f"a reason for {name}" for name in ("seed", "idle", "stall", "nvml")}
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(document))
     for found in (zftune.shown(document), zftune.shown(path), zftune.shown(str(path))):
@@ -78,6 +79,8 @@ def test_a_document_displays_itself(tmp_path: Path) -> None:
         assert html.startswith("<pre")
         assert "Offloading hardly stalls the device" in html
         assert "<script>" not in html
+        assert 'more figures are missing: its item ["missing"] has which, and why' in text
+        assert "zftune profile -v" not in text
         assert "Offloading hardly stalls the device" in text
         assert found._repr_markdown_() == f"```\n{text}\n```"
         assert dict(found) == document

@@ -69,3 +69,19 @@ def test_no_empty_folder_of_its_own_is_left(tmp_path: Path, monkeypatch: pytest.
     assert not own.exists()
     assert own.parent.is_dir()
     assert [one.name for one in others.iterdir()] == ["mine"]
+
+
+def test_nor_is_one_that_held_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that was ended, and a store that was removed by hand, leave theirs."""
+    runtime = tmp_path / "runtime"
+    own, daemons = tmp_path / "share" / "zftune", runtime / "zftune"
+    for folder in (own, daemons):
+        folder.mkdir(parents=True)
+    monkeypatch.setenv("ZFTUNE_DB", str(own / "zftune.db"))
+    monkeypatch.delenv("ZFTUNE_SOCKET", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    assert invoke().exit_code == 0
+    assert own.is_dir()
+    assert "zftune keeps nothing on this machine." in invoke("--yes").output
+    assert not own.exists()
+    assert not daemons.exists()

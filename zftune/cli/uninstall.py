@@ -34,10 +34,10 @@ def uninstall(
         _require_no_daemon()
         for path, _ in found:
             _remove(path)
-        for folder in {path.parent for path, _ in found if path.parent.name == "zftune"}:
-            with contextlib.suppress(OSError):  # somebody else's files are in it
-                folder.rmdir()
         typer.echo("Removed.")
+    for folder in _own_folders(os.environ) if yes else ():
+        with contextlib.suppress(OSError):  # it is not there, or somebody else's files are in it
+            folder.rmdir()
     typer.echo(_PACKAGE)
 
 
@@ -59,6 +59,17 @@ def _kept(environment: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
     for ending, what in {"": "the daemon's socket", ".lock": "its lock", ".log": "its log"}.items():
         yield from _there(place.socket.with_name(place.socket.name + ending), what)
     yield from _there(place.metrics_token, "the token of its metrics")
+
+
+def _own_folders(environment: Mapping[str, str]) -> Iterator[Path]:
+    """Those that zftune makes for what it keeps, whether they hold anything or not."""
+    from zftune.daemon.client import location as daemon
+    from zftune.store import location as store
+
+    database, place = store.meant_by(environment).path, daemon.locate(environment)
+    if place.own_folder is not None:
+        yield place.own_folder
+    yield from (one.parent for one in (database, place.socket) if one is not None and one.parent.name == "zftune")
 
 
 def _there(path: Path, what: str) -> Iterator[tuple[Path, str]]:

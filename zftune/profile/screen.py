@@ -185,19 +185,23 @@ _WANTED = (
 _VISIBLE = 0.004  # share of the longest bar: what is shorter is not in the legend
 
 
-def render(document: Document, *, verbose: bool = False) -> RenderableType:
+SHOWS_ALL = "zftune profile -v shows which, and why"
+
+
+def render(document: Document, *, verbose: bool = False, shows_all: str = SHOWS_ALL) -> RenderableType:
     """The whole screen of a valid profile document, to be printed by a rich console.
 
     Args:
         document: of the profile.
         verbose: with every figure that is missing, and not only those that matter most.
+        shows_all: what names the rest, in words.
     """
-    return _Screen(document, verbose=verbose)
+    return _Screen(document, verbose=verbose, shows_all=shows_all)
 
 
 class _Screen:
-    def __init__(self, document: Document, *, verbose: bool) -> None:
-        self._document, self._verbose = document, verbose
+    def __init__(self, document: Document, *, verbose: bool, shows_all: str) -> None:
+        self._document, self._verbose, self._shows_all = document, verbose, shows_all
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, _MAX_WIDTH)
@@ -210,7 +214,7 @@ class _Screen:
             _heading("this run in figures"),
             figures(self._document, wide=width >= _WIDE),
             Text(),
-            Group(*_note_lines(self._document, verbose=self._verbose)),
+            Group(*_note_lines(self._document, verbose=self._verbose, shows_all=self._shows_all)),
         )
         yield from console.render(Group(*parts), options.update_width(width))
 
@@ -367,7 +371,7 @@ def _known(value: float | None, show: Any) -> str:
     return "–" if value is None else str(show(value))
 
 
-def _note_lines(document: Document, *, verbose: bool) -> Iterator[Text]:
+def _note_lines(document: Document, *, verbose: bool, shows_all: str) -> Iterator[Text]:
     rig = document["rig"]
     if rig is not None:
         yield Text.assemble(
@@ -390,7 +394,7 @@ def _note_lines(document: Document, *, verbose: bool) -> Iterator[Text]:
         yield Text(f"missing  {', '.join(names)}: {reason}", style="dim")
     more = sum(map(len, by_reason.values())) - sum(len(names) for _, names in shown)
     if more:
-        yield Text(f"{more} more figures are missing: zftune profile -v shows which, and why", style="dim")
+        yield Text(f"{more} more figures are missing: {shows_all}", style="dim")
 
 
 def _weight(name: str) -> int:
