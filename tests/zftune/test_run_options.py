@@ -18,7 +18,9 @@ from typer.testing import CliRunner
 from tests.zftune.store.examples import PRESET
 from zftune.agent import show_lines
 from zftune.cli import run as module
+from zftune.cli.main import main
 from zftune.errors import BadInputError
+from zftune.profile.command import run as profiling
 from zftune.store import open_store
 from zftune.store.types import Backend
 from zftune.telemetry.fingerprint import hardware, hw_id
@@ -222,6 +224,15 @@ def test_a_ds_config_that_is_not_there_is_named_before_deepspeed_ends(started: l
         done = invoke("--", "python", "train.py", option, "no.json")
         assert done.stderr == f"zftune: {option} 'no.json': there is no such file here\n"
     assert len(started) == 2
+
+
+def test_so_does_a_profile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(profiling, "profile_command", lambda _: profiling.Outcome(None, [], 3))
+    monkeypatch.setattr("sys.argv", ["zftune", "profile", "--", "python", "train.py", "--deepspeed=no.json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 3
+    assert capsys.readouterr().err == "zftune: --deepspeed 'no.json': there is no such file here\n"
 
 
 @pytest.fixture

@@ -153,7 +153,8 @@ def _word(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-_SIGNS = (".json", ".hjson", ".yaml", ".yml", "deepspeed", "ds_config", "ds-config", "accelerate")
+_FILES = (".json", ".hjson", ".yaml", ".yml")
+_SIGNS = (*_FILES, "deepspeed", "ds_config", "ds-config", "accelerate")
 """One of these is in a word of every command that names a ds_config."""
 _ALIKE = 0.8
 """From 0 to 1, of difflib: variables that are less alike than this are somebody else's."""
@@ -407,7 +408,8 @@ def tell_missing(command: Sequence[str]) -> None:
     Args:
         command: a program and its arguments, which goes on: the file may lie where another machine runs it.
     """
-    if not _may_name_one(command):
+    words = [word.rpartition("=")[2] for word in command]
+    if not _may_name_one(command) or all(os.path.isfile(word) for word in words if word.endswith(_FILES)):  # noqa: PTH113
         return
     from zftune.integrations.deepspeed.named import missing
 
