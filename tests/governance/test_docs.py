@@ -35,7 +35,7 @@ MARKS = {
 """Of a block, by its language: what may stand above it."""
 OTHERS = ("cp", "export", "kubectl", "pip", "sbatch", "systemctl")
 """Programs that are not ours."""
-LAUNCHERS = ("deepspeed", "python", "torchrun")
+LAUNCHERS = ("accelerate", "deepspeed", "python", "torchrun")
 PROGRAMS = ("zftune", "make", *LAUNCHERS, *OTHERS)
 BY_DAY = ("check", "doctor")
 """Commands of zftune that are quick enough to be run by day; before a release all of them are."""
