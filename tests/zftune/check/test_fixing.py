@@ -127,6 +127,25 @@ def test_a_string_that_is_a_number_becomes_it_and_nothing_else_is_dropped(
     assert left.ok == (number is not None)
 
 
+def test_clipping_stays_where_the_backend_zenflow_trains_it_in_the_end() -> None:
+    config = safe("zenflow-overlapped")
+    config["gradient_clipping"] = 1.0
+    config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": "/nvme"}  # refused until mended
+    mended, _, left = fix(Source(config), backend=None, version="0.19.6")
+    assert left.ok
+    assert (mended["zftune"]["backend"], mended["gradient_clipping"]) == ("zenflow", 1.0)
+
+
+@pytest.mark.parametrize(("path", "value"), [("stage", 3), ("zenflow.update_interval", "auto")])
+def test_what_a_run_refuses_with_deepspeeds_own_runtime_is_told_as_refused(path: str, value: Any) -> None:
+    config = safe("zenflow-overlapped")
+    put(config, path_of(f"zero_optimization.{path}"), value)
+    said = check(config, backend="deepspeed", version="0.19.6").outcome
+    assert said.kind == "refused"
+    assert str(said).startswith(f"is refused: zero_optimization.{path} is ")
+    assert check(config, backend="zenflow", version="0.19.6").outcome.kind == "trains"
+
+
 def test_a_misplaced_section_moves() -> None:
     config = safe("zero2-offload")
     config["zero_optimization"]["zftune"] = {"preset": "best"}

@@ -20,8 +20,6 @@ from zftune.integrations.deepspeed.precision import Precision
 from zftune.integrations.deepspeed.section import NAME, Refusal, Section, require_none
 
 _logger = logging.getLogger("zftune")
-_DESTROYS = ("update-interval-auto",)
-"""Rules of `zftune check` about weights that become NaN."""
 
 
 def refusals(config: Mapping[str, Any], *, online: bool) -> Iterator[Refusal]:
@@ -115,7 +113,7 @@ def require_works(source: Source | Mapping[str, Any], version: str) -> list[str]
     outcome.refuse_scrambling(source.config if isinstance(source, Source) else source, version)
     faults = [one for one in check(source, backend="deepspeed", version=version or None).findings if one.is_fault]
     for fault in faults:
-        if fault.severity == "crashes" or fault.rule in _DESTROYS:
+        if fault.ends_deepspeed:
             what = "not there" if fault.value is MISSING else shown(fault.value)
             safe = f" (safe is {fault.safe})" if fault.safe else ""
             raise BadInputError(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zftune.ds_config.facts import GOOD
-from zftune.ds_config.reading import MISSING, Source, at, path_of, put
-from zftune.integrations.deepspeed.check.findings import Change, Finding, Report, by_severity
+from zftune.ds_config.reading import MISSING, Source, at, path_of, put, shown
+from zftune.integrations.deepspeed.check.findings import Change, Finding, Report, by_severity, shown_path
 from zftune.integrations.deepspeed.check.rules_deepspeed import (
     DEEPSPEED_NAMES,
     DEEPSPEED_RULES,
@@ -21,6 +21,8 @@ from zftune.integrations.deepspeed.check.rules_deepspeed import (
 from zftune.integrations.deepspeed.check.rules_offload import INTERVAL_RULES, OFFLOAD_RULES
 from zftune.integrations.deepspeed.check.rules_zenflow import ZENFLOW_NOTES, ZENFLOW_RULES
 from zftune.integrations.deepspeed.check.subject import OURS, UPSTREAM, FaultOfPreset, Rule, Subject, change, left_out
+from zftune.integrations.deepspeed.outcome import Outcome
+from zftune.integrations.deepspeed.section import Refusal
 from zftune.integrations.deepspeed.verdict import mistyped
 from zftune.store.types import Backend
 
@@ -92,7 +94,7 @@ def fix(
             script=script,
         )
         helping = [finding for finding in report.findings if _helps(config, finding)]
-        finding = min(helping, key=_moves, default=None)
+        finding = min(helping, key=_turn, default=None)
         if finding is None:
             break
         for each in finding.changes:
@@ -101,9 +103,15 @@ def fix(
     return config, done, report
 
 
-def _moves(finding: Finding) -> bool:
-    """Whether it goes to another backend. That comes last: what can be mended for both is."""
-    return any(each.path == ("zftune", "backend") for each in finding.changes)
+def _turn(finding: Finding) -> int:
+    """Which findings are mended first, as what is left of others depends on them.
+
+    What keeps the backend zenflow from training comes before faults of DeepSpeed's own runtime, which are mended by
+    going to zenflow where it can train (clipping stays then); and going to another backend comes last.
+    """
+    if any(each.path == ("zftune", "backend") for each in finding.changes):
+        return 2
+    return 0 if "zenflow" in finding.backends else 1
 
 
 def _helps(config: Mapping[str, Any], finding: Finding) -> bool:
@@ -178,7 +186,18 @@ def check(
     found = [finding for rule in RULES for finding in rule(subject)]
     kept = [finding for finding in found if chosen is None or chosen in finding.backends]
     told, places = by_severity(_once(kept)), source.places or {}
-    return Report(version, chosen, tuple(one.placed(places) for one in told), subject.outcome.placed(places))
+    outcome = _refused(told, subject.outcome) if subject.outcome.backend == "deepspeed" else subject.outcome
+    return Report(version, chosen, tuple(one.placed(places) for one in told), outcome.placed(places))
+
+
+def _refused(findings: Sequence[Finding], outcome: Outcome) -> Outcome:
+    """With DeepSpeed's own runtime, what `zftune run` does where it refuses what would end the training there."""
+    ends = next((one for one in findings if one.ends_deepspeed), None)
+    if ends is None or outcome.kind != "trains":
+        return outcome
+    value = "not there" if ends.value is MISSING else shown(ends.value)
+    allowed = "something else with DeepSpeed's own runtime (its finding tells why)"
+    return Outcome("refused", "deepspeed", refusals=(Refusal(shown_path(ends.path), value, allowed),))
 
 
 _GENERAL = (*OWN_NAMES, *DEEPSPEED_NAMES)

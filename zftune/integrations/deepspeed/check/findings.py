@@ -73,6 +73,10 @@ def _beside(change: Change) -> str:
     return change.sentence() + _IN_A_FILE
 
 
+_DESTROYS = ("update-interval-auto",)
+"""Rules about weights that become NaN."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """A setting that does not do what it says."""
@@ -98,6 +102,12 @@ class Finding:
     def is_fault(self) -> bool:
         """Whether the training is not what the file says."""
         return self.severity in _FAULTS
+
+    @property
+    def ends_deepspeed(self) -> bool:
+        """Whether the training ends, or makes weights NaN, with DeepSpeed's own runtime; `zftune run` refuses it."""
+        ends = self.severity == "crashes" or self.rule in _DESTROYS
+        return self.is_fault and "deepspeed" in self.backends and ends
 
     @property
     def safe(self) -> str:
