@@ -78,6 +78,15 @@ def test_a_dry_run_tells_what_would_train_and_starts_nothing(started: list[Any])
     assert lines[-1] == "Nothing was started."
 
 
+def test_a_dry_run_has_the_settings_of_the_quality(started: list[Any]) -> None:
+    done = invoke("--dry-run", "--quality", "exact", "--", "deepspeed", "train.py", "--deepspeed", "ds.json")
+    told = next(line for line in done.output.splitlines() if "settings of the ds_config" in line)
+    assert told.startswith("  settings of the ds_config, with what quality exact needs: ")
+    assert "update_interval 1, " in told
+    assert "overlap_step off" in told
+    assert started == []
+
+
 def test_a_dry_run_has_the_presets_knobs(started: list[Any]) -> None:
     with open_store() as store:
         name = store.save_preset(PRESET).name

@@ -103,15 +103,18 @@ def _launched_by_nobody(command: Sequence[str], environment: Mapping[str, str]) 
 
 def _knobs(config: Mapping[str, Any], done: Outcome, section: Section, store: str) -> Iterator[str]:
     from zenflow import ConfigError, ZenFlowConfig
+    from zftune.integrations.deepspeed.choosing import waited
     from zftune.integrations.deepspeed.section import BEST
 
     try:
-        knobs = ZenFlowConfig.from_ds_config({name: value for name, value in config.items() if name != "zftune"})
+        own = ZenFlowConfig.from_ds_config({name: value for name, value in config.items() if name != "zftune"})
+        knobs = waited(own, done.quality) if done.backend == "zenflow" and done.quality else own
     except ConfigError as error:  # such as "auto", which Hugging Face fills in
         yield f"  settings: those of the ds_config, not all of which are known before it runs ({error})"
     else:
         shown = ("topk_ratio", "update_interval", "select_interval", "offload_ratio", "overlap_step")
-        yield "  settings of the ds_config: " + ", ".join(f"{name} {_word(getattr(knobs, name))}" for name in shown)
+        but = "" if knobs == own else f", with what quality {done.quality} needs"
+        yield f"  settings of the ds_config{but}: " + ", ".join(f"{name} {_word(getattr(knobs, name))}" for name in shown)
     if section.preset == BEST and not _has_presets(done, here=True):
         yield f"  no preset for this hardware is in {store} yet (zftune tune makes one): it would train with these"
         return
