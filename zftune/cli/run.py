@@ -114,7 +114,9 @@ def _knobs(config: Mapping[str, Any], done: Outcome, section: Section, store: st
     else:
         shown = ("topk_ratio", "update_interval", "select_interval", "offload_ratio", "overlap_step")
         but = "" if knobs == own else f", with what quality {done.quality} needs"
-        yield f"  settings of the ds_config{but}: " + ", ".join(f"{name} {_word(getattr(knobs, name))}" for name in shown)
+        yield f"  settings of the ds_config{but}: " + ", ".join(
+            f"{name} {_word(getattr(knobs, name))}" for name in shown
+        )
     if section.preset == BEST and not _has_presets(done, here=True):
         yield f"  no preset for this hardware is in {store} yet (zftune tune makes one): it would train with these"
         return
