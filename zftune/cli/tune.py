@@ -58,7 +58,12 @@ _Quality = Annotated[
     ),
 ]
 _Fresh = Annotated[
-    bool, typer.Option("--fresh", help="Begin anew: neither from a preset nor from a run that was not finished.")
+    bool,
+    typer.Option(
+        "--fresh",
+        help="Begin anew: neither from a preset nor from a run that was not finished. With --restartable, "
+        "settings that have crashed are tried again, too.",
+    ),
 ]
 _Study = Annotated[
     str | None,

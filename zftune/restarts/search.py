@@ -235,7 +235,9 @@ class Restarts:
 
         begun = begin(
             recording,
-            SearchRequest(own=start, space=space, options=options, fresh=asked.fresh, presets=False),
+            SearchRequest(
+                own=start, space=space, options=options, fresh=asked.fresh, presets=False, crash_ends_training=False
+            ),
             lambda start, options: Search(
                 space, start, NoForecast(1.0, start, has_memory=False), seeds(space), options
             ),
@@ -244,9 +246,11 @@ class Restarts:
         if self._recorder is not None:
             self._recorder.predicts = False  # nobody predicts upstream's times
             self._recorder.follow(self._count)
-        if begun.sentence:
-            self.notices.append(begun.sentence)
-            self.on_progress(begun.sentence, self.search)
+        crashed = len({one.setting for one in self.search.options.barred if one.kind == "crash"})
+        for sentence in (begun.sentence, messages.crashed_before(crashed)):
+            if sentence:
+                self.notices.append(sentence)
+                self.on_progress(sentence, self.search)
 
     @property
     def run_id(self) -> str | None:

@@ -161,6 +161,19 @@ def failed(trial: Trial, outcome: Outcome) -> str:
     return f"Crashed, and not tried again: {trial.setting}: {outcome.reason}."
 
 
+def crashed_before(settings: int) -> str:
+    """Of a search by restarts: what is left out, and what tries it again; "": nothing is.
+
+    Args:
+        settings: that crashed in earlier searches of the same.
+    """
+    if not settings:
+        return ""
+    one = settings == 1
+    count = "1 setting that has crashed here is" if one else f"{settings} settings that have crashed here are"
+    return f"{count} not tried again; --fresh begins anew and tries {'it' if one else 'them'}."
+
+
 def incumbent_failed(trial: Trial, reason: str) -> str:
     """The incumbent itself could not be measured."""
     return f"The search ends: the best settings so far ({trial.setting}) could not go on: {reason}."

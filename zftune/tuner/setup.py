@@ -76,6 +76,7 @@ class SearchRequest:
         least_ratio: offload ratio at least: a lower one takes more GPU memory.
         fresh: neither preset nor earlier run.
         presets: whether it may begin from a preset.
+        crash_ends_training: whether a setting that crashed has cost a training; else one that is fresh tries it again.
         again: the training lives, and its search was ended: it goes on, whatever else is wanted.
         learning_rate: of the training, at its highest; None: not known.
     """
@@ -87,6 +88,7 @@ class SearchRequest:
     least_ratio: float = 0.0
     fresh: bool = False
     presets: bool = True
+    crash_ends_training: bool = True
     again: ResumeFrom | None = None
     learning_rate: float | None = None
 
@@ -115,7 +117,10 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Pre
         return Prepared(make(own, wanted.options), None)
     recording.ratios = wanted.ratios
     again = None if wanted.again is None else recording.known(wanted.again.run_id)
-    wanted = replace(wanted, options=replace(wanted.options, barred=recording.barred()))
+    barred = recording.barred()
+    if wanted.fresh and not wanted.crash_ends_training:
+        barred = tuple(one for one in barred if one.kind != "crash")
+    wanted = replace(wanted, options=replace(wanted.options, barred=barred))
     resumed = _resumed(again, recording, wanted, make)
     if resumed is not None:
         return resumed

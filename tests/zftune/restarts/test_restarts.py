@@ -230,10 +230,17 @@ def test_a_model_without_a_name_is_kept_nowhere_and_nobody_is_said_to_have_asked
 
 
 def test_a_later_search_knows_what_crashed(tune: Tune) -> None:
-    tune(few(5), crashes=[2])
-    again = tune(few(5, fresh=True), crashes=[2])
+    first = tune(few(5), crashes=[2])
+    assert not [one for one in first["notices"] if "--fresh" in one]
+    again = tune(few(5), crashes=[2])
     assert again["trials"][1]["state"] == "rejected"
     assert "crashed before" in again["trials"][1]["reason"]
+    said = "1 setting that has crashed here is not tried again; --fresh begins anew and tries it."
+    assert said in again["notices"]
+    mended = tune(few(5, fresh=True))
+    assert mended["trials"][1]["knobs"] == again["trials"][1]["knobs"]
+    assert mended["trials"][1]["state"] == "measured"
+    assert said not in mended["notices"]
 
 
 def test_a_setting_that_is_too_slow_is_stopped_early(tune: Tune) -> None:
