@@ -566,6 +566,9 @@ def _close_all() -> None:
     for tuner in open_tuners():
         try:
             tuner.depart()
+        except KeyboardInterrupt:  # a traceback would tell nobody anything
+            _logger.warning("Interrupted while the end of the tuning was being written down.")
+            break
         except Exception:
             _logger.exception("A tuner could not be closed.")
     if getattr(sys, "last_type", None) is KeyboardInterrupt:

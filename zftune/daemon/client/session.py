@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import os
@@ -75,8 +76,9 @@ _couriers: weakref.WeakSet[DaemonSession] = weakref.WeakSet()
 def _leave_all() -> None:
     """Before the process ends: who is not heard of any more has crashed, as it seems."""
     ends_s = time.monotonic() + GOODBYE_S
-    for daemon_session in list(_couriers):
-        daemon_session.leave(ends_s - time.monotonic())
+    with contextlib.suppress(KeyboardInterrupt):  # who ends the process once more waits for nobody
+        for daemon_session in list(_couriers):
+            daemon_session.leave(ends_s - time.monotonic())
 
 
 @functools.cache
@@ -176,8 +178,12 @@ class DaemonSession:
             return None
         ends_s = time.monotonic() + GOODBYE_S
         self._worker.close()
-        if not self._join(GOODBYE_S):
-            return None
+        try:
+            if not self._join(GOODBYE_S):
+                return None
+        except KeyboardInterrupt:
+            self._beat(None)  # what ran has not crashed
+            raise
         return self._part(message, ends_s, waits=True)
 
     def _join(self, most_s: float) -> bool:

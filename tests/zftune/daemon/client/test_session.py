@@ -6,6 +6,8 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from zftune.daemon.client.session import DaemonSession
 from zftune.daemon.client.worker import RemoteWorker
 from zftune.daemon.protocol.messages import Farewell, Goodbye
 from zftune.errors import DaemonError, NoDaemonError
+from zftune.store.account import Counter
+from zftune.tuner import tuner
 from zftune.tuner.space import Setting
 
 SESSION = "a" * 32
@@ -307,6 +311,33 @@ def test_it_asks_often_only_while_somebody_thinks(
 ) -> None:
     daemon.answers["report"] = [directive]
     assert daemon_session._exchange() == pause_s
+
+
+def test_who_is_interrupted_while_it_waits_for_the_daemon_ends_quietly(
+    met: DaemonSession, worker: RemoteWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    beats: list[int | None] = []
+    worker.counter = Counter(0.0)
+    met._pulse = SimpleNamespace(beat=lambda _, trial: beats.append(trial), close=lambda **_: None)  # type: ignore[assignment]
+    monkeypatch.setattr(met, "_join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        last_words(met)
+    assert beats[-1] is None  # and so what ran is taken for no crash
+    tuners = [SimpleNamespace(depart=partial(last_words, met)), SimpleNamespace(depart=pytest.fail)]
+    monkeypatch.setattr(tuner, "open_tuners", lambda: tuners)
+    try:
+        tuner._close_all()
+        monkeypatch.setattr(couriers, "_couriers", [SimpleNamespace(leave=interrupted)])
+        couriers._leave_all()
+    except KeyboardInterrupt:  # it would end all tests
+        pytest.fail("who ends a process once more sees a traceback")
+    finally:
+        monkeypatch.undo()
+    (said,) = caplog.messages
+    assert said == "Interrupted while the end of the tuning was being written down."
 
 
 def test_arguments_of_another_encoding_are_sent_all_the_same(
