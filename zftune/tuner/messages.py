@@ -256,6 +256,15 @@ def _what(trial: Trial, incumbent: Trial) -> str:
     return trial.setting.differences(incumbent.setting) or str(trial.setting)
 
 
+def waits_for_others(waited_s: float) -> str:
+    """Why it takes long until a setting is chosen where runs share what chooses; without a full stop.
+
+    Args:
+        waited_s: for its turn.
+    """
+    return f"choosing settings has waited {waited_s:.0f} s for its turn: those of other runs of this daemon come first"
+
+
 def planner_alone(why: str) -> str:
     """What chooses settings has failed.
 

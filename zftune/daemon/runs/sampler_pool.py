@@ -161,6 +161,14 @@ class PooledSampler(SamplerProcess):
         self._using: SamplerProcess | None = None
         self._used_before_s = 0.0
         self._turn = threading.Event()
+        self._queued_at_s: float | None = None
+        """Since when it waits for a process that others have; None: it does not."""
+
+    @property
+    def queued_s(self) -> float:
+        """For how long its question has waited until another run's is answered; 0: it does not wait."""
+        since_s = self._queued_at_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
 
     @property
     def waited_s(self) -> float:
@@ -184,7 +192,11 @@ class PooledSampler(SamplerProcess):
         self._turn = threading.Event()
         if self._closed:  # since it was looked at
             self._turn.set()
-        sampler_process = self._pool.take(self._turn, lambda: self._closed)
+        self._queued_at_s = time.monotonic()
+        try:
+            sampler_process = self._pool.take(self._turn, lambda: self._closed)
+        finally:
+            self._queued_at_s = None
         sound = False
         try:
             with self._lock:
@@ -208,3 +220,8 @@ class PooledSampler(SamplerProcess):
             self._turn.set()
             if self._using is not None:
                 self._using.close()  # who waits for its answer gets none; it goes back to the pool unsound
+
+
+def queued_s(sampler_process: SamplerProcess) -> float:
+    """For how long a run's question has waited for its turn; 0 where it has a process of its own."""
+    return sampler_process.queued_s if isinstance(sampler_process, PooledSampler) else 0.0

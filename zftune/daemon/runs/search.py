@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zftune.daemon.protocol.codec import WireError
 from zftune.daemon.runs import states
-from zftune.daemon.runs.sampler_pool import FairLock, PooledSampler
+from zftune.daemon.runs.sampler_pool import FairLock, PooledSampler, queued_s
 from zftune.daemon.runs.states import Going, NotAllowedError
 from zftune.tuner.sampler_process import SamplerProcess
 from zftune.tuner.search import Search
@@ -36,6 +36,11 @@ class PooledWorker(ThreadWorker):
     def core_wait_s(self) -> float:
         """For how long what is thought of now has waited for a core."""
         return self._sampler_process.waited_s - self._waited_before_s
+
+    @property
+    def queued_s(self) -> float:
+        """For how long it has waited for its turn among the daemon's runs."""
+        return queued_s(self._sampler_process)
 
     def _begin(self, outcome: Outcome | None, *, ask: bool) -> None:
         self._waited_before_s = self._sampler_process.waited_s
@@ -119,7 +124,7 @@ class SearchHandle:
         if self.halted:
             return None
         if worker.busy:
-            return states.choosing(worker.core_wait_s)
+            return states.choosing(worker.core_wait_s, worker.queued_s)
         self.taken = self._handed
         answer = worker.poll()
         state = self.state()

@@ -18,6 +18,7 @@ from typing import Literal
 from zftune.daemon import PROTOCOL
 from zftune.daemon.protocol.messages import Directive, Farewell, Goodbye, Hello, Report, StepFigures
 from zftune.daemon.runs import states
+from zftune.daemon.runs.sampler_pool import queued_s
 from zftune.daemon.runs.search import SearchHandle
 from zftune.daemon.runs.states import NotAllowedError, State, farewell, went_wrong
 from zftune.errors import noting
@@ -235,7 +236,8 @@ class RunSession:
             self.state = states.advanced(self.state, went_on)
 
     def _look_at_preparation(self) -> None:
-        self.state = states.advanced(self.state, states.warming(self._sampler_process.waited_s))
+        waited_s = self._sampler_process.waited_s
+        self.state = states.advanced(self.state, states.warming(waited_s, queued_s(self._sampler_process)))
         if self.failed:
             self.state = states.ended(self.state, "the search could not be made; see the daemon's log")
             self._over = True

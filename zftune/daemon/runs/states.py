@@ -16,7 +16,7 @@ from zftune.errors import ZftuneError
 from zftune.store.account import Count
 from zftune.store.types import Decision, Withdrawal
 from zftune.tuner import states as search
-from zftune.tuner.messages import ENDED_EARLY, LONG_WAIT_S, conclusion, parted, waits_for_core
+from zftune.tuner.messages import ENDED_EARLY, LONG_WAIT_S, conclusion, parted, waits_for_core, waits_for_others
 from zftune.tuner.setup import Prepared
 from zftune.tuner.states import TRAINED_ON, Stopped
 from zftune.words import LIVE_STATES, NO_LONGER_TUNED
@@ -179,22 +179,33 @@ def of_search(state: search.State, last: Decision | None) -> Going:
     return Searching(None, "the next setting is being chosen")
 
 
-def warming(waited_s: float) -> Warming:
+def _waiting(waited_s: float, queued_s: float) -> str:
+    """Why it takes long until a setting is chosen; "": it does not."""
+    if queued_s >= LONG_WAIT_S:
+        return waits_for_others(queued_s)
+    return waits_for_core(waited_s) if waited_s >= LONG_WAIT_S else ""
+
+
+def warming(waited_s: float, queued_s: float) -> Warming:
     """While the search is made.
 
     Args:
         waited_s: for a core, of the process that thinks.
+        queued_s: until it is its turn among the daemon's runs.
     """
-    return Warming(waits_for_core(waited_s)) if waited_s >= LONG_WAIT_S else Warming()
+    waiting = _waiting(waited_s, queued_s)
+    return Warming(waiting) if waiting else Warming()
 
 
-def choosing(waited_s: float) -> Searching | None:
+def choosing(waited_s: float, queued_s: float) -> Searching | None:
     """While somebody thinks; None: as before, since that takes no time worth a word.
 
     Args:
         waited_s: for a core, of the process that thinks.
+        queued_s: until it is its turn among the daemon's runs.
     """
-    return Searching(None, waits_for_core(waited_s)) if waited_s >= LONG_WAIT_S else None
+    waiting = _waiting(waited_s, queued_s)
+    return Searching(None, waiting) if waiting else None
 
 
 def advanced(state: State, to: Going) -> State:

@@ -6,12 +6,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from zftune.daemon.runs.sampler_pool import _LONGEST_REST_S, _REST, FairLock, SamplerPool
-from zftune.tuner.sampler_process import SamplerProcess
+from zftune.daemon.runs.sampler_pool import _LONGEST_REST_S, _REST, FairLock, SamplerPool, queued_s
+from zftune.tuner.sampler_process import SamplerError, SamplerProcess
 
 WORK_S = 0.02
 SOON_S = 30.0
@@ -129,6 +129,56 @@ def test_a_process_that_died_while_nobody_used_it_costs_no_run_its_answers(pool:
     assert later.ask(os.getpid) != first
     assert later.ask(os.getpid) != first
     assert idle.closed
+
+
+def test_who_waits_for_a_process_of_the_pool_knows_for_how_long(
+    pool: SamplerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, waiting, second = pool.take(threading.Event(), lambda: False), threading.Event(), pool.lend()
+    take = pool.take
+
+    def taking(turn: threading.Event, unwanted: Callable[[], bool]) -> SamplerProcess:
+        waiting.set()
+        return take(turn, unwanted)
+
+    monkeypatch.setattr(pool, "take", taking)
+
+    def ask() -> None:
+        with pytest.raises(SamplerError, match="was ended"):
+            second.ask(abs, -3)
+
+    thread = threading.Thread(target=ask)
+    assert queued_s(second) == 0
+    thread.start()
+    assert waiting.wait(SOON_S)
+    assert queued_s(second) > 0
+    second.close()
+    thread.join(SOON_S)
+    assert (queued_s(second), queued_s(taken)) == (0, 0)
+
+
+def test_a_process_that_is_closed_while_it_thinks_is_looked_at_before_it_ends() -> None:
+    """Once it has ended nobody knows any more for how long it has waited for a core."""
+    asked, waited_s = threading.Event(), 100.0
+
+    def core_wait_s(pid: int) -> float | None:
+        asked.set()
+        return None if sampler.closed else waited_s  # it is being killed from then on
+
+    sampler = SamplerProcess(core_wait_s=core_wait_s)
+
+    def ask() -> None:
+        with pytest.raises(SamplerError, match="was ended"):
+            sampler.ask(time.sleep, SOON_S)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert asked.wait(SOON_S)
+    with sampler._lock:  # what is read when it is asked has been read
+        waited_s = 107.0
+    sampler.close()
+    thread.join(SOON_S)
+    assert sampler.waited_s == 7.0
 
 
 def test_each_run_counts_what_its_own_questions_wait_for_a_core(

@@ -126,6 +126,29 @@ def test_a_search_that_gets_no_core_says_so_while_it_waits_and_at_its_end(
     assert messages.waits_for_core(407.0) in agent.goodbye()["sentence"]
 
 
+def test_a_search_that_waits_for_those_of_other_runs_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    thinks, queued_s = threading.Event(), [0.0]
+    think = PooledWorker._think
+
+    def thought(worker: PooledWorker, outcome: Outcome | None) -> Any:
+        if outcome is not None:
+            thinks.wait(SOON_S)
+        return think(worker, outcome)
+
+    monkeypatch.setattr(PooledWorker, "_think", thought)
+    monkeypatch.setattr(PooledSampler, "queued_s", property(lambda _: queued_s[0]))
+    agent = world.agent(same)
+    agent.measure()
+    agent.report()
+    assert agent.report().state == "baseline"
+    queued_s[0] = 12.0
+    assert (agent.report().state, agent.last.reason) == ("searching", messages.waits_for_others(12.0))
+    queued_s[0] = 0.0
+    thinks.set()
+    assert agent.asked().role == "explore"
+    assert "its turn" not in agent.last.reason
+
+
 def test_where_nobody_can_be_asked_the_planner_is_named_and_that_is_told_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
