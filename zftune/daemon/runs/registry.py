@@ -160,8 +160,8 @@ class Registry:
 
     @property
     def live_runs(self) -> int:
-        """That have not ended."""
-        return sum(not brain.over for brain in self.brains())
+        """That have not ended, by what is written down or by the lock that their training holds."""
+        return sum(not (brain.over or self._has_died(brain)) for brain in self.brains())
 
     def silent_s(self, brain: RunSession) -> float:
         """Since a run was heard of."""

@@ -94,9 +94,12 @@ def test_a_training_that_was_killed_and_begins_again_goes_on_with_its_search_at_
     pulse.beat(Count(steps=20, seconds=2.0), None)
     world.now_s = 4.0  # far less than a lease
     assert world.registry.look_after_leases() == []
+    assert world.registry.live_runs == 1
     pulse.close(remove=False)  # as a process does that is killed
+    assert world.registry.live_runs == 0  # before anybody has looked after it
     later = world.agent(run="2" * 32)
     later.measure()
+    assert world.registry.live_runs == 1
     assert later.last.record == record
     assert world.registry.brain(RUN).state == Ended("the training was killed, or has crashed")
 
