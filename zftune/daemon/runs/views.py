@@ -105,6 +105,8 @@ class RunView:
     """Mean of the last steps, by cause."""
     loss: float | None
     """The newest; null: none is known."""
+    loss_step: int | None
+    """The last step that was over when the script gave that loss: it lags behind `step`."""
     losses: LossView | None
     """What the losses show, from the first step on; null: none is known."""
     coverage: CoverageView | None
@@ -255,6 +257,7 @@ def run_view(brain: RunSession, silent_s: float, node: Node | None = None) -> Ru
         step_ms=statistics.median(times) if times else None,
         stall_ms=_stall_ms(steps),
         loss=brain.losses[-1][1] if brain.losses else None,
+        loss_step=brain.losses[-1][0] if brain.losses else None,
         losses=_loss_view(brain.curve.curve()),
         coverage=_coverage_view(brain, steps),
         dropped=brain.dropped,

@@ -185,8 +185,10 @@ def test_a_report_whose_answer_was_lost_is_heard_once(world: World) -> None:
 
 def test_a_run_is_shown_at_its_last_step_whose_figures_are_still_to_come(world: World) -> None:
     agent = world.agent()
-    agent.report(step=500, steps=(StepFigures(497, 1.0), StepFigures(498, 1.0)))
-    assert shown(world).run.step == 500
+    assert (shown(world).run.loss, shown(world).run.loss_step) == (None, None)
+    agent.report(step=500, steps=(StepFigures(497, 1.0), StepFigures(498, 1.0)), losses=((498, 2.5), (499, 2.25)))
+    run = shown(world).run
+    assert (run.step, run.loss, run.loss_step) == (500, 2.25, 499)
 
 
 def test_what_was_saved_is_told_with_the_error_of_its_gain_on_every_screen(world: World) -> None:
