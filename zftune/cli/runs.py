@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
+from zftune.daemon import SHOWN
 from zftune.daemon.client import http
 from zftune.daemon.client.http import DaemonClient
+from zftune.errors import NoDaemonError
 from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
+from zftune.store.location import meant_by
 
 RUN_SCHEMA = "zftune.daemon.run/1"
 RUNS_SCHEMA = "zftune.daemon.runs/1"
@@ -38,7 +42,13 @@ def list_runs(json_path: _Json = None) -> None:
     """List the runs that the daemon follows, and the last that have ended, a line each."""
     check_output_path(json_path)
     with DaemonClient() as client:
-        found = http.all_runs(client)
+        try:
+            found = http.all_runs(client)
+        except NoDaemonError as error:
+            alone = _trained_alone()
+            if not alone:
+                raise
+            raise NoDaemonError(f"{error}; {alone}") from error
     write_json({"schema": RUNS_SCHEMA, "runs": found}, json_path)
     if json_path != STANDARD_OUTPUT:
         from zftune.cli.top import line
@@ -46,7 +56,29 @@ def list_runs(json_path: _Json = None) -> None:
         for one in found:
             typer.echo(line(one))
         if not found:
-            typer.echo(f"No run is followed; {http.PAST_RUNS}")
+            alone = _trained_alone()
+            told = f"No run is followed, but {alone}" if alone else f"No run is followed; {http.PAST_RUNS}"
+            typer.echo(told)
+
+
+def _trained_alone() -> str:
+    """Which trainings live that no daemon follows, by the store, as after a daemon was killed; "": none is known."""
+    location = meant_by(os.environ)
+    if location.path is None or not location.path.exists():
+        return ""
+    from zftune.store import open_store
+
+    with open_store() as store:
+        trained = [one.run_id for one in store.runs() if store.is_trained(one.run_id)]
+        heard = [(run, store.heard_of_unix_s(run)) for run in trained]
+    names = [
+        run[:SHOWN] if at is None else f"{run[:SHOWN]} (last heard of {max(0.0, time.time() - at):.0f} s ago)"
+        for run, at in heard
+    ]
+    if not names:
+        return ""
+    what = "a training goes on" if len(names) == 1 else f"{len(names)} trainings go on"
+    return f"{what} under the best settings so far and will look for a daemon again: {', '.join(names)}"
 
 
 @runs.command()
@@ -128,7 +160,10 @@ def _tell(command: str, run: str | None, json_path: str | None) -> None:
     if json_path != STANDARD_OUTPUT:
         from zftune.cli.top import state
 
-        typer.echo(state(found))
+        rests = (
+            " Nothing is tried unless step times change." if (command, found["state"]) == ("resume", "frozen") else ""
+        )
+        typer.echo(f"{state(found)}{rests}")
 
 
 def _decisions(client: DaemonClient, run: str, found: dict[str, Any], *, follow: bool) -> Iterator[dict[str, Any]]:

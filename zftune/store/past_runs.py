@@ -219,6 +219,11 @@ class PastRuns:
         """Whether the process that trained a run is known to have ended without goodbye, whoever wrote for it."""
         return died(self._living, run_id)
 
+    def heard_of_unix_s(self, run_id: str) -> float | None:
+        """When the process that trains a run last wrote something down of itself; None: it is not known."""
+        beat = beat_of(self._living, run_id)
+        return None if beat is None else beat.at_unix_s
+
     def lease_left_s(self, run_id: str) -> float:
         """For how many seconds a run still counts as one that runs, whoever wrote to it; 0: a lock tells, or it ended.
 

@@ -15,8 +15,12 @@ from tests.zftune.daemon.daemons import short_folder
 from tests.zftune.daemon.runs.agents import faster
 from tests.zftune.daemon.scripted import EVIL, START, Training, training_under
 from zftune.cli.main import app
+from zftune.daemon.client import http
 from zftune.daemon.client.http import DaemonClient, among
-from zftune.errors import BadInputError, ZftuneError
+from zftune.errors import BadInputError, NoDaemonError, ZftuneError
+from zftune.store import open_store
+from zftune.store.account import Count, Pulse
+from zftune.store.types import Hardware, Key, Model
 from zftune.tuner.space import Setting
 
 Tell = Callable[..., tuple[int, str, str]]
@@ -105,12 +109,54 @@ def test_logs_are_the_decisions(tell: Tell) -> None:
     assert len(document["decisions"]) == len(lines)
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_trainings_that_no_daemon_follows_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, answers: bool
+) -> None:
+    """As after a daemon was killed: the next one hears of its trainings within some seconds."""
+
+    def followed(_: DaemonClient) -> list[Any]:
+        if answers:
+            return []
+        raise NoDaemonError("no daemon serves 'x'")
+
+    path = tmp_path / "zftune.db"
+    monkeypatch.setenv("ZFTUNE_DB", str(path))
+    monkeypatch.setattr(http, "all_runs", followed)
+    nothing = teller(capsys)("runs", "list")
+    assert not path.exists()
+    assert nothing == (
+        (0, f"No run is followed; {http.PAST_RUNS}\n", "") if answers else (1, "", "zftune: no daemon serves 'x'\n")
+    )
+    with open_store(str(path)) as store:
+        key = Key(
+            model_id="a" * 16, hw_id="b" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1,
+            micro_batch=1, sequence=64, checkpointing=False, quality="published",
+        )  # fmt: skip
+        run = store.begin_run(key, Model(model_id=key.model_id), Hardware(hw_id=key.hw_id), knobs={}).run_id
+        pulse = Pulse(path, run, "p" * 32)
+    pulse.beat(Count(steps=7, seconds=70.0), None)
+    code, out, err = teller(capsys)("runs", "list")
+    said = rf"under the best settings so far and will look for a daemon again: {run[:8]} \(last heard of \d+ s ago\)\n"
+    if answers:
+        assert (code, err) == (0, "")
+        assert re.fullmatch(f"No run is followed, but a training goes on {said}", out)
+    else:
+        assert (code, out) == (1, "")
+        assert re.fullmatch(f"zftune: no daemon serves 'x'; a training goes on {said}", err)
+    pulse.close(remove=True)
+
+
 def test_pause_and_resume(tell: Tell, runs: list[Training]) -> None:
     code, out, err = tell("runs", "pause", runs[0].run)
     assert (code, err) == (0, "")
     assert out == f"Run {runs[0].called} is paused: the best settings so far stay until it is resumed.\n"
     assert runs[0].report().kind == "pause"
     assert runs[1].report().kind != "pause"
+    resumed = tell("runs", "resume", "a1")[1]
+    assert resumed.startswith(f"Run {runs[0].called} is settled: ")
+    assert resumed.endswith(" Nothing is tried unless step times change.\n")
+    tell("runs", "pause", "a1")
     document = json.loads(tell("runs", "resume", "a1", "--json", "-")[1])
     assert document["run"]["state"] == "frozen"
     assert runs[0].report().kind != "pause"
