@@ -141,8 +141,12 @@ class Facts:
             "checkpointing": module is not None and recomputes(module),
         }
 
-    def model(self) -> dict[str, Any]:
-        """Fields of the model's line."""
+    def model(self, of: Any = None) -> dict[str, Any]:
+        """Fields of the model's line.
+
+        Args:
+            of: who makes the steps, whose learning rates are those of now; None: they are not looked at.
+        """
         micro_batch, sequence = self._shape or (None, None)
         tokens = None
         if sequence is None:
@@ -160,6 +164,7 @@ class Facts:
             "sequence": sequence,
             "tokens_per_step": tokens,
             "loader_workers": self._workers,
+            "learning_rates": _learning_rates(of),
         }
 
     def _sizes(self, module: nn.Module | None, stepped: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -243,6 +248,18 @@ def device_of(of: Any, module: nn.Module | None) -> torch.device:
 def _parameters(of: Any) -> list[torch.Tensor]:
     groups: Any = getattr(of, "param_groups", None) or getattr(getattr(of, "optimizer", None), "param_groups", ())
     return [parameter for group in groups for parameter in group["params"] if isinstance(parameter, torch.Tensor)]
+
+
+def _learning_rates(of: Any) -> list[float]:
+    """Those of the groups, each once; a tensor on a device is left out, since reading it waits for the device."""
+    groups: Any = getattr(of, "param_groups", None) or getattr(getattr(of, "optimizer", None), "param_groups", ())
+    rates = [group.get("lr") for group in groups]
+    read = [rate.item() if _is_plain(rate) else rate for rate in rates]
+    return sorted({float(rate) for rate in read if isinstance(rate, (int, float))})
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1
 
 
 def _elements(parameter: Any) -> int:

@@ -411,7 +411,7 @@ class Session:
 
     def _describe(self) -> None:
         self._described = True
-        self._records.write("model", **self._facts.model())
+        self._records.write("model", **self._facts.model(None if self._primary is None else self._primary()))
         for field, reason in {**self.absent, **self._facts.missing}.items():
             self._records.missing(field, reason)
 

@@ -55,8 +55,11 @@ def _sources(document: Document, fields: tuple[str, ...]) -> str:
 def _lines(document: Document) -> Iterator[Figure]:
     if document["command"] is not None and document["command"]["systems"]:
         yield Figure("system", "; ".join(document["command"]["systems"]), ())
-    if document["knobs"] is not None:
-        yield Figure("settings", _knobs(document["knobs"]), ())
+    settings = [] if document["knobs"] is None else [_knobs(document["knobs"])]
+    if rates := (document["command"] or {}).get("learning_rates"):
+        settings.append(f"learning rate {', '.join(f'{rate:g}' for rate in rates)} as the measured steps began")
+    if settings:
+        yield Figure("settings", " · ".join(settings), ())
     yield Figure("speed", _speed(document), ("throughput",))
     for name, show, fields in _GROUPS:
         value = " · ".join(part for part in show(document) if part)

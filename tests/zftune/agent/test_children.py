@@ -47,6 +47,7 @@ def test_a_plain_script_is_recorded(tmp_path: Path) -> None:
     assert (header["device"], header["has_stream"], header["source"]) == ("cpu", False, "wall clock")
     assert (header["zftune"], header["torch"]) == (zftune.__version__, torch.__version__)
     assert (model["model"], model["optimizer"], model["dtype"]) == ("Small", "AdamW", "float32")
+    assert model["learning_rates"] == [1e-3]
     tied, inner, bias = 50 * 64, 64 * 64 + 64, 50
     assert model["parameters"] == model["trainable"] == tied + inner + bias
     assert model["model_bytes"] == 4 * model["trainable"]

@@ -160,6 +160,20 @@ def test_what_is_written_of_a_model() -> None:
     assert "knobs" in facts.missing
 
 
+def test_the_learning_rates_are_those_of_the_groups() -> None:
+    one, other, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    groups: list[dict[str, Any]] = [
+        {"params": [one], "lr": torch.tensor(0.5)},
+        {"params": [other]},
+        {"params": [third], "lr": 0.25},
+    ]
+    optimizer, facts = torch.optim.SGD(groups, lr=0.25), Facts()
+    assert facts.model(optimizer)["learning_rates"] == [0.25, 0.5]
+    optimizer.param_groups[1]["lr"], optimizer.param_groups[2]["lr"] = None, torch.ones(1, device="meta")
+    assert facts.model(optimizer)["learning_rates"] == [0.5]
+    assert facts.model()["learning_rates"] == []
+
+
 def test_parameters_without_a_module_have_reasons() -> None:
     facts = Facts()
     facts.look(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0), WallClock())

@@ -13,6 +13,7 @@ import pytest
 from zenflow import ZenFlowConfig
 from zftune.profile.command.document import Ended, build_document, runtime_of
 from zftune.profile.command.records import Rank
+from zftune.profile.figures import _lines
 from zftune.profile.sampling import Sampling
 from zftune.profile.schema import schema
 
@@ -99,6 +100,19 @@ def test_tokens_and_the_model(sampling: Sampling) -> None:
     assert document["throughput"]["tokens_per_s"] == pytest.approx(1600)
     assert document["workload"] == {**model, "text": None}
     assert document["command"]["systems"] == ["DDP"]
+    assert "learning_rates" not in document["command"]  # an earlier version's records have none
+
+
+@pytest.mark.parametrize("has_knobs", [False, True])
+def test_the_learning_rate_stands_with_the_settings(sampling: Sampling, has_knobs: bool) -> None:
+    knobs = {"model_bytes": 1000, "knobs": dataclasses.asdict(ZenFlowConfig())} if has_knobs else {}
+    last = {**STATS, "host_memory": TOTALS, "host_engine": ["native", 2]}
+    steps = [step(5, runtime=STATS), step(6, runtime=last)]
+    document = build(rank(model={**knobs, "learning_rates": [1e-5, 0.002]}, steps=steps), sampling=sampling)
+    assert document["command"]["learning_rates"] == [1e-5, 0.002]
+    (settings,) = [one.value for one in _lines(document) if one.name == "settings"]
+    assert settings.endswith("learning rate 1e-05, 0.002 as the measured steps began")
+    assert settings.startswith("topk_ratio") == has_knobs
 
 
 def test_our_own_runtime_tells_the_rest(sampling: Sampling) -> None:

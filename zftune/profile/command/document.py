@@ -406,7 +406,7 @@ def _command(main: Rank, ended: Ended) -> dict[str, Any]:
         "ranks": main.header["world_size"],
         "exit_code": ended.exit_code,
         "stopped": ended.stopped,
-        **({"loader_workers": main.model["loader_workers"]} if "loader_workers" in main.model else {}),
+        **{name: main.model[name] for name in ("loader_workers", "learning_rates") if name in main.model},
     }
 
 

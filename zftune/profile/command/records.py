@@ -173,6 +173,9 @@ def _model(row: Row) -> Row:
     for name, kind in (("deepspeed", dict), ("checkpointing", bool)):
         if isinstance(row.get(name), kind):
             model[name] = row[name]
+    rates = row.get("learning_rates")
+    if isinstance(rates, list) and rates and all(_is_number(rate) for rate in rates):
+        model["learning_rates"] = rates
     return {**model, "knobs": row.get("knobs")}
 
 
