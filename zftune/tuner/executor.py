@@ -503,6 +503,7 @@ class Executor:
             pace=Pace.of(self._stats),
             ranks_ms=self._changes.ranks_ms(),
             movement_percent=at_full_rate(movement_percent(self._stats), self._optimizer.param_groups),
+            before_ms=None if self.request is None or self.request.role in OF_INCUMBENT else self._before_ms,
         )
 
     def _void(self, reason: str) -> Outcome:

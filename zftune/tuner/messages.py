@@ -117,9 +117,13 @@ def made_earlier(trial: Trial, late: Trial, why: str) -> str:
 
 def slower(trial: Trial, incumbent: Trial, seen: Gain) -> str:
     """A look was not promising."""
-    how = f"is {-100 * seen.share:.1f}% slower" if seen.share < 0 else f"saves {100 * seen.share:.1f}%"
-    more = "" if seen.share < 0 else f", less than the {100 * LEAST_GAIN:.0f}% that a change has to be worth"
-    return f"Not adopted: {_what(trial, incumbent)} {how}{more}."
+    error = f" +/- {200 * seen.error:.1f}%"
+    if seen.share < 0:
+        how = f"is {-100 * seen.share:.1f}{error} slower than the best so far when that was measured"
+    else:
+        worth = f"less than the {100 * LEAST_GAIN:.0f}% that a change has to be worth"
+        how = f"saves {100 * seen.share:.1f}{error} of what the best so far took when that was measured, {worth}"
+    return f"Not adopted after one look: {_what(trial, incumbent)} {how}."
 
 
 def outdone(trial: Trial, adopted: Trial) -> str:
@@ -201,6 +205,8 @@ def nothing_adopted(*, measured: bool, tried: int, kinds: Collection[str] = ()) 
         return "What had been adopted was taken back, since training went wrong"
     if not measured:
         return "Nothing was measured, so that nothing is known of any setting"
+    if moved := {"movement", "memory"} & set(kinds):
+        return f"Settings were changed for {'the quality' if 'movement' in moved else 'GPU memory'}, none for speed"
     if tried == 0:
         return "No other setting was measured, so that nothing is known of them"
     if tried == 1:

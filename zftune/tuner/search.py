@@ -24,6 +24,7 @@ from zftune.tuner.scores import (
     differs,
     gain,
     spread,
+    step_ms_of,
     steps_for,
     steps_of,
 )
@@ -394,7 +395,7 @@ class Search:
             self._opened(trial, sample, self.state)
             self._ask_planner(pace, outcome.pace)
         elif isinstance(self.state, Exploring):
-            self._explored(trial, sample)
+            self._explored(trial, sample, outcome)
         elif isinstance(self.state, Comparing):
             state = self.state
             before = state.before if request.role == "b" else (*state.before, sample)
@@ -431,10 +432,13 @@ class Search:
             self.book.predict_with(self._planning.forecast)
         self.agenda.plan_again(self._planning.planned)
 
-    def _explored(self, trial: Trial, sample: Sample) -> None:
+    def _explored(self, trial: Trial, sample: Sample, outcome: Outcome) -> None:
+        """Reject after one look what is not faster than the incumbent was, neither when measured nor just before."""
         incumbent = self.book.incumbent
         seen = gain(incumbent.samples, [sample], seed=self.options.seed)
-        if seen.share < LEAST_GAIN:
+        step_ms = step_ms_of(outcome.steps_ms, trial.setting.update_interval)
+        now = None if step_ms is None or outcome.before_ms is None else 1.0 - step_ms / outcome.before_ms
+        if seen.share < LEAST_GAIN and (now is None or now < LEAST_GAIN):
             self._misses += 1
             self._note("keep", messages.slower(trial, incumbent, seen), trial.number, gain=seen.share)
             self.state = Choosing()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -317,6 +318,7 @@ def flat(ms: Callable[[Setting], float], planned: list[Setting], **options: obje
 
 FAST = Setting(topk_ratio=0.2, update_interval=4, apply_lag=4)
 FRESH = Setting(topk_ratio=0.2, update_interval=2, apply_lag=2)
+SLOW = Setting(topk_ratio=0.05, update_interval=4, apply_lag=4)
 
 
 def test_ties_go_to_the_least_staleness() -> None:
@@ -364,6 +366,24 @@ def test_a_gain_below_two_percent_is_not_adopted() -> None:
     driver.run(search)
     assert search.book.incumbent.setting == START
     assert search.book.gain is None
+
+
+def test_a_look_is_not_judged_by_times_that_have_passed() -> None:
+    slower = False
+    search, driver = flat(lambda s: (100.0 if s == START else 80.0) * (1.4 if slower else 1), [SLOW, FAST])
+    measure = driver.measure
+
+    def beside_the_best(request: Request) -> Outcome:
+        """As the executor, which knows what the last steps of the incumbent took."""
+        found = measure(request)
+        return found if request.setting == START else replace(found, before_ms=driver.surface.ms(START))
+
+    driver.measure = beside_the_best  # type: ignore[method-assign]
+    driver.run(search, most=1)
+    slower = True  # whatever is looked at takes longer now than the start did
+    driver.run(search)
+    assert any(note.kind == "reopen" for note in search.notes)  # the best so far is measured again first
+    assert not any("after one look" in note.reason for note in search.notes)
 
 
 def test_it_begins_again_when_times_change() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.zftune.tuner.scene import PLANNED, Make, SyncWorker, assert_whole
-from zftune.tuner.scores import Gain, Sample
+from zftune.tuner.scores import Gain
 from zftune.tuner.search import Search
 from zftune.tuner.states import Comparing, Request, Trial
 from zftune.tuner.worker import Answer, Withdraw
@@ -48,7 +48,7 @@ def test_what_is_seen_late_of_a_setting_before_begins_no_measurement(
     """Every step of windows of one closes one, and is seen two steps later, when the incumbent's knobs are back."""
     scene = make(most=5, planned=replace(PLANNED, update_interval=1), worker=StepLateDesk)
 
-    def compare(search: Search, trial: Trial, sample: Sample) -> None:
+    def compare(search: Search, trial: Trial, *_: object) -> None:
         search.state = Comparing(trial.number, "gain", 8)  # whether it is faster or not: the incumbent comes next
 
     monkeypatch.setattr(Search, "_explored", compare)
