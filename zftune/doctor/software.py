@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -396,6 +396,10 @@ def packages(needed: dict[str, str | None]) -> Iterator[Check]:
         elif least is not None and not at_least(version, least):
             finding = f"{name} {version} is too old: {least} is the least that works."
             yield Check(name=name, status="broken", finding=finding, fix=f"pip install '{wanted}'", required=True)
+        elif name == "torch" and (reason := _why_not(name)):
+            finding = f"{name} {version} is installed and cannot be imported: {reason}."
+            fix = f"pip install --force-reinstall '{name}=={version}'"
+            yield Check(name=name, status="broken", finding=finding, fix=fix, required=True)
         else:
             good.append((name, version))
     shown = ", ".join(f"{name} {version}" for name, version in good if name in _SHOWN)
@@ -403,6 +407,16 @@ def packages(needed: dict[str, str | None]) -> Iterator[Check]:
     if good:
         more = f"{shown} and {rest} others" if shown else f"{rest} packages"
         yield Check(name="packages", status="ok", finding=f"{more} are recent enough.", required=True)
+
+
+def _why_not(name: str) -> str:
+    """Why a package cannot be imported; "" where it can."""
+    try:
+        import_module(name)
+    except Exception as error:  # noqa: BLE001 - a half-written file raises what it likes
+        reason = str(error).partition("\n")[0].rstrip(".")
+        return f"{type(error).__name__}{f': {reason}' if reason else ''}"
+    return ""
 
 
 def extras() -> Check:

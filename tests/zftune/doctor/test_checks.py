@@ -57,6 +57,17 @@ def test_requirements_are_those_of_the_package_without_extras() -> None:
     assert requirements("no-such-distribution") == {}
 
 
+def test_a_torch_that_cannot_be_imported_is_no_good_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def half_written(name: str) -> None:
+        raise EOFError("marshal data too short")
+
+    monkeypatch.setattr("zftune.doctor.software.import_module", half_written)
+    found = {check.name: check for check in packages({"torch": None, "rich": "1"})}
+    assert (found["torch"].status, found["torch"].required) == ("broken", True)
+    assert found["torch"].finding.endswith(" is installed and cannot be imported: EOFError: marshal data too short.")
+    assert "torch" not in found["packages"].finding
+
+
 def test_packages_that_are_missing_or_too_old_are_required() -> None:
     numpy = installed("numpy")
     assert numpy is not None
