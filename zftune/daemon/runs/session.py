@@ -33,9 +33,7 @@ from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome
 from zftune.tuner.worker import Background
 
-_MOST_NOTICES = 32
-_KEPT_STEPS = 1024
-_MOST_SENTENCE = 2000
+_MOST_NOTICES, _KEPT_STEPS, _MOST_SENTENCE = 32, 1024, 2000
 _JOIN_S = 5.0
 _AGAIN_S = 0.05
 _ANSWER_S = 2.0
