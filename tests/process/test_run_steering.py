@@ -92,9 +92,10 @@ from zftune.daemon.client.http import DaemonClient
 from zftune.errors import DaemonError
 from zftune.daemon.client.location import locate
 
-DaemonClient().post("/v1/stop")
-while locate(os.environ).socket.exists():
-    time.sleep(0.02)
+def end():
+    DaemonClient().post("/v1/stop")
+    while locate(os.environ).socket.exists():
+        time.sleep(0.02)
 
 def answers():
     try:
@@ -102,20 +103,29 @@ def answers():
     except DaemonError:
         return 0
 """
-"""What a daemon that ends by itself does before a slow script trains."""
+"""What a daemon that ends by itself does while a slow script loads, or warms up."""
+ATTACHED = "import zftune\nzftune.attach(optimizer)\n"
+IN_WARMUP = "if optimizer.steps == 1:\n        time.sleep(2)  # a daemon is looked for, and found\n        end()"
 
 
-@pytest.mark.skipif(not everything(), reason="before a release: two more trainings behind a slow start")
-@pytest.mark.parametrize("more", ["", "import zftune\nzftune.attach(optimizer)\n"], ids=["", "attached by the script"])
-def test_a_daemon_that_ended_before_the_training_came_is_started_again_without_an_alarm(
-    folder: Path, more: str
+@pytest.mark.skipif(not everything(), reason="before a release: three more trainings behind a slow start")
+@pytest.mark.parametrize(
+    ("loading", "more", "warming"),
+    [("end()", "", ""), ("end()", ATTACHED, ""), ("", "", f"    {IN_WARMUP}\n")],
+    ids=["while it loads", "while it loads, attached by the script", "while it warms up"],
+)
+def test_a_daemon_that_ended_before_the_training_was_registered_is_started_again_without_an_alarm(
+    folder: Path, loading: str, more: str, warming: str
 ) -> None:
-    attached = f"module=module)\n{more}"
-    assert SCRIPT.count("module=module)\n") == 1
-    seen = 'open("schedule.json").read().count("after_step")'
-    assert SCRIPT.count(seen) == 1
-    again = SCRIPT.replace("module=module)\n", attached).replace(seen, "answers()")
-    (folder / "slow.py").write_text(ENDS + again)
+    script = SCRIPT
+    for place, becomes in (
+        ("module=module)\n", f"module=module)\n{more}"),
+        ('open("schedule.json").read().count("after_step")', "answers()"),
+        ("    optimizer.zero_grad()\n", f"    optimizer.zero_grad()\n{warming}"),
+    ):
+        assert script.count(place) == 1
+        script = script.replace(place, becomes)
+    (folder / "slow.py").write_text(f"{ENDS}\n{loading}\n{script}")
     tuned = run(folder, "--online", "--", "slow.py", "40", "1")
     assert tuned.returncode == 0, tuned.stderr
     assert "cannot be reached" not in tuned.stderr

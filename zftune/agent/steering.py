@@ -171,30 +171,34 @@ class Online:
 
 
 def _keep_daemon(tuner: weakref.ref[Tuner]) -> None:
-    """See that there is a daemon while a tuner needs one, and have another one where it has died.
+    """See that there is a daemon while a tuner needs one, ever more rarely where none stays.
 
-    It may be gone before the first step: a private one ends where no run comes for a while, and models take theirs to
-    load.
+    Until the training is registered, one is started whenever none answers: a private one ends where no run comes for a
+    while, and models take theirs to load. Later it is started again where it has died, and not where it was ended.
     """
     from zftune.daemon.client.autostart import ensure_daemon, revive_daemon
 
-    look_s, told = _LOOK_S, False
-    have: Callable[[], Any] = ensure_daemon
+    look_s = _LOOK_S
+    told: set[type[Exception]] = set()
     while _searches(tuner):
         try:
-            if have() is True:
-                look_s = min(2 * look_s, _LONGEST_LOOK_S)  # it may be what the training asks that kills it
-            have = revive_daemon
-        except OtherStoreError as error:  # it ends with its runs, and then there is room for one of this run
-            if not told:
-                _logger.warning("Nothing is tuned until there is a daemon of this run's store: %s.", error)
-            told = True
+            rarer = revive_daemon() if _is_registered(tuner) else ensure_daemon()
         except (ZftuneError, OSError) as error:
-            _logger.warning("Nothing is tuned until there is a daemon: %s.", error)
-            return
+            rarer = not isinstance(error, OtherStoreError)  # that one ends with its runs, and then there is room
+            if type(error) not in told:
+                whose = "" if rarer else " of this run's store"
+                _logger.warning("Nothing is tuned until there is a daemon%s: %s.", whose, error)
+            told.add(type(error))
+        if rarer:
+            look_s = min(2 * look_s, _LONGEST_LOOK_S)  # it may be what the training asks that kills it
         time.sleep(look_s)
 
 
 def _searches(tuner: weakref.ref[Tuner]) -> bool:
     found = tuner()
     return found is not None and found.searching
+
+
+def _is_registered(tuner: weakref.ref[Tuner]) -> bool:
+    found = tuner()
+    return found is not None and found.registered

@@ -379,12 +379,9 @@ class _Daemon:
             yield self._metrics.keep_textfile(self._options.metrics_textfile)
 
     async def _end_idle(self, idle_s: float) -> None:
-        last_s = time.monotonic()
+        self._state.expect_run()
         while not await self._state.stops_within(idle_s / _IDLE_CHECKS):
-            now_s = time.monotonic()
-            if self._state.live_runs:
-                last_s = now_s
-            elif now_s - last_s >= idle_s:
+            if self._state.unneeded_s() >= idle_s:
                 self._stop(f"no run for {idle_s:g} s")
 
     async def _collect_garbage(self) -> None:

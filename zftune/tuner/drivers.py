@@ -95,6 +95,11 @@ class SearchDriver(ABC):
     def ready(self) -> bool:
         """Whether the search is there. Raises what making it raised."""
 
+    @property
+    def registered(self) -> bool:
+        """Whether the daemon that thinks has answered for the training."""
+        return False
+
     @abstractmethod
     def live(self, scene: TuningContext) -> Executor | None:
         """The search in a training, once it is there; None: not yet. Raises what making it raised."""

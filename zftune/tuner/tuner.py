@@ -233,6 +233,11 @@ class Tuner:
         return self._driver.asks_daemon
 
     @property
+    def registered(self) -> bool:
+        """Whether a daemon that searches has ever answered for this training."""
+        return self._driver.registered
+
+    @property
     def begins(self) -> int:
         """After how many steps it begins to measure, at the earliest."""
         return self._count.begins

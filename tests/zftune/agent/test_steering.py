@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +18,11 @@ import zftune
 from tests.zftune.tuner.scene import SyncWorker
 from zenflow import EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig
 from zenflow.errors import RankError
+from zftune.agent import steering
 from zftune.agent.schedule import BEGINNING, Entry, Recording, Replay, encode, read_schedule
 from zftune.agent.steering import RunHook, hook
-from zftune.errors import BadInputError
+from zftune.daemon.client import autostart
+from zftune.errors import BadInputError, DaemonError, OtherStoreError
 from zftune.quality import assumed_coverage
 from zftune.tuner.executor import Executor, TuningContext, live_search
 from zftune.tuner.search import Search, SearchOptions
@@ -232,6 +236,77 @@ def test_what_another_rank_refuses_is_a_sentence_here_too(
     with pytest.raises(BadInputError, match="after step 3: another rank failed at this, see its own message"):
         loop.train(5)
     loop.close()
+
+
+class Followed:
+    """A tuner whose daemon is kept; `then` happens in the pauses between looks, and in the one after those it ends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *then: Callable[[Followed], None]) -> None:
+        self.searching, self.registered = True, False
+        self.answers: bool | Exception = True
+        """Whether a daemon does; what keeps one from being started where none does."""
+        self.asked: list[str] = []
+        self.pauses_s: list[float] = []
+        self._then = iter(then)
+        monkeypatch.setattr(autostart, "ensure_daemon", self._ensure)
+        monkeypatch.setattr(autostart, "revive_daemon", self._revive)
+        monkeypatch.setattr(steering, "time", SimpleNamespace(sleep=self._sleep))
+        steering._keep_daemon(weakref.ref(self))  # type: ignore[arg-type]
+
+    def _ensure(self) -> bool:
+        self.asked.append("ensure")
+        if isinstance(self.answers, Exception):
+            raise self.answers
+        started, self.answers = not self.answers, True
+        return started
+
+    def _revive(self) -> bool:
+        self.asked.append("revive")
+        return False
+
+    def _sleep(self, pause_s: float) -> None:
+        self.pauses_s.append(pause_s)
+        happens = next(self._then, None)
+        if happens is None:
+            self.searching = False
+        else:
+            happens(self)
+
+    def loses_daemon(self) -> None:
+        self.answers = False
+
+    def registers(self) -> None:
+        self.registered = True
+
+
+def test_a_daemon_is_started_whenever_none_answers_until_the_training_is_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may end after the first look, and again: a training warms up before it is registered."""
+    followed = Followed(
+        monkeypatch, Followed.loses_daemon, lambda _: None, Followed.loses_daemon, Followed.registers, lambda _: None
+    )
+    assert followed.asked == ["ensure"] * 4 + ["revive"] * 2
+    assert followed.pauses_s == [5.0, 10.0, 10.0, 20.0, 20.0, 20.0]
+
+
+def test_who_cannot_have_a_daemon_looks_for_one_ever_more_rarely_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def cannot(error: Exception) -> Callable[[Followed], None]:
+        return lambda followed: setattr(followed, "answers", error)
+
+    slow = DaemonError("no daemon answers at 'x'")
+    followed = Followed(
+        monkeypatch, cannot(slow), cannot(slow), cannot(OtherStoreError("kept elsewhere")), Followed.loses_daemon,
+        *[cannot(slow)] * 8,
+    )  # fmt: skip
+    assert followed.asked == ["ensure"] * 13
+    assert followed.pauses_s == [5.0, 10.0, 20.0, 20.0, 40.0, 80.0, 160.0, *[300.0] * 6]
+    assert caplog.messages == [
+        "Nothing is tuned until there is a daemon: no daemon answers at 'x'.",
+        "Nothing is tuned until there is a daemon of this run's store: kept elsewhere.",
+    ]
 
 
 def test_a_schedule_that_cannot_be_written_stops_nothing(

@@ -1,4 +1,4 @@
-"""`ensure_daemon()`: the daemon that answers, or a private one, whoever else asks at the same time."""
+"""`ensure_daemon()`: the daemon that answers, else a private one, whoever else asks at the same time."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ import pytest
 from tests.tiers import everything
 from tests.zftune.daemon.daemons import SOON_S, environment, serving
 from zftune.daemon import PROTOCOL
+from zftune.daemon.client import autostart
 from zftune.daemon.client.autostart import ensure_daemon, environment_of, log_of, revive_daemon
 from zftune.daemon.client.http import DaemonClient
 from zftune.daemon.client.location import locate
-from zftune.errors import DaemonError, OtherStoreError, StrangerError
+from zftune.errors import DaemonError, NoDaemonError, OtherStoreError, StrangerError
 
 LIMITED = (
     "import os, resource as r; r.setrlimit(r.RLIMIT_NOFILE, (200, r.getrlimit(r.RLIMIT_NOFILE)[1])); "
     "os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])\n"
 )
-ENSURE = "from zftune.daemon.client.autostart import ensure_daemon; print(ensure_daemon())"
+ENSURE = "from zftune.daemon.client.autostart import ensure_daemon; ensure_daemon()"
 
 
 def pid_of(path: Path) -> int:
@@ -66,9 +67,43 @@ def private(folder: Path) -> Iterator[dict[str, str]]:
 
 def test_the_one_that_answers_is_taken(folder: Path) -> None:
     with serving(folder) as daemon:
-        assert ensure_daemon(environment(folder)) == daemon.path
+        assert not ensure_daemon(environment(folder))
         assert pid_of(daemon.path) == daemon.process.pid
         assert not log_of(locate(environment(folder))).exists()
+
+
+@pytest.mark.parametrize(
+    ("answer", "starts"),
+    [
+        ({"expecting": True}, False),
+        (DaemonError("there is no '/v1/expect'", status=404), False),
+        (NoDaemonError("it ended after it had told its health"), True),
+    ],
+)
+def test_the_one_that_answers_hears_that_a_run_is_about_to_come(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, answer: object, starts: bool
+) -> None:
+    """It may be about to end for want of one."""
+    asked: list[str] = []
+
+    def post(_: DaemonClient, route: str) -> object:
+        asked.append(route)
+        if isinstance(answer, DaemonError):
+            raise answer
+        return answer
+
+    def started(*_: object) -> int:
+        raise DaemonError("one is started")
+
+    monkeypatch.setattr(DaemonClient, "post", post)
+    monkeypatch.setattr(autostart, "_started", started)
+    with serving(folder):
+        if starts:
+            with pytest.raises(DaemonError, match="one is started"):
+                ensure_daemon(environment(folder))
+        else:
+            assert not ensure_daemon(environment(folder))
+    assert asked == ["/v1/expect"]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +121,7 @@ def test_one_with_another_store_is_not_used(
     with serving(folder, *options) as daemon, DaemonClient(daemon.path) as client:
         client.post(f"/v1/test/runs/{runs}")
         if used:
-            assert ensure_daemon(given) == daemon.path
+            assert not ensure_daemon(given)
             return
         store = given.get("ZFTUNE_DB", f"{folder}/.local/share/zftune/zftune.db")
         with pytest.raises(
@@ -123,14 +158,10 @@ def test_two_at_once_start_one_that_belongs_to_nobody(folder: Path, private: dic
             [sys.executable, "-c", LIMITED + ENSURE],
             env={**private, "ZFTUNE_SOCKET": "z.sock", "SECRET": "x"},
             cwd=folder,
-            stdout=subprocess.PIPE,
-            text=True,
         )
         for _ in range(2)
     ]
-    told = [one.communicate(timeout=SOON_S)[0].strip() for one in asking]
-    assert told == [str(folder / "z.sock")] * 2
-    assert [one.returncode for one in asking] == [0, 0]
+    assert [one.wait(SOON_S) for one in asking] == [0, 0]
     assert not (folder / "taken").exists()
     pid = pid_of(folder / "z.sock")
     assert os.getsid(pid) == pid  # no terminal's signal reaches it
@@ -171,13 +202,12 @@ def test_one_that_is_just_ending_is_followed_by_another(folder: Path, private: d
     location = locate(private)
     with location.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        asking = subprocess.Popen([sys.executable, "-c", ENSURE], env=private, stdout=subprocess.PIPE, text=True)
+        asking = subprocess.Popen([sys.executable, "-c", ENSURE], env=private)
         try:
             wait_for(lambda: "another" in (log_of(location).read_text() if log_of(location).exists() else ""))
         finally:
             fcntl.flock(lock, fcntl.LOCK_UN)
-    assert asking.communicate(timeout=SOON_S)[0].strip() == str(folder / "z.sock")
-    assert asking.returncode == 0
+    assert asking.wait(SOON_S) == 0
     assert pid_of(folder / "z.sock") > 0
 
 
@@ -204,7 +234,7 @@ def test_what_will_never_be_one_is_not_waited_for(folder: Path) -> None:
 @pytest.mark.skipif(not everything(), reason="before a release: by day faults/test_daemon.py kills one")
 def test_one_that_died_is_started_again_and_one_that_was_ended_is_not(folder: Path, private: dict[str, str]) -> None:
     assert not revive_daemon(private)  # there was none
-    ensure_daemon(private)
+    assert ensure_daemon(private)
     first = pid_of(folder / "z.sock")
     assert not revive_daemon(private)
     os.kill(first, signal.SIGSTOP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pty
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fastapi.routing import APIRoute
 
 from tests.zftune.daemon.daemons import (
     HOSTED,
@@ -28,7 +30,10 @@ from tests.zftune.daemon.daemons import (
     serving,
     status_of,
 )
+from tests.zftune.daemon.hosted import Hosted
 from zftune.daemon.client.http import DaemonClient
+from zftune.daemon.server import app
+from zftune.daemon.server.answers import DaemonState
 
 
 def held(daemon: Daemon) -> socket.socket:
@@ -161,6 +166,24 @@ def test_one_that_nobody_comes_to_ends_too(folder: Path) -> None:
         assert daemon.ends() == 0
     assert time.monotonic() - begun_s > 0.3
     assert left(folder) == set()
+
+
+def test_who_announces_a_run_is_given_the_whole_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, now_s = Hosted(), [0.0]
+    state = DaemonState(services=(service,), clock=lambda: now_s[0])
+    routes = app._own_router(state).routes
+    expect = next(one.endpoint for one in routes if isinstance(one, APIRoute) and one.path == "/v1/expect")
+    now_s[0] = 59.0
+    assert state.unneeded_s() == 59.0
+    asyncio.run(expect())
+    assert state.unneeded_s() == 0.0
+    now_s[0] = 100.0
+    assert state.unneeded_s() == 41.0
+    monkeypatch.setattr(service, "live_runs", lambda: 1)
+    assert state.unneeded_s() == 0.0
+    monkeypatch.undo()
+    now_s[0] = 130.0
+    assert state.unneeded_s() == 30.0
 
 
 def test_the_watchdog_is_fed(folder: Path) -> None:

@@ -212,7 +212,7 @@ def test_a_header_that_comes_twice_is_nobodys(browser: Browser) -> None:
     assert browser.refusal("POST", "/v1/test/runs/0", origin=twice)[0] == 403
 
 
-@pytest.mark.parametrize("path", ["/v1/page", "/v1/stop"])
+@pytest.mark.parametrize("path", ["/v1/page", "/v1/expect", "/v1/stop"])
 def test_the_page_can_neither_stop_the_daemon_nor_make_links(browser: Browser, path: str) -> None:
     assert browser.refusal("POST", path) == (403, "this can be asked only over the daemon's own socket")
 

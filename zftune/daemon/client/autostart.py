@@ -101,13 +101,16 @@ _LAUNCH = (
 )
 
 
-def ensure_daemon(environment: Mapping[str, str] | None = None, *, within_s: float = START_S) -> Path:
-    """The socket of a daemon that answers.
+def ensure_daemon(environment: Mapping[str, str] | None = None, *, within_s: float = START_S) -> bool:
+    """Have a daemon that answers, and knows that a run is about to come.
 
     Args:
         environment: says where the socket is, and which store is meant; None: this process's. One that is started here
             has its user and its software, and stands in the root folder (see `zftune.daemon.client.autostart`).
         within_s: for a start.
+
+    Returns:
+        Whether one was started.
 
     Raises:
         BadInputError: no socket can be where the environment wants it.
@@ -117,15 +120,15 @@ def ensure_daemon(environment: Mapping[str, str] | None = None, *, within_s: flo
     environment = os.environ if environment is None else environment
     location = locate(environment)
     with DaemonClient(location.socket, timeout_s=_ASK_S) as client:
-        if _answers(client) and _keeps_store(client, environment):
-            return location.socket
+        if _answers(client) and _keeps_store(client, environment) and _waits_for_run(client):
+            return False
         make_folder(location)
         until_s = time.monotonic() + within_s
         for _ in range(_STARTS):
             ended = _started(location, environment)
             try:
                 if _comes(client, location, ended, until_s):
-                    return location.socket
+                    return True
             finally:
                 os.close(ended)
     raise DaemonError(f"the private daemon ended at once{_last_words(location)}")
@@ -148,8 +151,7 @@ def revive_daemon(environment: Mapping[str, str] | None = None) -> bool:
     location = locate(environment)
     if not location.socket.is_socket() or _is_locked(location):
         return False
-    ensure_daemon(environment)
-    return True
+    return ensure_daemon(environment)
 
 
 def log_of(location: Location) -> Path:
@@ -200,6 +202,15 @@ def _keeps_store(client: DaemonClient, environment: Mapping[str, str]) -> bool:
         f"the daemon at '{client.path}' keeps what it learns in '{there}', and this run's store is '{store}': end it "
         "(zftune daemon stop), or set another $ZFTUNE_SOCKET or the same $ZFTUNE_DB"
     )
+
+
+def _waits_for_run(client: DaemonClient) -> bool:
+    """Whether the daemon that answers has heard that a run is about to come; one that has just ended has not."""
+    try:
+        client.post("/v1/expect")
+    except DaemonError as error:
+        return error.status is not None  # an older one ends when it would have ended
+    return True
 
 
 def _started(location: Location, environment: Mapping[str, str]) -> int:

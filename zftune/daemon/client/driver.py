@@ -77,6 +77,10 @@ class DaemonDriver(SearchDriver):
     def ready(self) -> bool:
         return self._worker.given
 
+    @property
+    def registered(self) -> bool:
+        return self._daemon_session is not None and self._daemon_session.met
+
     def live(self, scene: TuningContext) -> Executor:
         own = self._worker.own = Setting.of(scene.optimizer.config)
         return Executor(scene, self._worker, start=own, incumbent=own)
@@ -108,7 +112,7 @@ class DaemonDriver(SearchDriver):
         """The last words where the daemon has none."""
         if self._daemon_session is None:
             return "The training ends with the best settings so far: the search had not begun."
-        if not self._daemon_session.met:
+        if not self.registered:
             return "The training ends with the settings that it began with: no daemon has answered."
         return messages.counted_alone(ended.incumbent, ended.gain, ended.count, self._daemon_session.record)
 

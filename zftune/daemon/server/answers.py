@@ -66,9 +66,25 @@ class DaemonState:
     """Ask it to drain and end; the reason is logged."""
     open_page: Callable[[], Awaitable[str]] | None = None
     """Makes a URL that opens the page once; None where no page is served."""
-    started_s: float = field(default_factory=time.monotonic)
+    clock: Callable[[], float] = time.monotonic
+    started_s: float = field(init=False)
+    needed_s: float = field(init=False)
+    """When it was last known to be needed, by its clock."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it drains: an answer that never ends by itself has to end then."""
+
+    def __post_init__(self) -> None:
+        self.started_s = self.needed_s = self.clock()
+
+    def expect_run(self) -> None:
+        """Note that a run is there, or about to come: the time without one begins again."""
+        self.needed_s = self.clock()
+
+    def unneeded_s(self) -> float:
+        """Seconds since there was a run, or one was announced, as far as this is asked for again and again."""
+        if self.live_runs:
+            self.expect_run()
+        return self.clock() - self.needed_s
 
     @property
     def live_runs(self) -> int:
@@ -88,7 +104,7 @@ class DaemonState:
     @property
     def uptime_s(self) -> float:
         """Seconds since its start."""
-        return time.monotonic() - self.started_s
+        return self.clock() - self.started_s
 
     async def stops_within(self, period_s: float) -> bool:
         """Wait until it drains, at most `period_s`; whether it does."""

@@ -78,6 +78,12 @@ class PageLink(BaseModel):
     url: str = Field(description="Works once, for a minute.")
 
 
+class Expecting(BaseModel):
+    """That the daemon waits for a run that is about to come."""
+
+    expecting: bool
+
+
 class Stopping(BaseModel):
     """That the daemon ends after the requests that are under way."""
 
@@ -133,6 +139,12 @@ def _own_router(state: DaemonState) -> APIRouter:
         if state.open_page is None:
             raise HTTPException(409, "this daemon serves no page")
         return PageLink(url=await state.open_page())
+
+    @router.post("/expect")
+    async def expect() -> Expecting:
+        """Tell that a run is about to come: the time without one, after which a private daemon ends, begins again."""
+        state.expect_run()
+        return Expecting(expecting=True)
 
     @router.post("/stop", status_code=202)
     async def stop() -> Stopping:

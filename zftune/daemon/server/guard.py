@@ -162,7 +162,7 @@ def _digest(secret: str) -> bytes:
 
 OPEN_ROUTE = "/open"
 _READING = frozenset({"GET", "HEAD"})
-_SOCKET_ONLY = frozenset({"/v1/page", "/v1/stop"})
+_SOCKET_ONLY = frozenset({"/v1/page", "/v1/expect", "/v1/stop"})
 _OWN_FETCHES = frozenset({"", "same-origin", "none"})
 _CONTENT = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
