@@ -108,17 +108,27 @@ def movement_percent(steps: Iterable[StepStats]) -> float | None:
     return 100 * math.sqrt(change / weights) if weights else None
 
 
-def at_full_rate(percent: float | None, groups: Iterable[Mapping[str, Any]]) -> float | None:
+def rates(groups: Iterable[Mapping[str, Any]]) -> tuple[float, ...]:
+    """The learning rate of each of an optimizer's groups, as it is now."""
+    return tuple(float(group["lr"]) for group in groups)
+
+
+def at_full_rate(
+    percent: float | None, groups: Sequence[Mapping[str, Any]], before: Sequence[float] = ()
+) -> float | None:
     """A movement as it will be where the learning rate is at its highest: a warm-up begins with small steps.
 
     Args:
         percent: as it is now; None: not measured.
         groups: the optimizer's, with what a scheduler keeps in them of its highest rate, if there is one.
+        before: `rates` some steps ago: those that have fallen since were at their highest before.
 
     Returns:
         None where it is not known, as with a rate of 0.
     """
     factor = 1.0
+    if any(now < was for now, was in zip(rates(groups), before, strict=False)):
+        return percent
     for group in groups:
         rate, highest = float(group["lr"]), max(float(group.get(name, 0.0)) for name in ("initial_lr", "max_lr"))
         if highest > rate:

@@ -133,6 +133,13 @@ def test_a_movement_of_a_warm_up_is_that_at_the_highest_rate(
     assert at_full_rate(None, groups) is None
 
 
+def test_a_movement_is_as_measured_once_the_rate_falls() -> None:
+    groups = [{"lr": 1e-5, "initial_lr": 1e-4}, {"lr": 1e-4}]
+    assert at_full_rate(0.02, groups, (1.1e-5, 1e-4)) == 0.02  # after its highest
+    assert at_full_rate(0.02, groups, (0.9e-5, 1e-4)) == pytest.approx(0.2)
+    assert at_full_rate(0.02, groups, (1e-5, 1e-4)) == pytest.approx(0.2)
+
+
 def test_a_bound_on_lateness_is_one_on_the_loss() -> None:
     for movement in (0.05, 0.1, 2.0):
         for quality, most_percent in (("published", 0.3), ("loose", 1.2)):

@@ -87,6 +87,20 @@ def test_a_dry_run_has_the_settings_of_the_quality(started: list[Any]) -> None:
     assert started == []
 
 
+@pytest.mark.parametrize(("quality", "steps"), [("published", 4), ("loose", 8)])
+def test_a_dry_run_knows_where_late_settings_come_from_that_no_ds_config_has(
+    started: list[Any], tmp_path: Path, quality: str, steps: int
+) -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "plain.json").write_text(json.dumps({**DS_CONFIG, "zero_optimization": zero}))
+    done = invoke("--dry-run", "--quality", quality, "--", "deepspeed", "train.py", "--deepspeed", "plain.json")
+    told = next(line for line in done.output.splitlines() if line.startswith("  settings"))
+    assert told.startswith("  settings: the planner's, after ")
+    assert f"update_interval {steps}, apply_lag {steps}" in told
+    assert "overlap_step off" not in told
+    assert started == []
+
+
 def test_a_dry_run_has_the_presets_knobs(started: list[Any]) -> None:
     with open_store() as store:
         name = store.save_preset(PRESET).name

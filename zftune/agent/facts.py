@@ -9,7 +9,7 @@ import platform
 import sys
 import time
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +22,7 @@ from zftune.agent.systems import deepspeed_settings, knobs, module_of, optimizer
 from zftune.agent.systems import systems as systems_of
 
 _DEPTH = 3  # of containers in a batch
+_MOST_BATCHES = 4096  # of a step, an evaluation's among them, whose tokens are remembered
 _NO_STREAM = "plain CPU: there is no device stream whose waits could be called stalls"
 _NO_BATCH = "no torch DataLoader gave a batch"
 _NO_TOKENS = "the batches hold no input_ids and no other integer tensor with two dimensions"
@@ -48,7 +49,9 @@ class Facts:
         self._device: dict[str, Any] = {"device": None, "device_uuid": None, "has_stream": None, "source": None}
         self._model: dict[str, Any] = {}
         self._shape: tuple[int | None, int | None] | None = None
-        self._batches = self._tokens_in_step = self._steps = 0
+        self._batches = self._steps = self._passes = 0
+        self._in_step: deque[int] = deque(maxlen=_MOST_BATCHES)
+        """Tokens of each batch of the open step, an evaluation's among them."""
         self._workers: int | None = None
         self._looked_at: tuple[type | None, list[weakref.ref[torch.Tensor]]] = (None, [])
 
@@ -79,8 +82,7 @@ class Facts:
         self._batches += 1
         self._workers = workers
         tokens = None if self._shape is not None and self._shape[1] is None else _tokens(batch)
-        if tokens is not None:
-            self._tokens_in_step += tokens.numel()
+        self._in_step.append(0 if tokens is None else tokens.numel())
         if self._shape is None:
             first = next(iter(_tensors(batch, _DEPTH)), None)
             if tokens is not None:
@@ -88,15 +90,26 @@ class Facts:
             else:
                 self._shape = (None if first is None or first.dim() == 0 else first.shape[0], None)
 
+    def backward_begins(self) -> None:
+        """Backward begins, for a batch at the most."""
+        self._passes += 1
+
     def step_ended(self) -> int | None:
-        """A step with a known beginning is over: the tokens of its batches; None where batches have none."""
+        """A step with a known beginning is over: the tokens of its batches; None where batches have none.
+
+        Batches without a backward pass are an evaluation's, which comes before those that are trained on.
+        """
         self._steps += 1
-        tokens, self._tokens_in_step = self._tokens_in_step, 0
+        beside = max(0, len(self._in_step) - self._passes) if self._passes else 0
+        tokens = sum([*self._in_step][beside:])
+        self._batches -= beside
+        self.forget_batches()
         return None if self._shape is None or self._shape[1] is None else tokens
 
     def forget_batches(self) -> None:
         """The open step begins anew."""
-        self._tokens_in_step = 0
+        self._in_step.clear()
+        self._passes = 0
 
     def are_of(self, of: Any) -> bool:
         """Whether it trains as the one that was looked at did: an optimizer of the same class and parameters."""
@@ -115,7 +128,8 @@ class Facts:
 
         module = module_of(of) or find_module(_parameters(of))
         device = device_of(of, module)
-        self._batches = self._tokens_in_step = 0
+        self._batches = 0
+        self.forget_batches()
         self._looked_at = type(of), [weakref.ref(parameter) for parameter in _parameters(of)]
         self._device = {
             "device": _device_name(device),

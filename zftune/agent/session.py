@@ -212,6 +212,7 @@ class Session:
         self._backward_seen = True
         self._backwards += 1
         if self._backwards == 1:
+            self._facts.backward_begins()
             self._add_loss(loss, "backward")
             if self._steps and self._steps[0].has_closure:
                 self._leave_phase()

@@ -112,6 +112,12 @@ def _knobs(config: Mapping[str, Any], done: Outcome, section: Section, store: st
     except ConfigError as error:  # such as "auto", which Hugging Face fills in
         yield f"  settings: those of the ds_config, not all of which are known before it runs ({error})"
     else:
+        if done.backend == "zenflow" and done.quality in ("published", "loose") and not own.overlap_step:
+            from zftune.hiding import FIRST_STEPS, late_defaults, named
+
+            late = named(late_defaults(done.quality, own))
+            yield f"  settings: the planner's, after {FIRST_STEPS} steps on a GPU; on a plain CPU {late}"
+            return
         shown = ("topk_ratio", "update_interval", "select_interval", "offload_ratio", "overlap_step")
         but = "" if knobs == own else f", with what quality {done.quality} needs"
         yield f"  settings of the ds_config{but}: " + ", ".join(

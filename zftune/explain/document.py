@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from zftune import __version__
@@ -89,7 +90,9 @@ def _quality(curve: Curve, knobs: Mapping[str, Any], trials: Sequence[TrialRecor
     """How the training went beside its speed."""
     knobs = curve.changes[-1].knobs if curve.changes else knobs
     found = summary([point.loss for point in curve.points if point.loss is not None])
-    covered = next((point.coverage for point in reversed(curve.points) if point.coverage is not None), None)
+    since = curve.changes[-1].step if curve.changes else 0
+    held = [one.coverage for one in curve.points if one.coverage is not None and one.step - one.steps >= since]
+    covered = fmean(held) if held else None  # of what holds now: other settings, which were tried, select others
     start = adopted_from(knobs, trials[0].knobs, trials[best].knobs) if trials else None
     warning = coverage_warning(covered, knobs, start)
     return {
@@ -191,7 +194,7 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
             "elapsed_s": cost.elapsed_s,
             "runs": total.runs or None,
             "steps": total.steps or None,
-            "tokens": total.tokens or None,
+            "tokens": total.tokens if total.tokens > total.steps else None,  # nobody told of more than one a step
             **_break_even(told),
             "saved_ms_a_step": saved_ms,
             "paid_after_steps": math.ceil(1e3 * cost.elapsed_s / saved_ms) if saved_ms and total.runs else None,

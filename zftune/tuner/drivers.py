@@ -291,7 +291,7 @@ class LocalDriver(SearchDriver):
             account = Account() if recorder is None else recorder.account
             count = ended.count if not account.process else account.total
             yield conclusion(
-                search, count, steps=ended.steps, begins=ended.begins, over=over, remembered=recorder is not None,
+                search, count, steps=ended.steps, begins=ended.begins, over=over,
                 waited_s=self._sampler_process.waited_s,
             )  # fmt: skip
         for remark in ended.remarks:

@@ -20,7 +20,7 @@ import torch
 from zenflow import ConfigError, HostMemoryError, StepStats
 from zenflow.errors import HostThreadsError, RankError
 from zenflow.optimizer import ZenFlowOptimizer
-from zftune.quality import at_full_rate, movement_percent
+from zftune.quality import at_full_rate, movement_percent, rates
 from zftune.store.account import Counter
 from zftune.tuner.guard import Losses, LossGuard
 from zftune.tuner.recorder import StoreRecorder
@@ -247,6 +247,7 @@ class Executor:
         self._of_incumbent_ms: deque[float] = deque(maxlen=_KEPT_STEPS)
         """The last steps that it took, measured or not."""
         self._before_ms: float | None = None
+        self._rates: tuple[float, ...] = ()
         """What a step took by these, when the request came."""
         self._incumbent_step_s: float | None = None
         """What the incumbent takes for a step, by what was asked for last."""
@@ -359,6 +360,7 @@ class Executor:
         self._adopt(answer.incumbent, answer.gain)
         self.request = answer.request
         self._discarded, self._steps, self._stats = [], [], []
+        self._rates = rates(self._optimizer.param_groups)
         self._before_ms = step_ms_of(tuple(self._of_incumbent_ms), self.incumbent.update_interval)
         self._pinning = False
         if self.request is None:
@@ -502,7 +504,7 @@ class Executor:
             between=self._between,
             pace=Pace.of(self._stats),
             ranks_ms=self._changes.ranks_ms(),
-            movement_percent=at_full_rate(movement_percent(self._stats), self._optimizer.param_groups),
+            movement_percent=at_full_rate(movement_percent(self._stats), self._optimizer.param_groups, self._rates),
             before_ms=None if self.request is None or self.request.role in OF_INCUMBENT else self._before_ms,
         )
 

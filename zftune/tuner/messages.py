@@ -296,7 +296,6 @@ def conclusion(
     steps: int,
     begins: int,
     over: bool,
-    remembered: bool,
     waited_s: float = 0.0,
 ) -> tuple[int, str]:
     """The last words, and the level that they are logged with: a warning where no setting could be tried.
@@ -309,7 +308,6 @@ def conclusion(
         steps: that were taken since the tuner was attached.
         begins: steps before its search begins, at least.
         over: whether the search came to its end, or was given up with a reason.
-        remembered: whether a later run can go on with it.
         waited_s: for how long what chooses settings has waited for a core.
     """
     took = f"zftune tuned nothing: the training took {steps} step{'' if steps == 1 else 's'}"
@@ -326,8 +324,7 @@ def conclusion(
         needed = start.update_interval + steps_of(start.update_interval)
         return logging.WARNING, f"{early} of preparation and takes {needed} more steps."
     if not over and not tried:
-        later = "; the next run of this training goes on from here" if remembered else ""
-        return logging.WARNING, f"{took}, and only the settings that it began with were measured{waited}{later}."
+        return logging.WARNING, f"{took}, and only the settings that it began with were measured{waited}."
     return logging.INFO, "\n".join(_lines(search, count, tried=tried, measured=measured))
 
 

@@ -19,7 +19,7 @@ from zenflow.sharded import ranks_with_rows
 from zftune.errors import ZftuneError
 from zftune.planner.choosing import HEADROOM, LEAST_HEADROOM_BYTES
 from zftune.planner.model import Machine, ModelFacts
-from zftune.quality import at_full_rate, highest_rate, movement_percent
+from zftune.quality import at_full_rate, highest_rate, movement_percent, rates
 from zftune.store.types import Quality
 from zftune.tuner.forecast import MeasuredCoverage, measured_coverage, rig_machine
 from zftune.tuner.recording import MachineInfo, RunFacts
@@ -154,6 +154,7 @@ class Reader:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         self.module = optimizer.module or nn.ParameterList(parameters)
         self._groups = optimizer.param_groups
+        self._rates = rates(self._groups)
         self._name = name
         self.notices: list[str] = []
         """Sentences: what could not be had."""
@@ -191,7 +192,7 @@ class Reader:
             machine=self._machine if rig is None else rig_machine(rig),
             has_memory=self._has_memory,
             device_limit_bytes=self._device_limit_bytes,
-            movement_percent=at_full_rate(seen.movement_percent, self._groups),
+            movement_percent=at_full_rate(seen.movement_percent, self._groups, self._rates),
             learning_rate=highest_rate(self._groups),
         )
 

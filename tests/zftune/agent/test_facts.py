@@ -112,6 +112,24 @@ def test_tokens_are_counted_by_the_step() -> None:
     assert facts.step_ended() == 0
 
 
+def test_an_evaluations_batches_are_none_of_a_steps() -> None:
+    facts = Facts()
+    facts.look(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), WallClock())
+    for evaluated in (0, 5):
+        for _ in range(evaluated):
+            facts.batch(IDS[:1])
+        for _ in range(2):
+            facts.batch(IDS)
+        for _ in range(2):
+            facts.backward_begins()
+        assert facts.step_ended() == 2 * 3 * 7
+    facts.batch(IDS)
+    for _ in range(3):  # several losses of one batch
+        facts.backward_begins()
+    assert facts.step_ended() == 3 * 7
+    assert facts.model()["tokens_per_step"] == 2 * 3 * 7  # in the mean of three steps, rounded to whole batches
+
+
 @pytest.mark.parametrize("batch", [None, torch.zeros(5, 3, 8, 8)])
 def test_batches_without_tokens_count_none(batch: torch.Tensor | None) -> None:
     facts = Facts()

@@ -13,11 +13,9 @@ from zftune.tuner.search import Search
 from zftune.tuner.states import Trial
 
 
-def said(
-    search: Search | None, *, over: bool = False, remembered: bool = True, waited_s: float = 0.0
-) -> tuple[int, str]:
+def said(search: Search | None, *, over: bool = False, waited_s: float = 0.0) -> tuple[int, str]:
     count = Count() if search is None else Count(seconds=2 * search.cost.elapsed_s, spent_s=search.cost.spent_s)
-    return conclusion(search, count, steps=60, begins=8, over=over, remembered=remembered, waited_s=waited_s)
+    return conclusion(search, count, steps=60, begins=8, over=over, waited_s=waited_s)
 
 
 def test_only_the_start_was_measured() -> None:
@@ -27,10 +25,8 @@ def test_only_the_start_was_measured() -> None:
     level, sentence = said(search)
     assert level == logging.WARNING
     assert sentence == (
-        "zftune tuned nothing: the training took 60 steps, and only the settings that it began with were measured; "
-        "the next run of this training goes on from here."
+        "zftune tuned nothing: the training took 60 steps, and only the settings that it began with were measured."
     )
-    assert said(search, remembered=False)[1].endswith("were measured.")
 
 
 def test_a_search_that_got_no_core_says_so_instead_of_counting_steps() -> None:
@@ -42,9 +38,7 @@ def test_a_search_that_got_no_core_says_so_instead_of_counting_steps() -> None:
         assert "which begins after 8 steps and some seconds of preparation" in said(begun, waited_s=4.9)[1]
     driver.run(search, most=1)
     search.stop("Tuning ended.")
-    assert said(search, remembered=False, waited_s=412.4)[1] == (
-        f"{took}, and only the settings that it began with were measured {why}."
-    )
+    assert said(search, waited_s=412.4)[1] == (f"{took}, and only the settings that it began with were measured {why}.")
 
 
 def test_nothing_is_claimed_of_settings_that_were_not_tried() -> None:
@@ -77,7 +71,7 @@ def test_what_was_found_is_said() -> None:
     ]
     gain = {"share": search.book.gain.share, "error": 2 * search.book.gain.error}
     count = Count(seconds=50.0, spent_s=5.0, saved_s=20.0)
-    _, sentence = conclusion(search, count, steps=60, begins=8, over=True, remembered=True)
+    _, sentence = conclusion(search, count, steps=60, begins=8, over=True)
     assert f"10.0% of the 50.0 s; {saved_with_error(20.0, gain)} were saved." in sentence
     assert " +/- " in saved_with_error(20.0, gain)
 
