@@ -45,6 +45,7 @@ from zftune.tuner.space import Setting
 from zftune.tuner.stats import stats
 from zftune.tuner.training_info import SINGLE_RANK, TuneRequest, WorldInfo
 from zftune.tuner.tuner import Tuner, closed_tuner, open_tuners
+from zftune.tuner.warm_up import go_back
 from zftune.variables import FRESH, NOBODY, ONLINE, READ, RUN
 
 if TYPE_CHECKING:
@@ -236,7 +237,9 @@ def start_tuner(
     if several and eval_fn is not None:
         raise BadInputError("eval_fn must be None on several ranks: its flushes are one rank's")
 
-    if wishes.quality == "exact" and default_quality(optimizer.config) != "exact":
+    back = go_back(optimizer, on_change)
+    config = optimizer.config.changed(optimizer.kept_knobs or {})
+    if wishes.quality == "exact" and default_quality(config) != "exact":
         # Not with the search, which begins later: all steps are promised.
         optimizer.set_knobs(**_EXACT)
         _logger.info("Quality exact: every update is on time, with update_interval 1 and overlap_step off.")
@@ -254,7 +257,10 @@ def start_tuner(
         _logger.info("zftune tunes with quality %s. %s", PROMISES[wishes.quality], _needs(tuner, wishes.search))
         return tuner
 
-    return attach_ranks(optimizer, begin, on_change) if several else begin(SINGLE_RANK, None)
+    tuner = attach_ranks(optimizer, begin, on_change) if several else begin(SINGLE_RANK, None)
+    if not isinstance(tuner, Follower):
+        tuner.say(back, logging.INFO)
+    return tuner
 
 
 def _needs(tuner: Tuner, options: SearchOptions) -> str:

@@ -22,7 +22,8 @@ from zftune.store.types import QUALITIES, Quality, ranks_in_words
 from zftune.text import one_of
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.training_info import TuneRequest
-from zftune.tuner.tuner import Tuner, counted
+from zftune.tuner.tuner import Tuner
+from zftune.tuner.warm_up import counted
 
 if TYPE_CHECKING:
     from zftune.store.store import Store

@@ -37,7 +37,8 @@ from zftune.tuner.executor import REFUSALS
 from zftune.tuner.forecast import UNLIMITED, machine_of
 from zftune.tuner.sampler_process import SamplerProcess
 from zftune.tuner.training_info import WarmupStats, device_limit
-from zftune.tuner.tuner import StepCount, open_tuners
+from zftune.tuner.tuner import open_tuners
+from zftune.tuner.warm_up import StepCount
 from zftune.tuner.worker import Background
 from zftune.variables import NOBODY, ONLINE
 

@@ -62,6 +62,7 @@ def save(training: Training, groups: Groups, *, room: bool) -> dict[str, Any]:
         weights=[_saved_weight(training, weight) for weight in weights],
         flushed=training.shows_flushed or training.restored_flushed,
         imported=False,
+        kept=None if training.kept is None else dict(training.kept),
     )
     index = {id(parameter): number for number, parameter in enumerate(parameters)}
     packed = [{**group, "params": [index[id(parameter)] for parameter in group["params"]]} for group in groups]
@@ -224,10 +225,20 @@ def resumed(current: Training, saved: Saved, groups: Groups) -> Training:
         if changes:
             training.set_knobs(changes, groups)
         training.brought = training.coming or training.config
+        training.kept = _kept(header, own, training.brought)
     except BaseException:
         training.close()
         raise
     return training
+
+
+def _kept(header: Header, own: ZenFlowConfig, brought: ZenFlowConfig) -> Mapping[str, Any] | None:
+    """The knobs to go back to; those that are asked for, where that is something else than it was."""
+    if header.kept is None:
+        return None
+    kept = header.kept if _live(own) == _live(header.made_with) else _live(own)
+    one, other = brought.changed(kept), brought
+    return None if replace(one, apply_lag=one.lag) == replace(other, apply_lag=other.lag) else kept
 
 
 def _live(config: ZenFlowConfig) -> dict[str, Any]:

@@ -112,6 +112,8 @@ class Header:
     imported: bool
     """From another optimizer's checkpoint: knobs and split are those of whoever loads it. Nothing is selected, logged
     or in flight, and the columns of a weight count alike."""
+    kept: dict[str, Any] | None = None
+    """Knobs to go back to, where those in force may have been tried only; None: nobody tried any."""
 
     def to_json(self) -> str:
         """The header as text."""

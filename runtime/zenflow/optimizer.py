@@ -177,6 +177,15 @@ class ZenFlowOptimizer(Optimizer):
         return self._own.asked
 
     @property
+    def kept_knobs(self) -> Mapping[str, Any] | None:
+        """Knobs to go back to where others are tried: who tries them says so, to be saved; `set_knobs` forgets them."""
+        return self._own.kept
+
+    @kept_knobs.setter
+    def kept_knobs(self, knobs: Mapping[str, Any] | None) -> None:
+        self._own.kept = knobs
+
+    @property
     def rule(self) -> Rule:
         """The update rule."""
         return self._rule
@@ -586,8 +595,5 @@ class ZenFlowOptimizer(Optimizer):
                 training.let_go()
 
     def abandon(self) -> None:
-        """End the host engine without applying what is pending, for a model that is no longer needed.
-
-        In a forked child this only takes the hooks off its copy of the model.
-        """
+        """End the host engine, applying nothing that is pending; in a forked child, take the hooks off its model."""
         self._own.close()

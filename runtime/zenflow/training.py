@@ -69,6 +69,8 @@ class Training:
         """The knobs that the user asked for in the beginning."""
         self.brought: ZenFlowConfig | None = None
         """The knobs that a saved state has brought; None: there was none."""
+        self.kept: Mapping[str, Any] | None = None
+        """To go back to, where those in force are only tried; None: none are, as far as is known."""
         self.rule = rule
         self.history = History(device)
         self.runtime = make_runtime(device, rule, config, self.history, ranks)
@@ -431,6 +433,7 @@ class Training:
             self.shards.require_knobs(config)
         self.engine.check()
         change = prepare(self.runtime, self.model, config, groups, self.config)
+        self.kept = None
         if self.begun:
             self._change = change
         else:
@@ -474,7 +477,8 @@ class Training:
     def asked(self) -> ZenFlowConfig:
         """The knobs that the user asks for: not those that a saved state has brought, which a search may have set."""
         known = self.coming or self.config
-        return self.made_with if known == self.brought else known
+        is_kept = self.kept is not None and known == known.changed(self.kept)
+        return self.made_with if is_kept or known == self.brought else known
 
     @property
     def coming(self) -> ZenFlowConfig | None:

@@ -222,6 +222,8 @@ class Executor:
         self._start = start
         self._left: set[Setting] = set()
         """That were the incumbent before."""
+        self._heard_best = False
+        """Whether the worker has said which setting that is."""
         self._optimizer, self._tokens = optimizer, scene.tokens
         self._disturbance, self._on_change = scene.disturbance, scene.on_change
         self._worker = worker
@@ -379,6 +381,7 @@ class Executor:
     def _adopt(self, incumbent: Setting, gain: Gain | None) -> None:
         """Take the best setting so far, and say so where it is another one."""
         before, self.incumbent, self.gain = self.incumbent, incumbent, gain
+        is_first, self._heard_best = not self._heard_best, True
         changes = incumbent.differences(before)
         if not changes:
             return
@@ -390,6 +393,8 @@ class Executor:
         self._left.add(before)
         if gain is not None and gain.share > 0:
             why = f", which saves {gain} of the step time"
+        elif is_first:  # of a search that began elsewhere
+            what, why = "goes on with the best settings so far", ""
         else:
             what, why = ("changes to", ", for earlier updates or less memory") if what == "adopts" else (what, "")
         _logger.info("zftune %s: %s%s.", what, changes, why)

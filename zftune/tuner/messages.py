@@ -54,6 +54,24 @@ def resumed(measurements: int) -> str:
     return f"Goes on{made}: the best settings so far are measured once more."
 
 
+def back_to_best(changes: str) -> str:
+    """A saved state was loaded that has knobs which another search tried.
+
+    Args:
+        changes: what is set otherwise than there.
+    """
+    return f"Back to the best settings so far ({changes}): the checkpoint was saved while others were tried."
+
+
+def not_back(why: str) -> str:
+    """It could not be gone back to the best settings so far.
+
+    Args:
+        why: without a full stop.
+    """
+    return f"The settings stay that were tried when the checkpoint was saved: the best so far are refused ({why})."
+
+
 def other_rate(rate: float, before: float) -> str:
     """A training goes on with the run of one that learned at another rate.
 

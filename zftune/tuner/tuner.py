@@ -9,33 +9,30 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from zenflow import ZenFlowConfig, ZenFlowError
+from zenflow import ZenFlowError
 from zenflow.optimizer import ZenFlowOptimizer
-from zftune.errors import BadInputError, ZftuneError
+from zftune.errors import BadInputError
 from zftune.quality import coverage_warning
 from zftune.store.account import Counter
 from zftune.tuner import messages
 from zftune.tuner.drivers import Ended, NullDriver, SearchDriver
-from zftune.tuner.executor import AtOnce, Change, Changes, Executor, TuningContext
+from zftune.tuner.executor import Change, Executor, TuningContext
 from zftune.tuner.guard import Losses, LossGuard, NoDisturbance, Watch
 from zftune.tuner.rank_consensus import KnobConsensus
 from zftune.tuner.search import Search
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Remark
 from zftune.tuner.training_info import WarmupStats
+from zftune.tuner.warm_up import KnownWindow, StepCount, counted, go_back
 from zftune.tuner.worker import Background
 
-_INTERVAL = 4  # S where the configuration leaves it to the runtime
-_WARM_UP_STEPS = 8
-_LONGEST_WARM_UP = 32
-_MOST_VOIDS = 8
 _logger = logging.getLogger("zftune")
 
 
@@ -44,98 +41,6 @@ CONCLUDES = "concludes"
 _JOIN_S = 90.0  # a daemon that is told goodbye may take most of it
 _DEPART_S = 1.0
 _MOST_EARLY_LOSSES = 512
-
-
-def counted(config: ZenFlowConfig) -> ZenFlowConfig:
-    """A configuration whose windows have a known length: where it has none, what a search begins from."""
-    return replace(config, update_interval=_INTERVAL, apply_lag=None) if config.update_interval == "auto" else config
-
-
-def warm_up_steps(config: ZenFlowConfig) -> int:
-    """Steps before a search: the first are slow, and the first selection sees untrained weights."""
-    every = config.select_interval
-    second = 0 if every == "auto" else min(every + 1, _LONGEST_WARM_UP)
-    return max(_WARM_UP_STEPS, 2 * counted(config).longest_window, second)
-
-
-class KnownWindow:
-    """Leaves `update_interval: "auto"` once there is a search, and not before: until then the knobs are the user's.
-
-    Args:
-        optimizer: that trains.
-        changes: how knobs change; None: at once.
-        on_change: told of that change.
-    """
-
-    def __init__(self, optimizer: ZenFlowOptimizer, changes: Changes | None, on_change: Change | None) -> None:
-        self._optimizer, self._on_change = optimizer, on_change
-        self._changes = changes or AtOnce(optimizer)
-        self._asked = False
-        self._voids = 0
-
-    @property
-    def there(self) -> bool:
-        """Whether windows have a known length."""
-        return self._optimizer.config.update_interval != "auto"
-
-    def ask(self) -> None:
-        """Call it after each step until it is there.
-
-        Raises:
-            ZftuneError: such windows cannot be had, or not all ranks agree.
-            HostEngineError: host work failed.
-        """
-        setting = Setting.of(counted(self._optimizer.config))
-        if not self._asked:
-            self._asked = True
-            self._changes.ask(setting.knobs())
-        verdict = self._changes.verdict()
-        if verdict is None:
-            return
-        self._asked = False
-        if verdict.refused:
-            raise ZftuneError(f"update_interval {_INTERVAL} instead of auto is refused ({verdict.refused})")
-        self._voids += bool(verdict.void)
-        if self._voids == _MOST_VOIDS:
-            raise ZftuneError(f"update_interval {_INTERVAL} instead of auto is not agreed on ({verdict.void})")
-        if verdict.step is not None:
-            _logger.info("update_interval is %d instead of auto: from here on the search sets it.", _INTERVAL)
-            if self._on_change is not None:
-                self._on_change(verdict.step or 1, setting.knobs())
-
-
-class StepCount:
-    """Counts them, whatever numbers they have: those jump where a saved state is loaded, at the begin or later.
-
-    Args:
-        optimizer: that takes them.
-    """
-
-    def __init__(self, optimizer: ZenFlowOptimizer) -> None:
-        self.followed = 0
-        """Steps so far."""
-        self._optimizer = optimizer
-        self._last = optimizer.steps
-        self.begin_warm_up()
-
-    def begin_warm_up(self) -> None:
-        """From here on: what was seen before does not count."""
-        self.warm_up = warm_up_steps(self._optimizer.config)
-        """Its steps."""
-        full = max(0, self._optimizer.config.full_warm_up_rounds - self._last)
-        self.begins = self.followed + full + self.warm_up
-        """After how many followed steps it is over."""
-
-    def after_step(self) -> bool:
-        """Count a step; whether it is the first after a saved state was loaded."""
-        before, self._last = self._last, self._optimizer.steps
-        loaded = self._last not in (before, before + 1)  # a step that a gradient scaler leaves out is none
-        if loaded:
-            before = self._last - 1
-        self.followed += self._last - before
-        return loaded
-
-
 _open: weakref.WeakSet[Tuner] = weakref.WeakSet()
 
 
@@ -310,6 +215,7 @@ class Tuner:
                 self._end_search()  # here: a thread could not be started any more where the interpreter ends
         finally:
             self._let_go()
+            self._note_best()
 
     def depart(self) -> None:
         """Close it at the end of the process, where no step comes any more."""
@@ -346,8 +252,18 @@ class Tuner:
                 self._consensus.hear()
         if not self._closed:
             self._go_on()
+        self._note_best()
         if self._consensus is not None:
             self._talk(self._consensus)
+
+    def _note_best(self) -> None:
+        """Have a state that is saved while a setting is tried name the one to go back to, the same on all ranks."""
+        best: Mapping[str, Any] | None = None if self._live is None else self._live.incumbent.knobs()
+        is_over = not self.searching
+        if self._consensus is not None:  # before rank 0 tells of another one
+            best, is_over = self._consensus.keeps, self._consensus.over
+        if best is not None or is_over:
+            self._optimizer.kept_knobs = None if is_over else best
 
     def _go_on_from_saved(self) -> None:
         """A saved state was loaded: what was seen before is of another course, and this one's first steps are slow."""
@@ -358,6 +274,8 @@ class Tuner:
             self._consensus.go_on_from_saved()
         if not self._driver.begun:
             self._count.begin_warm_up()
+        if self._live is None and self._consensus is None:
+            self.say(go_back(self._optimizer, self._on_change), logging.INFO)
         elif self._live is not None and self._consensus is None:
             self._live.go_on_from_saved()
         elif self._live is not None:
@@ -486,7 +404,7 @@ class Tuner:
 
     def _listen(self) -> None:
         for sentence in self._driver.said():
-            self._say(sentence, logging.INFO)
+            self.say(sentence, logging.INFO)
 
     # --- the staleness probe -----------------------------------------------------------------------------------------
 
@@ -504,7 +422,7 @@ class Tuner:
             before = float(eval_fn())
             self._optimizer.flush()
             after = float(eval_fn())
-        self._say(
+        self.say(
             f"Staleness probe after step {self._optimizer.steps} under {setting}: the loss is {before:.6g} before and "
             f"{after:.6g} after a flush.",
             logging.INFO,
@@ -545,12 +463,15 @@ class Tuner:
 
     def _give_up(self, reason: str) -> None:
         self._given_up = True
-        self._say(reason)
+        self.say(reason)
         if self._live is not None and not self._live.over:
             self._live.stop(reason)
         self._finish()
 
-    def _say(self, sentence: str, level: int = logging.WARNING) -> None:
+    def say(self, sentence: str, level: int = logging.WARNING) -> None:
+        """Log a sentence, and keep it for who looks at the search; "": there is nothing to be said."""
+        if not sentence:
+            return
         self.notices.append(sentence)
         self._remarks.append(Remark(sentence, self._counter.count.seconds, time.time()))
         _logger.log(level, "%s", sentence)

@@ -295,6 +295,15 @@ def test_a_trial_is_measured_once_its_memory_is_pinned_and_pays_for_that(make: M
     assert outcome.between.late_steps == first - asked
 
 
+def test_the_best_setting_of_a_search_that_began_elsewhere_is_not_told_as_an_adoption(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="zftune")
+    live = make(worker=SyncWorker).live
+    live._adopt(replace(live.incumbent, topk_ratio=0.2), None)
+    assert caplog.messages[-1] == "zftune goes on with the best settings so far: topk_ratio 0.2."
+
+
 def test_a_rollback_is_not_told_as_an_adoption(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="zftune")
     live = make(worker=SyncWorker).live

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ import pytest
 import zftune
 from tests.zftune.tuner.scene import Make, SyncWorker, assert_whole
 from tests.zftune.tuner.test_attach import BEGIN, Loop
+from zenflow import HostMemoryError
 from zftune.tuner.executor import UnmeasuredCounter
 from zftune.tuner.guard import LossGuard
 from zftune.tuner.states import UnmeasuredSteps
-from zftune.tuner.tuner import warm_up_steps
+from zftune.tuner.warm_up import warm_up_steps
 
 Saved = tuple[dict[str, Any], dict[str, Any]]
 
@@ -159,3 +161,107 @@ def test_steps_of_a_loaded_state_are_the_incumbents_until_knobs_change() -> None
     outside.forget_changes()
     outside.add(101, 1000.0)
     assert outside.taken() == UnmeasuredSteps(1.0, 0.0, 0)
+
+
+def tried(loop: Loop, setting: dict[str, Any], best: dict[str, Any]) -> Saved:
+    """A state that is saved while a search, which has found `best`, tries a setting."""
+    loop.optimizer.set_knobs(**best)
+    loop.step()
+    kept = loop.knobs.knobs()
+    loop.optimizer.set_knobs(**setting)
+    loop.step()
+    loop.optimizer.kept_knobs = kept
+    return saved(loop)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_setting_that_was_tried_when_the_state_was_saved_gives_way_to_the_best(
+    loops: list[Loop], caplog: pytest.LogCaptureFixture, attached: bool
+) -> None:
+    before, loop = loops
+    caplog.set_level("INFO", logger="zftune")
+    state = tried(before, {"topk_ratio": 0.4}, {"topk_ratio": 0.2})
+    changes: list[tuple[int, Any]] = []
+    if not attached:
+        load(loop, state)
+    tuner = zftune.attach(loop.optimizer, store=False, on_change=lambda *change: changes.append(change))
+    if attached:
+        load(loop, state)
+    assert loop.knobs.topk_ratio == 0.4
+    loop.step()  # closes the window
+    if attached:
+        loop.step()  # the first has shown that a state was loaded
+    assert loop.knobs.topk_ratio == 0.2
+    assert loop.optimizer.asked_config.topk_ratio == 0.1  # the script asks for that, and has begun its run with it
+    said = "Back to the best settings so far (topk_ratio 0.2): the checkpoint was saved while others were tried."
+    assert [one for one in caplog.messages if "best settings so far" in one] == [said]
+    assert said in tuner.notices
+    assert [(step, knobs["topk_ratio"]) for step, knobs in changes] == [(loop.optimizer.steps, 0.2)]
+    tuner.close()
+
+
+def test_it_does_so_without_a_daemon_that_answers(
+    loops: list[Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZFTUNE_SOCKET", str(tmp_path / "none.sock"))
+    before, loop = loops
+    load(loop, tried(before, {"topk_ratio": 0.4}, {"topk_ratio": 0.2}))
+    tuner = zftune.attach(loop.optimizer, daemon=True)
+    loop.run(tuner, until=lambda: tuner.live is not None)
+    loop.step()
+    assert loop.knobs.topk_ratio == tuner.incumbent.topk_ratio == 0.2
+    tuner.close()
+    assert tuner.conclusion == "zftune tuned nothing: no daemon has answered."
+
+
+def test_what_a_script_sets_after_it_has_loaded_a_state_stays(loops: list[Loop]) -> None:
+    before, loop = loops
+    load(loop, tried(before, {"topk_ratio": 0.4}, {"topk_ratio": 0.2}))
+    loop.optimizer.set_knobs(topk_ratio=0.3)
+    with zftune.attach(loop.optimizer, store=False):
+        loop.step()
+        assert loop.knobs.topk_ratio == 0.3
+
+
+def test_where_a_script_asks_for_something_else_than_then_it_has_that(loops: list[Loop]) -> None:
+    state = tried(loops[0], {"topk_ratio": 0.4, "update_interval": 8}, {"topk_ratio": 0.2})
+    loop = Loop(replace(BEGIN, topk_ratio=0.3))
+    loops.append(loop)
+    load(loop, state)
+    with zftune.attach(loop.optimizer, store=False):
+        loop.step()
+        assert (loop.knobs.topk_ratio, loop.knobs.update_interval) == (0.3, 4)
+
+
+def test_exact_is_exact_whatever_the_best_of_a_saved_search_was(loops: list[Loop]) -> None:
+    before, loop = loops
+    load(loop, tried(before, {"update_interval": 1, "apply_lag": None, "overlap_step": False}, {"topk_ratio": 0.2}))
+    with zftune.attach(loop.optimizer, store=False, quality="exact"):
+        loop.step()
+        assert loop.knobs.synchronous
+
+
+def test_a_state_with_the_best_setting_has_nothing_to_go_back_to(loops: list[Loop]) -> None:
+    before, loop = loops
+    before.step()
+    before.optimizer.kept_knobs = before.knobs.knobs()
+    load(loop, saved(before))
+    assert loop.optimizer.kept_knobs is None
+
+
+def test_a_best_setting_that_is_refused_is_said_and_the_training_goes_on(
+    loops: list[Loop], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, loop = loops
+    load(loop, tried(before, {"topk_ratio": 0.4}, {"topk_ratio": 0.2}))
+
+    def refuse(*_: Any) -> None:
+        raise HostMemoryError("the host has 3 bytes")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("zenflow.training.prepare", refuse)
+        tuner = zftune.attach(loop.optimizer, store=False)
+    loop.step()
+    assert loop.knobs.topk_ratio == 0.4
+    assert "the best so far are refused (the host has 3 bytes)" in caplog.text
+    tuner.close()

@@ -12,7 +12,7 @@ from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zftune.errors import ZftuneError
 from zftune.tuner.executor import Changes, Verdict
 from zftune.tuner.space import Setting
-from zftune.tuner.tuner import KnownWindow, counted, warm_up_steps
+from zftune.tuner.warm_up import KnownWindow, counted, warm_up_steps
 
 AUTO = ZenFlowConfig(topk_ratio=0.1, update_interval="auto", host_threads=1)
 KNOWN = Setting(topk_ratio=0.1, update_interval=4, apply_lag=4, host_threads=1)

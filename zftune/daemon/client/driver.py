@@ -113,7 +113,7 @@ class DaemonDriver(SearchDriver):
         if self._daemon_session is None:
             return "The training ends with the best settings so far: the search had not begun."
         if not self.registered:
-            return "The training ends with the settings that it began with: no daemon has answered."
+            return "zftune tuned nothing: no daemon has answered."
         return messages.counted_alone(ended.incumbent, ended.gain, ended.count, self._daemon_session.record)
 
     def _goodbye(self, session: str, ended: Ended) -> Goodbye:

@@ -61,7 +61,6 @@ def farewell(prepared: Prepared | None, message: Goodbye, count: Count, waited_s
             search.idle(message.idle)
         if not over:
             search.stop(message.reason or ENDED_EARLY)
-    remembered = prepared is not None and prepared.recorder is not None
     level, sentence = conclusion(
         search, count, steps=message.steps, begins=message.begins, over=over or message.over,
         waited_s=waited_s,

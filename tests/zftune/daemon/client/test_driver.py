@@ -91,7 +91,7 @@ def test_a_training_that_ends_without_a_daemon_keeps_its_best_knobs(training: Lo
     training.run(lambda: tuner_of(training).live is not None)
     training.close()
     last = tuner_of(training).notices[-1]
-    assert last == "The training ends with the settings that it began with: no daemon has answered."
+    assert last == "zftune tuned nothing: no daemon has answered."
 
 
 def test_where_the_daemon_is_gone_the_training_tells_what_it_counted_itself(
@@ -111,6 +111,23 @@ def test_where_the_daemon_is_gone_the_training_tells_what_it_counted_itself(
     assert rest.startswith("The daemon does not answer any more, so that this is what the training counted itself; ")
     assert rest.endswith(f"zftune explain {RECORD[:8]}.")
     assert tuner_of(training).notices[-1] == tuner_of(training).conclusion
+
+
+def test_a_state_that_is_saved_while_a_setting_is_tried_names_the_best(training: Loop, daemon: Scripted) -> None:
+    """Without a search what was tried stays, as every knob that a state has."""
+    tried = {**OWN, "topk_ratio": 0.4}
+    request = {"setting": tried, "role": "explore", "trial": 1, "discard": 4, "steps": 10_000}
+    daemon.answers["report"] = [{**HOLD, "kind": "apply", "decision": 1, "incumbent": OTHER, "request": request}]
+    training.run(lambda: training.knobs.knobs() == tried)
+    state = training.optimizer.state_dict()
+    tuner_of(training).close()
+    assert training.optimizer.kept_knobs is None
+    other = Loop(None)
+    other.optimizer.load_state_dict(state)
+    other.step()
+    assert other.knobs.knobs() == tried
+    assert other.optimizer.kept_knobs == OTHER
+    other.close()
 
 
 def test_zen_auto_stays_until_a_daemon_answers(daemon: Scripted) -> None:

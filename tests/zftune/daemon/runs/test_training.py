@@ -247,7 +247,7 @@ def test_no_daemon_changes_nothing(tmp_path: Path, loop: Callable[..., Loop]) ->
     assert training.tuner is not None
     first, last = training.tuner.notices
     assert first.startswith("The daemon cannot be reached (no daemon serves '")
-    assert last == "The training ends with the settings that it began with: no daemon has answered."
+    assert last == "zftune tuned nothing: no daemon has answered."
     assert training.knobs == Setting.of(facts().config)
 
 
