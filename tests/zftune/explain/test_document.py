@@ -30,7 +30,7 @@ from tests.zftune.explain.runs import (
 from tests.zftune.tuner.surfaces import START, TOKENS, make
 from zftune.cli import top
 from zftune.explain import words
-from zftune.explain.document import explain_document
+from zftune.explain.document import _quality, explain_document
 from zftune.explain.screen import render
 from zftune.store.account import Account, Count
 from zftune.store.store import Store
@@ -518,3 +518,12 @@ def test_the_ranks_are_told(timed: Store, clock: Clock) -> None:
     assert "Rank 2 is the slowest: its step takes 60 ms without collectives, that of the fastest rank 40 ms;" in (
         shown.getvalue()
     )
+
+
+def test_the_coverage_is_that_of_the_settings_that_hold() -> None:
+    kept, tried = {"topk_ratio": 0.3, "update_interval": 4}, {"topk_ratio": 0.05, "update_interval": 4}
+    changes = (KnobChange(0, kept), KnobChange(10, tried), KnobChange(20, kept))
+    points = (CurvePoint(10, 10, coverage=0.5), CurvePoint(20, 10, coverage=0.04))
+    assert _quality(Curve(points, changes), kept, (), 0)["coverage"] is None  # nothing was seen since
+    later = (*points, CurvePoint(30, 10, coverage=0.38), CurvePoint(40, 10, coverage=0.4))
+    assert _quality(Curve(later, changes), kept, (), 0)["coverage"] == pytest.approx(0.39)
