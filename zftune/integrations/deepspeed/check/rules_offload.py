@@ -95,17 +95,19 @@ def nvme(subject: Subject) -> Iterator[Finding]:
 
 
 def no_path(subject: Subject) -> Iterator[Finding]:
-    """`accelerate launch` hands no path on, and its plugin takes the word "none" for one."""
-    for name in ("optimizer", "param"):
+    """DeepSpeed ends without one; `accelerate launch` hands none on, and its plugin takes the word "none" for one."""
+    for name in ("optimizer", "param") if subject.stage == 3 else ():
         section = f"{ZERO}.offload_{name}"
-        if (
-            subject.stage == 3
-            and subject.at(f"{section}.device") == "nvme"
-            and subject.at(f"{section}.nvme_path") == "none"
-        ):
+        path = f"{section}.nvme_path"
+        if subject.at(f"{section}.device") != "nvme":
+            continue
+        if subject.at(path) in (MISSING, None):
+            reason = "DeepSpeed makes a folder there, and ends where it is not told where."
+            yield subject.finding("nvme-folder", path, "crashes", reason, advice="a folder on the NVMe disk")
+        elif subject.at(path) == "none":
             yield subject.finding(
                 "nvme-path",
-                f"{section}.nvme_path",
+                path,
                 "wrong",
                 'DeepSpeed is given the path "none", a folder where the training is started: `accelerate launch` '
                 "does not hand on what its configuration says.",
