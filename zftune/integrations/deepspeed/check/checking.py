@@ -191,13 +191,15 @@ def check(
 
 
 def _refused(findings: Sequence[Finding], outcome: Outcome) -> Outcome:
-    """With DeepSpeed's own runtime, what `zftune run` does where it refuses what would end the training there."""
-    ends = next((one for one in findings if one.ends_deepspeed), None)
+    """With DeepSpeed's own runtime, what `zftune run` does where it refuses what would end the training there.
+
+    What is not there is left to the script, which may set it.
+    """
+    ends = next((one for one in findings if one.ends_deepspeed and one.value is not MISSING), None)
     if ends is None or outcome.kind != "trains":
         return outcome
-    value = "not there" if ends.value is MISSING else shown(ends.value)
     allowed = "something else with DeepSpeed's own runtime (its finding tells why)"
-    return Outcome("refused", "deepspeed", refusals=(Refusal(shown_path(ends.path), value, allowed),))
+    return Outcome("refused", "deepspeed", refusals=(Refusal(shown_path(ends.path), shown(ends.value), allowed),))
 
 
 _GENERAL = (*OWN_NAMES, *DEEPSPEED_NAMES)
