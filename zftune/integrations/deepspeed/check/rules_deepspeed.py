@@ -259,7 +259,7 @@ def decay(subject: Subject) -> Iterator[Finding]:
     kind, total = subject.at("scheduler.type"), subject.at(_TOTAL)
     warm_up = subject.at("scheduler.params.warmup_num_steps")
     warm_up = _DEFAULT_WARM_UP if warm_up is MISSING else warm_up
-    if kind in _DECAYS and is_number(total) and is_number(warm_up) and total < warm_up:
+    if isinstance(kind, str) and kind in _DECAYS and is_number(total) and is_number(warm_up) and total < warm_up:
         reason = f"It is below warmup_num_steps, {warm_up:g}: after the warm-up the learning rate is {_DECAYS[kind]}."
         advice = "all steps of the training, those of the warm-up included"
         yield subject.finding("decay-within-warm-up", _TOTAL, "wrong", reason, backends=BOTH, advice=advice)
