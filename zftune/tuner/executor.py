@@ -299,7 +299,7 @@ class Executor:
         """End the search early; the incumbent's knobs are set.
 
         Args:
-            reason: a sentence.
+            reason: a sentence; "": the training has ended.
         """
         self.close()
         if not self.over:

@@ -254,7 +254,7 @@ class Search:
             return self._settle(messages.patience(self._misses))
         trial = self.agenda.next_trial()
         if trial is None:
-            return self._settle("Every setting that is allowed was tried.")
+            return self._settle("No setting is left to be tried that the quality allows.")
         return self._affordable(trial)
 
     def _affordable(self, trial: Trial) -> State:

@@ -21,7 +21,6 @@ from zenflow.optimizer import ZenFlowOptimizer
 from zftune.errors import BadInputError
 from zftune.quality import coverage_warning
 from zftune.store.account import Counter
-from zftune.tuner import messages
 from zftune.tuner.drivers import Ended, NullDriver, SearchDriver
 from zftune.tuner.executor import Change, Executor, TuningContext
 from zftune.tuner.guard import Losses, LossGuard, NoDisturbance, Watch
@@ -210,7 +209,7 @@ class Tuner:
         self._closed = True
         try:
             if self._live is not None and not self._live.over:
-                self._live.stop(reason or messages.ENDED_EARLY)
+                self._live.stop(reason or "")
             if self._finishing is None:
                 self._end_search()  # here: a thread could not be started any more where the interpreter ends
         finally:

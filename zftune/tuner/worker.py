@@ -148,7 +148,11 @@ class SearchWorker(ABC):
 
     @abstractmethod
     def stop(self, reason: str) -> None:
-        """End the search early; after `close`."""
+        """End the search early, or what watches step times after it; after `close`.
+
+        Args:
+            reason: a sentence; "": the training has ended.
+        """
 
     def applied(self, step: int, setting: Setting) -> None:  # noqa: B027 - a worker may have no use for it
         """Hear of the step after which knobs hold."""
@@ -193,7 +197,7 @@ class LocalWorker(SearchWorker):
             self._recorder.curve.loss(step, loss)
 
     def stop(self, reason: str) -> None:
-        self._search.stop(reason)
+        self._search.stop(reason or messages.ENDED_EARLY)
 
     def _take(self, outcome: Outcome) -> None:
         known = len(self._search.notes)

@@ -113,6 +113,14 @@ def test_where_the_daemon_is_gone_the_training_tells_what_it_counted_itself(
     assert tuner_of(training).notices[-1] == tuner_of(training).conclusion
 
 
+def test_a_training_that_ends_gives_no_reason_of_its_own(training: Loop, daemon: Scripted) -> None:
+    """The daemon alone knows whether the search had ended before."""
+    training.run(lambda: tuner_of(training).live is not None)
+    training.close()
+    assert daemon.asked[-1] == "goodbye"
+    assert daemon.documents[-1]["reason"] == ""
+
+
 def test_a_state_that_is_saved_while_a_setting_is_tried_names_the_best(training: Loop, daemon: Scripted) -> None:
     """Without a search what was tried stays, as every knob that a state has."""
     tried = {**OWN, "topk_ratio": 0.4}
