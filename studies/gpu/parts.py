@@ -43,7 +43,7 @@ PARTS = (
     Part("zero-offload", 45, 15),
     Part("zenflow", 45, 15),
     Part("deepspeed-zero-offload", 60, 25),
-    Part("deepspeed-zenflow", 60, 25),
+    Part("deepspeed-zenflow", 150, 25),
     Part("synchronised", 35, 15),
     Part("loader", 35, 15),
     Part("exactness", 60, 20),

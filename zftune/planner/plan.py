@@ -301,10 +301,10 @@ def _faster(found: Sequence[Choice]) -> list[str]:
     return [f"Choice {number} is faster, at {other.step_ms:,.0f} ms a step: {why}."]
 
 
-CALLS_MS_PER_WEIGHT = 1.3
+CALLS_MS_PER_WEIGHT = 1.1
 """What a step takes of the training thread for each weight matrix, which is not in a prediction.
 
-A step in which nothing else is waited for took 190 ms of forward, backward and `step()` for 142 matrices, on an NVIDIA
+A step in which nothing else is waited for took 154 ms of forward, backward and `step()` for 142 matrices, on an NVIDIA
 H200 beside 16 virtual cores (studies/gpu).
 """
 

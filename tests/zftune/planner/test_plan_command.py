@@ -57,14 +57,14 @@ def test_the_document_is_plain_and_complete(document: dict[str, Any]) -> None:
 
 
 def test_a_step_that_is_shorter_than_its_calls_is_told() -> None:
-    model, machine = ModelFacts.from_name("Llama-2-7B"), Machine.load("a100-80-sxm")
+    model, machine = ModelFacts.from_name("Llama-2-7B"), Machine.load("h100-sxm")
     short, long = (
         [
             sentence
             for sentence in make_plan(model, machine, job, quality="published")["verdict"]
             if "Python" in sentence
         ]
-        for job in (Job(seq=512), Job(seq=2048))
+        for job in (Job(seq=512), Job(seq=4096))
     )
     matrices = 7 * 32 + 2
     assert f"{CALLS_MS_PER_WEIGHT * matrices:,.0f} ms for the {matrices} here" in short[0]
