@@ -64,6 +64,7 @@ def save(training: Training, groups: Groups, *, room: bool) -> dict[str, Any]:
         imported=False,
         kept=None if training.kept is None else dict(training.kept),
     )
+    training.last_save.of_state()
     index = {id(parameter): number for number, parameter in enumerate(parameters)}
     packed = [{**group, "params": [index[id(parameter)] for parameter in group["params"]]} for group in groups]
     packed[0][HEADER] = header.to_json()

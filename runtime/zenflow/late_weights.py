@@ -125,6 +125,7 @@ class LateWeights:
         module: that owns the weights; None: no wait for a bucket is left.
         show: makes a bucket visible.
         keeping: around that; may keep an error.
+        saving: called before the module's `state_dict()`.
     """
 
     def __init__(
@@ -132,8 +133,10 @@ class LateWeights:
         module: nn.Module | None,
         show: Callable[[PendingUpdate], None],
         keeping: Callable[[], AbstractContextManager[None]] = nullcontext,
+        saving: Callable[[], None] = lambda: None,
     ) -> None:
         self._show = show
+        self._saving = saving
         self._keeping = keeping
         self._late: dict[int, list[_Wait]] = {}
         self._covered: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -156,6 +159,8 @@ class LateWeights:
                 sharded = are_sharded([{"params": own}])
                 hook = partial(self._before_forward, tuple(map(id, own)), not sharded)
                 self._handles.append(part.register_forward_pre_hook(hook, prepend=True))
+        if module is not None:
+            self._handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
         for unit in units_of(module) if module is not None else ():
             self._handles.append(unit.register_forward_pre_hook(self._before_gather, prepend=True))
 
@@ -269,6 +274,9 @@ class LateWeights:
             self._seen.update(dict.fromkeys(keys))
         for key in keys if self._late else ():
             self._finish_weight(key)
+
+    def _before_state_dict(self, *_: object) -> None:
+        self._saving()
 
     def _before_gather(self, unit: Any, _: object) -> None:
         gathered = gathered_by(unit)

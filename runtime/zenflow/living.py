@@ -6,18 +6,67 @@ import atexit
 import contextlib
 import functools
 import gc
+import logging
 import os
 import sys
 import warnings
 import weakref
 from typing import TYPE_CHECKING
 
+import torch
+
 from zenflow.errors import ZenFlowError
 
 if TYPE_CHECKING:
     from zenflow.optimizer import ZenFlowOptimizer
+    from zenflow.training import Training
+
+_logger = logging.getLogger("zenflow")
 
 _living: weakref.WeakSet[ZenFlowOptimizer] = weakref.WeakSet()
+
+
+class LastSave:
+    """Whether what the script saved of a model after the last step lacks updates that were pending then.
+
+    Args:
+        training: of the model.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._step = self._lacking = 0
+        """After this step the model was saved so often without them, and the optimizer's state, which has them, not."""
+
+    def of_model(self) -> None:
+        """Its `state_dict()` is taken."""
+        training = self._training
+        if not training.model.has_pending:
+            self._step = 0  # a later file, which is whole
+        elif not training.shows_flushed and (training.runtime.ranks is None or torch.distributed.get_rank() == 0):
+            self._count(1)
+
+    def of_state(self) -> None:
+        """The optimizer's is."""
+        if self._training.model.has_pending:
+            self._count(-1)
+
+    def warn(self, advice: str) -> None:
+        """Say so at the training's end.
+
+        Args:
+            advice: what to call.
+        """
+        if self._lacking > 0 and self._step == self._training.clock.step:
+            _logger.warning(
+                "what model.state_dict() gave after step %d, the last one, lacks updates that were still pending: %s",
+                self._step,
+                advice,
+            )
+
+    def _count(self, change: int) -> None:
+        step = self._training.clock.step
+        self._step, self._lacking = step, change + (self._lacking if step == self._step else 0)
 
 
 def add(optimizer: ZenFlowOptimizer) -> None:

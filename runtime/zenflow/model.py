@@ -44,6 +44,11 @@ class ModelState:
         self._runtime = runtime
         self._module = module
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether there are gradients of which the weights show nothing yet, or not everywhere; waits for nothing."""
+        return bool(self.windows.in_flight) or any(weight.pending_entries() for weight in self.weights)
+
     def split(self, groups: Groups, config: ZenFlowConfig) -> Split:
         """How the parameters would be split; changes nothing.
 

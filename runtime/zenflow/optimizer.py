@@ -58,6 +58,7 @@ class ZenFlowOptimizer(Optimizer):
     """
 
     _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to us: `grad_scale` and `found_inf`
+    _save_advice = "call the optimizer's flush() before the last save, or save within its flushed_weights()"
     _saves_room = True  # zeros before the first step, into which torch.distributed.checkpoint can load
 
     def __init__(
@@ -592,7 +593,7 @@ class ZenFlowOptimizer(Optimizer):
         training: Training | None = getattr(self, "_own", None)
         if training is not None and training.open and self._process.is_this:
             with HeldSignals(), torch.inference_mode(False), torch.no_grad():
-                training.let_go()
+                training.let_go(self._save_advice)
 
     def abandon(self) -> None:
         """End the host engine, applying nothing that is pending; in a forked child, take the hooks off its model."""

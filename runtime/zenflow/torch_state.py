@@ -46,9 +46,7 @@ def save(training: Training, groups: Groups) -> dict[str, Any]:
         for number, (parameter, group) in numbered
         if parameter.requires_grad or id(parameter) in begun
     }
-    windows = training.model.windows
-    pending = bool(windows.in_flight) or any(weight.pending_entries() for weight in training.model.weights)
-    told = [(pending, [float(state[STEP]) for state in states.values()])]
+    told = [(training.model.has_pending, [float(state[STEP]) for state in states.values()])]
     if training.shards is not None and training.runtime.ranks is not None:
         told = training.runtime.ranks.everybodys(told[0])  # one without rows of a parameter knows no step of it
     if any(one for one, _ in told):

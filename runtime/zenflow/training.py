@@ -22,6 +22,7 @@ from zenflow.importance import AutoInterval, select
 from zenflow.knobs import KnobChange, prepare, reserve
 from zenflow.late_weights import LateWeights, PendingUpdate
 from zenflow.ledger import Balance
+from zenflow.living import LastSave
 from zenflow.model import Groups, ModelState, Split
 from zenflow.rank_sums import RankSums
 from zenflow.ranks import Ranks
@@ -102,6 +103,7 @@ class Training:
         """Whether the weights are those of a flush for the time."""
         self.restored_flushed = False
         """Whether it was restored with a model's file of flushed weights, and has taken no step since."""
+        self.last_save = LastSave(self)
         self._torn = False  # a step was interrupted half-way
         self.open = True
         """Whether steps can be taken."""
@@ -370,13 +372,14 @@ class Training:
         if self._sums is not None and self._sums.error is not None:
             raise self._sums.error
 
-    def let_go(self) -> None:
+    def let_go(self, advice: str) -> None:
         """Apply what is pending and end the host engine, or have it done before a weight is used.
 
-        A collector may call this in any thread, also in one that the host engine needs to get on. A host that does not
-        get on is given up after `PATIENCE_S`. What ranks that have whole parameters would have to gather is given up:
-        each of them comes here when it likes, or never.
+        A collector may call this in any thread, also in one that the host engine needs. A host that does not get on is
+        given up after `PATIENCE_S`, as is what ranks that have whole parameters would have to gather: each of them
+        comes here when it likes, or never. `advice`: see `LastSave`.
         """
+        self.last_save.warn(advice)
         alone = self.shards is None or not self.shards.keeps_whole
         pending = (
             alone and self.begun and not self._torn and not self.engine.failed and not self._device.clock.simulated
@@ -570,7 +573,7 @@ class Training:
         """Let the use of weights take over waits, where the model is known."""
         if self._waits is None:
             keeping = nullcontext if self._sums is None else self._sums.keeping
-            self._waits = LateWeights(self._module, self._show_late, keeping)
+            self._waits = LateWeights(self._module, self._show_late, keeping, self.last_save.of_model)
         self.model.windows.waits = self._waits if self.config.pipeline == "bucket" else None
 
     def _show_late(self, flight: PendingUpdate) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
+import io
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from tests import forked
 from tests.tiers import by_day, combinations
 from tests.zenflow.script_cases import Setting, ours, setting, with_module
 from tests.zenflow.small import Stack, seeded, tokens_of
@@ -199,3 +204,141 @@ def test_weights_that_one_function_takes_together_are_all_given_back() -> None:
     assert same(weights_of(again), weights_of(model))
     for one in (optimizer, resumed):
         one.close()
+
+
+Save = Callable[[nn.Module, ZenFlowAdamW], dict[str, Any]]
+LATE = ZenFlowConfig(topk_ratio=0.25, update_interval=4, select_interval=4, bucket_bytes=256)
+
+
+def plainly(model: nn.Module, _: ZenFlowAdamW) -> dict[str, Any]:
+    return copy.deepcopy(model.state_dict())
+
+
+def within_a_wrapper(model: nn.Module, _: ZenFlowAdamW) -> dict[str, Any]:
+    whole = copy.deepcopy(nn.Sequential(model).state_dict())
+    return {name.removeprefix("0."): value for name, value in whole.items()}
+
+
+def by_torchs_function(model: nn.Module, _: ZenFlowAdamW) -> dict[str, Any]:
+    return copy.deepcopy(get_model_state_dict(model))
+
+
+def pickled(model: nn.Module, _: ZenFlowAdamW) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(model, file)
+    loaded: dict[str, Any] = torch.load(io.BytesIO(file.getvalue()), weights_only=False).state_dict()
+    return loaded
+
+
+def read_directly(model: nn.Module, _: ZenFlowAdamW) -> dict[str, Any]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def before_a_flush(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[str, Any]:
+    saved = plainly(model, optimizer)
+    optimizer.flush()
+    optimizer.state_dict()
+    return saved
+
+
+def after_a_checkpoint(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[str, Any]:
+    """As a Trainer that saves at its last step, and `save_model()` after it."""
+    plainly(model, optimizer)
+    optimizer.state_dict()
+    return plainly(model, optimizer)
+
+
+def after_a_flush(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[str, Any]:
+    plainly(model, optimizer)
+    optimizer.flush()
+    return plainly(model, optimizer)
+
+
+def flushed_for_the_time(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[str, Any]:
+    with optimizer.flushed_weights():
+        return plainly(model, optimizer)
+
+
+def after_its_end(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[str, Any]:
+    optimizer.close()
+    return plainly(model, optimizer)
+
+
+def beside_the_state(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[str, Any]:
+    return {"model": plainly(model, optimizer), "optimizer": optimizer.state_dict()}
+
+
+def beside_the_state_before(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[str, Any]:
+    return {"optimizer": optimizer.state_dict(), "model": plainly(model, optimizer)}
+
+
+def saved_at_the_end(save: Save, caplog: pytest.LogCaptureFixture) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """What was saved after the last step, the weights in the end, and what was said."""
+    caplog.clear()
+    model = seeded(Stack, torch.float32, depth=1)
+    optimizer = ZenFlowAdamW(model.parameters(), lr=0.02, config=LATE, module=model)
+    train(model, optimizer, 3)
+    plainly(model, optimizer)  # in mid-run: it says nothing of the end
+    train(model, optimizer, 6)
+    saved = save(model, optimizer)
+    del optimizer
+    gc.collect()
+    return saved, model.state_dict(), [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("save", [plainly, within_a_wrapper, by_torchs_function, before_a_flush, after_a_checkpoint])
+def test_a_last_save_that_lacks_updates_is_told_at_the_end(save: Save, caplog: pytest.LogCaptureFixture) -> None:
+    saved, last, said = saved_at_the_end(save, caplog)
+    assert saved.keys() == last.keys()
+    assert any(not torch.equal(saved[name], last[name]) for name in last)
+    assert len(said) == 1
+    assert said[0] == (
+        "what model.state_dict() gave after step 6, the last one, lacks updates that were still pending: "
+        "call the optimizer's flush() before the last save, or save within its flushed_weights()"
+    )
+
+
+@pytest.mark.parametrize("save", [pickled, read_directly])
+def test_other_ways_to_read_weights_lack_updates_and_are_not_noticed(
+    save: Save, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved, last, said = saved_at_the_end(save, caplog)
+    assert any(not torch.equal(saved[name], last[name]) for name in last)
+    assert not said
+
+
+@pytest.mark.parametrize("save", [after_a_flush, flushed_for_the_time, after_its_end])
+def test_a_last_save_that_lacks_nothing_is_not_spoken_of(save: Save, caplog: pytest.LogCaptureFixture) -> None:
+    saved, last, said = saved_at_the_end(save, caplog)
+    assert all(torch.equal(saved[name], last[name]) for name in last)
+    assert not said
+
+
+@pytest.mark.parametrize("save", [beside_the_state, beside_the_state_before])
+def test_a_checkpoint_has_what_is_pending_in_the_optimizers_part(save: Save, caplog: pytest.LogCaptureFixture) -> None:
+    saved, last, said = saved_at_the_end(save, caplog)
+    assert not said
+    model = seeded(Stack, torch.float32, depth=1)
+    optimizer = ZenFlowAdamW(model.parameters(), lr=0.02, config=LATE, module=model)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    optimizer.close()
+    assert all(torch.equal(value, last[name]) for name, value in model.state_dict().items())
+
+
+def test_a_process_that_ends_says_it_once() -> None:
+    done = forked.run(
+        """
+import torch, zenflow
+model = torch.nn.Linear(16, 16)
+config = zenflow.ZenFlowConfig(update_interval=4, topk_ratio=0.25)
+optimizer = zenflow.ZenFlowAdamW(model.parameters(), config=config, module=model)
+for _ in range(2):
+    model(torch.ones(1, 16)).sum().backward()
+    optimizer.step()
+model.state_dict()
+"""
+    )
+    assert done.returncode == 0
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("what model.state_dict() gave after step 2, the last one, lacks updates")

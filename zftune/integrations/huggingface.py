@@ -57,6 +57,7 @@ class AccelerateAdamW(ZenFlowAdamW):
     for any number of ranks. What is pending has to be applied before: by `flush()`, in the Trainer by `ZFTuneCallback`.
     """
 
+    _save_advice = f"{ZenFlowAdamW._save_advice}; with the Trainer, callbacks=[ZFTuneCallback()] does that"
     _saves_room = False
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Mapping
@@ -48,6 +49,23 @@ def test_what_is_saved_at_the_end_holds_every_update(tmp_path: Path, saves: bool
     if saves:
         assert same(file_of(tmp_path / "with" / "checkpoint-10"), complete)
         assert not same(file_of(tmp_path / "with" / "checkpoint-5"), complete)
+
+
+@pytest.mark.parametrize("helper", [False, True], ids=["no callback", "callback"])
+def test_a_last_model_that_lacks_updates_is_told(
+    tmp_path: Path, helper: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the last step's checkpoint, which has them, was saved before."""
+    callbacks = [ZFTuneCallback(tune=False)] if helper else []
+    done = trained(tmp_path, late, callbacks=callbacks, save_strategy="steps", save_steps=5)
+    done.save_model()
+    model = done.model
+    del done, callbacks
+    gc.collect()
+    assert same(file_of(tmp_path), weights(model)) == helper
+    said = [record.getMessage() for record in caplog.records if record.name == "zenflow"]
+    assert [one.partition(",")[0] for one in said] == ([] if helper else ["what model.state_dict() gave after step 10"])
+    assert helper or said[0].endswith("with the Trainer, callbacks=[ZFTuneCallback()] does that")
 
 
 def test_checkpoints_on_the_way_are_not_flushed(tmp_path: Path) -> None:
