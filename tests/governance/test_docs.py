@@ -293,6 +293,7 @@ def test_every_setting_and_every_public_variable_has_a_sentence() -> None:
         variables.VERSION,
         variables.WARMUP,
         variables.STEPS,
+        variables.STOP,
         variables.TRIAL,
         variables.RUN,
         variables.RUN_TOP,

@@ -140,6 +140,7 @@ def test_nothing_outlives_a_profile_that_was_killed(tmp_path: Path, victim: str)
 
 def test_stop_ends_every_rank_after_its_steps(tmp_path: Path) -> None:
     code = (
+        "print(os.environ['ZFTUNE_AGENT_STOP'], flush=True)\n"
         "for rank in range(2):\n"
         "    if os.fork() == 0:\n"
         "        steps.train(rank=rank, world=2)\n"

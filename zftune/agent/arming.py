@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -35,8 +38,40 @@ def arm(when_imported: WhenImported, stop: Callable[[], None]) -> None:
         from zftune.agent.trial import Trial, install
 
         install(Trial(settings.folder, session), when_imported)
+    if settings.stop:
+        end_in_order()
     atexit.register(session.close)
     os.register_at_fork(after_in_child=session.forked)
+
+
+def end_in_order() -> None:
+    """Let SIGTERM end a script that does nothing about it as `sys.exit()` does: what is buffered is written.
+
+    Not one of several ranks, which would wait for those that have ended.
+    """
+    alone = os.environ.get("WORLD_SIZE", "1") == "1" and threading.current_thread() is threading.main_thread()
+    if not alone or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    process, ending, others = os.getpid(), SystemExit(128 + signal.SIGTERM), sys.unraisablehook
+
+    def end(signum: int, _: object) -> None:
+        if os.getpid() != process:  # a forked child
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+            return
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # torch's would raise: data loaders' workers are ended, too
+        sys.unraisablehook = again
+        raise ending
+
+    def again(swallowed: Any) -> None:
+        """Where it cannot be raised, as in a `__del__` or beside a fork, it is a moment later."""
+        if swallowed.exc_value is not ending:
+            others(swallowed)
+        elif signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, end):
+            signal.signal(signal.SIGALRM, end)
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def make_session(settings: Settings) -> Session:

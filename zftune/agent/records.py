@@ -38,6 +38,8 @@ class Settings:
     """Steps to measure."""
     trial: bool = False
     """Whether it is a trial of a search."""
+    stop: bool = False
+    """Whether it is ended by SIGTERM when all steps are measured."""
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Settings:
@@ -52,6 +54,7 @@ class Settings:
             int(environ[variables.WARMUP]),
             int(environ[variables.STEPS]),
             environ.get(variables.TRIAL) == "1",
+            environ.get(variables.STOP) == "1",
         )
 
 

@@ -142,7 +142,14 @@ def profile(
     html_path: _Html = None,
     trace_path: _Trace = None,
     warmup: Annotated[int | None, _command("Steps to discard first. Default: 5.")] = None,
-    stop: Annotated[bool, _command("End it when all steps are measured.", "--stop")] = False,
+    stop: Annotated[
+        bool,
+        _command(
+            "End it when all steps are measured: as sys.exit() does (finally, atexit), with ten seconds for that; one "
+            "of several ranks by SIGTERM.",
+            "--stop",
+        ),
+    ] = False,
     with_baselines: _Baselines = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Name every figure that is missing.")] = False,
     config: Annotated[str | None, _workload("A ds_config.json whose settings to use.")] = None,

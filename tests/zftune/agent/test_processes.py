@@ -246,3 +246,43 @@ def test_a_step_that_raised_is_left(tmp_path: Path) -> None:
     lanes = [tuple(lane for lane, _, _ in step["spans"] if lane != "other") for step in child.steps]
     whole = ("data", "forward", "backward", "optimizer")
     assert lanes == [whole, whole, whole * 2, whole, whole, whole]
+
+
+ENDED = """
+    import atexit, os, signal
+
+    class Stubborn:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            sum(range(10))  # where the signal's handler is called
+
+    model = Small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    atexit.register(lambda: print("atexit"))
+    pid = os.fork()
+    if not pid:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(1)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    try:
+        {kill}
+        for _ in range(1000):
+            time.sleep(0.01)
+    finally:
+        print("finally", end=" ")
+"""
+KILL = "os.kill(os.getpid(), signal.SIGTERM)"
+
+
+@pytest.mark.parametrize("kill", [KILL, "del (stubborn := [Stubborn()])[0]"], ids=["anywhere", "where it is swallowed"])
+def test_what_is_stopped_ends_as_by_an_exit(tmp_path: Path, kill: str) -> None:
+    done = train(tmp_path, ENDED.format(kill=kill), check=False, ZFTUNE_AGENT_STOP="1")
+    assert (done.returncode, done.stderr) == (143, "")
+    assert done.stdout.split() == ["-15", "finally", "atexit"]
+
+
+@pytest.mark.parametrize(("stop", "ranks"), [("0", "1"), ("1", "2")], ids=["not stopped", "two ranks"])
+def test_others_end_by_the_signal(tmp_path: Path, stop: str, ranks: str) -> None:
+    done = train(tmp_path, ENDED.format(kill=KILL), check=False, ZFTUNE_AGENT_STOP=stop, WORLD_SIZE=ranks)
+    assert done.returncode == -signal.SIGTERM
+    assert "finally" not in done.stdout

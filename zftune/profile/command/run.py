@@ -171,7 +171,7 @@ def _check(options: CommandOptions) -> None:
 def _environment(options: CommandOptions, folder: Path) -> dict[str, str]:
     from zftune.agent import environment
 
-    return environment(folder, warmup=options.warmup, steps=options.steps, base=os.environ)
+    return environment(folder, warmup=options.warmup, steps=options.steps, base=os.environ, stop=options.stop)
 
 
 @contextlib.contextmanager
