@@ -276,7 +276,8 @@ def _needs(tuner: Tuner, options: SearchOptions) -> str:
 def log_loss(loss: torch.Tensor | float) -> None:
     """Give a step's loss to the tuners that are attached and to `zftune profile`; without them this does nothing.
 
-    It never waits.
+    It never waits. A profile counts it to the step whose `step()` comes next, so call it before that one: a loss given
+    after `step()` stands one step late there. For the tuner either will do.
 
     Args:
         loss: a scalar on any device, or a number.

@@ -155,11 +155,11 @@ class Facts:
             "checkpointing": module is not None and recomputes(module),
         }
 
-    def model(self, of: Any = None) -> dict[str, Any]:
+    def model(self, rates: Sequence[float] = ()) -> dict[str, Any]:
         """Fields of the model's line.
 
         Args:
-            of: who makes the steps, whose learning rates are those of now; None: they are not looked at.
+            rates: the learning rates of the first measured step.
         """
         micro_batch, sequence = self._shape or (None, None)
         tokens = None
@@ -178,7 +178,7 @@ class Facts:
             "sequence": sequence,
             "tokens_per_step": tokens,
             "loader_workers": self._workers,
-            "learning_rates": _learning_rates(of),
+            "learning_rates": list(rates),
         }
 
     def _sizes(self, module: nn.Module | None, stepped: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def _parameters(of: Any) -> list[torch.Tensor]:
     return [parameter for group in groups for parameter in group["params"] if isinstance(parameter, torch.Tensor)]
 
 
-def _learning_rates(of: Any) -> list[float]:
+def learning_rates(of: Any) -> list[float]:
     """Those of the groups, each once; a tensor on a device is left out, since reading it waits for the device."""
     groups: Any = getattr(of, "param_groups", None) or getattr(getattr(of, "optimizer", None), "param_groups", ())
     rates = [group.get("lr") for group in groups]

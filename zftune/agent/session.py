@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from zftune.agent.facts import Facts
+from zftune.agent.facts import Facts, learning_rates
 from zftune.agent.recorder import Cause, Phase, Recorder, Runtime, StepRow, StreamBackend
 from zftune.agent.records import RecordFile, Settings
 from zftune.losses import Source, StepLosses
@@ -163,6 +163,7 @@ class Session:
         self._backwards = 0
         self._backward_seen = False
         self._described = False
+        self._rates: list[float] = []
         self._emitted = 0
         self._closing = False
 
@@ -294,8 +295,11 @@ class Session:
         self._steps.append(_Step(of, owner, has_closure, is_wait))
         if is_wait and self._recorder is not None:
             self._recorder.enter_wait("host")
-        if len(self._steps) == 1 and not has_closure:
-            self._enter_phase()
+        if len(self._steps) == 1:
+            if self._recorder is not None and self._recorder.index == self._recorder.first_index:
+                self._rates = learning_rates(owner)  # before a scheduler changes them
+            if not has_closure:
+                self._enter_phase()
         return True
 
     @_guarded
@@ -412,7 +416,7 @@ class Session:
 
     def _describe(self) -> None:
         self._described = True
-        self._records.write("model", **self._facts.model(None if self._primary is None else self._primary()))
+        self._records.write("model", **self._facts.model(self._rates))
         for field, reason in {**self.absent, **self._facts.missing}.items():
             self._records.missing(field, reason)
 

@@ -57,7 +57,7 @@ def _lines(document: Document) -> Iterator[Figure]:
         yield Figure("system", "; ".join(document["command"]["systems"]), ())
     settings = [] if document["knobs"] is None else [_knobs(document["knobs"])]
     if rates := (document["command"] or {}).get("learning_rates"):
-        settings.append(f"learning rate {', '.join(f'{rate:g}' for rate in rates)} as the measured steps began")
+        settings.append(f"learning rate {', '.join(f'{rate:g}' for rate in rates)} in the first measured step")
     if settings:
         yield Figure("settings", " · ".join(settings), ())
     yield Figure("speed", _speed(document), ("throughput",))

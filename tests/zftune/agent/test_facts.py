@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from zftune.agent.facts import Facts, device_of, find_module, unwrapped
+from zftune.agent.facts import Facts, device_of, find_module, learning_rates, unwrapped
 from zftune.agent.recorder import WallClock
 from zftune.telemetry import model_id
 
@@ -186,9 +186,10 @@ def test_the_learning_rates_are_those_of_the_groups() -> None:
         {"params": [third], "lr": 0.25},
     ]
     optimizer, facts = torch.optim.SGD(groups, lr=0.25), Facts()
-    assert facts.model(optimizer)["learning_rates"] == [0.25, 0.5]
+    assert learning_rates(optimizer) == [0.25, 0.5]
     optimizer.param_groups[1]["lr"], optimizer.param_groups[2]["lr"] = None, torch.ones(1, device="meta")
-    assert facts.model(optimizer)["learning_rates"] == [0.5]
+    assert learning_rates(optimizer) == [0.5]
+    assert facts.model([0.5])["learning_rates"] == [0.5]
     assert facts.model()["learning_rates"] == []
 
 

@@ -113,6 +113,18 @@ def test_with_one_stream_every_wait_is_its_own(make: Any) -> None:
     assert make().on_compute_stream()
 
 
+def test_the_learning_rate_is_that_of_the_first_measured_step(tmp_path: Path) -> None:
+    """Though it is told when that step's marks have been passed, and a scheduler has been called meanwhile."""
+    session = session_in(tmp_path, steps=5)
+    optimizer = optimizer_of(nn.Linear(1, 1))
+    for number in range(10):
+        optimizer.param_groups[0]["lr"] = float(number)
+        step(session, optimizer)
+    (model,) = [line for line in lines_of(tmp_path) if line["kind"] == "model"]
+    measured = [line["index"] for line in lines_of(tmp_path) if line["kind"] == "step" and line["measured"]]
+    assert model["learning_rates"] == [float(measured[0])]
+
+
 def last_recording(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What a reader takes: the lines since the last restart."""
     begins = [at for at, line in enumerate(lines) if line["kind"] == "restart"]

@@ -111,7 +111,7 @@ def test_the_learning_rate_stands_with_the_settings(sampling: Sampling, has_knob
     document = build(rank(model={**knobs, "learning_rates": [1e-5, 0.002]}, steps=steps), sampling=sampling)
     assert document["command"]["learning_rates"] == [1e-5, 0.002]
     (settings,) = [one.value for one in _lines(document) if one.name == "settings"]
-    assert settings.endswith("learning rate 1e-05, 0.002 as the measured steps began")
+    assert settings.endswith("learning rate 1e-05, 0.002 in the first measured step")
     assert settings.startswith("topk_ratio") == has_knobs
 
 
