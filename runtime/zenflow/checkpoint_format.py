@@ -128,7 +128,8 @@ class Header:
         """
         if not isinstance(text, str):
             raise CheckpointError(
-                f'param_groups[0]["{HEADER}"] is missing: the state_dict was not saved by a ZenFlow optimizer'
+                f'param_groups[0]["{HEADER}"] is missing: the state_dict was not saved by a ZenFlow optimizer. '
+                "`zftune checkpoint import` makes one of torch's AdamW; or load it within the optimizer's torch_state()"
             )
         try:
             found = json.loads(text)

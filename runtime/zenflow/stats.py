@@ -22,7 +22,7 @@ FloatArray = NDArray[np.float64]
 class CoverageCurve:
     """What an ideal selection of a step would have covered, for every `topk_ratio`."""
 
-    cumulative: tuple[FloatArray, ...]
+    cumulative: tuple[FloatArray, ...] = field(repr=False)
     """Of each weight, [offloaded columns] fp64: energy of its 1, 2, ... most important columns together."""
 
     @classmethod

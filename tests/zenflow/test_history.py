@@ -41,3 +41,14 @@ def test_after_a_checkpoint_that_went_back_only_the_steps_since_then_follow() ->
     train(optimizer, weight, 3)
     assert [one.step for one in optimizer.history(wait=True, after=5)] == [6, 7]
     optimizer.abandon()
+
+
+def test_statistics_are_printed_without_their_tables() -> None:
+    weight = nn.Parameter(torch.randn(8, 400))
+    optimizer = ZenFlowAdamW([weight], config=ZenFlowConfig(topk_ratio=0.2, update_interval=2))
+    train(optimizer, weight, 1)
+    (stats,) = optimizer.history(wait=True)
+    assert stats.coverage_curve is not None
+    assert "step=1," in repr(stats)
+    assert "array" not in repr(stats)
+    optimizer.abandon()

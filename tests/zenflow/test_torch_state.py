@@ -156,3 +156,10 @@ def test_a_rule_of_another_state_is_refused() -> None:
             with pytest.raises(UnsupportedError, match="rule sgd; it can with adamw, adam, adagrad"):
                 do()
     optimizer.close()
+
+
+def test_torchs_state_is_refused_elsewhere_with_what_takes_it() -> None:
+    optimizer = ZenFlowAdamW(weights(), lr=1e-2)
+    with pytest.raises(CheckpointError, match=r"`zftune checkpoint import` .* torch_state\(\)"):
+        optimizer.load_state_dict(_of(torch.optim.AdamW))
+    optimizer.close()
