@@ -376,8 +376,7 @@ class Training:
         """Apply what is pending and end the host engine, or have it done before a weight is used.
 
         A collector may call this in any thread, also in one that the host engine needs. A host that does not get on is
-        given up after `PATIENCE_S`, as is what ranks that have whole parameters would have to gather: each of them
-        comes here when it likes, or never. `advice`: see `LastSave`.
+        given up after `PATIENCE_S`, and at once what ranks with whole parameters would gather: each comes here alone.
         """
         self.last_save.warn(advice)
         alone = self.shards is None or not self.shards.keeps_whole
