@@ -301,10 +301,19 @@ class Executor:
         Args:
             reason: a sentence; "": the training has ended.
         """
+        self.part(reason)
+        if not self.over:
+            self._end()
+
+    def part(self, reason: str) -> None:
+        """End the search early, and leave the knobs as they are: the process is about to end.
+
+        Args:
+            reason: a sentence.
+        """
         self.close()
         if not self.over:
             self._worker.stop(reason)
-            self._end()
 
     def close(self) -> None:
         """End the thinking, within seconds; the search may be read and written down from here on."""

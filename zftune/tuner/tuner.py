@@ -6,7 +6,9 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +41,9 @@ CONCLUDES = "concludes"
 """Attribute of the log records that say at the end what was found."""
 _JOIN_S = 90.0  # a daemon that is told goodbye may take most of it
 _DEPART_S = 1.0
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_PART_S = 10.0
+"""That the goodbye may take where such a signal ends the process; whoever sends SIGKILL next waits about as long."""
 _MOST_EARLY_LOSSES = 512
 _open: weakref.WeakSet[Tuner] = weakref.WeakSet()
 
@@ -99,6 +104,8 @@ class Tuner:
         if not _open:
             atexit.register(_close_all)
         _open.add(self)
+        if consensus is None:  # a launcher sends it to a rank since another one has crashed
+            _hear_signals()
 
     def __enter__(self) -> Tuner:
         return self
@@ -215,6 +222,18 @@ class Tuner:
         finally:
             self._let_go()
             self._note_best()
+
+    def part(self) -> None:
+        """Say goodbye in the middle of a step, in another thread than the training's: its knobs stay as they are."""
+        if self._closed or self._is_elsewhere:
+            return
+        self._closed = True
+        if self._finishing is not None:
+            self._finishing.join(_PART_S)
+            return
+        if self._live is not None:
+            self._live.part(messages.ENDED_EARLY)
+        self._end_search()
 
     def depart(self) -> None:
         """Close it at the end of the process, where no step comes any more."""
@@ -485,6 +504,48 @@ def closed_tuner(optimizer: ZenFlowOptimizer) -> Tuner:
     tuner = Tuner(optimizer, NullDriver(), tokens=1, disturbance=NoDisturbance())
     tuner.close()
     return tuner
+
+
+def _hear_signals() -> None:
+    """Have what ends this process from outside end it as before, once it was said that no setting is at fault.
+
+    A handler of the program's own stays, and what is ignored stays so; elsewhere than in the main thread none can be set.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in _SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end_by)
+
+
+def _deafen() -> None:
+    """In a fork's child: a worker of a DataLoader ends as it does without us."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) is _end_by:
+            signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_deafen)
+
+
+def _end_by(number: int, _: object) -> None:
+    """Say goodbye, and end by the signal; a second one does not wait.
+
+    In a thread of its own: what this one was interrupted in may hold the locks that it takes.
+    """
+    signal.signal(number, signal.SIG_DFL)
+    goodbye = threading.Thread(target=_part_all, name="zftune-goodbye", daemon=True)
+    goodbye.start()
+    goodbye.join(_PART_S)
+    os.kill(os.getpid(), number)
+
+
+def _part_all() -> None:
+    for tuner in open_tuners():
+        try:
+            tuner.part()
+        except Exception:
+            _logger.exception("The end of a tuning could not be written down.")
 
 
 def _close_all() -> None:

@@ -21,6 +21,7 @@ from torch import nn
 
 import zftune
 from tests import zygote
+from tests.tiers import by_day
 from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.errors import HostEngineError
 from zftune.attaching import default_quality
@@ -494,6 +495,43 @@ def test_ctrl_c_in_the_example_ends_it_soon(tmp_path: Path) -> None:
     assert err.count("Traceback") == 1  # its own
     with open_store(str(tmp_path / "zftune.db")) as store:
         assert all(run.state is not RunState.RUNNING for run in store.runs())
+
+
+TRIES = """
+import signal, sys, time, torch, zftune
+from multiprocessing import get_context
+from tests.zftune.tuner.test_attach import Loop
+
+before = signal.getsignal(signal.SIGHUP) if sys.argv[1:] else signal.signal(signal.SIGHUP, signal.SIG_IGN)
+loop = Loop()
+tuner = zftune.attach(loop.optimizer)
+loop.run(tuner, until=lambda: tuner.live is not None and tuner.live.request is not None and tuner.live.request.trial)
+worker = get_context("fork").Process(target=time.sleep, args=(60,))
+worker.start()
+worker.terminate()
+worker.join()
+print("tries", worker.exitcode, signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)
+while True:  # the setting stays in flight: no step ends its measurement
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(("number", "given"), by_day([(15, False)], all_of=[(15, False), (1, True)]))
+def test_a_signal_that_ends_the_training_while_a_setting_is_tried_blames_none(
+    tmp_path: Path, number: int, *, given: bool
+) -> None:
+    path = tmp_path / "zftune.db"
+    words = ["-c", TRIES, *(["hears"] if given else [])]
+    with zygote.Forked(words, env={**os.environ, "ZFTUNE_DB": str(path), "ZFTUNE_ONLINE": ""}) as child:
+        # A worker of the program's own ends as it did, and what it ignores it ignores.
+        assert child.line() == f"tries {-signal.SIGTERM} {not given}"
+        child.send_signal(number)
+        assert child.wait(60) == -number, child.stderr
+    with open_store(str(path)) as store:
+        assert store.reap() == []
+        (run,) = store.runs()
+        assert TrialState.VOID in {trial.state for trial in store.trials(run.run_id)}
+        assert store.barred(run.key) == []
 
 
 def test_a_loop_with_a_store_of_its_own_searches_here_under_run_online(
