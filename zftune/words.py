@@ -67,8 +67,15 @@ NO_LONGER_TUNED = "not tuned"
 """In place of "ended" where the training went on."""
 TRAINED_ON = "no longer tuned, the training went on"
 """In place of "finished" where the tuning ended before the training did."""
-RUN_STATES: Mapping[str, str] = {"running": "still running", "finished": "finished", "lost": "ended early"}
-"""States of a run in the store."""
+RUN_STATES: Mapping[str, str] = {"running": "still running", "finished": "finished", "ended": "ended early"}
+"""States of a run: its search came to its end, or the training ended before it did."""
+ERAS: Mapping[str, str] = {
+    "times": "step times changed",
+    "movement": "updates came earlier for the quality",
+    "memory": "another share of the state was offloaded for GPU memory",
+    "tokens": "steps had another number of tokens",
+}
+"""Why a search began again, after "since" or "before"."""
 ROLES: Mapping[str, str] = {
     "start": "the starting point",
     "explore": "first measurement",
@@ -92,7 +99,14 @@ _USUAL = {"select_interval": "auto", "deferred_update": "replay", "host_threads"
 
 def page_words() -> dict[str, Any]:
     """The tables that the daemon's page needs."""
-    return {"CAUSES": dict(CAUSES), "TRENDS": dict(TRENDS), "LETTERS": dict(LETTERS), "USUAL": _USUAL, "NONE": NONE}
+    return {
+        "CAUSES": dict(CAUSES),
+        "ERAS": dict(ERAS),
+        "TRENDS": dict(TRENDS),
+        "LETTERS": dict(LETTERS),
+        "USUAL": _USUAL,
+        "NONE": NONE,
+    }
 
 
 def value(one: object) -> str:
@@ -107,13 +121,13 @@ def short_setting(knobs: Mapping[str, Any], *, few: bool = False) -> str:
 
     Args:
         knobs: by name.
-        few: only those that have a letter, without blanks.
+        few: only those that have a letter, without blanks, and "sync" where overlap_step is off.
     """
     space = "" if few else " "
     shown = {name: f"{one:.4g}" if isinstance(one, float) else value(one) for name, one in knobs.items()}
     short = [f"{letter}{space}{shown[name]}" for name, letter in LETTERS.items() if name in knobs]
     if few:
-        return " ".join(short)
+        return " ".join([*short, *(["sync"] if knobs.get("overlap_step") is False else [])])
     others = (name for name in knobs if name not in LETTERS and (name not in _USUAL or knobs[name] != _USUAL[name]))
     return " ".join([*short, *(f"{name} {shown[name]}" for name in others)])
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tests.zftune.store.examples import PRESET
 from zftune.cli.uninstall import uninstall
+from zftune.daemon.client.http import DaemonClient
 from zftune.store import files, open_store
 
 
@@ -44,6 +45,17 @@ def test_it_tells_and_changes_nothing(kept: list[Path], tmp_path: Path) -> None:
     assert "zftune.db.mine" not in done.output
     assert "zftune uninstall --yes removes all of it" in done.output
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_daemon_that_serves_has_to_end_first_and_that_is_said_at_once(
+    kept: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DaemonClient, "get", lambda *_: {})
+    first = "removes all of it once the daemon that serves here has ended (zftune daemon stop)."
+    assert first in invoke().output
+    done = invoke("--yes")
+    assert "end it first: zftune daemon stop" in str(done.exception)
+    assert all(path.exists() for path in kept)
 
 
 def test_it_removes_what_it_told(kept: list[Path], tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ class Replay:
                 f"--schedule '{self._path}': a second zenflow optimizer takes steps; a schedule is of one"
             )
         self._optimizer = weakref.ref(optimizer)
-        _logger.info("zftune replays the settings of '%s' (%d changes).", self._path, self._count)
+        changes = "1 change" if self._count == 1 else f"{self._count} changes"
+        _logger.info("zftune replays the settings of '%s' (%s).", self._path, changes)
         while self._left and self._left[0].after_step < optimizer.steps:
             self._left.popleft()
         self.after(optimizer)

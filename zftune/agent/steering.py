@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _LOOK_S = 5.0
 _LONGEST_LOOK_S = 300.0
+_SUSPENDED_S = 20.0
+"""By so much longer than asked for a pause takes where the process was stopped, as by Ctrl-Z: a daemon may be gone."""
 _logger = logging.getLogger("zftune")
 
 
@@ -174,15 +176,17 @@ def _keep_daemon(tuner: weakref.ref[Tuner]) -> None:
     """See that there is a daemon while a tuner needs one, ever more rarely where none stays.
 
     Until the training is registered, one is started whenever none answers: a private one ends where no run comes for a
-    while, and models take theirs to load. Later it is started again where it has died, and not where it was ended.
+    while, and models take theirs to load. Later it is started again where it has died, and not where it was ended; but
+    one that has ended while this process was stopped, so that it was not heard of, ended for want of runs.
     """
     from zftune.daemon.client.autostart import ensure_daemon, revive_daemon
 
-    look_s = _LOOK_S
+    look_s, is_new = _LOOK_S, True
     told: set[type[Exception]] = set()
     while _searches(tuner):
         try:
-            rarer = revive_daemon() if _is_registered(tuner) else ensure_daemon()
+            rarer = ensure_daemon() if is_new or not _is_registered(tuner) else revive_daemon()
+            is_new = False
         except (ZftuneError, OSError) as error:
             rarer = not isinstance(error, OtherStoreError)  # that one ends with its runs, and then there is room
             if type(error) not in told:
@@ -191,7 +195,9 @@ def _keep_daemon(tuner: weakref.ref[Tuner]) -> None:
             told.add(type(error))
         if rarer:
             look_s = min(2 * look_s, _LONGEST_LOOK_S)  # it may be what the training asks that kills it
+        began_s = time.monotonic()
         time.sleep(look_s)
+        is_new |= time.monotonic() - began_s > look_s + _SUSPENDED_S
 
 
 def _searches(tuner: weakref.ref[Tuner]) -> bool:

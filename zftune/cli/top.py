@@ -201,7 +201,8 @@ def whole(details: Document, width: int) -> RenderableType:
 
 def _headline(found: Frame, width: int) -> Text:
     live = sum(one["state"] != "ended" for one in found.runs)
-    count = f"{live} run{'' if live == 1 else 's'}"
+    ended = len(found.runs) - live
+    count = f"{live} run{'' if live == 1 else 's'}{f' and {ended} ended' if ended else ''}"
     text = _text("zftune top", "bold").append(f"  {count} on {escaped(found.source)}", "dim")
     clock = time.strftime("%H:%M:%S")
     text.truncate(width - len(clock) - 2, overflow="ellipsis")
@@ -359,14 +360,14 @@ def _tried(details: Document) -> list[Document]:
 
 
 def _trial(one: Document, details: Document) -> Text:
-    """A setting; what was measured before step times changed is dim, and named so."""
+    """A setting; what was measured before the search began again is dim, and named so."""
     earlier = one["era"] < len(details["eras"]) - 1
     old = one["step_ms"] is None and one["earlier_step_ms"] is not None
     best = "◆" if one["number"] == details["incumbent"] else " "
     line = _text(f"{best} {one['number']:>3}  ").append(f"{escaped(one['fate']):<16}", "" if earlier else "bold")
     line.append(f"  {step_ms(one['earlier_step_ms'] if old else one['step_ms']):>7} ms", "dim" if old else "")
     line.append(f"  {knobs(one['knobs'])}  ")
-    before = ", before step times changed" if earlier else ""
+    before = ", before the search began again" if earlier else ""
     line.append(
         f"from {escaped(one['source'])}{before}" + (f": {escaped(one['reason'])}" if one["reason"] else ""), "dim"
     )

@@ -29,9 +29,11 @@ def uninstall(
     if not found:
         typer.echo("zftune keeps nothing on this machine.")
     elif not yes:
-        typer.echo("Nothing was removed; zftune uninstall --yes removes all of it.")
+        first = " once the daemon that serves here has ended (zftune daemon stop)" if _daemon_serves() else ""
+        typer.echo(f"Nothing was removed; zftune uninstall --yes removes all of it{first}.")
     else:
-        _require_no_daemon()
+        if _daemon_serves():  # runs may still be written down
+            raise ZftuneError("a daemon serves here and writes to these files, end it first: zftune daemon stop")
         for path, _ in found:
             _remove(path)
         typer.echo("Removed.")
@@ -85,12 +87,7 @@ def _size(path: Path) -> str:
     return str(size(sum(one.lstat().st_size for one in files)))
 
 
-def _require_no_daemon() -> None:
-    """Refuse while runs may still be written down.
-
-    Raises:
-        ZftuneError: a daemon serves.
-    """
+def _daemon_serves() -> bool:
     from zftune.daemon.client.http import DaemonClient
     from zftune.errors import DaemonError
 
@@ -98,8 +95,8 @@ def _require_no_daemon() -> None:
         try:
             client.get("/v1/health")
         except DaemonError:
-            return
-    raise ZftuneError("a daemon serves here and writes to these files, end it first: zftune daemon stop")
+            return False
+    return True
 
 
 def _remove(path: Path) -> None:

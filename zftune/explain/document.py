@@ -20,6 +20,7 @@ from zftune.store.store import facts_of, goes_on, is_written_to
 from zftune.store.types import Curve, RunRecord, RunState, TrialRecord, TrialState
 from zftune.text import slowest_rank
 from zftune.tuner.scores import ExplorationCost
+from zftune.tuner.states import LEARNING_RATE
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
@@ -75,6 +76,7 @@ def explain_document(store: Store, run: RunRecord, clock: Callable[[], float] = 
             "nodes": run.key.nodes,
             "shards": run.key.shards,
             "ranks": run.key.ranks,
+            "learning_rate": run.settings.get(LEARNING_RATE),
         },
         "quality": run.key.quality,
         "ranks_ms": list(told.ranks_ms) or None,
@@ -149,7 +151,7 @@ def _run(store: Store, run: RunRecord, told: Replay, now: float) -> dict[str, An
     state = RunState.RUNNING if lives else RunState.LOST if run.state is RunState.RUNNING else run.state
     return {
         "run_id": run.run_id,
-        "state": state.value,
+        "state": "ended" if state is RunState.LOST else state.value,
         "trained_on": state is RunState.FINISHED and told.trained_on,
         "tuned": lives and is_written_to(store, run, now),
         "backend": run.key.backend,
@@ -229,7 +231,7 @@ def gain(told: Replay) -> dict[str, float] | None:
 
 
 def eras(told: Replay) -> list[dict[str, Any]]:
-    """The parts of a search between which step times changed."""
+    """The parts of a search, each begun again where step times were not comparable any more."""
     return [{**asdict(one), "settings": len(one.settings)} for one in told.eras]
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from zftune.store.account import Account
 from zftune.store.types import Decision, Measurement, TrialRecord, TrialState
 from zftune.tuner.scores import Gain, Sample, gain_of, relative_error, score, spread
-from zftune.tuner.states import OF_INCUMBENT, TRAINED_ON
+from zftune.tuner.states import OF_INCUMBENT, TOKENS, TRAINED_ON
+from zftune.words import ERAS
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
@@ -32,6 +33,8 @@ class Era:
     """0, 1, .. in its run."""
     reason: str = ""
     """Why the search began again; "" for the first."""
+    cause: str = ""
+    """The same as a word of `zftune.words.ERAS`; "" for the first."""
     at_s: float = 0.0
     """When it did, on the search's clock."""
     at_unix_s: float | None = None
@@ -284,7 +287,10 @@ class Replay:
         self._samples.clear()
         self._samples[self.incumbent] = kept
         self.measurements = 0
-        before, era = self.eras[-1], Era(len(self.eras), decision.reason, self.at_s, decision.at_unix_s)
+        before, era = (
+            self.eras[-1],
+            Era(len(self.eras), decision.reason, _cause(self._decisions), self.at_s, decision.at_unix_s),
+        )
         self.eras.append(era)
         for one, sample in self._since if kept else ():
             if (one.role, one.status) == ("start", "measured") and sample is not None:
@@ -371,6 +377,14 @@ def _written(row: Measurement) -> float:
     """Wall clock at its end, when it was written down."""
     _, discarded, _ = _about(row)
     return row.began_unix_s + (sum(row.steps_ms) + sum(discarded)) / 1e3
+
+
+def _cause(decisions: Sequence[Decision]) -> str:
+    """Why a search began again, by its decision to do so, the last one, and by what was decided just before."""
+    if TOKENS in decisions[-1].details:
+        return TOKENS
+    before = decisions[-2].kind if len(decisions) > 1 else ""
+    return before if before in ERAS else "times"
 
 
 def _counts(one: Measured) -> bool:

@@ -16,7 +16,7 @@ from zftune.text import number, percent
 from zftune.tuner import messages as of_search
 from zftune.tuner.space import Setting
 from zftune.tuner.states import OF_INCUMBENT
-from zftune.words import ROLES, TRIALS, seconds, shares, value, waiting_time
+from zftune.words import ERAS, ROLES, TRIALS, seconds, shares, value, waiting_time
 
 Document = Mapping[str, Any]
 
@@ -93,16 +93,18 @@ def is_measured(document: Document) -> bool:
 
 def nothing_adopted(document: Document) -> str:
     """What may be said where the best setting is the first one."""
-    tried = sum(trial["number"] != 0 and trial["state"] in _TRIED for trial in document["trials"])
+    others = [trial for trial in document["trials"] if trial["number"] != 0]
+    tried = distinct(trial for trial in others if trial["state"] in _TRIED)
     known = is_measured(document)
     kinds = {note["kind"] for note in document["decisions"]}
     said = of_search.nothing_adopted(measured=known, tried=tried, kinds=kinds)
     kept = setting(document["best"]["knobs"])
-    crashed = sum(trial["number"] != 0 and trial["state"] == "crashed" for trial in document["trials"])
+    crashed = distinct(trial for trial in others if trial["state"] == "crashed")
     if crashed and crashed == tried:
         what = "The one other setting that was tried" if tried == 1 else f"All {tried} other settings that were tried"
         return f"{what} crashed, so that nothing is known of how fast others are. It began with: {kept}."
-    uncompared = sum(fate == _UNCOMPARED for fate in fates(document).values())
+    found = fates(document)
+    uncompared = distinct(trial for trial in others if found[trial["number"]] == _UNCOMPARED)
     if uncompared and not ("adopt" in kinds and kinds & {"rollback", "guard"}):
         not_compared = (
             f"{'was' if uncompared == 1 else 'were'} measured, but not compared with those that it began with"
@@ -111,6 +113,11 @@ def nothing_adopted(document: Document) -> str:
         alone = f"The one other setting that was tried {not_compared}"
         said = alone if tried == 1 else f"{said}; {which} of them {not_compared}"
     return f"{said}. {'It began with' if uncompared or not tried else 'Keep what it began with'}: {kept}."
+
+
+def distinct(trials: Iterable[Mapping[str, Any]]) -> int:
+    """How many settings they are: one that is tried again, as after the search began again, is one."""
+    return len({json.dumps(trial["knobs"], sort_keys=True) for trial in trials})
 
 
 def lateness_bound(document: Document) -> str:
@@ -157,7 +164,7 @@ def ending(document: Document) -> list[str]:
         return ["It is still training, and nothing tunes it until a daemon does: this is what is known so far."]
     if state == "running":
         return ["It is still running: this is what is known so far."]
-    if document["interrupted"] or state == "lost":  # by its last step, by Ctrl-C, or killed
+    if document["interrupted"] or state == "ended":  # by its last step, by Ctrl-C, or killed
         return ["It ended before its search did: this is what was found until then."]
     return []
 
@@ -215,11 +222,12 @@ def era(document: Document, one: Mapping[str, Any]) -> str:
     what = f"{made} measurement{'' if made == 1 else 's'} of {tried} setting{'' if tried == 1 else 's'}"
     what = what if made else "nothing was measured"
     if one["number"] == document["eras"][-1]["number"]:
-        return (
-            f"Since step times changed: {what} so far" if made else "Since step times changed: nothing was measured yet"
-        )
+        since = f"Since {ERAS[one['cause']]}" if one["cause"] else "Since the search began"
+        return f"{since}: {what} so far" if made else f"{since}: nothing was measured yet"
     comparable = ", no longer comparable" if made else ""
-    return f"Before step times changed{' again' if one['number'] else ''}: {what}{comparable}"
+    cause = document["eras"][one["number"] + 1]["cause"]
+    again = " again" if one["cause"] == cause else ""
+    return f"Before {ERAS[cause]}{again}: {what}{comparable}"
 
 
 # --- single things ----------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def _earlier(figure: go.Figure, document: Document, rows: Sequence[Mapping[str, 
         if numbers:
             fill = {"fillcolor": _EARLIER, "line": {"width": 0}, "layer": "below"}
             figure.add_vrect(x0=numbers[0] - 0.5, x1=numbers[-1] + 0.5, **fill)
-    return {"before step times changed": _EARLIER} if len(eras) > 1 else {}
+    return {"before the search began again": _EARLIER} if len(eras) > 1 else {}
 
 
 # --- the training -----------------------------------------------------------------------------------------------------
@@ -250,9 +250,9 @@ def _counts(document: Document) -> tuple[str, str]:
     eras, trials = document["eras"], document["trials"]
     made = sum(era["measurements"] for era in eras)
     counted = (one for one in document["history"] if one["role"] != "hold" and one["status"] in ("measured", "aborted"))
-    tried = len({one["trial"] for one in counted})
+    tried = words.distinct(trials[number] for number in {one["trial"] for one in counted})
     unseen = sum(trial["state"] == "rejected" for trial in trials)
-    since = f"; {eras[-1]['measurements']} since step times changed" if len(eras) > 1 else ""
+    since = f"; {eras[-1]['measurements']} since the search began again" if len(eras) > 1 else ""
     return str(made), f"of {tried} settings{since}; {unseen} more rejected unseen"
 
 
@@ -285,16 +285,16 @@ def _charts(document: Document) -> dict[str, tuple[str, Chart | None]]:
 
 _HISTORY = (
     "Each measurement in order, with two standard errors. A setting is adopted after the best so far was measured "
-    "before and after it; dotted lines mark where that happened. Where step times changed the search began again: what "
-    "was measured before lies on grey, and is not compared with what came after."
+    "before and after it; dotted lines mark where that happened. Where step times changed, or cannot be compared for "
+    "another reason, the search began again: what was measured before lies on grey."
 )
 _CURVE = "Means of some steps each, over the whole training; dotted lines mark where settings changed."
 _PLANE = (
     "k is topk_ratio, S is update_interval. Circles were measured, fast ones dark; empty circles were measured before "
-    "step times changed; small squares were not measured. Settings that differ otherwise stand beside each other."
+    "the search began again; small squares were not measured. Settings that differ otherwise stand beside each other."
 )
-_KNOBS = "Measured settings, whatever their other values were; grey ones were measured before step times changed."
-_BEFORE = "measured before step times changed"
+_KNOBS = "Measured settings, whatever their other values were; grey ones were measured before the search began again."
+_BEFORE = "measured before the search began again"
 _IMPORTANCE = "How much the fastest settings differ from the others in each value (PED-ANOVA): with few a rough guide."
 _SAME = "No other value was varied."
 

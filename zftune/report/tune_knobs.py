@@ -114,8 +114,8 @@ def _placed(figure: go.Figure, document: Document, trials: Sequence[Mapping[str,
         legend["not measured"] = _UNSEEN
     if earlier:
         mark = {"color": _EARLIER, "symbol": "circle-open", "size": 13, "line": {"width": 2, "color": _EARLIER}}
-        figure.add_trace(_dots("measured before step times changed", earlier, places, mark))
-        legend["measured before step times changed"] = _EARLIER
+        figure.add_trace(_dots("measured before the search began again", earlier, places, mark))
+        legend["measured before the search began again"] = _EARLIER
     if timed:
         fastest, slowest = timed[-1]["step_ms"], timed[0]["step_ms"]
         mark = {
@@ -178,7 +178,7 @@ def _about(trial: Mapping[str, Any]) -> str:
     if trial["step_ms"] is not None:
         lines.append(f"measured {trial['step_ms']:.1f} ms a step")
     elif trial["earlier_step_ms"] is not None:
-        lines.append(f"measured {trial['earlier_step_ms']:.1f} ms a step before step times changed")
+        lines.append(f"measured {trial['earlier_step_ms']:.1f} ms a step before the search began again")
     if trial["predicted_step_ms"] is not None:
         lines.append(f"the planner predicts {trial['predicted_step_ms']:.1f} ms")
     lines += [f"{trial['state']}: {trial['reason']}"] if trial["reason"] else []
@@ -204,7 +204,7 @@ def knobs_chart(document: Document) -> Chart | None:
         figure.update_yaxes(**axis(nticks=5), row=row, col=1)
         _title(figure, row, f"{escape(name)}: ms a step")
     old = any(trial["step_ms"] is None for trial in timed)
-    more = {"measured before step times changed": _EARLIER} if old else {}
+    more = {"measured before the search began again": _EARLIER} if old else {}
     return Chart(figure, {"measured": _POINT, "kept": _CHOSEN, **more})
 
 

@@ -160,8 +160,7 @@ class UnmeasuredCounter:
     def taken(self) -> UnmeasuredSteps:
         """What was counted since this was asked last."""
         found = UnmeasuredSteps(self._seconds, self._late_s, self._late_steps)
-        self._seconds = self._late_s = 0.0
-        self._late_steps = 0
+        self._seconds, self._late_s, self._late_steps = 0.0, 0.0, 0
         return found
 
 
@@ -295,25 +294,18 @@ class Executor:
             self._of_incumbent_ms.clear()
         self._tokens = tokens
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, *, restores: bool = True) -> None:
         """End the search early; the incumbent's knobs are set.
 
         Args:
             reason: a sentence; "": the training has ended.
-        """
-        self.part(reason)
-        if not self.over:
-            self._end()
-
-    def part(self, reason: str) -> None:
-        """End the search early, and leave the knobs as they are: the process is about to end.
-
-        Args:
-            reason: a sentence.
+            restores: False: the knobs stay.
         """
         self.close()
         if not self.over:
             self._worker.stop(reason)
+        if restores and not self.over:
+            self._end()
 
     def close(self) -> None:
         """End the thinking, within seconds; the search may be read and written down from here on."""

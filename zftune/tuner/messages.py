@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from zftune.store.account import Count, saved_with_error
 from zftune.store.types import TrialState
@@ -269,6 +269,10 @@ def spent(cost: ExplorationCost) -> str:
     )
 
 
+NOT_PREDICTED = (
+    "The planner predicts no step times here, for which it needs a GPU that could be measured, or a rig: settings are "
+    "compared by measurements alone."
+)
 ENDED_EARLY = "The training ended before the search did."
 
 
@@ -286,7 +290,8 @@ def waits_for_others(waited_s: float) -> str:
     Args:
         waited_s: for its turn.
     """
-    return f"choosing settings has waited {waited_s:.0f} s for its turn: those of other runs of this daemon come first"
+    what = f"choosing the next setting has waited {waited_s:.0f} s for its turn"
+    return f"{what}: those of other runs of this daemon come first"
 
 
 def planner_alone(why: str) -> str:
@@ -298,13 +303,15 @@ def planner_alone(why: str) -> str:
     return f"The planner alone proposes settings from here on: {why}."
 
 
-def waits_for_core(waited_s: float) -> str:
+def waits_for_core(waited_s: float, since: Literal["so far", "in all", "now"]) -> str:
     """Why it takes long until a setting is chosen; without a full stop.
 
     Args:
         waited_s: for a core, of the process that chooses.
+        since: for all settings so far, or until the end; "now": for the one that is being chosen.
     """
-    return f"choosing settings has waited {waited_s:.0f} s for a core: the training and other programs take them"
+    what, when = ("the next setting", "") if since == "now" else ("settings", f" {since}")
+    return f"choosing {what} has waited {waited_s:.0f} s for a core{when}: the training and other programs take them"
 
 
 def conclusion(
@@ -330,13 +337,13 @@ def conclusion(
     """
     took = f"zftune tuned nothing: the training took {steps} step{'' if steps == 1 else 's'}"
     early = f"{took} and ended before a first measurement, which begins after {begins} steps and some seconds"
-    waited = f" ({waits_for_core(waited_s)})" if waited_s >= LONG_WAIT_S else ""
+    waited = f" ({waits_for_core(waited_s, 'in all')})" if waited_s >= LONG_WAIT_S else ""
     if waited and not over and (search is None or search.book.trials[0].state is not TrialState.MEASURED):
         return logging.WARNING, f"{took} and ended before a first measurement{waited}."
     if search is None:
         return logging.WARNING, f"{early} of preparation."
     book, start = search.book, search.book.trials[0].setting
-    tried = sum(trial.number != 0 and trial.state in _TRIED for trial in book.trials)
+    tried = len({trial.setting for trial in book.trials[1:] if trial.state in _TRIED})
     measured = book.trials[0].state is TrialState.MEASURED
     if not over and not measured:
         needed = start.update_interval + steps_of(start.update_interval)

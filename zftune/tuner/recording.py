@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from zftune.store.types import (
     Query,
     Ratios,
     RunRecord,
+    RunState,
     Withdrawal,
 )
 from zftune.tuner.recorder import StoreRecorder
@@ -188,6 +189,28 @@ class Recording:
         except StoreError as error:
             self.notices.append(f"{error}.")
             return None
+
+    def other_weights(self) -> str:
+        """A sentence where the newest run like this one, which ended before its search, trained other weights; else "".
+
+        Models are told apart by what they train; that it is the same one is known by its name alone.
+        """
+        from zftune.store.store import facts_of
+
+        try:
+            same = (run for run in self._store.runs() if replace(run.key, model_id=self.key.model_id) == self.key)
+            newest = next(same, None)
+            if newest is None or newest.state is not RunState.LOST or newest.key == self.key:
+                return ""
+            before = facts_of(self._store, newest.key)[0]
+        except StoreError as error:
+            self.notices.append(f"{error}.")
+            return ""
+        if before.name is None or before.name != self._model.name:
+            return ""
+        counts = f"{before.trainable or 0:,} instead of {self._model.trainable or 0:,}"
+        what = f"run {newest.run_id[:8]} trained other weights of {before.name} ({counts})"
+        return f"Begins a new run, since {what}."
 
     def began_from(self, run: RunRecord) -> Setting | None:
         """The setting that the search of a run began from; None: it cannot be gone on with."""

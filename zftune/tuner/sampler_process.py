@@ -105,7 +105,7 @@ class SamplerProcess:
 
     def _heeded(self, waited_s: float) -> float:
         if waited_s >= LONG_WAIT_S and not self.notices:
-            self.notices.append(f"{waits_for_core(waited_s).capitalize()}.")
+            self.notices.append(f"{waits_for_core(waited_s, 'so far').capitalize()}.")
         return waited_s
 
     def _look(self) -> None:

@@ -32,6 +32,7 @@ from zftune.tuner.space import Forecaster, Setting, Space
 from zftune.tuner.states import (
     AT_S,
     OF_INCUMBENT,
+    TOKENS,
     Choosing,
     Comparing,
     Exploring,
@@ -336,7 +337,7 @@ class Search:
         self.cost.add(outcome.seconds, outcome.step_count, step_s)
         trial = self.book.trials[request.trial]
         if self._counts_anew(outcome):
-            self._changed_times(messages.other_tokens(outcome.tokens, self.book.tokens))
+            self._changed_times(messages.other_tokens(outcome.tokens, self.book.tokens), **{TOKENS: outcome.tokens})
             self.book.tokens = outcome.tokens
         elif request.role == "hold":
             self._held(request, outcome)
@@ -537,10 +538,10 @@ class Search:
         elif isinstance(self.state, WaitingForBudget):
             self.state = Choosing()
 
-    def _changed_times(self, reason: str) -> None:
+    def _changed_times(self, reason: str, **details: float) -> None:
         """Begin again, with the incumbent's measurement."""
         self._changed = True
-        self._reopen(reason, self.book.incumbent)
+        self._reopen(reason, self.book.incumbent, **details)
         self.state = MeasuringBaseline()
 
     def _after_restart(self, state: State) -> State:
@@ -558,14 +559,14 @@ class Search:
         self._note("hold", messages.waits(steps), None)
         return WaitingForBudget(steps)
 
-    def _reopen(self, reason: str, incumbent: Trial) -> None:
+    def _reopen(self, reason: str, incumbent: Trial, **details: float) -> None:
         """Forget what was measured under other circumstances."""
         self.book.forget()
         self._change.reset()
         self.measurements = self._misses = 0
         self._ties.clear()
         self._tied = False
-        self._note("reopen", reason, incumbent.number)
+        self._note("reopen", reason, incumbent.number, **details)
 
     def _note(self, kind: DecisionKind, reason: str, trial: int | None, **details: float | str) -> None:
         figures: dict[str, Any] = {

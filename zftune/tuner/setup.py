@@ -124,6 +124,7 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Pre
     resumed = _resumed(again, recording, wanted, make)
     if resumed is not None:
         return resumed
+    others = "" if wanted.fresh else recording.other_weights()
     match = recording.preset() if wanted.presets and not wanted.fresh else None
     choice = _Choice("") if match is None else _choice(match, wanted)
     search = make(choice.start or own, wanted.options)
@@ -132,7 +133,7 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Pre
     setting = choice.start or choice.candidate
     stake = None if match is None or setting is None or match.distance else (match.preset.name, setting)
     recording.begin(search, wanted.own.knobs(), stake=stake, learning_rate=wanted.learning_rate)
-    return Prepared(search, recording, choice.sentence)
+    return Prepared(search, recording, f"{others} {choice.sentence}".strip())
 
 
 def _resumed(again: RunRecord | None, recording: Recording, wanted: SearchRequest, make: Make) -> Prepared | None:
@@ -362,7 +363,7 @@ class _Planning:
 def _forecast(facts: TrainingFacts, start: Setting, notices: list[str]) -> Forecaster:
     model, machine, wishes = facts.model, facts.machine, facts.wishes
     if machine is None:
-        notices.append("Nothing is predicted here: settings are only measured.")
+        notices.append(messages.NOT_PREDICTED)
         return NoForecast(facts.step_ms or 1.0, start, facts.has_memory)
     measured_ms = facts.compute_ms if facts.rig is None else 0.0
     job = Job(seq=wishes.sequence or 1, micro_batch=wishes.micro_batch or 1, compute_ms=measured_ms or None)

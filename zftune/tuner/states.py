@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from zftune.store.types import TrialState
+from zftune.text import number
 from zftune.tuner.scores import Gain, Pace, Sample, departure, too_slow
 from zftune.tuner.space import Forecast, Setting
 
@@ -20,6 +21,8 @@ AT_S = "at_s"
 LEARNING_RATE = "learning_rate"
 """In a run's settings: of its first training, at its highest; in those of a remark: of the one that goes on."""
 TRAINED_ON = "trained_on"
+TOKENS = "tokens"
+"""In those of a decision to begin again: how many a step has from here on; elsewhere that is no reason for it."""
 """In those of a remark: the tuning ended, and the training did not."""
 
 
@@ -92,7 +95,8 @@ class Request:
         usual_ms = before_ms or self.incumbent_step_ms
         factor = too_slow(steps_ms, self.setting.update_interval, usual_ms)
         if factor is not None:
-            return f"its steps take {factor:.2f} times the {usual_ms:.0f} ms of the best so far"
+            when = "right before it" if before_ms else "when that was measured last"
+            return f"its steps take {factor:.2f} times the {number(usual_ms)} ms that the best so far took {when}"
         done = len(discarded_ms) + len(steps_ms)
         excess_s = (sum(discarded_ms) + sum(steps_ms) - done * self.incumbent_step_ms) / 1e3
         if self.allowance_s is None or excess_s <= self.allowance_s:

@@ -232,7 +232,7 @@ class Tuner:
             self._finishing.join(_PART_S)
             return
         if self._live is not None:
-            self._live.part(messages.ENDED_EARLY)
+            self._live.stop("", restores=False)
         self._end_search()
 
     def depart(self) -> None:
@@ -245,6 +245,7 @@ class Tuner:
         _open.discard(self)
         if not _open:
             atexit.unregister(_close_all)
+            _deafen()
         if self._consensus is None or self._consensus.over:
             self._hook.remove()
         else:
@@ -509,7 +510,7 @@ def closed_tuner(optimizer: ZenFlowOptimizer) -> Tuner:
 def _hear_signals() -> None:
     """Have what ends this process from outside end it as before, once it was said that no setting is at fault.
 
-    A handler of the program's own stays, and what is ignored stays so; elsewhere than in the main thread none can be set.
+    A handler of the program's own stays, and what is ignored stays so; in another thread than the main one none can be.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -519,9 +520,9 @@ def _hear_signals() -> None:
 
 
 def _deafen() -> None:
-    """In a fork's child: a worker of a DataLoader ends as it does without us."""
+    """After the last tuner, and in a fork's child: a worker of a DataLoader ends as it does without us."""
     for number in _SIGNALS:
-        if signal.getsignal(number) is _end_by:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is _end_by:
             signal.signal(number, signal.SIG_DFL)
 
 

@@ -247,10 +247,11 @@ class Followed:
         """Whether a daemon does; what keeps one from being started where none does."""
         self.asked: list[str] = []
         self.pauses_s: list[float] = []
+        self.now_s = 0.0
         self._then = iter(then)
         monkeypatch.setattr(autostart, "ensure_daemon", self._ensure)
         monkeypatch.setattr(autostart, "revive_daemon", self._revive)
-        monkeypatch.setattr(steering, "time", SimpleNamespace(sleep=self._sleep))
+        monkeypatch.setattr(steering, "time", SimpleNamespace(sleep=self._sleep, monotonic=lambda: self.now_s))
         steering._keep_daemon(weakref.ref(self))  # type: ignore[arg-type]
 
     def _ensure(self) -> bool:
@@ -266,6 +267,7 @@ class Followed:
 
     def _sleep(self, pause_s: float) -> None:
         self.pauses_s.append(pause_s)
+        self.now_s += pause_s
         happens = next(self._then, None)
         if happens is None:
             self.searching = False
@@ -278,6 +280,9 @@ class Followed:
     def registers(self) -> None:
         self.registered = True
 
+    def is_stopped(self) -> None:
+        self.now_s += 90.0
+
 
 def test_a_daemon_is_started_whenever_none_answers_until_the_training_is_registered(
     monkeypatch: pytest.MonkeyPatch,
@@ -288,6 +293,20 @@ def test_a_daemon_is_started_whenever_none_answers_until_the_training_is_registe
     )
     assert followed.asked == ["ensure"] * 4 + ["revive"] * 2
     assert followed.pauses_s == [5.0, 10.0, 10.0, 20.0, 20.0, 20.0]
+
+
+def test_a_daemon_that_ended_while_the_training_was_stopped_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended for want of runs, which nobody asked it to; where none can be started it is tried again."""
+
+    def stopped_without(followed: Followed) -> None:
+        followed.is_stopped()
+        followed.answers = DaemonError("no daemon answers at 'x'")
+
+    followed = Followed(
+        monkeypatch, Followed.registers, Followed.is_stopped, lambda _: None, stopped_without, Followed.loses_daemon,
+        lambda _: None,
+    )  # fmt: skip
+    assert followed.asked == ["ensure", "revive", "ensure", "revive", "ensure", "ensure", "revive"]
 
 
 def test_who_cannot_have_a_daemon_looks_for_one_ever_more_rarely_and_says_so_once(

@@ -149,8 +149,8 @@ def test_a_search_that_begins_again_keeps_its_history_apart(folder: Path) -> Non
         assert set(rows[earlier + 1 :]) == {"earlier"}
         measured = sum((one["step_ms"] or one["earlier_step_ms"]) is not None for one in details["trials"])
         assert f"settings measured\n{measured}\n" in browser.text("#figures")
-        assert "of them since step times changed" in browser.text("#figures")
-        assert "measured before step times changed" in browser.text("#figures")  # the gain
+        assert "of them since the search began again" in browser.text("#figures")
+        assert "measured before the search began again" in browser.text("#figures")  # the gain
         titles = browser.run(
             "[...document.querySelectorAll('#decisions li:not(.earlier) .kind')].map(one => one.innerText)"
         )

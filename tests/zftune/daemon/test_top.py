@@ -55,7 +55,7 @@ def drawn(found: Frame, width: int, height: int) -> list[str]:
 
 def test_a_small_terminal_shows_what_matters(client: DaemonClient, runs: list[Training]) -> None:
     lines = drawn(look(client, None, 24), 80, 24)
-    assert lines[0].startswith("zftune top  1 run on ")
+    assert lines[0].startswith("zftune top  1 run and 1 ended on ")
     assert lines[1].split() == ["run", "state", "step", "ms", "stall", "gain", "settings"]
     assert lines[2].startswith(f"{runs[0].called} settled ")
     assert " █░░░░ 12% host " in lines[2]
@@ -134,7 +134,7 @@ def test_a_page_is_printed_once_into_a_pipe(
     for arguments in ([], ["--once"], ["a2"]):
         code, out, err = tell("top", *arguments)
         assert (code, err) == (0, "")
-        assert out.startswith("zftune top  1 run on ")
+        assert out.startswith("zftune top  1 run and 1 ended on ")
         assert "\x1b" not in out
     assert f"{runs[1].called}  </script>" in out
     document = json.loads(tell("top", "--json", "-")[1])

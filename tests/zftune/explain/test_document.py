@@ -34,7 +34,7 @@ from zftune.explain.document import _quality, explain_document
 from zftune.explain.screen import render
 from zftune.store.account import Account, Count
 from zftune.store.store import Store
-from zftune.store.types import Curve, CurvePoint, Decision, KnobChange, Run, TrialState
+from zftune.store.types import Curve, CurvePoint, Decision, DecisionKind, KnobChange, Run, TrialState
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.space import feasible
 from zftune.tuner.states import Outcome, Request
@@ -276,7 +276,7 @@ def test_a_lost_run(timed: Store, clock: Clock) -> None:
     clock.now += 1000
     for _ in range(2):  # before somebody closes it, and after
         found = explained(timed, rows.run, clock)
-        assert found["run"]["state"] == "lost"
+        assert found["run"]["state"] == "ended"
         assert found["verdict"][-1].startswith("It ended before its search did")
         assert found["cost"]["elapsed_s"] == pytest.approx(2)
         timed.reap()
@@ -404,11 +404,55 @@ def test_what_a_killed_training_has_measured_stands_before_it_is_started_again(t
     ]
 
 
+def test_each_part_of_a_search_says_why_it_begins(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start = rows.trial("start")
+    earlier = rows.trial("search", update_interval=1)
+
+    def begins_again(*causes: DecisionKind, **details: float) -> None:
+        for cause in causes:
+            rows.decide(cause, earlier)
+        rows.decide("reopen", start, "Because.", **details)
+        rows.measure(start, "start", 100)
+
+    rows.measure(start, "start", 100)
+    rows.decide("start", start)
+    begins_again("movement")
+    begins_again()
+    begins_again("memory")
+    begins_again(tokens=128.0)
+    begins_again(tokens=64.0)
+    found = explained(timed, rows.run, clock)
+    assert [words.era(found, one).partition(":")[0] for one in found["eras"]] == [
+        "Before updates came earlier for the quality",
+        "Before step times changed",
+        "Before another share of the state was offloaded for GPU memory",
+        "Before steps had another number of tokens",
+        "Before steps had another number of tokens again",
+        "Since steps had another number of tokens",
+    ]
+
+
+def test_a_setting_that_was_tried_again_counts_once(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start = rows.trial("start")
+    rows.measure(start, "start", 100)
+    rows.decide("start", start)
+    for _ in range(2):
+        for ratio in (0.2, 0.3):
+            tried = rows.trial(topk_ratio=ratio)
+            rows.measure(tried, "explore", 300)
+            rows.decide("keep", tried)
+        rows.decide("reopen", start)
+        rows.measure(start, "start", 100)
+    assert explained(timed, rows.run, clock)["verdict"][1].startswith("None of the 2 other settings that were tried ")
+
+
 def test_times_that_changed_while_a_run_was_away(store: Store) -> None:
     run, _, driver, recorder = searched(store, 6, most=5)
     store.interrupt_run(run)
     lost = explained(store, run)
-    assert lost["run"]["state"] == "lost"
+    assert lost["run"]["state"] == "ended"
     again, _ = make(6, 0.05)
     run = store.resume_run(run.run_id)
     recorder = StoreRecorder(store, run)
@@ -497,7 +541,8 @@ def test_how_far_weights_move_is_told_with_what_it_allows(timed: Store) -> None:
         "weights move 0.05% in a step: updates may come 3.43 steps late on average, which adds up to about 0.3% of "
         "loss in a long fine-tuning, 0.746% in one of 1000 steps; more from scratch"
     )
-    found["workload"]["learning_rate"] = 2e-6
+    settings["learning_rate"] = 2e-6
+    found = explained(timed, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
     assert words.lateness_bound(found).startswith(
         "weights move 0.05% in a step at learning rate 2e-6: updates may come"
     )

@@ -247,12 +247,12 @@ def test_eras_of_a_search_that_began_again(store: Store) -> None:
     page = Page(tune_page(found))
     text = " ".join(page.text)
     assert found["stopped"] is None  # what ended it before it began again is over
-    assert "0 since step times changed" in text
-    assert "measured before step times changed" in text
+    assert "0 since the search began again" in text
+    assert "measured before the search began again" in text
     counted = sum(one["role"] != "hold" and one["status"] in ("measured", "aborted") for one in found["history"])
     assert page.text[page.text.index("Measurements") + 1] == str(counted)
     plane = traces(page, "plane")
-    earlier = {number for number, _ in plane["measured before step times changed"]["customdata"]}
+    earlier = {number for number, _ in plane["measured before the search began again"]["customdata"]}
     assert earlier == {one["number"] for one in found["trials"] if one["earlier_step_ms"] is not None}
     assert found["best"]["number"] in earlier  # the kept setting is not drawn as one that was not measured
     assert not earlier & {number for number, _ in plane.get("not measured", {"customdata": []})["customdata"]}

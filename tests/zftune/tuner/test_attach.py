@@ -29,7 +29,7 @@ from zftune.errors import BadInputError
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import RunState, TrialState
-from zftune.tuner.messages import other_rate
+from zftune.tuner.messages import NOT_PREDICTED, other_rate
 from zftune.tuner.sampler_process import SamplerProcess
 from zftune.tuner.setup import Preparation
 from zftune.tuner.space import Setting
@@ -164,7 +164,7 @@ def test_without_a_loss_the_trajectory_stays(attach: Attach, store: Store) -> No
     kept = Setting.of(BEGIN)
     for trial in search.book.trials:
         assert trial.setting.knobs() | {"host_threads": None} == kept.knobs() | {"host_threads": None}
-    assert "Nothing is predicted here: settings are only measured." in tuner.notices
+    assert NOT_PREDICTED in tuner.notices
     (run,) = store.runs()
     assert (run.key.micro_batch, run.key.sequence) == (0, 0)  # nobody told, and nothing is claimed
 
@@ -219,7 +219,7 @@ def test_a_search_that_gets_no_core_is_told_once_and_at_the_end(
     loop = Loop()
     tuner = attach(loop)
     loop.run(tuner, until=asks.is_set)
-    told = "Choosing settings has waited 6 s for a core: the training and other programs take them."
+    told = "Choosing settings has waited 6 s for a core so far: the training and other programs take them."
     loop.run(tuner, until=lambda: told in tuner.notices)
     for _ in range(3):
         loop.step()
@@ -227,7 +227,7 @@ def test_a_search_that_gets_no_core_is_told_once_and_at_the_end(
     assert caplog.messages.count(told) == 1
     last = tuner.conclusion
     assert last is not None
-    assert re.search(r"ended before a first measurement \(choosing settings has waited \d+ s for a core: ", last)
+    assert re.search(r"ended before a first measurement \(choosing settings has waited \d+ s for a core in all: ", last)
     assert "which begins after" not in last
 
 

@@ -30,7 +30,7 @@ def test_only_the_start_was_measured() -> None:
 
 
 def test_a_search_that_got_no_core_says_so_instead_of_counting_steps() -> None:
-    why = "(choosing settings has waited 412 s for a core: the training and other programs take them)"
+    why = "(choosing settings has waited 412 s for a core in all: the training and other programs take them)"
     took = "zftune tuned nothing: the training took 60 steps"
     search, driver = make(6, 0.05)
     for begun in (None, search):

@@ -271,6 +271,7 @@ def test_longer_steps_begin_the_search_again() -> None:
     note = world.search.notes[-1]
     assert note.kind == "reopen"
     assert f"{2 * TOKENS} tokens now instead of {TOKENS}" in note.reason
+    assert note.details["tokens"] == 2 * TOKENS
     world.run(1)
     assert world.search.book.incumbent_step_ms == pytest.approx(200, rel=0.05)
     assert world.kinds.count("reopen") == 1

@@ -238,7 +238,10 @@ class RestingDesk(SyncWorker):
 
 @pytest.mark.parametrize(
     ("challenger_ms", "status", "reason"),
-    [(133.0, "measured", ""), (234.0, "aborted", "its steps take 2.00 times the 117 ms of the best so far")],
+    [
+        (133.0, "measured", ""),
+        (234.0, "aborted", "its steps take 2.00 times the 117 ms that the best so far took right before it"),
+    ],
 )
 def test_a_setting_is_cut_short_by_the_incumbents_steps_right_before_it(
     make: Make, monkeypatch: pytest.MonkeyPatch, challenger_ms: float, status: str, reason: str

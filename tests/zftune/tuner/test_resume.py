@@ -107,6 +107,20 @@ def kept(world: World, setting: Setting, **more: Any) -> Preset:
     )
 
 
+def test_a_training_of_other_weights_is_told_why_its_run_is_new(world: World) -> None:
+    def trains(model_id: str, trainable: int, name: str = "Tiny") -> RunFacts:
+        return replace(FACTS, model=replace(FACTS.model, model_id=model_id, name=name, trainable=trainable))
+
+    begun = world.begin(trains("a" * 16, 1200))
+    world.go(begun, most=3)
+    world.end(begun, unfinished=True)
+    (run,) = world.store.runs()
+    told = f"Begins a new run, since run {run.run_id[:8]} trained other weights of Tiny (1,200 instead of 300)."
+    for facts in (trains("a" * 16, 1200), trains("c" * 16, 300, "Another"), replace(trains("b" * 16, 300), sequence=9)):
+        assert Recording(world.store, facts, "published").other_weights() == ""
+    assert world.begin(trains("b" * 16, 300)).sentence.startswith(told)
+
+
 # --- presets ----------------------------------------------------------------------------------------------------------
 
 

@@ -291,7 +291,7 @@ def test_a_slow_setting_is_aborted_after_a_few_steps() -> None:
     assert driver.outcomes[1].status == "aborted"
     assert len(driver.outcomes[1].steps_ms) == max(8, slow.update_interval)
     assert search.book.trials[1].state is TrialState.ABORTED
-    assert "ms of the best so far" in search.notes[-1].reason
+    assert "ms that the best so far took when that was measured last" in search.notes[-1].reason
 
 
 def flat(ms: Callable[[Setting], float], planned: list[Setting], **options: object) -> tuple[Search, Driver]:

@@ -104,7 +104,7 @@ def test_what_questions_wait_for_a_core_is_counted_and_told_once() -> None:
     assert (thinker.waited_s, thinker.notices) == (3.0, [])
     thinker.ask(abs, -1)  # from 104 to 110
     assert thinker.waited_s == 9.0
-    told = "Choosing settings has waited 9 s for a core: the training and other programs take them."
+    told = "Choosing settings has waited 9 s for a core so far: the training and other programs take them."
     assert thinker.notices == [told]
     thinker.ask(abs, -1)
     assert (thinker.waited_s, thinker.notices) == (10.5, [told])

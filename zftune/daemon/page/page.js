@@ -1,6 +1,6 @@
 // Asks the daemon once a second and shows what it says. Text of runs is only ever set as text.
 import { drawCourse, drawSteps } from "./plots.js";
-import { NONE, TRENDS } from "./tables.js";
+import { ERAS, NONE, TRENDS } from "./tables.js";
 import { element, knobsText, knownCause, msText, secondsText, setText, shareText, stallsOf, stepMean } from "./words.js";
 
 const PERIOD_MS = 1000;
@@ -9,7 +9,7 @@ const ARMED_MS = 5000;
 const MOST_DECISIONS = 200;
 const MOST_CAUSES = 3;
 const UNSEEN = new Set(["rejected", "planned"]);
-const CHANGED = "step times changed";
+const AGAIN_BEGUN = "the search began again";
 const ALLOWED = {
   pause: (details) => !["paused", "ended"].includes(details.run.state),
   resume: (details) => details.run.state === "paused",
@@ -178,7 +178,8 @@ function showPlots({ run, steps, curve, changes }) {
 function showFigures({ run, gain, steps, trials, decisions, eras }) {
   const waiting = stallsOf(run).reduce((sum, [, share]) => sum + share, 0);
   const known = Object.keys(run.stall_ms).length > 0;
-  const measured = trials.filter((one) => (one.step_ms ?? one.earlier_step_ms) !== null).length;
+  const timed = trials.filter((one) => (one.step_ms ?? one.earlier_step_ms) !== null);
+  const measured = new Set(timed.map((one) => JSON.stringify(one.knobs))).size; // one that is tried again is one
   const now = eras.at(-1)?.settings ?? 0;
   const old = gain && gain.era < eras.length - 1;
   const none = decisions.some((one) => one.kind === "adopt") ? "what was adopted was taken back" : "nothing was adopted";
@@ -186,10 +187,10 @@ function showFigures({ run, gain, steps, trials, decisions, eras }) {
     ["step", String(run.step), run.silent_s > 5 ? `not heard of for ${run.silent_s.toFixed(0)} s` : `${run.ranks}, pid ${run.pid}`],
     ["step time", msText(run.step_ms ?? stepMean(steps), " ms"), "median of the last steps"],
     ["waiting", known ? shareText(waiting) : NONE, run.gpu ? run.gpu.sentence : known ? "of the step" : "not known without a GPU stream"],
-    ["gain", gain ? gain.text : NONE, gain ? `against the settings at the start${old ? `, measured before ${CHANGED}` : ""}` : none],
+    ["gain", gain ? gain.text : NONE, gain ? `against the settings at the start${old ? `, measured before ${AGAIN_BEGUN}` : ""}` : none],
     ["exploring cost", secondsText(run.account.spent_s), `of ${secondsText(run.account.elapsed_s)} so far; ${run.account.saved}`],
     ["loss", run.loss === null ? NONE : run.loss.toPrecision(4), run.losses ? TRENDS[run.losses.trend] : "none is reported"],
-    ["settings measured", String(measured), eras.length > 1 ? `${now} of them since ${CHANGED}` : "with the one at the start"],
+    ["settings measured", String(measured), eras.length > 1 ? `${now} of them since ${AGAIN_BEGUN}` : "with the one at the start"],
   ];
   fillWhenOther(at("figures"), figures, ([title, value, more]) =>
     element("div", {}, [element("dt", {}, [title]), element("dd", {}, [value, element("small", {}, [more])])]),
@@ -212,7 +213,7 @@ function showTrials({ trials, incumbent, eras }) {
   const rows = [...eras].reverse().flatMap((era) => {
     const those = seen.filter((one) => one.era === era.number);
     const next = eras[era.number + 1];
-    const text = next ? `Measured before ${clock(next.at_unix_s)}, when ${CHANGED}` : `Since ${CHANGED} at ${clock(era.at_unix_s)}`;
+    const text = next ? `Measured before ${clock(next.at_unix_s)}, when ${ERAS[next.cause]}` : `Since ${ERAS[era.cause]} at ${clock(era.at_unix_s)}`;
     return [...(eras.length > 1 ? [{ heading: text }] : []), ...those.map((one) => ({ ...one, best: one.number === incumbent, earlier: Boolean(next) }))];
   });
   fillWhenOther(at("trials"), rows, (row) => (row.heading ? eraRow(row.heading) : trialRow(row)));

@@ -178,11 +178,11 @@ def of_search(state: search.State, last: Decision | None) -> Going:
     return Searching(None, "the next setting is being chosen")
 
 
-def _waiting(waited_s: float, queued_s: float) -> str:
-    """Why it takes long until a setting is chosen; "": it does not."""
+def _waiting(waited_s: float, queued_s: float, *, now: bool = False) -> str:
+    """Why it takes long until a setting is chosen; "": it does not. `now`: the one that is being chosen."""
     if queued_s >= LONG_WAIT_S:
         return waits_for_others(queued_s)
-    return waits_for_core(waited_s) if waited_s >= LONG_WAIT_S else ""
+    return waits_for_core(waited_s, "now" if now else "so far") if waited_s >= LONG_WAIT_S else ""
 
 
 def warming(waited_s: float, queued_s: float) -> Warming:
@@ -203,7 +203,7 @@ def choosing(waited_s: float, queued_s: float) -> Searching | None:
         waited_s: for a core, of the process that thinks.
         queued_s: until it is its turn among the daemon's runs.
     """
-    waiting = _waiting(waited_s, queued_s)
+    waiting = _waiting(waited_s, queued_s, now=True)
     return Searching(None, waiting) if waiting else None
 
 
@@ -253,7 +253,8 @@ def ended_by(state: State, message: Goodbye, *, stopped: bool) -> Ended:
         message: of the agent.
         stopped: whether somebody has ended the tuning.
     """
-    tuning = f"tuning {'was stopped' if stopped else 'ended'} after {message.steps} steps"
+    taken = f"{message.steps} step{'' if message.steps == 1 else 's'}"  # the run's account has those before, too
+    tuning = f"tuning {'was stopped' if stopped else 'ended'} {taken} after the training's last start"
     why = f"{tuning}; the training went on" if message.over else "the training has ended"
     return ended(state, message.reason or why, trains=message.over)
 

@@ -138,7 +138,7 @@ class TrialView:
     knobs: dict[str, Any]
     predicted_step_ms: float | None
     step_ms: float | None
-    """Of its newest measurements that count; null: it was not measured since step times changed last."""
+    """Of its newest measurements that count; null: it was not measured since the search began again last."""
     earlier_step_ms: float | None
     """Of the newest era that it was measured in, where that is not the last one."""
     era: int
@@ -175,12 +175,14 @@ class GainView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EraView:
-    """A part of the search in which step times are comparable: the next one begins where they change."""
+    """A part of the search in which step times are comparable: the next one begins where they are not any more."""
 
     number: int
     """0, 1, .."""
     reason: str
     """Why the search began again; "" for the first."""
+    cause: str
+    """The same in a word: "times", "tokens", "movement" (for the quality) or "memory"; "" for the first."""
     at_unix_s: float | None
     """When it did; null for the first."""
     measurements: int

@@ -19,6 +19,7 @@ from tests.zftune.daemon.faults.stage import Stage, Training, until
 from zftune.errors import DaemonError
 from zftune.store import open_store
 from zftune.store.types import TrialState
+from zftune.tuner.messages import NOT_PREDICTED
 
 BUSY_S = 1.0
 
@@ -100,7 +101,7 @@ def test_its_disk_is_full(stage: Callable[..., Stage], disk: Path, chance: rando
     assert TrialState.CRASHED not in states(world)  # it was survived
     later = world.train(most=2)
     world.until_state("frozen", training=later)  # there is room again
-    assert world.acknowledge()["run"]["notices"] in ([], ["Nothing is predicted here: settings are only measured."])
+    assert world.acknowledge()["run"]["notices"] in ([], [NOT_PREDICTED])
     later.end()
     daemon.end()
     assert is_kept(world, "pause") >= acknowledged

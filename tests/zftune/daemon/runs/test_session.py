@@ -111,19 +111,20 @@ def test_a_search_that_gets_no_core_says_so_while_it_waits_and_at_its_end(
     agent = world.agent(same)
     assert agent.report().reason == states.Warming().reason
     waited_s[0] = 7.0
-    assert (agent.report().state, agent.last.reason) == ("warming", messages.waits_for_core(7.0))
+    assert (agent.report().state, agent.last.reason) == ("warming", messages.waits_for_core(7.0, "so far"))
     prepares.set()
     assert agent.measure().role == "start"
     agent.report(done=agent.done)
     assert agent.report().state == "baseline"  # what an earlier thought has waited is no reason
     waited_s[0] = 407.0
-    assert (agent.report().state, agent.last.reason) == ("searching", messages.waits_for_core(400.0))
+    assert (agent.report().state, agent.last.reason) == ("searching", messages.waits_for_core(400.0, "now"))
     assert shown(world).run.reason == agent.last.reason
-    assert [one for one in agent.last.notices if "core" in one] == [f"{messages.waits_for_core(7.0).capitalize()}."]
+    told = f"{messages.waits_for_core(7.0, 'so far').capitalize()}."
+    assert [one for one in agent.last.notices if "core" in one] == [told]
     thinks.set()
     assert agent.asked().role == "explore"
     assert agent.last.reason == "setting 1 is measured"
-    assert messages.waits_for_core(407.0) in agent.goodbye()["sentence"]
+    assert messages.waits_for_core(407.0, "in all") in agent.goodbye()["sentence"]
 
 
 def test_a_search_that_waits_for_those_of_other_runs_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +368,9 @@ def test_a_stop_ends_the_tuning_with_the_incumbent(world: World) -> None:
     assert ", no longer tuned, the training went on\n" in shown_then.get()
     assert "Tuning ended 100 steps after the training's last start; it went on" in shown_then.get()
     assert TrialState.CRASHED not in world.trial_states(agent.last.record)
-    with pytest.raises(NotAllowedError, match="cannot stop: tuning was stopped after 100 steps; the training went on"):
+    with pytest.raises(
+        NotAllowedError, match="cannot stop: tuning was stopped 100 steps after the training's last start;"
+    ):
         world.registry.command(RUN, "stop")
     with pytest.raises(UnknownRunError, match="this daemon follows no run 'x'"):
         world.registry.command("x", "stop")
