@@ -77,6 +77,7 @@ def main():
                 max_steps=args.steps,
                 per_device_train_batch_size=args.batch,
                 learning_rate=3e-4,
+                warmup_steps=1,  # for "auto" in a ds_config: DeepSpeed refuses 0
                 logging_steps=10,
                 save_strategy="no",
                 deepspeed=args.deepspeed,

@@ -88,16 +88,18 @@ def test_batch_sizes_still_fit() -> None:
     assert (mended["gradient_accumulation_steps"], "train_batch_size" in mended) == (1, False)
 
 
-def test_what_can_be_mended_for_both_is() -> None:
+def test_what_is_no_fault_where_it_will_train_stays() -> None:
+    """Of DeepSpeed's own runtime, where another fault is mended by going to zenflow: a warm-up is another training."""
     config = safe("zenflow-overlapped")
     config["gradient_clipping"] = 1.0
     config["zero_optimization"]["zenflow"]["full_warm_up_rounds"] = 0
     mended, _, left = fix(Source(config), backend=None, version="0.19.6")
-    assert mended["zero_optimization"]["zenflow"]["full_warm_up_rounds"] == 4
+    assert mended["zero_optimization"]["zenflow"]["full_warm_up_rounds"] == 0
     assert (mended["zftune"], mended["gradient_clipping"]) == ({"backend": "zenflow"}, 1.0)
     assert left.ok
     mended, _, left = fix(Source(config), backend="deepspeed", version="0.19.6")
     assert mended["gradient_clipping"] == 0
+    assert mended["zero_optimization"]["zenflow"]["full_warm_up_rounds"] == 4
     assert "zftune" not in mended
     assert left.ok
 
@@ -110,6 +112,10 @@ def test_what_can_be_mended_for_both_is() -> None:
         ("optimizer.params.weight_decay", "0.1", 0.1),
         ("gradient_clipping", "1.0", 1.0),
         ("train_micro_batch_size_per_gpu", "4", 4),
+        ("optimizer.params.betas", "[0.9, 0.95]", [0.9, 0.95]),
+        ("optimizer.params.betas", ["0.9", "0.95"], [0.9, 0.95]),
+        ("optimizer.params.betas", ["0.9", "much"], None),
+        ("optimizer.params.betas", "[0.9, 0.95", None),
         ("optimizer.params.lr", "fast", None),
         ("optimizer.params.lr", "1e999", None),
         ("optimizer.params.weight_decay", [], None),
@@ -117,7 +123,7 @@ def test_what_can_be_mended_for_both_is() -> None:
     ],
 )
 def test_a_string_that_is_a_number_becomes_it_and_nothing_else_is_dropped(
-    dotted: str, text: object, number: float | None, backend: Backend | None
+    dotted: str, text: object, number: object, backend: Backend | None
 ) -> None:
     """Left out it would train, at the default: another learning rate, or no clipping."""
     config = safe("zero2-offload")
@@ -125,6 +131,17 @@ def test_a_string_that_is_a_number_becomes_it_and_nothing_else_is_dropped(
     mended, _, left = fix(Source(config), backend=backend, version="0.19.6")
     assert at(mended, path_of(dotted)) == (text if number is None else number)
     assert left.ok == (number is not None)
+
+
+@pytest.mark.parametrize(("version", "told"), [("0.19.2", False), ("0.19.6", True)])
+def test_a_warm_up_of_0_steps_becomes_1_where_deepspeed_refuses_it(version: str, told: bool) -> None:
+    """Left out it would be 1,000."""
+    config = safe("scheduler")
+    config["scheduler"]["params"]["warmup_num_steps"] = 0
+    mended, done, left = fix(Source(config), backend=None, version=version)
+    assert left.ok
+    assert mended["scheduler"]["params"]["warmup_num_steps"] == int(told)
+    assert ["takes an integer >= 1." in finding.reason for _, finding in done] == [True] * told
 
 
 def test_clipping_stays_where_the_backend_zenflow_trains_it_in_the_end() -> None:

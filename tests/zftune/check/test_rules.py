@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,12 @@ _LOOP = "import deepspeed\nfrom transformers import AutoModel\nengine, *_ = deep
         ("config['optimizer']['params'].update(lr=1e-4)", ["train_micro_batch_size_per_gpu"]),
         ("deepspeed.initialize(optimizer=own)", ["train_micro_batch_size_per_gpu"]),  # DeepSpeed reads no lr then
         ("deepspeed.initialize(**given)", []),
+        ("def fill(params, lr): params['lr'] = lr", ["train_micro_batch_size_per_gpu"]),
+        ("fill(config, {'lr': 1e-4})", ["train_micro_batch_size_per_gpu"]),
+        # It only logs, or reads, these:
+        ("lr = engine.get_lr()[0]\nwandb.log({'lr': lr})", ["train_micro_batch_size_per_gpu", "optimizer.params.lr"]),
+        ("lines.append({'lr': 0, 'train/loss': 1})", ["train_micro_batch_size_per_gpu", "optimizer.params.lr"]),
+        ("now = optimizer.param_groups[0]['lr']", ["train_micro_batch_size_per_gpu", "optimizer.params.lr"]),
     ],
 )
 def test_auto_that_nobody_fills_in_is_a_fault(more: str, left: list[str], tmp_path: Path) -> None:
@@ -145,6 +152,24 @@ def test_auto_that_nobody_fills_in_is_a_fault(more: str, left: list[str], tmp_pa
     for finding in of_script(script):
         assert [name for name in autos if name in finding.reason] == left[1:]
     assert all(finding.is_fault and not finding.changes for finding in of_script(script))
+
+
+def test_what_hugging_face_does_is_not_told_of_a_script_without_it(tmp_path: Path) -> None:
+    """It would contradict what is said beside it."""
+    (tmp_path / "train.py").write_text(_LOOP)
+    config = with_changes("zenflow-sequential", {f"{PARAMS}.lr": "auto", f"{ZERO}.zenflow.update_interval": "auto"})
+    for script, told in ((None, True), (tmp_path / "train.py", False)):
+        findings = check(config, version="0.19.6", script=script).findings
+        assert any("Trainer and Accelerate end with" in one.reason for one in findings) == told
+        assert ("update-interval-auto" in {one.rule for one in findings}) != told  # what DeepSpeed makes of the word
+        assert ("auto-in-own-loop" in {one.rule for one in findings}) != told
+
+
+def test_the_trainers_example_warms_up() -> None:
+    """Some versions of transformers put in its warmup_steps, and DeepSpeed refuses 0."""
+    tree = ast.parse((Path(__file__).parents[3] / "examples/hf_trainer.py").read_bytes())
+    given = {one.arg: one.value for one in ast.walk(tree) if isinstance(one, ast.keyword)}
+    assert ast.literal_eval(given["warmup_steps"]) >= 1
 
 
 def test_a_switch_that_is_auto_is_off_in_an_own_loop(tmp_path: Path) -> None:

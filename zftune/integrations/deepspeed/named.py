@@ -126,6 +126,8 @@ class Names(NamedTuple):
     """Names and strings."""
     passed: set[str]
     """Names of what is passed to a function called `initialize`; "**" for what has none here."""
+    settings: set[str]
+    """Words by which it may set something: not those that it only logs, or reads a value by."""
 
 
 def names_in(script: Path) -> Names:
@@ -134,26 +136,25 @@ def names_in(script: Path) -> Names:
     Args:
         script: of the training.
     """
-    imported: set[str] = set()
-    words: set[str] = set()
-    passed: set[str] = set()
+    found = imported, words, passed, settings = Names(set(), set(), set(), set())
     left, read_ones = [script], set()
     while left:
         path = left.pop()
         try:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
-            return Names(set(), set(), set())
+            return Names(set(), set(), set(), set())
         read_ones.add(path)
         for node in ast.walk(tree):
             words |= set(_words(node))
             imported |= set(_imported(node))
             passed |= set(_passed(node))
+        settings |= set(_settings(tree))
         beside = {name: script.parent / f"{name}.py" for name in imported}
         there = {name for name, one in beside.items() if one.is_file()}
         imported -= there
         left += [beside[name] for name in there if beside[name] not in read_ones]
-    return Names(imported, words, passed)
+    return found
 
 
 class Unfilled(NamedTuple):
@@ -191,15 +192,28 @@ def unfilled(config: Mapping[str, Any], script: Path | None) -> Unfilled | None:
     """
     if script is None or not autos_given(config):
         return None
-    imported, words, passed = names_in(script)
-    fills = any(word in _FILLERS or "Trainer" in word for word in words)
-    folders = (script.parent / name for name in imported)  # of packages of its own, which are not read
-    if fills or not {"deepspeed", "initialize"} <= words or "**" in passed or any(one.is_dir() for one in folders):
+    found = names_in(script)
+    if not _makes_engine(script, found) or "**" in found.passed:
         return None
-    left = [name for name in autos_given(config, passed) if path_of(name)[-1] not in words]
+    left = [name for name in autos_given(config, found.passed) if path_of(name)[-1] not in found.settings]
     off = tuple(name for name in left if name in _SWITCHES)
     crashing = tuple(name for name in left if name not in _SWITCHES)
     return Unfilled(script, crashing, off) if crashing or off else None
+
+
+def makes_engine(script: Path | None) -> bool:
+    """Whether it is certain that a script makes DeepSpeed's engine itself, and names neither Trainer nor Accelerate.
+
+    Args:
+        script: of the training; None: it is not known.
+    """
+    return script is not None and _makes_engine(script, names_in(script))
+
+
+def _makes_engine(script: Path, found: Names) -> bool:
+    fills = any(word in _FILLERS or "Trainer" in word for word in found.words)
+    folders = (script.parent / name for name in found.imported)  # of packages of its own, which are not read
+    return {"deepspeed", "initialize"} <= found.words and not fills and not any(one.is_dir() for one in folders)
 
 
 def autos_given(config: Mapping[str, Any], passed: Collection[str] = ()) -> list[str]:
@@ -243,7 +257,7 @@ def own_loop(command: Sequence[str]) -> Path | None:
         command: a program and its arguments.
     """
     script = script_of(command)
-    found = Names(set(), set(), set()) if script is None else names_in(script)
+    found = Names(set(), set(), set(), set()) if script is None else names_in(script)
     is_alone = "torch" in found.imported and found.imported <= _TORCH | sys.stdlib_module_names
     return script if is_alone and not found.words & _STARTS_OTHERS else None
 
@@ -283,6 +297,29 @@ def _words(node: ast.AST) -> Iterator[str]:
         yield from (getattr(node, "module", None) or "").split(".")
         for one in node.names:
             yield from one.name.split(".")
+
+
+_RECORDS = ("log", "log_metrics", "log_dict", "debug", "info", "warning", "print", "set_postfix", "add_scalar", "track")
+"""Names of what records what it is given."""
+
+
+def _settings(tree: ast.AST) -> Iterator[str]:
+    left = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _RECORDS:
+            continue
+        if isinstance(node, ast.Dict) and any(_word(key).endswith("loss") for key in node.keys):  # figures of a step
+            left += node.values
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and _word(node.slice):
+            left.append(node.value)
+        else:
+            left += ast.iter_child_nodes(node)
+        yield from () if isinstance(node, ast.Name) else _words(node)
+
+
+def _word(node: ast.AST | None) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
 def _trainers(tree: ast.AST) -> set[str]:

@@ -354,6 +354,9 @@ def _takes(taken: Mapping[str, Any], value: Any) -> bool:
     return (value.lower() if taken.get("folds") else value) in taken.get("words", ())
 
 
+_ABOVE_0 = {"a number": "a number > 0", "an integer": "an integer >= 1"}
+
+
 def _kinds_phrase(taken: Mapping[str, Any]) -> str:
     kinds = set(taken["kinds"])
     parts = [_choice(taken["words"])] if taken.get("words") else []
@@ -368,7 +371,7 @@ def _kinds_phrase(taken: Mapping[str, Any]) -> str:
         ("a JSON object", {"object"}),
     ):
         if of <= kinds and not (phrase == "an integer" and "fraction" in kinds):
-            parts.append(phrase)
+            parts.append(phrase if kinds & {"zero", "negative"} else _ABOVE_0.get(phrase, phrase))
     if taken.get("needs") or "a JSON object" in parts:
         return "a JSON object"
     return " or ".join(parts) or "it left out"

@@ -106,12 +106,14 @@ def fix(
 def _turn(finding: Finding) -> int:
     """Which findings are mended first, as what is left of others depends on them.
 
-    What keeps the backend zenflow from training comes before faults of DeepSpeed's own runtime, which are mended by
-    going to zenflow where it can train (clipping stays then); and going to another backend comes last.
+    What keeps the backend zenflow from training comes before faults of DeepSpeed's own runtime. Where one of those is
+    mended by going to zenflow, the others are none there, and their settings stay as they are. Going to DeepSpeed's own
+    comes last.
     """
-    if any(each.path == ("zftune", "backend") for each in finding.changes):
-        return 2
-    return 0 if "zenflow" in finding.backends else 1
+    backend = next((each.value for each in finding.changes if each.path == ("zftune", "backend")), None)
+    if backend is not None:
+        return 1 if backend == "zenflow" else 3
+    return 0 if "zenflow" in finding.backends else 2
 
 
 def _helps(config: Mapping[str, Any], finding: Finding) -> bool:

@@ -353,6 +353,8 @@ def _mends(subject: Subject, fault: Fault) -> Iterator[Change]:
         yield change(fault.needs, True)
     elif fault.path[0] in BATCH:
         yield from _batch(subject, fault)
+    elif value == 0 and fault.allowed == "an integer >= 1":
+        yield change(dotted, 1)
     elif value is not MISSING and can_be_left_out(dotted):
         yield left_out(dotted)
     elif dotted == "scheduler.params":

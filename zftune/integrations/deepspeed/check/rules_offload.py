@@ -195,7 +195,8 @@ def update_interval(subject: Subject) -> Iterator[Finding]:
         reason = (
             '"auto", the default, makes all selected weights NaN in the first step.'
             if given != "auto"
-            else "All selected weights are NaN after the first step. Accelerate refuses the word."
+            else "All selected weights are NaN after the first step."
+            + (" Accelerate refuses the word." if subject.script is None else "")
         )
         yield subject.finding("update-interval-auto", _UPDATE, "wrong", reason, safe)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from zftune.ds_config.reading import (
 from zftune.ds_config.tables import newest, table
 from zftune.integrations.deepspeed.asking import AskingError, ask
 from zftune.integrations.deepspeed.check.findings import THE_FILE, Change, Finding, Severity
+from zftune.integrations.deepspeed.named import makes_engine
 from zftune.integrations.deepspeed.outcome import Outcome, outcome
 from zftune.integrations.deepspeed.section import Refusal, Section
 from zftune.integrations.deepspeed.verdict import Fault, faults, ranks_that_fit, undecided
@@ -81,8 +83,8 @@ class Subject:
 
     @cached_property
     def hugging_face(self) -> bool:
-        """Whether it is of the Trainer or Accelerate."""
-        return self.through_hugging_face or is_hugging_face(self.config)
+        """Whether it is of the Trainer or Accelerate: "auto" says so, where no script is known that uses neither."""
+        return self.through_hugging_face or (is_hugging_face(self.config) and not makes_engine(self.script))
 
     @cached_property
     def stage(self) -> int:
@@ -195,10 +197,10 @@ class Subject:
         return given(Source(dict(self.config), hugging_face=self.hugging_face))
 
     def number_in(self, path: SettingPath) -> Change | None:
-        """The number that a string spells, where nobody refuses it; None: it spells none, or one that is refused."""
+        """What a string, or a list of them, spells in numbers; None: no numbers, or some that are refused."""
         value = at(self.config, path)
-        number = number_of(value)
-        if number is value or (isinstance(number, float) and not math.isfinite(number)):
+        number = _spelled(value)
+        if number == value or (isinstance(number, float) and not math.isfinite(number)):
             return None
         config = copy.deepcopy(dict(self.config))
         put(config, path, number)
@@ -262,6 +264,16 @@ def of_zenflow(*rules: Rule) -> Rule:
             yield from rule(subject)
 
     return all_of_them
+
+
+def _spelled(value: Any) -> Any:
+    """A value with the numbers that strings in it spell, "[0.9, 0.999]" being a list of them."""
+    if isinstance(value, str) and value.strip().startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return value
+    return [number_of(one) for one in value] if isinstance(value, list) else number_of(value)
 
 
 def change(dotted: str, value: Any) -> Change:
