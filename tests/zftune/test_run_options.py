@@ -101,6 +101,23 @@ def test_a_dry_run_knows_where_late_settings_come_from_that_no_ds_config_has(
     assert started == []
 
 
+@pytest.mark.parametrize(
+    ("offload", "unknown"),
+    [({"device": "nvme", "nvme_path": "/nvme"}, False), ({"device": "cpu", "ratio": "auto"}, True)],
+)
+def test_a_dry_run_calls_unknown_only_what_somebody_fills_in(
+    started: list[Any], tmp_path: Path, offload: dict[str, Any], unknown: bool
+) -> None:
+    (tmp_path / "d.json").write_text(
+        json.dumps({**DS_CONFIG, "zero_optimization": {"stage": 3, "offload_optimizer": offload}})
+    )
+    done = invoke("--dry-run", "--backend", "deepspeed", "--", "python", "train.py", "--deepspeed", "d.json")
+    told = next(line for line in done.output.splitlines() if line.startswith("  settings"))
+    assert told.startswith("  settings: those of the ds_config, not all of which are known") == unknown
+    assert (told == "  settings: those of the ds_config") != unknown
+    assert started == []
+
+
 def test_a_dry_run_has_the_presets_knobs(started: list[Any]) -> None:
     with open_store() as store:
         name = store.save_preset(PRESET).name

@@ -45,7 +45,7 @@ class Outputs:
                 raise BadInputError(f"{option} '{path}': is the file of {other} too; give another one")
 
     def write(self, document: Mapping[str, Any]) -> list[str]:
-        """Write all that is wanted, and name it; what failed, in sentences."""
+        """Write all that is wanted of a profile, and name it; what failed, in sentences."""
         failures = []
         wanted: tuple[tuple[str, str | None, _Write], ...] = (
             ("--json", self.json_path, write_json),
@@ -57,7 +57,7 @@ class Outputs:
                 continue
             try:
                 write(document, path)
-                wrote(option, path)
+                wrote(option, path, "; zftune compare reads it" if option == "--json" else "")
             except ZftuneError as error:
                 failures.append(str(error))
             except OSError as error:
@@ -66,23 +66,24 @@ class Outputs:
 
 
 _OPENED = {
-    "--json": "for scripts; zftune compare reads profiles",
+    "--json": "for scripts",
     "--html": "to be opened in a browser",
     "--output": "for zftune presets import",
     "--trace": "to be opened at https://ui.perfetto.dev or in chrome://tracing",
 }
 
 
-def wrote(option: str, path: str | None) -> None:
+def wrote(option: str, path: str | None, more: str = "") -> None:
     """Name a file that was written, and how it is opened, on standard error.
 
     Args:
         option: that asked for it.
         path: of the file; None, or standard output: there is none to be named.
+        more: what is said of it besides.
     """
     if path is not None and path != STANDARD_OUTPUT:
         with suppress(OSError):  # a terminal that is gone
-            typer.echo(f"zftune: wrote '{path}', {_OPENED[option]}", err=True)
+            typer.echo(f"zftune: wrote '{path}', {_OPENED[option]}{more}", err=True)
 
 
 def write_files(

@@ -110,7 +110,8 @@ def _knobs(config: Mapping[str, Any], done: Outcome, section: Section, store: st
         own = ZenFlowConfig.from_ds_config({name: value for name, value in config.items() if name != "zftune"})
         knobs = waited(own, done.quality) if done.backend == "zenflow" and done.quality else own
     except ConfigError as error:  # such as "auto", which Hugging Face fills in
-        yield f"  settings: those of the ds_config, not all of which are known before it runs ({error})"
+        unknown = f", not all of which are known before it runs ({error})" if error.value == "auto" else ""
+        yield f"  settings: those of the ds_config{unknown}"
     else:
         if done.backend == "zenflow" and done.quality in ("published", "loose") and not own.overlap_step:
             from zftune.hiding import FIRST_STEPS, late_defaults, named

@@ -255,7 +255,7 @@ def deepspeed_checks() -> Iterator[Check]:
             name="DeepSpeed",
             status="absent",
             finding="It is not installed: nothing to compare with, and no ds_config to run.",
-            fix=f"pip install deepspeed=={GOOD}",
+            fix=f"pip install 'zftune[deepspeed]'; to train with DeepSpeed's own ZenFlow too, add deepspeed=={GOOD}",
         )
         return
     yield _version(version)
@@ -420,10 +420,11 @@ def _why_not(name: str) -> str:
 
 
 def extras() -> Check:
-    """One for all extras but DeepSpeed's, which has an area of its own."""
-    lacking = {extra for package, extra in EXTRAS.items() if extra != "deepspeed" and find_spec(package) is None}
+    """One for all extras but DeepSpeed's, which has an area of its own, and PostgreSQL's where no server is named."""
+    elsewhere = {"deepspeed"} if "://" in os.environ.get("ZFTUNE_DB", "") else {"deepspeed", "postgres"}
+    lacking = {extra for package, extra in EXTRAS.items() if extra not in elsewhere and find_spec(package) is None}
     if not lacking:
-        return Check(name="extras", status="ok", finding="The packages of all extras are installed.")
+        return Check(name="extras", status="ok", finding="The packages of extras are installed.")
     names = sorted(lacking)
     return Check(
         name="extras",

@@ -256,8 +256,7 @@ def verdict(
     if config.offload_ratio == 0:
         most = max(2, math.ceil(100 * (best.step_ms / min(one.step_ms for _, one in found) - 1)))
         return [f"Do not offload: all state fits on the GPU, and no other setting is more than {most}% faster."]
-    bound = CAUSES.get(best.bound_by, best.bound_by)
-    sentences = [f"{_named(config)}: {best.step_ms:,.0f} ms a step, bound by {bound}{_stall(best)}."]
+    sentences = [f"{_named(config)}: {best.step_ms:,.0f} ms a step{_bound(best)}{_stall(best)}."]
     gain = zero.step_ms / best.step_ms
     late = f"{best.staleness_steps:.1f} steps late on average" if best.staleness_steps else "on time"
     too_large = "" if fits(zero, machine, headroom) else ", which does not fit"
@@ -281,14 +280,14 @@ def verdict(
 
 def _faster(found: Sequence[Choice]) -> list[str]:
     """Why the fastest of the settings that are shown is not the one that is proposed; nothing where it is."""
-    (_, best), *others = found[: 1 + _ALTERNATIVES]
+    (first, best), *others = found[: 1 + _ALTERNATIVES]
     if not others:
         return []
     number, (config, other) = min(enumerate(others, 2), key=lambda one: one[1][1].step_ms)
     if round(other.step_ms) >= round(best.step_ms):
         return []
     near, memory, more = f"{NEAR - 1:.0%}", best.memory, other.memory
-    if 0 < config.offload_ratio < 1:
+    if 0 < config.offload_ratio < 1 and first.offload_ratio in (0, 1):
         why = f"an offload ratio below 1 is proposed only where it is more than {near} faster"
     else:
         if round(best.staleness_steps, 1) < round(other.staleness_steps, 1):
@@ -412,6 +411,17 @@ def _named(config: ZenFlowConfig) -> str:
     else:
         name = f"topk_ratio {config.topk_ratio:g}, each step synchronous"
     return name if config.offload_ratio == 1 else f"{name}, offload_ratio {config.offload_ratio:g}"
+
+
+_BESIDE_COMPUTE = 0.1
+"""Of a step: with more stall than this it is not computing that bounds it."""
+
+
+def _bound(prediction: Prediction) -> str:
+    """What takes longest; nothing where that is computing and the step waits all the same, as its stall tells."""
+    if prediction.bound_by not in CAUSES and prediction.stall_ms > _BESIDE_COMPUTE * prediction.step_ms:
+        return ""
+    return f", bound by {CAUSES.get(prediction.bound_by, prediction.bound_by)}"
 
 
 def _stall(prediction: Prediction) -> str:

@@ -67,7 +67,7 @@ def plain_verdict(document: Document) -> list[str]:
         return [*sentences, "What a step consists of was not recorded."]
     first = _longest(known)
     sentences += [
-        f"Most of a step is {_of_step(_PLAIN_WORK, first, known[first], document)}.",
+        f"{_share(known[first], document)} of a step is {_of_step(_PLAIN_WORK, first, known[first], document)}.",
         _advice(first, document),
     ]
     more = [name for name in ("data", "optimizer", "other") if name != first and name in known]
@@ -75,6 +75,11 @@ def plain_verdict(document: Document) -> list[str]:
         if known[name] >= _NOTABLE * document["step_ms"]["mean"]:
             sentences.append(f"Then {_of_step(_PLAIN_WORK, name, known[name], document)}. {_advice(name, document)}")
     return sentences
+
+
+def _share(value: float, document: Document) -> str:
+    """How the longest part of a step is called."""
+    return "Most" if value > document["step_ms"]["mean"] / 2 else "The longest part"
 
 
 def _stalled(document: Document, stall: Mapping[str, Any]) -> str:

@@ -264,7 +264,7 @@ def key_figures(document: Document) -> Iterable[tuple[str, str, str]]:
         most = f", most by {worst[0]}" if worst is not None and worst[1] > 0 else ""
         yield "Stall", percent(stall["fraction"]), f"{ms(stall['ms_per_step'])} a step{most}"
     if roofs is not None:
-        yield "Least possible step", ms(roofs["least_step_ms"]), _bound(roofs)
+        yield "Least possible step", ms(roofs["least_step_ms"]), _alone(roofs)
     yield from _offload_tiles(document)
     if document["overhead_fraction"] is not None:
         yield "Cost of measuring", percent(document["overhead_fraction"]), "of a step"
@@ -286,7 +286,7 @@ def _offload_tiles(document: Document) -> Iterable[tuple[str, str, str]]:
         yield "GPU memory", size(document["memory"]["device_peak_bytes"]), "peak"
 
 
-def _bound(roofs: Mapping[str, Any]) -> str:
+def _alone(roofs: Mapping[str, Any]) -> str:
     names = {"compute_ms": "compute", "d2h_ms": "link down", "h2d_ms": "link up", "host_ms": "host memory"}
     highest = max(((roofs[field], name) for field, name in names.items() if roofs[field] is not None), default=None)
-    return "" if highest is None else f"bound by {highest[1]}"
+    return "" if highest is None else f"what {highest[1]} alone takes"

@@ -82,9 +82,20 @@ def test_packages_that_are_missing_or_too_old_are_required() -> None:
 def test_extras_that_are_missing_come_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("plotly", "psycopg", "deepspeed"):
         monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setenv("ZFTUNE_DB", "/tmp/zftune.db")  # PostgreSQL is for those who name a server
+    assert (extras().finding, extras().fix) == ("Not installed: report.", "pip install 'zftune[report]'")
+    monkeypatch.setenv("ZFTUNE_DB", "postgresql://user@host/zftune")
     check = extras()
     assert (check.status, check.is_fault, check.finding) == ("absent", False, "Not installed: postgres, report.")
     assert check.fix == "pip install 'zftune[postgres,report]'"
+
+
+def test_a_deepspeed_that_is_not_there_is_pinned_for_its_own_zenflow_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "installed", lambda name: None)
+    (absent,) = software.deepspeed_checks()
+    command, _, rest = str(absent.fix).partition(";")
+    assert command == "pip install 'zftune[deepspeed]'"
+    assert rest == " to train with DeepSpeed's own ZenFlow too, add deepspeed==0.19.6"
 
 
 @pytest.mark.parametrize(

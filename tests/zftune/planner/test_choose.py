@@ -98,6 +98,28 @@ def test_that_a_faster_one_is_not_proposed_has_its_reason(
     assert not any("Choice" in one for one in verdict([proposed], baselines, toy_machine()))
 
 
+def test_a_ratio_that_all_settings_have_is_no_reason() -> None:
+    half = ZenFlowConfig(offload_ratio=0.5)
+    found = [(half, prediction(100.0, staleness=1.0)), (half, prediction(99.0, staleness=4.0))]
+    baselines = {"no_offload": prediction(900.0, device=1 << 50), "zero_offload": prediction(900.0)}
+    (sentence,) = (one for one in verdict(found, baselines, toy_machine()) if one.startswith("Choice 2"))
+    assert sentence.endswith("the one with the least staleness is proposed (1.0 instead of 4.0 steps).")
+
+
+@pytest.mark.parametrize(
+    ("bound_by", "stall_ms", "said"),
+    [
+        ("compute", 51.0, " 100 ms a step, 51% of it stall (most for host update)."),
+        ("compute", 3.0, " 100 ms a step, bound by compute, 3% of it stall (most for host update)."),
+        ("host", 51.0, " 100 ms a step, bound by host update, 51% of it stall (most for host update)."),
+    ],
+)
+def test_what_stalls_for_long_is_not_bound_by_compute(bound_by: str, stall_ms: float, said: str) -> None:
+    best = replace(prediction(100.0), bound_by=bound_by, stall_ms_by_cause={"host": stall_ms})
+    baselines = {"no_offload": prediction(900.0, device=1 << 50), "zero_offload": prediction(900.0)}
+    assert verdict([(ZenFlowConfig(), best)], baselines, toy_machine())[0].endswith(said)
+
+
 def test_nothing_to_choose_from() -> None:
     assert ranked([]) == []
 

@@ -162,6 +162,13 @@ def test_a_forward_pass_with_the_batches_in_it_gets_no_advice_about_compute(of_a
     assert "torch.compile" in verdict(step_of(of_a_command, forward=90.0, data=10.0))[1]
 
 
+@pytest.mark.parametrize(("backward_ms", "said"), [(44.0, "The longest part"), (56.0, "Most")])
+def test_most_is_more_than_half(of_a_command: Document, backward_ms: float, said: str) -> None:
+    rest = 100.0 - backward_ms
+    sentences = verdict(step_of(of_a_command, backward=backward_ms, forward=rest / 2, optimizer=rest / 2))
+    assert any(sentence.startswith(f"{said} of a step is the backward pass: ") for sentence in sentences)
+
+
 @pytest.mark.parametrize(("cpu_percent", "idle"), [(20.0, True), (99.0, True), (101.0, False), (None, False)])
 def test_processes_that_hardly_compute_get_no_advice_about_compute(
     of_a_command: Document, cpu_percent: float | None, idle: bool

@@ -272,7 +272,7 @@ def test_the_command_shows_and_writes(tmp_path: Path) -> None:
     assert "step_ms.mean" in done.stdout
     assert "beyond noise" in done.stdout
     assert json.loads((tmp_path / "out.json").read_text()) == compare(a, b).document()
-    assert f"zftune: wrote '{tmp_path / 'out.json'}', for scripts" in done.stderr
+    assert f"zftune: wrote '{tmp_path / 'out.json'}', for scripts\n" in done.stderr
     on_stdout = CliRunner().invoke(cli(), [*paths, "--json", "-"])
     assert json.loads(on_stdout.stdout) == compare(a, b).document()
     assert "The typical step is 10% shorter" in on_stdout.stderr
