@@ -106,17 +106,19 @@ BEHIND = {
     "a PYTHONPATH that is cleared": (f"env -u PYTHONPATH {PLAIN}; true", sitecustomize.NO_PYTHON),
     "no torch": (f"{PLAIN}; true", sitecustomize.NO_TORCH),
     "torch": (f"{sys.executable} -c 'import torch'; {PLAIN}", LOOP),
+    "the Trainer": (f"{sys.executable} -c 'import torch, transformers.trainer'; true", sitecustomize.OF_TRAINER),
     "a loop of zenflow's": (f"{sys.executable} -c '{BY_PATH}; import torch, zenflow'; true", "--online tunes them"),
     "no zftune": (f"{BARE} -c 'import torch'; true", sitecustomize.NO_ZFTUNE),
 }
 
 
-@pytest.mark.parametrize("name", by_day(["no torch", "torch", "no zftune"], all_of=list(BEHIND)))
+@pytest.mark.parametrize("name", by_day(["no torch", "torch", "the Trainer", "no zftune"], all_of=list(BEHIND)))
 def test_behind_a_wrapper_it_is_said_why(folder: Path, name: str) -> None:
     """What is trained with is looked for by its name alone."""
     code, why = BEHIND[name]
-    for package in ("torch", "zenflow"):
-        (folder / f"{package}.py").touch()
+    (folder / "transformers").mkdir()
+    for module in ("torch", "zenflow", "transformers/__init__", "transformers/trainer"):
+        (folder / f"{module}.py").touch()
     done = run(folder, "bash", "-c", code)
     assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
     assert done.stderr.startswith(SENTENCE)
@@ -158,6 +160,8 @@ def test_it_ends_as_the_wrapper_does(folder: Path) -> None:
     ("notes", "asked", "said"),
     [
         ("pt", {"online": True}, "nothing was tuned: no zenflow optimizer took a step; in a plain loop make one: "),
+        ("pth", {"online": True}, f"nothing was tuned: .* took a step; {re.escape(sitecustomize.OF_TRAINER)}"),
+        ("pth", {}, f"{SENTENCE}.*, without DeepSpeed {re.escape(sitecustomize.OF_TRAINER)}"),
         ("ptz", {"online": True}, "nothing was tuned: no zenflow optimizer took a step; zenflow was imported"),
         ("", {"schedule": "x"}, f"nothing was replayed: .* took a step; {re.escape(sitecustomize.NO_PYTHON)}"),
         ("p", {"export_schedule": "x"}, f"no schedule was written: .* took a step; {sitecustomize.NO_TORCH}"),

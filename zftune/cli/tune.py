@@ -169,14 +169,15 @@ def _check(given: Mapping[str, Any]) -> None:
 
 
 def _not_live(command: list[str]) -> str:
-    from zftune.integrations.deepspeed.named import own_loop
-    from zftune.restarts.document import ATTACH
+    from zftune.integrations.deepspeed.named import own_loop, uses_trainer
+    from zftune.restarts.document import ATTACH, ATTACH_TRAINER
 
     shown = " ".join(command)
-    how = f"its settings cannot be changed from outside; {ATTACH}"
+    attach = ATTACH_TRAINER if uses_trainer(command) else ATTACH
+    how = f"its settings cannot be changed from outside; {attach}"
     if own_loop(command) is None:
         how = "add --restartable, which runs it again with other settings: those of a running command "
-        how += f"cannot be changed from outside ({ATTACH})"
+        how += f"cannot be changed from outside ({attach})"
     return f"command '{shown if len(shown) <= 60 else f'{shown[:59]}…'}': {how}"
 
 

@@ -22,6 +22,10 @@ OnProgress = Callable[[str, "Search | None"], None]
 STEPS = 30
 """Of a trial, that count."""
 WARM_UP = 5
+ATTACH_TRAINER = (
+    "a Trainer without DeepSpeed is tuned while it trains, by zenflow_optimizer and ZFTuneCallback of "
+    "zftune.integrations.huggingface"
+)
 ATTACH = "a loop of your own is tuned while it trains, by zenflow's optimizer and zftune.attach(optimizer)"
 
 

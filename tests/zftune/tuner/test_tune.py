@@ -265,6 +265,13 @@ def test_ctrl_c_before_it_began(mini_model: Path, mini_rig: Path, store: Store) 
             "command 'python train.py': add --restartable, which runs it again with other settings: ",
         ),
         (
+            "-- python hf_trainer.py",
+            (
+                "command 'python hf_trainer.py': add --restartable, which runs it again with other settings: those of "
+                "a running command cannot be changed from outside (a Trainer without DeepSpeed is tuned while it "
+            ),
+        ),
+        (
             "-- python plain_pytorch.py",
             "command 'python plain_pytorch.py': its settings cannot be changed from outside; ",
         ),

@@ -31,6 +31,9 @@ NO_PYTHON = (
 NO_TORCH = "no Python of CMD imported torch or deepspeed"
 NO_ZFTUNE = "the Python that imported torch has no zftune, install it there"
 ONE_LINE = "optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=1e-3, module=model)"
+OF_TRAINER = (
+    "give the Trainer one: optimizers=(zenflow_optimizer(model, args), None), from zftune.integrations.huggingface"
+)
 STEERING = (
     ("online", "nothing was tuned"),
     ("schedule", "nothing was replayed"),
@@ -109,6 +112,7 @@ class Notes:
     TORCH = b"t"  # torch was imported
     LACKS = b"n"  # by a Python without zftune
     OWN = b"z"  # the script imported zenflow
+    TRAINER = b"h"  # it uses the Trainer of transformers
     LAUNCHES = b"l"  # torchrun's or DeepSpeed's launcher began, which may start no rank, or ranks on other machines
     CALLED = b"c"  # deepspeed.initialize was called, or it has been said why that does nothing
     RANK = b"r"  # a rank has begun
@@ -166,13 +170,15 @@ def missed(notes: bytes, asked: Any) -> str:
         why = NO_ZFTUNE
     elif Notes.OWN not in notes and Notes.TORCH not in notes:
         why = NO_TORCH
+    uses_trainer = Notes.TRAINER in notes
     if lacking:
-        in_a_loop = "zenflow was imported" if Notes.OWN in notes else "in a plain loop make one: " + ONE_LINE
+        make_one = OF_TRAINER if uses_trainer else "in a plain loop make one: " + ONE_LINE
+        in_a_loop = "zenflow was imported" if Notes.OWN in notes else make_one
         return NOT_STEERED % (lacking[0], why or in_a_loop)
     if Notes.OWN in notes:
         why = why or "optimizers of zenflow that a script makes keep their settings, zftune run --online tunes them"
-    is_for = "zftune run is for scripts that make one, for a plain loop use one line: " + ONE_LINE
-    return NOTHING % (why or is_for)
+    without = "without DeepSpeed " + OF_TRAINER if uses_trainer else "for a plain loop use one line: " + ONE_LINE
+    return NOTHING % (why or "zftune run is for scripts that make one, " + without)
 
 
 def own_only(file: Any) -> None:
@@ -314,6 +320,7 @@ def begin() -> None:
             watcher.when_imported("deepspeed.launcher.runner", pass_on)
             watcher.when_imported("torch.distributed.launcher.api", pass_on)  # torchrun's own module may be __main__
             watcher.when_imported("torch", saw_torch)
+            watcher.when_imported("transformers.trainer", lambda _: notes.add(notes.TRAINER))
         notes.add(notes.PYTHON)
     run_next()
 

@@ -262,6 +262,19 @@ def own_loop(command: Sequence[str]) -> Path | None:
     return script if is_alone and not found.words & _STARTS_OTHERS else None
 
 
+def uses_trainer(command: Sequence[str]) -> bool:
+    """Whether the script of a command names a Trainer of transformers or TRL, and the command no DeepSpeed.
+
+    Args:
+        command: a program and its arguments.
+    """
+    script = script_of(command)
+    if script is None or any("deepspeed" in word for word in command):
+        return False
+    found = names_in(script)
+    return bool(found.imported & {"transformers", "trl"}) and any(word.endswith("Trainer") for word in found.words)
+
+
 _TORCH = {"torch", "torchvision", "numpy", "tqdm", "zenflow", "zftune"}
 _STARTS_OTHERS = {"subprocess", "runpy", "importlib", "__import__", "exec", "execv", "execvp", "system"}
 
