@@ -194,13 +194,8 @@ def _exit_codes() -> str:
 
 
 def _json_documents() -> str:
-    parts = [
-        "# What is in the JSON that commands write?",
-        (
-            "For anyone who reads results by a program. `--json PATH` writes one of these documents, `--json -`"
-            " prints it. The number in a name changes when a field goes or gets another meaning, not when one comes."
-        ),
-    ]
+    page = (ROOT / "docs/reference/json.md").read_text(encoding="utf-8").strip()
+    parts = [page.rpartition("\n\n")[0]]  # without the line that says so
     schemas = {}
     for path in (ROOT / "zftune").rglob("*.schema.json"):
         schema = json.loads(path.read_text(encoding="utf-8"))
@@ -217,6 +212,12 @@ def _json_documents() -> str:
             writer = f"Written by `{command}`. " if command else ""
             parts.append(f"{writer}Fields: " + ", ".join(f"`{key}`" for key in fields) + ".")
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def json_schemas() -> set[str]:
+    """The names of all documents that commands write."""
+    files = (ROOT / "zftune").rglob("*.schema.json")
+    return {*(json.loads(path.read_text(encoding="utf-8"))["title"] for path in files), *_written()}
 
 
 def _written() -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ import typer.main
 
 from tests import upstream_ops, zygote
 from tests.governance.documents import PAGES, ROOT, Block, blocks, commands, links, prose
-from tools.reference_pages import makers
+from tools.reference_pages import json_schemas, makers
 from zenflow import ZenFlowConfig
 from zenflow.names import VARIABLES
 from zftune import variables
@@ -241,10 +241,20 @@ def test_what_a_page_links_to_is_there(page: Path) -> None:
 @pytest.mark.parametrize("name", makers())
 def test_a_page_that_is_made_has_a_line_in_its_place(name: str) -> None:
     """Who reads a checkout follows the same links as who reads the site."""
-    title, _, line = (ROOT / "docs" / name).read_text(encoding="utf-8").strip().split("\n")
+    title, *_, line = (ROOT / "docs" / name).read_text(encoding="utf-8").strip().split("\n")
     assert makers()[name]().startswith(f"{title}\n")
     assert line.startswith("`make docs` makes this page from ")
     assert f"`build/site/{name.removesuffix('.md')}.html`" in line
+
+
+def test_each_document_that_commands_write_is_told_in_words() -> None:
+    """Also to who reads a checkout: the site lists their fields as well."""
+    page = (ROOT / "docs/reference/json.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(zftune\.[\w.-]+/\d+)` \| .+ \| (.+) \|$", page, re.MULTILINE))
+    assert set(rows) == json_schemas()
+    made = makers()["reference/json.md"]()
+    assert all(row in made and f"\n## {name}\n" in made for name, row in rows.items())
+    assert "`make docs`" not in made
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
