@@ -212,6 +212,34 @@ def test_auto_that_nobody_fills_in_never_starts(tmp_path: Path, started: list[An
     assert invoke(*command).exit_code == 0
 
 
+_PASSES = "import deepspeed\nfrom pathlib import Path\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "seen"),
+    [
+        ("CONFIG = Path(__file__).with_name('own.json')\ndeepspeed.initialize(config=str(CONFIG))\n", True),
+        ("deepspeed.initialize(model, config='own.json')\n", True),
+        ("config = 'own.json'\nconfig = changed(config)\ndeepspeed.initialize(config=config)\n", False),
+        ("deepspeed.initialize(config=changed('own.json'))\n", False),
+        ("config = 'own.json'\ndef main(config): deepspeed.initialize(config=config)\n", False),
+        ("json.dump(made, file)\ndeepspeed.initialize(config='own.json')\n", False),
+        ("deepspeed.initialize(config=json.load(open('own.json')))\n", False),
+    ],
+)
+def test_a_ds_config_whose_path_the_script_passes_is_judged_before_it_starts(
+    tmp_path: Path, started: list[Any], script: str, seen: bool
+) -> None:
+    """What the script may change is seen only when the engine starts."""
+    (tmp_path / "own.json").write_text(json.dumps({**DS_CONFIG, "amp": {"enabled": True}}))
+    (tmp_path / "train.py").write_text(_PASSES + script)
+    done = invoke("--dry-run", "--", "deepspeed", "train.py")
+    assert isinstance(done.exception, BadInputError) == seen, done.output
+    assert ("own.json': amp.enabled is True; it must be false" in str(done.exception)) == seen
+    assert ("It names no ds_config" in done.output) != seen
+    assert started == []
+
+
 @pytest.mark.parametrize("dry", [True, False])
 def test_a_late_preset_never_starts_where_every_update_is_waited_for(started: list[Any], dry: bool) -> None:
     with open_store() as store:

@@ -390,11 +390,14 @@ _OF_ACCELERATE = (
 _OTHER_KINDS = ("--cpu", "--multi_gpu", "--tpu", "--tpu_use_cluster", "--use_fsdp", "--use_megatron_lm")
 _JSON = (".json", ".hjson")
 _SUFFIXES = (".json", ".yaml", ".yml")
+_DEEPEST = 4  # names and calls that a path goes through, such as str(CONFIG)
+_WRITES = ("dump", "write", "write_text")
 _LARGEST_BYTES = 1 << 20  # of the arguments of a training; data in JSON is more
 
 
 def named_by(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[Source]:
-    """Each ds_config that a command names: by an option of its script, in a file of arguments, else by Accelerate.
+    """Each ds_config that a command names: by an option of its script, in a file of arguments, by the path that the
+    script passes to `deepspeed.initialize`, else by Accelerate.
 
     What is not there, or is something else, is the training's own matter.
 
@@ -410,9 +413,44 @@ def named_by(command: Sequence[str], environment: Mapping[str, str]) -> Iterator
     values = [pair for pair in options if pair[0] in _OPTIONS] or [pair for pair in options if pair[0] == _FLAG]
     found = [source for option, value in values if (source := _given(option, value)) is not None]
     found = found or list(_recipes([*words[1:], *(value for _, value in options)]))
+    handed = None if found or launch is not None else _handed(script_of(command))
+    if handed is not None and (source := _given("config", str(handed))) is not None:
+        found = [source]
     yield from found
     if launch is not None and not found:
         yield from _through_accelerate(dict(_options(launch)), environment)
+
+
+def _handed(script: Path | None) -> Path | None:
+    """The file whose path a script passes to `deepspeed.initialize`; None: what it passes is not certain from here."""
+    try:
+        nodes = list(ast.walk(ast.parse(b"" if script is None else script.read_bytes())))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    calls = (one for one in nodes if isinstance(one, ast.Call) and ast.unparse(one.func).endswith("initialize"))
+    passed = [one.value for call in calls for one in call.keywords if one.arg == "config"]
+    bound = [one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
+    bound += [one.arg for one in nodes if isinstance(one, ast.arg)]
+    writes = any(isinstance(one, ast.Attribute) and one.attr in _WRITES for one in nodes)  # it may make the file
+    values = {
+        ast.unparse(one.targets[0]): one.value
+        for one in nodes
+        if isinstance(one, ast.Assign) and bound.count(ast.unparse(one.targets[0])) == 1
+    }
+    if script is None or writes or len(passed) != 1:
+        return None
+    value = passed[0]
+    for _ in range(_DEEPEST):
+        if isinstance(value, ast.Name) and value.id in values:
+            value = values[value.id]
+        elif isinstance(value, ast.Call) and ast.unparse(value.func) in ("str", "Path") and len(value.args) == 1:
+            value = value.args[0]
+    beside = isinstance(value, ast.Call) and ast.unparse(value.func) == "Path(__file__).with_name"
+    name = _word(value.args[0] if isinstance(value, ast.Call) and value.args else value)
+    if not name.endswith(_JSON) or (isinstance(value, ast.Call) and not beside):
+        return None
+    path = script.with_name(name) if beside else Path(name)
+    return path if path.is_file() else None
 
 
 def missing(command: Sequence[str]) -> Iterator[tuple[str, str]]:
