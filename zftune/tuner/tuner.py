@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -106,6 +107,7 @@ class Tuner:
         _open.add(self)
         if consensus is None:  # a launcher sends it to a rank since another one has crashed
             _hear_signals()
+            weakref.finalize(self, _deafen).atexit = False  # where it is thrown away
 
     def __enter__(self) -> Tuner:
         return self
@@ -245,7 +247,7 @@ class Tuner:
         _open.discard(self)
         if not _open:
             atexit.unregister(_close_all)
-            _deafen()
+        _deafen()
         if self._consensus is None or self._consensus.over:
             self._hook.remove()
         else:
@@ -519,14 +521,37 @@ def _hear_signals() -> None:
             signal.signal(number, _end_by)
 
 
-def _deafen() -> None:
+def _deafen(*, of_child: bool = False) -> None:
     """After the last tuner, and in a fork's child: a worker of a DataLoader ends as it does without us."""
+    if open_tuners() and not of_child:
+        return
     for number in _SIGNALS:
         if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is _end_by:
             signal.signal(number, signal.SIG_DFL)
 
 
-os.register_at_fork(after_in_child=_deafen)
+_before_fork = threading.local()
+
+
+def _hold_signals() -> None:
+    """For the time of a fork: Python forgets a signal that comes to the child before its handlers are as they were."""
+    hears = any(signal.getsignal(number) is _end_by for number in _SIGNALS)
+    _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS) if hears else None
+
+
+def _take_signals(*, of_child: bool) -> None:
+    if of_child:
+        _deafen(of_child=True)
+    mask = getattr(_before_fork, "mask", None)
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+os.register_at_fork(
+    before=_hold_signals,
+    after_in_parent=partial(_take_signals, of_child=False),
+    after_in_child=partial(_take_signals, of_child=True),
+)
 
 
 def _end_by(number: int, _: object) -> None:
