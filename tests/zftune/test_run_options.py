@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.zftune.store.examples import PRESET
+from tests.tiers import combinations
+from tests.zftune.integrations.ds_worker import make_model
+from tests.zftune.store.examples import KNOBS, PRESET
 from zftune.agent import show_lines
 from zftune.cli import run as module
 from zftune.cli.main import main
 from zftune.errors import BadInputError
+from zftune.integrations.deepspeed import backend
+from zftune.integrations.deepspeed.section import Section
 from zftune.profile.command import run as profiling
 from zftune.store import open_store
 from zftune.store.types import Backend
@@ -53,7 +58,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, s
     monkeypatch.setattr(module, "_require_daemon", lambda _: None)
     (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
     (tmp_path / "train.py").touch()
-    for program in ("deepspeed", "accelerate"):
+    for program in ("deepspeed", "accelerate", "torchrun"):
         (tmp_path / program).touch(mode=0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     return found
@@ -122,7 +127,69 @@ def test_a_dry_run_has_the_presets_knobs(started: list[Any]) -> None:
     with open_store() as store:
         name = store.save_preset(PRESET).name
     done = invoke("--dry-run", "--preset", name, "--", "deepspeed", "train.py", "--deepspeed", "ds.json")
+    assert f"  settings of preset {name}, which come before them, provisional: " in done.output
+    assert "it was proven for something else (hardware 8899aabbccddeeff instead of " in done.output
+    assert "): topk_ratio 0.1, " in done.output
+    assert started == []
+    with open_store() as store:
+        here = replace(PRESET.hardware, hw_id=hw_id(hardware()))
+        name = store.save_preset(replace(PRESET, key=replace(PRESET.key, hw_id=here.hw_id), hardware=here)).name
+    done = invoke("--dry-run", "--preset", name, "--", "deepspeed", "train.py", "--deepspeed", "ds.json")
     assert f"  settings of preset {name}, which come before them: topk_ratio 0.1, " in done.output
+
+
+_NO_OVERLAP = {"topk_ratio": 0.05, "update_interval": 4}
+_SECTIONS = (None, {}, _NO_OVERLAP, {**_NO_OVERLAP, "overlap_step": False}, {**_NO_OVERLAP, "overlap_step": True})
+
+
+def _told(lines: list[str]) -> tuple[float, int, bool]:
+    """What of topk_ratio, update_interval and overlap_step the settings of a dry run come to on a plain CPU."""
+    found: dict[str, str] = {}
+    for line in lines:
+        if line.startswith("  settings"):
+            found |= dict(re.findall(r"(topk_ratio|update_interval|apply_lag|overlap_step) ([\w.]+)", line))
+    overlaps = "apply_lag" in found or found["overlap_step"] == "on"
+    return float(found["topk_ratio"]), int(found["update_interval"]), overlaps
+
+
+@pytest.mark.parametrize(
+    ("zenflow", "quality", "tuned", "with_preset"),
+    combinations(
+        zenflow=_SECTIONS,
+        quality=[None, "exact", "published", "loose"],
+        tuned=["", "--online", "--schedule"],
+        with_preset=[False, True],
+    ),
+)
+def test_a_dry_run_has_the_settings_that_the_engine_begins_with(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    started: list[Any],
+    zenflow: Any,
+    quality: Any,
+    tuned: str,
+    with_preset: bool,
+) -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    config = {**DS_CONFIG, "zero_optimization": zero if zenflow is None else {**zero, "zenflow": zenflow}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    asked: dict[str, Any] = {"quality": quality} if quality else {}
+    if with_preset:
+        waits = {"update_interval": 1, "overlap_step": False} if quality in (None, "exact") else {"update_interval": 3}
+        with open_store() as store:
+            asked["preset"] = store.save_preset(replace(PRESET, knobs={**KNOBS, "topk_ratio": 0.2, **waits})).name
+    options = [part for name, value in asked.items() for part in (f"--{name}", value)]
+    if tuned == "--online":
+        options.append(tuned)
+    elif tuned:
+        monkeypatch.setattr("zftune.agent.schedule.read_schedule", lambda _: None)
+        options += [tuned, "schedule.json"]
+    done = invoke("--dry-run", *options, "--", "torchrun", "train.py", "--deepspeed", "ds.json")
+    assert done.exit_code == 0, done.output
+    monkeypatch.setenv("ZFTUNE_ONLINE", "nobody" if tuned == "--schedule" else "")
+    plan = backend.plan(config, Section(**asked, online=tuned == "--online"))
+    begun = backend.Making(plan, backend.recipe_of(config, None), None, make_model("plain"), None)._chosen()
+    assert _told(done.output.splitlines()) == (begun.topk_ratio, begun.update_interval, begun.overlap_step)
     assert started == []
 
 

@@ -35,7 +35,7 @@ Found = tuple["Source", "Outcome", "Section"]
 
 
 def sentences(
-    command: Sequence[str], found: Sequence[Found], environment: Mapping[str, str], *, online: bool
+    command: Sequence[str], found: Sequence[Found], environment: Mapping[str, str], *, online: bool, replayed: bool
 ) -> Iterator[str]:
     """What `zftune run` would do.
 
@@ -44,6 +44,7 @@ def sentences(
         found: each ds_config that it names.
         environment: in which it would run.
         online: whether it would be tuned while it trains.
+        replayed: whether a schedule would set its knobs.
 
     Raises:
         BadInputError: it names what is not there, and would end before it trains.
@@ -62,7 +63,7 @@ def sentences(
     for source, done, section in found:
         yield f"{source.path or source.through}: {done}."
         if done.kind == "trains":
-            yield from _knobs(source.config, done, section, store)
+            yield from _knobs(source.config, done, section, store, is_tuned=online or replayed or section.online)
     yield from _launched_by_nobody(command, environment)
     if online or any(section.online for _, _, section in found):
         yield f"Tuned while it trains, by the daemon at {locate(environment).socket}; results go to {store}."
@@ -101,11 +102,13 @@ def _launched_by_nobody(command: Sequence[str], environment: Mapping[str, str]) 
         )
 
 
-def _knobs(config: Mapping[str, Any], done: Outcome, section: Section, store: str) -> Iterator[str]:
+def _knobs(config: Mapping[str, Any], done: Outcome, section: Section, store: str, *, is_tuned: bool) -> Iterator[str]:
     from zenflow import ConfigError, ZenFlowConfig
-    from zftune.integrations.deepspeed.choosing import waited
+    from zftune.integrations.deepspeed.choosing import is_planned, waited
+    from zftune.integrations.deepspeed.outcome import has_zenflow
     from zftune.integrations.deepspeed.section import BEST
 
+    asked = section.preset not in (None, BEST)
     try:
         own = ZenFlowConfig.from_ds_config({name: value for name, value in config.items() if name != "zftune"})
         knobs = waited(own, done.quality) if done.backend == "zenflow" and done.quality else own
@@ -113,27 +116,41 @@ def _knobs(config: Mapping[str, Any], done: Outcome, section: Section, store: st
         unknown = f", not all of which are known before it runs ({error})" if error.value == "auto" else ""
         yield f"  settings: those of the ds_config{unknown}"
     else:
-        if done.backend == "zenflow" and done.quality in ("published", "loose") and not own.overlap_step:
+        late = done.quality if done.backend == "zenflow" else None
+        has_section = has_zenflow(config)
+        if late is not None and is_planned(late, has_section=has_section, has_preset=asked, is_tuned=is_tuned):
             from zftune.hiding import FIRST_STEPS, late_defaults, named
 
-            late = named(late_defaults(done.quality, own))
-            yield f"  settings: the planner's, after {FIRST_STEPS} steps on a GPU; on a plain CPU {late}"
-            return
-        shown = ("topk_ratio", "update_interval", "select_interval", "offload_ratio", "overlap_step")
-        but = "" if knobs == own else f", with what quality {done.quality} needs"
-        yield f"  settings of the ds_config{but}: " + ", ".join(
-            f"{name} {_word(getattr(knobs, name))}" for name in shown
-        )
+            defaults = named(late_defaults(late, own))
+            yield f"  settings: the planner's, after {FIRST_STEPS} steps on a GPU; on a plain CPU {defaults}"
+        else:
+            but = "" if knobs == own else f", with what quality {done.quality} needs"
+            yield f"  settings of the ds_config{but}: {_words({name: getattr(knobs, name) for name in _SHOWN})}"
     if section.preset == BEST and not _has_presets(done, here=True):
         yield f"  no preset for this hardware is in {store} yet (zftune tune makes one): it would train with these"
-        return
-    if section.preset in (None, BEST):
+    elif asked:
+        yield _of_preset(str(section.preset), config, done)
+    else:
         yield f"  a preset for exactly this model and hardware in {store} would come before them"
-        return
-    preset = _preset(str(section.preset))
-    yield f"  settings of preset {preset.name}, which come before them: " + ", ".join(
-        f"{name} {_word(value)}" for name, value in preset.knobs.items()
-    )
+
+
+_SHOWN = ("topk_ratio", "update_interval", "select_interval", "offload_ratio", "overlap_step")
+
+
+def _of_preset(name: str, config: Mapping[str, Any], done: Outcome) -> str:
+    """What a preset would set, and whether it is proven for what is known of the training: not its model."""
+    from zftune.ds_config.reading import stage_of
+    from zftune.integrations.deepspeed.choosing import provisional
+    from zftune.telemetry.fingerprint import hardware, hw_id
+
+    preset = _preset(name)
+    known = {"backend": done.backend, "quality": done.quality, "stage": stage_of(config)}
+    but = provisional(preset, replace(preset.key, hw_id=hw_id(hardware()), **known))
+    return f"  settings of preset {preset.name}, which come before them{but}: {_words(preset.knobs)}"
+
+
+def _words(knobs: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_word(value)}" for name, value in knobs.items())
 
 
 def _has_presets(done: Outcome, *, here: bool) -> bool:
@@ -224,7 +241,7 @@ def run(
     if found:
         _tell_left_locks(environment)
     if dry_run:
-        for sentence in sentences(command, found, environment, online=online):
+        for sentence in sentences(command, found, environment, online=online, replayed=schedule is not None):
             typer.echo(sentence)
         return
     if not disabled:

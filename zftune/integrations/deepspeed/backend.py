@@ -26,6 +26,7 @@ from zftune.integrations.deepspeed import optimizers, sharded_files
 from zftune.integrations.deepspeed.choosing import (
     Training,
     choose,
+    is_planned,
     knobs_on_host,
     late_knobs,
     waited,
@@ -33,7 +34,7 @@ from zftune.integrations.deepspeed.choosing import (
 )
 from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer, LossScaling
 from zftune.integrations.deepspeed.fp32_weights import save_whole, save_with_fp32
-from zftune.integrations.deepspeed.outcome import TAKEN_OVER, quality_of, refusals
+from zftune.integrations.deepspeed.outcome import TAKEN_OVER, has_zenflow, quality_of, refusals
 from zftune.integrations.deepspeed.precision import Precision, cast_inputs, dtype_named, loss_scaler
 from zftune.integrations.deepspeed.section import INSTEAD, Section, require_none
 from zftune.integrations.fsdp2 import Sharded
@@ -110,7 +111,6 @@ def plan(config: Mapping[str, Any], section: Section) -> Plan:
     topk_ratio = at(config, ("zero_optimization", "zenflow", "topk_ratio"))
     precision = Precision.of(config)
     zero = config.get("zero_optimization")
-    has_zenflow = isinstance(zero, Mapping) and zero.get("zenflow") is not None
     quality = quality_of(config, section)
     own = late = ZenFlowConfig.from_ds_config(config)
     if precision.dtype is not None:
@@ -121,7 +121,7 @@ def plan(config: Mapping[str, Any], section: Section) -> Plan:
     return Plan(
         config=for_engine,
         own=own,
-        late=late if has_zenflow else None,
+        late=late if has_zenflow(config) else None,
         precision=precision,
         section=section,
         quality=quality,
@@ -359,7 +359,12 @@ class Making:
             self.follows, self.late = True, self._late(training)
             if plan.late is not None:
                 sentence += ", but for update_interval 1 and overlap_step false, which exact needs"
-        elif plan.late is None and not chosen.knobs and not _has_tuner(plan.section):
+        elif is_planned(
+            plan.quality,
+            has_section=plan.late is not None,
+            has_preset=bool(chosen.knobs),
+            is_tuned=_has_tuner(plan.section),
+        ):
             self.follows = True
             config, origin = late_knobs(config, plan.quality, self._torch_device)
             sentence = replace(chosen, origin=origin).sentence

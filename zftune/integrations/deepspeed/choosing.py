@@ -130,7 +130,7 @@ def _best(store: Store, training: Training, *, asked: bool) -> Chosen:
 def _named(store: Store, training: Training, name: str) -> Chosen:
     from zftune.integrations.deepspeed.presets import is_file, named
     from zftune.store.preset_file import read_preset
-    from zftune.store.presets import differences, knobs_here
+    from zftune.store.presets import knobs_here
     from zftune.telemetry.fingerprint import hardware
 
     try:
@@ -138,14 +138,35 @@ def _named(store: Store, training: Training, name: str) -> Chosen:
     except StoreError as error:
         raise BadInputError(f"preset '{name}': {error}") from error
     key = training.key()
-    others = differences(replace(key, sequence=min(key.sequence, preset.key.sequence)), preset.key)
     knobs, about_cores = knobs_here(preset, hardware()["usable_cores"])
-    sentence = f"the settings are of preset {preset.name}"
-    if others:
-        sentence += f", provisional: it was proven for something else ({'; '.join(others)})"
-    elif preset.imported:
-        sentence += ", provisional: it was imported, not measured here"
+    sentence = f"the settings are of preset {preset.name}{provisional(preset, key)}"
     return Chosen(knobs, sentence if about_cores is None else f"{sentence}; {about_cores}")
+
+
+def provisional(preset: Preset, key: Key) -> str:
+    """Why a preset that is asked for by name is not proven for a training; empty: it is.
+
+    Args:
+        preset: as the store or its file has it.
+        key: of the training, as far as it is known.
+    """
+    from zftune.store.presets import differences
+
+    if others := differences(replace(key, sequence=min(key.sequence, preset.key.sequence)), preset.key):
+        return f", provisional: it was proven for something else ({'; '.join(others)})"
+    return ", provisional: it was imported, not measured here" if preset.imported else ""
+
+
+def is_planned(quality: Quality, *, has_section: bool, has_preset: bool, is_tuned: bool) -> bool:
+    """Whether the planner finds the knobs, since late updates are allowed and nobody says which.
+
+    Args:
+        quality: what is promised.
+        has_section: whether the ds_config has a "zenflow" section, whatever it holds.
+        has_preset: whether a preset's knobs come before it.
+        is_tuned: whether somebody else sets knobs while it trains: a search, or a schedule.
+    """
+    return quality != "exact" and not (has_section or has_preset or is_tuned)
 
 
 def late_knobs(own: ZenFlowConfig, quality: Quality, device: torch.device) -> tuple[ZenFlowConfig, str]:

@@ -216,9 +216,12 @@ def _outcome(config: Mapping[str, Any], asked: Section) -> Outcome:
 
 def quality_of(config: Mapping[str, Any], wanted: Section) -> Quality:
     """The promise about updates: what is asked for; else late ones only where the ds_config has ZenFlow."""
-    zero = config.get("zero_optimization")
-    has_zenflow = isinstance(zero, Mapping) and zero.get("zenflow") is not None
-    return wanted.quality or ("published" if has_zenflow else "exact")
+    return wanted.quality or ("published" if has_zenflow(config) else "exact")
+
+
+def has_zenflow(config: Mapping[str, Any]) -> bool:
+    """Whether a ds_config has a "zenflow" section, be it empty."""
+    return at(config, ("zero_optimization", "zenflow")) not in (MISSING, None)
 
 
 def _nothing_to_do(config: Mapping[str, Any]) -> str:
