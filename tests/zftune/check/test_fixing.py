@@ -153,6 +153,43 @@ def test_clipping_stays_where_the_backend_zenflow_trains_it_in_the_end() -> None
     assert (mended["zftune"]["backend"], mended["gradient_clipping"]) == ("zenflow", 1.0)
 
 
+KEPT: dict[str, Any] = {
+    "gradient_clipping": 1.0,
+    "gradient_accumulation_steps": 2,
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer.params.lr": 3e-4,
+}
+UNMENDABLE: tuple[dict[str, Any], ...] = (
+    {},
+    {"optimizer.params.beta": [0.9, 0.95]},
+    {"zero_optimization.zenflow.update_intervall": 4},
+    {"gradient_clipping": True},
+    {"pipeline_parallel_size": 2},  # --fix goes to DeepSpeed's own runtime
+)
+
+
+@pytest.mark.parametrize("case", [one for one in CASES if one.base.startswith("zenflow-")], ids=str)
+def test_only_who_asks_for_deepspeeds_own_runtime_has_clipping_and_sizes_changed(case: Bad) -> None:
+    """What is left of other faults is no reason to train another training."""
+    for fault in UNMENDABLE:
+        config, expected = case.config, {**KEPT, **fault}
+        for dotted, value in {**KEPT, **case.changes, **fault}.items():
+            put(config, path_of(dotted), copy.deepcopy(value))
+        mended, _, left = fix(Source(config), backend=None, version=case.version)
+        for dotted in KEPT:
+            if not any(dotted.startswith(name) or name.startswith("train_batch") for name in case.changes):
+                assert at(mended, path_of(dotted)) == expected[dotted], fault
+        told = [one for one in left.findings if one.rule in ("zenflow-clipping", "zenflow-accumulation")]
+        assert [one.safe.endswith("with --backend deepspeed") for one in told] == [True] * len(told)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_true_is_no_clipping_that_could_be_mended(backend: Backend | None) -> None:
+    config = safe("zenflow-sequential") | {"gradient_clipping": True}
+    mended, _, left = fix(Source(config), backend=backend, version="0.19.6")
+    assert (mended["gradient_clipping"], left.ok) == (True, False)
+
+
 @pytest.mark.parametrize(("path", "value"), [("stage", 3), ("zenflow.update_interval", "auto")])
 def test_what_a_run_refuses_with_deepspeeds_own_runtime_is_told_as_refused(path: str, value: Any) -> None:
     config = safe("zenflow-overlapped")

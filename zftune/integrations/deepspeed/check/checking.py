@@ -82,6 +82,7 @@ def fix(
         The changed ds_config; every change with the finding that it mends; what is left to be found.
     """
     config = copy.deepcopy(source.config)
+    upstream_asked = (backend or _said(config)) == "deepspeed"  # not where a change of ours says so
     done: list[tuple[Change, Finding]] = []
     for _ in range(_MOST):
         as_it_is = Source(config, hugging_face=source.hugging_face)
@@ -92,6 +93,7 @@ def fix(
             world_size=world_size,
             fault_of_preset=fault_of_preset,
             script=script,
+            upstream_asked=upstream_asked,
         )
         helping = [finding for finding in report.findings if _helps(config, finding)]
         finding = min(helping, key=_turn, default=None)
@@ -155,6 +157,7 @@ def check(
     world_size: int | None = None,
     fault_of_preset: FaultOfPreset | None = None,
     script: Path | None = None,
+    upstream_asked: bool | None = None,
 ) -> Report:
     """What is wrong with a ds_config.
 
@@ -165,18 +168,17 @@ def check(
         world_size: number of ranks; None: any that the batch sizes fit.
         fault_of_preset: tells what is wrong with a preset's name; None: presets are not looked up.
         script: of the training; None: it is not known.
+        upstream_asked: whether somebody asks for DeepSpeed's own runtime, to which clipping and accumulation may have
+            to give way; None: where it is the one that is judged.
     """
     if not isinstance(source, Source):
         source = Source(dict(source))
-    section = source.config.get("zftune")
-    said = section.get("backend") if isinstance(section, Mapping) else None
-    chosen: Backend | None = backend or (
-        "zenflow" if said == "zenflow" else "deepspeed" if said == "deepspeed" else None
-    )
+    chosen = backend or _said(source.config)
     subject = Subject(
         config=source.config,
         backend=chosen,
         forced=backend is not None,
+        upstream_asked=chosen == "deepspeed" if upstream_asked is None else upstream_asked,
         version=version or GOOD,
         duplicates=source.duplicates,
         flaw=source.flaw,
@@ -190,6 +192,12 @@ def check(
     told, places = by_severity(_once(kept)), source.places or {}
     outcome = _refused(told, subject.outcome) if subject.outcome.backend == "deepspeed" else subject.outcome
     return Report(version, chosen, tuple(one.placed(places) for one in told), outcome.placed(places))
+
+
+def _said(config: Mapping[str, Any]) -> Backend | None:
+    """The backend that a ds_config asks for itself."""
+    said = at(config, ("zftune", "backend"))
+    return "zenflow" if said == "zenflow" else "deepspeed" if said == "deepspeed" else None
 
 
 def _refused(findings: Sequence[Finding], outcome: Outcome) -> Outcome:

@@ -250,7 +250,7 @@ def render_changes(heading: str, changes: Sequence[Change], left: Report) -> Ren
     parts += [Text(line) for line in dict.fromkeys(change.sentence() for change in changes)]
     faults = [finding for finding in left.findings if finding.is_fault]
     if faults:
-        parts += [Text(), Text("No safe value is known for what is left:", style="bold")]
+        parts += [Text(), Text("Left as it is, since what is right is not for zftune to say:", style="bold")]
         parts += [_entry(finding, left) for finding in faults]
     parts += [Text(), _sum(left, "left in the written file")]
     return _Screen(parts)

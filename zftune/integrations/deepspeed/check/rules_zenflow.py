@@ -97,6 +97,7 @@ ZENFLOW_NOTES = of_zenflow(checkpoints, model, selection, ranks, mean, overlap, 
 _TOPK = f"{ZENFLOW}.topk_ratio"
 # What both of its optimizers take: the host's, and torch's AdamW for the selected columns.
 _ADAM_PARAMS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "max_grad_norm")
+_ASKED = "with --backend deepspeed"
 _INSTEAD = 'the runtime of zftune run ("zftune": {"backend": "zenflow"}), or no "zenflow" section'
 
 
@@ -243,8 +244,10 @@ def clipping(subject: Subject) -> Iterator[Finding]:
         return
     default = "Left out, DeepSpeed clips to 1.0. " if value is MISSING else ""
     reason = f"{default}Clipping leaves the selected columns out, which have the largest gradients."
-    mends = subject.elsewhere() or (change("gradient_clipping", 0.0),)
-    yield subject.finding("zenflow-clipping", "gradient_clipping", "wrong", reason, *mends)
+    off = () if isinstance(value, bool) else subject.where_asked(change("gradient_clipping", 0.0))  # true is no number
+    mends = subject.elsewhere() or off
+    advice = "" if mends else f"zftune run, which clips all columns; or 0.0, {_ASKED}"
+    yield subject.finding("zenflow-clipping", "gradient_clipping", "wrong", reason, *mends, advice=advice)
 
 
 def accumulation(subject: Subject) -> Iterator[Finding]:
@@ -253,8 +256,12 @@ def accumulation(subject: Subject) -> Iterator[Finding]:
     if not is_number(passes) or passes <= 1:
         return
     reason = "ZenFlow overwrites it with update_interval: every backward pass is a step of its own."
-    mends = subject.elsewhere() or (change("gradient_accumulation_steps", 1), *_same_batch(subject, int(passes)))
-    yield subject.finding("zenflow-accumulation", "gradient_accumulation_steps", "ignored", reason, *mends)
+    fitting = (change("gradient_accumulation_steps", 1), *_same_batch(subject, int(passes)))
+    mends = subject.elsewhere() or subject.where_asked(*fitting)
+    advice = "" if mends else f"zftune run, which accumulates; or 1, {_ASKED}"
+    yield subject.finding(
+        "zenflow-accumulation", "gradient_accumulation_steps", "ignored", reason, *mends, advice=advice
+    )
 
 
 def _same_batch(subject: Subject, passes: int) -> Iterator[Change]:

@@ -52,14 +52,15 @@ FaultOfPreset: TypeAlias = Callable[[str], str | None]
 class Subject:
     """What is judged, and for whom.
 
-    `backend` None judges for both; `forced` says that it comes from the command line. `flaw` says why the text is not
-    plain JSON. `world_size` None is any number of ranks. Without `fault_of_preset` presets are not looked up, without
-    `script` no script is read.
+    `backend` None judges for both; `forced` says that it comes from the command line, `upstream_asked` that somebody
+    asks for DeepSpeed's own runtime. `flaw` says why the text is not plain JSON. `world_size` None is any number of
+    ranks. Without `fault_of_preset` presets are not looked up, without `script` no script is read.
     """
 
     config: Mapping[str, Any]
     backend: Backend | None = None
     forced: bool = False
+    upstream_asked: bool = False
     version: str = GOOD
     duplicates: tuple[str, ...] = ()
     flaw: str | None = None
@@ -215,6 +216,14 @@ class Subject:
         if self.backend is not None or self.own_refusals:
             return ()
         return (Change(("zftune", "backend"), "zenflow"),)
+
+    def where_asked(self, *changes: Change) -> tuple[Change, ...]:
+        """Changes that only DeepSpeed's own ZenFlow needs, of what both runtimes train by, such as clipping.
+
+        Args:
+            changes: nothing is left of them where nobody asks for that runtime.
+        """
+        return changes if self.upstream_asked else ()
 
     def finding(
         self,
