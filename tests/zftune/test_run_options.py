@@ -138,8 +138,14 @@ def test_a_dry_run_has_the_presets_knobs(started: list[Any]) -> None:
     assert f"  settings of preset {name}, which come before them: topk_ratio 0.1, " in done.output
 
 
-_NO_OVERLAP = {"topk_ratio": 0.05, "update_interval": 4}
-_SECTIONS = (None, {}, _NO_OVERLAP, {**_NO_OVERLAP, "overlap_step": False}, {**_NO_OVERLAP, "overlap_step": True})
+_NO_OVERLAP: dict[str, Any] = {"topk_ratio": 0.05, "update_interval": 4}
+_SECTIONS: tuple[dict[str, Any] | None, ...] = (
+    None,
+    {},
+    _NO_OVERLAP,
+    {**_NO_OVERLAP, "overlap_step": False},
+    {**_NO_OVERLAP, "overlap_step": True},
+)
 
 
 def _told(lines: list[str]) -> tuple[float, int, bool]:
@@ -339,6 +345,16 @@ def test_what_ends_deepspeeds_own_runtime_never_starts(tmp_path: Path, started: 
         name = store.save_preset(replace(PRESET, key=replace(PRESET.key, backend="deepspeed"))).name
     assert invoke(*asked, *command).exit_code == 0  # which may be for this model
     assert invoke(*asked, "--preset", name, *command).exit_code == 0
+
+
+@pytest.mark.parametrize("backend", ["zenflow", "deepspeed"])
+def test_what_deepspeed_cannot_divide_by_never_starts(tmp_path: Path, started: list[Any], backend: str) -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "ds.json").write_text(json.dumps({**DS_CONFIG, "zero_optimization": zero, "steps_per_print": 0}))
+    done = invoke("--backend", backend, "--", "python", "train.py", "--deepspeed", "ds.json")
+    assert isinstance(done.exception, BadInputError)
+    assert "steps_per_print is 0" in str(done.exception)
+    assert started == []
 
 
 @pytest.mark.parametrize(("backend", "is_there"), [("zenflow", True), ("deepspeed", False)])

@@ -16,6 +16,7 @@ from tests.zftune.check.cases import CASES, OFFLOAD, PARAMS, SAFE, ZENFLOW, ZERO
 from zftune.ds_config.reading import Source, leaves, path_of, put
 from zftune.integrations.deepspeed.check.checking import check, fix
 from zftune.integrations.deepspeed.check.findings import SEVERITIES, Finding, render
+from zftune.integrations.deepspeed.outcome import divided_by
 from zftune.store.types import Backend
 
 NAMES = sorted(path.stem for path in SAFE.glob("*.json"))
@@ -206,6 +207,22 @@ def test_clipping_by_no_number_ends_deepspeeds_own_runtime(value: object) -> Non
     )
     (refusal,) = check(config, backend="deepspeed", version="0.19.6").outcome.refusals
     assert refusal.field == "gradient_clipping"
+
+
+@pytest.mark.parametrize(
+    ("kind", "switched_on", "told"),
+    [("fixed_linear", True, True), ("fixed_linear", False, False), ("custom", True, False)],
+)
+def test_a_curriculum_is_divided_by_its_steps(kind: str, switched_on: bool, told: bool) -> None:
+    steps = {"total_curriculum_step": 8, "difficulty_step": 0}
+    section = {"enabled": switched_on, "schedule_type": kind, "schedule_config": steps}
+    fields = [refusal.field for refusal in divided_by({"curriculum_learning": section})]
+    assert fields == ["curriculum_learning.schedule_config.difficulty_step"] * told
+
+
+@pytest.mark.parametrize("value", [None, 1, 100, -1, float("inf"), True, "auto"])
+def test_steps_per_print_that_can_be_divided_by_is_no_fault(value: Any) -> None:
+    assert list(divided_by({"steps_per_print": value})) == []
 
 
 def test_no_backend_is_advised_that_refuses_a_stage_too() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from zenflow.config import read_ds_config
 from zenflow.ds_config import modernized
 from zftune.ds_config.facts import TESTED_UPSTREAM, scrambles
-from zftune.ds_config.reading import MISSING, Place, at, enabled, offload_device, shown, stage_of
+from zftune.ds_config.reading import MISSING, Place, at, enabled, offload_device, path_of, shown, stage_of
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed import named, optimizers, precision, section
 from zftune.integrations.deepspeed.section import INSTEAD, INSTEAD_OF_A_SECTION, NAME, Refusal, Section
@@ -44,6 +44,7 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
     for refusal in (
         *_about_zero(config),
         *_about_the_run(config),
+        *divided_by(config),
         *_about_gradients(config),
         *precision.refusals(config),
         *knobs,
@@ -83,6 +84,28 @@ def _about_the_run(config: Mapping[str, Any]) -> Iterator[Refusal]:
     tensor = config.get("tensor_parallel")
     if isinstance(tensor, Mapping) and tensor.get("autotp_size", 0) not in (0, 1):
         yield Refusal.of("tensor_parallel.autotp_size", tensor["autotp_size"], f"1 {_WITH}", INSTEAD)
+
+
+def divided_by(config: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Each number of steps that DeepSpeed divides by while it trains, has not looked at, and cannot divide by.
+
+    Args:
+        config: as DeepSpeed is given it.
+    """
+    printed = config.get("steps_per_print")
+    if printed not in (None, "auto") and not (isinstance(printed, (int, float)) and printed):
+        yield Refusal.of("steps_per_print", printed, "a number above 0, or left out")
+    curriculum = at(config, ("curriculum_learning", "schedule_type"))
+    divisors = {
+        "fp16.loss_scale_window": enabled(config, "fp16") and at(config, ("fp16", "loss_scale")) in (MISSING, 0),
+        "scheduler.params.lr_range_test_step_size": at(config, ("scheduler", "type")) == "LRRangeTest",
+    }
+    for name in ("total_curriculum_step", "difficulty_step"):
+        dotted = f"curriculum_learning.schedule_config.{name}"
+        divisors[dotted] = enabled(config, "curriculum_learning") and curriculum in ("fixed_linear", "fixed_root")
+    for dotted, divides in divisors.items():
+        if divides and at(config, path_of(dotted)) == 0:
+            yield Refusal.of(dotted, at(config, path_of(dotted)), "an integer >= 1")
 
 
 def _about_gradients(config: Mapping[str, Any]) -> Iterator[Refusal]:

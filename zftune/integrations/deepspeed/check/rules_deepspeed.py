@@ -24,7 +24,7 @@ from zftune.integrations.deepspeed.check.subject import (
     left_out,
     of_zenflow,
 )
-from zftune.integrations.deepspeed.outcome import A_NUMBER, TAKEN_OVER
+from zftune.integrations.deepspeed.outcome import A_NUMBER, TAKEN_OVER, divided_by
 from zftune.integrations.deepspeed.verdict import BATCH, NONE, Fault, meant, misspelt, mistyped
 
 _WORDS = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16", "half"), "fp32": ("fp32", "float32", "float")}
@@ -126,6 +126,7 @@ _TOTAL = "scheduler.params.total_num_steps"
 _DEFAULT_WARM_UP = 1000
 _DECAYS = {"WarmupDecayLR": "0", "WarmupCosineLR": "cos_min_ratio of what it was"}
 _NOT_A_NUMBER = re.compile(r"[+-]?(nan|inf(inity)?),?", re.IGNORECASE)
+_DEFAULTS_WORK = ("steps_per_print", _WINDOW)
 _MAY_BE_INFINITE = ("steps_per_print",)
 
 
@@ -254,6 +255,18 @@ def clipping(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def divisors(subject: Subject) -> Iterator[Finding]:
+    """Found in a step: 0 ends it with a ZeroDivisionError, a word with a TypeError."""
+    for refusal in divided_by(subject.given):
+        path = path_of(refusal.field)
+        if any(fault.path == path for fault in subject.faults):
+            continue  # this version looks at it
+        reason = f"DeepSpeed ends while it trains: it divides by it, and takes {refusal.allowed}."
+        mend = subject.number_in(path) or (left_out(refusal.field) if refusal.field in _DEFAULTS_WORK else None)
+        mends, advice = ((), refusal.allowed) if mend is None else ((mend,), "")
+        yield subject.finding("divided-by", path, "crashes", reason, *mends, backends=BOTH, advice=advice)
+
+
 def decay(subject: Subject) -> Iterator[Finding]:
     """A schedule that is over before its warm-up is: DeepSpeed logs a warning, and trains."""
     kind, total = subject.at("scheduler.type"), subject.at(_TOTAL)
@@ -265,7 +278,7 @@ def decay(subject: Subject) -> Iterator[Finding]:
         yield subject.finding("decay-within-warm-up", _TOTAL, "wrong", reason, backends=BOTH, advice=advice)
 
 
-FILE_RULES: tuple[Rule, ...] = (text, zftune_section, auto, auto_in_own_loop, numbers, amp, clipping, decay)
+FILE_RULES: tuple[Rule, ...] = (text, zftune_section, auto, auto_in_own_loop, numbers, amp, clipping, divisors, decay)
 
 
 REFUSED, UNKNOWN = DEEPSPEED_NAMES = ("refused-by-deepspeed", "unknown-setting")
