@@ -225,6 +225,18 @@ def test_steps_per_print_that_can_be_divided_by_is_no_fault(value: Any) -> None:
     assert list(divided_by({"steps_per_print": value})) == []
 
 
+def test_the_sum_counts_the_entries_of_the_list() -> None:
+    """The word "beta" is refused as a setting of the optimizer, and as one of ZenFlow's: under one name."""
+    report = check(with_changes("zenflow-sequential", {f"{PARAMS}.beta": [0.9, 0.95]}), version="0.19.6")
+    assert len([one for one in report.findings if one.severity == "crashes"]) == 2
+    lines = io.StringIO()
+    Console(file=lines, width=100).print(render(report))
+    shown = lines.getvalue()
+    assert shown.count("optimizer.params.beta = ") == 1
+    assert "TypeError. " in shown
+    assert "Found: crashes 1" in shown
+
+
 def test_no_backend_is_advised_that_refuses_a_stage_too() -> None:
     for finding in found(with_changes("zero2-offload", {f"{ZERO}.stage": 4})):
         assert '"deepspeed"' not in finding.reason + finding.safe

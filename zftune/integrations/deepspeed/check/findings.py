@@ -251,7 +251,7 @@ def render_changes(heading: str, changes: Sequence[Change], left: Report) -> Ren
     faults = [finding for finding in left.findings if finding.is_fault]
     if faults:
         parts += [Text(), Text("Left as it is, since what is right is not for zftune to say:", style="bold")]
-        parts += [_entry(finding, left) for finding in faults]
+        parts += _entries(faults, left)
     parts += [Text(), _sum(left, "left in the written file")]
     return _Screen(parts)
 
@@ -278,8 +278,7 @@ def _findings(report: Report, notes: bool) -> Iterator[RenderableType]:
         group = [finding for finding in report.findings if finding.severity == severity]
         if group:
             yield Rule(Text(_HEADINGS[severity], style=_STYLES[severity]), align="left", style="dim")
-            for finding in group:
-                yield _entry(finding, report)
+            yield from _entries(group, report)
     yield Text()
     yield _sum(report, "found")
     told = [finding for finding in report.findings if finding.rule == AUTO and not notes]
@@ -292,20 +291,38 @@ def _findings(report: Report, notes: bool) -> Iterator[RenderableType]:
     yield Text(f"Under zftune run it {first}{report.outcome}.")
 
 
-def _entry(finding: Finding, report: Report) -> RenderableType:
-    value = " (not there)" if finding.value is MISSING else f" = {shown(finding.value)}"
-    if finding.value is MISSING and (finding.path == THE_FILE or finding.rule == "duplicate-name"):
-        value = ""
-    head = Text.assemble((shown_path(finding.path), "bold"), value)
-    if report.backend is None:
-        head.append(_whom(finding), style="dim")
-    body = Text(finding.reason)
+def _entries(findings: Sequence[Finding], report: Report) -> Iterator[RenderableType]:
+    """As many as `_sum` counts: what each backend says of a setting in words of its own stands under its one name."""
+    together: dict[tuple[Severity, Any], list[Finding]] = {}
+    for finding in findings:
+        together.setdefault(_counted(finding), []).append(finding)
+    for same in together.values():
+        first = same[0]
+        value = " (not there)" if first.value is MISSING else f" = {shown(first.value)}"
+        if first.value is MISSING and (first.path == THE_FILE or first.rule == "duplicate-name"):
+            value = ""
+        head = Text.assemble((shown_path(first.path), "bold"), value)
+        whom = "" if report.backend is not None else _whom(first)
+        is_one = len({finding.backends for finding in same}) == 1
+        if is_one:
+            head.append(whom, style="dim")
+        bodies = [_body(one, "" if is_one or report.backend is not None else _whom(one)) for one in same]
+        yield Group(head, *(Padding(body, (0, 0, 0, 4)) for body in bodies))
+
+
+def _body(finding: Finding, whom: str) -> Text:
+    body = Text.assemble(finding.reason, (whom, "dim"))
     if finding.safe.startswith(_QUESTION):  # what was meant is the user's to say
         body.append("" if finding.safe in finding.reason else f"\n{finding.safe}?")
     elif finding.safe:
         body.append("\nsafe: ", style="bold")
         body.append(finding.safe)
-    return Group(head, Padding(body, (0, 0, 0, 4)))
+    return body
+
+
+def _counted(finding: Finding) -> tuple[Severity, Any]:
+    """A value that each backend refuses in words of its own is one fault."""
+    return finding.severity, finding.path if finding.path != THE_FILE else finding.reason
 
 
 def _whom(finding: Finding) -> str:
@@ -315,8 +332,7 @@ def _whom(finding: Finding) -> str:
 
 
 def _sum(report: Report, found: str) -> Text:
-    # A value that each backend refuses in words of its own is one fault.
-    told = {(one.severity, one.path if one.path != THE_FILE else one.reason) for one in report.findings}
+    told = {_counted(one) for one in report.findings}
     counts = {name: sum(severity == name for severity, _ in told) for name in SEVERITIES[:-1]}
     words = ", ".join(f"{name} {counts[name]}" for name in counts if counts[name])
     if report.ok:
