@@ -67,9 +67,11 @@ def _trained_alone() -> str:
     if location.path is None or not location.path.exists():
         return ""
     from zftune.store import open_store
+    from zftune.store.store import is_written_to
 
     with open_store() as store:
-        trained = [one.run_id for one in store.runs() if store.is_trained(one.run_id)]
+        alone = (one for one in store.runs() if not is_written_to(store, one, time.time()))  # nor by its own search
+        trained = [one.run_id for one in alone if store.is_trained(one.run_id)]
         heard = [(run, store.heard_of_unix_s(run)) for run in trained]
     names = [
         run[:SHOWN] if at is None else f"{run[:SHOWN]} (last heard of {max(0.0, time.time() - at):.0f} s ago)"

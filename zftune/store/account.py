@@ -5,11 +5,12 @@ which its optimizer is followed. It gives out totals, never differences: a messa
 changes nothing, and of two counts of one process the later one holds.
 
 Where it is kept: in the run's row (`Account`), which whoever writes the run's rows (the daemon, or the process itself)
-brings up to date with each of them. A process that is tuned by a daemon moreover writes its count into a file beside
-the database about once a second, and holds a lock on it for as long as it lives (`Pulse`). So a daemon that is killed
-takes nothing with it, a training whose daemon is gone is still known to live, and what it was doing when it ended is
-known, too. Readers take both (`Store.account`); `Store.reap` moves a dead process's last count into the row. On a
-database server, which has no such file, the row alone counts: it is as old as the last row or renewal of the lease.
+brings up to date with each of them. The process that trains moreover writes its count into a file beside the database
+about once a second, and holds a lock on it for as long as it lives (`Pulse`). So neither a daemon nor a training that
+is killed takes more than that with it, a training whose daemon is gone is still known to live, and what it was doing
+when it ended is known, too. Readers take both (`Store.account`); `Store.reap` moves a dead process's last count into
+the row. On a database server, which has no such file, the row alone counts: it is as old as the last row or renewal of
+the lease.
 
 What it counts: while a setting is the incumbent whose gain over the starting point is g, a second of training under it
 saves g / (1 - g) seconds: the starting point would have taken 1 / (1 - g). Trying a setting costs the time of its steps
@@ -21,15 +22,17 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from zftune.store.locks import RunLocks
 from zftune.words import seconds
 
+BEAT_S = 1.0
+"""Between two beats of a training that searches in its own process."""
 _SUFFIX = ".training"
 _BYTES = 512
 """Of the file, always: a shorter text is filled up with blanks, so that no reader sees two of them mixed."""
@@ -281,21 +284,27 @@ class Pulse:
     """The file of a process that trains: its last count, under a lock that ends with it.
 
     Args:
-        database: the file of the store in which its run is.
+        living: the locks of an open store, which end with it at the latest; or of its file, where another process has
+            the store open.
         run_id: of the run.
         process: that trains.
     """
 
-    def __init__(self, database: Path, run_id: str, process: str) -> None:
-        self._living, self._name, self._process = RunLocks(database), run_id + _SUFFIX, process
+    def __init__(self, living: RunLocks, run_id: str, process: str) -> None:
+        self._living, self._name, self._process = living, run_id + _SUFFIX, process
         # Whose name has no lock's file here is a run of another folder that has the same path in the daemon's eyes.
         self._holds = self._living.has(run_id) and self._living.hold(self._name)
 
-    def beat(self, count: Count, trial: int | None) -> None:
-        """Write down what was counted, and what runs; before another setting than the incumbent does."""
-        if self._holds:
-            beat = Beat(process=self._process, count=count, trial=trial, at_unix_s=time.time())
-            self._living.write(self._name, json.dumps(asdict(beat)).ljust(_BYTES), durable=trial is not None)
+    def beat(self, count: Count, trial: int | None) -> bool:
+        """Write down what was counted, and what runs; before another setting than the incumbent does.
+
+        Returns:
+            Whether the lock is held; else there is no file, or it is somebody else's by now.
+        """
+        if not self._holds:
+            return False
+        beat = Beat(process=self._process, count=count, trial=trial, at_unix_s=time.time())
+        return self._living.write(self._name, json.dumps(asdict(beat)).ljust(_BYTES), durable=trial is not None)
 
     def close(self, *, remove: bool) -> None:
         """Give the lock back.
@@ -305,7 +314,53 @@ class Pulse:
         """
         if self._holds and remove:
             self._living.release(self._name)
-        self._living.close()
+        elif self._holds:
+            self._living.close(self._name)
+        self._holds = False
+
+
+class Heart:
+    """Beats for a training that searches in its own process, in a thread, so that no step waits for a file.
+
+    Args:
+        pulse: of the process.
+        counted: what it has counted so far.
+    """
+
+    def __init__(self, pulse: Pulse, counted: Callable[[], Count]) -> None:
+        self._pulse, self._counted = pulse, counted
+        self._trial: int | None = None
+        self._beating = threading.Lock()
+        """So that no beat says what ran before, after one that says what is about to."""
+        self._ended = threading.Event()
+        if pulse.beat(counted(), None):
+            threading.Thread(target=self._run, name="zftune-pulse", daemon=True).start()
+
+    def tries(self, trial: int | None) -> None:
+        """Write down what runs from now on, before it does.
+
+        Args:
+            trial: instead of the incumbent; None: that does.
+        """
+        with self._beating:
+            self._trial = trial
+            self._pulse.beat(self._counted(), trial)
+
+    def end(self, *, remove: bool) -> None:
+        """Beat no more.
+
+        Args:
+            remove: what was counted is in the run's row.
+        """
+        self._ended.set()
+        with self._beating:
+            self._pulse.close(remove=remove)
+
+    def _run(self) -> None:
+        beats = True
+        while beats and not self._ended.wait(BEAT_S):
+            with self._beating:
+                beats = self._pulse.beat(self._counted(), self._trial)
 
 
 def beat_of(living: RunLocks, run_id: str) -> Beat | None:

@@ -37,6 +37,8 @@ class RunLocks:
         self._folder = None if database is None else database.with_name(database.name + ".runs")
         self._held: dict[str, int] = {}
         self._taking = threading.Lock()
+        self._using = threading.Lock()
+        """So that no descriptor is closed, and another file's by then, while it is written to."""
         alive = weakref.ref(self)
 
         def forget() -> None:
@@ -80,9 +82,10 @@ class RunLocks:
 
     def release(self, run_id: str) -> None:
         """Give a run's lock back: its process has said goodbye."""
-        descriptor = self._held.pop(run_id, None)
-        if descriptor is not None and self._folder is not None:
-            self._remove(self._folder / run_id, descriptor)
+        with self._using:
+            descriptor = self._held.pop(run_id, None)
+            if descriptor is not None and self._folder is not None:
+                self._remove(self._folder / run_id, descriptor)
 
     def lives(self, run_id: str) -> bool | None:
         """Whether a process holds a run's lock; None: there is none, so that only its lease tells."""
@@ -104,20 +107,22 @@ class RunLocks:
         """Whether there is a lock's file of a run."""
         return self._folder is not None and (self._folder / run_id).exists()
 
-    def write(self, run_id: str, text: str, *, durable: bool = False) -> None:
-        """Put a text into the file of a lock that is held; always one of the same length.
+    def write(self, run_id: str, text: str, *, durable: bool = False) -> bool:
+        """Put a text into the file of a lock, always one of the same length; whether the lock is held.
 
         Args:
             run_id: of the lock.
             text: for the file.
             durable: it is on the disk when this returns, if that can be.
         """
-        descriptor = self._held.get(run_id)
-        if descriptor is not None:
-            with contextlib.suppress(OSError):  # a full disk: the text before stays
-                os.pwrite(descriptor, text.encode(), 0)
-                if durable:
-                    os.fdatasync(descriptor)
+        with self._using:
+            descriptor = self._held.get(run_id)
+            if descriptor is not None:
+                with contextlib.suppress(OSError):  # a full disk: the text before stays
+                    os.pwrite(descriptor, text.encode(), 0)
+                    if durable:
+                        os.fdatasync(descriptor)
+            return descriptor is not None
 
     def read(self, run_id: str) -> str:
         """The text in a lock's file; "": there is none."""
@@ -147,11 +152,12 @@ class RunLocks:
 
     def close(self, run_id: str | None = None) -> None:
         """Give a lock, or all, back; the files stay, and say that these runs are over."""
-        for one in list(self._held) if run_id is None else [run_id]:
-            descriptor = self._held.pop(one, None)
-            if descriptor is not None:
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-                os.close(descriptor)
+        with self._using:
+            for one in list(self._held) if run_id is None else [run_id]:
+                descriptor = self._held.pop(one, None)
+                if descriptor is not None:
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
+                    os.close(descriptor)
 
     def _locked(self, path: Path, flags: int, kind: int = fcntl.LOCK_EX) -> int | None:
         """An open file with the lock, or None where somebody else has it."""
@@ -179,7 +185,7 @@ class RunLocks:
         for descriptor in self._held.values():
             os.close(descriptor)
         self._held.clear()
-        self._taking = threading.Lock()  # whoever had it is not in this process
+        self._taking, self._using = threading.Lock(), threading.Lock()  # whoever had them is not in this process
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

@@ -15,7 +15,7 @@ from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from zftune.errors import StoreError
-from zftune.store.account import Account, Beat, beat_of, runs_with_pulse, trains
+from zftune.store.account import Account, Beat, Pulse, beat_of, runs_with_pulse, trains
 from zftune.store.locks import RunLocks
 from zftune.store.opening import wait_for_turn
 from zftune.store.past_runs import TAKEN_FOR_DEAD, PastRuns, peer_trials, spare, was_measured
@@ -133,6 +133,10 @@ class Runs(PastRuns):
             _own(session, run, account).lease_until_unix_s = self._clock() + lease_s
 
         self._database.write(work)
+
+    def pulse(self, run: Run) -> Pulse:
+        """Where the process that writes to a run says what it counts, if it trains itself."""
+        return Pulse(self._living, run.run_id, run.token)
 
     def finish_run(self, run: Run, account: Account | None = None) -> None:
         """Say goodbye: trials that are open are void.

@@ -237,16 +237,23 @@ class LocalDriver(SearchDriver):
         self._preparation = Preparation(optimizer, wishes, opened, self._sampler_process, company, name)
         self._preparing: Background[Prepared] | None = None
         self._prepared: Prepared | None = None
+        self._counter: Counter | None = None
         self._told: set[str] = set()
         self._finalizer: weakref.finalize[Any, Any] | None = None
         _close_at_exit()
 
+    def count_by(self, counter: Counter) -> None:
+        self._counter = counter
+
     def prepare(self, seen: WarmupStats) -> None:
-        preparation = self._preparation  # not this, or the thread would keep it
+        preparation, counter = self._preparation, self._counter  # not this, or the thread would keep it
 
         def work() -> Prepared:
             close_thrown_away()  # its run may be the one to be gone on with
-            return preparation.prepare(seen)
+            prepared = preparation.prepare(seen)
+            if prepared.recorder is not None and counter is not None:
+                prepared.recorder.follow(lambda: counter.count)  # from now on a kill loses nothing of it
+            return prepared
 
         self._preparing = Background(work, "zftune-prepare", self._clock, self._preparing_s)
         left = _Left(self._preparing, self._sampler_process, self._own_store, os.getpid())

@@ -11,7 +11,7 @@ from dataclasses import asdict, astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from zftune.errors import ZftuneError, noting
-from zftune.store.account import Account, Count
+from zftune.store.account import Account, Count, Heart
 from zftune.store.types import LEASE_S, Decision, DecisionKind, Measurement, Run, TrialRecord, TrialState
 from zftune.tuner import messages
 from zftune.tuner.curve import CurveBuilder
@@ -267,6 +267,8 @@ class StoreRecorder:
         self._account = store.account(run.run_id) or Account()
         self._process = ""
         self._counted: Callable[[], Count] = Count
+        self._heart: Heart | None = None
+        """Says beside the rows what this process counts; None: it does not train, or does not yet."""
         self._cost: tuple[float, float] | None = None
         """What the search had spent, and in how long, before what it is told next; None: that follows from the rows."""
         self._ids: list[int] = []
@@ -301,9 +303,11 @@ class StoreRecorder:
 
         Args:
             counted: what the process that trains has counted so far.
-            process: which that is; "": this one.
+            process: which that is; "": this one, whose count is kept beside the rows as well.
         """
         self._process, self._counted = process or self._run.token, counted
+        if not process and self._heart is None:
+            self._heart = Heart(self._store.pulse(self._run), counted)
 
     def resume(self, search: Search, began_with: float | None = None, rate: float | None = None) -> Sequence[Told]:
         """Bring a new search to where the store says that this run's was; its first request is the incumbent.
@@ -381,26 +385,32 @@ class StoreRecorder:
             self._trials(search)
             self._hold(search, request)
             if request.role not in OF_INCUMBENT:
+                self._tries(request.trial)
                 self._store.mark_in_flight(self._run, self._ids[request.trial])
                 self._runs = True
         if self.notices and request.role not in OF_INCUMBENT:
+            self._tries(None)
             return f"No setting can be tried safely: {self.notices[-1]}"
         return None
 
     def after(self, search: Search, request: Request, outcome: Outcome) -> None:
         """Write down what came of a request, and what was decided."""
         self._runs = False
-        if self.notices:
-            return
-        with self._keeping():
-            state = search.book.trials[request.trial].state
-            self._measured(
-                request, outcome, None if outcome.status == "void" and state is not TrialState.VOID else state
-            )
-            self._charge(search)
-            self._trials(search)
-            self._decisions(search)
-            self._write_curve()
+        if not self.notices:
+            with self._keeping():
+                state = search.book.trials[request.trial].state
+                self._measured(
+                    request, outcome, None if outcome.status == "void" and state is not TrialState.VOID else state
+                )
+                self._charge(search)
+                self._trials(search)
+                self._decisions(search)
+                self._write_curve()
+        self._tries(None)  # not before it is written what came of it
+
+    def _tries(self, trial: int | None) -> None:
+        if self._heart is not None:
+            self._heart.tries(trial)
 
     def write(self, search: Search) -> None:
         """Write down what was decided since, and nothing else.
@@ -480,16 +490,22 @@ class StoreRecorder:
                 self._decisions(search)
                 self._write_curve()
             if self.notices:
+                self._tries(None)
                 return  # nor would it be closed now
         self._end(self._store.interrupt_run if unfinished or self.notices else self._store.finish_run)
 
     def _end(self, end: Callable[[Run, Account | None], None]) -> None:
         """Also where the store took no more: it may again, and what is in flight would be taken for a crash."""
+        self._tries(None)  # where the rows take no more, this is what is known
+        is_written = False
         try:
             end(self._run, self._kept)
+            is_written = True
         except ZftuneError as error:
             if not self.notices:
                 self.notices.append(f"{error}.")
+        if self._heart is not None:
+            self._heart.end(remove=is_written)
 
     def _write_curve(self) -> None:
         version = self.curve.version

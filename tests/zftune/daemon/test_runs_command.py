@@ -20,6 +20,7 @@ from zftune.daemon.client.http import DaemonClient, among
 from zftune.errors import BadInputError, NoDaemonError, ZftuneError
 from zftune.store import open_store
 from zftune.store.account import Count, Pulse
+from zftune.store.locks import RunLocks
 from zftune.store.types import Hardware, Key, Model
 from zftune.tuner.space import Setting
 
@@ -134,8 +135,9 @@ def test_trainings_that_no_daemon_follows_are_told_of(
             micro_batch=1, sequence=64, checkpointing=False, quality="published",
         )  # fmt: skip
         run = store.begin_run(key, Model(model_id=key.model_id), Hardware(hw_id=key.hw_id), knobs={}).run_id
-        pulse = Pulse(path, run, "p" * 32)
-    pulse.beat(Count(steps=7, seconds=70.0), None)
+        pulse = Pulse(RunLocks(path), run, "p" * 32)
+        pulse.beat(Count(steps=7, seconds=70.0), None)
+        assert teller(capsys)("runs", "list") == nothing  # who writes the run lives: it looks for no daemon
     code, out, err = teller(capsys)("runs", "list")
     said = rf"under the best settings so far and will look for a daemon again: {run[:8]} \(last heard of \d+ s ago\)\n"
     if answers:

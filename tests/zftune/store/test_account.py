@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL
 from zftune.store import open_store
-from zftune.store.account import Account, Count, Counter, Pulse, saved_in_words, saved_with_error
+from zftune.store.account import Account, Count, Counter, Heart, Pulse, beat_of, saved_in_words, saved_with_error
 from zftune.store.locks import RunLocks
 from zftune.store.store import Store, goes_on
 from zftune.store.types import Run, RunState, TrialState
@@ -126,7 +127,9 @@ _DIES = """
 import os, signal, sys
 from pathlib import Path
 from zftune.store.account import Count, Pulse
-Pulse(Path(sys.argv[1]), sys.argv[2], "p" * 32).beat(Count(steps=7, seconds=70.0, tokens=7), eval(sys.argv[3]))
+from zftune.store.locks import RunLocks
+pulse = Pulse(RunLocks(Path(sys.argv[1])), sys.argv[2], "p" * 32)
+pulse.beat(Count(steps=7, seconds=70.0, tokens=7), eval(sys.argv[3]))
 print("beats", flush=True)
 sys.stdin.read() if sys.argv[4:] else os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -214,8 +217,38 @@ def test_a_file_that_is_no_count_is_none(tmp_path: Path) -> None:
 
 def test_nothing_is_written_where_the_run_is_not(tmp_path: Path) -> None:
     path = tmp_path / "zftune.db"
-    pulse = Pulse(path, "f" * 32, "p" * 32)  # in a container the daemon's path may be another folder
+    pulse = Pulse(RunLocks(path), "f" * 32, "p" * 32)  # in a container the daemon's path may be another folder
     pulse.beat(Count(), None)
     pulse.close(remove=True)
     assert list(tmp_path.iterdir()) == []
     assert RunLocks(path).read("f" * 32) == ""
+
+
+def test_a_training_that_searches_itself_beats_while_its_store_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zftune.store.account.BEAT_S", 0.02)
+    path, steps = tmp_path / "zftune.db", itertools.count(1)
+    living = RunLocks(path)
+
+    def beat(after: int = 0) -> tuple[int, int | None]:
+        """The steps and the trial of the first one that is heard of with more steps."""
+        ends = time.monotonic() + 30
+        while (found := beat_of(living, run.run_id)) is None or found.count.steps <= after:
+            assert time.monotonic() < ends
+            time.sleep(0.002)
+        return found.count.steps, found.trial
+
+    with open_store(str(path)) as store:
+        run = store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
+        heart = Heart(store.pulse(run), lambda: Count(steps=next(steps)))
+        known, trial = beat(after=3)
+        assert trial is None
+        heart.tries(2)
+        assert beat(known)[1] == 2  # at once
+        assert beat(known + 3)[1] == 2  # no beat forgets what runs
+        assert living.lives(f"{run.run_id}.training")
+    assert living.lives(f"{run.run_id}.training") is False
+    last = beat()
+    heart.tries(None)
+    assert beat() == last

@@ -1,4 +1,7 @@
-"""`zftune tune` is killed at random moments, again and again. `ZFTUNE_KILLS=200` kills more often."""
+"""`zftune tune` is killed at random moments, again and again. `ZFTUNE_KILLS=200` kills more often.
+
+And a training that searches in its own process, at chosen ones: what its run's account has of it.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from tests import zygote
 from tests.tiers import by_day
 from tests.zftune.conftest import rig_text
 from tests.zftune.tuner import killable
+from zftune.explain.document import explain_document
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import RunState, TrialState
@@ -159,3 +163,77 @@ def test_a_search_that_is_killed_at_any_moment_goes_on(
     lives.look(killable.read(log))
     crashed = [trial["knobs"] for trial in document["trials"] if trial["state"] == "crashed"]
     assert document["best"]["knobs"] not in crashed
+
+
+_TRAINS = """
+import sys, time, zftune
+from tests.zftune.samplers import FORKING
+from tests.zftune.tuner import killable
+from tests.zftune.tuner.test_attach import Loop
+from zftune.tuner import sampler_process
+
+vars(sampler_process)["subprocess"] = FORKING
+killable.undisturbed()
+loop = Loop()
+tuner = zftune.attach(loop.optimizer)
+wanted = {
+    "measured": lambda: tuner.search is not None and tuner.search.measurements,
+    "begun": lambda: tuner.run_id,
+    "tries": lambda: tuner.live is not None and tuner.live.request is not None and tuner.live.request.trial,
+}
+loop.run(tuner, until=wanted[sys.argv[1]])
+print(tuner.run_id, loop.optimizer.steps, flush=True)
+time.sleep(600)
+"""
+
+
+def steps_of(store: Store, run_id: str) -> int:
+    account = store.account(run_id)
+    return 0 if account is None else account.total.steps
+
+
+def train_and_kill(path: Path, until: str, before: int = 0) -> tuple[str, int]:
+    """Train until the search has come so far, and kill it once a beat has said so: the run, and all of its steps."""
+    environment = {**os.environ, "ZFTUNE_DB": str(path), "ZFTUNE_ONLINE": ""}
+    with zygote.Forked(["-c", _TRAINS, until], env=environment) as child:
+        run_id, steps = child.line().split()
+        ends = time.monotonic() + 30
+        with open_store(str(path)) as store:
+            while steps_of(store, run_id) != before + int(steps):
+                assert time.monotonic() < ends, f"{steps_of(store, run_id)} steps are known of {before} + {steps}"
+                time.sleep(0.02)
+        child.kill()
+        child.wait()
+    return run_id, before + int(steps)
+
+
+def test_a_training_that_is_killed_leaves_its_steps_in_the_account(tmp_path: Path) -> None:
+    path, taken = tmp_path / "zftune.db", 0
+    for until in ("measured", "begun", "begun"):  # the later ones are killed before they measure anything
+        run_id, taken = train_and_kill(path, until, taken)
+    with open_store(str(path)) as store:
+        (run,) = store.runs()
+        store.reap()
+        assert list(path.with_name("zftune.db.runs").iterdir()) == []
+        assert (run.run_id, steps_of(store, run_id)) == (run_id, taken)
+        found = explain_document(store, run)
+    assert found["run"]["resumed"] == 2
+    resumed = [one["at_s"] for one in found["decisions"] if one["kind"] == "resume"]
+    assert len(set(resumed)) == len(resumed) == 2  # each when it happened
+
+
+def test_a_setting_that_a_killed_training_was_trying_has_crashed(tmp_path: Path) -> None:
+    path = tmp_path / "zftune.db"
+    run_id, _ = train_and_kill(path, "tries")
+    with open_store(str(path)) as store:
+        (reaped,) = store.reap()
+        assert (reaped.run_id, len(reaped.crashed)) == (run_id, 1)
+
+
+def test_a_training_that_ends_leaves_no_file_of_itself(tmp_path: Path) -> None:
+    code = _TRAINS.replace("time.sleep(600)", "tuner.close()")
+    environment = {**os.environ, "ZFTUNE_DB": str(tmp_path / "zftune.db"), "ZFTUNE_ONLINE": ""}
+    run_id, steps = zygote.run(["-c", code, "measured"], env=environment, check=True).stdout.split()
+    assert list((tmp_path / "zftune.db.runs").iterdir()) == []
+    with open_store(str(tmp_path / "zftune.db")) as store:
+        assert steps_of(store, run_id) == int(steps)

@@ -24,6 +24,7 @@ from zftune.daemon.protocol.messages import Directive, Farewell, Goodbye, Hello,
 from zftune.errors import DaemonError, NoDaemonError, StrangerError, ZftuneError
 from zftune.store.account import Pulse
 from zftune.store.location import DATABASE, meant_by
+from zftune.store.locks import RunLocks
 from zftune.tuner.states import OF_INCUMBENT
 from zftune.tuner.training_info import TrainingFacts
 from zftune.tuner.worker import taking_time
@@ -361,7 +362,7 @@ class DaemonSession:
             self._pulse.close(remove=True)
         self._pulse = None
         if directive.database is not None and self._record is not None:
-            self._pulse = Pulse(Path(directive.database), self._record, self.run)
+            self._pulse = Pulse(RunLocks(Path(directive.database)), self._record, self.run)
 
     def _beat(self, trial: int | None) -> None:
         if self._pulse is not None and self._worker.counter is not None:

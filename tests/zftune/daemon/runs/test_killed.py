@@ -19,6 +19,7 @@ from zftune.daemon.runs.states import Ended
 from zftune.daemon.runs.views import run_details
 from zftune.store import open_store
 from zftune.store.account import Count, Pulse
+from zftune.store.locks import RunLocks
 from zftune.store.types import LEASE_S, RunState, TrialState
 from zftune.tuner.recording import Recording
 from zftune.tuner.search import MOST_VOIDS
@@ -90,7 +91,7 @@ def test_a_training_that_was_killed_and_begins_again_goes_on_with_its_search_at_
     agent.measure()
     agent.asked()
     record = agent.last.record or ""
-    pulse = Pulse(world.path, record, RUN)
+    pulse = Pulse(RunLocks(world.path), record, RUN)
     pulse.beat(Count(steps=20, seconds=2.0), None)
     world.now_s = 4.0  # far less than a lease
     assert world.registry.look_after_leases() == []
@@ -113,7 +114,7 @@ def test_a_training_that_begins_again_the_moment_it_was_killed_goes_on_with_its_
     record = agent.last.record or ""
     monkeypatch.setattr(world.registry._closing, "wait", lambda for_s: setattr(world, "now_s", world.now_s + for_s))
     world.now_s += 0.5
-    pulse = Pulse(world.path, record, RUN)
+    pulse = Pulse(RunLocks(world.path), record, RUN)
     pulse.beat(Count(steps=20, seconds=2.0), None)
     pulse.close(remove=False)
     later = world.agent(run="2" * 32)
