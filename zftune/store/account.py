@@ -36,11 +36,15 @@ BEAT_S = 1.0
 _SUFFIX = ".training"
 _BYTES = 512
 """Of the file, always: a shorter text is filled up with blanks, so that no reader sees two of them mixed."""
+_SAME_RATE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """Totals of one process, or of several one after the other. They only grow; `saved_s` may not, see `Counter`."""
+    """Totals of one process, or of several one after the other. They only grow; `saved_s` may not, see `Counter`.
+
+    The learning rates of several are those of the last one; with those before it where it may follow their schedule.
+    """
 
     steps: int = 0
     seconds: float = 0.0
@@ -52,13 +56,31 @@ class Count:
     """By the incumbents, against the setting that the search began from."""
     runs: int = 0
     """Of the command, where a search starts it: all of its time is spent then."""
+    lowest_rate: float = 0.0
+    """Of the learning rates of its steps, each at its highest as far as the optimizer keeps that."""
+    highest_rate: float = 0.0
+    """Of the same; 0: none is known."""
 
     def __post_init__(self) -> None:
         if min(self.steps, self.seconds, self.tokens, self.spent_s, self.runs) < 0:
             raise ValueError("a count is below 0")
 
     def __add__(self, other: Count) -> Count:
-        return Count(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+        found = {one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
+        rates = [(one.lowest_rate, one.highest_rate) for one in (self, other) if one.highest_rate]
+        if len(rates) == 2 and not self.has_learned_at(other.highest_rate):
+            del rates[0]
+        found["lowest_rate"] = min((lowest for lowest, _ in rates), default=0.0)
+        found["highest_rate"] = max((highest for _, highest in rates), default=0.0)
+        return Count(**found)
+
+    def has_learned_at(self, rate: float) -> bool:
+        """Whether a learning rate lies among its own: a schedule that the optimizer does not keep may be there again.
+
+        Args:
+            rate: at its highest, as far as the optimizer keeps that.
+        """
+        return self.lowest_rate * (1 - _SAME_RATE) <= rate <= self.highest_rate * (1 + _SAME_RATE)
 
     def trained(self, seconds: float, gain: float) -> Count:
         """With time under the incumbent.
@@ -219,13 +241,14 @@ class Counter:
         self._part = ""
         self._tried_s = self._incumbent_s = self._gain = 0.0
 
-    def step(self, now_s: float, steps: int, tokens: int) -> None:
+    def step(self, now_s: float, steps: int, tokens: int, rate: float = 0.0) -> None:
         """A step is over.
 
         Args:
             now_s: on the clock of the training.
             steps: 1, or 0 for one that a gradient scaler left out.
             tokens: of a step.
+            rate: its learning rate, at its highest as far as the optimizer keeps that; 0: not known, or none.
         """
         count = self.count
         self.count = replace(
@@ -233,6 +256,8 @@ class Counter:
             steps=count.steps + steps,
             tokens=count.tokens + steps * tokens,
             seconds=max(count.seconds, now_s - self._began_s),
+            lowest_rate=min(count.lowest_rate, rate) if count.highest_rate and rate else rate or count.lowest_rate,
+            highest_rate=max(count.highest_rate, rate),
         )
 
     def trained(self, step_s: float, gain: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -241,7 +240,6 @@ _SHARED = ("start", "peer")
 """Who proposes what every tuner of a study measures."""
 _MAY_COME_BACK = frozenset((TRAINED_ON, LEARNING_RATE))
 """In the details of remarks that say something new each time."""
-_SAME_RATE = 0.01
 _LEASE_SPARE = 3.0  # a measurement takes no longer than so many times what is expected
 
 
@@ -309,13 +307,12 @@ class StoreRecorder:
         if not process and self._heart is None:
             self._heart = Heart(self._store.pulse(self._run), counted)
 
-    def resume(self, search: Search, began_with: float | None = None, rate: float | None = None) -> Sequence[Told]:
+    def resume(self, search: Search, rate: float | None = None) -> Sequence[Told]:
         """Bring a new search to where the store says that this run's was; its first request is the incumbent.
 
         Args:
             search: new.
-            began_with: the learning rate that the run began with; None: not known.
-            rate: the learning rate of the training that goes on; None: not known.
+            rate: the learning rate of the training that goes on, at its highest; None: not known.
 
         Returns:
             Settings that were in flight when the run ended without goodbye.
@@ -345,10 +342,8 @@ class StoreRecorder:
         search.cost.catch_up(total.spent_s, total.seconds)
         self._charge(search)
         search.begin_again()
-        decided = (one.details for one in self._store.decisions(self._run.run_id))
-        before = [began_with, *(details[LEARNING_RATE] for details in decided if LEARNING_RATE in details)][-1]
-        if rate is not None and before is not None and not math.isclose(rate, before, rel_tol=_SAME_RATE):
-            search.remark(messages.other_rate(rate, before), **{LEARNING_RATE: rate})
+        if rate is not None and total.highest_rate and not total.has_learned_at(rate):
+            search.remark(messages.other_rate(rate, total.highest_rate), **{LEARNING_RATE: rate})
         self._trials(search)
         self._decisions(search)
         return crashes

@@ -252,7 +252,7 @@ class Recording:
         try:
             taken = self._store.resume_run(run.run_id)
             recorder = StoreRecorder(self._store, taken, self._study)
-            recorder.resume(search, run.settings.get(LEARNING_RATE), learning_rate)
+            recorder.resume(search, learning_rate)
         except ZftuneError as error:
             self.notices.append(_anew(run, error))
             if taken is not None:

@@ -22,7 +22,7 @@ import torch
 from zenflow import ZenFlowError
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.errors import BadInputError
-from zftune.quality import coverage_warning
+from zftune.quality import coverage_warning, highest_rate
 from zftune.store.account import Counter
 from zftune.tuner.drivers import Ended, NullDriver, SearchDriver
 from zftune.tuner.executor import Change, Executor, TuningContext
@@ -264,7 +264,8 @@ class Tuner:
             return
         before = self._count.followed
         loaded = self._count.after_step()
-        self._counter.step(self._optimizer.device.clock.now(), self._count.followed - before, self._tokens)
+        now_s, rate = self._optimizer.device.clock.now(), highest_rate(self._optimizer.param_groups)
+        self._counter.step(now_s, self._count.followed - before, self._tokens, rate)
         self._counter.last_step = self._optimizer.steps
         if loaded and self.searching:
             self._go_on_from_saved()

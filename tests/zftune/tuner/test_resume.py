@@ -13,6 +13,7 @@ import pytest
 from tests.zftune.tuner.surfaces import START, Driver, Surface
 from zftune.errors import StoreError
 from zftune.store import open_store
+from zftune.store.account import Counter
 from zftune.store.store import Store
 from zftune.store.types import Evidence, Hardware, Model, Preset, PresetState, Ratios, RunState, TrialState
 from zftune.tuner import messages
@@ -322,6 +323,7 @@ def test_another_learning_rate_is_told_of_once_where_it_goes_on(world: World) ->
     told: list[str] = []
     for rate in (1e-3, 1e-3, 2e-4, 2e-4, 1e-3, 2e-4, None):
         begun = world.begin(learning_rate=rate)
+        learning(begun, *() if rate is None else (rate,))
         world.go(begun, 1)
         told.append(begun.sentence)
         world.end(begun, unfinished=True)
@@ -331,6 +333,45 @@ def test_another_learning_rate_is_told_of_once_where_it_goes_on(world: World) ->
     assert [one.reason for one in world.store.decisions(run.run_id) if one.kind == "remark"] == [lower, higher, lower]
     assert [lower in one for one in told] == [False, False, True, False, False, True, False]
     assert [higher in one for one in told] == [False] * 4 + [True] + [False] * 2
+
+
+def learning(begun: Prepared, *rates: float) -> None:
+    """Let a process count steps with these learning rates, each at its highest as far as the optimizer keeps it."""
+    counter = Counter(0.0)
+    for number, rate in enumerate(rates, start=1):
+        counter.step(float(number), 1, 1, rate)
+    assert begun.recorder is not None
+    begun.recorder.follow(lambda: counter.count)
+
+
+RISES = (2e-5, 1.1e-4, 2e-4)
+
+
+@pytest.mark.parametrize(
+    ("before", "rate", "told"),
+    [
+        ([RISES], 2e-4, None),  # what was written down as the search began was that of its warm-up
+        ([RISES], 1.1e-4, None),  # again from the beginning, as it seems
+        ([RISES], 1e-3, 2e-4),
+        ([RISES[::-1]], 1.5e-4, None),  # it falls, as after a warm-up
+        ([RISES[::-1]], 1e-5, 2e-4),
+        ([RISES, RISES[:2]], 2e-4, None),  # the last one was killed in its warm-up
+        ([RISES, (1e-3,)], 2e-4, 1e-3),
+        ([()], 2e-4, None),  # nobody has counted
+    ],
+)
+def test_a_schedule_is_compared_at_its_highest(
+    world: World, before: list[tuple[float, ...]], rate: float, told: float | None
+) -> None:
+    for rates in before:
+        begun = world.begin(learning_rate=rates[0] if rates else 3e-4)
+        learning(begun, *rates)
+        world.go(begun, 1)
+        world.end(begun, unfinished=True)
+    sentence = world.begin(learning_rate=rate).sentence
+    assert sentence.startswith("Goes on with run")
+    assert ("The learning rate is" in sentence) == (told is not None)
+    assert told is None or messages.other_rate(rate, told) in sentence
 
 
 def test_where_nothing_is_kept_no_count_is_told(world: World) -> None:
