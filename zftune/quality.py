@@ -24,7 +24,8 @@ _FAR_BELOW = 0.25
 _LATE = ("topk_ratio", "update_interval", "apply_lag")
 _PUBLISHED_COVERAGE, _PUBLISHED_TOPK = 0.889, 0.01
 EXPECTED_LOSS_PERCENT: Mapping[str, float] = {"exact": 0.0, "published": 0.3, "loose": 1.2}
-"""What late updates may add to the loss of a long run, by quality, where it is known how far weights move in a step."""
+"""Most that late updates may add to the loss of a long run, by quality, where it is known how far weights move in a
+step; less where `MOST_LATE_STEPS` is what ends them."""
 MOST_LATE_STEPS = 8.0
 """Of a mean staleness: no study has looked at later updates, however little the weights move."""
 _LOSS_OF_A_PERCENT = 10.2
@@ -208,6 +209,19 @@ def most_late_steps(quality: str, movement: float) -> float:
     """
     most_percent = math.sqrt(EXPECTED_LOSS_PERCENT[quality] / _LOSS_OF_A_PERCENT)
     return min(MOST_LATE_STEPS, most_percent / movement) if movement > 0 else MOST_LATE_STEPS
+
+
+def allowed_loss_percent(quality: str, movement: float) -> tuple[float, str]:
+    """What updates as late as a quality allows may add to the loss of a long run, and why no more; "": the quality.
+
+    Args:
+        quality: one of `EXPECTED_LOSS_PERCENT`.
+        movement: percent in a step.
+    """
+    steps = most_late_steps(quality, movement)
+    capped = steps == MOST_LATE_STEPS
+    why = f"no study has looked at updates that are later than {number(steps)} steps" if capped else ""
+    return expected_loss_percent(movement * steps), why
 
 
 def coverage_warning(

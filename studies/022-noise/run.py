@@ -22,9 +22,14 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from studykit import Job, Results, code_digest, done, parser, write_json  # noqa: E402
 
+from zftune.quality import assumed_coverage  # noqa: E402
+from zftune.store.types import Decision  # noqa: E402
 from zftune.tuner.scores import ERRORS, Sample, error_of_mean, gain  # noqa: E402
+from zftune.tuner.search import Search, SearchOptions  # noqa: E402
+from zftune.tuner.space import Forecast, Setting, space_for  # noqa: E402
+from zftune.tuner.states import Outcome, Request  # noqa: E402
 
-CODE = ("zftune/tuner/scores.py", "studies/022-noise/run.py")
+CODE = (*(f"zftune/tuner/{part}.py" for part in ("scores", "search", "states", "trials")), "studies/022-noise/run.py")
 WINDOWS = {1: (1.0,), 4: (1.0, 1.0, 1.0, 3.0), 16: (*(1.0,) * 15, 6.0)}
 """By S: what the steps of a window take, the one that waits for the host last."""
 KINDS = ("independent", "correlation 0.3", "correlation 0.6", "correlation 0.9", "slow steps", "slow runs")
@@ -32,6 +37,11 @@ RULES = ("search before", "search", "compare before", "compare")
 LEAST, LEAST_OF_FEW = 0.92, 0.80
 """Coverage that is promised: in general, and where steps are correlated by 0.9."""
 _RESAMPLES = 400
+LOADS = ("independent", "correlation 0.97", "load for 3 s", "load for 10 s")
+"""What searches meet: 5% noise, and other work that slows steps by a quarter and comes and goes."""
+GAINS = (0.0, 0.04, 0.10)
+"""Of the one setting of eight that is faster than the others."""
+_STEP_S, _SLOWER, _PLANNED = 0.1, 1.25, 8
 
 Array = NDArray[np.float64]
 
@@ -48,6 +58,8 @@ class Case:
 
 FULL = tuple(Case(*shape, 1000) for shape in ((1, 20), (1, 60), (1, 200), (4, 20), (4, 60), (16, 64)))
 QUICK = (Case(1, 60, 100), Case(4, 20, 100))
+SEARCHES, QUICK_SEARCHES = 100, 5
+"""Of each kind of load and each gain."""
 
 
 def step_times(kind: str, count: int, random: np.random.Generator) -> Array:
@@ -108,6 +120,100 @@ def _covered(case: Case, kind: str, random: np.random.Generator) -> dict[str, fl
     return {rule: int(count) / case.pairs for rule, count in hits.items()}
 
 
+class Machine:
+    """Trains in simulated time beside other work.
+
+    Args:
+        load: one of `LOADS`.
+        faster: a setting whose steps take less time than those of all others.
+        gain: by this share.
+        random: where the noise comes from.
+    """
+
+    def __init__(self, load: str, faster: Setting, gain: float, random: np.random.Generator) -> None:
+        self._faster, self._gain, self._random = faster, gain, random
+        self._alike = float(load.split()[1]) if load.startswith("correlation") else 0.0
+        self._lasts_s = float(load.split()[2]) if load.startswith("load") else math.inf
+        self._last, self._beside = float(random.standard_normal()), bool(random.random() < 0.5)
+
+    def step_ms(self, setting: Setting) -> float:
+        """What the next step takes."""
+        self._last = self._alike * self._last + math.sqrt(1 - self._alike**2) * float(self._random.standard_normal())
+        time_ms = 1e3 * _STEP_S * self.relative(setting) * math.exp(0.05 * self._last)
+        if math.isinf(self._lasts_s):
+            return time_ms
+        if self._random.random() < _STEP_S / self._lasts_s:
+            self._beside = not self._beside
+        return time_ms * (_SLOWER if self._beside else 1.0)
+
+    def relative(self, setting: Setting) -> float:
+        """Its time without noise over that of the others."""
+        return 1 - self._gain if setting == self._faster else 1.0
+
+    def measure(self, request: Request) -> Outcome:
+        """What training would have shown."""
+        discarded = tuple(self.step_ms(request.setting) for _ in range(request.discard))
+        steps: list[float] = []
+        for _ in range(request.steps):
+            steps.append(self.step_ms(request.setting))
+            reason = request.abort_reason(discarded, steps)
+            if reason is not None:
+                return Outcome("aborted", tuple(steps), discarded, reason=reason)
+        return Outcome("measured", tuple(steps), discarded)
+
+
+def searched(load: str, gain: float, searches: int) -> Mapping[str, float]:
+    """Of searches among settings of which one at most is faster: what they adopted, and whether errors were right."""
+    start = Setting(topk_ratio=0.1, update_interval=4, apply_lag=1)
+    space = space_for(start, "published", coverage=assumed_coverage)
+    allowed = [one for one in space.settings() if one != start and one.offload_ratio == start.offload_ratio]
+    alike = Forecast(step_ms=1e3 * _STEP_S, device_bytes=0, host_bytes=0)
+    held, wrong, found, steps = [], 0, 0, 0
+    for seed in range(searches):
+        random = np.random.default_rng([seed, 22])
+        planned = [allowed[index] for index in random.permutation(len(allowed))[:_PLANNED]]
+        machine = Machine(load, planned[_PLANNED // 2], gain, random)
+        options = SearchOptions(seed=seed, sampler="none", grant_s=1e6)
+        search = Search(space, start, lambda _setting: alike, planned, options)
+        while (request := search.next()) is not None:
+            before, decided = search.book.incumbent.setting, len(search.notes)
+            outcome = machine.measure(request)
+            search.tell(outcome)
+            steps += outcome.step_count
+            for note in filter(_compares_times, search.notes[decided:]):
+                after = search.book.trials[note.trial or 0].setting
+                true = 1 - machine.relative(after) / machine.relative(before)
+                held.append(abs(note.details["gain"] - true) <= ERRORS * note.details["error"])
+                wrong += note.kind == "adopt" and true <= 0
+        found += machine.relative(search.book.incumbent.setting) < 1
+    return {
+        "comparisons": len(held) / searches,
+        "held": sum(held) / len(held) if held else math.nan,
+        "wrong": wrong / searches,
+        "found": found / searches,
+        "steps": steps / searches,
+    }
+
+
+def _compares_times(note: Decision) -> bool:
+    """Whether it follows from a comparison, and not from one of settings that are as fast."""
+    return note.kind in ("adopt", "keep") and "error" in note.details and "dopted for " not in note.reason
+
+
+def search_jobs(searches: int, digest: str) -> list[Job]:
+    """One for each kind of load and each gain."""
+    return [
+        Job(
+            f"search-{load.replace(' ', '-')}-{gain:g}",
+            {"load": load, "gain": gain, "searches": searches, "code": digest},
+            searched,
+            (load, gain, searches),
+        )
+        for load in LOADS
+        for gain in GAINS
+    ]
+
+
 def verdicts(found: Mapping[Case, Mapping[str, Any]]) -> list[tuple[str, bool]]:
     """What was promised, and whether it held."""
     lowest = {kind: min(one[kind][rule] for one in found.values() for rule in ("search", "compare")) for kind in KINDS}
@@ -133,6 +239,8 @@ def main() -> int:
     ]
     records = done(results, jobs, again=arguments.again, tell=lambda _count: None)
     found = dict(zip(cases, records, strict=True))
+    jobs = search_jobs(QUICK_SEARCHES if arguments.quick else SEARCHES, digest)
+    searches = done(results, jobs, again=arguments.again, tell=lambda _count: None)
     console = Console(width=None if sys.stdout.isatty() else 120)
     rows = [
         (str(case.steps), str(case.update_interval), kind, *(f"{figures[kind][rule]:.1%}" for rule in RULES))
@@ -141,10 +249,30 @@ def main() -> int:
     ]
     said = [] if arguments.quick else verdicts(found)  # a hundred pairs do not tell 92% from 95%
     show(console, rows, said, results.folder / "table.md")
+    show_searches(console, searches, results.folder / "searches.md")
     if arguments.json:
         document = [{**dataclasses.asdict(case), "covered": figures} for case, figures in found.items()]
-        write_json(arguments.json, {"cases": document, "verdicts": [[s, kept] for s, kept in said]})
+        write_json(
+            arguments.json, {"cases": document, "searches": searches, "verdicts": [[s, kept] for s, kept in said]}
+        )
     return 0 if all(kept for _, kept in said) else 1
+
+
+SEARCH_HEADS = ("noise", "true gain", "within two errors", "adopted what is not faster", "found what is", "steps")
+
+
+def show_searches(console: Console, searches: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """What whole searches came to, on the terminal and as a table in a file."""
+    table = Table(title="searches among nine settings of which one at most is faster")
+    for head in SEARCH_HEADS:
+        table.add_column(head, justify="left" if head == "noise" else "right")
+    lines = [SEARCH_HEADS, ["---", *["---:"] * (len(SEARCH_HEADS) - 1)]]
+    for (load, gain_share), one in zip(((load, share) for load in LOADS for share in GAINS), searches, strict=True):
+        shares = [f"{one[name]:.1%}" for name in ("held", "wrong", "found")]
+        lines.append((load, f"{gain_share:.0%}", *shares, f"{one['steps']:.0f}"))
+        table.add_row(*lines[-1])
+    console.print(table)
+    path.write_text("\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n", encoding="utf-8")
 
 
 def show(console: Console, rows: Sequence[Sequence[str]], said: Sequence[tuple[str, bool]], path: Path) -> None:

@@ -14,7 +14,7 @@ from zftune import __version__
 from zftune.errors import BadInputError
 from zftune.explain import words
 from zftune.explain.replay import Decided, Replay, replayed
-from zftune.quality import EXPECTED_LOSS_PERCENT, adopted_from, coverage_warning, selected_share, summary
+from zftune.quality import adopted_from, allowed_loss_percent, coverage_warning, selected_share, summary
 from zftune.store.preset_file import escaped
 from zftune.store.store import facts_of, goes_on, is_written_to
 from zftune.store.types import Curve, RunRecord, RunState, TrialRecord, TrialState
@@ -216,11 +216,12 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
 def _budget(run: RunRecord, steps: float, told: Replay) -> dict[str, Any]:
     """What bounds lateness; the movement is the newest that was measured."""
     bounds = run.settings.get("movement_percent") is not None
+    movement = (told.movement_percent or run.settings["movement_percent"]) if bounds else None
     return {
         "steps": steps,
         "fixed_because": run.settings.get("fixed_because"),
-        "movement_percent": (told.movement_percent or run.settings["movement_percent"]) if bounds else None,
-        "expected_loss_percent": EXPECTED_LOSS_PERCENT[run.key.quality] if bounds else None,
+        "movement_percent": movement,
+        "expected_loss_percent": None if movement is None else allowed_loss_percent(run.key.quality, movement)[0],
     }
 
 

@@ -264,7 +264,8 @@ class Replay:
     def _take_effect(self, decision: Decision) -> None:
         trial = decision.trial
         if decision.kind == "adopt" and trial is not None:
-            self._samples[trial] = self._new("b") or self._new("explore")
+            looked = [] if self._new("a1") else self._new("explore")  # a comparison that began with the look
+            self._samples[trial] = [*looked, *self._new("b")]
             self.incumbent = trial
         elif decision.kind == "start" and self.start_step_ms is None:
             self.start_step_ms = self.step_ms(self.incumbent)

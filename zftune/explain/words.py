@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from zenflow import ZenFlowConfig
 from zftune.errors import BadInputError
-from zftune.quality import loss_bound, most_late_steps, moved_in_a_step
+from zftune.quality import allowed_loss_percent, loss_bound, most_late_steps, moved_in_a_step
 from zftune.store.account import saved_in_words
 from zftune.text import number, percent
 from zftune.tuner import messages as of_search
@@ -127,10 +127,9 @@ def lateness_bound(document: Document) -> str:
         return ""
     moved = moved_in_a_step(budget["movement_percent"], document["workload"].get("learning_rate"))
     most = most_late_steps(document["quality"], budget["movement_percent"])
-    return (
-        f"{moved}: updates may come {number(most)} steps late on average, which adds "
-        f"{loss_bound(budget['expected_loss_percent'], most)}"
-    )
+    loss, why = allowed_loss_percent(document["quality"], budget["movement_percent"])
+    late = f"updates may come {number(most)} steps late on average" + (f" ({why})" if why else "")
+    return f"{moved}: {late}, which adds {loss_bound(loss, most)}"
 
 
 def fates(document: Document) -> dict[int, str]:

@@ -110,6 +110,20 @@ def unsteady(restarts: int, *, waits: bool) -> str:
     )
 
 
+def still_unsteady(restarts: int, steps: int) -> str:
+    """The same, to a training that goes on with the run of another one.
+
+    Args:
+        restarts: how often the search has begun again since it came to its end last.
+        steps: that it waits.
+    """
+    return (
+        f"Step times changed {restarts} times in this run, also before this training began: the search begins again "
+        f"after {steps} steps, until then the best settings so far stay (--fresh, or attach(fresh=True), begins a new "
+        "run at once)."
+    )
+
+
 def waits(steps: int) -> str:
     """It does not begin again at once."""
     return f"Step times keep changing: the search begins again after {steps} steps."
@@ -149,8 +163,16 @@ def outdone(trial: Trial, adopted: Trial) -> str:
     return f"Not compared any further: {trial.setting}: another tuner of the study has adopted {adopted.setting}."
 
 
-def compared(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool) -> str:
-    """A comparison for speed."""
+def compared(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool, hidden: bool = False) -> str:
+    """A comparison for speed.
+
+    Args:
+        trial: the challenger.
+        incumbent: what it was compared with.
+        found: what it gains.
+        adopted: whether it takes the incumbent's place.
+        hidden: whether it would have, had measurements of the same setting agreed.
+    """
     what, needed = _what(trial, incumbent), f"{100 * found.needed:.1f}%"
     if adopted:
         return f"Adopted: {what} saves {found} of the step time, more than the {needed} that noise could explain."
@@ -159,9 +181,10 @@ def compared(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool) -> s
             f"Not adopted: {what} saves {found}, but step times changed meanwhile: it was not faster than both "
             "measurements beside it."
         )
+    why = ", since measurements of the same setting differ by more than their steps explain" if hidden else ""
     return (
         f"Not adopted: {what} gains {found} against the best so far, measured before and after it; a change must gain "
-        f"more than {needed}."
+        f"more than {needed}{why}."
     )
 
 

@@ -7,6 +7,9 @@ step, that is the plain median.
 The noise of a score, and of a mean, is what steps differ by at the same place of a window. Slow steps come in runs, so
 that neighbours tell less than as many independent steps would: errors grow by their correlation. `zftune compare` and
 the search use the same functions, so that they agree about the same two runs (studies/022-noise has the coverage).
+
+Other work that comes and goes within seconds is noise between measurements, which no number of steps in one averages
+out: what measurements of the same setting differ by, beyond their own noise, counts once for each measurement.
 """
 
 from __future__ import annotations
@@ -304,16 +307,21 @@ def spread(samples: Sequence[Sample]) -> float | None:
     return 1.4826 * float(np.median(np.abs(left - 1.0)))
 
 
-def gain(before: Sequence[Sample], after: Sequence[Sample], *, seed: int) -> Gain:
+def gain(
+    before: Sequence[Sample], after: Sequence[Sample], *, seed: int, repeats: Sequence[Sequence[Sample]] = ()
+) -> Gain:
     """How much faster `after` is than `before`.
 
     Args:
         before: measurements of one setting.
         after: measurements of another one.
         seed: of the bootstrap.
+        repeats: measurements of the same setting each, which say how far such differ; none: only steps are noise.
     """
     left = score(after) / score(before)
-    return Gain(1.0 - left, left * math.hypot(relative_error(before, seed=seed), relative_error(after, seed=seed + 1)))
+    between = math.sqrt(_variance_between(repeats, seed=seed) * (1 / len(before) + 1 / len(after)))
+    errors = relative_error(before, seed=seed), relative_error(after, seed=seed + 1), between
+    return Gain(1.0 - left, left * math.hypot(*errors))
 
 
 def relative_error(samples: Sequence[Sample], *, seed: int) -> float:
@@ -409,6 +417,18 @@ def _factors(steps_ms: Sequence[float], interval: int, usual_ms: float) -> list[
     """Of each whole window's mean. Asked after each step of a training: NumPy would take ten times as long."""
     whole = range(0, len(steps_ms) - interval + 1, interval)
     return [sum(steps_ms[begin : begin + interval]) / interval / usual_ms for begin in whole]
+
+
+def _variance_between(repeats: Sequence[Sequence[Sample]], *, seed: int) -> float:
+    """What scores of the same setting differ by, squared, beyond the noise of their steps: a method of moments."""
+    squares, freedom = 0.0, 0
+    for samples in repeats:
+        count = len(samples)
+        within = fmean(relative_error([one], seed=seed) ** 2 for one in samples)
+        scores = [math.log(score([one])) for one in samples]
+        squares += (count - 1) * ((statistics.variance(scores) if count > 1 else 0.0) - within)
+        freedom += count - 1
+    return max(0.0, squares / freedom) if freedom else 0.0
 
 
 def _joined(samples: Sequence[Sample]) -> Array:

@@ -54,6 +54,7 @@ from zftune.tuner.trials import CandidateQueue, TrialTable
 __all__ = ["MOST_VOIDS", "Search", "SearchOptions"]
 MOST_VOIDS = 3
 _COMPARISON = 3  # measurements
+_ONCE_MORE = 2  # of the challenger and of the incumbent
 LEAST_MEASUREMENTS = 2 + _COMPARISON
 """The start, a look at another setting, and its comparison: with fewer, nothing can be found."""
 _HOLD_STEPS = 200
@@ -101,6 +102,8 @@ class Search:
         self.agenda = CandidateQueue(self.book, planned, self.options.sampler, self.options.seed)
         self._restarts = 0
         """How often times have changed since the search came to its end last."""
+        self._inherited = False
+        """Whether an earlier training saw that, and this one was not told of it yet."""
         self._misses = 0
         """Settings in a row that were tried and not adopted for their speed."""
         self._ties: set[int] = set()
@@ -280,9 +283,8 @@ class Search:
     def _overhead_s(self, trial: Trial) -> float:
         """What the changes of knobs for a trial cost, and what has to be left."""
         planned = trial.source in _PLANNED
-        known = planned and self._last_role == "start"  # it may be adopted after one measurement, see `_explored`
         kept_s = 0.0 if planned or not self.options.hold else _FOR_CHANGES * self.cost.allowed_s
-        return (2 if known else 4) * self.cost.change_s + kept_s
+        return 4 * self.cost.change_s + kept_s
 
     def _settle(self, reason: str) -> State:
         """Stop, once no setting that is as fast as the incumbent and better otherwise is left to be compared."""
@@ -321,6 +323,7 @@ class Search:
             return
         then = state.then if isinstance(state, MeasuringBaseline) else state if isinstance(state, Comparing) else None
         then = None if then is None else replace(then, before=(), after=(), voids=0)
+        self._inherited = self._restarts >= _MOST_RESTARTS
         self.state = MeasuringBaseline(again=bool(self.book.incumbent.samples), then=then)
         self._note("resume", messages.resumed(self.measurements), None)
 
@@ -402,7 +405,7 @@ class Search:
             before = state.before if request.role == "b" else (*state.before, sample)
             after = (*state.after, sample) if request.role == "b" else state.after
             self.state = replace(state, voids=0, before=before, after=after)
-            if len(self.state.before) == 2:
+            if len(self.state.before) > max(1, len(self.state.after)):
                 self._compared(self.state)
 
     def _opened(self, trial: Trial, sample: Sample, state: MeasuringBaseline) -> None:
@@ -451,16 +454,23 @@ class Search:
         self.state = comparing
 
     def _compared(self, done: Comparing) -> None:
-        """Adopt or keep after incumbent, challenger, incumbent."""
-        trial, incumbent = self.book.trials[done.trial], self.book.incumbent
-        found = gain(done.before, done.after, seed=self.options.seed)
-        against_each = [gain([one], done.after, seed=self.options.seed).share for one in done.before]
+        """Adopt or keep after incumbent, challenger, incumbent; measure once more where other work hides a gain."""
+        trial, incumbent, seed = self.book.trials[done.trial], self.book.incumbent, self.options.seed
+        steps_alone = gain(done.before, done.after, seed=seed)
+        found = gain(done.before, done.after, seed=seed, repeats=(done.before, trial.samples))
+        against_each = [gain([one], done.after, seed=seed).share for one in done.before]
+        hidden = steps_alone.holds and not found.holds
+        once = found.holds and len(trial.samples) == 1  # nothing says yet how far measurements of it differ
+        room = self.measurements + _ONCE_MORE <= self.options.most_measurements
+        room = room and self.cost.left_s > 2 * self.cost.change_s
+        if done.purpose == "gain" and (hidden or once) and min(against_each) > 0 and len(done.before) == 2 and room:
+            return
         if done.purpose == "tie":
             adopted = -found.share + found.error <= LEAST_GAIN
             reason = messages.tied(trial, incumbent, found, adopted=adopted)
         else:
             adopted = found.holds and min(against_each) > 0
-            reason = messages.compared(trial, incumbent, found, adopted=adopted)
+            reason = messages.compared(trial, incumbent, found, adopted=adopted, hidden=hidden)
         self._note(
             "adopt" if adopted else "keep",
             reason,
@@ -553,9 +563,12 @@ class Search:
         if not self.options.hold:
             self.stop(reason)
             return self.state
-        if self._restarts == _MOST_RESTARTS:
-            self.remark(reason)
         steps = _HOLD_STEPS * min(_LONGEST_HOLD, 2 ** (self._restarts - _MOST_RESTARTS))
+        if self._inherited:
+            self.remark(messages.still_unsteady(self._restarts, steps))
+        elif self._restarts == _MOST_RESTARTS:
+            self.remark(reason)
+        self._inherited = False
         self._note("hold", messages.waits(steps), None)
         return WaitingForBudget(steps)
 

@@ -19,8 +19,9 @@ from zenflow import ZenFlowConfig
 from zftune import words
 from zftune.errors import BadInputError
 from zftune.planner import choosing
-from zftune.quality import EXPECTED_LOSS_PERCENT, most_late_steps, selected_share
+from zftune.quality import allowed_loss_percent, most_late_steps, selected_share
 from zftune.store.types import STALENESS, Quality
+from zftune.text import number
 
 TRAJECTORY_KNOBS = (
     "topk_ratio",
@@ -271,10 +272,11 @@ class Space:
                 f"share of the gradient that is deferred), and quality {self.quality} allows {self.budget:.2f}"
             )
         else:
+            loss, why = allowed_loss_percent(self.quality, moved)
             reason = (
                 f"weights would move {moved * cost:.3g}% before late updates arrive, the quality allows "
-                f"{moved * self.budget:.3g}% (a loss of about {EXPECTED_LOSS_PERCENT[self.quality]:g}% more in a long "
-                "fine-tuning)"
+                f"{moved * self.budget:.3g}% (up to about {number(loss)}% of loss in a long fine-tuning"
+                f"{'; ' if why else ''}{why})"
             )
         return Violation(excess, reason)
 

@@ -203,7 +203,7 @@ class Exploring:
 
 @dataclass(frozen=True, slots=True)
 class Comparing:
-    """Incumbent, challenger, incumbent: the next of `roles` is measured."""
+    """Incumbent, challenger, incumbent, and where that leaves it open once more challenger, incumbent."""
 
     trial: int
     purpose: Purpose
@@ -218,7 +218,9 @@ class Comparing:
     @property
     def role(self) -> Role:
         """What is measured next."""
-        return "a2" if self.after else "b" if self.before else "a1"
+        if not self.before:
+            return "a1"
+        return "a2" if len(self.after) == len(self.before) else "b"
 
 
 @dataclass(frozen=True, slots=True)

@@ -394,6 +394,20 @@ def test_where_times_keep_changing_it_waits_ever_longer_and_says_why_once() -> N
     assert world.kinds.count("remark") == 1
 
 
+def test_a_training_that_goes_on_is_told_once_that_the_search_waits_and_why() -> None:
+    world = restless(long())
+    known = world.kinds.count("remark")
+    world.search.begin_again()
+    restless(world)
+    told = [note for note in world.search.notes if note.kind in ("remark", "hold", "resume")]
+    since = told[[note.kind for note in told].index("resume") + 1 :]
+    assert [note.kind for note in since[:2]] == ["remark", "hold"]
+    waits = since[1].reason.removeprefix("Step times keep changing: ").removesuffix(".")
+    assert waits.startswith("the search begins again after ")
+    assert f"also before this training began: {waits}, " in since[0].reason
+    assert world.kinds.count("remark") == known + 1
+
+
 def test_where_it_may_not_wait_it_ends() -> None:
     world = restless(long(hold=False, watch=False))
     assert world.search.next() is None
@@ -477,7 +491,7 @@ def test_updates_come_earlier_at_once_where_the_weights_move_too_far() -> None:
     (note,) = (one for one in world.search.notes if one.kind == "movement")
     assert note.reason == (
         "Adopted for the quality: update_interval 3, apply_lag 1: under update_interval 4, apply_lag 4 weights would "
-        "move 0.32% before late updates arrive, the quality allows 0.171% (a loss of about 0.3% more in a "
+        "move 0.32% before late updates arrive, the quality allows 0.171% (up to about 0.3% of loss in a "
         "long fine-tuning)."
     )
     request = world.search.next()

@@ -90,6 +90,20 @@ def test_two_errors_hold_nineteen_differences_of_twenty(interval: int, steps: in
     assert max(typical, mean) < 1.0
 
 
+def test_what_measurements_of_one_setting_differ_by_counts_once_for_each() -> None:
+    def measured(middle: float, seed: int) -> Sample:
+        return Sample.of(lognormal(seed, middle, 0.02, 60), 1, 1)
+
+    apart, alike = [measured(100, 0), measured(109, 1)], [measured(100, 2), measured(100.2, 3)]
+    after = [measured(90, 4)]
+    quiet, busy = (gain(apart, after, seed=0, repeats=[one]) for one in (alike, apart))
+    assert quiet == gain(apart, after, seed=0)
+    between = np.log(1.09) / 2**0.5 * (1 / 2 + 1) ** 0.5  # of each measurement; two against one
+    assert busy.error == pytest.approx((1 - busy.share) * between, rel=0.15)
+    pooled = gain(apart, after, seed=0, repeats=[apart, alike, after])
+    assert quiet.error < pooled.error < busy.error
+
+
 def test_the_error_of_a_mean() -> None:
     values = np.random.default_rng(1).normal(100.0, 8.0, size=200).tolist()
     assert error_of_mean(values, 1) == pytest.approx(8.0 / 200**0.5, rel=0.15)

@@ -201,8 +201,8 @@ class RunSession:
             for step, loss in report.losses:
                 self.curve.loss(step, loss)
         self.dropped = report.dropped
-        last = self.steps[-1].step if self.steps else 0
-        self.step = report.step or last
+        # Figures of a step come two steps later: what holds now has nothing to do with those that are still to come.
+        self.step = last = report.step or (self.steps[-1].step if self.steps else 0)
         if report.applied is not None and report.applied.decision > self._applied:
             self._applied, last = report.applied.decision, report.applied.step
             if report.done is None or report.done.decision != self._applied:

@@ -237,7 +237,8 @@ def run_view(brain: RunSession, silent_s: float, node: Node | None = None) -> Ru
         silent_s: since its agent was heard of.
         node: samples its GPU.
     """
-    steps = list(brain.steps)[-_RECENT:]
+    steps, curve = list(brain.steps)[-_RECENT:], brain.curve.curve()
+    since = curve.changes[-1].step if curve.changes else 0  # those before selected other columns
     times = [one.step_ms for one in steps if one.step_ms is not None]
     hello, thought = brain.hello, brain.thought
     training = hello.training
@@ -260,8 +261,8 @@ def run_view(brain: RunSession, silent_s: float, node: Node | None = None) -> Ru
         stall_ms=_stall_ms(steps),
         loss=brain.losses[-1][1] if brain.losses else None,
         loss_step=brain.losses[-1][0] if brain.losses else None,
-        losses=_loss_view(brain.curve.curve()),
-        coverage=_coverage_view(brain, steps),
+        losses=_loss_view(curve),
+        coverage=_coverage_view(brain, [one for one in steps if one.step > since]),
         dropped=brain.dropped,
         knobs=None if brain.knobs is None else brain.knobs.knobs(),
         incumbent=None if thought is None else thought.incumbent.knobs(),

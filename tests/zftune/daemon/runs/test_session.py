@@ -192,6 +192,23 @@ def test_a_run_is_shown_at_its_last_step_whose_figures_are_still_to_come(world: 
     assert (run.step, run.loss, run.loss_step) == (500, 2.25, 499)
 
 
+def test_a_coverage_is_told_with_the_settings_that_it_was_measured_under(world: World) -> None:
+    agent = world.agent(same)
+    wide, narrow = replace(START, topk_ratio=0.4), replace(START, topk_ratio=0.1)
+    agent.report(step=4, steps=tuple(StepFigures(step, 100.0, None, 0.5) for step in range(1, 5)), knobs=wide)
+    assert shown(world).run.coverage is None  # of before
+    agent.report(step=8, steps=tuple(StepFigures(step, 100.0, None, 0.5) for step in range(5, 7)), knobs=wide)
+    found = shown(world).run.coverage
+    assert found is not None
+    assert (found.measured, round(found.assumed, 2)) == (0.5, 0.98)
+    later = [StepFigures(step, 100.0, None, 0.5) for step in (7, 8)]  # figures come two steps late
+    agent.report(step=8, knobs=narrow)
+    agent.report(step=10, steps=(*later, StepFigures(9, 100.0, None, 0.15)), knobs=narrow)
+    found = shown(world).run.coverage
+    assert found is not None
+    assert (found.measured, round(found.assumed, 2)) == (0.15, 0.94)
+
+
 def test_what_was_saved_is_told_with_the_error_of_its_gain_on_every_screen(world: World) -> None:
     agent = world.agent()
     agent.run_until("frozen")
