@@ -327,3 +327,28 @@ def test_how_a_training_goes_that_was_killed_and_went_on_from_its_checkpoint(wor
         *((step, 1, 100.0, 4.0) for step in range(1, 11)),
         *((step, 1, 50.0, 1.0) for step in range(11, 17)),
     ]
+
+
+def test_commands_outlive_the_daemon(world: World) -> None:
+    agent = world.agent()
+    agent.run_until("frozen")
+    record = agent.last.record or ""
+    world.registry.command(RUN, "pause")
+    world.kill()
+    world.begin()
+    agent.transport = world.transport
+    agent.say_hello(Reattach(record))
+    agent.until(lambda: agent.last.incumbent is not None)
+    assert agent.last.state == "paused"
+    world.registry.command(RUN, "rollback")
+    pinned = agent.report().incumbent
+    world.kill()
+    world.begin()
+    agent.transport = world.transport
+    agent.say_hello(Reattach(record))
+    agent.until(lambda: agent.last.incumbent is not None and agent.last.kind != "pause")
+    thought = world.registry.brain(RUN).thought
+    assert thought is not None
+    agent.until(lambda: thought.halted)
+    assert (agent.last.kind, agent.last.state, agent.last.incumbent) == ("hold", "frozen", pinned)
+    assert world.kinds(record).count("rollback") == 1

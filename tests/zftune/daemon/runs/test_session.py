@@ -472,31 +472,6 @@ def test_a_daemon_that_was_killed_loses_nothing(world: World, *, reaped: bool) -
     assert agent.last.incumbent != START
 
 
-def test_commands_outlive_the_daemon(world: World) -> None:
-    agent = world.agent()
-    agent.run_until("frozen")
-    record = agent.last.record or ""
-    world.registry.command(RUN, "pause")
-    world.kill()
-    world.begin()
-    agent.transport = world.transport
-    agent.say_hello(Reattach(record))
-    agent.until(lambda: agent.last.incumbent is not None)
-    assert agent.last.state == "paused"
-    world.registry.command(RUN, "rollback")
-    pinned = agent.report().incumbent
-    world.kill()
-    world.begin()
-    agent.transport = world.transport
-    agent.say_hello(Reattach(record))
-    agent.until(lambda: agent.last.incumbent is not None and agent.last.kind != "pause")
-    thought = world.registry.brain(RUN).thought
-    assert thought is not None
-    agent.until(lambda: thought.halted)
-    assert (agent.last.kind, agent.last.state, agent.last.incumbent) == ("hold", "frozen", pinned)
-    assert world.kinds(record).count("rollback") == 1
-
-
 def test_a_daemon_that_ends_in_order_leaves_the_run_to_the_next(world: World) -> None:
     agent = world.agent()
     agent.measure()
