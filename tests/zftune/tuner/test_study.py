@@ -102,7 +102,7 @@ def test_without_a_study_each_is_alone(every_fault: None, store: Store) -> None:
     assert not [trial for one in tuners for trial in one.search.book.trials if trial.source == "peer"]
 
 
-def test_what_another_has_adopted_takes_two_measurements(store: Store) -> None:
+def test_what_another_has_adopted_takes_four_measurements(store: Store) -> None:
     first, second = Tuner(store, 1), Tuner(store, 2)
     request = second.choose()
     assert request is not None
@@ -118,7 +118,7 @@ def test_what_another_has_adopted_takes_two_measurements(store: Store) -> None:
         assert request is not None
         seen.append((request.role, request.setting == best))
         second.tell(request)
-    assert seen == [("explore", True), ("a2", False)]
+    assert seen == [("explore", True), ("a2", False), ("b", True), ("a2", False)]  # one alone tells no noise between
     assert second.search.book.incumbent.source == "peer"
 
 
@@ -142,7 +142,7 @@ def test_a_comparison_is_let_go_where_another_has_adopted_what_is_faster(store: 
     while request is None or request.role != "a1":
         request = tuner.choose()
         assert request is not None
-        step_ms = 40.0 if request.role == "explore" else 80.0
+        step_ms = 40.0 if request.role in ("explore", "b") else 80.0
         tuner.tell(request, replace(tuner.driver.measure(request), steps_ms=(step_ms,) * request.steps))
     compared = tuner.search.book.trials[tuner.search.state.trial]  # type: ignore[union-attr]
     best = adopted_elsewhere(store, tuner, relative)
