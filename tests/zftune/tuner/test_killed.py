@@ -226,8 +226,10 @@ def test_a_setting_that_a_killed_training_was_trying_has_crashed(tmp_path: Path)
     path = tmp_path / "zftune.db"
     run_id, _ = train_and_kill(path, "tries")
     with open_store(str(path)) as store:
-        (reaped,) = store.reap()
-        assert (reaped.run_id, len(reaped.crashed)) == (run_id, 1)
+        store.reap()
+        (run,) = store.runs()
+        assert run.run_id == run_id
+        assert [one.kind for one in store.barred(run.key)] == ["crash"]
 
 
 def test_a_training_that_ends_leaves_no_file_of_itself(tmp_path: Path) -> None:
