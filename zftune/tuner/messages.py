@@ -119,14 +119,14 @@ def still_unsteady(restarts: int, steps: int) -> str:
     """
     return (
         f"Step times changed {restarts} times in this run, also before this training began: the search begins again "
-        f"after {steps} steps, until then the best settings so far stay (--fresh, or attach(fresh=True), begins a new "
-        "run at once)."
+        f"once they stay as they are for {steps} steps, until then the best settings so far stay (--fresh, or "
+        "attach(fresh=True), begins a new run at once)."
     )
 
 
 def waits(steps: int) -> str:
     """It does not begin again at once."""
-    return f"Step times keep changing: the search begins again after {steps} steps."
+    return f"Step times keep changing: the search begins again once they stay as they are for {steps} steps."
 
 
 def other_tokens(tokens: int, before: int) -> str:

@@ -543,7 +543,9 @@ class Search:
         for begin in range(0, len(outcome.steps_ms) - window + 1, window):
             changed = self._change.add(sum(outcome.steps_ms[begin : begin + window]) / window) or changed
         if changed:
-            self._changed_times("Step times have changed: the search begins again.")
+            waited = self._restarts >= _MOST_RESTARTS and isinstance(self.state, WaitingForBudget)
+            what = " while the search waited." if waited else ": the search begins again."
+            self._changed_times(f"Step times have changed{what}")
             self.state = self._after_restart(self.state)
         elif isinstance(self.state, WaitingForBudget):
             self.state = Choosing()

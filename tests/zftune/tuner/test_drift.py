@@ -380,8 +380,8 @@ def test_where_times_keep_changing_it_waits_ever_longer_and_says_why_once() -> N
     assert remark.reason.startswith(begins)
     waits = [note.reason for note in world.search.notes if note.kind == "hold"]
     assert waits[:2] == [
-        "Step times keep changing: the search begins again after 200 steps.",
-        "Step times keep changing: the search begins again after 400 steps.",
+        "Step times keep changing: the search begins again once they stay as they are for 200 steps.",
+        "Step times keep changing: the search begins again once they stay as they are for 400 steps.",
     ]
     asked = [(request.role, request.steps) for request in world.driver.requests]
     assert ("hold", 200) in asked
@@ -403,7 +403,7 @@ def test_a_training_that_goes_on_is_told_once_that_the_search_waits_and_why() ->
     since = told[[note.kind for note in told].index("resume") + 1 :]
     assert [note.kind for note in since[:2]] == ["remark", "hold"]
     waits = since[1].reason.removeprefix("Step times keep changing: ").removesuffix(".")
-    assert waits.startswith("the search begins again after ")
+    assert waits.startswith("the search begins again once they stay as they are for ")
     assert f"also before this training began: {waits}, " in since[0].reason
     assert world.kinds.count("remark") == known + 1
 
