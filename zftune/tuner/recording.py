@@ -374,8 +374,8 @@ class Recording:
             self.notices.append(f"Preset {self._stake[0]} was slower in two later comparisons and is withdrawn.")
 
     def _keep_preset(self, search: Search) -> None:
-        gain, start, best = search.book.gain, search.book.trials[0], search.book.incumbent
-        if gain is None or not start.samples or not best.samples:
+        gain, best = search.book.gain, search.book.incumbent
+        if gain is None or not best.samples:  # a search that began again has forgotten the start, and keeps the gain
             return
         knobs = best.setting.knobs()
         same = (one for one in self._store.presets() if one.key == self.key and one.knobs == knobs)

@@ -15,8 +15,9 @@ import torch
 from tests.zftune.integrations.ds_running import ADAMW, ZENFLOW, ds_config, run_cases
 from tests.zftune.integrations.ds_worker import make_model
 from tests.zftune.store.examples import KNOBS, PRESET
+from zenflow import ZenFlowConfig
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed.choosing import Training, choose
+from zftune.integrations.deepspeed.choosing import Chosen, Training, choose, instead_of
 from zftune.integrations.deepspeed.section import Section
 from zftune.store import open_store
 from zftune.store.preset_file import document_of
@@ -167,3 +168,21 @@ def test_it_refuses_a_preset_by_name_on_all_ranks(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(BadInputError, match=r"preset 'theirs': .* could not be read") as refused:
         choose(TRAINING, Section(preset="theirs"))
     assert sent == [str(refused.value)]
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "told"),
+    [
+        (ZenFlowConfig(topk_ratio=0.1, update_interval=8), False, "topk_ratio 0.1, update_interval 8"),
+        (ZenFlowConfig(topk_ratio=0.1, update_interval=8), True, ""),
+        (ZenFlowConfig(topk_ratio=0.4, update_interval=2), False, ""),
+        (None, False, ""),
+    ],
+)
+def test_a_preset_that_nobody_asked_for_is_told_with_what_it_replaces(
+    given: ZenFlowConfig | None, asked: bool, told: str
+) -> None:
+    config = ZenFlowConfig(topk_ratio=0.4, update_interval=2)
+    said = instead_of(given, config, Chosen({"topk_ratio": 0.4}, "of a preset"), asked=asked)
+    whole = f", instead of the ds_config's {told} (which holds without that preset: zftune presets rm)"
+    assert said == (whole if told else "")

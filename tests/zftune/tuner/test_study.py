@@ -95,6 +95,22 @@ def test_three_tuners_try_each_setting_once_and_share_what_they_adopt(store: Sto
     assert max(times) <= 1.03 * min(times)  # the last to hear of the best may find it no faster than its own
 
 
+def test_what_holds_once_a_search_began_again_is_kept_as_a_preset(store: Store) -> None:
+    tuner = Tuner(store, 1)
+    while not tuner.search.book.adoptions:
+        request = tuner.choose()
+        assert request is not None
+        tuner.tell(request)
+    tuner.search._changed_times("Step times have changed: the search begins again.")
+    while not tuner.search.book.incumbent.samples:
+        request = tuner.choose()
+        assert request is not None
+        tuner.tell(request)
+    assert tuner.search.book.trials[0].samples == []
+    tuner.recording.keep_preset(tuner.search)
+    assert [one.knobs for one in store.presets()] == [tuner.search.book.incumbent.setting.knobs()]
+
+
 def test_without_a_study_each_is_alone(every_fault: None, store: Store) -> None:
     tuners = [Tuner(store, number, study="") for number in range(2)]
     run(tuners)

@@ -26,6 +26,7 @@ from zftune.integrations.deepspeed import optimizers, sharded_files
 from zftune.integrations.deepspeed.choosing import (
     Training,
     choose,
+    instead_of,
     is_planned,
     knobs_on_host,
     late_knobs,
@@ -352,6 +353,8 @@ class Making:
         chosen = choose(training, plan.section)
         config = with_knobs(plan.own, chosen, plan.quality)
         sentence = chosen.sentence
+        if plan.quality != "exact":
+            sentence += instead_of(plan.late, config, chosen, asked=plan.section.preset is not None)
         if self._sharded is not None and self._sharded.on_host:
             config, but = knobs_on_host(config, plan.quality, plan.topk_ratio)
             sentence += but

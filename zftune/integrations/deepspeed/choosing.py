@@ -233,6 +233,22 @@ def waited(own: ZenFlowConfig, quality: Quality) -> ZenFlowConfig:
     return replace(own, update_interval=1, overlap_step=False, apply_lag=None) if quality == "exact" else own
 
 
+def instead_of(given: ZenFlowConfig | None, config: ZenFlowConfig, chosen: Chosen, *, asked: bool) -> str:
+    """What a preset that nobody asked for replaces of the ds_config's settings, for its sentence; "": nothing.
+
+    Args:
+        given: of the ds_config's "zenflow" section; None: it has none.
+        config: with the preset.
+        chosen: the preset.
+        asked: whether it was asked for.
+    """
+    if given is None or asked or not chosen.knobs:
+        return ""
+    own = {name: getattr(given, name) for name in TRAJECTORY_KNOBS if getattr(given, name) != getattr(config, name)}
+    told = ", ".join(f"{name} {value}" for name, value in own.items() if value is not None)
+    return f", instead of the ds_config's {told} (which holds without that preset: zftune presets rm)" if told else ""
+
+
 def with_knobs(own: ZenFlowConfig, chosen: Chosen, quality: Quality) -> ZenFlowConfig:
     """The ds_config's knobs with a preset's.
 
