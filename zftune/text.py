@@ -42,6 +42,12 @@ def size(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
+def size_up(count: float) -> str:
+    """Bytes that are needed, in decimal units: rounded up, so that as many are enough."""
+    step = 10.0 ** max(0, math.floor(math.log10(max(count, 1))) - 2)
+    return size(step * math.ceil(count / step))
+
+
 def byte_count(option: str, value: str, *, unit: str = "bytes") -> int:
     """The bytes that an option asks for: a number in its own unit, or with another one, such as 64GB or 64 GiB.
 

@@ -75,6 +75,11 @@ def limits(machine: Machine, headroom: float = HEADROOM) -> tuple[float, float]:
     return machine.device_memory_bytes - free, (1 - headroom) * machine.host_memory_bytes
 
 
+def least_gpu(device_bytes: float, headroom: float = HEADROOM) -> float:
+    """Bytes of a device's memory of which a setting may take so many: the inverse of `limits`."""
+    return max(device_bytes / (1 - headroom), device_bytes + LEAST_HEADROOM_BYTES)
+
+
 def choose(
     model: ModelFacts,
     machine: Machine,

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, takewhile
 from typing import Any
 
 import zftune
@@ -14,10 +14,12 @@ from zenflow import ZenFlowConfig
 from zftune.planner.choosing import (
     HEADROOM,
     NEAR,
+    OFFLOAD_RATIOS,
     Choice,
     budget_of,
     choose,
     fits,
+    least_gpu,
     limits,
 )
 from zftune.planner.closed_form import predict
@@ -27,12 +29,13 @@ from zftune.planner.rates import Rates
 from zftune.planner.simulate import simulate
 from zftune.planner.split import split_of
 from zftune.store.types import Quality
-from zftune.text import size
+from zftune.text import size, size_up
 from zftune.words import CAUSES
 
 SMALLEST = ZenFlowConfig.zero_offload(pipeline="bucket")
 """The setting that needs least of a device's memory."""
 _SHORTEST = 256
+_ANY_HOST = 1 << 60
 _RUN = "zftune run{} -- deepspeed train.py --deepspeed ds_config.json"
 _ON_HOST = (
     '"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}} '
@@ -45,11 +48,13 @@ Step = tuple[str, Job]
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """An option of the command line with which a model fits a device."""
+    """An option of the command line with which a model fits a machine."""
 
     option: str
     device_bytes: int
     """That each GPU then needs."""
+    host_bytes: int
+    """That the host then needs."""
 
 
 def of_nothing(model: ModelFacts, machine: Machine, job: Job, headroom: float = HEADROOM) -> list[str]:
@@ -62,9 +67,12 @@ def of_nothing(model: ModelFacts, machine: Machine, job: Job, headroom: float = 
         headroom: share of device and host memory that stays free.
     """
     device, host = limits(machine, headroom)
-    need = _least(model, machine, job)
-    on_host = need.host_bytes + need.migration_bytes
+    need = next(_shares(model, machine, job)).memory
     short, answers = [], []
+    most = "all state on the host"
+    if fitting := list(_within(device, _shares(model, machine, job))):
+        need, most = min(fitting, key=_of_host), "as much state on the GPUs as they hold,"
+    on_host = _of_host(need)
     if need.device_bytes > device:
         first = " (in the first step, which keeps every gradient)" if not need.device_by_use["activations"] else ""
         over, free = size(need.device_bytes - device), _free(machine.device_memory_bytes, device)
@@ -73,9 +81,9 @@ def of_nothing(model: ModelFacts, machine: Machine, job: Job, headroom: float = 
     if on_host > host:
         over, free = size(on_host - host), _free(machine.host_memory_bytes, host)
         short.append(f"{over} more of the host's memory than the {size(host)} that it may use{free}")
-        answers.append(f"The host needs {size(on_host / (1 - headroom))} of memory in all, whatever the GPUs have.")
+        answers += _for_host(model, machine, job, on_host if fitting else None, headroom)
     what = " and ".join(short) or "more memory than there is, with any window"
-    return [f"Nothing fits: even with all state on the host a step needs {what}.", *answers]
+    return [f"Nothing fits: even with {most} a step needs {what}.", *answers]
 
 
 def _free(whole: int, limit: float) -> str:
@@ -83,19 +91,22 @@ def _free(whole: int, limit: float) -> str:
 
 
 def remedies(model: ModelFacts, machine: Machine, job: Job, headroom: float = HEADROOM) -> list[Remedy]:
-    """What would let the model fit a device: single options where one is enough, else each with `--checkpointing`.
+    """What would let the model fit a machine: single options where one is enough, else each with `--checkpointing`.
 
     Args:
         model: what is trained.
         machine: where.
         job: batch and ranks; an option that it has already is not named.
-        headroom: share of the device's memory that stays free.
+        headroom: share of device and host memory that stays free.
     """
-    device, _ = limits(machine, headroom)
+    device, host = limits(machine, headroom)
 
     def enough(ladder: Sequence[Step]) -> Iterator[Remedy]:
-        needs = ((option, _least(model, machine, changed).device_bytes) for option, changed in ladder)
-        yield from islice((Remedy(option, nbytes) for option, nbytes in needs if nbytes <= device), 1)
+        for option, changed in ladder:
+            for need in _within(device, _shares(model, machine, changed)):
+                if _of_host(need) <= host:
+                    yield Remedy(option, need.device_bytes, _of_host(need))
+                    return
 
     ladders = _ladders(machine, job)
     if job.checkpointing:
@@ -107,6 +118,20 @@ def remedies(model: ModelFacts, machine: Machine, job: Job, headroom: float = HE
         for ladder in ladders
     )
     return alone or list(chain.from_iterable(map(enough, both)))
+
+
+def _shares(model: ModelFacts, machine: Machine, job: Job) -> Iterator[Prediction]:
+    """The setting that needs least with each share of the state on the host, the largest share first."""
+    return (predict(model, machine, job, replace(SMALLEST, offload_ratio=ratio)) for ratio in OFFLOAD_RATIOS)
+
+
+def _within(device: float, shares: Iterator[Prediction]) -> Iterator[Memory]:
+    """What they need, up to the first for which a GPU is too small: a GPU has all the more of those after it."""
+    return takewhile(lambda need: need.device_bytes <= device, (one.memory for one in shares))
+
+
+def _of_host(need: Memory) -> int:
+    return need.host_bytes + need.migration_bytes
 
 
 def _ladders(machine: Machine, job: Job) -> list[list[Step]]:
@@ -124,29 +149,60 @@ def _halves(value: int, least: int) -> list[int]:
 
 
 def _for_device(model: ModelFacts, machine: Machine, job: Job, headroom: float) -> str:
+    """What to do where a GPU is too small for any share of the state on the host, and with which host."""
     if found := remedies(model, machine, job, headroom):
-        return f"What would do: {' or '.join(f'{one.option} ({size(one.device_bytes)})' for one in found)}."
+        return f"What would do: {_listed(found)}."
+    roomy = replace(machine, host_memory_bytes=_ANY_HOST)
+    if found := remedies(model, roomy, job, headroom):
+        host = max(one.host_bytes for one in found) / (1 - headroom)
+        return f"What would do with {size_up(host)} of host memory in all: {_listed(found)}."
     most = replace(job, gpus=max(job.gpus, machine.gpus), micro_batch=1, checkpointing=True, stage=3)
-    needed = _least(model, machine, most).device_bytes / (1 - headroom)
+    need = next(_shares(model, machine, most)).memory
     options = f"{f'--gpus {most.gpus} ' if most.gpus > 1 else ''}--micro-batch 1 --checkpointing"
     options += " --stage 3" if job.keeps_whole else ""
+    takes = f"GPUs of {size_up(least_gpu(need.device_bytes, headroom))}"
+    if _of_host(need) > limits(machine, headroom)[1]:
+        takes += f" with {size_up(_of_host(need) / (1 - headroom))} of host memory in all"
     on_host = _weights_on_host(model, machine, job, headroom)
-    return f"Even {options} takes GPUs of {size(needed)}, and shorter sequences do not help enough. {on_host}"
+    return f"Even {options} takes {takes}, and shorter sequences do not help enough. {on_host}"
+
+
+def _for_host(model: ModelFacts, machine: Machine, job: Job, least: int | None, headroom: float) -> list[str]:
+    """What to do where the host is too small: in sentences, of which the first has the memory of host and GPUs.
+
+    Args:
+        model: what is trained.
+        machine: where.
+        job: batch and ranks.
+        least: bytes of the host with these GPUs; None: they are too small with any host.
+        headroom: share of device and host memory that stays free.
+    """
+    _, host = limits(machine, headroom)
+    needs = [one.memory for one in _shares(model, machine, job)]
+    gpu = least_gpu(min(need.device_bytes for need in needs if _of_host(need) <= host), headroom)
+    with_host = f"ith this host each GPU needs {size_up(gpu)}"
+    if least is None:
+        return [f"W{with_host} of memory in all."]
+    found = remedies(model, machine, job, headroom)
+    return [
+        f"With these GPUs the host needs {size_up(least / (1 - headroom))} of memory in all; w{with_host}.",
+        *([f"What would do as well: {_listed(found)}."] if found else []),
+    ]
+
+
+def _listed(found: Sequence[Remedy]) -> str:
+    return " or ".join(f"{one.option} ({size(one.device_bytes)} of each GPU)" for one in found)
 
 
 def _weights_on_host(model: ModelFacts, machine: Machine, job: Job, headroom: float) -> str:
     """What else there is where no option makes weights and activations fit a GPU: in sentences, with what it takes."""
-    need = _least(model, machine, job)
+    need = next(_shares(model, machine, job)).memory
     weights = model.element_bytes * model.parameters * job.replicas // job.nodes
-    needed = (need.host_bytes + need.migration_bytes + weights) / (1 - headroom)
+    needed = (_of_host(need) + weights) / (1 - headroom)
     takes = f"Weights on the host too take less of a GPU, and about {size(needed)} of host memory in all"
     if needed > machine.host_memory_bytes:
         return f"{takes}, of which there are {size(machine.host_memory_bytes)}."
     return f"{takes}; this plan does not predict their speed. To train so, put {_ON_HOST}"
-
-
-def _least(model: ModelFacts, machine: Machine, job: Job) -> Memory:
-    return predict(model, machine, job, SMALLEST).memory
 
 
 SCHEMA = "zftune.plan/1"

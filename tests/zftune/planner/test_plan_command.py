@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +19,13 @@ from tests.tiers import by_day
 from zenflow import ZenFlowConfig
 from zftune.cli.plan import plan
 from zftune.errors import BadInputError
-from zftune.planner.choosing import LEAST_HEADROOM_BYTES, limits
+from zftune.planner.choosing import LEAST_HEADROOM_BYTES, budget_of, choose, least_gpu, limits
 from zftune.planner.closed_form import predict
 from zftune.planner.model import Job, Machine, ModelFacts
 from zftune.planner.plan import CALLS_MS_PER_WEIGHT, SCHEMA, SMALLEST, curves, make_plan, of_nothing, of_ranks, remedies
 from zftune.planner.screen import render
 from zftune.report.plan import curves_chart, plan_html
-from zftune.text import size
+from zftune.text import byte_count, size, size_up
 
 APP = typer.Typer()
 APP.command()(plan)
@@ -243,6 +244,12 @@ def unwrapped(output: str) -> str:
     return re.sub(r"[\s│]+", " ", output)
 
 
+def with_options(job: Job, options: str) -> Job:
+    said = dict(re.findall(r"--(\S+) ?(\d+)?", options))
+    numbers: dict[str, Any] = {name.replace("-", "_"): int(value) for name, value in said.items() if value}
+    return replace(job, checkpointing=job.checkpointing or "checkpointing" in said, **numbers)
+
+
 @pytest.mark.parametrize(
     ("model", "machine", "job"),
     by_day(
@@ -265,14 +272,7 @@ def test_what_would_do_does_and_less_of_it_would_not(model: str, machine: str, j
     device, _ = limits(place)
 
     def needs(options: str) -> int:
-        said = dict(re.findall(r"--(\S+) ?(\d+)?", options))
-        numbers: dict[str, Any] = {name.replace("-", "_"): int(value) for name, value in said.items() if value}
-        changed = replace(
-            job,
-            checkpointing=job.checkpointing or "checkpointing" in said,
-            **numbers,
-        )
-        return predict(facts, place, changed, SMALLEST).memory.device_bytes
+        return predict(facts, place, with_options(job, options), SMALLEST).memory.device_bytes
 
     assert needs("") > device
     found = remedies(facts, place, job)
@@ -288,6 +288,79 @@ def test_what_would_do_does_and_less_of_it_would_not(model: str, machine: str, j
     sentence = unwrapped(" ".join(of_nothing(facts, place, job)))
     assert all(one.option in sentence for one in found)
     assert found or "--micro-batch 1 --checkpointing takes GPUs of" in sentence
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "job", "says"),
+    by_day(
+        [
+            ("Llama-2-7B", "h100-sxm", Job(checkpointing=True), "With these GPUs"),
+            ("Llama-2-13B", "rtx4090", Job(seq=1024, checkpointing=True), "Even --micro-batch 1"),
+            ("Qwen2.5-14B", "a100-80-sxm", Job(micro_batch=8), "What would do with"),
+        ],
+        all_of=[
+            *(
+                (model, "h100-sxm", Job(gpus=gpus), "With these GPUs")
+                for model, gpus in (("Qwen2.5-7B", 1), ("Llama-2-13B", 2), ("Qwen2.5-14B", 2))
+            ),
+            ("Llama-2-7B", "h100-sxm", Job(checkpointing=True), "With these GPUs"),
+            ("Qwen2.5-32B", "h100-sxm", Job(gpus=4, checkpointing=True), "With these GPUs"),
+            ("Llama-2-13B", "h100-sxm", Job(gpus=2, stage=2, checkpointing=True), "With these GPUs"),
+            ("Llama-2-13B", "rtx4090", Job(seq=1024, checkpointing=True), "Even --micro-batch 1"),
+            ("Llama-2-70B", "rtx4090", Job(), "Even --micro-batch 1"),
+            ("Llama-2-7B", "h100-sxm", Job(seq=16384), "What would do: "),
+            ("Qwen2.5-14B", "a100-80-sxm", Job(micro_batch=8), "What would do with"),
+        ],
+    ),
+)
+def test_memory_that_is_named_where_the_host_is_too_small_is_enough(
+    model: str, machine: str, job: Job, says: str
+) -> None:
+    facts, place = ModelFacts.from_name(model), replace(Machine.load(machine), host_memory_bytes=round(64e9))
+
+    def having(**memory: float) -> Machine:
+        given: dict[str, Any] = {name: round(value) for name, value in memory.items()}
+        return replace(place, **given)
+
+    def fit(job: Job, **memory: float) -> bool:
+        return make_plan(facts, having(**memory), job, quality="exact")["proposal"] is not None
+
+    def none_fits(**memory: float) -> bool:
+        return not choose(facts, having(**memory), job, budget=budget_of("published"))
+
+    def figure(before: str) -> float:
+        found = re.search(rf"{before} ([\d.]+ [GT]B)", sentences)
+        return byte_count("", found[1]) if found else 0.0
+
+    sentences = " ".join(of_nothing(facts, place, job))
+    assert says in sentences
+    gpu, host = figure("each GPU needs"), figure("With these GPUs the host needs")
+    assert fit(job, device_memory_bytes=gpu)
+    assert none_fits(device_memory_bytes=0.98 * gpu)
+    assert bool(host) == (says == "With these GPUs")
+    if host:
+        assert fit(job, host_memory_bytes=host)
+        assert none_fits(host_memory_bytes=0.98 * host)
+    else:  # whatever the host has
+        assert none_fits(host_memory_bytes=1e15)
+    if least := re.search(r"Even (.*?) takes", sentences):
+        memory = {"device_memory_bytes": figure("takes GPUs of"), "host_memory_bytes": figure("takes GPUs of .*? with")}
+        assert fit(with_options(job, least[1]), **memory)
+    do = re.search(r"What would do[^:]*: (.*?)\.(?: |$)", sentences)
+    with_host = figure("What would do with") or 64e9
+    for option in do[1].split(" or ") if do else ():
+        assert fit(with_options(job, option.partition(" (")[0]), host_memory_bytes=with_host)
+
+
+@pytest.mark.parametrize(
+    "needed", [1, 999, 1_001, 999_600_000, 5_004_000_000, 19_000_000_001, 70_123_456_789, 2_345_678_901_234]
+)
+def test_memory_that_is_named_is_rounded_up_and_leaves_enough_free(needed: int) -> None:
+    named = byte_count("", size_up(needed))
+    assert needed <= named <= 1.011 * needed
+    gpu = math.ceil(least_gpu(needed))
+    limit, _ = limits(replace(Machine.load(MACHINE), device_memory_bytes=gpu))
+    assert needed <= limit <= needed + 2
 
 
 def test_advice_takes_no_more_of_the_host_than_there_is() -> None:
