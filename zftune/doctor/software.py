@@ -422,9 +422,10 @@ def _why_not(name: str) -> str:
 def extras() -> Check:
     """One for all extras but DeepSpeed's, which has an area of its own, and PostgreSQL's where no server is named."""
     elsewhere = {"deepspeed"} if "://" in os.environ.get("ZFTUNE_DB", "") else {"deepspeed", "postgres"}
-    lacking = {extra for package, extra in EXTRAS.items() if extra not in elsewhere and find_spec(package) is None}
+    here = {package: extra for package, extra in EXTRAS.items() if extra not in elsewhere}
+    lacking = {extra for package, extra in here.items() if find_spec(package) is None}
     if not lacking:
-        return Check(name="extras", status="ok", finding="The packages of extras are installed.")
+        return Check(name="extras", status="ok", finding=f"Installed: {', '.join(sorted(set(here.values())))}.")
     names = sorted(lacking)
     return Check(
         name="extras",

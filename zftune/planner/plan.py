@@ -29,7 +29,7 @@ from zftune.planner.rates import Rates
 from zftune.planner.simulate import simulate
 from zftune.planner.split import split_of
 from zftune.store.types import Quality
-from zftune.text import size, size_up
+from zftune.text import ms, size, size_up
 from zftune.words import CAUSES
 
 SMALLEST = ZenFlowConfig.zero_offload(pipeline="bucket")
@@ -312,7 +312,7 @@ def verdict(
     if config.offload_ratio == 0:
         most = max(2, math.ceil(100 * (best.step_ms / min(one.step_ms for _, one in found) - 1)))
         return [f"Do not offload: all state fits on the GPU, and no other setting is more than {most}% faster."]
-    sentences = [f"{_named(config)}: {best.step_ms:,.0f} ms a step{_bound(best)}{_stall(best)}."]
+    sentences = [f"{_named(config)}: {ms(best.step_ms)} a step{_bound(best)}{_stall(best)}."]
     gain = zero.step_ms / best.step_ms
     late = f"{best.staleness_steps:.1f} steps late on average" if best.staleness_steps else "on time"
     too_large = "" if fits(zero, machine, headroom) else ", which does not fit"
@@ -321,7 +321,7 @@ def verdict(
     if whole:
         slower = without.step_ms / best.step_ms - 1
         sentences.append(
-            f"Without offloading it would fit too, at {without.step_ms:,.0f} ms a step ({slower:+.0%}) "
+            f"Without offloading it would fit too, at {ms(without.step_ms)} a step ({slower:+.0%}) "
             "and without staleness: offload only if you want the GPU's memory for something else."
         )
     elif without.memory.device_bytes > (limit := limits(machine, headroom)[0]):
@@ -340,7 +340,7 @@ def _faster(found: Sequence[Choice]) -> list[str]:
     if not others:
         return []
     number, (config, other) = min(enumerate(others, 2), key=lambda one: one[1][1].step_ms)
-    if round(other.step_ms) >= round(best.step_ms):
+    if other.step_ms >= best.step_ms or ms(other.step_ms) == ms(best.step_ms):
         return []
     near, memory, more = f"{NEAR - 1:.0%}", best.memory, other.memory
     if 0 < config.offload_ratio < 1 and first.offload_ratio in (0, 1):
@@ -353,7 +353,7 @@ def _faster(found: Sequence[Choice]) -> list[str]:
         else:
             least = f"host memory is proposed ({size(memory.host_bytes)} instead of {size(more.host_bytes)})"
         why = f"of the settings within {near} of the fastest, the one with the least {least}"
-    return [f"Choice {number} is faster, at {other.step_ms:,.0f} ms a step: {why}."]
+    return [f"Choice {number} is faster, at {ms(other.step_ms)} a step: {why}."]
 
 
 CALLS_MS_PER_WEIGHT = 1.1
@@ -379,7 +379,7 @@ def of_calls(model: ModelFacts, config: ZenFlowConfig, best: Prediction) -> list
     sentence = (
         "A prediction has no calls of Python in it: on the one GPU that was measured they took "
         f"{CALLS_MS_PER_WEIGHT} ms for each weight matrix and step, {calls_ms:,.0f} ms for the {matrices} here. Expect "
-        f"about as much instead of {best.step_ms:,.0f} ms; with more tokens a step they are hidden behind backward."
+        f"about as much instead of {ms(best.step_ms)}; with more tokens a step they are hidden behind backward."
     )
     return [sentence]
 
@@ -437,7 +437,7 @@ def _other_stage(model: ModelFacts, machine: Machine, job: Job, config: ZenFlowC
     fit = "fits" if found.memory.device_bytes <= device else "does not fit"
     whole = "" if stage == 3 else " for all weights and, until step(), all gradients"
     sentence = (
-        f"At ZeRO {stages} (--stage {stage}) the same setting takes {found.step_ms:,.0f} ms a step and "
+        f"At ZeRO {stages} (--stage {stage}) the same setting takes {ms(found.step_ms)} a step and "
         f"{size(found.memory.device_bytes)} of each GPU{whole}, which {fit}; host memory and host work are the same."
     )
     return [sentence]

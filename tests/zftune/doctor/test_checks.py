@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 from pathlib import Path
@@ -88,6 +89,17 @@ def test_extras_that_are_missing_come_with_the_command(monkeypatch: pytest.Monke
     check = extras()
     assert (check.status, check.is_fault, check.finding) == ("absent", False, "Not installed: postgres, report.")
     assert check.fix == "pip install 'zftune[postgres,report]'"
+
+
+def test_extras_that_are_there_are_named_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "find_spec", lambda name: object())
+    monkeypatch.setenv("ZFTUNE_DB", "/tmp/zftune.db")
+    local = extras().finding
+    assert local.startswith("Installed: ")
+    assert "report" in local
+    assert not re.search("deepspeed|postgres", local)
+    monkeypatch.setenv("ZFTUNE_DB", "postgresql://user@host/zftune")
+    assert "postgres" in extras().finding
 
 
 def test_a_deepspeed_that_is_not_there_is_pinned_for_its_own_zenflow_alone(monkeypatch: pytest.MonkeyPatch) -> None:

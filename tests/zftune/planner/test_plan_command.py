@@ -21,11 +21,11 @@ from zftune.cli.plan import plan
 from zftune.errors import BadInputError
 from zftune.planner.choosing import LEAST_HEADROOM_BYTES, budget_of, choose, least_gpu, limits
 from zftune.planner.closed_form import predict
-from zftune.planner.model import Job, Machine, ModelFacts
+from zftune.planner.model import Job, Machine, ModelFacts, model_facts
 from zftune.planner.plan import CALLS_MS_PER_WEIGHT, SCHEMA, SMALLEST, curves, make_plan, of_nothing, of_ranks, remedies
 from zftune.planner.screen import render
 from zftune.report.plan import curves_chart, plan_html
-from zftune.text import byte_count, size, size_up
+from zftune.text import byte_count, ms, size, size_up
 
 APP = typer.Typer()
 APP.command()(plan)
@@ -141,7 +141,7 @@ def test_each_stage_is_told_what_the_other_would_take() -> None:
     for job, other, said in ((jobs[0], whole, "--stage 2"), (jobs[1], sharded, "--stage 3")):
         told, elsewhere, _ = of_ranks(model, machine, job, [(config, sharded)])
         assert ("zenflow.Partition" in told) == (job.stage == 2)
-        assert f"({said}) the same setting takes {other.step_ms:,.0f} ms" in elsewhere
+        assert f"({said}) the same setting takes {ms(other.step_ms)} a step" in elsewhere
         assert f"{size(other.memory.device_bytes)} of each GPU" in elsewhere
     assert "fits" in elsewhere
     sharded_job, whole_job = (replace(job, seq=16) for job in jobs[:2])
@@ -377,6 +377,15 @@ def test_advice_takes_no_more_of_the_host_than_there_is() -> None:
     assert f"about {size(needed)} of host memory" in roomy
     assert "offload_param" not in short
     assert f"about {size(needed)} of host memory in all, of which there are {size(needed - weights // 2)}." in short
+
+
+def test_a_short_step_is_not_said_to_take_no_time() -> None:
+    facts, place = model_facts("0.01B,2,256", "bf16"), Machine.load("h100-sxm")
+    document = make_plan(facts, place, Job(seq=32), quality="published")
+    sentences = document["verdict"]
+    assert f": {ms(document['proposal']['step_ms'])} a step" in sentences[0]
+    assert 0 < document["proposal"]["step_ms"] < 0.5
+    assert not any(re.search(r"\b0 ms", sentence) for sentence in sentences)
 
 
 def test_what_stays_free_is_said_where_it_decides() -> None:
