@@ -18,7 +18,11 @@ from typing import Any
 import typer.main
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ROOT / "docs/reference/documents.schema.json"
+"""Of the documents that have no schema of their own in the package."""
 _REF = "#/components/schemas/"
+_HOLDS = {"items": "[]", "additionalProperties": ".*"}
+"""Of a schema, what describes the values of a list or an object, and how their names are written."""
 
 
 def pages() -> dict[str, str]:
@@ -196,82 +200,77 @@ def _exit_codes() -> str:
 def _json_documents() -> str:
     page = (ROOT / "docs/reference/json.md").read_text(encoding="utf-8").strip()
     parts = [page.rpartition("\n\n")[0]]  # without the line that says so
-    schemas = {}
-    for path in (ROOT / "zftune").rglob("*.schema.json"):
-        schema = json.loads(path.read_text(encoding="utf-8"))
-        schemas[schema["title"]] = schema
-    for name, keys in sorted(({key: list[str]() for key in schemas} | _written()).items()):
-        parts.append(f"## {name}")
-        if name in schemas:
-            parts += [
-                schemas[name].get("description", ""),
-                *_schema_table(schemas[name], schemas[name].get("$defs", {})),
-            ]
-        else:
-            command, *fields = keys
-            writer = f"Written by `{command}`. " if command else ""
-            parts.append(f"{writer}Fields: " + ", ".join(f"`{key}`" for key in fields) + ".")
+    served = openapi()["components"]["schemas"]
+    for name, (schema, definitions) in sorted(_document_schemas().items()):
+        parts += [f"## {name}", schema.get("description", ""), *_schema_table(schema, {**definitions, **served})]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def json_schemas() -> set[str]:
     """The names of all documents that commands write."""
-    files = (ROOT / "zftune").rglob("*.schema.json")
-    return {*(json.loads(path.read_text(encoding="utf-8"))["title"] for path in files), *_written()}
+    return set(_document_schemas())
 
 
-def _written() -> dict[str, list[str]]:
-    """The command that writes each document and its fields, by its field "schema": from the dicts in the code."""
-    found: dict[str, list[str]] = {}
-    for path in sorted((ROOT / "zftune").rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        names = {
-            node.targets[0].id: str(node.value.value)
-            for node in tree.body
-            if isinstance(node, ast.Assign)
-            and isinstance(node.targets[0], ast.Name)
-            and isinstance(node.value, ast.Constant)
-        }
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Dict):
-                continue
-            for key, value in zip(node.keys, node.values, strict=True):
-                if isinstance(key, ast.Constant) and key.value == "schema":
-                    name = value.value if isinstance(value, ast.Constant) else names.get(getattr(value, "id", ""), "")
-                    keys = [str(one.value) for one in node.keys if isinstance(one, ast.Constant)]
-                    if str(name).startswith("zftune."):
-                        found.setdefault(str(name), [_writer(path)])
-                        found[str(name)] += [one for one in keys if one not in found[str(name)]]
+def _document_schemas() -> dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """The schema of each document and the definitions that it refers to, by its field "schema"."""
+    found = {}
+    for path in (DOCUMENTS, *(ROOT / "zftune").rglob("*.schema.json")):
+        schema = json.loads(path.read_text(encoding="utf-8"))
+        definitions = schema.get("$defs", {})
+        for one in (schema, *definitions.values()):
+            if one.get("title", "").startswith("zftune."):
+                found[one["title"]] = one, definitions
     return found
 
 
-def _writer(path: Path) -> str:
-    """The command whose code is in a file, or else in its folder; "" where there is none."""
-    from zftune.cli.main import app
-
-    folders = {}
-    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
-        one = next(iter(getattr(command, "commands", {}).values()), command)
-        module = ROOT.joinpath(*inspect.unwrap(one.callback).__module__.split("."))
-        folders[module.with_suffix(".py")] = folders[module.parent] = f"zftune {name}"
-    return next((folders[one] for one in (path, *path.parents) if one in folders), "")
-
-
 def _schema_table(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Iterator[str]:
-    rows = list(_fields(schema, definitions, ""))
+    rows = list(_fields(schema, definitions, "", {}))
     if rows:
         yield _table(("field", "type", "meaning"), rows)
 
 
-def _fields(schema: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str, str]]:
-    for name, given in schema.get("properties", {}).items():
-        one = _resolved(given, definitions)
-        yield f"`{prefix}{name}`", _shape(given, definitions), given.get("description") or one.get("description", "")
-        inner = one
-        for option in one.get("anyOf", ()):
-            inner = inner if "properties" in inner else _resolved(option, definitions)
-        if prefix.count(".") < 2:
-            yield from _fields(inner, definitions, f"{prefix}{name}.")
+def _fields(
+    schema: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str, listed: dict[int, str]
+) -> Iterator[tuple[str, str, str]]:
+    """Rows for all fields of an object and of those in it: `a.b`, `a[].b` in a list, `a.*.b` under any name.
+
+    Args:
+        schema: of the object.
+        definitions: that it refers to.
+        prefix: of its fields' names.
+        listed: where the fields of an object stand already; they are not listed twice.
+    """
+    for name, given in _properties(schema, definitions).items():
+        one, path = _resolved(given, definitions), f"{prefix}{name}"
+        meaning = given.get("description") or one.get("description", "")
+        inner, suffix = _innermost(given, definitions)
+        first = listed.setdefault(id(inner), f"{path}{suffix}") if _properties(inner, definitions) else ""
+        is_new = first == f"{path}{suffix}"
+        again = f" Its fields are those of `{first}`." if first and not is_new else ""
+        yield f"`{path}`", _shape(given, definitions), f"{meaning}{again}".strip()
+        if is_new:
+            yield from _fields(inner, definitions, f"{first}.", listed)
+
+
+def _properties(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an object, with those of what it extends."""
+    found = dict(schema.get("properties", {}))
+    for part in schema.get("allOf", ()):
+        found |= _properties(_resolved(part, definitions), definitions)
+    return found
+
+
+def _innermost(
+    schema: Mapping[str, Any], definitions: Mapping[str, Any], suffix: str = ""
+) -> tuple[Mapping[str, Any], str]:
+    """The object that a field is or holds, and what its name gets for that; an object without fields: it holds none."""
+    one = _resolved(schema, definitions)
+    inside = [(option, suffix) for option in one.get("anyOf", ())]
+    inside += [(one[key], suffix + mark) for key, mark in _HOLDS.items() if isinstance(one.get(key), Mapping)]
+    if _properties(one, definitions):
+        return one, suffix
+    found = (_innermost(part, definitions, mark) for part, mark in inside)
+    return next((each for each in found if each[0]), ({}, ""))
 
 
 def _resolved(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -288,10 +287,20 @@ def _shape(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     if "anyOf" in one:
         return " or ".join(dict.fromkeys(_shape(option, definitions) for option in one["anyOf"]))
     kind = one.get("type", "any")
+    if isinstance(kind, list) and "array" in kind:
+        return " or ".join(_shape({**one, "type": each}, definitions) for each in kind)
     if kind == "array":
         items = one.get("items")
-        return f"list of {_shape(items, definitions)}" if isinstance(items, Mapping) else "list"
-    return " or ".join(kind) if isinstance(kind, list) else str(kind)
+        return f"list of {_one_word(_shape(items, definitions))}" if isinstance(items, Mapping) else "list"
+    words = [str(each) for each in (kind if isinstance(kind, list) else [kind])]
+    if isinstance(one.get("additionalProperties"), Mapping):
+        inner = _one_word(_shape(one["additionalProperties"], definitions))
+        words = [f"object of {inner}" if each == "object" else each for each in words]
+    return " or ".join(words)
+
+
+def _one_word(shape: str) -> str:
+    return f"({shape})" if " or " in shape else shape
 
 
 # --- HTTP -------------------------------------------------------------------------------------------------------------
