@@ -241,8 +241,10 @@ def _fields(
         listed: where the fields of an object stand already; they are not listed twice.
     """
     for name, given in _properties(schema, definitions).items():
-        one, path = _resolved(given, definitions), f"{prefix}{name}"
-        meaning = given.get("description") or one.get("description", "")
+        path = f"{prefix}{name}"
+        meaning = _meaning(given, definitions)
+        if not meaning and prefix.endswith("knobs."):
+            meaning = f"[The setting of that name](settings.md#{name})."
         inner, suffix = _innermost(given, definitions)
         first = listed.setdefault(id(inner), f"{path}{suffix}") if _properties(inner, definitions) else ""
         is_new = first == f"{path}{suffix}"
@@ -250,6 +252,13 @@ def _fields(
         yield f"`{path}`", _shape(given, definitions), f"{meaning}{again}".strip()
         if is_new:
             yield from _fields(inner, definitions, f"{first}.", listed)
+
+
+def _meaning(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    """A field's own description, or that of what it refers to."""
+    one = _resolved(schema, definitions)
+    told = (_meaning(option, definitions) for option in one.get("anyOf", ()))
+    return schema.get("description") or one.get("description") or next(filter(None, told), "")
 
 
 def _properties(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
