@@ -316,7 +316,8 @@ def _one_word(shape: str) -> str:
 
 
 def openapi() -> dict[str, Any]:
-    """The daemon's own description, as /v1/openapi.json has it."""
+    """The daemon's own description, as /v1/openapi.json has it, with what the code says of each field that it shows."""
+    from zftune.daemon.runs import views
     from zftune.daemon.runs.api import Runs
     from zftune.daemon.runs.registry import Registry
     from zftune.daemon.server.answers import DaemonState
@@ -347,6 +348,11 @@ def openapi() -> dict[str, Any]:
 
     asyncio.run(ask())
     described: dict[str, Any] = json.loads(body)
+    for name, schema in described["components"]["schemas"].items():
+        shown = getattr(views, name, None)
+        docs = field_docs(shown) if isinstance(shown, type) and dataclasses.is_dataclass(shown) else {}
+        for field, text in docs.items():
+            schema["properties"][field].setdefault("description", text)
     return described
 
 

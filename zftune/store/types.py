@@ -392,7 +392,9 @@ class CurvePoint:
     steps: int
     """How many were seen."""
     step_ms: float | None = None
+    """Mean; None: not known."""
     loss: float | None = None
+    """Mean; None: not known."""
     coverage: float | None = None
     """Share of the gradient energy in the selected columns."""
 
@@ -402,7 +404,9 @@ class KnobChange:
     """Knobs that held from a step on."""
 
     step: int
+    """The first under them."""
     knobs: Mapping[str, Any]
+    """All of them."""
 
 
 @dataclass(frozen=True, slots=True)

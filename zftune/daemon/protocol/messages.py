@@ -112,7 +112,9 @@ class StepFigures:
     """One step."""
 
     step: Natural
+    """Counted from 1."""
     step_ms: Milliseconds | None
+    """None: not known."""
     stall_ms: Annotated[Mapping[str, Milliseconds], Field(max_length=16)] | None = None
     """By cause; None: there is no device stream."""
     coverage: Annotated[float, Field(ge=0, le=1)] | None = None

@@ -35,6 +35,7 @@ class GpuView:
     """A run's GPU over the last seconds, beside what the run's own events say. Percentages; null: not known."""
 
     uuid: str
+    """Of the GPU, as NVML has it."""
     utilisation: float | None
     """By NVML."""
     idle: float | None
@@ -42,7 +43,9 @@ class GpuView:
     stall: float | None
     """Of the step time, by the run's events."""
     throttled_by: list[str]
+    """Why clocks are lowered."""
     power_w: float | None
+    """Watts; null: not known."""
     sentence: str
     """Both in words, or why NVML tells nothing."""
     apart: bool
@@ -82,6 +85,7 @@ class RunView:
     """A run at a glance."""
 
     run: str
+    """Id of the run in this daemon."""
     record: str | None
     """Its run in the store; null: nothing is written down."""
     state: str
@@ -89,12 +93,17 @@ class RunView:
     title: str
     """The state as people read it."""
     reason: str
+    """Why it is in that state."""
     model: str
+    """Name of the model."""
     ranks: str
     """How many train it, and how they share its weights, in words."""
     pid: int
+    """Of its process."""
     argv: list[str]
+    """Its command."""
     began_unix_s: float
+    """When it began, in seconds since 1970."""
     silent_s: float
     """Since its agent was heard of."""
     step: int
@@ -118,7 +127,9 @@ class RunView:
     incumbent: dict[str, Any] | None
     """The best so far."""
     notices: list[str]
+    """Sentences: what is not as it should be."""
     account: AccountView
+    """What it took, spent and gained."""
     gain: GainView | None
     """Of the best so far, as the search has it; null: nothing was adopted."""
     gpu: GpuView | None
@@ -130,13 +141,19 @@ class TrialView:
     """A setting, and what became of it."""
 
     number: int
+    """0, 1, .. in its run; 0 is the starting point."""
     source: str
+    """Who proposed it: start, planner, search or preset."""
     state: str
+    """planned, in_flight, measured, rejected, crashed, void or aborted."""
     fate: str
     """The state as people read it."""
     reason: str | None
+    """Why it was rejected, or not measured to its end; null: it was neither."""
     knobs: dict[str, Any]
+    """The setting."""
     predicted_step_ms: float | None
+    """By the planner; null: not predicted."""
     step_ms: float | None
     """Of its newest measurements that count; null: it was not measured since the search began again last."""
     earlier_step_ms: float | None
@@ -150,13 +167,19 @@ class DecisionView:
     """What was decided, and why."""
 
     kind: str
+    """In a word of the interface."""
     title: str
     """The kind as people read it."""
     reason: str
+    """Why, in a sentence."""
     trial: int | None
+    """Number of the setting that it is about; null: about none."""
     era: int
+    """Number of the era that it was made in."""
     at_unix_s: float
+    """When, in seconds since 1970."""
     details: dict[str, Any]
+    """Figures and marks of the sentence, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +219,11 @@ class AccountView:
     """What the run took, spent and gained so far, over all the processes that have trained it."""
 
     steps: int
+    """Steps that were taken."""
     elapsed_s: float
+    """By the clock of the training."""
     tokens: int
+    """Tokens in these steps."""
     spent_s: float
     """By exploring: beyond what the incumbent would have taken."""
     saved_s: float
@@ -213,6 +239,7 @@ class RunDetails:
     """A run with all that was tried and decided."""
 
     run: RunView
+    """At a glance."""
     gain: GainView | None
     """Null: nothing was adopted."""
     steps: list[StepFigures]
@@ -222,9 +249,11 @@ class RunDetails:
     changes: list[KnobChange]
     """The knobs over time; the last changes."""
     trials: list[TrialView]
+    """Every setting that was thought of."""
     incumbent: int | None
     """The trial whose knobs are the best so far; null: nothing is written down."""
     decisions: list[DecisionView]
+    """What was decided, oldest first."""
     eras: list[EraView]
     """At least one once the search is written down; the last goes on."""
 

@@ -61,11 +61,10 @@ _NO_TELEMETRY: Any = {
 class Health(BaseModel):
     """That the daemon lives, and what it serves."""
 
-    zftune: str
-    """Version of the package."""
-    protocol: int
+    zftune: str = Field(description="Version of the package.")
+    protocol: int = Field(description="Version of what agents and the daemon tell each other.")
     pid: int = Field(description="In the daemon's own namespace.")
-    uptime_s: float
+    uptime_s: float = Field(description="Since it was started.")
     runs: int = Field(description="Runs that hold a lease.")
     private: bool = Field(description="Whether it ends with its runs.")
     store: str | None = Field(description="Where it keeps what it learns: a file's real path, or what it is.")
