@@ -34,7 +34,7 @@ def store() -> Iterator[Store]:
 @pytest.fixture(scope="module")
 def told(store: Store) -> dict[str, Any]:
     """Of `zftune explain`, with enough settings to tell what matters."""
-    run, _ = finished(store, 8)
+    run, _ = finished(store, 8, patience=20, most_measurements=40)
     return explain_document(store, record(store, run))
 
 

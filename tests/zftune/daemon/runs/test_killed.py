@@ -290,7 +290,8 @@ def test_how_a_training_goes_outlives_the_daemon(world: World) -> None:
     agent.transport = world.transport
     agent.say_hello(Reattach(record, None))
     agent.until(lambda: agent.last.record == record)
-    agent.report(steps=tuple(steps[16:]), losses=tuple(losses[16:]), knobs=knobs)
+    agent.report(step=18, steps=tuple(steps[16:18]), losses=tuple(losses[16:18]), knobs=knobs)
+    agent.report(step=32, steps=tuple(steps[18:]), losses=tuple(losses[18:]), knobs=knobs)
     details = run_details(world.registry.brain(RUN), 0.0, world.store)
     assert [(one.step, one.loss) for one in details.curve] == losses
     assert details.changes[0].step == 16
