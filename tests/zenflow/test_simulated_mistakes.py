@@ -121,9 +121,8 @@ def test_a_mistake_is_found(gpu: SimulatedCuda, name: str) -> None:
     assert found[mistake.kind], found
 
 
-@pytest.mark.parametrize("forgets", [False, True])
-def test_a_gradient_that_is_forgotten_before_it_arrived(gpu: SimulatedCuda, forgets: bool) -> None:
-    """Where it was to arrive, the host may write at once: its copy has been waited for."""
+def arrives_late(gpu: SimulatedCuda, *, forgets: bool) -> bool:
+    """Whether a gradient arrives where the host has written since."""
     model = model_on(gpu.device, torch.bfloat16)
     optimizer = ZenFlowAdamW(model.parameters(), config=ZenFlowConfig(**KNOBS["windows"]), module=model, **HYPER)
     for step in range(4):
@@ -145,6 +144,14 @@ def test_a_gradient_that_is_forgotten_before_it_arrived(gpu: SimulatedCuda, forg
         places.append(place)
         written += pieces
     torch.cuda.synchronize()
-    assert any(bool(piece.any()) for piece in written) is forgets
+    found = any(bool(piece.any()) for piece in written)
     log.give_back(places)
     optimizer.abandon()
+    return found
+
+
+def test_a_gradient_that_is_forgotten_before_it_arrived(gpu: SimulatedCuda) -> None:
+    """Where it was to arrive, the host may write at once: its copy has been waited for."""
+    assert not arrives_late(gpu, forgets=False)
+    # Without that wait it is a race, which a busy machine may win now and then.
+    assert any(arrives_late(gpu, forgets=True) for _ in range(8))
