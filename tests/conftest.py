@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -53,6 +54,14 @@ def _signals_are_handled_as_before_a_test() -> Iterator[None]:
     before = [signal.getsignal(number) for number in _SIGNALS]
     yield
     assert [signal.getsignal(number) for number in _SIGNALS] == before, "the test left another signal handler"
+
+
+@pytest.fixture(autouse=True)
+def _torch_functions_work_after_a_test() -> Iterator[None]:
+    """Without them late weights do not arrive: every later test that reads them would fail."""
+    yield
+    torch = sys.modules.get("torch")
+    assert torch is None or torch._C._is_torch_function_enabled(), "the test left torch functions disabled"
 
 
 @pytest.fixture(scope="session", autouse=True)

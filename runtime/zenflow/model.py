@@ -46,8 +46,9 @@ class ModelState:
 
     @property
     def has_pending(self) -> bool:
-        """Whether there are gradients of which the weights show nothing yet, or not everywhere; waits for nothing."""
-        return bool(self.windows.in_flight) or any(weight.pending_entries() for weight in self.weights)
+        """Whether there are gradients that a reader of the weights would not see everywhere; waits for nothing."""
+        in_flight = any(not flight.late for flight in self.windows.in_flight)  # what is late arrives before it is read
+        return in_flight or any(weight.pending_entries() for weight in self.weights)
 
     def split(self, groups: Groups, config: ZenFlowConfig) -> Split:
         """How the parameters would be split; changes nothing.

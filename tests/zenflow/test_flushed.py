@@ -208,6 +208,7 @@ def test_weights_that_one_function_takes_together_are_all_given_back() -> None:
 
 Save = Callable[[nn.Module, ZenFlowAdamW], dict[str, Any]]
 LATE = ZenFlowConfig(topk_ratio=0.25, update_interval=4, select_interval=4, bucket_bytes=256)
+EXACT = ZenFlowConfig(topk_ratio=0.25, update_interval=1, overlap_step=False, bucket_bytes=256)
 
 
 def plainly(model: nn.Module, _: ZenFlowAdamW) -> dict[str, Any]:
@@ -272,11 +273,13 @@ def beside_the_state_before(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[s
     return {"optimizer": optimizer.state_dict(), "model": plainly(model, optimizer)}
 
 
-def saved_at_the_end(save: Save, caplog: pytest.LogCaptureFixture) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def saved_at_the_end(
+    save: Save, caplog: pytest.LogCaptureFixture, config: ZenFlowConfig = LATE
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """What was saved after the last step, the weights in the end, and what was said."""
     caplog.clear()
     model = seeded(Stack, torch.float32, depth=1)
-    optimizer = ZenFlowAdamW(model.parameters(), lr=0.02, config=LATE, module=model)
+    optimizer = ZenFlowAdamW(model.parameters(), lr=0.02, config=config, module=model)
     train(model, optimizer, 3)
     plainly(model, optimizer)  # in mid-run: it says nothing of the end
     train(model, optimizer, 6)
@@ -310,6 +313,13 @@ def test_other_ways_to_read_weights_lack_updates_and_are_not_noticed(
 @pytest.mark.parametrize("save", [after_a_flush, flushed_for_the_time, after_its_end])
 def test_a_last_save_that_lacks_nothing_is_not_spoken_of(save: Save, caplog: pytest.LogCaptureFixture) -> None:
     saved, last, said = saved_at_the_end(save, caplog)
+    assert all(torch.equal(saved[name], last[name]) for name in last)
+    assert not said
+
+
+@pytest.mark.parametrize("save", [plainly, within_a_wrapper, by_torchs_function, read_directly])
+def test_weights_that_arrive_when_they_are_used_lack_nothing(save: Save, caplog: pytest.LogCaptureFixture) -> None:
+    saved, last, said = saved_at_the_end(save, caplog, EXACT)
     assert all(torch.equal(saved[name], last[name]) for name in last)
     assert not said
 
