@@ -58,6 +58,8 @@ def test_what_trains_nothing_and_what_raises() -> None:
         zftune.profile_steps(lambda: None)
     with pytest.raises(BadInputError, match="steps is 0"):
         zftune.profile_steps(lambda: None, steps=0)
+    with pytest.raises(BadInputError, match="warmup is 'five'; it must be an integer of 0 or more"):
+        zftune.profile_steps(lambda: None, warmup="five")  # type: ignore[arg-type]
     hooks = torch.autograd.backward
 
     def fails() -> None:

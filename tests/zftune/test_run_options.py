@@ -83,6 +83,27 @@ def test_a_dry_run_tells_what_would_train_and_starts_nothing(started: list[Any])
     assert lines[-1] == "Nothing was started."
 
 
+@pytest.mark.parametrize(
+    ("options", "script", "told"),
+    [
+        (["--quality", "exact"], "import torch", "there --quality does nothing without --online"),
+        (["--quality", "exact", "--preset", "best"], "import torch", "there --preset and --quality do nothing"),
+        (["--quality", "exact", "--online"], "import torch", None),
+        ([], "import torch", None),
+        (["--quality", "exact"], "import torch, deepspeed", None),
+        (["--quality", "exact"], "import torch, of_its_own", None),
+    ],
+)
+def test_options_that_a_loop_of_its_own_does_not_follow_are_named_before_it_trains(
+    started: list[Any], tmp_path: Path, options: list[str], script: str, told: str | None
+) -> None:
+    (tmp_path / "train.py").write_text(script)
+    done = invoke(*options, "--", "python", "train.py")
+    assert len(started) == 1
+    assert ("trains without DeepSpeed" in done.output) == (told is not None)
+    assert (told or "") in done.output
+
+
 def test_a_dry_run_has_the_settings_of_the_quality(started: list[Any]) -> None:
     done = invoke("--dry-run", "--quality", "exact", "--", "deepspeed", "train.py", "--deepspeed", "ds.json")
     told = next(line for line in done.output.splitlines() if "settings of the ds_config" in line)

@@ -238,6 +238,7 @@ def run(
     found = _check(asked, () if disabled else command, environment, fresh=fresh)
     steering = _steering(asked, schedule, export_schedule)
     _tell_unread(environment)
+    _tell_of_no_use(command, {} if online or disabled else asked)
     if found:
         _tell_left_locks(environment)
     if dry_run:
@@ -458,6 +459,20 @@ def _tell_unread(environment: Mapping[str, str]) -> None:
     for prefix in ("ZFTUNE_", "ZENFLOW_"):
         for sentence in unread_variables(environment, prefix, variables.READ):
             typer.echo(f"zftune: {sentence}", err=True)
+
+
+def _tell_of_no_use(command: Sequence[str], asked: Mapping[str, Any]) -> None:
+    """Name options that nothing in a training would follow, before it has run for hours as it would without them."""
+    from zftune.integrations.deepspeed.named import own_loop
+
+    script = own_loop(command) if asked else None
+    if script is not None:
+        options = " and ".join(f"--{name}" for name in asked)
+        typer.echo(
+            f"zftune: {script} trains without DeepSpeed: there {options} {'do' if len(asked) > 1 else 'does'} nothing "
+            "without --online",
+            err=True,
+        )
 
 
 def _tell_left_locks(environment: Mapping[str, str]) -> None:

@@ -94,8 +94,10 @@ def line(run: Run) -> str:
     ms = run["step_ms"]
     waits = "".join(f", {100 * share:.0f}% {cause}" for cause, share in stalls(run)[:2])
     time_taken = "no step yet" if ms is None else f"{step_ms(ms)} ms a step{waits}"
-    best = "" if run["incumbent"] is None else f", {knobs(run['incumbent'])}"
-    at = f"step {run['step']}, {time_taken}{best}"
+    now, best = run["knobs"] or run["incumbent"], run["incumbent"]
+    settings = "" if now is None else f", {knobs(now)}"
+    settings += "" if best is None or knobs(best) == knobs(now) else f" (the best so far: {knobs(best)})"
+    at = f"step {run['step']}, {time_taken}{settings}"
     counted = f", {account(run, run['gain'])}" if run["account"]["steps"] else ""
     why = f"; {escaped(run['reason']).rstrip('.')}" if run["state"] == "ended" else ""
     return f"{name(run)}  {run['title']:<10}  {at}{counted}  ({model(run)}){why}"
@@ -238,7 +240,7 @@ def _cells(details: Document, bar: int) -> tuple[Text, ...]:
         _text(step_ms(run["step_ms"])),
         _stall(run, bar),
         _text(gain(details["gain"])),
-        _text(knobs(run["incumbent"], few=True)),
+        _text(knobs(run["knobs"] or run["incumbent"], few=True)),
     )
 
 

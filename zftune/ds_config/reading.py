@@ -415,6 +415,9 @@ def path_of(dotted: str) -> SettingPath:
     return tuple(dotted.split("."))
 
 
+_LARGE = 1e6
+
+
 def shown(value: Any, *, whole: bool = False) -> str:
     """A value as it stands in a file, cut short.
 
@@ -424,6 +427,8 @@ def shown(value: Any, *, whole: bool = False) -> str:
     """
     if isinstance(value, Mapping) and value and not whole:
         return "{...}"
+    if isinstance(value, float) and value.is_integer() and value >= _LARGE:
+        value = int(value)  # "500000000.0" is hard to read
     text = json.dumps(value, default=str)
     return text if len(text) <= 48 else text[:45] + "..."
 

@@ -196,7 +196,7 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
             "elapsed_s": cost.elapsed_s,
             "runs": total.runs or None,
             "steps": total.steps or None,
-            "tokens": total.tokens if total.tokens > total.steps else None,  # nobody told of more than one a step
+            "tokens": total.tokens_told,
             **_break_even(told),
             "saved_ms_a_step": saved_ms,
             "paid_after_steps": math.ceil(1e3 * cost.elapsed_s / saved_ms) if saved_ms and total.runs else None,

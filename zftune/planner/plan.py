@@ -399,7 +399,8 @@ def of_ranks(
     if job.ranks == 1:
         return []
     config = found[0][0] if found else SMALLEST
-    shared = [_shared(job), *_other_stage(model, machine, job, config, headroom)]
+    named = "the first of these settings" if found else "the setting that needs least memory"
+    shared = [_shared(job), *_other_stage(model, machine, job, config, headroom, named)]
     if config.offload_ratio == 0:
         return shared
     need = job.gpus * sum(host_bytes(model, config).values())
@@ -427,7 +428,9 @@ def _shared(job: Job) -> str:
     )
 
 
-def _other_stage(model: ModelFacts, machine: Machine, job: Job, config: ZenFlowConfig, headroom: float) -> list[str]:
+def _other_stage(
+    model: ModelFacts, machine: Machine, job: Job, config: ZenFlowConfig, headroom: float, named: str
+) -> list[str]:
     """What a setting does where ranks share the model the other way, in a sentence."""
     if job.replicas > 1:
         return []
@@ -437,7 +440,7 @@ def _other_stage(model: ModelFacts, machine: Machine, job: Job, config: ZenFlowC
     fit = "fits" if found.memory.device_bytes <= device else "does not fit"
     whole = "" if stage == 3 else " for all weights and, until step(), all gradients"
     sentence = (
-        f"At ZeRO {stages} (--stage {stage}) the same setting takes {ms(found.step_ms)} a step and "
+        f"At ZeRO {stages} (--stage {stage}) {named} takes {ms(found.step_ms)} a step and "
         f"{size(found.memory.device_bytes)} of each GPU{whole}, which {fit}; host memory and host work are the same."
     )
     return [sentence]

@@ -74,6 +74,11 @@ class Count:
         found["highest_rate"] = max((highest for _, highest in rates), default=0.0)
         return Count(**found)
 
+    @property
+    def tokens_told(self) -> int | None:
+        """Its tokens; None: nobody told of more than one a step."""
+        return self.tokens if self.tokens > self.steps else None
+
     def has_learned_at(self, rate: float) -> bool:
         """Whether a learning rate lies among its own: a schedule that the optimizer does not keep may be there again.
 

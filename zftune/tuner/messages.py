@@ -183,17 +183,20 @@ def compared(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool, hidd
         )
     why = ", since measurements of the same setting differ by more than their steps explain" if hidden else ""
     return (
-        f"Not adopted: {what} gains {found} against the best so far, measured before and after it; a change must gain "
-        f"more than {needed}{why}."
+        f"Not adopted: {what} {_gains(found)} against the best so far, measured before and after it; a change must "
+        f"gain more than {needed}{why}."
     )
+
+
+def _gains(found: Gain) -> str:
+    return f"gains {found}" if found.share >= 0 else f"costs {Gain(-found.share, found.error)}"
 
 
 def tied(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool) -> str:
     """A comparison for staleness and memory."""
     before, after = incumbent.setting.mean_staleness_steps, trial.setting.mean_staleness_steps
     why = f"a mean staleness of {after:.1f} steps instead of {before:.1f}" if after < before else "less memory"
-    how = f"gains {found}" if found.share >= 0 else f"costs {Gain(-found.share, found.error)}"
-    what = f"{_what(trial, incumbent)} {how} of the step time"
+    what = f"{_what(trial, incumbent)} {_gains(found)} of the step time"
     if adopted:
         return f"Adopted for {why}: {what}, and is not likely to cost more than {100 * LEAST_GAIN:.0f}%."
     return f"Not adopted for {why}: {what}, and may cost more than {100 * LEAST_GAIN:.0f}%."

@@ -6,14 +6,11 @@ import atexit
 import contextlib
 import logging
 import os
-import signal
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -26,6 +23,7 @@ from zftune.quality import coverage_warning, highest_rate
 from zftune.store.account import Counter
 from zftune.tuner.drivers import Ended, NullDriver, SearchDriver
 from zftune.tuner.executor import Change, Executor, TuningContext
+from zftune.tuner.goodbye import PART_S, Goodbye
 from zftune.tuner.guard import Losses, LossGuard, NoDisturbance, Watch
 from zftune.tuner.rank_consensus import KnobConsensus
 from zftune.tuner.search import Search
@@ -42,9 +40,6 @@ CONCLUDES = "concludes"
 """Attribute of the log records that say at the end what was found."""
 _JOIN_S = 90.0  # a daemon that is told goodbye may take most of it
 _DEPART_S = 1.0
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-_PART_S = 10.0
-"""That the goodbye may take where such a signal ends the process; whoever sends SIGKILL next waits about as long."""
 _MOST_EARLY_LOSSES = 512
 _open: weakref.WeakSet[Tuner] = weakref.WeakSet()
 
@@ -106,7 +101,7 @@ class Tuner:
             atexit.register(_close_all)
         _open.add(self)
         if consensus is None:  # a launcher sends it to a rank since another one has crashed
-            _hear_signals()
+            _goodbye.hear()
             weakref.finalize(self, _deafen).atexit = False  # where it is thrown away
 
     def __enter__(self) -> Tuner:
@@ -231,7 +226,7 @@ class Tuner:
             return
         self._closed = True
         if self._finishing is not None:
-            self._finishing.join(_PART_S)
+            self._finishing.join(PART_S)
             return
         if self._live is not None:
             self._live.stop("", restores=False)
@@ -510,69 +505,21 @@ def closed_tuner(optimizer: ZenFlowOptimizer) -> Tuner:
     return tuner
 
 
-def _hear_signals() -> None:
-    """Have what ends this process from outside end it as before, once it was said that no setting is at fault.
-
-    A handler of the program's own stays, and what is ignored stays so; in another thread than the main one none can be.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    for number in _SIGNALS:
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _end_by)
-
-
-def _deafen(*, of_child: bool = False) -> None:
-    """After the last tuner, and in a fork's child: a worker of a DataLoader ends as it does without us."""
-    if open_tuners() and not of_child:
-        return
-    for number in _SIGNALS:
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is _end_by:
-            signal.signal(number, signal.SIG_DFL)
-
-
-_before_fork = threading.local()
-
-
-def _hold_signals() -> None:
-    """For the time of a fork: Python forgets a signal that comes to the child before its handlers are as they were."""
-    hears = any(signal.getsignal(number) is _end_by for number in _SIGNALS)
-    _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS) if hears else None
-
-
-def _take_signals(*, of_child: bool) -> None:
-    if of_child:
-        _deafen(of_child=True)
-    mask = getattr(_before_fork, "mask", None)
-    if mask is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-os.register_at_fork(
-    before=_hold_signals,
-    after_in_parent=partial(_take_signals, of_child=False),
-    after_in_child=partial(_take_signals, of_child=True),
-)
-
-
-def _end_by(number: int, _: object) -> None:
-    """Say goodbye, and end by the signal; a second one does not wait.
-
-    In a thread of its own: what this one was interrupted in may hold the locks that it takes.
-    """
-    signal.signal(number, signal.SIG_DFL)
-    goodbye = threading.Thread(target=_part_all, name="zftune-goodbye", daemon=True)
-    goodbye.start()
-    goodbye.join(_PART_S)
-    os.kill(os.getpid(), number)
-
-
 def _part_all() -> None:
     for tuner in open_tuners():
         try:
             tuner.part()
         except Exception:
             _logger.exception("The end of a tuning could not be written down.")
+
+
+_goodbye = Goodbye(_part_all)
+
+
+def _deafen() -> None:
+    """After the last tuner."""
+    if not _open:
+        _goodbye.deafen()
 
 
 def _close_all() -> None:

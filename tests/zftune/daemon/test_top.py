@@ -85,6 +85,18 @@ def test_a_wide_terminal_has_reasons_beside_their_runs(client: DaemonClient, run
     assert lines[3].startswith(f"{runs[1].called} ")
 
 
+def test_settings_stand_beside_their_own_time(client: DaemonClient) -> None:
+    found = json.loads(json.dumps(look(client, None, 50).shown[0]))
+    run = found["run"]
+    run["incumbent"] = run["knobs"] = START.knobs()
+    tried = {**START.knobs(), "topk_ratio": 0.3}
+    assert f", {top.knobs(START.knobs())}  (" in top.line(run)
+    run["knobs"] = tried
+    assert f", {top.knobs(tried)} (the best so far: {top.knobs(START.knobs())})  (" in top.line(run)
+    shown = Frame(source="s", runs=[run], shown=[{**found, "run": run}], looked_at=None)
+    assert "k0.3" in drawn(shown, 200, 50)[2]
+
+
 def many(found: Frame) -> Frame:
     """More runs, decisions, trials, notices and knobs than any screen has room for."""
     one: dict[str, Any] = json.loads(json.dumps(found.shown[0]))

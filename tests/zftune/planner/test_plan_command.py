@@ -141,7 +141,7 @@ def test_each_stage_is_told_what_the_other_would_take() -> None:
     for job, other, said in ((jobs[0], whole, "--stage 2"), (jobs[1], sharded, "--stage 3")):
         told, elsewhere, _ = of_ranks(model, machine, job, [(config, sharded)])
         assert ("zenflow.Partition" in told) == (job.stage == 2)
-        assert f"({said}) the same setting takes {ms(other.step_ms)} a step" in elsewhere
+        assert f"({said}) the first of these settings takes {ms(other.step_ms)} a step" in elsewhere
         assert f"{size(other.memory.device_bytes)} of each GPU" in elsewhere
     assert "fits" in elsewhere
     sharded_job, whole_job = (replace(job, seq=16) for job in jobs[:2])

@@ -222,8 +222,8 @@ class AccountView:
     """Steps that were taken."""
     elapsed_s: float
     """By the clock of the training."""
-    tokens: int
-    """Tokens in these steps."""
+    tokens: int | None
+    """Tokens in these steps; null: not told."""
     spent_s: float
     """By exploring: beyond what the incumbent would have taken."""
     saved_s: float
@@ -306,7 +306,8 @@ def _account_view(account: Account, gain: Mapping[str, float] | None) -> Account
     total = account.total
     what = "saved" if total.saved_s >= 0 else "given up"
     saved = f"{saved_with_error(total.saved_s, gain).replace('+/-', '±')} {what}" if total.saved_s else "nothing saved"
-    return _shown(AccountView, asdict(total), saved=saved, elapsed_s=total.seconds, break_even_s=account.break_even_s)
+    found = {**asdict(total), "elapsed_s": total.seconds, "tokens": total.tokens_told}
+    return _shown(AccountView, found, saved=saved, break_even_s=account.break_even_s)
 
 
 def _gain_view(gain: Mapping[str, Any]) -> GainView:

@@ -324,6 +324,8 @@ def _settings(tree: ast.AST) -> Iterator[str]:
             continue
         if isinstance(node, ast.Dict) and any(_word(key).endswith("loss") for key in node.keys):  # figures of a step
             left += node.values
+        elif isinstance(node, ast.Call) and any((one.arg or "").endswith("loss") for one in node.keywords):  # so too
+            left += [node.func, *node.args, *(one.value for one in node.keywords)]
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and _word(node.slice):
             left.append(node.value)
         else:

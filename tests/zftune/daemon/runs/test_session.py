@@ -212,7 +212,7 @@ def test_a_coverage_is_told_with_the_settings_that_it_was_measured_under(world: 
 def test_what_was_saved_is_told_with_the_error_of_its_gain_on_every_screen(world: World) -> None:
     agent = world.agent()
     agent.run_until("frozen")
-    agent.report(count=Count(steps=100, seconds=10.0, spent_s=0.5, saved_s=2.0))
+    agent.report(count=Count(steps=100, seconds=10.0, tokens=100, spent_s=0.5, saved_s=2.0))
     thought = world.registry.brain(RUN).thought
     assert thought is not None
     thought.gain = Gain(0.2, 0.01)
@@ -224,6 +224,9 @@ def test_what_was_saved_is_told_with_the_error_of_its_gain_on_every_screen(world
     agent.report()
     assert shown(world).run.gain is None
     assert shown(world).run.account.saved == "about 2 s saved"
+    assert shown(world).run.account.tokens is None  # one a step is what nobody has told
+    agent.report(count=Count(steps=200, seconds=20.0, tokens=51_300, spent_s=0.5, saved_s=2.0))
+    assert shown(world).run.account.tokens == 51_300
 
 
 def shown(world: World) -> RunDetails:

@@ -1,0 +1,71 @@
+"""Signals that end a training from outside: the goodbye before it ends, so that no setting is taken for the cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+PART_S = 10.0
+"""That the goodbye may take where such a signal ends the process; whoever sends SIGKILL next waits about as long."""
+
+
+class Goodbye:
+    """Has what ends this process from outside end it as before, once something was said.
+
+    A handler of the program's own stays, and what is ignored stays so; in another thread than the main one none can be.
+    A fork's child, such as a worker of a DataLoader, ends as it does without us.
+
+    Args:
+        say: what is said.
+    """
+
+    def __init__(self, say: Callable[[], None]) -> None:
+        self._say = say
+        self._follows_forks = False
+        self._forking = threading.local()
+
+    def hear(self) -> None:
+        """From now on."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if not self._follows_forks:
+            self._follows_forks = True
+            os.register_at_fork(
+                before=self._hold, after_in_parent=self._take, after_in_child=lambda: self._take(of_child=True)
+            )
+        for number in _SIGNALS:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, self._end_by)
+
+    def deafen(self) -> None:
+        """No longer."""
+        for number in self._heard() if threading.current_thread() is threading.main_thread() else ():
+            signal.signal(number, signal.SIG_DFL)
+
+    def _heard(self) -> list[signal.Signals]:
+        return [number for number in _SIGNALS if signal.getsignal(number) == self._end_by]
+
+    def _hold(self) -> None:
+        """For the time of a fork: Python forgets a signal that comes to the child before its handlers are as before."""
+        self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS) if self._heard() else None
+
+    def _take(self, *, of_child: bool = False) -> None:
+        if of_child:
+            self.deafen()
+        mask = getattr(self._forking, "mask", None)
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _end_by(self, number: int, _: object) -> None:
+        """Say goodbye, and end by the signal; a second one does not wait.
+
+        In a thread of its own: what this one was interrupted in may hold the locks that it takes.
+        """
+        signal.signal(number, signal.SIG_DFL)
+        goodbye = threading.Thread(target=self._say, name="zftune-goodbye", daemon=True)
+        goodbye.start()
+        goodbye.join(PART_S)
+        os.kill(os.getpid(), number)
