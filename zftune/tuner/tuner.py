@@ -518,7 +518,7 @@ _goodbye = Goodbye(_part_all)
 
 def _deafen() -> None:
     """After the last tuner."""
-    if not _open:
+    if not open_tuners():  # `_open` may still count one that is gone
         _goodbye.deafen()
 
 
