@@ -95,7 +95,7 @@ def _add_readers(routes: APIRouter, registry: Registry, node: Node | None) -> No
 
     @routes.get("/{run}")
     def details(run: str) -> RunDetails:
-        """A run with its trials, and its decisions with their reasons."""
+        """A run with its trials, and its decisions with their reasons; `run` may be the name that screens show."""
 
         def read() -> RunDetails:
             brain = registry.brain(run)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from zftune.daemon import PROTOCOL
+from zftune.daemon import PROTOCOL, SHOWN
 from zftune.daemon.protocol.messages import Directive, Farewell, Goodbye, Hello, Report, Welcome
 from zftune.daemon.runs.sampler_pool import SamplerPool
 from zftune.daemon.runs.session import Disturbance, RunSession
@@ -143,11 +143,16 @@ class Registry:
     def brain(self, run: str) -> RunSession:
         """Of a run.
 
+        Args:
+            run: as its agent names it, or as screens and the store do: these may be cut short.
+
         Raises:
             UnknownRunError: there is none.
         """
         with self._lock:
             found = self._brains.get(run)
+        if found is None and len(run) >= SHOWN:
+            found = next((one for one in reversed(self.brains()) if (one.record or "").startswith(run)), None)
         if found is None:
             raise UnknownRunError(f"this daemon follows no run {run[:40]!r}")
         return found

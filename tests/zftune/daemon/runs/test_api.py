@@ -14,7 +14,7 @@ from tests.zftune.daemon.daemons import exchange, serving, short_folder, status_
 from tests.zftune.daemon.runs.agents import RUN, Agent, document, hello
 from tests.zftune.daemon.test_api import posted, refusal
 from zftune.daemon import PROTOCOL
-from zftune.daemon.client.http import DaemonClient
+from zftune.daemon.client.http import DaemonClient, called
 from zftune.errors import DaemonError
 
 HOSTED = "tests.zftune.daemon.runs.hosted"
@@ -50,6 +50,8 @@ def test_a_run_from_hello_to_goodbye(client: DaemonClient) -> None:
     trial = details["trials"][adopted[0]["trial"]]
     assert trial["state"] == "measured"
     assert trial["step_ms"] == pytest.approx(80.0)
+    assert client.get(f"/v1/runs/{called(run)}")["run"]["run"] == RUN  # as screens call it
+    assert refused(client, f"/v1/runs/{called(run)[:-1]}/pause")[0] == 404
     assert client.post(f"/v1/runs/{RUN}/rollback")["reason"].startswith("Rolled back by hand: ")
     assert agent.report().incumbent == agent.last.start
     assert "zftune keeps" in agent.goodbye()["sentence"]
