@@ -226,6 +226,8 @@ class SearchHandle:
         if done is not None:
             when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(done.at_unix_s))
             return f"it was rolled back already ({when}), and nothing else that was adopted is left"
+        if any(note.kind in ("memory", "movement") for note in self.search.notes):
+            return "what was adopted had to be, for GPU memory or the quality, and the search began again from there"
         return "nothing was adopted in this run"
 
     def write_down(self) -> None:

@@ -308,6 +308,15 @@ def test_a_pause_puts_the_incumbent_back_and_holds_until_resume(world: World) ->
         world.registry.command(RUN, "resume")
 
 
+def test_what_had_to_be_adopted_for_the_quality_is_not_taken_back(world: World) -> None:
+    agent = world.agent(same)
+    agent.measure(movement_percent=50.0)
+    agent.asked()
+    assert "movement" in world.kinds(agent.last.record)
+    with pytest.raises(NotAllowedError, match="cannot roll back: what was adopted had to be, for GPU memory or the"):
+        world.registry.command(RUN, "rollback")
+
+
 def test_a_rollback_pins_what_was_before_and_bars_what_was_adopted(world: World) -> None:
     agent = world.agent()
     with pytest.raises(NotAllowedError, match="cannot roll back: "):
