@@ -113,6 +113,15 @@ def test_a_dry_run_has_the_settings_of_the_quality(started: list[Any]) -> None:
     assert started == []
 
 
+def test_a_dry_run_tells_how_late_a_ds_config_lets_updates_come(started: list[Any], tmp_path: Path) -> None:
+    zenflow = {"topk_ratio": 0.05, "update_interval": 4, "overlap_step": True, "apply_lag": 2}
+    zero = {**DS_CONFIG["zero_optimization"], "zenflow": zenflow}
+    (tmp_path / "lag.json").write_text(json.dumps({**DS_CONFIG, "zero_optimization": zero}))
+    done = invoke("--dry-run", "--", "deepspeed", "train.py", "--deepspeed", "lag.json")
+    assert "topk_ratio 0.05, update_interval 4, apply_lag 2, select_interval" in done.output, done.output
+    assert started == []
+
+
 @pytest.mark.parametrize(("quality", "steps"), [("published", 4), ("loose", 8)])
 def test_a_dry_run_knows_where_late_settings_come_from_that_no_ds_config_has(
     started: list[Any], tmp_path: Path, quality: str, steps: int

@@ -125,7 +125,8 @@ def _knobs(config: Mapping[str, Any], done: Outcome, section: Section, store: st
             yield f"  settings: the planner's, after {FIRST_STEPS} steps on a GPU; on a plain CPU {defaults}"
         else:
             but = "" if knobs == own else f", with what quality {done.quality} needs"
-            yield f"  settings of the ds_config{but}: {_words({name: getattr(knobs, name) for name in _SHOWN})}"
+            shown = {name: value for name in _SHOWN if (value := getattr(knobs, name)) is not None}
+            yield f"  settings of the ds_config{but}: {_words(shown)}"
     if section.preset == BEST and not _has_presets(done, here=True):
         yield f"  no preset for this hardware is in {store} yet (zftune tune makes one): it would train with these"
     elif asked:
@@ -134,7 +135,7 @@ def _knobs(config: Mapping[str, Any], done: Outcome, section: Section, store: st
         yield f"  a preset for exactly this model and hardware in {store} would come before them"
 
 
-_SHOWN = ("topk_ratio", "update_interval", "select_interval", "offload_ratio", "overlap_step")
+_SHOWN = ("topk_ratio", "update_interval", "apply_lag", "select_interval", "offload_ratio", "overlap_step")
 
 
 def _of_preset(name: str, config: Mapping[str, Any], done: Outcome) -> str:
