@@ -13,8 +13,6 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING
 
-import torch
-
 from zenflow.errors import ZenFlowError
 
 if TYPE_CHECKING:
@@ -37,13 +35,17 @@ class LastSave:
         self._training = training
         self._step = self._lacking = 0
         """After this step the model was saved so often without them, and the optimizer's state, which has them, not."""
+        self._whole = 0
+        """After this step something was saved that lacks none."""
 
     def of_model(self) -> None:
         """Its `state_dict()` is taken."""
         training = self._training
-        if not training.model.has_pending:
-            self._step = 0  # a later file, which is whole
-        elif not training.shows_flushed and (training.runtime.ranks is None or torch.distributed.get_rank() == 0):
+        if training.shows_flushed or not training.model.has_pending:
+            self._whole = training.clock.step
+            return
+        deferred = [weight for weight in training.model.weights if weight.deferred is not None]
+        if not all(weight.is_overwritten for weight in deferred):  # by the best weights so far, say
             self._count(1)
 
     def of_state(self) -> None:
@@ -52,12 +54,13 @@ class LastSave:
             self._count(-1)
 
     def warn(self, advice: str) -> None:
-        """Say so at the training's end.
+        """Say so at the training's end, on one rank.
 
         Args:
             advice: what to call.
         """
-        if self._lacking > 0 and self._step == self._training.clock.step:
+        step, ranks = self._training.clock.step, self._training.runtime.ranks
+        if self._lacking > 0 and self._step == step != self._whole and (ranks is None or ranks.rank == 0):
             _logger.warning(
                 "what model.state_dict() gave after step %d, the last one, lacks updates that were still pending: %s",
                 self._step,

@@ -47,8 +47,10 @@ class ModelState:
     @property
     def has_pending(self) -> bool:
         """Whether there are gradients that a reader of the weights would not see everywhere; waits for nothing."""
-        in_flight = any(not flight.late for flight in self.windows.in_flight)  # what is late arrives before it is read
-        return in_flight or any(weight.pending_entries() for weight in self.weights)
+        entries = [entry for weight in self.weights for entry in weight.pending_entries()]
+        for flight in self.windows.in_flight:
+            entries += () if flight.late else flight.window.entries  # what is late arrives before it is read
+        return any(entry.may_count for entry in entries)
 
     def split(self, groups: Groups, config: ZenFlowConfig) -> Split:
         """How the parameters would be split; changes nothing.

@@ -45,6 +45,8 @@ class Ranks:
         self.sharded = sharded
         self.size = distributed.get_world_size()
         """How many there are."""
+        self.rank = distributed.get_rank()
+        """This one's."""
         self.bucket_bytes = bucket_bytes
         self._looked = False  # for somebody else who averages
         # What the host decides on must not wait for the device.
@@ -104,7 +106,7 @@ class Ranks:
         Returns:
             Of each physical core one; None: all that its affinity allows.
         """
-        return dealt_cpus(self.everybodys(CpuClaim.of_process(numa_node)), torch.distributed.get_rank())
+        return dealt_cpus(self.everybodys(CpuClaim.of_process(numa_node)), self.rank)
 
     def everybodys(self, mine: _Found) -> list[_Found]:
         """What each rank has, by rank.

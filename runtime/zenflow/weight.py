@@ -197,6 +197,11 @@ class WeightState:
             self._require_view()
         return OutsideWrite(before) if written else None
 
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether somebody else may have written to it since `watch`."""
+        return self._split is not None and (self._writes.written() or self._split.is_replaced())
+
     def stop_watch(self) -> None:
         """Notice nothing more, whatever was written since."""
         self._writes.end()

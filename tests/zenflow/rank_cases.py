@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import logging
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -324,6 +328,37 @@ def _under_ddp(rank: int) -> dict[str, Any]:
     return found
 
 
+def _saved_without_the_group(rank: int) -> dict[str, Any]:
+    """What is said of a model that is saved when its ranks have parted, as scripts do after their last step."""
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    torch.distributed.broadcast_object_list(folder)
+    model = model_of(0)
+    optimizer = ZenFlowAdamW(model.parameters(), lr=1e-2, config=OVERLAPPED, module=model)
+    for step, batch in enumerate(batches_of(torch.float32)[:5]):
+        optimizer.zero_grad()
+        loss_of(model, batch, slice(rank * BATCH // RANKS, (rank + 1) * BATCH // RANKS), step).backward()
+        optimizer.step()
+    torch.distributed.destroy_process_group()
+    saved = copy.deepcopy(model.state_dict())
+    said = _Said()
+    logging.getLogger("zenflow").addHandler(said)
+    del optimizer
+    gc.collect()
+    logging.getLogger("zenflow").removeHandler(said)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder[0]}/store", rank=rank, world_size=RANKS)
+    lacks = any(not torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    return {"said": said.lines, "lacks": lacks}
+
+
+class _Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 WORK: dict[str, Callable[[int], Any]] = {
     **{name: _Half(config, torch.float32) for name, config in CONFIGS.items()},
     **{f"{name}, partitioned": _Half(CONFIGS[name], torch.float32, Partition()) for name in PARTITIONED},
@@ -336,6 +371,7 @@ WORK: dict[str, Callable[[int], Any]] = {
     "early": _averaged_before_the_step,
     "rigs": _on_rigs,
     "ddp": _under_ddp,
+    "saved": _saved_without_the_group,
     "no room": _no_room_on_one,
     "no room on the node": _no_room_on_the_node,
     "sharded": lambda _: what_is_said(),

@@ -7,6 +7,7 @@ import gc
 import io
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -260,6 +261,14 @@ def flushed_for_the_time(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[str,
         return plainly(model, optimizer)
 
 
+def looked_at_before(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[str, Any]:
+    """As for an evaluation by a copy, before the save or after it."""
+    plainly(model, optimizer)
+    saved = flushed_for_the_time(model, optimizer)
+    plainly(model, optimizer)
+    return saved
+
+
 def after_its_end(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[str, Any]:
     optimizer.close()
     return plainly(model, optimizer)
@@ -310,7 +319,7 @@ def test_other_ways_to_read_weights_lack_updates_and_are_not_noticed(
     assert not said
 
 
-@pytest.mark.parametrize("save", [after_a_flush, flushed_for_the_time, after_its_end])
+@pytest.mark.parametrize("save", [after_a_flush, flushed_for_the_time, looked_at_before, after_its_end])
 def test_a_last_save_that_lacks_nothing_is_not_spoken_of(save: Save, caplog: pytest.LogCaptureFixture) -> None:
     saved, last, said = saved_at_the_end(save, caplog)
     assert all(torch.equal(saved[name], last[name]) for name in last)
@@ -322,6 +331,41 @@ def test_weights_that_arrive_when_they_are_used_lack_nothing(save: Save, caplog:
     saved, last, said = saved_at_the_end(save, caplog, EXACT)
     assert all(torch.equal(saved[name], last[name]) for name in last)
     assert not said
+
+
+def test_weights_that_were_loaded_after_the_last_step_lack_none_of_its_updates(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    best = copy.deepcopy(seeded(Stack, torch.float32, depth=1).state_dict())
+
+    def load_the_best(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[str, Any]:
+        plainly(model, optimizer)  # what is saved of the last step is told once, and that of the best is not
+        model.load_state_dict(best)
+        return plainly(model, optimizer)
+
+    def first(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[str, Any]:
+        model.load_state_dict(best)
+        return plainly(model, optimizer)
+
+    saved, _, said = saved_at_the_end(first, caplog)
+    assert all(torch.equal(saved[name], best[name]) for name in best)
+    assert not said
+    assert len(saved_at_the_end(load_the_best, caplog)[2]) == 1
+
+
+def test_a_step_that_was_skipped_is_not_pending(caplog: pytest.LogCaptureFixture) -> None:
+    model = seeded(Stack, torch.float32, depth=1)
+    optimizer = ZenFlowAdamW(model.parameters(), lr=0.02, config=replace(LATE, skip_nonfinite=True), module=model)
+    train(model, optimizer, 5)
+    optimizer.flush()
+    model(tokens_of(5)).mul(float("inf")).backward()
+    optimizer.step()
+    with optimizer.torch_state():
+        optimizer.state_dict()
+    model.state_dict()
+    del optimizer
+    gc.collect()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("save", [beside_the_state, beside_the_state_before])

@@ -182,6 +182,16 @@ def test_what_ddp_has_averaged_is_left_as_it_is(ranks: Results) -> None:
                 torch.testing.assert_close(ours, ddp, rtol=1e-5, atol=1e-6)
 
 
+def test_a_last_save_is_told_by_one_rank_and_needs_no_other(ranks: Results) -> None:
+    first, second = (results["saved"] for results in ranks)
+    assert "error" not in first, first
+    assert first["lacks"]
+    assert second["lacks"]
+    (said,) = first["said"]
+    assert said.startswith("what model.state_dict() gave after step 5, the last one, lacks updates")
+    assert second["said"] == []
+
+
 def test_a_gradient_that_is_sparse_on_one_rank_is_refused_on_both(ranks: Results) -> None:
     for result in ranks:
         assert result["sparse"]["said"] == "a gradient is sparse; gradients must be dense"

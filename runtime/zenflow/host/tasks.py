@@ -101,6 +101,11 @@ class LogEntry:
         factor, skip = self.control.values.tolist()
         return factor, not skip
 
+    @property
+    def may_count(self) -> bool:
+        """Whether the step counts, as far as is known: waits for nothing."""
+        return self.control is None or not self.control.transfer.done() or self.live()[1]
+
     def transfers(self) -> list[Transfer]:
         """What must have arrived before the entry can be used."""
         return [self.transfer] if self.control is None else [self.transfer, self.control.transfer]
