@@ -323,6 +323,9 @@ _PASSES = "import deepspeed\nfrom pathlib import Path\n"
     [
         ("CONFIG = Path(__file__).with_name('own.json')\ndeepspeed.initialize(config=str(CONFIG))\n", True),
         ("deepspeed.initialize(model, config='own.json')\n", True),
+        ("if __name__ == '__main__':\n    deepspeed.initialize(config='own.json')\n", True),
+        ("if args.use_deepspeed:\n    deepspeed.initialize(config='own.json')\n", False),
+        ("engine = deepspeed.initialize(config='own.json') if wanted else None\n", False),
         ("config = 'own.json'\nconfig = changed(config)\ndeepspeed.initialize(config=config)\n", False),
         ("deepspeed.initialize(config=changed('own.json'))\n", False),
         ("config = 'own.json'\ndef main(config): deepspeed.initialize(config=config)\n", False),
@@ -330,13 +333,14 @@ _PASSES = "import deepspeed\nfrom pathlib import Path\n"
         ("deepspeed.initialize(config=json.load(open('own.json')))\n", False),
     ],
 )
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_a_ds_config_whose_path_the_script_passes_is_judged_before_it_starts(
-    tmp_path: Path, started: list[Any], script: str, seen: bool
+    tmp_path: Path, started: list[Any], script: str, seen: bool, launcher: str
 ) -> None:
     """What the script may change is seen only when the engine starts."""
     (tmp_path / "own.json").write_text(json.dumps({**DS_CONFIG, "amp": {"enabled": True}}))
     (tmp_path / "train.py").write_text(_PASSES + script)
-    done = invoke("--dry-run", "--", "deepspeed", "train.py")
+    done = invoke("--dry-run", "--", launcher, "train.py")
     assert isinstance(done.exception, BadInputError) == seen, done.output
     assert ("own.json': amp.enabled is True; it must be false" in str(done.exception)) == seen
     assert ("It names no ds_config" in done.output) != seen

@@ -52,6 +52,8 @@ class Facts:
         self._batches = self._steps = self._passes = 0
         self._in_step: deque[int] = deque(maxlen=_MOST_BATCHES)
         """Tokens of each batch of the open step, an evaluation's among them."""
+        self._fewest: int | None = None
+        """Batches of a step with backward, at the least."""
         self._workers: int | None = None
         self._looked_at: tuple[type | None, list[weakref.ref[torch.Tensor]]] = (None, [])
 
@@ -97,10 +99,13 @@ class Facts:
     def step_ended(self) -> int | None:
         """A step with a known beginning is over: the tokens of its batches; None where batches have none.
 
-        Batches without a backward pass are an evaluation's, which comes before those that are trained on.
+        Batches beyond the passes of backward, and beyond the fewest of any step, are an evaluation's, which comes
+        before those that are trained on.
         """
         self._steps += 1
-        beside = max(0, len(self._in_step) - self._passes) if self._passes else 0
+        if self._passes:
+            self._fewest = len(self._in_step) if self._fewest is None else min(self._fewest, len(self._in_step))
+        beside = max(0, len(self._in_step) - max(self._passes, self._fewest or 0)) if self._passes else 0
         tokens = sum([*self._in_step][beside:])
         self._batches -= beside
         self.forget_batches()
@@ -128,7 +133,7 @@ class Facts:
 
         module = module_of(of) or find_module(_parameters(of))
         device = device_of(of, module)
-        self._batches = 0
+        self._batches, self._fewest = 0, None
         self.forget_batches()
         self._looked_at = type(of), [weakref.ref(parameter) for parameter in _parameters(of)]
         self._device = {

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -490,8 +491,14 @@ def _may_name_one(command: Sequence[str]) -> bool:
     return any(sign in word for word in command for sign in _SIGNS)
 
 
+def _may_hand_one(command: Sequence[str]) -> bool:
+    """Whether a script of a command may give one to DeepSpeed itself."""
+    scripts = (Path(word) for word in command if word.endswith(".py"))
+    return any("deepspeed" in one.read_text(errors="replace") for one in scripts if one.is_file())
+
+
 def _named(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[Source]:
-    if not _may_name_one(command):
+    if not (_may_name_one(command) or _may_hand_one(command)):
         return
     from zftune.integrations.deepspeed.named import named_by
 

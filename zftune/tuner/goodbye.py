@@ -66,6 +66,8 @@ class Goodbye:
         """
         signal.signal(number, signal.SIG_DFL)
         goodbye = threading.Thread(target=self._say, name="zftune-goodbye", daemon=True)
-        goodbye.start()
-        goodbye.join(PART_S)
-        os.kill(os.getpid(), number)
+        try:
+            goodbye.start()  # not once Python is ending, from 3.12 on: the tuners part by themselves then
+            goodbye.join(PART_S)
+        finally:
+            os.kill(os.getpid(), number)

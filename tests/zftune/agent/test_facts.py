@@ -130,6 +130,22 @@ def test_an_evaluations_batches_are_none_of_a_steps() -> None:
     assert facts.model()["tokens_per_step"] == 2 * 3 * 7  # in the mean of three steps, rounded to whole batches
 
 
+def test_several_batches_of_one_backward_all_count() -> None:
+    facts = Facts()
+    facts.look(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), WallClock())
+    for evaluated in (0, 3, 0):  # a loss of two loaders' batches, or summed over four
+        for _ in range(evaluated):
+            facts.batch(IDS[:1])
+        for _ in range(4):
+            facts.batch(IDS)
+        facts.backward_begins()
+        assert facts.step_ended() == 4 * 3 * 7
+    facts.look(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), WallClock())
+    facts.batch(IDS)
+    facts.backward_begins()
+    assert facts.step_ended() == 3 * 7
+
+
 @pytest.mark.parametrize("batch", [None, torch.zeros(5, 3, 8, 8)])
 def test_batches_without_tokens_count_none(batch: torch.Tensor | None) -> None:
     facts = Facts()

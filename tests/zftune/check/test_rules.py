@@ -132,6 +132,7 @@ _LOOP = "import deepspeed\nfrom transformers import AutoModel\nengine, *_ = deep
         # It only logs, or reads, these:
         ("lr = engine.get_lr()[0]\nwandb.log({'lr': lr})", ["train_micro_batch_size_per_gpu", "optimizer.params.lr"]),
         ("lines.append({'lr': 0, 'train/loss': 1})", ["train_micro_batch_size_per_gpu", "optimizer.params.lr"]),
+        ("n = engine.train_micro_batch_size_per_gpu()", ["train_micro_batch_size_per_gpu", "optimizer.params.lr"]),
         ("record(lr=lr, loss=loss)", ["train_micro_batch_size_per_gpu", "optimizer.params.lr"]),
         ("now = optimizer.param_groups[0]['lr']", ["train_micro_batch_size_per_gpu", "optimizer.params.lr"]),
     ],

@@ -326,6 +326,8 @@ def _settings(tree: ast.AST) -> Iterator[str]:
             left += node.values
         elif isinstance(node, ast.Call) and any((one.arg or "").endswith("loss") for one in node.keywords):  # so too
             left += [node.func, *node.args, *(one.value for one in node.keywords)]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not (node.args or node.keywords):
+            left.append(node.func.value)  # as `engine.train_micro_batch_size_per_gpu()`
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and _word(node.slice):
             left.append(node.value)
         else:
@@ -429,7 +431,8 @@ def _handed(script: Path | None) -> Path | None:
         nodes = list(ast.walk(ast.parse(b"" if script is None else script.read_bytes())))
     except (OSError, SyntaxError, ValueError):
         return None
-    calls = (one for one in nodes if isinstance(one, ast.Call) and ast.unparse(one.func).endswith("initialize"))
+    calls = [one for one in _certain(nodes[0]) if isinstance(one, ast.Call)] if nodes else []
+    calls = [one for one in calls if ast.unparse(one.func).endswith("initialize")]
     passed = [one.value for call in calls for one in call.keywords if one.arg == "config"]
     bound = [one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
     bound += [one.arg for one in nodes if isinstance(one, ast.arg)]
@@ -453,6 +456,16 @@ def _handed(script: Path | None) -> Path | None:
         return None
     path = script.with_name(name) if beside else Path(name)
     return path if path.is_file() else None
+
+
+def _certain(tree: ast.AST) -> Iterator[ast.AST]:
+    """What is there whatever is so: not what stands under an `if`, but for that of a script's guard."""
+    left = [tree]
+    while left:
+        node = left.pop()
+        yield node
+        is_open = not isinstance(node, (ast.If, ast.IfExp)) or "__name__" in ast.unparse(node.test)
+        left += ast.iter_child_nodes(node) if is_open else ()
 
 
 def missing(command: Sequence[str]) -> Iterator[tuple[str, str]]:
