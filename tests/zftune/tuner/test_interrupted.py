@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import zygote
+from tests import forked, zygote
 from tests.zftune.conftest import rig_text
 from tests.zftune.tuner import commanding
 from zftune.store import open_store
@@ -71,3 +71,22 @@ def test_an_interrupted_search_goes_on(tmp_path: Path, mini_model: Path) -> None
     assert measured(path) > before
     with open_store(str(path)) as store:
         assert [one.run_id for one in store.runs()] == [run.run_id]
+
+
+def test_a_signal_ends_a_process_that_can_start_no_thread_any_more() -> None:
+    """As from Python 3.12 on, once the interpreter is ending."""
+    done = forked.run(
+        """
+import os, signal, threading
+from zftune.tuner.goodbye import Goodbye
+
+def refuses(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+Goodbye(lambda: None).hear()
+threading.Thread.start = refuses
+os.kill(os.getpid(), signal.SIGTERM)
+print("it goes on")
+"""
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
