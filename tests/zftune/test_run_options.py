@@ -104,6 +104,23 @@ def test_options_that_a_loop_of_its_own_does_not_follow_are_named_before_it_trai
     assert (told or "") in done.output
 
 
+@pytest.mark.parametrize(
+    ("options", "variable", "where"),
+    [
+        ([], "", "in its own process; "),
+        ([], "daemon", "by the daemon at "),
+        (["--online"], "", "by the daemon at "),
+    ],
+)
+def test_a_dry_run_tells_who_tunes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], variable: str, where: str
+) -> None:
+    (tmp_path / "own.json").write_text(json.dumps({**DS_CONFIG, "zftune": {"online": True}}))
+    monkeypatch.setenv("ZFTUNE_ONLINE", variable)
+    done = invoke("--dry-run", *options, "--", "deepspeed", "train.py", "--deepspeed", "own.json")
+    assert f"Tuned while it trains, {where}" in done.output
+
+
 def test_a_dry_run_has_the_settings_of_the_quality(started: list[Any]) -> None:
     done = invoke("--dry-run", "--quality", "exact", "--", "deepspeed", "train.py", "--deepspeed", "ds.json")
     told = next(line for line in done.output.splitlines() if "settings of the ds_config" in line)

@@ -150,7 +150,7 @@ def _count(runs: int) -> str:
 def _told(health: dict[str, Any], path: Path) -> str:
     count = _count(health["runs"])
     private = " (private: it ends after its last run)" if health["private"] else ""
-    since = f"since {_ago(health['uptime_s'])} (pid {health['pid']})"
+    since = f"and began {_ago(health['uptime_s'])} ago (pid {health['pid']})"
     kept = "it keeps nothing" if health["store"] is None else f"its store is {health['store']}"
     told = f"zftune {health['zftune']} serves {count} on {path} {since}, {kept}{private}"
     return "\n".join((told, *health["notices"]))

@@ -53,6 +53,7 @@ def sentences(
     _require_all_there(command, environment)
     from zftune.daemon.client.location import locate
     from zftune.store.location import meant_by
+    from zftune.variables import ONLINE
 
     yield f"Would run: {shlex.join(command)}"
     if not found:
@@ -67,7 +68,9 @@ def sentences(
             yield from _knobs(source.config, done, section, store, is_tuned=online or replayed or section.online)
     yield from _launched_by_nobody(command, environment)
     if online or any(section.online for _, _, section in found):
-        yield f"Tuned while it trains, by the daemon at {locate(environment).socket}; results go to {store}."
+        by_daemon = online or environment.get(ONLINE) == "daemon"
+        where = f"by the daemon at {locate(environment).socket}" if by_daemon else "in its own process"
+        yield f"Tuned while it trains, {where}; results go to {store}."
     yield "Nothing was started."
 
 

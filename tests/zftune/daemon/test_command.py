@@ -19,7 +19,7 @@ def test_status_and_stop(folder: Path) -> None:
         told = zftune(folder, "daemon", "status")
         assert (told.returncode, told.stderr) == (0, "")
         assert re.fullmatch(
-            rf"zftune {__version__} serves no run on {daemon.path} since \d+ s \(pid {daemon.process.pid}\), "
+            rf"zftune {__version__} serves no run on {daemon.path} and began \d+ s ago \(pid {daemon.process.pid}\), "
             r"its store is memory\n\$ZFTUNE_DB asks for a database in memory: .* until it ends\.\n",
             told.stdout,
         )

@@ -255,7 +255,10 @@ def accumulation(subject: Subject) -> Iterator[Finding]:
     passes = subject.at("gradient_accumulation_steps")
     if not is_number(passes) or passes <= 1:
         return
-    reason = "ZenFlow overwrites it with update_interval: every backward pass is a step of its own."
+    reason = (
+        "ZenFlow overwrites it with update_interval: every backward pass is a step of its own, on a batch of "
+        f"1/{passes:g}."
+    )
     fitting = (change("gradient_accumulation_steps", 1), *_same_batch(subject, int(passes)))
     mends = subject.elsewhere() or subject.where_asked(*fitting)
     advice = "" if mends else f"zftune run, which accumulates; or 1, {_ASKED}"
