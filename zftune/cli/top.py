@@ -184,7 +184,8 @@ def whole(details: Document, width: int) -> RenderableType:
         details: as the daemon gives them.
         width: columns.
     """
-    lines = _facts(details)
+    notices = details["run"]["notices"]
+    lines = [*_facts(details), *_notices(notices, len(notices))]
     trials = _tried(details)
     decisions = details["decisions"]
     if decisions:
@@ -333,7 +334,7 @@ def _notices(notices: Sequence[str], most: int) -> list[Text]:
     """As many as have room, the first at least, and where the others are."""
     shown, hidden = notices[: max(1, most)], len(notices[max(1, most) :])
     lines = [_text(escaped(one), "yellow") for one in shown]
-    return [*lines, *([_text(f"and {hidden} more: zftune explain", "dim")] if hidden else [])]
+    return [*lines, *([_text(f"and {hidden} more: zftune runs show", "dim")] if hidden else [])]
 
 
 def _turn(details: Document) -> str:

@@ -43,7 +43,8 @@ _USES = {
 }
 _LEGEND = (
     "k: topk_ratio, the share of columns that the GPU updates in every step. S: update_interval, the steps whose other "
-    "gradients the CPU applies together; sync: the step waits for it. lag: apply_lag, the steps until that shows. "
+    "gradients the CPU applies together; sync: the step waits for it; serial: that too, and nothing of copying and "
+    "updating overlaps (pipeline none). lag: apply_lag, the steps until that shows. "
     "ratio: offload_ratio, the share of the optimizer's state on the host. least S: the shortest with which the CPU "
     "keeps up. stale: by how many steps updates are late on average."
 )
@@ -126,10 +127,11 @@ def _table(rows: list[tuple[str, Mapping[str, Any]]], width: int) -> RenderableT
     for name, row in rows:
         knobs, memory = row["knobs"], row["memory"]
         offloads, overlaps = knobs["offload_ratio"] > 0, knobs["overlap_step"]
+        waits = "serial" if knobs["pipeline"] == "none" else "sync"
         table.add_row(
             name,
             f"{knobs['topk_ratio']:g}" if offloads else "-",
-            str(knobs["update_interval"]) if overlaps else "sync" if offloads else "-",
+            str(knobs["update_interval"]) if overlaps else waits if offloads else "-",
             str(knobs["apply_lag"]) if overlaps else "-",
             f"{knobs['offload_ratio']:g}",
             percent(sum(row["stall_ms_by_cause"].values()) / row["step_ms"]),

@@ -97,6 +97,18 @@ def test_settings_stand_beside_their_own_time(client: DaemonClient) -> None:
     assert "k0.3" in drawn(shown, 200, 50)[2]
 
 
+def test_what_has_no_room_is_shown_by_what_it_names(client: DaemonClient) -> None:
+    found = json.loads(json.dumps(look(client, None, 50).shown[0]))
+    found["run"]["notices"] = ["First of all.", "Then the second."]
+    few = drawn(Frame(source="s", runs=[found["run"]], shown=[found], looked_at=found), 100, 18)
+    assert any("and 1 more: zftune runs show" in line for line in few), few
+    console = Console(width=100, file=StringIO())
+    console.print(top.whole(found, 100))
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "First of all." in printed
+    assert "Then the second." in printed
+
+
 def many(found: Frame) -> Frame:
     """More runs, decisions, trials, notices and knobs than any screen has room for."""
     one: dict[str, Any] = json.loads(json.dumps(found.shown[0]))

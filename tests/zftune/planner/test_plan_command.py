@@ -88,6 +88,9 @@ def test_the_screen_fits_and_says_what_to_do(document: dict[str, Any], width: in
         document["verdict"][0][:40],
     ):
         assert word in text, word
+    *_, row = (line for line in text.splitlines() if line.startswith("ZeRO-Offload"))  # the table stands last
+    assert "serial" in row
+    assert document["baselines"]["zero_offload"]["knobs"]["pipeline"] == "none"
 
 
 def test_a_plan_ends_with_the_command_that_trains_so(document: dict[str, Any]) -> None:
