@@ -42,7 +42,10 @@ _PLAIN_ADVICE = {
     "d2h": "Copy with non_blocking=True into pinned memory, and read losses less often.",
     "select": "Raise select_interval: columns then change tiers less often.",
 }
-_NO_LOADER = "No torch DataLoader gave the batches, so getting them is in there; with one it is told apart."
+_NO_LOADER = (
+    "No torch DataLoader gave the batches, so getting them is in there, as are evaluations between two steps; with one "
+    "it is told apart."
+)
 _IDLE = "The processes use {cores} of a core: a step waits, for data, disk, network or a timer, rather than computes."
 _FUSED = "A fused optimizer (fused=True) makes fewer passes, gradient accumulation makes fewer steps."
 _OFFLOADED = (
