@@ -468,9 +468,11 @@ def _tell_unread(environment: Mapping[str, str]) -> None:
 
 def _tell_of_no_use(command: Sequence[str], asked: Mapping[str, Any]) -> None:
     """Name options that nothing in a training would follow, before it has run for hours as it would without them."""
+    if not asked or not any(word.endswith(".py") for word in command):
+        return  # what reads a script loads torch
     from zftune.integrations.deepspeed.named import own_loop
 
-    script = own_loop(command) if asked else None
+    script = own_loop(command)
     if script is not None:
         options = " and ".join(f"--{name}" for name in asked)
         typer.echo(
