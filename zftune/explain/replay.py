@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from zftune.explain.words import identity
 from zftune.store.account import Account
 from zftune.store.types import Decision, Measurement, TrialRecord, TrialState
-from zftune.tuner.scores import Gain, Sample, gain_of, relative_error, score, spread
-from zftune.tuner.states import OF_INCUMBENT, TOKENS, TRAINED_ON
+from zftune.tuner.scores import Gain, Sample, relative_error, score, spread
+from zftune.tuner.states import OF_INCUMBENT, TOKENS, TRAINED_ON, Gains
 from zftune.words import ERAS
 
 if TYPE_CHECKING:
@@ -94,10 +95,11 @@ class Replay:
     """What the rows have told so far.
 
     Args:
+        trials: in order.
         counted: the process that trained has counted: rows say how long the run had taken.
     """
 
-    def __init__(self, *, counted: bool = False) -> None:
+    def __init__(self, trials: Sequence[TrialRecord], *, counted: bool = False) -> None:
         self.counted = counted
         self.measured: list[Measured] = []
         self.decided: list[Decided] = []
@@ -121,7 +123,8 @@ class Replay:
         self.last_unix_s = 0.0
         """When the last row was written."""
         self._decisions: list[Decision] = []
-        self._gain: Gain | None = None
+        self._settings = [identity(one.knobs) for one in trials]
+        self._gains = Gains(self._settings[0] if trials else None)
         self._samples: dict[int, list[Sample]] = defaultdict(list)
         self._earlier: dict[int, float] = {}
         self._eras: dict[int, int] = {}
@@ -130,13 +133,15 @@ class Replay:
 
     @property
     def gain(self) -> Gain | None:
-        """Of the incumbent over the starting point, from all adoptions; None: there was none."""
-        return self._gain
+        """Of the incumbent over the starting point, or over what had to take its place; None: it is one of these."""
+        return self._gains.gain
 
     @property
     def gain_era(self) -> int:
-        """That the last adoption was made in."""
-        return next((one.era for one in reversed(self.decided) if one.decision.kind == "adopt"), 0)
+        """That the incumbent was adopted in."""
+        adopted = (one for one in reversed(self.decided) if one.decision.kind == "adopt")
+        best = self._settings[self.incumbent] if self._settings else None
+        return next((one.era for one in adopted if self._settings[one.decision.trial or 0] == best), 0)
 
     @property
     def trained_on(self) -> bool:
@@ -247,7 +252,6 @@ class Replay:
         if more_s > _ROUNDED_S:  # no measurement tells of it: the incumbent trained meanwhile
             self._take(more_s, more_s - max(0.0, spent_s - total.spent_s))
         self._take_effect(decision)
-        self._gain = gain_of(self._decisions)
         if trial is not None:
             self._eras[trial] = self.eras[-1].number
         since = () if decision.kind == "remark" else tuple(one.number for one, _ in self._since)
@@ -267,16 +271,23 @@ class Replay:
             looked = [] if self._new("a1") else self._new("explore")  # a comparison that began with the look
             self._samples[trial] = [*looked, *self._new("b")]
             self.incumbent = trial
+            found = Gain(decision.details.get("gain", 0.0), decision.details.get("error", 0.0))
+            self._gains.adopt(self._settings[trial], found)
         elif decision.kind == "start" and self.start_step_ms is None:
             self.start_step_ms = self.step_ms(self.incumbent)
         elif decision.kind in ("memory", "movement") and trial is not None:
-            self.incumbent = trial
+            self._back_to(trial)
         elif decision.kind == "guard":
-            self.incumbent = 0
+            self._back_to(0)
         elif decision.kind == "rollback":
-            self.incumbent = int(decision.details.get("pinned", 0))
+            self._back_to(int(decision.details.get("pinned", 0)))
         elif decision.kind == "reopen":
             self._begin_again(decision)
+
+    def _back_to(self, trial: int) -> None:
+        """Another incumbent, by no comparison."""
+        self.incumbent = trial
+        self._gains.move_to(self._settings[trial])
 
     def _begin_again(self, decision: Decision) -> None:
         """Open the next era. A measurement of the incumbent that showed it is its first, if the search keeps it."""
@@ -326,7 +337,7 @@ def replay(
         decisions: in order.
         counted: as of `Replay`.
     """
-    told = Replay(counted=counted)
+    told = Replay(trials, counted=counted)
     rows = [(trial, row) for trial in trials for row in measurements.get(trial.trial_id, ())]
     rows.sort(key=lambda pair: pair[1].aggregates.get("sequence", pair[1].began_unix_s))
     next_row = 0

@@ -128,14 +128,14 @@ def _unseen(document: Mapping[str, Any]) -> Iterator[Text]:
         for one in rejected:
             yield _text(f"  {one['count']}: {one['reason']}", "dim")
     told = {note["trial"] for note in document["decisions"] if note["kind"] == "crash"}
-    newest = {json.dumps(trial["knobs"], sort_keys=True): trial["number"] for trial in document["trials"]}
+    newest = {words.identity(trial["knobs"]): trial["number"] for trial in document["trials"]}
     for state, name in (
         ("crashed", "Crashed, and not tried again"),
         ("void", "Not counted"),
         ("in_flight", "Being measured"),
     ):
         for trial in document["trials"]:
-            again = newest[json.dumps(trial["knobs"], sort_keys=True)] != trial["number"]  # it is told of the later one
+            again = newest[words.identity(trial["knobs"])] != trial["number"]  # it is told of the later one
             if trial["state"] == state and trial["number"] not in told and not (state == "void" and again):
                 why = f": {trial['reason']}" if trial["reason"] else ""
                 yield _text(f"{name}: {words.setting(trial['knobs'])}{why}.")

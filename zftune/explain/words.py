@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zenflow import ZenFlowConfig
@@ -29,6 +29,11 @@ def setting(knobs: Mapping[str, Any]) -> str:
     """Knobs in words."""
     known = _setting(knobs)
     return str(known) if known is not None else ", ".join(f"{name} {value(one)}" for name, one in knobs.items())
+
+
+def identity(knobs: Mapping[str, Any]) -> Hashable:
+    """What is the same for knobs that are one setting, and for these alone."""
+    return _setting(knobs) or json.dumps(dict(knobs), sort_keys=True)
 
 
 def differences(knobs: Mapping[str, Any], others: Mapping[str, Any]) -> str:
@@ -105,7 +110,7 @@ def nothing_adopted(document: Document) -> str:
         return f"{what} crashed, so that nothing is known of how fast others are. It began with: {kept}."
     found = fates(document)
     uncompared = distinct(trial for trial in others if found[trial["number"]] == _UNCOMPARED)
-    if uncompared and not ("adopt" in kinds and kinds & {"rollback", "guard"}):
+    if uncompared and not ("adopt" in kinds and kinds & {"rollback", "guard", "memory", "movement"}):
         not_compared = (
             f"{'was' if uncompared == 1 else 'were'} measured, but not compared with those that it began with"
         )
@@ -117,7 +122,7 @@ def nothing_adopted(document: Document) -> str:
 
 def distinct(trials: Iterable[Mapping[str, Any]]) -> int:
     """How many settings they are: one that is tried again, as after the search began again, is one."""
-    return len({json.dumps(trial["knobs"], sort_keys=True) for trial in trials})
+    return len({identity(trial["knobs"]) for trial in trials})
 
 
 def lateness_bound(document: Document) -> str:

@@ -13,9 +13,10 @@ the row. On a database server, which has no such file, the row alone counts: it 
 the lease.
 
 What it counts: while a setting is the incumbent whose gain over the starting point is g, a second of training under it
-saves g / (1 - g) seconds: the starting point would have taken 1 / (1 - g). Trying a setting costs the time of its steps
-beyond the incumbent's time for as many, if that is more than nothing, once the try is over. A run has broken even where
-the savings have caught up with the cost for good.
+saves g / (1 - g) seconds: the starting point would have taken 1 / (1 - g). One that nobody compared, since it took its
+place for the quality or for memory, saves nothing, and what is adopted after it saves against it. Trying a setting
+costs the time of its steps beyond the incumbent's time for as many, if that is more than nothing, once the try is over.
+A run has broken even where the savings have caught up with the cost for good.
 """
 
 from __future__ import annotations

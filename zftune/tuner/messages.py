@@ -250,7 +250,10 @@ def nothing_adopted(*, measured: bool, tried: int, kinds: Collection[str] = ()) 
     if not measured:
         return "Nothing was measured, so that nothing is known of any setting"
     if moved := {"movement", "memory"} & set(kinds):
-        return f"Settings were changed for {'the quality' if 'movement' in moved else 'GPU memory'}, none for speed"
+        why = "the quality" if "movement" in moved else "GPU memory"
+        if "adopt" in kinds:
+            return f"What had been adopted was given up for {why}"
+        return f"Settings were changed for {why}, none for speed"
     if tried == 0:
         return "No other setting was measured, so that nothing is known of them"
     if tried == 1:

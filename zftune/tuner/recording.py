@@ -384,7 +384,7 @@ class Recording:
         step_ms = score(best.samples) * search.book.tokens / 1e3
         evidence = Evidence(
             step_ms=step_ms,
-            baseline="start",
+            baseline="start" if search.book.gains_over_start else "planner",
             baseline_step_ms=step_ms / (1 - gain.share),
             gain_error=2 * gain.error,
             measurements=search.measurements,

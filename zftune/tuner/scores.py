@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Protocol
@@ -28,7 +28,7 @@ from torch import nn
 
 from zenflow import StepStats
 from zftune.planner.rates import Rates
-from zftune.store.types import Decision, Ratios
+from zftune.store.types import Ratios
 from zftune.tuner.space import Forecaster, Setting
 
 OTHER_TIMES = 0.10
@@ -279,19 +279,6 @@ def in_a_row(gains: Sequence[Gain]) -> Gain | None:
     left = math.prod(1 - one.share for one in gains)
     relative = math.sqrt(sum((one.error / (1 - one.share)) ** 2 for one in gains))
     return Gain(1 - left, left * relative)
-
-
-def gain_of(decisions: Iterable[Decision]) -> Gain | None:
-    """The gain of the incumbent over the starting point, from the decisions of a run; None: nothing was adopted."""
-    adopted: list[Gain] = []
-    for one in decisions:
-        if one.kind == "adopt":
-            adopted.append(Gain(one.details.get("gain", 0.0), one.details.get("error", 0.0)))
-        elif one.kind == "rollback":
-            del adopted[-1:]
-        elif one.kind == "guard":
-            adopted.clear()
-    return in_a_row(adopted)
 
 
 def score(samples: Sequence[Sample]) -> float:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from zftune.store.types import TrialState
 from zftune.text import number
-from zftune.tuner.scores import Gain, Pace, Sample, departure, too_slow
+from zftune.tuner.scores import Gain, Pace, Sample, departure, in_a_row, too_slow
 from zftune.tuner.space import Forecast, Setting
 
 Role = Literal["start", "explore", "a1", "b", "a2", "hold"]
@@ -261,3 +261,39 @@ class Adoption:
     gain: Gain
     replaced: int
     """The trial that was the incumbent before: not always one that was adopted, see `TrialTable.move_to`."""
+
+
+class Gains:
+    """What settings gain over the one that a search began from, as far as that was measured.
+
+    One that became the incumbent without a comparison, for the quality or for GPU memory, has no gain, unless it is the
+    starting point, or was adopted before and has its own. What is adopted after it gains over it.
+
+    Args:
+        start: the starting point, in any form that settings are told apart by.
+    """
+
+    def __init__(self, start: Hashable) -> None:
+        self._rows: dict[Hashable, tuple[Hashable, tuple[Gain, ...]]] = {start: (start, ())}
+        self._incumbent = start
+
+    def adopt(self, setting: Hashable, found: Gain) -> None:
+        """Take a setting as the incumbent, by its gain over the one before."""
+        reference, gains = self._rows[self._incumbent]
+        self._rows[setting] = (reference, (*gains, found))
+        self._incumbent = setting
+
+    def move_to(self, setting: Hashable) -> None:
+        """Take a setting as the incumbent that was not compared with the one before."""
+        self._rows.setdefault(setting, (setting, ()))
+        self._incumbent = setting
+
+    @property
+    def gain(self) -> Gain | None:
+        """Of the incumbent over `reference`; None: it is that."""
+        return in_a_row(self._rows[self._incumbent][1])
+
+    @property
+    def reference(self) -> Hashable:
+        """What the incumbent was compared with: the starting point, or what had to take its place."""
+        return self._rows[self._incumbent][0]

@@ -12,9 +12,9 @@ from zftune.errors import ZftuneError
 from zftune.store.types import PeerTrial, TrialState
 from zftune.tuner import messages
 from zftune.tuner.forecast import MOST_REJECTIONS, Evaluation, Observation, Proposer, propose
-from zftune.tuner.scores import LEAST_GAIN, Gain, Sample, in_a_row, score
+from zftune.tuner.scores import LEAST_GAIN, Gain, Sample, score
 from zftune.tuner.space import Forecast, Forecaster, Setting, Space
-from zftune.tuner.states import Adoption, BarredSetting, Outcome, Sampler, Trial
+from zftune.tuner.states import Adoption, BarredSetting, Gains, Outcome, Sampler, Trial
 
 SLOWEST = 1.3
 """A candidate is rejected where the planner predicts more than this factor of the incumbent's time."""
@@ -46,6 +46,7 @@ class TrialTable:
         self._barred = {one.setting: one.kind for one in barred}
         self._newest: dict[Setting, Trial] = {start: self.trials[0]}
         self._incumbent = 0
+        self._gains = Gains(start)
         self.tokens = 1
         """Of a step."""
         self.peers: Mapping[Setting, float | None] = {}
@@ -74,12 +75,17 @@ class TrialTable:
 
     @property
     def gain(self) -> Gain | None:
-        """Of the incumbent over the starting point, from all adoptions; None: there was none."""
-        return in_a_row([one.gain for one in self.adoptions])
+        """Of the incumbent over the starting point, or over what had to take its place; None: it is one of these."""
+        return self._gains.gain
+
+    @property
+    def gains_over_start(self) -> bool:
+        """Whether that is over the starting point."""
+        return self._gains.reference == self.trials[0].setting
 
     @property
     def gain_share(self) -> float:
-        """The same as a share of the starting point's step time; 0 where there was none."""
+        """The same as a share of that one's step time; 0 where there was none."""
         return 0.0 if self.gain is None else self.gain.share
 
     def adopt(self, trial: Trial, found: Gain, samples: Sequence[Sample]) -> None:
@@ -92,6 +98,7 @@ class TrialTable:
         """
         trial.samples = list(samples)
         self.adoptions.append(Adoption(trial.number, found, self._incumbent))
+        self._gains.adopt(trial.setting, found)
         self._incumbent = trial.number
 
     def roomier(self, peak_bytes: int | None) -> Setting | None:
@@ -123,12 +130,14 @@ class TrialTable:
         if trial is None or trial.state in (TrialState.REJECTED, TrialState.VOID):
             trial = self.append(Trial(len(self.trials), setting, "planner", forecast=self.forecast(setting)))
         self._incumbent = trial.number
+        self._gains.move_to(setting)
         return trial
 
     def restore_start(self) -> None:
         """Make the starting point the incumbent again."""
         self.adoptions.clear()
         self._incumbent = 0
+        self._gains.move_to(self.incumbent.setting)
 
     def roll_back(self) -> Trial:
         """Make the setting before the last adoption the incumbent again.
@@ -138,6 +147,7 @@ class TrialTable:
         """
         last = self.adoptions.pop()
         barred, self._incumbent = self.trials[last.trial], last.replaced
+        self._gains.move_to(self.incumbent.setting)
         self._barred[barred.setting] = "rollback"
         return barred
 

@@ -307,6 +307,47 @@ def test_a_run_that_was_reopened(store: Store) -> None:
     same(found, live_document(search))
 
 
+def test_a_run_in_which_updates_had_to_come_earlier(store: Store) -> None:
+    """Nobody has compared what it goes on with: it gains nothing, and what was saved before stays saved."""
+    run, search, driver, recorder = searched(store, 6, watch=True, most=60)
+    before = explained(store, run)
+    assert before["gain"] is not None
+    assert before["cost"]["saved_s"] > 0
+    driver.fault = lambda request: replace(driver.measure(request), movement_percent=5.0)
+    go_on(search, driver, recorder, 1)
+    driver.fault = lambda request: None
+    go_on(search, driver, recorder, 1)
+    found = explained(store, run)
+    assert (search.book.gain, found["best"]["number"]) == (None, search.book.incumbent.number)
+    assert [note["kind"] for note in found["decisions"][-3:]] == ["movement", "reopen", "start"]
+    assert (found["gain"], found["cost"]["remaining_s"], found["cost"]["saved_ms_a_step"]) == (None, None, None)
+    assert "gained" not in found["verdict"][0]
+    saved_s = found["cost"]["saved_s"]
+    go_on(search, driver, recorder, 1)
+    assert explained(store, run)["cost"]["saved_s"] == saved_s >= before["cost"]["saved_s"]
+
+
+def test_a_gain_goes_with_its_setting(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start, first, second = rows.trial("start"), rows.trial(topk_ratio=0.2), rows.trial(topk_ratio=0.3)
+    rows.measure(start, "start", 400)
+    rows.decide("start", start)
+    rows.decide("adopt", first, gain=0.5, error=0.01)
+    rows.decide("reopen", first)
+    rows.decide("adopt", second, gain=0.2, error=0.01)
+    gains = [explained(timed, rows.run, clock)["gain"]]
+    for topk_ratio in (0.2, START.topk_ratio):  # further trials of the same settings
+        rows.decide("movement", rows.trial("planner", topk_ratio=topk_ratio))
+        gains.append(explained(timed, rows.run, clock)["gain"])
+    assert [None if one is None else (one["share"], one["era"]) for one in gains] == [
+        (pytest.approx(0.6), 1),
+        (pytest.approx(0.5), 0),
+        None,
+    ]
+    verdict = explained(timed, rows.run, clock)["verdict"]
+    assert verdict[1].startswith("What had been adopted was given up for the quality. ")
+
+
 def test_crashed_void_and_resumed(store: Store) -> None:
     fates = iter(["", "crashed", "void", "void", "void"])
 

@@ -108,3 +108,15 @@ def test_what_was_rolled_back_is_not_told_as_never_adopted() -> None:
         search.roll_back("by hand")
     gain = said(search, over=True)[1].splitlines()[2]
     assert gain.startswith("Gain: none. What had been adopted was rolled back. Rolled back by hand: ")
+
+
+def test_what_was_given_up_for_the_quality_gains_nothing() -> None:
+    search, driver = make(6, 0.05, watch=True)
+    driver.fault = lambda request: replace(
+        driver.measure(request), movement_percent=5.0 if search.book.adoptions and request.role == "hold" else None
+    )
+    while "movement" not in {note.kind for note in search.notes}:
+        driver.run(search, most=1)
+    assert search.book.adoptions
+    gain = said(search, over=True)[1].splitlines()[2]
+    assert gain.startswith("Gain: none. What had been adopted was given up for the quality. ")

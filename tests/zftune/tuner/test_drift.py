@@ -440,6 +440,40 @@ def test_a_rollback_returns_to_what_ran_and_never_to_what_took_too_much_memory()
     assert book.roll_back() is adopted
     assert book.incumbent is room
     assert (book.judge(adopted.setting).reason, book.adoptions) == ("somebody has rolled it back", [])
+    assert book.gain_share == 0
+
+
+def test_a_gain_is_that_of_the_setting_which_it_was_measured_for() -> None:
+    world = World()
+    world.run(1)
+    book, samples = world.search.book, list(world.search.book.incumbent.samples)
+    first, second, room, last = (replace(START, topk_ratio=ratio) for ratio in (0.15, 0.2, 0.3, 0.4))
+
+    def adopt(setting: Setting, share: float) -> None:
+        book.adopt(book.append(Trial(len(book.trials), setting, "planner")), Gain(share, 0.01), samples)
+
+    def gain() -> float | None:
+        return None if book.gain is None else round(book.gain.share, 6)
+
+    adopt(first, 0.2)
+    adopt(second, 0.1)
+    assert gain() == 0.28
+    book.forget()  # trials are others from here on, and settings the same
+    number = next(trial.number for trial in book.trials if trial.setting == first)
+    assert book.move_to(first).number != number
+    assert (gain(), book.gains_over_start) == (0.2, True)
+    book.move_to(START)
+    assert (gain(), book.gain_share, book.gains_over_start) == (None, 0.0, True)
+    book.move_to(room)
+    assert (gain(), book.gain_share, book.gains_over_start) == (None, 0.0, False)
+    adopt(last, 0.1)
+    assert (gain(), book.gains_over_start) == (0.1, False)
+    book.roll_back()
+    assert (book.incumbent.setting, gain()) == (room, None)
+    book.move_to(second)
+    assert gain() == 0.28
+    book.restore_start()
+    assert gain() is None
 
 
 def test_a_search_that_began_again_is_rebuilt_from_its_rows() -> None:
@@ -469,6 +503,7 @@ def test_a_search_that_began_again_is_rebuilt_from_its_rows() -> None:
             assert theirs.tokens == mine.tokens
             assert other.learnt == world.learnt
             assert other.search.cost == world.search.cost
+            assert theirs.gain == mine.gain
             assert turn < 12 or theirs.space == mine.space
         assert recorder.notices == []
     assert {"memory", "reopen", "movement"} <= set(world.kinds)
@@ -482,9 +517,11 @@ def test_updates_come_earlier_at_once_where_the_weights_move_too_far() -> None:
     world.settle()
     before = world.search.book.incumbent.setting
     assert before == FAST
+    book = world.search.book
+    assert book.gain_share > 0
     world.movement_percent = 0.1
     world.run(1)  # nothing but the incumbent runs
-    book = world.search.book
+    assert book.gain is None  # nobody has compared it
     found = book.incumbent.setting
     assert (found.topk_ratio, found.update_interval, found.apply_lag) == (0.2, 3, 1)
     assert "movement" in world.kinds

@@ -17,7 +17,8 @@ from zftune.profile.measure import Task, Training
 from zftune.store import open_store
 from zftune.store.types import Query, Ratios, RunState
 from zftune.tuner.recording import Recording, RunFacts
-from zftune.tuner.scores import Load, ratios_of
+from zftune.tuner.scores import Gain, Load, ratios_of
+from zftune.tuner.states import Trial
 from zftune.workload import load_text
 
 
@@ -49,6 +50,17 @@ def test_a_gain_becomes_a_preset_with_its_evidence(mini_model: Path, mini_rig: P
         assert preset.preset.evidence.gain == pytest.approx(gain.share)
         assert preset.preset.evidence.gain_error == pytest.approx(2 * gain.error)
         assert [run.state for run in store.runs()] == [RunState.FINISHED]
+        assert (preset.preset.evidence.baseline, len(store.presets())) == ("start", 1)
+        book = search.book
+        room = book.move_to(replace(START, offload_ratio=0.9))  # nobody has compared it
+        room.samples = list(book.trials[0].samples)
+        recording.keep_preset(search)
+        assert len(store.presets()) == 1
+        better = book.append(Trial(len(book.trials), replace(START, topk_ratio=0.4), "search"))
+        book.adopt(better, Gain(0.1, 0.01), room.samples)
+        recording.keep_preset(search)
+        (kept,) = (one for one in store.presets() if one.knobs == better.setting.knobs())
+        assert (kept.evidence.baseline, round(kept.evidence.gain, 6)) == ("planner", 0.1)
 
 
 def test_ratios_are_those_of_the_machine(mini_model: Path, mini_rig: Path) -> None:
