@@ -202,10 +202,10 @@ def tied(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool) -> str:
     return f"Not adopted for {why}: {what}, and may cost more than {100 * LEAST_GAIN:.0f}%."
 
 
-def failed(trial: Trial, outcome: Outcome) -> str:
+def failed(trial: Trial, incumbent: Trial, outcome: Outcome) -> str:
     """A trial was aborted or crashed."""
     if outcome.status == "aborted":
-        return f"Cut short: {trial.setting}: {outcome.reason}."
+        return f"Cut short: {_what(trial, incumbent)}: {outcome.reason}."
     return f"Crashed, and not tried again: {trial.setting}: {outcome.reason}."
 
 

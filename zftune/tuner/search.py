@@ -526,7 +526,8 @@ class Search:
             self.book.crash(trial, outcome.reason)
         else:
             self.book.abort(trial, outcome)
-        self._note("crash" if crashed else "abort", messages.failed(trial, outcome), trial.number)
+        reason = messages.failed(trial, self.book.incumbent, outcome)
+        self._note("crash" if crashed else "abort", reason, trial.number)
         self._misses += 1
         # That may be the times' fault, unless the incumbent was measured just before: it is looked at again.
         again = outcome.status == "aborted" and self._last_role == request.role == "explore"

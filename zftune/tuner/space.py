@@ -34,9 +34,9 @@ TRAJECTORY_KNOBS = (
 """What changes the training trajectory; the other knobs change only its speed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Setting:
-    """Values of the live knobs. Two settings that the runtime takes for the same are equal (see `of`)."""
+    """Values of the live knobs. Two that differ in knobs without an effect alone are one setting: they are equal."""
 
     topk_ratio: float = 0.1
     update_interval: int = 4
@@ -55,6 +55,12 @@ class Setting:
             raise BadInputError(
                 f"apply_lag is {self.apply_lag}; it must be an integer from 1 to {self.update_interval}"
             )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Setting) and self.heeded() == other.heeded()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.heeded().values()))
 
     @classmethod
     def of(cls, config: ZenFlowConfig) -> Setting:
@@ -91,6 +97,17 @@ class Setting:
         """What `set_knobs` takes."""
         return asdict(self)
 
+    def heeded(self) -> dict[str, Any]:
+        """The knobs that have an effect, given the others: nothing else decides what is trained, and how fast."""
+        if self.offload_ratio == 0:  # nothing is late, and no host updates anything
+            return {"offload_ratio": 0}
+        found = {name: getattr(self, name) for name in _NAMES}
+        if not self.overlap_step:
+            del found["apply_lag"]
+        if self.topk_ratio == 0:
+            del found["select_interval"]
+        return found
+
     def config(self, base: ZenFlowConfig) -> ZenFlowConfig:
         """A configuration with this setting; the rest as in `base`."""
         return replace(base, **self.knobs())
@@ -111,7 +128,7 @@ class Setting:
     def differences(self, other: Setting) -> str:
         """What is set otherwise than in `other`, in words; "" where nothing is."""
         return ", ".join(
-            f"{name} {words.value(value)}" for name, value in self.knobs().items() if value != getattr(other, name)
+            f"{name} {words.value(value)}" for name, value in self.heeded().items() if value != getattr(other, name)
         )
 
     def __str__(self) -> str:
@@ -202,6 +219,7 @@ class Space:
         values = {one.name: one.choices[indices[one.name]] for one in self.dimensions}
         interval = values.get("update_interval", self.base.update_interval)
         share = values.pop("lag_share", self.base.apply_lag / self.base.update_interval)
+        share = share if values.get("overlap_step", self.base.overlap_step) else 1.0  # it has no effect
         lag = min(interval, max(1, round(share * interval + _ROUNDING)))
         return replace(self.base, **values, apply_lag=lag)
 

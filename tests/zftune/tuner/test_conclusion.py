@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from tests.zftune.tuner.surfaces import START, make
 from zftune.store.account import Count, saved_with_error
-from zftune.tuner.messages import conclusion, tied
+from zftune.tuner.messages import conclusion, failed, tied
 from zftune.tuner.scores import Gain
 from zftune.tuner.search import Search
-from zftune.tuner.states import Trial
+from zftune.tuner.states import Outcome, Trial
 
 
 def said(search: Search | None, *, over: bool = False, waited_s: float = 0.0) -> tuple[int, str]:
@@ -88,6 +88,14 @@ def test_a_tie_claims_no_more_than_it_knows() -> None:
     assert tied(early, late, Gain(-0.01, 0.02), adopted=False).endswith(
         "costs 1.0 +/- 4.0% of the step time, and may cost more than 2%."
     )
+
+
+def test_what_was_cut_short_is_told_by_what_is_set_otherwise() -> None:
+    incumbent, trial = (
+        Trial(number, replace(START, overlap_step=on), "search") for number, on in enumerate((True, False))
+    )
+    outcome = Outcome("aborted", reason="its steps take 2.00 times as long")
+    assert failed(trial, incumbent, outcome) == "Cut short: overlap_step off: its steps take 2.00 times as long."
 
 
 def test_what_the_guard_did_is_the_fourth_line() -> None:

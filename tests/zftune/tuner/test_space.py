@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from tests.zftune.tuner.surfaces import START, coverage
+from tests.zenflow.small import Stack, assert_same_run, seeded, train
+from tests.zftune.tuner.surfaces import START, Surface, coverage
+from zenflow import ZenFlowConfig
 from zftune.quality import MOST_LATE_STEPS, expected_loss_percent, late_percent
 from zftune.store.types import Quality
 from zftune.tuner.space import PUBLISHED, Setting, space_for
+from zftune.tuner.trials import TrialTable
 
 
 def test_published_is_no_further_from_the_plain_optimizer_than_the_base() -> None:
@@ -135,3 +138,49 @@ def test_movement_changes_nothing_where_nothing_may_be_late_or_nothing_is_free()
             for movement in (None, 0.5)
         ]
         assert spaces[0] == spaces[1] == spaces[0].moving(0.5)
+
+
+# Knobs without an effect.
+
+SYNCHRONOUS = replace(START, overlap_step=False)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (replace(SYNCHRONOUS, apply_lag=1), replace(SYNCHRONOUS, apply_lag=3), True),
+        (replace(START, apply_lag=1), replace(START, apply_lag=3), False),
+        (replace(START, topk_ratio=0.0), replace(START, topk_ratio=0.0, select_interval=4), True),
+        (START, replace(START, select_interval=4), False),
+        (replace(SYNCHRONOUS, offload_ratio=0.0), Setting(topk_ratio=0.3, apply_lag=1, offload_ratio=0.0), True),
+        (replace(START, offload_ratio=0.4), replace(START, topk_ratio=0.3, offload_ratio=0.4), False),
+    ],
+)
+def test_settings_are_equal_where_the_runtime_trains_alike(one: Setting, other: Setting, same: bool) -> None:
+    assert one.knobs() != other.knobs()
+    assert ((one == other), (len({one, other}) == 1), (one.differences(other) == "")) == (same, same, same)
+    assert other.differences(one) == "" or not same
+    runs = [train(seeded(Stack), setting.config(ZenFlowConfig()), steps=13) for setting in (one, other)]
+    if same:
+        assert_same_run(*runs)
+    else:
+        with pytest.raises(AssertionError, match="that differ"):
+            assert_same_run(*runs)
+
+
+def test_what_differs_is_told_by_knobs_that_have_an_effect() -> None:
+    assert replace(SYNCHRONOUS, apply_lag=1).differences(START) == "overlap_step off"
+    assert START.differences(replace(SYNCHRONOUS, apply_lag=1)) == "apply_lag 4, overlap_step on"
+    assert replace(START, topk_ratio=0.3, offload_ratio=0.0).differences(START) == "offload_ratio 0"
+
+
+def test_a_lag_without_an_effect_is_no_choice() -> None:
+    """What a search proposes where nothing may be late, and later on a little may."""
+    space = space_for(START, "published", coverage=coverage, offload_ratios=(1.0,), movement_percent=0.5).moving(0.05)
+    assert not space.base.overlap_step
+    indices = {**space.indices(START), "update_interval": 1}
+    least, *others = (space.setting({**indices, "lag_share": share}) for share in range(3))
+    book = TrialTable(space, Surface.random(0).forecast, least)
+    assert all(book.judge(other).taken and other.knobs() == least.knobs() for other in others)
+    found = [(setting.topk_ratio, setting.update_interval) for setting in space.settings()]
+    assert len(found) == len(set(found)) > 20
