@@ -128,13 +128,28 @@ def at_full_rate(
         None where it is not known, as with a rate of 0.
     """
     factor = 1.0
-    if any(now < was for now, was in zip(rates(groups), before, strict=False)):
+    if _fell(groups, before):
         return percent
     for group in groups:
         rate, highest = float(group["lr"]), max(float(group.get(name, 0.0)) for name in ("initial_lr", "max_lr"))
         if highest > rate:
             factor = max(factor, highest / rate) if rate > 0 else math.inf
     return None if percent is None or math.isinf(factor) else percent * factor
+
+
+def rate_at_full(groups: Sequence[Mapping[str, Any]], before: Sequence[float] = ()) -> float | None:
+    """The learning rate that `at_full_rate` tells a movement at; None: groups have several.
+
+    Args:
+        groups: as there.
+        before: as there.
+    """
+    found = set(rates(groups) if _fell(groups, before) else (highest_rate([group]) for group in groups))
+    return found.pop() if len(found) == 1 else None
+
+
+def _fell(groups: Sequence[Mapping[str, Any]], before: Sequence[float]) -> bool:
+    return any(now < was for now, was in zip(rates(groups), before, strict=False))
 
 
 def highest_rate(groups: Iterable[Mapping[str, Any]]) -> float:

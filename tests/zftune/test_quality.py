@@ -23,6 +23,7 @@ from zftune.quality import (
     loss_bound,
     most_late_steps,
     movement_percent,
+    rate_at_full,
     summary,
 )
 
@@ -138,6 +139,13 @@ def test_a_movement_is_as_measured_once_the_rate_falls() -> None:
     assert at_full_rate(0.02, groups, (1.1e-5, 1e-4)) == 0.02  # after its highest
     assert at_full_rate(0.02, groups, (0.9e-5, 1e-4)) == pytest.approx(0.2)
     assert at_full_rate(0.02, groups, (1e-5, 1e-4)) == pytest.approx(0.2)
+
+
+def test_a_movement_is_told_at_one_rate() -> None:
+    falling = [{"lr": 1e-5, "initial_lr": 1e-4}] * 2
+    assert rate_at_full(falling, (1.1e-5, 1.1e-5)) == 1e-5
+    assert rate_at_full(falling, (0.9e-5, 0.9e-5)) == rate_at_full(falling) == 1e-4
+    assert rate_at_full([*falling, {"lr": 1e-3}]) is None  # groups have several
 
 
 def test_a_bound_on_lateness_is_one_on_the_loss() -> None:

@@ -215,12 +215,14 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
 
 def _budget(run: RunRecord, steps: float, told: Replay) -> dict[str, Any]:
     """What bounds lateness; the movement is the newest that was measured."""
-    bounds = run.settings.get("movement_percent") is not None
-    movement = (told.movement_percent or run.settings["movement_percent"]) if bounds else None
+    movement, rate = run.settings.get("movement_percent"), run.settings.get("movement_rate")
+    if movement is not None and told.movement_percent is not None:
+        movement, rate = told.movement_percent, told.movement_rate
     return {
         "steps": steps,
         "fixed_because": run.settings.get("fixed_because"),
         "movement_percent": movement,
+        "movement_learning_rate": rate,
         "expected_loss_percent": None if movement is None else allowed_loss_percent(run.key.quality, movement)[0],
     }
 

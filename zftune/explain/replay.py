@@ -120,6 +120,8 @@ class Replay:
         """Of each rank without its waits in collectives, of the newest measurement that tells; (): none does."""
         self.movement_percent: float | None = None
         """How far a step moves the deferred weights, by the newest measurement that tells; None: none does."""
+        self.movement_rate: float | None = None
+        """The learning rate that this is told at; None: not known."""
         self.last_unix_s = 0.0
         """When the last row was written."""
         self._decisions: list[Decision] = []
@@ -192,7 +194,9 @@ class Replay:
         self._take(seconds, incumbent_s)
         self.at_s = max(self.at_s, row.aggregates.get("at_s", 0.0))  # 0.0: of an older version
         self.ranks_ms = row.aggregates.get("ranks_ms", self.ranks_ms)
-        self.movement_percent = row.aggregates.get("movement_percent", self.movement_percent)
+        if "movement_percent" in row.aggregates:
+            self.movement_percent = row.aggregates["movement_percent"]
+            self.movement_rate = row.aggregates.get("movement_rate")
         sample = Sample.of(steps, _interval(trial.knobs), tokens)
         sample_or_none = sample if sample.token_us else None
         if row.role != "hold":

@@ -130,7 +130,7 @@ def lateness_bound(document: Document) -> str:
     budget = document["budget"]
     if budget is None or budget.get("movement_percent") is None:
         return ""
-    moved = moved_in_a_step(budget["movement_percent"], document["workload"].get("learning_rate"))
+    moved = moved_in_a_step(budget["movement_percent"], budget["movement_learning_rate"])
     most = most_late_steps(document["quality"], budget["movement_percent"])
     loss, why = allowed_loss_percent(document["quality"], budget["movement_percent"])
     late = f"updates may come {number(most)} steps late on average" + (f" ({why})" if why else "")

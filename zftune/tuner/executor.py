@@ -20,7 +20,7 @@ import torch
 from zenflow import ConfigError, HostMemoryError, StepStats
 from zenflow.errors import HostThreadsError, RankError
 from zenflow.optimizer import ZenFlowOptimizer
-from zftune.quality import at_full_rate, movement_percent, rates
+from zftune.quality import at_full_rate, movement_percent, rate_at_full, rates
 from zftune.store.account import Counter
 from zftune.tuner.guard import Losses, LossGuard
 from zftune.tuner.recorder import StoreRecorder
@@ -36,7 +36,6 @@ Change = Callable[[int, Mapping[str, Any]], None]
 
 REFUSALS = (ConfigError, HostMemoryError, HostThreadsError, RankError, MemoryError, torch.OutOfMemoryError)
 """Of knobs: nothing has changed then, and the training goes on."""
-
 
 _KEPT_STEPS = 32
 """Of the incumbent, right before a challenger's: what is far slower than these is cut short."""
@@ -511,6 +510,7 @@ class Executor:
             pace=Pace.of(self._stats),
             ranks_ms=self._changes.ranks_ms(),
             movement_percent=at_full_rate(movement_percent(self._stats), self._optimizer.param_groups, self._rates),
+            movement_rate=rate_at_full(self._optimizer.param_groups, self._rates),
             before_ms=None if self.request is None or self.request.role in OF_INCUMBENT else self._before_ms,
         )
 

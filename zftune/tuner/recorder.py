@@ -96,6 +96,7 @@ def measurement_row(
             **({} if outcome.pace is None else {"pace": asdict(outcome.pace)}),
             **({"ranks_ms": list(outcome.ranks_ms)} if outcome.ranks_ms else {}),
             **({} if outcome.movement_percent is None else {"movement_percent": outcome.movement_percent}),
+            **({} if outcome.movement_percent is None else {"movement_rate": outcome.movement_rate}),
             **({} if outcome.before_ms is None else {"before_ms": outcome.before_ms}),
         },
     )
@@ -207,6 +208,7 @@ def _outcome(row: Measurement) -> Outcome:
         pace=Pace(**about["pace"]) if "pace" in about else None,
         ranks_ms=tuple(about.get("ranks_ms", ())),
         movement_percent=about.get("movement_percent"),
+        movement_rate=about.get("movement_rate"),
         before_ms=about.get("before_ms"),
     )
 

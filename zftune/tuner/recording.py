@@ -288,6 +288,7 @@ class Recording:
             **(settings or search_settings(search.options, space)),
             "budget_steps": space.budget,
             "movement_percent": space.movement_percent,
+            "movement_rate": space.movement_rate,
             "feasible": feasible(space),
             "fixed_because": space.fixed_because or None,
             LEARNING_RATE: learning_rate,

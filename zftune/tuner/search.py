@@ -379,7 +379,10 @@ class Search:
         """Bound what may be late by how far the weights move now; have updates come earlier where that is too far."""
         if isinstance(self.state, Stopped) and self.state.final:
             return
-        late, self.book.space = self.book.incumbent, self.book.space.moving(movement_percent)
+        late, self.book.space = (
+            self.book.incumbent,
+            self.book.space.moving(movement_percent, outcome.movement_rate),
+        )
         violation = self.book.space.violation(late.setting)
         if violation is None or violation.excess <= _MOVEMENT_NOISE:
             return

@@ -282,7 +282,7 @@ def prepare(
         threads=thread_choices(_usable_cores() if facts.here is None else facts.here.usable_cores),
         offload_ratios=ratio_choices(base, tune_memory=wishes.tune_memory),
         zenflow_section=not base.synchronous,  # else nothing could come late in "published"
-        movement_percent=facts.movement_percent,
+        movement_percent=facts.movement_percent, movement_rate=facts.movement_rate,
     )  # fmt: skip
     forecast = _forecast(facts, base, notices)
     rates = forecast.rates if isinstance(forecast, PlannerForecast) else None

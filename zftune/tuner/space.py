@@ -204,6 +204,7 @@ class Space:
         coverage: of the live model; `selected_share` where it is known how far the weights move.
         fixed_because: why trajectory knobs are not free, in words; "" where they are.
         movement_percent: how far a step moves the deferred weights; None: not measured, so that it bounds nothing.
+        movement_rate: the learning rate that this is told at; None: not known.
     """
 
     base: Setting
@@ -213,6 +214,7 @@ class Space:
     coverage: Coverage
     fixed_because: str = ""
     movement_percent: float | None = None
+    movement_rate: float | None = None
 
     def setting(self, indices: Mapping[str, int]) -> Setting:
         """The setting at one choice of each dimension."""
@@ -245,16 +247,19 @@ class Space:
                 seen.add(setting)
                 yield setting
 
-    def moving(self, movement_percent: float) -> Space:
+    def moving(self, movement_percent: float, rate: float | None = None) -> Space:
         """The same where the weights move so far in a step: their movement bounds what may be late from now on.
 
         Args:
             movement_percent: of their norm.
+            rate: the learning rate that this is told at; None: not known.
         """
         if self.fixed_because:
             return self
         budget = most_late_steps(self.quality, movement_percent)
-        return replace(self, budget=budget, coverage=selected_share, movement_percent=movement_percent)
+        return replace(
+            self, budget=budget, coverage=selected_share, movement_percent=movement_percent, movement_rate=rate
+        )
 
     def earlier(self, setting: Setting) -> Setting:
         """A setting with as little lag, and windows as short, as the budget asks for; at last none that is late."""
@@ -309,6 +314,7 @@ def space_for(
     offload_ratios: Sequence[float] = OFFLOAD_RATIOS,
     zenflow_section: bool = True,
     movement_percent: float | None = None,
+    movement_rate: float | None = None,
 ) -> Space:
     """The space of a quality.
 
@@ -322,6 +328,7 @@ def space_for(
         offload_ratios: choices; a single one where memory forbids others.
         zenflow_section: whether the base's trajectory knobs are the user's own choice, not a default.
         movement_percent: how far a step moves the deferred weights; None: not measured.
+        movement_rate: the learning rate that this is told at; None: not known.
     """
     speed = Dimension("offload_ratio", tuple(offload_ratios)), Dimension("host_threads", tuple(threads))
     if quality == "exact":
@@ -335,7 +342,7 @@ def space_for(
     )
     if movement_percent is None:
         return free
-    bounded = free.moving(movement_percent)
+    bounded = free.moving(movement_percent, movement_rate)
     return replace(bounded, base=bounded.earlier(bounded.base))
 
 

@@ -142,6 +142,8 @@ class Outcome:
     """What a step took each of several ranks without its waits in collectives; (): not known."""
     movement_percent: float | None = None
     """How far a step moves the deferred weights, at the schedule's highest learning rate; None: not measured."""
+    movement_rate: float | None = None
+    """That rate, or the one that held where it falls already; None: not known, or one for each of several groups."""
     before_ms: float | None = None
     """Of a challenger: what a step of the incumbent took right before it, in the median; None: too few were seen."""
 

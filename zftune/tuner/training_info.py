@@ -19,7 +19,7 @@ from zenflow.sharded import ranks_with_rows
 from zftune.errors import ZftuneError
 from zftune.planner.choosing import HEADROOM, LEAST_HEADROOM_BYTES
 from zftune.planner.model import Machine, ModelFacts
-from zftune.quality import at_full_rate, highest_rate, movement_percent, rates
+from zftune.quality import at_full_rate, highest_rate, movement_percent, rate_at_full, rates
 from zftune.store.types import Quality
 from zftune.tuner.forecast import MeasuredCoverage, measured_coverage, rig_machine
 from zftune.tuner.recording import MachineInfo, RunFacts
@@ -127,6 +127,8 @@ class TrainingFacts:
     """Most that a live trial may take at the peak; None: there is no such limit."""
     movement_percent: float | None = None
     """How far a step moves the deferred weights, at the schedule's highest learning rate; None: not measured."""
+    movement_rate: float | None = None
+    """As of `Outcome`."""
     learning_rate: float | None = None
     """That highest one; None: not known."""
 
@@ -193,6 +195,7 @@ class Reader:
             has_memory=self._has_memory,
             device_limit_bytes=self._device_limit_bytes,
             movement_percent=at_full_rate(seen.movement_percent, self._groups, self._rates),
+            movement_rate=rate_at_full(self._groups, self._rates),
             learning_rate=highest_rate(self._groups),
         )
 

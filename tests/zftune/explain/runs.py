@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 from tests.zftune.tuner.surfaces import START, TOKENS, Driver, make
+from zftune.explain.document import explain_document
 from zftune.store.store import Store
 from zftune.store.types import Decision, DecisionKind, Hardware, Key, Measurement, Model, Run, RunRecord, TrialState
 from zftune.tuner.recorder import StoreRecorder
@@ -64,6 +66,12 @@ def finished(store: Store, seed: int, **more: Any) -> tuple[Run, Search]:
     run, search, _, recorder = searched(store, seed, **more)
     recorder.finish(search)
     return run, search
+
+
+def explained(store: Store, run: Run, clock: Any = None) -> dict[str, Any]:
+    document = explain_document(store, record(store, run), **({} if clock is None else {"clock": clock}))
+    json.dumps(document, allow_nan=False)
+    return document
 
 
 class Clock:

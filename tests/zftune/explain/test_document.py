@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 from dataclasses import replace
 from functools import partial
@@ -21,32 +20,26 @@ from tests.zftune.explain.runs import (
     Clock,
     begin,
     by_hand,
+    explained,
     finished,
     go_on,
     live_document,
-    record,
     searched,
 )
 from tests.zftune.tuner.surfaces import START, TOKENS, make
 from zftune.cli import top
 from zftune.explain import words
-from zftune.explain.document import _quality, explain_document
+from zftune.explain.document import _quality
 from zftune.explain.screen import render
 from zftune.store.account import Account, Count
 from zftune.store.store import Store
-from zftune.store.types import Curve, CurvePoint, Decision, DecisionKind, KnobChange, Run, TrialState
+from zftune.store.types import Curve, CurvePoint, Decision, DecisionKind, KnobChange, TrialState
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.space import feasible
 from zftune.tuner.states import Outcome, Request
 
 EXACT = ("start", "best", "trials", "measurements", "stopped")
 LATE_S = 60.0  # a busy machine may take that long for a search on a surface
-
-
-def explained(store: Store, run: Run, clock: Any = None) -> dict[str, Any]:
-    document = explain_document(store, record(store, run), **({} if clock is None else {"clock": clock}))
-    json.dumps(document, allow_nan=False)
-    return document
 
 
 def same(found: dict[str, Any], live: dict[str, Any]) -> None:
@@ -567,35 +560,6 @@ def test_what_the_quality_allows_follows_from_the_judged_settings(store: Store) 
     kept = feasible(space)
     run = store.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings={"feasible": kept})
     assert explained(store, run)["feasible"] == kept
-
-
-def test_how_far_weights_move_is_told_with_what_it_allows(timed: Store) -> None:
-    old = explained(timed, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings={"budget_steps": 1.8}))
-    assert (old["budget"]["movement_percent"], old["budget"]["expected_loss_percent"]) == (None, None)
-    assert words.lateness_bound(old) == ""
-    settings = {"budget_steps": 3.4, "movement_percent": 0.05}
-    found = explained(timed, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
-    assert found["budget"] == {
-        "steps": 3.4, "fixed_because": None, "movement_percent": 0.05, "expected_loss_percent": pytest.approx(0.3)
-    }  # fmt: skip
-    assert words.lateness_bound(found) == (
-        "weights move 0.05% in a step: updates may come 3.43 steps late on average, which adds up to about 0.3% of "
-        "loss in a long fine-tuning, 0.746% in one of 1000 steps; more from scratch"
-    )
-    little = explained(timed, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings | {
-        "movement_percent": 0.00268
-    }))  # fmt: skip
-    assert little["budget"]["expected_loss_percent"] == pytest.approx(10.2 * (8 * 0.00268) ** 2)
-    assert words.lateness_bound(little) == (
-        "weights move 0.00268% in a step: updates may come 8 steps late on average (no study has looked at updates "
-        "that are later than 8 steps), which adds up to about 0.00469% of loss in a long fine-tuning, 1.04% in one of "
-        "1000 steps; more from scratch"
-    )
-    settings["learning_rate"] = 2e-6
-    found = explained(timed, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
-    assert words.lateness_bound(found).startswith(
-        "weights move 0.05% in a step at learning rate 2e-6: updates may come"
-    )
 
 
 def test_the_ranks_are_told(timed: Store, clock: Clock) -> None:

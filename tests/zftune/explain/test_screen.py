@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.zftune.explain.runs import finished
+from tests.zftune.explain.runs import HARDWARE, KEY, MODEL, ByHand, Clock, explained, finished
+from tests.zftune.tuner.surfaces import START
 from zenflow import ZenFlowConfig
 from zftune.explain.document import tune_document
 from zftune.explain.screen import render
-from zftune.explain.words import fates, verdict
+from zftune.explain.words import fates, lateness_bound, verdict
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.tuner.space import Setting
@@ -131,3 +132,46 @@ def test_a_setting_that_was_only_looked_at_is_not_called_anything_else(document:
     assert [fates({**document, "trials": [one]})[looked_at] for one in states_of] == [
         "being measured", "not counted", "crashed"
     ]  # fmt: skip
+
+
+def test_how_far_weights_move_is_told_with_what_it_allows(timed: Store) -> None:
+    old = explained(timed, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings={"budget_steps": 1.8}))
+    assert (old["budget"]["movement_percent"], old["budget"]["expected_loss_percent"]) == (None, None)
+    assert lateness_bound(old) == ""
+    settings = {"budget_steps": 3.4, "movement_percent": 0.05}
+    found = explained(timed, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
+    assert found["budget"] == {
+        "steps": 3.4, "fixed_because": None, "movement_percent": 0.05, "movement_learning_rate": None,
+        "expected_loss_percent": pytest.approx(0.3),
+    }  # fmt: skip
+    assert lateness_bound(found) == (
+        "weights move 0.05% in a step: updates may come 3.43 steps late on average, which adds up to about 0.3% of "
+        "loss in a long fine-tuning, 0.746% in one of 1000 steps; more from scratch"
+    )
+    little = explained(timed, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings | {
+        "movement_percent": 0.00268
+    }))  # fmt: skip
+    assert little["budget"]["expected_loss_percent"] == pytest.approx(10.2 * (8 * 0.00268) ** 2)
+    assert lateness_bound(little) == (
+        "weights move 0.00268% in a step: updates may come 8 steps late on average (no study has looked at updates "
+        "that are later than 8 steps), which adds up to about 0.00469% of loss in a long fine-tuning, 1.04% in one of "
+        "1000 steps; more from scratch"
+    )
+
+
+def test_a_movement_is_told_at_the_learning_rate_that_it_was_measured_with(timed: Store, clock: Clock) -> None:
+    """Not at that of the training before, which began the run, nor at its highest where it has fallen since."""
+    settings = {"budget_steps": 3.4, "movement_percent": 0.05, "movement_rate": 3e-5, "learning_rate": 3e-5}
+    rows = ByHand(timed, clock, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
+    start = rows.trial("start")
+    told = [lateness_bound(explained(timed, rows.run, clock))]
+    moves: list[dict[str, Any]] = [{}, {"movement_percent": 0.107, "movement_rate": 1e-3}, {"movement_percent": 0.0158}]
+    for moved in moves:
+        rows.measure(start, "start", 100, **moved)  # the last is of an older version, which kept no rate
+        told.append(lateness_bound(explained(timed, rows.run, clock)))
+    assert [one.partition(":")[0] for one in told] == [
+        "weights move 0.05% in a step at learning rate 3e-5",
+        "weights move 0.05% in a step at learning rate 3e-5",
+        "weights move 0.107% in a step at learning rate 0.001",
+        "weights move 0.0158% in a step",
+    ]

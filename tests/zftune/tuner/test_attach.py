@@ -294,6 +294,7 @@ def test_a_setting_that_is_too_late_for_how_far_weights_move_is_begun_earlier(at
     assert tuner.search is not None
     book = tuner.search.book
     assert (book.space.movement_percent or 0.0) > 0.5
+    assert book.space.movement_rate == 3e-3
     assert book.trials[0].setting == book.space.base == loop.knobs
     assert loop.knobs.synchronous
     (sentence,) = (one for one in tuner.notices if one.startswith("Begins from"))

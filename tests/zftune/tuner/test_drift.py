@@ -128,7 +128,9 @@ class World:
         found = self.driver.measure(request)
         pace = Pace(busy_ms=100.0 * self.factor)
         peak = self.bytes_of(request.setting) + self.more_bytes
-        return replace(found, tokens=self.tokens, device_bytes=peak, pace=pace, movement_percent=self.movement_percent)
+        moved = self.movement_percent
+        found = replace(found, movement_percent=moved, movement_rate=2e-5 if moved else None)
+        return replace(found, tokens=self.tokens, device_bytes=peak, pace=pace)
 
     @staticmethod
     def bytes_of(setting: Setting) -> int:

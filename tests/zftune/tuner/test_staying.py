@@ -21,6 +21,8 @@ def test_to_watch_a_training_is_not_to_alter_it(make: Make) -> None:
     scene.run(until=lambda: len(scene.recorder.told) == 3)
     assert {request.role for request, _ in scene.recorder.told} <= {"start", "hold"}
     assert scene.changes == []
+    began, now = 1e-5, scene.optimizer.param_groups[0]["lr"]  # it falls with each step
+    assert all(now < (outcome.movement_rate or 0.0) < began for _, outcome in scene.recorder.told[:2])
     for request, outcome in scene.recorder.told:
         if outcome.status == "measured":  # a hold ends early where this machine's times change
             assert_whole(scene, request, outcome)

@@ -95,7 +95,7 @@ def test_some_steps_of_a_search(mini_model: Path, mini_rig: Path, store: Store) 
     text = shown(document)
     assert "rig mini): times do not come from a GPU" in text
     assert (document["workload"]["model"], document["workload"]["ranks"]) == ("mini", "1 rank")
-    assert document["workload"]["learning_rate"] == 2e-6
+    assert document["workload"]["learning_rate"] == document["budget"]["movement_learning_rate"] == 2e-6
     assert "All 50 steps are done." in text
 
 
