@@ -24,6 +24,7 @@ BARRED: Mapping[str, str] = {
 """Why a setting is not tried again, by kind; without a full stop."""
 LONG_WAIT_S = 5.0
 """That waiting for a core has to take to be worth a word."""
+_TOO_NOISY = "took times that are too noisy to tell"
 
 
 def commanded(kind: str, details: Mapping[str, Any]) -> str:
@@ -150,7 +151,9 @@ def made_earlier(trial: Trial, late: Trial, why: str) -> str:
 def slower(trial: Trial, incumbent: Trial, seen: Gain) -> str:
     """A look was not promising."""
     error = f" +/- {200 * seen.error:.1f}%"
-    if seen.share < 0:
+    if not seen.tells:
+        how = f"{_TOO_NOISY} whether it is faster than the best so far"
+    elif seen.share < 0:
         how = f"is {-100 * seen.share:.1f}{error} slower than the best so far when that was measured"
     else:
         worth = f"less than the {100 * LEAST_GAIN:.0f}% that a change has to be worth"
@@ -181,6 +184,8 @@ def compared(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool, hidd
             f"Not adopted: {what} saves {found}, but step times changed meanwhile: it was not faster than both "
             "measurements beside it."
         )
+    if not found.tells:
+        return f"Not adopted: {what} {_TOO_NOISY} whether it is faster than the best so far."
     why = ", since measurements of the same setting differ by more than their steps explain" if hidden else ""
     return (
         f"Not adopted: {what} {_gains(found)} against the best so far, measured before and after it; a change must "
@@ -189,6 +194,8 @@ def compared(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool, hidd
 
 
 def _gains(found: Gain) -> str:
+    if not found.tells:
+        return f"{_TOO_NOISY} what it saves"
     return f"gains {found}" if found.share >= 0 else f"costs {Gain(-found.share, found.error)}"
 
 

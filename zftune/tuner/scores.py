@@ -259,6 +259,11 @@ class Gain:
         return abs(self.share) > ERRORS * self.error + 1e-9  # simulated times have rounding errors alone
 
     @property
+    def tells(self) -> bool:
+        """Whether its error leaves anything to be said: no setting saves more than all of the time."""
+        return ERRORS * self.error <= 1
+
+    @property
     def needed(self) -> float:
         """What it has to exceed for a change of settings."""
         return max(LEAST_GAIN, ERRORS * self.error)

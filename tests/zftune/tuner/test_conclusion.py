@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tests.zftune.tuner.surfaces import START, make
 from zftune.store.account import Count, saved_with_error
-from zftune.tuner.messages import conclusion, failed, tied
+from zftune.tuner.messages import compared, conclusion, failed, slower, tied
 from zftune.tuner.scores import Gain
 from zftune.tuner.search import Search
 from zftune.tuner.states import Outcome, Trial
@@ -88,6 +88,18 @@ def test_a_tie_claims_no_more_than_it_knows() -> None:
     assert tied(early, late, Gain(-0.01, 0.02), adopted=False).endswith(
         "costs 1.0 +/- 4.0% of the step time, and may cost more than 2%."
     )
+
+
+def test_a_figure_that_noise_hides_is_not_shown() -> None:
+    one, other = (Trial(number, replace(START, topk_ratio=ratio), "search") for number, ratio in enumerate((0.1, 0.2)))
+    noisy, known = Gain(-0.208, 4.892), Gain(-0.208, 0.5)
+    unknown = "topk_ratio 0.2 took times that are too noisy to tell"
+    whether = f"{unknown} whether it is faster than the best so far."
+    assert slower(other, one, noisy) == f"Not adopted after one look: {whether}"
+    assert compared(other, one, noisy, adopted=False) == f"Not adopted: {whether}"
+    assert f"memory: {unknown} what it saves of the step time, and may" in tied(other, one, noisy, adopted=False)
+    assert "is 20.8 +/- 100.0% slower" in slower(other, one, known)
+    assert "costs 20.8 +/- 100.0%" in compared(other, one, known, adopted=False)
 
 
 def test_what_was_cut_short_is_told_by_what_is_set_otherwise() -> None:
