@@ -189,10 +189,9 @@ def cost_and_gain(document: Document) -> str:
         parts = [f"Spent nothing in {seconds(cost['elapsed_s'])}"]
     left_s = cost["remaining_s"] if cost["spent_s"] > 0 else None
     more = [] if left_s is None else [f"not yet broken even: {seconds(left_s)} more under these settings pay for it"]
-    return (
-        ", ".join([*parts, *_gained(document["gain"], cost["saved_s"]), *saved_in_words(cost, document["gain"]), *more])
-        + "."
-    )
+    compared = document["gain"] is not None or not differences(document["best"]["knobs"], document["start"]["knobs"])
+    parts += _gained(document["gain"], cost["saved_s"]) if compared else []
+    return ", ".join([*parts, *saved_in_words(cost, document["gain"]), *more]) + "."
 
 
 def _of_restarts(gain: Mapping[str, float] | None, cost: Mapping[str, Any]) -> str:

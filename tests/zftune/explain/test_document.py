@@ -339,6 +339,11 @@ def test_a_gain_goes_with_its_setting(timed: Store, clock: Clock) -> None:
     ]
     verdict = explained(timed, rows.run, clock)["verdict"]
     assert verdict[1].startswith("What had been adopted was given up for the quality. ")
+    assert verdict[0].endswith(", gained nothing.")
+    rows.decide("memory", rows.trial("planner", topk_ratio=0.01))
+    verdict = explained(timed, rows.run, clock)["verdict"]
+    assert "gained" not in verdict[0]  # nobody has compared it
+    assert verdict[1].startswith("Keep topk_ratio 0.01; ")
 
 
 def test_crashed_void_and_resumed(store: Store) -> None:
