@@ -1,239 +1,27 @@
-"""Writes a search into the store while it goes on, and rebuilds one from there. Training never fails because of it."""
+"""Writes a search into the store while it goes on, and resumes one from there. Training never fails because of it."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 from zftune.errors import ZftuneError, noting
 from zftune.store.account import Account, Count, Heart
-from zftune.store.types import LEASE_S, Decision, DecisionKind, Measurement, Run, TrialRecord, TrialState
+from zftune.store.types import LEASE_S, Decision, DecisionKind, Run, TrialState
 from zftune.tuner import messages
 from zftune.tuner.curve import CurveBuilder
-from zftune.tuner.scores import Pace, Sample, describe
+from zftune.tuner.rows import Followed, lives, measurement_row, rebuild
 from zftune.tuner.search import Search
-from zftune.tuner.space import Setting
-from zftune.tuner.states import (
-    AT_S,
-    LEARNING_RATE,
-    OF_INCUMBENT,
-    TRAINED_ON,
-    Choosing,
-    Comparing,
-    Outcome,
-    Request,
-    Trial,
-    UnmeasuredSteps,
-)
+from zftune.tuner.states import AT_S, LEARNING_RATE, OF_INCUMBENT, TRAINED_ON, Outcome, Request, Stopped
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from zftune.store.store import Store
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """One thing that a search was told."""
-
-    trial: int
-    role: str
-    outcome: Outcome
-    life: int = 0
-    """How often its run had been resumed before."""
-    cost: tuple[float, float] | None = None
-    """What the search had spent until then, and in how long; None: of an older version."""
-
-
-def measurement_row(
-    request: Request,
-    outcome: Outcome,
-    sequence: int,
-    *,
-    began_unix_s: float,
-    life: int = 0,
-    cost: tuple[float, float] | None = None,
-    at_s: float | None = None,
-) -> Measurement:
-    """What the store keeps of an outcome, all of it.
-
-    Args:
-        request: what was asked for.
-        outcome: what came of it.
-        sequence: how many outcomes of the search came before.
-        began_unix_s: wall clock.
-        life: how often the run was resumed before.
-        cost: what the search had spent before it was told, and in how long; None: that follows from the rows.
-        at_s: how long the run had taken when it ended; None: nobody counts that.
-    """
-    sample = Sample.of(outcome.steps_ms, request.setting.update_interval, outcome.tokens)
-    token_us, mad_us = describe(sample) if sample.token_us else (0.0, None)
-    return Measurement(
-        role=request.role,
-        steps=len(outcome.steps_ms),
-        step_ms=token_us * outcome.tokens / 1e3,
-        token_us=token_us,
-        mad_us=mad_us,
-        began_unix_s=began_unix_s,
-        void_reason=None if outcome.status == "measured" else outcome.reason or outcome.status,
-        steps_ms=outcome.steps_ms,
-        aggregates={
-            "sequence": sequence,
-            "status": outcome.status,
-            "discarded_ms": list(outcome.discarded_ms),
-            "tokens": outcome.tokens,
-            "device_bytes": outcome.device_bytes,
-            "host_bytes": outcome.host_bytes,
-            "between": astuple(outcome.between),
-            "life": life,
-            **({} if cost is None else {"cost": cost}),
-            **({} if at_s is None else {"at_s": at_s}),
-            **({"called_off": True} if outcome.called_off else {}),
-            **({} if outcome.pace is None else {"pace": asdict(outcome.pace)}),
-            **({"ranks_ms": list(outcome.ranks_ms)} if outcome.ranks_ms else {}),
-            **({} if outcome.movement_percent is None else {"movement_percent": outcome.movement_percent}),
-            **({} if outcome.movement_percent is None else {"movement_rate": outcome.movement_rate}),
-            **({} if outcome.before_ms is None else {"before_ms": outcome.before_ms}),
-        },
-    )
-
-
-def rebuild(
-    search: Search, trials: Sequence[TrialRecord], measurements: Mapping[int, Sequence[Measurement]]
-) -> list[Told]:
-    """Bring a new search to where the rows say it was; it then asks what the old one would have asked.
-
-    Where training was ended and went on, the incumbent was measured again (see `Search.begin_again`), here as there.
-
-    Args:
-        search: new, with the arguments of the one that wrote the rows.
-        trials: of its run, in order.
-        measurements: by the trials' ids.
-
-    Returns:
-        Crashes that no measurement tells of: trials that were in flight when the run ended without goodbye.
-
-    Raises:
-        ZftuneError: the rows are not those of such a search.
-    """
-    if not trials:
-        return []
-    book = search.book
-    if Setting.from_knobs(trials[0].knobs) != book.incumbent.setting:
-        raise ZftuneError("the run in the store began with another setting than this one: it cannot go on from it")
-    life = 0
-    for told in _in_order(trials, measurements):
-        if told.life > life:
-            life = told.life
-            _charge(search, told)
-            search.begin_again()
-        _take_in(search, trials[: told.trial + 1])
-        _charge(search, told)
-        _tell(search, told)
-    _take_in(search, trials)
-    crashes = []
-    for row in trials:
-        trial = book.trials[row.number]
-        if row.state is TrialState.CRASHED and trial.state is not TrialState.CRASHED:
-            crashes.append(Told(row.number, _role(search, row.number), Outcome("crashed", reason=row.reason or "")))
-            _tell(search, crashes[-1])
-        elif row.number and row.state is TrialState.VOID and trial.state is TrialState.PLANNED:
-            if book.find(trial.setting) is trial:
-                search.agenda.repeat(trial)
-            else:
-                trial.state = TrialState.VOID  # it was repeated
-    return crashes
-
-
-def _charge(search: Search, told: Told) -> None:
-    """What it had cost by then: rows do not tell of all that the training has counted."""
-    if told.cost is not None:
-        search.cost.spent_s, search.cost.elapsed_s = told.cost
-
-
-def lives(measurements: Mapping[int, Sequence[Measurement]]) -> int:
-    """In how many lives of a run something was measured.
-
-    Args:
-        measurements: of its trials.
-    """
-    return 1 + max((int(one.aggregates.get("life", 0)) for rows in measurements.values() for one in rows), default=-1)
-
-
-def _take_in(search: Search, trials: Sequence[TrialRecord]) -> None:
-    for row in trials[len(search.book.trials) :]:
-        search.book.append(_trial(search, row))
-
-
-def _trial(search: Search, row: TrialRecord) -> Trial:
-    setting = Setting.from_knobs(row.knobs)
-    trial = Trial(row.number, setting, row.source, forecast=search.book.forecast(setting))
-    trial.constraint = row.constraint or 0.0
-    if row.state is TrialState.REJECTED:
-        trial.state, trial.reason = TrialState.REJECTED, row.reason or ""
-    return trial
-
-
-def _in_order(trials: Iterable[TrialRecord], measurements: Mapping[int, Sequence[Measurement]]) -> list[Told]:
-    found = [
-        (int(one.aggregates["sequence"]), _told(row, one))
-        for row in trials
-        for one in measurements.get(row.trial_id, ())
-    ]
-    return [told for _, told in sorted(found, key=lambda pair: pair[0])]
-
-
-def _told(trial: TrialRecord, row: Measurement) -> Told:
-    about, outcome = row.aggregates, _outcome(row)
-    cost = about.get("cost")
-    return Told(trial.number, row.role, outcome, int(about.get("life", 0)), None if cost is None else tuple(cost))
-
-
-def _outcome(row: Measurement) -> Outcome:
-    about: Mapping[str, Any] = row.aggregates
-    return Outcome(
-        status=about["status"],
-        steps_ms=tuple(row.steps_ms),
-        discarded_ms=tuple(about["discarded_ms"]),
-        tokens=about["tokens"],
-        device_bytes=about["device_bytes"],
-        host_bytes=about["host_bytes"],
-        reason=row.void_reason or "",
-        between=UnmeasuredSteps(*about.get("between", ())),
-        called_off=about.get("called_off", False),
-        pace=Pace(**about["pace"]) if "pace" in about else None,
-        ranks_ms=tuple(about.get("ranks_ms", ())),
-        movement_percent=about.get("movement_percent"),
-        movement_rate=about.get("movement_rate"),
-        before_ms=about.get("before_ms"),
-    )
-
-
-def _role(search: Search, trial: int) -> str:
-    """What a trial was in flight for when it crashed."""
-    if isinstance(search.state, Choosing):
-        return "explore"
-    request = search.next()
-    return request.role if request is not None and request.trial == trial else "explore"
-
-
-def _tell(search: Search, told: Told) -> None:
-    """Put the question that the rows answer, without asking Optuna again."""
-    if isinstance(search.state, Choosing):
-        search.resume_choice(told.trial, told.role)
-    elif isinstance(search.state, Comparing) and (told.role, search.book.trials[told.trial].source) == (
-        "explore",
-        "peer",
-    ):
-        search.turn_to(told.trial)
-    request = search.next()
-    if request is None or (request.trial, request.role) != (told.trial, told.role):
-        raise ZftuneError(f"the rows of trial {told.trial} in the store do not follow from those before them")
-    search.tell(told.outcome)
 
 
 PATIENCE_S = 30.0
@@ -271,6 +59,8 @@ class StoreRecorder:
         """Says beside the rows what this process counts; None: it does not train, or does not yet."""
         self._cost: tuple[float, float] | None = None
         """What the search had spent, and in how long, before what it is told next; None: that follows from the rows."""
+        self._stopped: str | None = None
+        """Why the search had ended when it asked last; None: it had not."""
         self._ids: list[int] = []
         self._outcomes = 0
         self._notes = 0
@@ -309,15 +99,12 @@ class StoreRecorder:
         if not process and self._heart is None:
             self._heart = Heart(self._store.pulse(self._run), counted)
 
-    def resume(self, search: Search, rate: float | None = None) -> Sequence[Told]:
+    def resume(self, search: Search, rate: float | None = None) -> Followed:
         """Bring a new search to where the store says that this run's was; its first request is the incumbent.
 
         Args:
             search: new.
             rate: the learning rate of the training that goes on, at its highest; None: not known.
-
-        Returns:
-            Settings that were in flight when the run ended without goodbye.
 
         Raises:
             StoreError: the store could not be read or written.
@@ -325,16 +112,17 @@ class StoreRecorder:
         """
         rows = self._store.trials(self._run.run_id)
         measurements = {row.trial_id: self._store.measurements(row.trial_id) for row in rows}
-        crashes = rebuild(search, rows, measurements)
+        decisions = self._store.decisions(self._run.run_id)
+        followed = rebuild(search, rows, measurements, decisions)
         self.curve.join(self._store.curve(self._run.run_id))
         self._ids = [row.trial_id for row in rows]
         self._outcomes = sum(map(len, measurements.values()))
         self._life = lives(measurements) - 1
-        for crash in crashes:
+        for crash in followed.crashes:
             trial = search.book.trials[crash.trial]
             request = Request(trial.setting, "b" if crash.role == "b" else "explore", trial.number, 0, 0)
             self._measured(request, crash.outcome, None)
-        self._commands(search)
+        self._commands(search, decisions)
         self._notes = len(search.notes)
         self._life += 1
         if self._account == Account():  # of an older version, which counted nothing but what the search saw
@@ -348,7 +136,7 @@ class StoreRecorder:
             search.remark(messages.other_rate(rate, total.highest_rate), **{LEARNING_RATE: rate})
         self._trials(search)
         self._decisions(search)
-        return crashes
+        return followed
 
     def choose(self, search: Search) -> Request | None:
         """What to measure next, by what the other tuners of the study know; none of them has taken it."""
@@ -376,6 +164,7 @@ class StoreRecorder:
 
     def before(self, search: Search, request: Request) -> str | None:
         """Write down new trials, and that a challenger is in flight; why it must not be applied, or None."""
+        self._stopped = search.state.reason if isinstance(search.state, Stopped) else None
         if self.notices:
             return None if request.role in OF_INCUMBENT else "The store takes no more: no setting can be tried safely."
         with self._keeping():
@@ -510,9 +299,9 @@ class StoreRecorder:
             self._store.save_curve(self._run, self.curve.curve())
             self._curve_version = version
 
-    def _commands(self, search: Search) -> None:
+    def _commands(self, search: Search, decisions: Sequence[Decision]) -> None:
         """What somebody asked for in an earlier life holds on."""
-        for one in self._store.decisions(self._run.run_id):
+        for one in decisions:
             if one.kind == "remark":
                 self._remarks.add(one.reason)
             elif one.kind == "rollback" and search.book.adoptions:
@@ -562,6 +351,7 @@ class StoreRecorder:
         row = measurement_row(
             request, outcome, self._outcomes, began_unix_s=began_unix_s, life=self._life,
             cost=self._cost, at_s=None if account is None else account.total.seconds,
+            stopped=self._stopped if request.role == "hold" else None, trials=len(self._ids),
         )  # fmt: skip
         self._store.add_measurement(self._run, self._ids[request.trial], row, state=state, account=account)
         self._outcomes += 1

@@ -252,13 +252,15 @@ class Recording:
         try:
             taken = self._store.resume_run(run.run_id)
             recorder = StoreRecorder(self._store, taken, self._study)
-            recorder.resume(search, learning_rate)
+            lost = recorder.resume(search, learning_rate).lost
         except ZftuneError as error:
             self.notices.append(_anew(run, error))
             if taken is not None:
                 with noting(self.notices, StoreError):
                     self._store.finish_run(taken)  # it would be found again and again
             return None
+        if lost:
+            self.notices.append(_given_up(run, lost))
         stake = run.settings.get("stake")
         self._stake = None if stake is None else (stake["preset"], Setting.from_knobs(stake["knobs"]))
         self._versions, self.recorder = run.versions, recorder
@@ -442,3 +444,8 @@ def stake_won(search: Search, setting: Setting) -> bool | None:
 
 def _anew(run: RunRecord, error: Exception) -> str:
     return f"Run {run.run_id[:8]} cannot be gone on with ({error}): the search begins anew."
+
+
+def _given_up(run: RunRecord, count: int) -> str:
+    which = f"{count} of the measurements of run {run.run_id[:8]}"
+    return f"Something else would follow from {which}: what was compared there is compared anew, and all else is kept."

@@ -1,7 +1,7 @@
 """The search for the fastest knobs, as a state machine: `next()` says what to measure, `tell()` takes what came of it.
 
 It neither trains nor waits nor looks at a clock: whoever drives it does. What it does follows from its arguments and
-from what it was told, so that it is rebuilt from the store's rows (see `zftune.tuner.recorder`).
+from what it was told, so that it is rebuilt from the store's rows (see `zftune.tuner.rows`).
 """
 
 from __future__ import annotations
@@ -251,11 +251,16 @@ class Search:
         left_s = self.cost.left_s - self.cost.change_s  # the way back costs, too
         return Request(trial.setting, role, trial.number, window, steps, step_ms, left_s)
 
-    def _choose(self) -> State:
+    def _enough(self) -> str | None:
+        """Why no other setting is looked at, whichever are left; None: one may be."""
         if self.measurements + 1 + _COMPARISON > self.options.most_measurements:
-            return self._settle(messages.enough(self.measurements, self.options.most_measurements, 1 + _COMPARISON))
-        if self._misses >= self.options.patience:
-            return self._settle(messages.patience(self._misses))
+            return messages.enough(self.measurements, self.options.most_measurements, 1 + _COMPARISON)
+        return messages.patience(self._misses) if self._misses >= self.options.patience else None
+
+    def _choose(self) -> State:
+        enough = self._enough()
+        if enough is not None:
+            return self._settle(enough)
         trial = self.agenda.next_trial()
         if trial is None:
             return self._settle("No setting is left to be tried that the quality allows.")
@@ -301,20 +306,22 @@ class Search:
         noise = spread(self.book.incumbent.samples)
         return Comparing(trial.number, purpose, steps_for(noise, trial.setting.update_interval))
 
-    def resume_choice(self, trial: int, role: str) -> None:
+    def resume_choice(self, trial: int, role: str, stopped: str | None = None) -> None:
         """Take a choice from the store's rows: nothing is asked again.
 
         Args:
             trial: what was chosen.
             role: for what.
+            stopped: why the search had ended, and only looked at step times; None: it had not.
         """
+        ended = stopped or self._enough() if role == "hold" else ""
         if role == "explore":
             self.state = Exploring(trial)
-        elif role == "hold":
+        elif ended is None:
             self._note("hold", messages.spent(self.cost), None)
             self.state = WaitingForBudget(1)
         else:
-            self.state = self._settle("")
+            self.state = self._settle(ended)
 
     def begin_again(self) -> None:
         """Training was ended and goes on: the incumbent is measured once more before anything is compared with it."""
@@ -420,7 +427,7 @@ class Search:
             return
         found = gain(before, [sample], seed=self.options.seed)
         if abs(found.share) > max(_OTHER_TIMES, 2 * found.error):
-            self._reopen(messages.other_times(found), trial)
+            self.reopen(messages.other_times(found), trial)
             self._changed = True
             trial.samples = [sample]
             self.state = self._after_restart(Choosing())
@@ -557,7 +564,7 @@ class Search:
     def _changed_times(self, reason: str, **details: float) -> None:
         """Begin again, with the incumbent's measurement."""
         self._changed = True
-        self._reopen(reason, self.book.incumbent, **details)
+        self.reopen(reason, self.book.incumbent, **details)
         self.state = MeasuringBaseline()
 
     def _after_restart(self, state: State) -> State:
@@ -578,7 +585,7 @@ class Search:
         self._note("hold", messages.waits(steps), None)
         return WaitingForBudget(steps)
 
-    def _reopen(self, reason: str, incumbent: Trial, **details: float) -> None:
+    def reopen(self, reason: str, incumbent: Trial, **details: float) -> None:
         """Forget what was measured under other circumstances."""
         self.book.forget()
         self._change.reset()

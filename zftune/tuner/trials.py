@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -139,6 +139,23 @@ class TrialTable:
         self._incumbent = 0
         self._gains.move_to(self.incumbent.setting)
 
+    def restore(self, incumbents: Iterable[tuple[int, Gain | None]]) -> None:
+        """Take from the store what became the incumbent.
+
+        Args:
+            incumbents: trials' numbers and their gains, in order; None: it was not compared with the one before.
+        """
+        self.restore_start()
+        self._gains = Gains(self.incumbent.setting)
+        for number, found in incumbents:
+            trial = self.trials[number]
+            if found is None:
+                self._gains.move_to(trial.setting)
+            else:
+                self.adoptions.append(Adoption(number, found, self._incumbent))
+                self._gains.adopt(trial.setting, found)
+            self._incumbent = number
+
     def roll_back(self) -> Trial:
         """Make the setting before the last adoption the incumbent again.
 
@@ -200,6 +217,12 @@ class TrialTable:
         self.trials.append(trial)
         self._newest[trial.setting] = trial
         return trial
+
+    def replace(self, trial: Trial) -> None:
+        """Take in another trial in the place of the one with its number."""
+        self._newest.pop(self.trials[trial.number].setting, None)
+        self.trials[trial.number] = trial
+        self._newest[trial.setting] = trial
 
     def hear(self, peers: Sequence[PeerTrial]) -> list[Setting]:
         """Take in what other tuners of the study know.

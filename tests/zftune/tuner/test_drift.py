@@ -15,7 +15,8 @@ from zenflow import StepStats
 from zftune.planner.rates import Rates
 from zftune.store import open_store
 from zftune.store.types import Hardware, Key, Model, TrialState
-from zftune.tuner.recorder import StoreRecorder, rebuild
+from zftune.tuner.recorder import StoreRecorder
+from zftune.tuner.rows import rebuild
 from zftune.tuner.scores import Gain, Pace, Sample, changed, departure, differs
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import Forecast, Forecaster, Setting, space_for

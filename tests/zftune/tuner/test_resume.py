@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from zftune.errors import StoreError
 from zftune.store import open_store
 from zftune.store.account import Counter
 from zftune.store.store import Store
-from zftune.store.types import Evidence, Hardware, Model, Preset, PresetState, Ratios, RunState, TrialState
+from zftune.store.types import Evidence, Hardware, Measurement, Model, Preset, PresetState, Ratios, RunState, TrialState
 from zftune.tuner import messages
 from zftune.tuner.recording import Recording, RunFacts, stake_won
 from zftune.tuner.search import Search, SearchOptions
@@ -409,17 +410,34 @@ def test_a_finished_or_another_search_is_not_gone_on_with(world: World) -> None:
     assert world.begin().sentence.startswith("Begins from preset")
 
 
-def test_rows_that_cannot_be_followed_begin_anew(world: World, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_rows_cannot_be_followed_goes_on_with_what_was_adopted(
+    world: World, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun = world.begin()
-    world.go(begun, 4)
+    while not begun.search.book.adoptions:
+        world.go(begun, 1)
+    best, gain = begun.search.book.incumbent, begun.search.book.gain
+    assert gain is not None
     world.end(begun, unfinished=True)
-    find: Callable[..., Any] = store.measurements
-    monkeypatch.setattr(store, "measurements", lambda trial_id: find(trial_id)[1:])
+    (run,) = store.runs()
+    account = store.account(run.run_id)
+    find = store.measurements
+
+    def otherwise(trial_id: int) -> list[Measurement]:
+        """Of a version that compared in another order."""
+        return [replace(one, role="a1" if one.role == "b" else one.role) for one in find(trial_id)]
+
+    monkeypatch.setattr(store, "measurements", otherwise)
     again = world.begin()
-    assert again.search.next() is not None
-    assert again.search.measurements == 0
     assert world.recording is not None
-    assert "the search begins anew" in world.recording.notices[-1] or again.sentence == ""
+    (sentence,) = set(world.recording.notices) - set(store.notices)
+    assert re.match(rf"Something else would follow from \d of the measurements of run {run.run_id[:8]}: ", sentence)
+    assert again.sentence.startswith(f"Goes on with run {run.run_id[:8]}")
+    assert again.search.book.incumbent.setting == best.setting
+    assert again.search.book.gain_share == pytest.approx(gain.share, abs=1e-5)
+    assert store.account(run.run_id) == account
+    world.go(again, 5)
+    assert world.end(again).notices == [*store.notices, sentence]
 
 
 def test_a_store_that_fails_costs_a_sentence(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
