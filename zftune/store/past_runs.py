@@ -46,7 +46,26 @@ def was_measured(session: Session, trial_id: int) -> bool:
 
 
 TAKEN_FOR_DEAD = "taken_for_dead"
-"""In the details of a crash that was not measured: its run ended without goodbye while the setting was in flight."""
+"""In the details of a crash that was not measured: its run ended without goodbye while the setting was in flight.
+
+And in those of a remark: the setting had been measured to its end before, and one such death is no crash."""
+
+
+def survivors(session: Session, run_id: str) -> list[TrialRow]:
+    """Trials in flight that one death is no crash of: their setting was measured to its end, and did not die before.
+
+    Args:
+        session: of the transaction.
+        run_id: of a run that ended without goodbye.
+    """
+    trials = session.scalars(select(TrialRow).where(TrialRow.run_id == run_id).order_by(TrialRow.number)).all()
+    valid = select(MeasurementRow.trial_id).join(TrialRow).where(TrialRow.run_id == run_id)
+    measured = set(session.scalars(valid.where(MeasurementRow.void_reason.is_(None))))
+    remarks = select(DecisionRow.trial_id).where(DecisionRow.run_id == run_id, DecisionRow.kind == "remark")
+    died = set(session.scalars(remarks.where(DecisionRow.details[TAKEN_FOR_DEAD].as_boolean())))
+    proven, doubted = ([one.knobs for one in trials if one.trial_id in those] for those in (measured, died))
+    flying = (one for one in trials if one.state is TrialState.IN_FLIGHT)
+    return [one for one in flying if one.knobs in proven and one.knobs not in doubted]
 
 
 def spare(session: Session, run_id: str, *, void: str) -> None:
@@ -63,6 +82,14 @@ def spare(session: Session, run_id: str, *, void: str) -> None:
     told = (MeasurementRow.trial_id == TrialRow.trial_id, MeasurementRow.aggregates["status"].as_string() == "crashed")
     believed = select(MeasurementRow.measurement_id).where(*told).exists()
     dead = and_(TrialRow.state == TrialState.CRASHED, presumed, ~believed)
+    resumed = select(func.max(DecisionRow.decision_id)).where(
+        DecisionRow.run_id == run_id, DecisionRow.kind == "resume"
+    )
+    since = DecisionRow.decision_id > func.coalesce(resumed.scalar_subquery(), 0)
+    remarks = (DecisionRow.run_id == run_id, DecisionRow.kind == "remark", since)
+    for remark in session.scalars(select(DecisionRow).where(*remarks)).all():
+        if TAKEN_FOR_DEAD in remark.details:
+            session.delete(remark)
     flying = or_(TrialRow.state == TrialState.IN_FLIGHT, dead)
     for row in session.scalars(select(TrialRow).where(TrialRow.run_id == run_id, flying)).all():
         if row.state is TrialState.CRASHED:  # what was decided of it has that one reason

@@ -18,7 +18,7 @@ from zftune.errors import StoreError
 from zftune.store.account import Account, Beat, Pulse, beat_of, runs_with_pulse, trains
 from zftune.store.locks import RunLocks
 from zftune.store.opening import wait_for_turn
-from zftune.store.past_runs import TAKEN_FOR_DEAD, PastRuns, peer_trials, spare, was_measured
+from zftune.store.past_runs import TAKEN_FOR_DEAD, PastRuns, peer_trials, spare, survivors, was_measured
 from zftune.store.presets import save_facts
 from zftune.store.tables import (
     REASON_LENGTH,
@@ -49,6 +49,10 @@ from zftune.store.types import (
 _OPEN = (TrialState.PLANNED, TrialState.IN_FLIGHT)
 _CRASH = "the run ended without goodbye while this setting was in flight"
 _CRASHED = f"Crashed, and not tried again: {_CRASH}."
+_SURVIVED = (
+    "The run ended without goodbye while a setting was tried that had been measured to its end before: that is no "
+    "crash of it, unless it happens once more."
+)
 _VOID = "the search was interrupted before this setting was measured"
 TAKEN = "another tuner of the study has taken it"
 _RUNNING = "run '{}' is still running: wait until it has ended"
@@ -430,6 +434,14 @@ class Runs(PastRuns):
         """End what is open in a run. A setting that was measured before stays so, unless it crashed."""
         now, closed = self._clock(), {}
         session.flush()
+        total = account_of(session.get_one(RunRow, run_id)).total
+        known = {"spent_s": round(total.spent_s, 3), "elapsed_s": round(total.seconds, 3)}
+        about = {TAKEN_FOR_DEAD: True, **(known if total.seconds else {})}  # not of a version that counted nothing
+        for one in survivors(session, run_id) if in_flight is TrialState.CRASHED else ():
+            measured = was_measured(session, one.trial_id)
+            one.state, one.reason = TrialState.MEASURED if measured else TrialState.VOID, None if measured else _VOID
+            one.ended_unix_s = now
+            _decide(session, run_id, Decision("remark", _SURVIVED, one.number, about), now)
         if in_flight is TrialState.VOID:
             valid = select(MeasurementRow.trial_id).where(MeasurementRow.void_reason.is_(None))
             again = (TrialRow.run_id == run_id, TrialRow.state == TrialState.IN_FLIGHT, TrialRow.trial_id.in_(valid))
@@ -441,12 +453,8 @@ class Runs(PastRuns):
             closed[was] = tuple(one.trial_id for one in trials)
             numbers = [one.number for one in trials]
             session.execute(update(TrialRow).where(*those).values(state=state, reason=reason, ended_unix_s=now))
-            if state is TrialState.CRASHED:
-                total = account_of(session.get_one(RunRow, run_id)).total
-                known = {"spent_s": round(total.spent_s, 3), "elapsed_s": round(total.seconds, 3)}
-                about = known if total.seconds else {}  # of a version that counted nothing
-                for number in numbers:
-                    _decide(session, run_id, Decision("crash", _CRASHED, number, {TAKEN_FOR_DEAD: True, **about}), now)
+            for number in numbers if state is TrialState.CRASHED else ():
+                _decide(session, run_id, Decision("crash", _CRASHED, number, about), now)
         return Reaped(run_id, closed[TrialState.IN_FLIGHT], closed[TrialState.PLANNED])
 
 

@@ -59,6 +59,44 @@ def test_a_run_that_is_lost_leaves_a_crash_behind(store: Store) -> None:
         store.renew_lease(run)
 
 
+def died(store: Store, run: Run) -> Run:
+    """The next life of a run whose training was killed."""
+    store.lose_run(run)
+    return store.resume_run(run.run_id)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_setting_that_was_measured_to_its_end_does_not_crash_by_one_death(store: Store, *, again: bool) -> None:
+    """Also where it is tried again under another number, as after the search began again."""
+    run, trial = begun(store, measured=True)
+    run = died(store, run)
+    assert state(store, run) is TrialState.MEASURED
+    (remark,) = store.decisions(run.run_id)
+    assert (remark.kind, remark.trial) == ("remark", 0)
+    assert "no crash of it, unless it happens once more" in remark.reason
+    if again:
+        trial = store.add_trial(run, {"topk_ratio": 0.2}, source="search").trial_id
+    store.mark_in_flight(run, trial)
+    run = died(store, run)
+    assert store.trials(run.run_id)[-1].state is TrialState.CRASHED
+    assert store.barred(KEY) == [Barred({"topk_ratio": 0.2}, "crash")]
+
+
+def test_a_setting_that_was_measured_under_another_number_is_only_put_off(store: Store) -> None:
+    run, trial = begun(store, measured=True)
+    store.mark_planned(run, trial)
+    store.mark_in_flight(run, store.add_trial(run, {"topk_ratio": 0.2}, source="search").trial_id)
+    other = store.add_trial(run, {"topk_ratio": 0.3}, source="search").trial_id
+    aborted = replace(MEASURED, void_reason="its steps take 2.00 times as long")
+    store.add_measurement(run, other, aborted, state=TrialState.ABORTED)  # not to its end
+    run = died(store, run)
+    assert [one.state for one in store.trials(run.run_id)[:2]] == [TrialState.MEASURED, TrialState.VOID]
+    store.mark_in_flight(run, store.add_trial(run, {"topk_ratio": 0.3}, source="search").trial_id)
+    run = died(store, run)
+    assert store.trials(run.run_id)[-1].state is TrialState.CRASHED
+    assert store.barred(KEY) == [Barred({"topk_ratio": 0.3}, "crash")]
+
+
 @pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("reaped", [False, True])
 @pytest.mark.parametrize("url", ["file"], indirect=True)  # a server has no locks that tell
@@ -69,7 +107,7 @@ def test_a_trial_of_a_training_that_lives_is_spared(url: str, store: Store, *, r
             store.spare_trials(run.run_id)
     if reaped:
         store.reap()
-        assert state(store, run) is TrialState.CRASHED
+        assert state(store, run) is (TrialState.MEASURED if measured else TrialState.CRASHED)
     store.spare_trials("0" * 32)  # there is none such
     store.spare_trials(run.run_id)
     assert state(store, run) is (TrialState.MEASURED if measured else TrialState.VOID)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL, measurement, other
@@ -45,8 +46,8 @@ def search(path: str, acknowledged: str) -> None:
             acknowledge("notice", store.notices[0])
         run = store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS, lease_s=1.0)
         acknowledge("run", run.run_id)
-        while True:
-            trial = store.add_trial(run, KNOBS, source="search")
+        for window in count(1):
+            trial = store.add_trial(run, {**KNOBS, "update_interval": window}, source="search")
             acknowledge("trial", trial.trial_id)
             store.mark_in_flight(run, trial.trial_id)
             acknowledge("in_flight", trial.trial_id)

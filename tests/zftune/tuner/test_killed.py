@@ -73,13 +73,15 @@ class Lives:
             flying = self._trials(store, TrialState.IN_FLIGHT)
             self._look_back(store, told)
             reaped = store.reap()
-            assert sorted(flying) == sorted(trial for one in reaped for trial in one.crashed)
+            crashed = flying & self._crashed(store)
+            assert sorted(crashed) == sorted(trial for one in reaped for trial in one.crashed)
             assert {run.state for run in store.runs()} <= {RunState.LOST, RunState.FINISHED}
             assert self._trials(store, TrialState.IN_FLIGHT) | self._trials(store, TrialState.PLANNED) == set()
-            assert flying <= self._trials(store, TrialState.CRASHED)
             self._look_at_measurements(store, told)
             knobs = {trial.trial_id: dict(trial.knobs) for run in store.runs() for trial in store.trials(run.run_id)}
-            self.crashed += [knobs[trial] for trial in flying]
+            for trial in flying - crashed:  # its setting was measured to its end before
+                assert [one for one in self._whole(store) if knobs[one] == knobs[trial]]
+            self.crashed += [knobs[trial] for trial in crashed]
             assert {str(one) for one in self.crashed} == {str(knobs[one]) for one in self._crashed(store)}
             newest = next((run for run in store.runs() if self._was_measured(store, run.run_id)), None)
             self.run = newest.run_id if newest is not None and newest.state is RunState.LOST else None
@@ -113,6 +115,11 @@ class Lives:
 
     def _crashed(self, store: Store) -> set[int]:
         return self._trials(store, TrialState.CRASHED)
+
+    def _whole(self, store: Store) -> set[int]:
+        """Trials that were measured to their end."""
+        trials = (trial.trial_id for run in store.runs() for trial in store.trials(run.run_id))
+        return {one for one in trials if any(row.void_reason is None for row in store.measurements(one))}
 
     def _was_measured(self, store: Store, run_id: str) -> bool:
         return any(
