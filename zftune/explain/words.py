@@ -303,13 +303,24 @@ def candidate(trial: Mapping[str, Any], incumbent: Mapping[str, Any]) -> str:
     return differences(trial["knobs"], incumbent["knobs"]) or setting(trial["knobs"])
 
 
+def unseen(trials: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The last rejection of each setting that was never applied, however often it was thought of."""
+    newest: dict[Hashable, Mapping[str, Any]] = {}
+    applied = set()
+    for trial in trials:
+        if trial["state"] == "rejected":
+            newest[identity(trial["knobs"])] = trial
+        elif trial["state"] not in ("planned", "void"):
+            applied.add(identity(trial["knobs"]))
+    return [trial for one, trial in newest.items() if one not in applied]
+
+
 def rejected(trials: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Why settings were never applied: {"reason", "count"}, most first; figures of like reasons as ranges."""
     groups: dict[str, list[str]] = defaultdict(list)
-    for trial in trials:
-        if trial["state"] == "rejected":
-            reason = trial["reason"] or "no reason given"
-            groups[_FIGURE.sub("#", reason)].append(reason)
+    for trial in unseen(trials):
+        reason = trial["reason"] or "no reason given"
+        groups[_FIGURE.sub("#", reason)].append(reason)
     found = [{"reason": _together(reasons), "count": len(reasons)} for reasons in groups.values()]
     return sorted(found, key=lambda one: -one["count"])
 

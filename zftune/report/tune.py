@@ -251,7 +251,7 @@ def _counts(document: Document) -> tuple[str, str]:
     made = sum(era["measurements"] for era in eras)
     counted = (one for one in document["history"] if one["role"] != "hold" and one["status"] in ("measured", "aborted"))
     tried = words.distinct(trials[number] for number in {one["trial"] for one in counted})
-    unseen = sum(trial["state"] == "rejected" for trial in trials)
+    unseen = len(words.unseen(trials))
     since = f"; {eras[-1]['measurements']} since the search began again" if len(eras) > 1 else ""
     return str(made), f"of {tried} settings{since}; {unseen} more rejected unseen"
 
@@ -317,9 +317,10 @@ def _tables(document: Document) -> Iterator[str]:
         yield details("Settings", _trials(document, tried), is_open=True)
     if unseen:
         reasons = table(
-            ("settings", "why"), [(str(one["count"]), one["reason"]) for one in words.rejected(unseen)], ("value",)
+            ("settings", "why"), [(str(one["count"]), one["reason"]) for one in document["rejected"]], ("value",)
         )
-        yield details("Why settings were rejected unseen", reasons, is_open=True)
+        if document["rejected"]:
+            yield details("Why settings were rejected unseen", reasons, is_open=True)
         yield details("Settings that were rejected unseen", _trials(document, unseen), is_open=False)
     if document["notices"]:
         lines = "".join(f'<p class="note">{escape(notice)}</p>' for notice in document["notices"])

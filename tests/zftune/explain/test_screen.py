@@ -16,7 +16,7 @@ from tests.zftune.tuner.surfaces import START
 from zenflow import ZenFlowConfig
 from zftune.explain.document import tune_document
 from zftune.explain.screen import render
-from zftune.explain.words import fates, lateness_bound, verdict
+from zftune.explain.words import fates, lateness_bound, rejected, verdict
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.tuner.space import Setting
@@ -174,4 +174,23 @@ def test_a_movement_is_told_at_the_learning_rate_that_it_was_measured_with(timed
         "weights move 0.05% in a step at learning rate 3e-5",
         "weights move 0.107% in a step at learning rate 0.001",
         "weights move 0.0158% in a step",
+    ]
+
+
+def test_a_setting_that_is_thought_of_again_is_one_that_was_never_applied() -> None:
+    def trial(topk_ratio: float, state: str, reason: str | None = None) -> dict[str, Any]:
+        return {"knobs": {"topk_ratio": topk_ratio}, "state": state, "reason": reason}
+
+    trials = [
+        trial(0.1, "rejected", "it is 2.0 times too slow"),
+        trial(0.2, "rejected", "it is 1.5 times too slow"),
+        trial(0.1, "rejected", "it is 3.0 times too slow"),
+        trial(0.3, "measured"),
+        trial(0.3, "rejected", "it crashed before"),  # it was applied
+        trial(0.4, "void"),
+        trial(0.4, "rejected", "it does not fit"),
+    ]
+    assert rejected(trials) == [
+        {"reason": "it is 1.5 to 3.0 times too slow", "count": 2},
+        {"reason": "it does not fit", "count": 1},
     ]
