@@ -111,20 +111,6 @@ def unsteady(restarts: int, *, waits: bool) -> str:
     )
 
 
-def still_unsteady(restarts: int, steps: int) -> str:
-    """The same, to a training that goes on with the run of another one.
-
-    Args:
-        restarts: how often the search has begun again since it came to its end last.
-        steps: that it waits.
-    """
-    return (
-        f"Step times changed {restarts} times in this run, also before this training began: the search begins again "
-        f"once they stay as they are for {steps} steps, until then the best settings so far stay (--fresh, or "
-        "attach(fresh=True), begins a new run at once)."
-    )
-
-
 def waits(steps: int) -> str:
     """It does not begin again at once."""
     return f"Step times keep changing: the search begins again once they stay as they are for {steps} steps."
@@ -305,6 +291,10 @@ def spent(cost: ExplorationCost) -> str:
     )
 
 
+NOT_KNOWN_YET = (
+    "it is not known yet how far the weights of this training would move before late updates arrive, they were adopted "
+    "in another one"
+)
 NOT_PREDICTED = (
     "The planner predicts no step times here, for which it needs a GPU that could be measured, or a rig: settings are "
     "compared by measurements alone."

@@ -28,6 +28,7 @@ from zftune.store.types import (
     RunState,
     Withdrawal,
 )
+from zftune.tuner import messages
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.scores import score
 from zftune.tuner.search import Search, SearchOptions
@@ -265,6 +266,28 @@ class Recording:
         self._stake = None if stake is None else (stake["preset"], Setting.from_knobs(stake["knobs"]))
         self._versions, self.recorder = run.versions, recorder
         return recorder
+
+    def bound(self, search: Search, here: Space, own: Setting | None) -> str:
+        """Have updates come earlier before a training goes on with the best settings, whose weights may move further.
+
+        Args:
+            search: of the run, brought to where it was.
+            here: how far weights move in a step of this training, if that was measured.
+            own: what it begins with, where that was not measured and another training found the best; None: that holds.
+
+        Returns:
+            What takes the place of the best settings so far, and why, a sentence; "": they hold.
+        """
+        known, space, late = len(search.notes), search.book.space, search.book.incumbent.setting
+        if here.movement_percent is not None:
+            search.bound(here.movement_percent, here.movement_rate)
+        elif own is not None and not space.fixed_because and space.cost(own) < space.cost(late):
+            search.go_on_with(own, messages.NOT_KNOWN_YET)
+            search.agenda.suggest(late, "planner")
+        if self.recorder is not None:
+            with noting(self.notices):
+                self.recorder.write(search)
+        return next((one.reason for one in search.notes[known:] if one.kind == "movement"), "")
 
     def begin(
         self,

@@ -148,6 +148,8 @@ def rebuild(
             life = told.life
             _repeat(search, trials)
             search.begin_again()
+            if told.role in OF_INCUMBENT and told.trial != book.incumbent.number:
+                search.go_on_with(book.trials[told.trial].setting, "")
         known = len(book.trials)
         follows = _follows(search, told)
         lost += not (_agrees(search, trials[known : len(book.trials)]) and follows)

@@ -102,8 +102,6 @@ class Search:
         self.agenda = CandidateQueue(self.book, planned, self.options.sampler, self.options.seed)
         self._restarts = 0
         """How often times have changed since the search came to its end last."""
-        self._inherited = False
-        """Whether an earlier training saw that, and this one was not told of it yet."""
         self._misses = 0
         """Settings in a row that were tried and not adopted for their speed."""
         self._ties: set[int] = set()
@@ -330,9 +328,26 @@ class Search:
             return
         then = state.then if isinstance(state, MeasuringBaseline) else state if isinstance(state, Comparing) else None
         then = None if then is None else replace(then, before=(), after=(), voids=0)
-        self._inherited = self._restarts >= _MOST_RESTARTS
+        self._restarts = 0  # what made times unsteady may have ended with the process before
         self.state = MeasuringBaseline(again=bool(self.book.incumbent.samples), then=then)
         self._note("resume", messages.resumed(self.measurements), None)
+
+    def go_on_with(self, earlier: Setting, why: str) -> None:
+        """Make a setting the incumbent whose updates come earlier; why, without a full stop."""
+        late, trial = self.book.incumbent, self.book.move_to(earlier)
+        trial.pace = late.pace
+        self._note("movement", messages.made_earlier(trial, late, why), trial.number)
+        if not (isinstance(self.state, Stopped) and self.state.final):
+            self._changed_times("With earlier updates the search begins again.")
+
+    def bound(self, movement_percent: float, rate: float | None) -> bool:
+        """Bound what may be late by how far the weights move; whether updates had to come earlier for that."""
+        late, self.book.space = self.book.incumbent.setting, self.book.space.moving(movement_percent, rate)
+        violation = self.book.space.violation(late)
+        if violation is None or violation.excess <= _MOVEMENT_NOISE:
+            return False
+        self.go_on_with(self.book.space.earlier(late), violation.reason)
+        return True
 
     # --- what came of it ---------------------------------------------------------------------------------------------
 
@@ -383,20 +398,15 @@ class Search:
         self._changed_times("With another share of the state offloaded the search begins again.")
 
     def _heed_movement(self, request: Request, outcome: Outcome, movement_percent: float) -> None:
-        """Bound what may be late by how far the weights move now; have updates come earlier where that is too far."""
+        """Bound what may be late from here on; a search that was ended for good stays as it is."""
         if isinstance(self.state, Stopped) and self.state.final:
             return
-        late, self.book.space = (
-            self.book.incumbent,
-            self.book.space.moving(movement_percent, outcome.movement_rate),
-        )
-        violation = self.book.space.violation(late.setting)
-        if violation is None or violation.excess <= _MOVEMENT_NOISE:
-            return
-        trial = self.book.move_to(self.book.space.earlier(late.setting))
-        trial.pace = None if request.role == "start" and outcome.status == "measured" else late.pace
-        self._note("movement", messages.made_earlier(trial, late, violation.reason), trial.number)
-        self._changed_times("With earlier updates the search begins again.")
+        if (
+            self.bound(movement_percent, outcome.movement_rate)
+            and request.role == "start"
+            and outcome.status == "measured"
+        ):
+            self.book.incumbent.pace = None  # what the machine does now was learnt just before
 
     def _measured(self, trial: Trial, request: Request, outcome: Outcome) -> None:
         earlier, pace = list(trial.samples), trial.pace
@@ -577,11 +587,8 @@ class Search:
             self.stop(reason)
             return self.state
         steps = _HOLD_STEPS * min(_LONGEST_HOLD, 2 ** (self._restarts - _MOST_RESTARTS))
-        if self._inherited:
-            self.remark(messages.still_unsteady(self._restarts, steps))
-        elif self._restarts == _MOST_RESTARTS:
+        if self._restarts == _MOST_RESTARTS:
             self.remark(reason)
-        self._inherited = False
         self._note("hold", messages.waits(steps), None)
         return WaitingForBudget(steps)
 

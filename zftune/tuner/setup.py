@@ -79,6 +79,7 @@ class SearchRequest:
         crash_ends_training: whether a setting that crashed has cost a training; else one that is fresh tries it again.
         again: the training lives, and its search was ended: it goes on, whatever else is wanted.
         learning_rate: of the training, at its highest; None: not known.
+        begins_anew: whether the training goes on from no saved state.
     """
 
     own: Setting
@@ -91,6 +92,7 @@ class SearchRequest:
     crash_ends_training: bool = True
     again: ResumeFrom | None = None
     learning_rate: float | None = None
+    begins_anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +149,17 @@ def _resumed(again: RunRecord | None, recording: Recording, wanted: SearchReques
     search = make(start, wanted.options)
     if recording.resume(run, search, wanted.learning_rate) is None:
         return None
+    rate = next((note.reason for note in reversed(search.notes) if LEARNING_RATE in note.details), "")
+    earlier = ""
+    if again is None:
+        own = wanted.own if wanted.begins_anew or rate else None
+        earlier = recording.bound(search, wanted.space, own)
     made = search.measurements
     kept = f": {made} measurement{' is' if made == 1 else 's are'} kept" if made else ""
     anew = " (--fresh, or fresh=True of zftune.attach, begins anew)"
     more = anew if again is None else ""  # the training itself goes on
-    rate = next((f" {note.reason}" for note in reversed(search.notes) if LEARNING_RATE in note.details), "")
-    return Prepared(search, recording, f"Goes on with run {run.run_id[:8]}{kept}{more}.{rate}", resumed=True)
+    told = (f"Goes on with run {run.run_id[:8]}{kept}{more}.", rate, earlier)
+    return Prepared(search, recording, " ".join(filter(None, told)), resumed=True)
 
 
 def _choice(match: Match, wanted: SearchRequest) -> _Choice:
@@ -304,7 +311,7 @@ def prepare(
         own=base, space=space, options=wishes.search, fresh=wishes.fresh,
         least_ratio=0.0 if wishes.tune_memory else base.offload_ratio,
         ratios=None if rates is None else ratios_of(facts.load, rates), again=again,
-        learning_rate=facts.learning_rate,
+        learning_rate=facts.learning_rate, begins_anew=facts.begins_anew,
     )  # fmt: skip
     prepared = begin(recording, wanted, make)
     notices.extend(_of_lateness(space, base, prepared))

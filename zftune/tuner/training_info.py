@@ -74,6 +74,8 @@ class WarmupStats:
     has_loss: bool
     asked: ZenFlowConfig | None = None
     """By the user, where the training goes on from a saved state that had others; None: those in force."""
+    begins_anew: bool = False
+    """Whether the optimizer's first step was one of them: it goes on from no saved state."""
 
     @property
     def step_ms(self) -> float:
@@ -131,6 +133,8 @@ class TrainingFacts:
     """As of `Outcome`."""
     learning_rate: float | None = None
     """That highest one; None: not known."""
+    begins_anew: bool = False
+    """Whether it goes on from no saved state."""
 
 
 class Reader:
@@ -197,6 +201,7 @@ class Reader:
             movement_percent=at_full_rate(seen.movement_percent, self._groups, self._rates),
             movement_rate=rate_at_full(self._groups, self._rates),
             learning_rate=highest_rate(self._groups),
+            begins_anew=seen.begins_anew,
         )
 
     def _run_facts(self, company: WorldInfo) -> RunFacts:

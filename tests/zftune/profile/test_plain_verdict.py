@@ -156,8 +156,10 @@ def test_a_forward_pass_with_the_batches_in_it_gets_no_advice_about_compute(of_a
     sentences = verdict(without_loader(of_a_command, forward=90.0, backward=10.0))
     assert sentences == [
         "Most of a step is the forward pass and what precedes it: 90 ms of 100 ms (90%).",
-        "No torch DataLoader gave the batches, so getting them is in there, as are evaluations between two steps; with one it "
-        "is told apart.",
+        (
+            "No torch DataLoader gave the batches, so getting them is in there, as are evaluations between two steps; "
+            "with one it is told apart."
+        ),
     ]
     assert "torch.compile" in verdict(without_loader(of_a_command, forward=10.0, backward=90.0))[1]
     assert "torch.compile" in verdict(step_of(of_a_command, forward=90.0, data=10.0))[1]

@@ -14,9 +14,11 @@ import zftune
 from tests.zftune.tuner.scene import Make, SyncWorker, assert_whole
 from tests.zftune.tuner.test_attach import BEGIN, Loop
 from zenflow import HostMemoryError
+from zftune.tuner.drivers import LocalDriver
 from zftune.tuner.executor import UnmeasuredCounter
 from zftune.tuner.guard import LossGuard
 from zftune.tuner.states import UnmeasuredSteps
+from zftune.tuner.training_info import WarmupStats
 from zftune.tuner.warm_up import warm_up_steps
 
 Saved = tuple[dict[str, Any], dict[str, Any]]
@@ -53,6 +55,24 @@ def test_a_training_that_is_gone_on_with_is_warmed_up_and_counted_like_any(loops
     tuner.close()
     (said,) = (notice for notice in tuner.notices if "tuned nothing" in notice)
     assert f"the training took {loop.optimizer.steps - 100 + taken} steps" in said
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_training_begins_anew_where_no_state_was_loaded(
+    loops: list[Loop], monkeypatch: pytest.MonkeyPatch, loads: bool
+) -> None:
+    seen: list[WarmupStats] = []
+    monkeypatch.setattr(LocalDriver, "prepare", lambda _, stats: seen.append(stats))
+    before, loop = loops
+    for _ in range(5):
+        before.step()
+    tuner = zftune.attach(loop.optimizer, store=False)
+    loop.step()
+    if loads:
+        load(loop, saved(before))
+    loop.run(tuner, until=lambda: bool(seen))
+    tuner.close()
+    assert seen[0].begins_anew is not loads
 
 
 def test_warm_up_rounds_that_a_loaded_state_has_behind_it_are_not_waited_for(loops: list[Loop]) -> None:

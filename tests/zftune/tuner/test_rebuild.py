@@ -314,7 +314,7 @@ def known(search: Search) -> dict[str, Any]:
         else None,  # each process's own until then
         "barred": book._barred,
         "state": search.state,
-        "counted": (search.measurements, search._misses, search._restarts, search._inherited, search._last_role),
+        "counted": (search.measurements, search._misses, search._restarts, search._last_role),
         "tied": (search._ties, search._tied),
         "usual": search._change,
         "cost": (cost.spent_s, cost.elapsed_s, cost.start_step_s, cost.change_s),

@@ -7,7 +7,8 @@ import json
 import multiprocessing
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import pytest
 from rich.console import Console
 
 from tests.zftune.conftest import rig_text
-from zftune.builtin import OnStep, TuneOptions, start_of, tune
+from zenflow import ZenFlowConfig
+from zftune.builtin import OnStep, TuneOptions, _task_of, _tuner, start_of, tune
 from zftune.cli import main as cli
 from zftune.cli.tune import ProgressLine
 from zftune.explain.document import tune_document
 from zftune.explain.screen import render
+from zftune.profile.measure import Training
 from zftune.restarts.document import RestartOptions
 from zftune.store import open_store
 from zftune.store.store import Store
@@ -68,7 +71,7 @@ def interrupt_after(measurements: int) -> OnStep:
 def quick(tmp_path: Path, mini_model: Path) -> dict[str, Any]:
     """Short steps, whose times do not matter."""
     rig, text = tmp_path / "quick.toml", tmp_path / "text.txt"
-    rig.write_text(rig_text("quick", forward_ms=3, backward_ms=3, d2h_ms=1, host_ms=4, h2d_ms=1, scale=1))
+    rig.write_text(rig_text("quick", forward_ms=3, backward_ms=3, d2h_ms=1, host_ms=26, h2d_ms=1, scale=1))
     text.write_text("to be, or not to be, that is the question: " * 200)
     search = SearchOptions(sampler="random", thinking_s=THINKING_S)
     return {"model": str(mini_model), "rig": str(rig), "text": str(text), "sequence": 8, "search": search}
@@ -367,3 +370,48 @@ def test_the_line_of_progress(quick: dict[str, Any], store: Store) -> None:
         usual, most = left[places[made]]
         assert 0 < usual < most == 24 - made - 1
         assert f", {time_left(one_s * usual, one_s * most)}; " in lines[places[made]]
+
+
+LATE = Setting(topk_ratio=0.05, update_interval=6, apply_lag=6)
+"""The rig is faster with it than with the script's own window of 2."""
+
+
+class Trainings:
+    """One after the other, of the same script and store, each from its first step on, at a learning rate of its own."""
+
+    def __init__(self, quick: dict[str, Any], store: Store) -> None:
+        timeline = {"forward_ms": 3, "backward_ms": 3, "d2h_ms": 1, "host_ms": 26, "h2d_ms": 1, "scale": 1}
+        Path(quick["rig"]).write_text(rig_text("quick", **timeline))
+        search = SearchOptions(sampler="random", thinking_s=0.0)
+        self.options, self.store = TuneOptions(**{**quick, "search": search}), store
+        self.config = ZenFlowConfig(topk_ratio=0.05, update_interval=2, full_warm_up_rounds=0)
+        self.task, _ = _task_of(self.options, self.config)
+
+    def train(self, learning_rate: float, until: Callable[[Tuner], bool]) -> tuple[Tuner, list[Setting]]:
+        """Tune one until something holds; the settings that it had, in order."""
+        had: list[Setting] = []
+        with Training(replace(self.task, learning_rate=learning_rate), self.config) as training:
+            tuner = _tuner(training, self.options, "published", self.store)
+            while not until(tuner):
+                assert len(had) < 300
+                tuner.log_loss(training.step())
+                had.append(Setting.of(training.optimizer.config))
+            tuner.close()
+        return tuner, had
+
+
+def test_what_a_low_learning_rate_allowed_does_not_run_at_a_higher_one(
+    quick: dict[str, Any], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Planning, "planned", lambda _: [LATE])
+    trainings = Trainings(quick, store)
+    own = Setting.of(trainings.config)
+    first, _ = trainings.train(2e-6, lambda tuner: tuner.gain > 0)
+    assert first.incumbent == LATE
+
+    tuner, had = trainings.train(1e-3, lambda tuner: tuner.live is not None and tuner.live.steady_steps > 4)
+    assert max(one.mean_staleness_steps for one in had) <= own.mean_staleness_steps
+    (goes_on,) = (one for one in tuner.notices if one.startswith("Goes on with run"))
+    assert f"under {LATE.differences(tuner.incumbent)} weights would move" in goes_on
+    (run,) = store.runs()
+    assert [one.kind for one in store.decisions(run.run_id)].count("movement") == 1
