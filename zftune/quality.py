@@ -131,7 +131,7 @@ def at_full_rate(
     if _fell(groups, before):
         return percent
     for group in groups:
-        rate, highest = float(group["lr"]), max(float(group.get(name, 0.0)) for name in ("initial_lr", "max_lr"))
+        rate, highest = float(group["lr"]), highest_rate((group,))
         if highest > rate:
             factor = max(factor, highest / rate) if rate > 0 else math.inf
     return None if percent is None or math.isinf(factor) else percent * factor
@@ -156,9 +156,16 @@ def highest_rate(groups: Iterable[Mapping[str, Any]]) -> float:
     """The learning rate at its highest, as far as a scheduler keeps it.
 
     Args:
-        groups: the optimizer's.
+        groups: the optimizer's; what is no number there, such as a "max_lr" of None, is not known.
     """
-    return max(float(group.get(name, 0.0)) for group in groups for name in ("lr", "initial_lr", "max_lr"))
+    return max(_rate(group.get(name)) for group in groups for name in ("lr", "initial_lr", "max_lr"))
+
+
+def _rate(value: Any) -> float:
+    try:
+        return float(value)  # of a tensor, too
+    except (TypeError, ValueError):
+        return 0.0
 
 
 def late_percent(movement: float, topk_ratio: float, staleness_steps: float) -> float:

@@ -19,6 +19,7 @@ from zenflow.optimizer import ZenFlowOptimizer
 from zftune.tuner.executor import Change, Changes, Verdict, change_knobs
 from zftune.tuner.rank_channel import LeaderMessage, RankChannel, RankMessage, StepMessages, UnheardError
 from zftune.tuner.space import Setting
+from zftune.tuner.warm_up import go_back
 
 _VOID = "void"
 _FIRST = 0
@@ -48,6 +49,8 @@ class KnobConsensus(Changes):
         """The step at which this rank's loss showed that; 0: it has not."""
         self.keeps: Mapping[str, Any] | None = None
         """Knobs to be left with at the end; on all ranks as rank 0 says. None: as they are."""
+        self.back = ""
+        """What a saved state was left for, a sentence; whoever says it empties it."""
         self._optimizer, self._exchange, self._on_change = optimizer, exchange, on_change
         self._leaves = False
         self._round = 0
@@ -63,6 +66,8 @@ class KnobConsensus(Changes):
         """Whether there is a verdict to come."""
         self._withdrawn = False
         self._applied: Mapping[str, Any] | None = None
+        self._loaded = False
+        """Whether a saved state was loaded that may name knobs to go back to."""
         self._own_us: deque[list[int]] = deque(maxlen=_ROUNDS)
         """Of each rank, by round."""
         self._untold: list[tuple[int, Mapping[str, Any]]] = []
@@ -94,8 +99,8 @@ class KnobConsensus(Changes):
         self._leaves = True
 
     def go_on_from_saved(self) -> None:
-        """A saved state was loaded, on all ranks: it has knobs of its own."""
-        self._applied = None
+        """A saved state was loaded, on all ranks: it has knobs of its own, and may name others to go back to."""
+        self._applied, self._loaded = None, True
 
     def close(self, most_s: float) -> None:
         """At the end of the process: nothing changes any more, but others may still listen.
@@ -175,12 +180,24 @@ class KnobConsensus(Changes):
         leaver = next((rank for rank, word in enumerate(words) if word.leaves), None)
         if leaver is not None:
             self._decide(Verdict(void=f"rank {leaver} tunes no more"))
-            self._change_if_agreed(talk.keeps if talk.keeps != self._in_force else None)
+            if talk.keeps is None:
+                self._go_back()
+            elif talk.keeps != self._in_force:
+                self._change_if_agreed(talk.keeps)
             self._end("" if leaver == self._exchange.rank else f"Tuning ended: rank {leaver} tunes no more.")
         elif proposal is not None:
             self._judge(proposal, words)
-        elif talk.knobs is not None:
-            self._open, self._ready = talk, self._is_ready(talk.knobs)
+        else:
+            if talk.keeps is None:  # the same to all that hear this round
+                self._go_back()
+            if talk.knobs is not None:
+                self._open, self._ready = talk, self._is_ready(talk.knobs)
+
+    def _go_back(self) -> None:
+        """From a setting that was tried when the state was saved that was loaded, if one was."""
+        if self._loaded:
+            self._loaded = False
+            self.back = go_back(self._optimizer, None, self._change_if_agreed)
 
     def _judge(self, proposal: LeaderMessage, words: Any) -> None:
         missing = [rank for rank, word in enumerate(words) if word.acknowledged != proposal.number]

@@ -30,7 +30,7 @@ from zftune.tuner.search import Search
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Remark
 from zftune.tuner.training_info import WarmupStats
-from zftune.tuner.warm_up import KnownWindow, StepCount, counted, go_back
+from zftune.tuner.warm_up import KnownWindow, StepCount, counted, go_back, holds
 from zftune.tuner.worker import Background
 
 _logger = logging.getLogger("zftune")
@@ -41,6 +41,7 @@ CONCLUDES = "concludes"
 _JOIN_S = 90.0  # a daemon that is told goodbye may take most of it
 _DEPART_S = 1.0
 _MOST_EARLY_LOSSES = 512
+_RATES_EVERY = 16  # steps in which all groups are looked at, which may be hundreds
 _open: weakref.WeakSet[Tuner] = weakref.WeakSet()
 
 
@@ -89,6 +90,9 @@ class Tuner:
         # With several ranks the consensus tells of changes itself.
         self._window = KnownWindow(optimizer, consensus, None if consensus is not None else on_change)
         self._count = StepCount(optimizer)
+        self._first_rate = self._highest_rate = 0.0
+        self._best: tuple[Setting, Mapping[str, Any]] | None = None
+        """The incumbent as it was last, and its knobs."""
         self._counter = Counter(optimizer.device.clock.now())
         driver.count_by(self._counter)
         self._finishing: Background[None] | None = None
@@ -259,36 +263,55 @@ class Tuner:
             return
         before = self._count.followed
         loaded = self._count.after_step()
-        now_s, rate = self._optimizer.device.clock.now(), highest_rate(self._optimizer.param_groups)
-        self._counter.step(now_s, self._count.followed - before, self._tokens, rate)
+        now_s = self._optimizer.device.clock.now()
+        self._counter.step(now_s, self._count.followed - before, self._tokens, self._rate())
         self._counter.last_step = self._optimizer.steps
+        if loaded and self._consensus is not None:
+            self._consensus.go_on_from_saved()  # whatever has come of the tuning here: the others do
         if loaded and self.searching:
             self._go_on_from_saved()
         if self._consensus is not None:
             with self._giving_up():
                 self._consensus.hear()
+            self._say_back(self._consensus)
         if not self._closed:
             self._go_on()
         self._note_best()
         if self._consensus is not None:
             self._talk(self._consensus)
 
+    def _rate(self) -> float:
+        """The highest learning rate; of all groups where that of the first is another one, and now and then."""
+        groups = self._optimizer.param_groups
+        first = highest_rate(groups[:1])
+        if first != self._first_rate or self._count.followed % _RATES_EVERY == 0:
+            self._first_rate, self._highest_rate = first, highest_rate(groups)
+        return self._highest_rate
+
+    def _best_knobs(self) -> Mapping[str, Any] | None:
+        """The incumbent's, once it is measured beside others; made anew where it is another one."""
+        if self._live is None:
+            return None
+        if self._best is None or self._best[0] != self._live.incumbent:
+            self._best = self._live.incumbent, self._live.incumbent.knobs()
+        return self._best[1]
+
     def _note_best(self) -> None:
         """Have a state that is saved while a setting is tried name the one to go back to, the same on all ranks."""
-        best: Mapping[str, Any] | None = None if self._live is None else self._live.incumbent.knobs()
-        is_over = not self.searching
-        if self._consensus is not None:  # before rank 0 tells of another one
-            best, is_over = self._consensus.keeps, self._consensus.over
-        if best is not None or is_over:
-            self._optimizer.kept_knobs = None if is_over else best
+        optimizer, consensus = self._optimizer, self._consensus
+        if consensus.over if consensus is not None else not self.searching:
+            if optimizer.kept_knobs is not None and holds(optimizer.config, optimizer.kept_knobs):
+                optimizer.kept_knobs = None
+            return
+        best = self._best_knobs() if consensus is None else consensus.keeps  # before rank 0 tells of another one
+        if best is not None and optimizer.kept_knobs is not best:  # which a change of knobs has forgotten
+            optimizer.kept_knobs = best
 
     def _go_on_from_saved(self) -> None:
         """A saved state was loaded: what was seen before is of another course, and this one's first steps are slow."""
         for losses in (self._losses, None if self._live is None else self._live.losses):
             if losses is not None:
                 losses.forget()
-        if self._consensus is not None:
-            self._consensus.go_on_from_saved()
         if not self._driver.begun:
             self._count.begin_warm_up()
         if self._live is None and self._consensus is None:
@@ -298,12 +321,17 @@ class Tuner:
         elif self._live is not None:
             self._give_up("Tuning ended: a saved state was loaded, and several ranks do not go on from one.")
 
+    def _say_back(self, consensus: KnobConsensus) -> None:
+        back, consensus.back = consensus.back, ""
+        if consensus.is_first:
+            self.say(back, logging.INFO)
+
     def _talk(self, consensus: KnobConsensus) -> None:
         """All ranks do, after every step, whatever has come of the tuning here: they wait for each other."""
         if self._finishing is not None:
             consensus.leave()
         if self._live is not None:
-            consensus.keeps = self._live.incumbent.knobs()
+            consensus.keeps = self._best_knobs()
         consensus.say()
         if consensus.over and self._closed:
             self._hook.remove()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from zenflow import ZenFlowConfig
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.errors import ZftuneError
 from zftune.tuner import messages
-from zftune.tuner.executor import AtOnce, Change, Changes, change_knobs
+from zftune.tuner.executor import AtOnce, Change, Changes, Verdict, change_knobs
 from zftune.tuner.space import Setting
 
 _INTERVAL = 4  # S where the configuration leaves it to the runtime
@@ -31,12 +33,23 @@ def warm_up_steps(config: ZenFlowConfig) -> int:
     return max(_WARM_UP_STEPS, 2 * counted(config).longest_window, second)
 
 
-def go_back(optimizer: ZenFlowOptimizer, on_change: Change | None) -> str:
+def holds(config: ZenFlowConfig, knobs: Mapping[str, Any]) -> bool:
+    """Whether knobs are in force."""
+    one = config.changed(knobs)
+    return replace(one, apply_lag=one.lag) == replace(config, apply_lag=config.lag)
+
+
+def go_back(
+    optimizer: ZenFlowOptimizer,
+    on_change: Change | None,
+    agree: Callable[[Mapping[str, Any]], Verdict | None] | None = None,
+) -> str:
     """Leave settings that were tried when the state was saved that was loaded; with several ranks all call it.
 
     Args:
         optimizer: that trains.
         on_change: told of the change.
+        agree: changes knobs where all ranks do, None: they do not; without it they are changed at once.
 
     Returns:
         What is to be said, a sentence; "": none were tried.
@@ -45,9 +58,9 @@ def go_back(optimizer: ZenFlowOptimizer, on_change: Change | None) -> str:
         HostEngineError: host work failed.
     """
     kept, config = optimizer.kept_knobs, optimizer.config
-    if kept is None:
+    verdict = None if kept is None else agree(kept) if agree else change_knobs(optimizer, kept)
+    if verdict is None or kept is None:
         return ""
-    verdict = change_knobs(optimizer, kept)
     if verdict.step is None:
         optimizer.kept_knobs = None
         _logger.warning("%s", messages.not_back(verdict.refused))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import zftune
 from tests.zftune.tuner.scene import Make, SyncWorker, assert_whole
 from tests.zftune.tuner.test_attach import BEGIN, Loop
-from zenflow import HostMemoryError
+from zenflow import HostMemoryError, ZenFlowAdamW
+from zftune.quality import highest_rate
 from zftune.tuner.drivers import LocalDriver
 from zftune.tuner.executor import UnmeasuredCounter
 from zftune.tuner.guard import LossGuard
@@ -218,6 +222,65 @@ def test_a_setting_that_was_tried_when_the_state_was_saved_gives_way_to_the_best
     assert said in tuner.notices
     assert [(step, knobs["topk_ratio"]) for step, knobs in changes] == [(loop.optimizer.steps, 0.2)]
     tuner.close()
+
+
+@pytest.mark.parametrize("best", [{"topk_ratio": 0.4}, {"topk_ratio": 0.2}])
+def test_what_a_search_leaves_behind_names_the_best_as_long_as_something_else_holds(
+    loops: list[Loop], best: dict[str, Any]
+) -> None:
+    """Such as where going back to it was refused, or not all ranks have agreed on it."""
+    loop = loops[0]
+    tuner = zftune.attach(loop.optimizer, store=False)
+    loop.step()
+    loop.optimizer.set_knobs(topk_ratio=0.4)
+    loop.step()
+    loop.optimizer.kept_knobs = best
+    tuner.close()
+    assert loop.optimizer.kept_knobs == (None if best["topk_ratio"] == 0.4 else best)
+
+
+def test_the_best_setting_is_named_anew_only_where_it_is_another_one(loops: list[Loop]) -> None:
+    loop = loops[0]
+    tuner = zftune.attach(loop.optimizer, store=False, most_measurements=5)
+    named: list[Any] = []
+
+    def look() -> bool:
+        kept = loop.optimizer.kept_knobs
+        if kept is not None and not any(kept is one for one in named):
+            named.append(kept)
+        return False
+
+    loop.run(tuner, until=look)
+    tuner.close()
+    assert tuner.search is not None
+    assert 1 <= len(named) <= 1 + len(tuner.search.book.adoptions)
+
+
+def test_learning_rates_of_many_groups_are_not_looked_at_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    def count(groups: list[dict[str, Any]]) -> float:
+        looked.append(len(groups))
+        return highest_rate(groups)
+
+    monkeypatch.setattr("zftune.tuner.tuner.highest_rate", count)
+    parameters = [nn.Parameter(torch.ones(3, 2)) for _ in range(20)]
+    groups = [{"params": [one], "lr": 1e-5 * number} for number, one in enumerate(parameters, start=1)]
+    with closing(ZenFlowAdamW(groups, config=BEGIN)) as optimizer, zftune.attach(optimizer, store=False) as tuner:
+        groups_now = optimizer.param_groups
+        groups_now[0]["max_lr"] = None  # whatever a scheduler of somebody's leaves there
+        for step in range(1, 33):
+            if step == 5:
+                groups_now[0]["lr"] = groups_now[3]["lr"] = 1e-3
+            if step == 20:
+                groups_now[4]["lr"] = torch.tensor(1e-2)
+            torch.stack([one.square().sum() for one in parameters]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            highest = tuner._counter.count.highest_rate
+            assert highest == pytest.approx(2e-4 if step < 5 else 1e-3 if step < 32 else 1e-2)
+        assert sorted(set(looked)) == [1, 20]
+        assert looked.count(20) == 4  # at the first step, where the first group's changed, and every 16 steps
 
 
 def test_it_does_so_without_a_daemon_that_answers(

@@ -14,7 +14,8 @@ from tests import zygote
 from tests.once import once
 
 ROOT = Path(__file__).parents[4]
-SEARCHES = ("tuned", "zen_auto", "silent", "short_of_memory", "wrong_elsewhere", "closed_elsewhere", "loaded")
+TRIED = ("loaded_tried", "loaded_and_closed", "loaded_and_deaf")
+SEARCHES = ("tuned", "zen_auto", "silent", "short_of_memory", "wrong_elsewhere", "closed_elsewhere", "loaded", *TRIED)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,21 @@ def test_a_saved_state_that_is_loaded_ends_it_on_all(ranks: list[dict[str, Any]]
     assert "Tuning ended: a saved state was loaded, and several ranks do not go on from one." in first["notices"]
     assert first["changes"]  # another setting was tried, and the state that was loaded had the user's own
     assert first["knobs"]["topk_ratio"] == 0.1
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_a_setting_that_was_tried_when_the_state_was_saved_is_left_by_all_ranks_or_by_none(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    for rank in ranks:
+        knobs, kept = rank[name]["knobs"], rank[name]["kept"]
+        if name == "loaded_and_deaf" and knobs["topk_ratio"] == 0.4:  # who did not hear was the first to settle it
+            assert kept["topk_ratio"] == 0.2  # so that a later save has it
+        else:
+            assert (knobs["topk_ratio"], kept) == (0.2, None)
+    said = "Back to the best settings so far (topk_ratio 0.2): the checkpoint was saved while others were tried."
+    assert (said in ranks[0][name]["notices"]) is (ranks[0][name]["knobs"]["topk_ratio"] == 0.2)
+    assert said not in ranks[1][name]["notices"]
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ class Training:
             "notices": self.tuner.notices,
             "incumbent": self.tuner.incumbent.knobs(),
             "knobs": Setting.of(self.optimizer.config).knobs(),
+            "kept": self.optimizer.kept_knobs,
             "trials": None if search is None else [[str(t.state), t.reason] for t in search.book.trials],
             "notes": None if search is None else [[note.kind, note.reason] for note in search.notes],
         }
@@ -188,6 +189,63 @@ def loaded(rank: int) -> dict[str, Any]:
     return training.told()
 
 
+def loaded_tried(rank: int) -> dict[str, Any]:
+    """A state is loaded that was saved while a setting was tried, before there is a search."""
+    training = Training(rank, most=50)
+    _load_tried(training)
+    for _ in range(4):
+        training.step()
+    return training.told()
+
+
+def loaded_and_closed(rank: int) -> dict[str, Any]:
+    """The same, and rank 0 tunes no more."""
+    training = Training(rank, most=50)
+    _load_tried(training)
+    if rank == 0:
+        training.tuner.close()
+    for _ in range(4):
+        training.step()
+    return training.told()
+
+
+def loaded_and_deaf(rank: int) -> dict[str, Any]:
+    """The same, and rank 1 does not hear the round in which they would go back."""
+    training = Training(rank, most=50)
+    _load_tried(training)
+    hear = rank_channel.GlooChannel.hear
+    if rank == 1:
+        rank_channel.GlooChannel.hear = _deaf  # type: ignore[method-assign, assignment]
+    try:
+        training.step()
+    finally:
+        rank_channel.GlooChannel.hear = hear  # type: ignore[method-assign]
+    for _ in range(4):
+        training.step()
+    return training.told()
+
+
+def _deaf(_: rank_channel.GlooChannel) -> rank_channel.StepMessages:
+    raise rank_channel.UnheardError("it took too long")
+
+
+def _load_tried(training: Training) -> None:
+    optimizer = training.optimizer
+    optimizer.set_knobs(topk_ratio=0.2)
+    training.step()
+    optimizer.kept_knobs = None
+    best = Setting.of(optimizer.config).knobs()
+    optimizer.set_knobs(topk_ratio=0.4)
+    training.step()
+    optimizer.kept_knobs = best
+    state = copy.deepcopy((training.module.state_dict(), optimizer.state_dict()))
+    optimizer.set_knobs(topk_ratio=OWN.topk_ratio)
+    for _ in range(3):
+        training.step()
+    training.module.load_state_dict(state[0])
+    optimizer.load_state_dict(state[1])
+
+
 def closed_elsewhere(rank: int) -> dict[str, Any]:
     """Rank 1 closes its tuner while a setting that is not the incumbent's runs."""
     training = Training(rank, most=50)
@@ -247,6 +305,9 @@ WORKS = {
         wrong_elsewhere,
         closed_elsewhere,
         loaded,
+        loaded_tried,
+        loaded_and_closed,
+        loaded_and_deaf,
         unfit,
         probed,
         alone,
