@@ -83,7 +83,7 @@ def test_the_commands_of_the_daemon_and_of_runs_and_their_options_are_these() ->
         "open": {"--browser"},
     }
     assert {name: options_of(command) for name, command in commands["runs"].commands.items()} == {
-        "list": {"--json"},
+        "list": {"--all", "--json"},
         "show": {"--json"},
         "logs": {"--follow", "--json"},
         "pause": {"--json"},

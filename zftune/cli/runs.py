@@ -12,9 +12,11 @@ import typer
 from zftune.daemon import SHOWN
 from zftune.daemon.client import http
 from zftune.daemon.client.http import DaemonClient
-from zftune.errors import NoDaemonError
+from zftune.errors import BadInputError, NoDaemonError
 from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
 from zftune.store.location import meant_by
+from zftune.store.preset_file import escaped
+from zftune.words import RUN_STATES, seconds
 
 RUN_SCHEMA = "zftune.daemon.run/1"
 RUNS_SCHEMA = "zftune.daemon.runs/1"
@@ -38,9 +40,20 @@ _Json = Annotated[str | None, typer.Option("--json", metavar="PATH", help="Write
 
 
 @runs.command("list")
-def list_runs(json_path: _Json = None) -> None:
+def list_runs(
+    json_path: _Json = None,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="List all runs of the store, newest first, also those that no daemon has followed."),
+    ] = False,
+) -> None:
     """List the runs that the daemon follows, and the last that have ended, a line each."""
     check_output_path(json_path)
+    if every and json_path is not None:
+        raise BadInputError("--json must not be given with --all: zftune explain RUN --json has what is known of a run")
+    if every:
+        _list_stored()
+        return
     with DaemonClient() as client:
         try:
             found = http.all_runs(client)
@@ -59,6 +72,25 @@ def list_runs(json_path: _Json = None) -> None:
             alone = _trained_alone()
             told = f"No run is followed, but {alone}" if alone else f"No run is followed; {http.PAST_RUNS}"
             typer.echo(told)
+
+
+def _list_stored() -> None:
+    """Print all runs of the store, without a daemon."""
+    from zftune.store import open_store
+    from zftune.store.account import Account
+    from zftune.store.store import facts_of, goes_on
+
+    with open_store() as store:
+        found = store.runs()
+        for run in found:
+            lives, total = goes_on(store, run, time.time()), (store.account(run.run_id) or Account()).total
+            state = RUN_STATES["running" if lives else "ended" if run.state == "lost" else run.state.value]
+            began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began_unix_s))
+            model = escaped(facts_of(store, run.key)[0].name or run.key.model_id)
+            took = f"{total.steps:,} steps in {seconds(total.seconds)}" if total.steps else "no step counted"
+            typer.echo(f"{run.run_id[:SHOWN]}  {began}  {state:<13}  {model}, quality {run.key.quality}, {took}")
+    if not found:
+        typer.echo("The store has no runs yet; zftune run --online -- CMD makes one.")
 
 
 def _trained_alone() -> str:

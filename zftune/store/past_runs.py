@@ -242,6 +242,11 @@ class PastRuns:
         """Whether the process that trains a run is known to live, whether or not somebody tunes it."""
         return trains(self._living, run_id)
 
+    def trained_by(self, run_id: str) -> str | None:
+        """The process that trains a run, as it calls itself, where it is known to live; reads no database."""
+        beat = beat_of(self._living, run_id)
+        return beat.process if beat is not None and self.is_trained(run_id) else None
+
     def has_died(self, run_id: str) -> bool:
         """Whether the process that trained a run is known to have ended without goodbye, whoever wrote for it."""
         return died(self._living, run_id)

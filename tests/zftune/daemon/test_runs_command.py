@@ -19,7 +19,7 @@ from zftune.daemon.client import http
 from zftune.daemon.client.http import DaemonClient, among
 from zftune.errors import BadInputError, NoDaemonError, ZftuneError
 from zftune.store import open_store
-from zftune.store.account import Count, Pulse
+from zftune.store.account import Account, Count, Pulse
 from zftune.store.locks import RunLocks
 from zftune.store.types import Hardware, Key, Model
 from zftune.tuner.space import Setting
@@ -220,7 +220,39 @@ def test_rollback_and_stop_of_a_run(tell: Tell, folder: Path, monkeypatch: pytes
             code, out, err = tell("runs", *command.split())
             assert (code, out) == (1, "")
             absent = f"zftune: no daemon serves '{daemon.path}', start one with: zftune daemon start"
-            assert err == f"{absent}; runs that have ended: zftune explain\n"
+            assert err == f"{absent}; all runs of the store: zftune runs list --all\n"
+
+
+def test_all_runs_of_the_store_are_listed_without_a_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ZFTUNE_SOCKET", str(tmp_path / "none.sock"))
+    monkeypatch.setenv("ZFTUNE_DB", str(tmp_path / "z.db"))
+    tell = teller(capsys)
+    assert tell("runs", "list", "--all")[:2] == (
+        0, "The store has no runs yet; zftune run --online -- CMD makes one.\n",
+    )  # fmt: skip
+    key = Key(
+        model_id="a" * 16, hw_id="b" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1,
+        micro_batch=1, sequence=64, checkpointing=False, quality="published",
+    )  # fmt: skip
+    with open_store(str(tmp_path / "z.db")) as store:
+        runs = []
+        for name in ("first", "second", EVIL):
+            model = Model(model_id=key.model_id, name=name)
+            runs.append(store.begin_run(key, model, Hardware(hw_id=key.hw_id), knobs={}))
+        store.finish_run(runs[0], Account(process="p", now=Count(steps=1234, seconds=70.0)))
+        store.interrupt_run(runs[1])
+        code, out, _ = tell("runs", "list", "--all")
+    assert code == 0
+    newest, middle, oldest = out.splitlines()
+    for line, run, state in ((newest, 2, "still running"), (middle, 1, "ended early"), (oldest, 0, "finished")):
+        assert re.match(rf"{runs[run].run_id[:8]}  \d{{4}}-\d\d-\d\d \d\d:\d\d  {state} +", line)
+    assert oldest.endswith(", quality published, 1,234 steps in 70 s")
+    assert middle.endswith("no step counted")
+    assert "\x1b" not in out
+    code, _, err = tell("runs", "list", "--all", "--json", "-")
+    assert (code, err.count("\n")) == (2, 1)
 
 
 def test_a_file_that_cannot_be_written_is_found_out_before_anything_is_done(tell: Tell, runs: list[Training]) -> None:

@@ -177,7 +177,7 @@ def test_a_page_is_printed_once_into_a_pipe(
     code, out, err = tell("top")
     assert (code, out) == (1, "")
     absent = f"zftune: no daemon serves '{client.path}x', start one with: zftune daemon start"
-    assert err == f"{absent}; runs that have ended: zftune explain\n"
+    assert err == f"{absent}; all runs of the store: zftune runs list --all\n"
 
 
 class Terminal:

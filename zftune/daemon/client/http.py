@@ -22,7 +22,7 @@ from zftune.errors import BadInputError, DaemonError, NoDaemonError, StrangerErr
 _MOST_NAMED = 6
 
 
-PAST_RUNS = "runs that have ended: zftune explain"
+PAST_RUNS = "all runs of the store: zftune runs list --all"
 """Where to look for what a daemon does not tell."""
 
 

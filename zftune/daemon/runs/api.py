@@ -91,7 +91,7 @@ def _add_readers(routes: APIRouter, registry: Registry, node: Node | None) -> No
     @routes.get("")
     async def runs() -> list[RunView]:
         """The runs that are followed, and the last that have ended."""
-        return [run_view(brain, registry.silent_s(brain), node) for brain in registry.shown()]
+        return [run_view(brain, registry.silent_s(brain), node, registry.store) for brain in registry.shown()]
 
     @routes.get("/{run}")
     def details(run: str) -> RunDetails:
@@ -108,7 +108,7 @@ def _add_command(routes: APIRouter, registry: Registry, node: Node | None, comma
     @routes.post(f"/{{run}}/{command}", name=command, description=description)
     def carry_out(run: str) -> RunView:
         brain = _allowed(lambda: registry.command(run, command))
-        return run_view(brain, registry.silent_s(brain), node)
+        return run_view(brain, registry.silent_s(brain), node, registry.store)
 
 
 def _allowed(work: Callable[[], T]) -> T:

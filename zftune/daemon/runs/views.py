@@ -19,13 +19,14 @@ from zftune.store.account import Account, saved_with_error
 from zftune.store.types import Curve, CurvePoint, KnobChange, ranks_in_words
 from zftune.text import slowest_rank
 from zftune.tuner.scores import ERRORS
-from zftune.words import DECISIONS, shares
+from zftune.words import DECISIONS, RUN_STATES, shares
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
 
 V = TypeVar("V")
 _RECENT = 20
+_ELSEWHERE = "a training that asks no daemon has gone on with it; zftune explain tells of it"
 _MOST_APART = 10.0
 """Percentage points between waiting by events and idleness by NVML: more than that is pointed out."""
 
@@ -258,14 +259,16 @@ class RunDetails:
     """At least one once the search is written down; the last goes on."""
 
 
-def run_view(brain: RunSession, silent_s: float, node: Node | None = None) -> RunView:
+def run_view(brain: RunSession, silent_s: float, node: Node | None = None, store: Store | None = None) -> RunView:
     """A run at a glance.
 
     Args:
         brain: of the run.
         silent_s: since its agent was heard of.
         node: samples its GPU.
+        store: knows of a training that has gone on with the run and asks no daemon; None: it is not asked.
     """
+    elsewhere = _trains_elsewhere(brain, store)
     steps, curve = list(brain.steps)[-_RECENT:], brain.curve.curve()
     since = curve.changes[-1].step if curve.changes else 0  # those before selected other columns
     times = [one.step_ms for one in steps if one.step_ms is not None]
@@ -277,8 +280,8 @@ def run_view(brain: RunSession, silent_s: float, node: Node | None = None) -> Ru
         run=hello.run,
         record=brain.record,
         state=brain.state.name,
-        title=states.title(brain.state),
-        reason=brain.reason,
+        title=RUN_STATES["running"] if elsewhere else states.title(brain.state),
+        reason=_ELSEWHERE if elsewhere else brain.reason,
         model=training.model.name,
         ranks=ranks_in_words(training.company.ranks, training.company.nodes, training.company.shards),
         pid=hello.pid,
@@ -300,6 +303,12 @@ def run_view(brain: RunSession, silent_s: float, node: Node | None = None) -> Ru
         gain=None if gain is None else _gain_view(gain),
         gpu=_gpu_view(brain, None if node is None else node.gpu(hello.run)),
     )
+
+
+def _trains_elsewhere(brain: RunSession, store: Store | None) -> bool:
+    """Whether a run has ended here, and another process that searches by itself has gone on with it."""
+    process = store.trained_by(brain.record) if store is not None and brain.record is not None and brain.over else None
+    return process not in (None, brain.hello.run)
 
 
 def _account_view(account: Account, gain: Mapping[str, float] | None) -> AccountView:
@@ -358,7 +367,7 @@ def run_details(brain: RunSession, silent_s: float, store: Store | None, node: N
     Raises:
         StoreError: the store could not be read.
     """
-    view, record = run_view(brain, silent_s, node), brain.record
+    view, record = run_view(brain, silent_s, node, store), brain.record
     steps, curve = list(brain.steps), _curve(brain)
     if store is None or record is None:
         return RunDetails(run=view, gain=None, steps=steps, **curve, trials=[], incumbent=None, decisions=[], eras=[])

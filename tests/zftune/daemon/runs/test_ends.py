@@ -16,6 +16,9 @@ from zftune.daemon.runs import registry, session
 from zftune.daemon.runs.states import NotAllowedError
 from zftune.daemon.runs.views import run_view
 from zftune.errors import DaemonError
+from zftune.store import open_store
+from zftune.store.account import Count, Pulse
+from zftune.store.locks import RunLocks
 from zftune.store.types import PresetState, RunState, TrialState
 from zftune.tuner import setup, worker
 from zftune.tuner.search import Search
@@ -215,6 +218,32 @@ def test_a_run_that_said_goodbye_is_shown_as_ended_at_once_and_written_down_whoe
     assert world.store.runs()[0].state is RunState.FINISHED
     assert went_on == [True]  # nobody who looks after leases has waited for it
     assert "zftune keeps" in agent.goodbye()["sentence"]  # said again, it is heard all the same
+
+
+def test_a_run_that_a_training_without_a_daemon_has_gone_on_with_has_not_ended(world: World) -> None:
+    agent = world.agent()
+    agent.run_until("searching")
+    agent.goodbye()
+    brain = world.registry.brain(RUN)
+    until(lambda: brain.over)
+    assert brain.record is not None
+
+    def shown() -> tuple[str, str]:
+        view = run_view(brain, 0.0, store=world.store)
+        return view.title, view.reason
+
+    ended = ("ended", "the training has ended")
+    assert shown() == ended
+    goes_on = ("still running", "a training that asks no daemon has gone on with it; zftune explain tells of it")
+    with open_store(str(world.path)) as store:
+        run = store.resume_run(brain.record)
+        for process, expected in ((RUN, ended), (run.token, goes_on)):  # its own process has yet to end, or another
+            pulse = Pulse(RunLocks(world.path), brain.record, process)
+            assert pulse.beat(Count(steps=7, seconds=70.0), None)
+            assert shown() == expected
+            pulse.close(remove=True)
+        store.interrupt_run(run)
+    assert shown() == ended
 
 
 @pytest.mark.parametrize("command", ["stop", "rollback"])
