@@ -247,8 +247,8 @@ class Executor:
         self._of_incumbent_ms: deque[float] = deque(maxlen=_KEPT_STEPS)
         """The last steps that it took, measured or not."""
         self._before_ms: float | None = None
-        self._rates: tuple[float, ...] = ()
         """What a step took by these, when the request came."""
+        self._rates: tuple[float, ...] = ()
         self._incumbent_step_s: float | None = None
         """What the incumbent takes for a step, by what was asked for last."""
 

@@ -401,11 +401,8 @@ class Search:
         """Bound what may be late from here on; a search that was ended for good stays as it is."""
         if isinstance(self.state, Stopped) and self.state.final:
             return
-        if (
-            self.bound(movement_percent, outcome.movement_rate)
-            and request.role == "start"
-            and outcome.status == "measured"
-        ):
+        moved = self.bound(movement_percent, outcome.movement_rate)
+        if moved and request.role == "start" and outcome.status == "measured":
             self.book.incumbent.pace = None  # what the machine does now was learnt just before
 
     def _measured(self, trial: Trial, request: Request, outcome: Outcome) -> None:

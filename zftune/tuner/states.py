@@ -21,9 +21,9 @@ AT_S = "at_s"
 LEARNING_RATE = "learning_rate"
 """In a run's settings: of its first training, at its highest; in those of a remark: of the one that goes on."""
 TRAINED_ON = "trained_on"
+"""In those of a remark: the tuning ended, and the training did not."""
 TOKENS = "tokens"
 """In those of a decision to begin again: how many a step has from here on; elsewhere that is no reason for it."""
-"""In those of a remark: the tuning ended, and the training did not."""
 
 
 @dataclass(frozen=True, slots=True)
