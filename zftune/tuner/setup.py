@@ -324,8 +324,8 @@ def _of_lateness(space: Space, base: Setting, prepared: Prepared) -> Iterator[st
         return
     if space.movement_percent is None:
         yield (
-            "How far the weights move in a step is not known yet: until a measurement tells it, late updates are bounded "
-            "by their lateness, not by the loss that they may cost."
+            "How far the weights move in a step is not known yet: until a measurement tells it, late updates are "
+            "bounded by their lateness, not by the loss that they may cost."
         )
         return
     begins_earlier = not prepared.resumed and prepared.search.book.incumbent.setting == space.base
