@@ -320,7 +320,10 @@ def prepare(
 
 def _of_lateness(space: Space, base: Setting, prepared: Prepared) -> Iterator[str]:
     """What is to be told of the bound on lateness, and of what the search begins from because of it."""
-    if space.quality == "exact" or space.fixed_because:
+    if space.quality == "exact":
+        return
+    if space.fixed_because:
+        yield f"Settings that change the trajectory stay: {space.fixed_because}."
         return
     if space.movement_percent is None:
         yield (

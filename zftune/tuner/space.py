@@ -156,7 +156,7 @@ Coverage = Callable[[float], float]
 """Share of the gradient energy in the top k columns, for every k from 0 to 1."""
 
 
-_NO_LOSS = "no loss is known, so that a training that goes wrong would not be noticed"
+_NO_LOSS = "no loss is known (zftune.log_loss tells it), so that a training that goes wrong would not be noticed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -431,9 +431,6 @@ class Tuner:
             called = self.run_id[:8]
             watch = f"its decisions: zftune explain {called} (live, with ZFTUNE_ONLINE=daemon: zftune top)"
             _logger.info("zftune tunes this training as run %s; %s", called, watch)
-        space = None if self._driver.search is None else self._driver.search.book.space
-        if space is not None and space.fixed_because and self._live is not None:
-            _logger.info("Settings that change the trajectory stay: %s.", space.fixed_because)
         return self._live is not None
 
     def _hear_early(self, step: int, loss: float) -> None:

@@ -161,6 +161,7 @@ def test_without_a_loss_the_trajectory_stays(attach: Attach, store: Store) -> No
     search = tuner.search
     assert search is not None
     assert search.book.space.fixed_because.startswith("no loss is known")
+    assert any(one.startswith("Settings that change the trajectory stay: no loss is known (") for one in tuner.notices)
     kept = Setting.of(BEGIN)
     for trial in search.book.trials:
         assert trial.setting.knobs() | {"host_threads": None} == kept.knobs() | {"host_threads": None}
