@@ -279,6 +279,10 @@ def entries(document: Document) -> Iterator[Entry]:
             )
         told = [] if note["kind"] != "crash" else [one for one in note["measured"] if not history[one]["steps"]]
         numbers = [one for one in note["measured"] if one not in told]  # its reason says it
+        earlier = [one for one in numbers if history[one]["era"] < note["era"]]
+        if earlier:  # by which the next era was begun
+            yield _undecided(document, earlier, "Nothing was decided by this before the search began again.")
+            numbers = [one for one in numbers if one not in earlier]
         lines = [_of_trial(document, note["trial"], history[one]) for one in numbers]
         yield Entry(note["at_s"], note, note["reason"], lines, note["era"])
     left = [number for number in history if number not in used]

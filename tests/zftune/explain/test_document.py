@@ -472,6 +472,26 @@ def test_each_part_of_a_search_says_why_it_begins(timed: Store, clock: Clock) ->
     ]
 
 
+def test_a_measurement_stands_in_the_part_of_the_search_that_counts_it(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start, tried = rows.trial("start"), rows.trial(topk_ratio=0.3)
+    rows.measure(start, "start", 100)
+    rows.decide("start", start)
+    rows.measure(tried, "explore", 90)
+    rows.measure(start, "a1", 150)
+    rows.decide("reopen", start, "Other times.")
+    rows.measure(start, "start", 150)
+    rows.decide("start", start)
+    found = explained(timed, rows.run, clock)
+    counted = [one["measurements"] for one in found["eras"]]
+    told = [0, 0]
+    for one in words.entries(found):
+        told[one.era] += len(one.measured)
+    assert sum(told) == len(found["history"])
+    shown = [(one.era, one.reason) for one in words.entries(found) if one.measured]
+    assert shown[1] == (0, "Nothing was decided by this before the search began again."), (counted, shown)
+
+
 def test_a_setting_that_was_tried_again_counts_once(timed: Store, clock: Clock) -> None:
     rows = ByHand(timed, clock, begin(timed))
     start = rows.trial("start")
