@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from zftune.errors import BadInputError, ProfileError
 
@@ -119,7 +119,7 @@ def profile_steps(train: Callable[[], object], *, steps: int = 60, warmup: int =
     from zftune.profile.sampling import Sampling
 
     for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
-        if not isinstance(cast(object, value), int) or value < least:  # a notebook is not type checked
+        if not hasattr(value, "__index__") or value < least:  # NumPy's integers too; a notebook is not type checked
             raise BadInputError(f"{name} is {value!r}; it must be an integer of {least} or more")
     with tempfile.TemporaryDirectory(prefix="zftune-") as folder:
         with Sampling(lambda: [os.getpid()]) as sampling:

@@ -41,7 +41,7 @@ class LastSave:
     def of_model(self) -> None:
         """Its `state_dict()` is taken."""
         training = self._training
-        if training.shows_flushed or not training.model.has_pending:
+        if training.shows_flushed or not training.model.may_lack_updates:
             self._whole = training.clock.step
             return
         deferred = [weight for weight in training.model.weights if weight.deferred is not None]
@@ -50,7 +50,7 @@ class LastSave:
 
     def of_state(self) -> None:
         """The optimizer's is."""
-        if self._training.model.has_pending:
+        if self._training.model.may_lack_updates:
             self._count(-1)
 
     def warn(self, advice: str) -> None:

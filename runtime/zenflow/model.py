@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from zenflow.config import ZenFlowConfig
 from zenflow.errors import UnsupportedError
+from zenflow.host.tasks import LogEntry
 from zenflow.layout import ModelPlan, WeightPlan, conv1d_weights, plan_model, plan_order
 from zenflow.runtime import Runtime
 from zenflow.sharded import model_parameter, require_whole
@@ -46,11 +47,26 @@ class ModelState:
 
     @property
     def has_pending(self) -> bool:
-        """Whether there are gradients that a reader of the weights would not see everywhere; waits for nothing."""
-        entries = [entry for weight in self.weights for entry in weight.pending_entries()]
-        for flight in self.windows.in_flight:
-            entries += () if flight.late else flight.window.entries  # what is late arrives before it is read
+        """Whether gradients wait that a reader of the weights would not see everywhere.
+
+        Waits for the device to tell which steps were skipped, so that all ranks say the same.
+        """
+        entries = list(self._pending())
+        for entry in entries:
+            if entry.control is not None:
+                entry.control.transfer.wait()
         return any(entry.may_count for entry in entries)
+
+    @property
+    def may_lack_updates(self) -> bool:
+        """`has_pending`, as far as is known: waits for nothing, so that ranks may differ."""
+        return any(entry.may_count for entry in self._pending())
+
+    def _pending(self) -> Iterator[LogEntry]:
+        for weight in self.weights:
+            yield from weight.pending_entries()
+        for flight in self.windows.in_flight:
+            yield from () if flight.late else flight.window.entries  # what is late arrives before it is read
 
     def split(self, groups: Groups, config: ZenFlowConfig) -> Split:
         """How the parameters would be split; changes nothing.

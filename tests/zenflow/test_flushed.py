@@ -20,6 +20,7 @@ from tests.tiers import by_day, combinations
 from tests.zenflow.script_cases import Setting, ours, setting, with_module
 from tests.zenflow.small import Stack, seeded, tokens_of
 from zenflow import ZenFlowAdamW, ZenFlowConfig
+from zenflow.device import Transfer
 
 STEPS = 10
 
@@ -353,6 +354,21 @@ def test_weights_that_were_loaded_after_the_last_step_lack_none_of_its_updates(
     assert len(saved_at_the_end(load_the_best, caplog)[2]) == 1
 
 
+class OnceWaited(Transfer):
+    """A transfer that has not arrived before somebody waits for it."""
+
+    def __init__(self, of: Transfer) -> None:
+        self.begin, self.end, self.nbytes = of.begin, of.end, of.nbytes
+        self._of, self._waited = of, False
+
+    def wait(self) -> None:
+        self._of.wait()
+        self._waited = True
+
+    def done(self) -> bool:
+        return self._waited
+
+
 def test_a_step_that_was_skipped_is_not_pending(caplog: pytest.LogCaptureFixture) -> None:
     model = seeded(Stack, torch.float32, depth=1)
     optimizer = ZenFlowAdamW(model.parameters(), lr=0.02, config=replace(LATE, skip_nonfinite=True), module=model)
@@ -360,6 +376,10 @@ def test_a_step_that_was_skipped_is_not_pending(caplog: pytest.LogCaptureFixture
     optimizer.flush()
     model(tokens_of(5)).mul(float("inf")).backward()
     optimizer.step()
+    for weight in optimizer._training.model.weights:
+        for entry in weight.pending_entries():
+            assert entry.control is not None
+            entry.control.transfer = OnceWaited(entry.control.transfer)  # ranks hear of it at other times
     with optimizer.torch_state():
         optimizer.state_dict()
     model.state_dict()

@@ -348,6 +348,16 @@ _PASSES = "import deepspeed\nfrom pathlib import Path\n"
         ("config = 'own.json'\ndef main(config): deepspeed.initialize(config=config)\n", False),
         ("json.dump(made, file)\ndeepspeed.initialize(config='own.json')\n", False),
         ("deepspeed.initialize(config=json.load(open('own.json')))\n", False),
+        ("def main():\n    args = parse()\n    deepspeed.initialize(config='own.json')\nmain()\n", True),
+        ("def main():\n    deepspeed.initialize(config='own.json')\nif args.ds:\n    main()\n", False),
+        (
+            "def main():\n    if not args.ds:\n        return\n    deepspeed.initialize(config='own.json')\nmain()\n",
+            False,
+        ),
+        ("if not args.ds:\n    plain()\n    sys.exit()\ndeepspeed.initialize(config='own.json')\n", False),
+        ("def made(): return deepspeed.initialize(config='own.json')\n{'ds': made}.get(how, plain)()\n", False),
+        ("if big: deepspeed.initialize(config='big.json')\nelse: deepspeed.initialize(config='own.json')\n", False),
+        ("try:\n    plain()\nexcept OSError:\n    deepspeed.initialize(config='own.json')\n", False),
     ],
 )
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
@@ -362,6 +372,14 @@ def test_a_ds_config_whose_path_the_script_passes_is_judged_before_it_starts(
     assert ("own.json': amp.enabled is True; it must be false" in str(done.exception)) == seen
     assert ("It names no ds_config" in done.output) != seen
     assert started == []
+
+
+@pytest.mark.parametrize("word", ["export X=" + 300 * "x" + "; python train.py", "cat a\0b.py", "folder.py"])
+def test_a_word_that_is_no_file_is_the_trainings_own_matter(tmp_path: Path, started: list[Any], word: str) -> None:
+    (tmp_path / "folder.py").mkdir()
+    done = invoke("--dry-run", "--", "bash", "-c", word)
+    assert (done.exit_code, done.exception, started) == (0, None, [])
+    assert "It names no ds_config" in done.output
 
 
 @pytest.mark.parametrize("dry", [True, False])

@@ -50,8 +50,9 @@ class Facts:
         self._model: dict[str, Any] = {}
         self._shape: tuple[int | None, int | None] | None = None
         self._batches = self._steps = self._passes = 0
-        self._in_step: deque[int] = deque(maxlen=_MOST_BATCHES)
-        """Tokens of each batch of the open step, an evaluation's among them."""
+        self._in_step: deque[tuple[int, bool]] = deque(maxlen=_MOST_BATCHES)
+        """Tokens of each batch of the open step, and whether gradients were on when it came: in most evaluations they
+        are not."""
         self._fewest: int | None = None
         """Batches of a step with backward, at the least."""
         self._workers: int | None = None
@@ -84,7 +85,7 @@ class Facts:
         self._batches += 1
         self._workers = workers
         tokens = None if self._shape is not None and self._shape[1] is None else _tokens(batch)
-        self._in_step.append(0 if tokens is None else tokens.numel())
+        self._in_step.append((0 if tokens is None else tokens.numel(), torch.is_grad_enabled()))
         if self._shape is None:
             first = next(iter(_tensors(batch, _DEPTH)), None)
             if tokens is not None:
@@ -99,17 +100,19 @@ class Facts:
     def step_ended(self) -> int | None:
         """A step with a known beginning is over: the tokens of its batches; None where batches have none.
 
-        Batches beyond the passes of backward, and beyond the fewest of any step, are an evaluation's, which comes
-        before those that are trained on.
+        Those that came while gradients were off are an evaluation's; so are the first ones beyond the passes of
+        backward, and beyond the fewest of any step, since a pass may be of several batches.
         """
         self._steps += 1
+        graded = [tokens for tokens, with_gradients in self._in_step if with_gradients]
+        counted = [tokens for tokens, _ in self._in_step]
         if self._passes:
-            self._fewest = len(self._in_step) if self._fewest is None else min(self._fewest, len(self._in_step))
-        beside = max(0, len(self._in_step) - max(self._passes, self._fewest or 0)) if self._passes else 0
-        tokens = sum([*self._in_step][beside:])
-        self._batches -= beside
+            counted = graded if len(graded) >= self._passes else counted
+            self._fewest = min(self._fewest or len(counted), len(counted))
+            counted = counted[max(0, len(counted) - max(self._passes, self._fewest)) :]
+        self._batches -= len(self._in_step) - len(counted)
         self.forget_batches()
-        return None if self._shape is None or self._shape[1] is None else tokens
+        return None if self._shape is None or self._shape[1] is None else sum(counted)
 
     def forget_batches(self) -> None:
         """The open step begins anew."""

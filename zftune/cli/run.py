@@ -81,7 +81,9 @@ def _require_all_there(command: Sequence[str], environment: Mapping[str, str]) -
         raise BadInputError(f"CMD '{command[0]}': there is no such program")
     for option, value in missing(command):
         raise BadInputError(f"{option} '{value}': there is no such file")
-    script = next((word for word in command if word.endswith(".py")), None)
+    before = ("", *command)  # what a shell or Python is told behind -c names no file
+    scripts = (word for last, word in zip(before, command, strict=False) if word.endswith(".py") and last != "-c")
+    script = next(scripts, None)
     if script is not None and script_of(command) is None:
         raise BadInputError(f"CMD '{command[0]}': there is no script '{script}'")
 
@@ -498,8 +500,14 @@ def _may_name_one(command: Sequence[str]) -> bool:
 
 def _may_hand_one(command: Sequence[str]) -> bool:
     """Whether a script of a command may give one to DeepSpeed itself."""
-    scripts = (Path(word) for word in command if word.endswith(".py"))
-    return any("deepspeed" in one.read_text(errors="replace") for one in scripts if one.is_file())
+    return any(_speaks_of_deepspeed(word) for word in command if word.endswith(".py"))
+
+
+def _speaks_of_deepspeed(word: str) -> bool:
+    try:
+        return b"deepspeed" in Path(word).read_bytes()
+    except (OSError, ValueError):  # no file's name, or somebody else's: the training's own matter
+        return False
 
 
 def _named(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[Source]:

@@ -79,18 +79,21 @@ def _list_stored() -> None:
     from zftune.store import open_store
     from zftune.store.account import Account
     from zftune.store.store import facts_of, goes_on
+    from zftune.store.types import RunState
 
     with open_store() as store:
         found = store.runs()
         for run in found:
             lives, total = goes_on(store, run, time.time()), (store.account(run.run_id) or Account()).total
-            state = RUN_STATES["running" if lives else "ended" if run.state == "lost" else run.state.value]
+            state = RUN_STATES["running" if lives else "finished" if run.state is RunState.FINISHED else "ended"]
             began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began_unix_s))
             model = escaped(facts_of(store, run.key)[0].name or run.key.model_id)
             took = f"{total.steps:,} steps in {seconds(total.seconds)}" if total.steps else "no step counted"
             typer.echo(f"{run.run_id[:SHOWN]}  {began}  {state:<13}  {model}, quality {run.key.quality}, {took}")
-    if not found:
-        typer.echo("The store has no runs yet; zftune run --online -- CMD makes one.")
+        for notice in store.notices:
+            typer.echo(f"zftune: {notice}", err=True)
+        if not (found or store.notices):
+            typer.echo("The store has no runs yet; zftune run --online -- CMD makes one.")
 
 
 def _trained_alone() -> str:

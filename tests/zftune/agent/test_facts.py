@@ -130,6 +130,23 @@ def test_an_evaluations_batches_are_none_of_a_steps() -> None:
     assert facts.model()["tokens_per_step"] == 2 * 3 * 7  # in the mean of three steps, rounded to whole batches
 
 
+def test_batches_that_come_while_gradients_are_off_are_an_evaluations() -> None:
+    facts = Facts()
+    facts.look(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), WallClock())
+    for evaluated in (10, 1, 1):  # before each step, the first one too
+        with torch.no_grad():
+            for _ in range(evaluated):
+                facts.batch(IDS)
+        facts.batch(IDS)
+        facts.backward_begins()
+        assert facts.step_ended() == 3 * 7
+    assert facts.model()["tokens_per_step"] == 3 * 7
+    with torch.no_grad():  # a loop that fetches like this trains on what it fetches
+        facts.batch(IDS)
+    facts.backward_begins()
+    assert facts.step_ended() == 3 * 7
+
+
 def test_several_batches_of_one_backward_all_count() -> None:
     facts = Facts()
     facts.look(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), WallClock())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +23,8 @@ from zftune.errors import BadInputError, NoDaemonError, ZftuneError
 from zftune.store import open_store
 from zftune.store.account import Account, Count, Pulse
 from zftune.store.locks import RunLocks
-from zftune.store.types import Hardware, Key, Model
+from zftune.store.store import Store
+from zftune.store.types import Hardware, Key, Model, Run
 from zftune.tuner.space import Setting
 
 Tell = Callable[..., tuple[int, str, str]]
@@ -223,6 +226,16 @@ def test_rollback_and_stop_of_a_run(tell: Tell, folder: Path, monkeypatch: pytes
             assert err == f"{absent}; all runs of the store: zftune runs list --all\n"
 
 
+def begin(store: Store, name: str) -> Run:
+    """Write a run down that has begun."""
+    key = Key(
+        model_id="a" * 16, hw_id="b" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1,
+        micro_batch=1, sequence=64, checkpointing=False, quality="published",
+    )  # fmt: skip
+    model = Model(model_id=key.model_id, name=name)
+    return store.begin_run(key, model, Hardware(hw_id=key.hw_id), knobs={})
+
+
 def test_all_runs_of_the_store_are_listed_without_a_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,15 +245,8 @@ def test_all_runs_of_the_store_are_listed_without_a_daemon(
     assert tell("runs", "list", "--all")[:2] == (
         0, "The store has no runs yet; zftune run --online -- CMD makes one.\n",
     )  # fmt: skip
-    key = Key(
-        model_id="a" * 16, hw_id="b" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1,
-        micro_batch=1, sequence=64, checkpointing=False, quality="published",
-    )  # fmt: skip
     with open_store(str(tmp_path / "z.db")) as store:
-        runs = []
-        for name in ("first", "second", EVIL):
-            model = Model(model_id=key.model_id, name=name)
-            runs.append(store.begin_run(key, model, Hardware(hw_id=key.hw_id), knobs={}))
+        runs = [begin(store, name) for name in ("first", "second", EVIL)]
         store.finish_run(runs[0], Account(process="p", now=Count(steps=1234, seconds=70.0)))
         store.interrupt_run(runs[1])
         code, out, _ = tell("runs", "list", "--all")
@@ -253,6 +259,23 @@ def test_all_runs_of_the_store_are_listed_without_a_daemon(
     assert "\x1b" not in out
     code, _, err = tell("runs", "list", "--all", "--json", "-")
     assert (code, err.count("\n")) == (2, 1)
+
+
+def test_a_run_that_was_killed_is_listed_as_ended_and_a_store_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ZFTUNE_DB", str(tmp_path / "z.db"))
+    tell = teller(capsys)
+    killed = "import os; from tests.zftune.daemon.test_runs_command import *; begin(open_store(), 'm'); os._exit(9)"
+    root = Path(__file__).resolve().parents[3]
+    assert subprocess.run([sys.executable, "-c", killed], cwd=root, check=False).returncode == 9
+    code, out, err = tell("runs", "list", "--all")
+    assert (code, err, out.count("ended early"), out.count("\n")) == (0, "", 1, 1)
+    (tmp_path / "broken.db").write_bytes(b"no database" * 100)
+    monkeypatch.setenv("ZFTUNE_DB", str(tmp_path / "broken.db"))
+    code, out, err = tell("runs", "list", "--all")
+    assert (code, out) == (0, "")
+    assert re.fullmatch(r"(zftune: \$ZFTUNE_DB is corrupt .*\n)+", err)
 
 
 def test_a_file_that_cannot_be_written_is_found_out_before_anything_is_done(tell: Tell, runs: list[Training]) -> None:

@@ -89,7 +89,7 @@ def _answer(kind: type[Any]) -> dict[int | str, dict[str, Any]]:
 
 def _add_readers(routes: APIRouter, registry: Registry, node: Node | None) -> None:
     @routes.get("")
-    async def runs() -> list[RunView]:
+    def runs() -> list[RunView]:  # in a thread: it asks the store which trainings live
         """The runs that are followed, and the last that have ended."""
         return [run_view(brain, registry.silent_s(brain), node, registry.store) for brain in registry.shown()]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 V = TypeVar("V")
 _RECENT = 20
-_ELSEWHERE = "a training that asks no daemon has gone on with it; zftune explain tells of it"
+_ELSEWHERE = "another training has gone on with it; zftune explain tells of it"
 _MOST_APART = 10.0
 """Percentage points between waiting by events and idleness by NVML: more than that is pointed out."""
 
@@ -266,7 +266,7 @@ def run_view(brain: RunSession, silent_s: float, node: Node | None = None, store
         brain: of the run.
         silent_s: since its agent was heard of.
         node: samples its GPU.
-        store: knows of a training that has gone on with the run and asks no daemon; None: it is not asked.
+        store: knows of a training that has gone on with the run; None: it is not asked.
     """
     elsewhere = _trains_elsewhere(brain, store)
     steps, curve = list(brain.steps)[-_RECENT:], brain.curve.curve()
@@ -306,7 +306,7 @@ def run_view(brain: RunSession, silent_s: float, node: Node | None = None, store
 
 
 def _trains_elsewhere(brain: RunSession, store: Store | None) -> bool:
-    """Whether a run has ended here, and another process that searches by itself has gone on with it."""
+    """Whether a run has ended here, and another process has gone on with it."""
     process = store.trained_by(brain.record) if store is not None and brain.record is not None and brain.over else None
     return process not in (None, brain.hello.run)
 

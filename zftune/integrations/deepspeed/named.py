@@ -396,6 +396,11 @@ _JSON = (".json", ".hjson")
 _SUFFIXES = (".json", ".yaml", ".yml")
 _DEEPEST = 4  # names and calls that a path goes through, such as str(CONFIG)
 _WRITES = ("dump", "write", "write_text")
+_EXITS = ("exit", "quit", "sys.exit", "os._exit", "SystemExit", "SystemExit()")
+_MAYBE = (
+    *(ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.For, ast.While, ast.ExceptHandler, ast.comprehension, ast.Lambda),
+    *(ast.AsyncFunctionDef, ast.ClassDef),
+)  # what stands in one of them may never run
 _LARGEST_BYTES = 1 << 20  # of the arguments of a training; data in JSON is more
 
 
@@ -431,8 +436,7 @@ def _handed(script: Path | None) -> Path | None:
         nodes = list(ast.walk(ast.parse(b"" if script is None else script.read_bytes())))
     except (OSError, SyntaxError, ValueError):
         return None
-    calls = [one for one in _certain(nodes[0]) if isinstance(one, ast.Call)] if nodes else []
-    calls = [one for one in calls if ast.unparse(one.func).endswith("initialize")]
+    calls = [one for one in nodes if isinstance(one, ast.Call) and ast.unparse(one.func).endswith("initialize")]
     passed = [one.value for call in calls for one in call.keywords if one.arg == "config"]
     bound = [one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
     bound += [one.arg for one in nodes if isinstance(one, ast.arg)]
@@ -442,7 +446,7 @@ def _handed(script: Path | None) -> Path | None:
         for one in nodes
         if isinstance(one, ast.Assign) and bound.count(ast.unparse(one.targets[0])) == 1
     }
-    if script is None or writes or len(passed) != 1:
+    if script is None or writes or len(passed) != 1 or len(calls) != 1 or not _runs_always(nodes[0], calls[0]):
         return None
     value = passed[0]
     for _ in range(_DEEPEST):
@@ -458,14 +462,42 @@ def _handed(script: Path | None) -> Path | None:
     return path if path.is_file() else None
 
 
-def _certain(tree: ast.AST) -> Iterator[ast.AST]:
-    """What is there whatever is so: not what stands under an `if`, but for that of a script's guard."""
-    left = [tree]
-    while left:
-        node = left.pop()
-        yield node
-        is_open = not isinstance(node, (ast.If, ast.IfExp)) or "__name__" in ast.unparse(node.test)
-        left += ast.iter_child_nodes(node) if is_open else ()
+def _runs_always(tree: ast.AST, call: ast.Call) -> bool:
+    """Whether a script calls it whatever is so: nothing that it stands in, or that comes before, may leave it out."""
+    above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    if any(_is_exit(one) and _under(_MAYBE, one, above) for one in ast.walk(tree)):
+        return False
+    node: ast.AST = call
+    reached = {call}
+    while node in above:
+        node = above[node]
+        if isinstance(node, _MAYBE) and not _is_guard(node):
+            return False
+        if isinstance(node, ast.FunctionDef):
+            returns = [one for one in ast.walk(node) if isinstance(one, ast.Return) and one.lineno < call.lineno]
+            ways = [one for one in ast.walk(tree) if isinstance(one, ast.Call) and ast.unparse(one.func) == node.name]
+            if len(ways) != 1 or ways[0] in reached or any(_under(_MAYBE, one, above) for one in returns):
+                return False
+            node = call = ways[0]
+            reached.add(call)
+    return True
+
+
+def _is_guard(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+
+
+def _is_exit(node: ast.AST) -> bool:
+    called = node.func if isinstance(node, ast.Call) else node.exc if isinstance(node, ast.Raise) else None
+    return called is not None and ast.unparse(called) in _EXITS
+
+
+def _under(kinds: tuple[type, ...], node: ast.AST, above: Mapping[ast.AST, ast.AST]) -> bool:
+    while node in above:
+        node = above[node]
+        if isinstance(node, kinds) and not _is_guard(node):
+            return True
+    return False
 
 
 def missing(command: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -234,7 +234,7 @@ def test_a_run_that_a_training_without_a_daemon_has_gone_on_with_has_not_ended(w
 
     ended = ("ended", "the training has ended")
     assert shown() == ended
-    goes_on = ("still running", "a training that asks no daemon has gone on with it; zftune explain tells of it")
+    goes_on = ("still running", "another training has gone on with it; zftune explain tells of it")
     with open_store(str(world.path)) as store:
         run = store.resume_run(brain.record)
         for process, expected in ((RUN, ended), (run.token, goes_on)):  # its own process has yet to end, or another
