@@ -46,9 +46,9 @@ PARTS = (
     Part("deepspeed-zenflow", 150, 25),
     Part("synchronised", 35, 15),
     Part("loader", 35, 15),
-    Part("exactness", 60, 20),
+    Part("exactness", 110, 20),
     Part("ratios", 75, 20),
-    Part("search", 90, 30),
+    Part("search", 150, 30),
     Part("commands", 150, 60),
     Part("kernel-tests", 600, 20),
 )

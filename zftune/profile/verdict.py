@@ -35,6 +35,11 @@ _WAITS = {
     "data": "the next batch",
 }
 _COMPUTE = "What is left is compute: a lower precision, torch.compile or a faster device shortens it."
+_IDLE_FOR_LAUNCHES = 0.5
+"""Share of the time, stall left out, in which a device has nothing to run: from here on its speed bounds no step."""
+_FEWER_LAUNCHES = (
+    "More tokens a step or torch.compile help against that; a faster device or a lower precision does not."
+)
 _PLAIN_ADVICE = {
     "other": "Look there for logging, evaluation, clipping and .item() calls: none of them has to happen every step.",
     "comm": "Look at the interconnect, or give every rank a larger micro-batch.",
@@ -138,7 +143,28 @@ def _advice_on_compute(name: str, document: Document) -> str:
     idle = used is not None and used < _IDLE_PERCENT * len(document["ranks"])
     if document["stall"] is None and idle and _core_pressure(document) is None:  # else it waits for a core
         return _IDLE.format(cores=number((used or 0.0) / 100))
-    return _NO_LOADER if name == "forward" and document["phases_ms"]["data"] is None else _COMPUTE
+    if name == "forward" and document["phases_ms"]["data"] is None:
+        return _NO_LOADER
+    return _COMPUTE if idle_for_launches(document) is None else f"{_launches(document)} {_FEWER_LAUNCHES}"
+
+
+def idle_for_launches(document: Document) -> float | None:
+    """Share of the time in which the device ran nothing, beyond its stall; None: it is not what bounds the step."""
+    busy, stall = (document["nvml"] or {}).get("utilisation_percent"), document["stall"]
+    if busy is None or stall is None or document["rig"] is not None or stall["fraction"] >= _SMALL_STALL:
+        return None
+    idle = 1 - float(busy) / 100 - float(stall["fraction"])
+    return idle if idle >= _IDLE_FOR_LAUNCHES else None
+
+
+def _launches(document: Document) -> str:
+    profiled = document.get("idle")
+    counted = "" if profiled is None else f" ({ms(profiled['by_cause']['launch'])} a step by torch.profiler)"
+    idle = percent(1 - document["nvml"]["utilisation_percent"] / 100)
+    return (
+        f"NVML saw the device idle {idle} of the time: the training thread launches operations more slowly than the "
+        f"device runs them{counted}."
+    )
 
 
 def _longest(values: Mapping[str, float]) -> str:
@@ -184,8 +210,8 @@ def _disagreement(document: Document) -> str | None:
     if stall is None or busy is None or document["rig"] is not None:
         return None
     idle, stalled = 1 - busy / 100, stall["fraction"]
-    if round(100 * abs(idle - stalled), 6) <= DISAGREEMENT_POINTS:
-        return None
+    if round(100 * abs(idle - stalled), 6) <= DISAGREEMENT_POINTS or idle_for_launches(document) is not None:
+        return None  # within reach of each other, or told as what bounds the step
     profiled = document.get("idle")
     of_launches = "" if profiled is None else f" ({ms(profiled['by_cause']['launch'])} a step by torch.profiler)"
     why = (
@@ -371,6 +397,11 @@ def _bound(document: Document) -> str:
     phases = {name: value for name, value in (document["phases_ms"] or {}).items() if value is not None}
     if not phases:
         return "What bounds the step was not measured."
+    if idle_for_launches(document) is not None:
+        resident = (document["baselines"] or {}).get("no_offload")
+        step = "" if resident is None else f", {ms(resident['step_ms']['mean'])} a step without offloading"
+        whole = f"What bounds the step now is the training thread{step}. {_launches(document)}"
+        return f"{whole} Offloading makes such calls for each weight. {_FEWER_LAUNCHES}"
     name, value = max(phases.items(), key=lambda item: item[1])
     return f"What bounds the step now is {_of_step(_OWN_WORK, name, value, document)}."
 

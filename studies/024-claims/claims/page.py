@@ -37,6 +37,8 @@ SEARCHES, SIDE_BY_SIDE = "004-tuner-regret", "005-upstream-side-by-side"
 ACCURACY, LONGER = "023-accuracy", "023-accuracy/results/480-steps"
 ON_GPU = "gpu/results/h200"
 _ON_GPU_AGAIN = "gpu/run_all.py --size 1B"
+_ON_GPU_OF = "1.16B parameters, 4 x 1,024 tokens a step"
+_RATIOS_ON_GPU_AGAIN = "gpu/run_all.py --parts link adamw ratios"
 SAME = 0.01
 """Steps that differ by less are as long."""
 STUDIES = ("024-claims", SEARCHES, SIDE_BY_SIDE, ACCURACY, LONGER, ON_GPU)
@@ -98,7 +100,9 @@ def claims(found: Mapping[str, Figures]) -> list[Claim]:
         _accuracy(found[ACCURACY], found[LONGER]),
         *_tuned(figures, found[SEARCHES]),
         *_twin_flow(figures),
+        _twin_flow_on_gpu(found[ON_GPU]["machine"]["ratios"]),
         *_both(figures),
+        _both_on_gpu(found[ON_GPU]["machine"]["ratios"]),
     ]
 
 
@@ -471,8 +475,10 @@ def _tuned_on_cpu(claim: str, runs: Sequence[Mapping[str, Any]]) -> Claim:
     )
 
 
+_TWIN_FLOW = "Twin-Flow: up to 6 times as fast, faster as the ratio falls, to the memory bound"
+
+
 def _twin_flow(figures: Figures) -> list[Claim]:
-    claim = "Twin-Flow: up to 6 times as fast, faster as the ratio falls, to the memory bound"
     found = of(figures, "twin-flow--")
     on_rigs = {name: one["rows"] for name, one in found.items() if "sub_groups" not in one}
     planned = {name: one for name, one in found.items() if "sub_groups" in one}
@@ -493,7 +499,7 @@ def _twin_flow(figures: Figures) -> list[Claim]:
         )
     return [
         Claim(
-            claim,
+            _TWIN_FLOW,
             f"Each of 21 ratios is at least as fast as the one above it (within {max(rise, 0):.1%}), to "
             f"{series(gains)} times ZeRO-Offload without any ({series(list(on_rigs))}); planned within {off:.1%}",
             RIGS,
@@ -501,7 +507,7 @@ def _twin_flow(figures: Figures) -> list[Claim]:
             again=_parts("twin-flow"),
         ),
         Claim(
-            claim,
+            _TWIN_FLOW,
             f"The fastest that fits, {TOKENS} tokens on each GPU. {'; '.join(reached)}. At ratio 0 nothing is "
             "offloaded: there 6 times is what not offloading wins",
             PLANNED,
@@ -510,6 +516,52 @@ def _twin_flow(figures: Figures) -> list[Claim]:
             again=_parts("twin-flow"),
         ),
     ]
+
+
+def _over_ratios(figures: Figures, system: str) -> dict[float, Mapping[str, float]]:
+    """Of one system on the GPU, by offload ratio, the highest first."""
+    return {float(name.split()[-1]): one for name, one in figures.items() if name.startswith(f"{system}, ")}
+
+
+def _twin_flow_on_gpu(figures: Figures) -> Claim:
+    found = _over_ratios(figures, "zero-offload")
+    p50, (first, *between, last) = {ratio: one["p50"] for ratio, one in found.items()}, found
+    lowest = between[-1]
+    reached = f"{p50[first] / p50[lowest]:.1f} times at ratio {lowest:g}"
+    at_zero = f"{p50[first] / p50[last]:.1f} times at ratio {last:g}, where nothing is offloaded"
+    off = [one["planned_ms"] / one["p50"] - 1 for one in found.values()]
+    more = (found[last]["allocated"] - found[first]["allocated"]) / (len(found) - 1)
+    falls = all(later <= before for before, later in pairwise(p50.values()))
+    return Claim(
+        _TWIN_FLOW,
+        f"{p50[first]:.0f} ms a step as ZeRO-Offload, {series([f'{p50[ratio]:.0f}' for ratio in between])} ms at "
+        f"ratios of {between[0]:g} to {lowest:g}, {p50[last]:.1f} at ratio {last:g}: {reached}, {at_zero}. Each "
+        f"{first - between[0]:.1g} less takes {more / 1e9:.1f} GB more on the device ({_ON_GPU_OF}); planned within "
+        f"{min(off):.0%} to {max(off):+.0%}",
+        GPU,
+        HOLDS if falls and p50[first] / p50[last] >= 6 else PART,
+        f"{reached}, {at_zero} ({_ON_GPU_OF})",
+        again=_RATIOS_ON_GPU_AGAIN,
+    )
+
+
+def _both_on_gpu(figures: Figures) -> Claim:
+    alone, both = _over_ratios(figures, "zero-offload"), _over_ratios(figures, "zenflow")
+    whole, *_ = both.values()
+    shown = [ratio for ratio in both if 0 < ratio < 0.8]
+    steps = series([f"{both[ratio]['p50']:.3g}" for ratio in shown])
+    beside_twin_flow = series([f"{alone[ratio]['p50'] / both[ratio]['p50']:.1f}" for ratio in shown])
+    beside_zenflow = series([f"{whole['p50'] / both[ratio]['p50']:.1f}" for ratio in shown])
+    more = [(both[ratio]["allocated"] - whole["allocated"]) / 1e9 for ratio in shown]
+    return Claim(
+        "ZenFlow and Twin-Flow together",
+        f"{steps} ms a step at ratios of {series([f'{ratio:g}' for ratio in shown])}: {beside_twin_flow} times as fast "
+        f"as Twin-Flow alone, {beside_zenflow} times as fast as ZenFlow alone, for {min(more):.0f} to {max(more):.0f} "
+        f"GB more on the device ({_ON_GPU_OF})",
+        GPU,
+        HOLDS if all(both[ratio]["p50"] < min(alone[ratio]["p50"], whole["p50"]) for ratio in shown) else PART,
+        again=_RATIOS_ON_GPU_AGAIN,
+    )
 
 
 def _both(figures: Figures) -> list[Claim]:

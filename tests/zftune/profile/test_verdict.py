@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from zftune.profile import figures
 from zftune.profile.verdict import least_topk_ratio, least_update_interval, verdict
 
 Document = dict[str, Any]
@@ -200,3 +201,32 @@ def test_a_coverage_far_below_what_is_assumed_has_its_sentence(document: Documen
 def test_a_loss_that_rises_has_its_sentence(document: Document) -> None:
     document["loss"] = {"first": 4.0, "last": 11.0, "error": 1.0, "trend": "rising", "count": 40, "not_finite": 0}
     assert any(one.startswith("The loss rises over the measured steps, from 4 to 11") for one in verdict(document))
+
+
+@pytest.mark.parametrize("utilisation", [27.02, 60.0])
+def test_a_device_that_has_nothing_to_run_is_not_bound_by_what_it_computes(
+    document: Document, utilisation: float
+) -> None:
+    """Figures of the built-in workload on the first GPU."""
+    on_gpu(document, memory_gb=150.75, peak_gb=6.55, parameters=402_000_000, practicality=0.39)
+    document["step_ms"] = {"mean": 252.7, "p50": 223.6, "p95": 413.6}
+    document["stall"] = {"fraction": 0.0133, "ms_per_step": 3.36, "by_cause": {"h2d": 1.4, "select": 1.96}}
+    document["phases_ms"] = {"data": 9.74, "forward": 28.7, "backward": 137.2, "optimizer": 77.0, "other": 0.0}
+    document["nvml"] = {**(document["nvml"] or {}), "utilisation_percent": utilisation}
+    document["idle"] = {"steps": 4, "ms_per_step": 273.7, "by_cause": {"stall": 12.1, "launch": 256.9, "other": 4.7}}
+    document["baselines"] = {"no_offload": {"step_ms": {"mean": 99.4, "p50": 98.2, "p95": 116.0}, "speedup": 0.39}}
+    text = " ".join(verdict(document))
+    of_launches = (
+        "What bounds the step now is the training thread, 99.4 ms a step without offloading. NVML saw the device idle "
+        "73% of the time: the training thread launches operations more slowly than the device runs them (257 ms a "
+        "step by torch.profiler)."
+    )
+    idle = utilisation < 50
+    assert (of_launches in text) == idle
+    assert ("What bounds the step now is the backward pass" in text) != idle
+    assert ("NVML saw the device idle 40% of the time, the events saw 1.3% of stall" in text) != idle
+    assert ("unless launches leave the device idle" in " ".join(figures._roofs(document))) == idle
+    document["knobs"] = document["idle"] = None  # somebody else's training
+    text = " ".join(verdict(document))
+    assert ("What is left is compute: a lower precision, torch.compile or a faster device shortens it." in text) != idle
+    assert ("a faster device or a lower precision does not." in text) == idle
