@@ -186,6 +186,12 @@ def _even_s(old: Count, new: Count, even_s: float | None) -> float | None:
     return old.seconds + (new.seconds - old.seconds) * before / (before - after)
 
 
+_UNEVEN = 1.5
+"""How often an error to one side is the other's before both are told."""
+_MOST = 0.99
+"""Of a gain, at its upper end."""
+
+
 def saved_in_words(found: Mapping[str, Any], gain: Mapping[str, float] | None) -> list[str]:
     """What a run's settings saved, and whether that has made up for exploring, as parts of a sentence.
 
@@ -199,33 +205,40 @@ def saved_in_words(found: Mapping[str, Any], gain: Mapping[str, float] | None) -
         text = saved_with_error(saved_s, gain)
         parts.append(f"saved {text}" if saved_s > 0 else f"gave up {text} for earlier updates or less memory")
     if saved_s and spent_s and even_s is not None:
-        probably = "probably " if saved_s - (_error_s(saved_s, gain) or 0.0) < spent_s else ""
+        probably = "probably " if (_ends_s(saved_s, gain) or (saved_s,))[0] < spent_s else ""
         parts.append(probably + (f"broke even after {seconds(even_s)}" if even_s else "broke even at once"))
     return parts
 
 
 def saved_with_error(saved_s: float, gain: Mapping[str, float] | None) -> str:
-    """A saved time, or one that was given up, with the error of its gain, such as "32 +/- 23 s".
+    """A saved time, or one that was given up, with the error of its gain, such as "32 +/- 23 s" or "156 s (42 to 700)".
 
     Args:
         saved_s: seconds; below 0: given up.
         gain: of the incumbent over the starting point, "share" and its "error" (two standard errors); None: there is
             none any more, so that the error is not known ("about 31.9 s").
     """
-    error_s = _error_s(saved_s, gain)
-    if error_s is None:
+    ends_s = _ends_s(saved_s, gain)
+    if ends_s is None:
         return f"about {seconds(abs(saved_s))}"
-    if error_s < 0.0005:  # of simulated time
-        return seconds(abs(saved_s))
-    digits = min(3, max(0, 1 - math.floor(math.log10(error_s))))
-    return f"{abs(saved_s):,.{digits}f} +/- {error_s:,.{digits}f} s"
+    saved_s, low_s, high_s = (saved_s, *ends_s) if saved_s > 0 else (-saved_s, -ends_s[1], -ends_s[0])
+    below_s, above_s = saved_s - low_s, high_s - saved_s
+    if below_s < 0.0005:  # of simulated time
+        return seconds(saved_s)
+    digits = min(3, max(0, 1 - math.floor(math.log10(below_s))))
+    if above_s > _UNEVEN * below_s:
+        return f"{saved_s:,.{digits}f} s ({low_s:,.{digits}f} to {high_s:,.{digits}f})"
+    return f"{saved_s:,.{digits}f} +/- {(below_s + above_s) / 2:,.{digits}f} s"
 
 
-def _error_s(saved_s: float, gain: Mapping[str, float] | None) -> float | None:
+def _ends_s(saved_s: float, gain: Mapping[str, float] | None) -> tuple[float, float] | None:
     """Of a time that was saved at this gain g: it is T g / (1 - g), where T is what training took. None: not at it."""
     if gain is None or saved_s * gain["share"] <= 0:
         return None
-    return saved_s * gain["error"] / (gain["share"] * (1 - gain["share"]))
+    share, error = gain["share"], gain["error"]
+    took_s = saved_s * (1 - share) / share
+    low, high = (took_s * end / (1 - end) for end in (share - error, min(share + error, _MOST)))
+    return low, high
 
 
 class Counter:

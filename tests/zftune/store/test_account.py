@@ -64,9 +64,12 @@ def test_what_was_saved_is_as_sure_as_the_comparison_behind_it() -> None:
     assert saved_with_error(saved_s(0.102), gain) == "31.92 +/- 0.70 s"
     assert (saved_s(0.104) - saved_s(0.100)) / 2 == pytest.approx(0.70, abs=0.005)
     assert saved_in_words(account, gain) == ["saved 31.92 +/- 0.70 s", "broke even after 90 s"]
-    gain["error"] = 0.066
+    gain["error"], account["spent_s"] = 0.066, 11.0
     assert saved_in_words(account, gain) == ["saved 32 +/- 23 s", "probably broke even after 90 s"]
-    assert saved_with_error(1e5, gain) == "100,000 +/- 72,056 s"
+    assert saved_with_error(1e5, gain) == "100,000 +/- 72,447 s"
+    far = {"share": 0.54, "error": 0.3}  # a gain that is clear saves time at its lower end, too
+    assert saved_with_error(156.0, far) == "156 s (42 to 698)"
+    assert saved_with_error(156.0, {"share": 0.54, "error": 0.9}) == "156 s (-35 to 13,156)"
     assert saved_with_error(saved_s(0.102), {"share": 0.102, "error": 0.0}) == "31.9 s"  # time is simulated
     late = {**account, "saved_s": saved_s(-0.05), "break_even_s": None}
     (lost,) = saved_in_words(late, {"share": -0.05, "error": 0.01})
