@@ -114,7 +114,7 @@ class Converted:
     weights: int
     elements: int
     copied: tuple[str, ...]
-    """Files of a folder that are in it as they were."""
+    """Files of a folder, or what else a file holds, that are there as they were."""
     notes: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
@@ -159,10 +159,10 @@ def import_checkpoint(source: str, output: str, *, ds_config: str | None = None,
     if is_file:
         if training.loss_scaler:
             training.notes.append(f"the loss scale, {training.loss_scaler['cur_scale']:g}, is not in a file")
-        save_file({"model": training.tensors(masters=False), "optimizer": optimizer}, target)
+        save_file({**opened.beside, "model": training.tensors(masters=False), "optimizer": optimizer}, target)
     else:
         save_folder(our_documents(training, optimizer), _tag(opened, training), target, rest)
-    return _converted(training, opened.form, "ours", target, rest)
+    return _converted(training, opened, "ours", target, rest)
 
 
 def export_checkpoint(
@@ -194,18 +194,20 @@ def export_checkpoint(
     with _reading(opened.what):
         training = read_ours(opened, tensors)
     if to == "plain":
-        save_file(plain_document(training), target)
+        save_file({**opened.beside, **plain_document(training)}, target)
     else:
         if "loss_scaler" in opened.document["optimizer"]:
             training.notes.append("the loss scale is not taken over: DeepSpeed begins with that of its configuration")
         save_folder(zero_documents(training, ranks), _tag(opened, training), target, rest)
-    return _converted(training, "ours", to, target, rest)
+    return _converted(training, opened, to, target, rest)
 
 
-def _converted(training: TrainingState, source_form: str, target_form: str, target: Path, rest: Rest) -> Converted:
-    weights = list(training.weights)
+def _converted(training: TrainingState, source: Source, target_form: str, target: Path, rest: Rest) -> Converted:
+    weights, beside = list(training.weights), tuple(map(str, source.beside))
+    if beside and target.is_dir():
+        training.notes.append(f"{', '.join(beside)}: left out, for which a folder of DeepSpeed's has no place")
     return Converted(
-        source_form=source_form,
+        source_form=source.form,
         target_form=target_form,
         target=target,
         rule=training.rule,
@@ -213,7 +215,7 @@ def _converted(training: TrainingState, source_form: str, target_form: str, targ
         groups=len(training.groups),
         weights=len(weights),
         elements=sum(weight.master.numel() for weight in weights),
-        copied=tuple(rest.found),
+        copied=tuple(rest.found) if target.is_dir() else beside,
         notes=(*training.notes, *rest.notes),
     )
 

@@ -202,6 +202,8 @@ class Source:
     """Where more may lie; None of a file, and where the inner folder was given."""
     tag: str | None = None
     """The inner folder's name then."""
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """What else a file holds, such as a scheduler's state."""
 
 
 def open_source(path: str, *, trust: bool) -> Source:
@@ -228,11 +230,12 @@ def open_source(path: str, *, trust: bool) -> Source:
     optimizer = document.get("optimizer") if isinstance(document, Mapping) else None
     if not _is_optimizer(optimizer):
         raise BadInputError(f'{what}: holds no optimizer\'s state_dict under "optimizer"; {_FORMS}')
+    beside = {name: value for name, value in document.items() if name not in ("model", "module", "optimizer")}
     if HEADER in optimizer["param_groups"][0]:
-        return Source("ours", what, document)
+        return Source("ours", what, document, beside=beside)
     if not isinstance(document.get("model"), Mapping):
         raise BadInputError(f'{what}: holds no "model": it must be the state_dict with the fp32 masters')
-    return Source("plain", what, document)
+    return Source("plain", what, document, beside=beside)
 
 
 def model_of(document: Mapping[str, Any], what: str) -> Mapping[str, Any]:

@@ -43,7 +43,7 @@ def import_(
     """Make a checkpoint of ours from a folder of ZeRO-1 or ZeRO-2, or a file {"model", "optimizer"} of torch's AdamW.
 
     TO is such a file where it ends in .pt, else a folder that DeepSpeed's engine loads under `zftune run`. What else
-    lies in the folder FROM, such as a Trainer's state, is copied into that.
+    lies in FROM, such as a Trainer's state or a scheduler's, is copied: from a folder to a folder, a file to a file.
     """
     check_output_path(json_path)
 
@@ -70,7 +70,7 @@ def export(
     """Make a plain checkpoint, or a folder of ZeRO-2, from one of ours; pending updates are applied.
 
     Plain is a file {"model": fp32 masters by name, "optimizer": a state_dict of torch.optim.AdamW}. What else lies in
-    the folder FROM is copied into a folder of ZeRO-2.
+    FROM is copied from a folder to one of ZeRO-2, from a file to a file.
     """
     check_output_path(json_path)
 

@@ -72,6 +72,18 @@ def test_there_and_back_changes_no_bit(plain: Path, tmp_path: Path, target: str)
     assert after["model"]["head.weight"].data_ptr() == after["model"]["words.weight"].data_ptr()
 
 
+def test_what_else_a_file_holds_is_in_the_new_file_too(plain: Path, tmp_path: Path) -> None:
+    beside = {"scheduler": {"last_epoch": 3}, "step": 3}
+    torch.save({**load(plain), **beside}, plain)
+    assert import_checkpoint(str(plain), str(tmp_path / "ours.pt")).copied == ("scheduler", "step")
+    export_checkpoint(str(tmp_path / "ours.pt"), str(tmp_path / "back.pt"))
+    for name in ("ours.pt", "back.pt"):
+        assert {key: value for key, value in load(tmp_path / name).items() if key in beside} == beside
+    done = import_checkpoint(str(plain), str(tmp_path / "folder"))
+    assert done.copied == ("zero_to_fp32.py",)
+    assert "scheduler, step: left out, for which a folder of DeepSpeed's has no place" in done.notes
+
+
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rule", ["replay", "mean"])
