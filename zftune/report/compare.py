@@ -102,6 +102,8 @@ def _figures(differences: list[Difference], *, same_work: bool) -> Table:
 def _change(one: Difference) -> str:
     if one.change is None:
         return "–"
+    if one.relative is not None and percent(abs(one.relative)).startswith("<"):
+        return percent(abs(one.relative))
     sign = "+" if one.change > 0 else "−" if one.change < 0 else ""
     return f"{sign}{percent(abs(one.relative))}" if one.relative is not None else f"{sign}{number(abs(one.change))}"
 
@@ -408,8 +410,8 @@ def _about_mean(mean: Difference, step: Difference) -> Iterator[str]:
     how = "does" if step.finding != "beyond noise" else "goes the other way" if mean.change * step.change < 0 else ""
     if how:
         yield (
-            f"The mean step {how}: {ms(mean.a or 0.0)} → {ms(mean.b or 0.0)}. Some steps of one run were far slower "
-            "than the others, as beside other work: profile both again on a quiet machine."
+            f"The mean step {how}: {ms(mean.a or 0.0)} → {ms(mean.b or 0.0)}. It counts slow steps, which the typical "
+            "step does not: where they come from other work, profile both again on a quiet machine."
         )
 
 
