@@ -257,12 +257,15 @@ def test_a_dry_run_tells_what_a_plain_python_lacks_under_deepspeed(
 ) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    command, told = ("--dry-run", "--", "python", "train.py"), "It would end without mpi4py: train.py starts DeepSpeed"
+    command, told = ("--dry-run", "--", "python", "train.py"), "It ends without mpi4py, unless what train.py imports"
     assert told not in invoke(*command).output  # not one of DeepSpeed's
     (tmp_path / "train.py").write_text("import torch\nfrom deepspeed import initialize\n")
     done = invoke(*command)
     assert (done.exit_code, told in done.output) == (0, True)
-    assert "RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set" in done.output
+    assert "sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: it starts DeepSpeed, and they" in done.output
+    examples = Path(__file__).resolve().parents[2] / "examples"
+    for example in ("deepspeed_zero_offload.py", "deepspeed_zenflow.py"):  # which set them
+        assert "mpi4py" not in invoke("--dry-run", "--", "python", str(examples / example)).output
     for launched in ("deepspeed train.py", "python -m torch.distributed.run train.py"):
         assert told not in invoke("--dry-run", "--", *launched.split()).output
     monkeypatch.setattr(module, "find_spec", lambda name: name)  # mpi4py is there
@@ -275,7 +278,31 @@ def test_a_dry_run_is_silent_where_a_rank_is_set(tmp_path: Path, monkeypatch: py
         monkeypatch.setenv(name, "0")
     assert "mpi4py" not in invoke("--dry-run", "--", "python", "train.py").output
     monkeypatch.delenv("MASTER_PORT")
-    assert "and MASTER_PORT is not set" in invoke("--dry-run", "--", "python", "train.py").output
+    assert "and that is set neither here nor in it" in invoke("--dry-run", "--", "python", "train.py").output
+    (tmp_path / "train.py").write_text("import deepspeed, torch\ntorch.distributed.init_process_group('gloo')\n")
+    assert "mpi4py" not in invoke("--dry-run", "--", "python", "train.py").output
+
+
+@pytest.mark.parametrize(
+    ("command", "size", "wrong"),
+    [
+        ("python train.py", "8", 'train_micro_batch_size_per_gpu "8", unless the script changes it: it must be an int'),
+        ("python train.py", 8, ""),
+        ("torchrun --nproc_per_node=2 train.py", 8, "train_batch_size 24, unless the script changes it: it must be"),
+        ("torchrun --nproc-per-node 3 train.py", 8, ""),
+        ("torchrun --nnodes 3 --nproc_per_node 1 train.py", 8, ""),
+        ("deepspeed --num_gpus 2 train.py", 8, "train_batch_size 24, unless the script changes it: it must be"),
+    ],
+)
+def test_a_dry_run_tells_batch_sizes_that_deepspeed_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, size: Any, wrong: str
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    sizes = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": size, "gradient_accumulation_steps": 1}
+    (tmp_path / "sized.json").write_text(json.dumps({**DS_CONFIG, **sizes}))
+    done = invoke("--dry-run", "--", *command.split(), "--deepspeed_config", "sized.json")
+    assert done.exit_code == 0, done.output
+    assert (f"DeepSpeed refuses {wrong}" in done.output) if wrong else ("DeepSpeed refuses" not in done.output)
 
 
 def test_a_lock_with_which_the_training_may_hang_is_told_before_it_starts(

@@ -66,6 +66,7 @@ def sentences(
         yield f"{source.path or source.through}: {done}."
         if done.kind == "trains":
             yield from _knobs(source.config, done, section, store, is_tuned=online or replayed or section.online)
+            yield from _batch_sizes(source, _ranks(command, environment))
     yield from _launched_by_nobody(command, environment)
     if online or any(section.online for _, _, section in found):
         by_daemon = online or environment.get(ONLINE) == "daemon"
@@ -96,16 +97,43 @@ def _launched_by_nobody(command: Sequence[str], environment: Mapping[str, str]) 
     from zftune.integrations.deepspeed.named import script_of
 
     script = script_of(command)
-    lacking = [name for name in _OF_A_RANK if name not in environment]
     is_plain = os.path.basename(command[0]).startswith("python") and "-m" not in command  # noqa: PTH119
-    if script is None or not is_plain or not lacking or find_spec("mpi4py") is not None:
+    if script is None or not is_plain or find_spec("mpi4py") is not None:
         return
-    if re.search(r"^\s*(import|from)\s+deepspeed\b", script.read_text(errors="replace"), re.MULTILINE):
+    text = script.read_text(errors="replace")
+    lacking = [name for name in _OF_A_RANK if name not in environment and not re.search(rf"\b{name}\b", text)]
+    starts = re.search(r"^\s*(import|from)\s+deepspeed\b", text, re.MULTILINE) and "init_process_group" not in text
+    if lacking and starts:
+        are = "that is" if len(lacking) == 1 else "they are"
         yield (
-            f"It would end without mpi4py: {script} starts DeepSpeed, and {', '.join(lacking)} "
-            f"{'is' if len(lacking) == 1 else 'are'} not set. Set what is missing, install mpi4py, or start it by "
-            "`deepspeed` or `torchrun` in place of `python`."
+            f"It ends without mpi4py, unless what {script} imports sets {', '.join(lacking)}: it starts DeepSpeed, and "
+            f"{are} set neither here nor in it. Set what is missing, install mpi4py, or start it by `deepspeed` or "
+            "`torchrun` in place of `python`."
         )
+
+
+def _ranks(command: Sequence[str], environment: Mapping[str, str]) -> int | None:
+    """Of the training, where the command or a launcher before it tells; None: it does not."""
+    words = re.sub(r"[=_]", "-", " ".join(command))
+    told = re.search(r"--(?:nproc-per-node|num-gpus)[- ](\d+)(?!\S)", words)
+    if told is not None and not re.search(r"--(nnodes|hostfile)\b", words):
+        return int(told[1])
+    size = environment.get("WORLD_SIZE", "")
+    return int(size) if size.isdecimal() and told is None else None
+
+
+def _batch_sizes(source: Source, ranks: int | None) -> Iterator[str]:
+    """What DeepSpeed refuses of them; a script may set them before it does."""
+    from zftune.ds_config.reading import given, shown
+    from zftune.ds_config.tables import table
+    from zftune.integrations.deepspeed.verdict import BATCH, faults
+    from zftune.telemetry.fingerprint import installed
+
+    config, known = given(source), table(installed("deepspeed") or "")
+    for fault in () if known is None else faults(config, known, ranks):
+        if fault.path[0] in BATCH and fault.path[0] in config:
+            size = f"{fault.path[0]} {shown(config[fault.path[0]])}"
+            yield f"  DeepSpeed refuses {size}, unless the script changes it: it must be {fault.allowed}"
 
 
 def _knobs(config: Mapping[str, Any], done: Outcome, section: Section, store: str, *, is_tuned: bool) -> Iterator[str]:

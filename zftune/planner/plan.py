@@ -247,7 +247,7 @@ def make_plan(
         BadInputError: the machine has fewer GPUs than the job.
     """
     budget = budget_of(quality)
-    found = choose(model, machine, job, budget=budget, memory_headroom=headroom)
+    found = choose(model, machine, job, budget=budget, memory_headroom=headroom, calls_ms=calls_ms(model))
     baselines = {name: predict(model, machine, job, config) for name, config in BASELINES.items()}
     smallest = predict(model, machine, job, SMALLEST)
     device, host = limits(machine, headroom)
@@ -266,9 +266,13 @@ def make_plan(
         },
         "least": _setting(SMALLEST, smallest, machine, headroom),
         "verdict": [
-            *(verdict(found, baselines, machine, headroom) if found else of_nothing(model, machine, job, headroom)),
+            *(
+                verdict(found, baselines, machine, headroom, calls_ms(model))
+                if found
+                else of_nothing(model, machine, job, headroom)
+            ),
             *of_ranks(model, machine, job, found, headroom),
-            *(of_calls(model, *found[0]) if found else []),
+            *(of_calls(model, found) if found else []),
             *([_next_command(found[0][0], quality)] if found else []),
         ],
         "curves": None,
@@ -304,13 +308,23 @@ def verdict(
     baselines: dict[str, Prediction],
     machine: Machine,
     headroom: float = HEADROOM,
+    least_ms: float = 0.0,
 ) -> list[str]:
-    """What to do where something fits, in sentences; the first one is the answer."""
+    """What to do where something fits, in sentences; the first one is the answer.
+
+    Args:
+        found: what fits, the best first.
+        baselines: what is predicted of them.
+        machine: where.
+        headroom: share of device and host memory that stays free.
+        least_ms: that a step takes where something is offloaded, which no prediction has in it.
+    """
     without, zero = baselines["no_offload"], baselines["zero_offload"]
     whole = fits(without, machine, headroom)
     config, best = found[0]
     if config.offload_ratio == 0:
-        most = max(2, math.ceil(100 * (best.step_ms / min(one.step_ms for _, one in found) - 1)))
+        fastest = min(max(one.step_ms, least_ms if config.offload_ratio else 0.0) for config, one in found)
+        most = max(2, math.ceil(100 * (best.step_ms / fastest - 1)))
         return [f"Do not offload: all state fits on the GPU, and no other setting is more than {most}% faster."]
     sentences = [f"{_named(config)}: {ms(best.step_ms)} a step{_bound(best)}{_stall(best)}."]
     gain = zero.step_ms / best.step_ms
@@ -364,24 +378,35 @@ H200 beside 16 virtual cores (studies/gpu).
 """
 
 
-def of_calls(model: ModelFacts, config: ZenFlowConfig, best: Prediction) -> list[str]:
+def calls_ms(model: ModelFacts) -> float:
+    """What a step takes at the least where something is offloaded, by the one GPU that was measured."""
+    return CALLS_MS_PER_WEIGHT * _matrices(model)
+
+
+def _matrices(model: ModelFacts) -> int:
+    return sum(len(shape) > 1 for shape in model.weights)
+
+
+def of_calls(model: ModelFacts, found: Sequence[Choice]) -> list[str]:
     """That a step is too short for what Python does for each weight, in a sentence; nothing where it is not.
 
     Args:
         model: what is trained.
-        config: what is proposed.
-        best: what is predicted of it.
+        found: what fits, the best first.
     """
-    matrices = sum(len(shape) > 1 for shape in model.weights)
-    calls_ms = CALLS_MS_PER_WEIGHT * matrices
-    if config.offload_ratio == 0 or best.step_ms >= calls_ms:
-        return []
-    sentence = (
-        "A prediction has no calls of Python in it: on the one GPU that was measured they took "
-        f"{CALLS_MS_PER_WEIGHT} ms for each weight matrix and step, {calls_ms:,.0f} ms for the {matrices} here. Expect "
-        f"about as much instead of {ms(best.step_ms)}; with more tokens a step they are hidden behind backward."
+    least_ms, (config, best) = calls_ms(model), found[0]
+    number, other = min(enumerate((one for _, one in found[: 1 + _ALTERNATIVES]), 1), key=lambda one: one[1].step_ms)
+    calls = (
+        f"on the one GPU that was measured they took {CALLS_MS_PER_WEIGHT} ms for each weight matrix and step, "
+        f"{least_ms:,.0f} ms for the {_matrices(model)} here"
     )
-    return [sentence]
+    if config.offload_ratio == 0 and NEAR * other.step_ms < best.step_ms:
+        return [f"Choice {number} is faster in the prediction, which has no calls of Python in it: {calls}."]
+    if config.offload_ratio == 0 or best.step_ms >= least_ms:
+        return []
+    expect = f"Expect about as much instead of {ms(best.step_ms)}"
+    hidden = "with more tokens a step they are hidden behind backward."
+    return [f"A prediction has no calls of Python in it: {calls}. {expect}; {hidden}"]
 
 
 def of_ranks(

@@ -17,6 +17,7 @@ from tests.zftune.integrations.ds_worker import make_model
 from tests.zftune.store.examples import KNOBS, PRESET
 from zenflow import ZenFlowConfig
 from zftune.errors import BadInputError
+from zftune.integrations.deepspeed import choosing
 from zftune.integrations.deepspeed.choosing import Chosen, Training, choose, instead_of
 from zftune.integrations.deepspeed.section import Section
 from zftune.store import open_store
@@ -186,3 +187,16 @@ def test_a_preset_that_nobody_asked_for_is_told_with_what_it_replaces(
     said = instead_of(given, config, Chosen({"topk_ratio": 0.4}, "of a preset"), asked=asked)
     whole = f", instead of the ds_config's {told} (which holds without that preset: zftune presets rm)"
     assert said == (whole if told else "")
+
+
+@pytest.mark.parametrize(
+    ("differs", "said"),
+    [
+        ({"quality": "exact"}, "are for quality published, not for exact"),
+        ({"stage": 3, "world_size": 2}, "are for another stage, dtype, batch or number of ranks"),
+        ({"model_id": 16 * "f"}, "no preset is for this model on this hardware yet (zftune tune makes one)"),
+    ],
+)
+def test_that_no_preset_is_exactly_for_a_training_has_its_reason(differs: dict[str, Any], said: str) -> None:
+    assert PRESET.key.quality == "published"
+    assert choosing._why_none([PRESET], replace(PRESET.key, **differs)).endswith(said)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -118,13 +118,24 @@ def _best(store: Store, training: Training, *, asked: bool) -> Chosen:
 
     query = Query(key=training.key(), ratios=None, usable_cores=hardware()["usable_cores"])
     try:
-        match = find(query, store.presets())
+        presets = list(store.presets())
+        match = find(query, presets)
     except StoreError as error:  # it trains all the same
         return Chosen({}, "the settings are the ds_config's", str(error))
     if match is None:
-        none = "no preset is for this model on this hardware yet (zftune tune makes one)"
-        return Chosen({}, "the settings are the ds_config's", none if asked else "")
+        return Chosen({}, "the settings are the ds_config's", _why_none(presets, query.key) if asked else "")
     return Chosen(match.knobs, match.reason)
+
+
+def _why_none(presets: Sequence[Preset], key: Key) -> str:
+    place = (key.model_id, key.hw_id)
+    near = [one for one in presets if (one.key.model_id, one.key.hw_id) == place]
+    if not near:
+        return "no preset is for this model on this hardware yet (zftune tune makes one)"
+    if any(one.key.quality == key.quality for one in near):
+        return "what presets are for this model on this hardware are for another stage, dtype, batch or number of ranks"
+    others = " and ".join(sorted({one.key.quality for one in near}))
+    return f"what presets are for this model on this hardware are for quality {others}, not for {key.quality}"
 
 
 def _named(store: Store, training: Training, name: str) -> Chosen:
