@@ -104,6 +104,13 @@ def test_what_the_backend_zenflow_refuses(name: str, changes: dict[str, Any], wh
     assert where in {".".join(finding.path) for finding in found(config) if finding.severity == "crashes"}
 
 
+@pytest.mark.parametrize(("name", "told"), [("zero3-offload", True), ("zero2-offload", False)])
+def test_nvme_names_the_op_that_deepspeed_compiles(name: str, told: bool) -> None:
+    config = with_changes(name, {f"{OFFLOAD}.device": "nvme", f"{OFFLOAD}.nvme_path": "/nvme"})
+    notes = [one for one in found(config, "deepspeed") if one.rule == "nvme-op"]
+    assert [one.advice for one in notes] == ["ds_report tells whether it can"] * told
+
+
 def test_a_refused_backend_in_the_file_is_mended() -> None:
     config = with_changes("zero3-offload", {f"{ZERO}.zero_hpz_partition_size": 4, "zftune": {"backend": "zenflow"}})
     mended, done, left = fix(Source(config), backend=None, version="0.19.6")

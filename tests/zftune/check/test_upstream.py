@@ -29,6 +29,7 @@ NOT_TRIED = {
     "own-offload": "a note",
     "offload-param-stage": "a note",
     "offload-param-topk": "a note, about the backend zenflow",
+    "nvme-op": "a note, about libaio",
     "nvme-path": "about Accelerate, test_accelerate.py",
     "not-judged": "a note, test_verdict.py",
     "misspelled-name": "what nobody reads raises nowhere, test_fixing.py",

@@ -101,6 +101,8 @@ def no_path(subject: Subject) -> Iterator[Finding]:
         path = f"{section}.nvme_path"
         if subject.at(f"{section}.device") != "nvme":
             continue
+        reason = "DeepSpeed compiles its async_io op for that, and ends where libaio or its headers are not there."
+        yield subject.finding("nvme-op", f"{section}.device", "note", reason, advice="ds_report tells whether it can")
         if subject.at(path) in (MISSING, None):
             reason = "DeepSpeed makes a folder there, and ends where it is not told where."
             yield subject.finding("nvme-folder", path, "crashes", reason, advice="a folder on the NVMe disk")
