@@ -134,6 +134,9 @@ def made_earlier(trial: Trial, late: Trial, why: str) -> str:
     return f"Adopted for the quality: {_what(trial, late)}: under {late.setting.differences(trial.setting)} {why}."
 
 
+_WORTH = f"{100 * LEAST_GAIN:.0f}%"
+
+
 def slower(trial: Trial, incumbent: Trial, seen: Gain) -> str:
     """A look was not promising."""
     error = f" +/- {200 * seen.error:.1f}%"
@@ -142,7 +145,7 @@ def slower(trial: Trial, incumbent: Trial, seen: Gain) -> str:
     elif seen.share < 0:
         how = f"is {-100 * seen.share:.1f}{error} slower than the best so far when that was measured"
     else:
-        worth = f"less than the {100 * LEAST_GAIN:.0f}% that a change has to be worth"
+        worth = f"less than the {_WORTH} that a change has to be worth"
         how = f"saves {100 * seen.share:.1f}{error} of what the best so far took when that was measured, {worth}"
     return f"Not adopted after one look: {_what(trial, incumbent)} {how}."
 
@@ -164,7 +167,9 @@ def compared(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool, hidd
     """
     what, needed = _what(trial, incumbent), f"{100 * found.needed:.1f}%"
     if adopted:
-        return f"Adopted: {what} saves {found} of the step time, more than the {needed} that noise could explain."
+        noise = found.needed > LEAST_GAIN
+        least = f"the {needed} that noise could explain" if noise else f"the {_WORTH} that a change has to be worth"
+        return f"Adopted: {what} saves {found} of the step time, more than {least}."
     if found.holds:
         return (
             f"Not adopted: {what} saves {found}, but step times changed meanwhile: it was not faster than both "
@@ -191,8 +196,8 @@ def tied(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool) -> str:
     why = f"a mean staleness of {after:.1f} steps instead of {before:.1f}" if after < before else "less memory"
     what = f"{_what(trial, incumbent)} {_gains(found)} of the step time"
     if adopted:
-        return f"Adopted for {why}: {what}, and is not likely to cost more than {100 * LEAST_GAIN:.0f}%."
-    return f"Not adopted for {why}: {what}, and may cost more than {100 * LEAST_GAIN:.0f}%."
+        return f"Adopted for {why}: {what}, and is not likely to cost more than {_WORTH}."
+    return f"Not adopted for {why}: {what}, and may cost more than {_WORTH}."
 
 
 def failed(trial: Trial, incumbent: Trial, outcome: Outcome) -> str:

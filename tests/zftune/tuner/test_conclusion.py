@@ -100,6 +100,8 @@ def test_a_figure_that_noise_hides_is_not_shown() -> None:
     assert f"memory: {unknown} what it saves of the step time, and may" in tied(other, one, noisy, adopted=False)
     assert "is 20.8 +/- 100.0% slower" in slower(other, one, known)
     assert "costs 20.8 +/- 100.0%" in compared(other, one, known, adopted=False)
+    for error, least in ((0.0, "the 2% that a change has to be worth"), (0.03, "the 6.0% that noise could explain")):
+        assert f", more than {least}." in compared(other, one, Gain(0.2, error), adopted=True)
 
 
 def test_what_was_cut_short_is_told_by_what_is_set_otherwise() -> None:
