@@ -362,7 +362,7 @@ def _faster(found: Sequence[Choice]) -> list[str]:
     else:
         if round(best.staleness_steps, 1) < round(other.staleness_steps, 1):
             least = f"staleness is proposed ({best.staleness_steps:.1f} instead of {other.staleness_steps:.1f} steps)"
-        elif memory.device_bytes < more.device_bytes:
+        elif memory.device_bytes < more.device_bytes and size(memory.device_bytes) != size(more.device_bytes):
             least = f"GPU memory is proposed ({size(memory.device_bytes)} instead of {size(more.device_bytes)})"
         else:
             least = f"host memory is proposed ({size(memory.host_bytes)} instead of {size(more.host_bytes)})"

@@ -116,7 +116,8 @@ def _waits(document: Document) -> list[str]:
     text = ", ".join(f"{cause} {number(value)}" for cause, value in waits.items())
     hidden = document["hidden_ms_per_step"]
     parts = [f"{text} ms in the training thread"] if waits else []
-    return parts if hidden is None else [*parts, f"{ms(hidden)} of them run beside compute"]
+    of_what = "them" if parts else "the training thread's waits"
+    return parts if hidden is None else [*parts, f"{ms(hidden)} of {of_what} run beside compute"]
 
 
 def _idle(document: Document) -> list[str]:
