@@ -11,6 +11,7 @@ from zftune.daemon.protocol.messages import StepFigures
 from zftune.daemon.runs import states
 from zftune.daemon.runs.session import RunSession
 from zftune.daemon.server.sampling import WINDOW_S, Node, Seen
+from zftune.errors import StoreError
 from zftune.explain import document
 from zftune.explain.replay import replayed
 from zftune.explain.words import fates as fates_of
@@ -299,7 +300,7 @@ def run_view(brain: RunSession, silent_s: float, node: Node | None = None, store
         knobs=None if brain.knobs is None else brain.knobs.knobs(),
         incumbent=None if thought is None else thought.incumbent.knobs(),
         notices=list(brain.notices),
-        account=_account_view(brain.account, gain),
+        account=_account_view(_account(brain, store), gain),
         gain=None if gain is None else _gain_view(gain),
         gpu=_gpu_view(brain, None if node is None else node.gpu(hello.run)),
     )
@@ -309,6 +310,17 @@ def _trains_elsewhere(brain: RunSession, store: Store | None) -> bool:
     """Whether a run has ended here, and another process has gone on with it."""
     process = store.trained_by(brain.record) if store is not None and brain.record is not None and brain.over else None
     return process not in (None, brain.hello.run)
+
+
+def _account(brain: RunSession, store: Store | None) -> Account:
+    """What the run has taken: of one that has ended here, by the store, since another process may go on with it."""
+    if store is None or brain.record is None or not brain.over:
+        return brain.account
+    try:
+        found = store.account(brain.record)
+    except StoreError:  # what was heard of it still holds
+        return brain.account
+    return brain.account if found is None or found.total.seconds < brain.account.total.seconds else found
 
 
 def _account_view(account: Account, gain: Mapping[str, float] | None) -> AccountView:

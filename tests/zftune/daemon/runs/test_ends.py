@@ -228,8 +228,11 @@ def test_a_run_that_a_training_without_a_daemon_has_gone_on_with_has_not_ended(w
     until(lambda: brain.over)
     assert brain.record is not None
 
+    taken: list[float] = []
+
     def shown() -> tuple[str, str]:
         view = run_view(brain, 0.0, store=world.store)
+        taken.append(view.account.elapsed_s)
         return view.title, view.reason
 
     ended = ("ended", "the training has ended")
@@ -244,6 +247,7 @@ def test_a_run_that_a_training_without_a_daemon_has_gone_on_with_has_not_ended(w
             pulse.close(remove=True)
         store.interrupt_run(run)
     assert shown() == ended
+    assert taken[2] == pytest.approx(taken[0] + 70.0)  # the other one's time is in it while it goes on
 
 
 @pytest.mark.parametrize("command", ["stop", "rollback"])
