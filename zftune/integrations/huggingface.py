@@ -142,7 +142,7 @@ class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
       nothing waits for that.
 
     Args:
-        tune: False: nothing but the rest.
+        tune: False: nothing but the rest; `zftune run --online` tunes all the same.
         quality: as of `zftune.attach`.
         sequence: tokens of a sequence, where all are padded to the same length: the planner then knows more.
         attach: other arguments of `zftune.attach`.
