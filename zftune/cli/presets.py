@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _WIDE = 140
 _BASELINES = {
     "start": "the starting point",
-    "planner": "the planner's setting",
+    "planner": "the setting that the quality or GPU memory asked for",
     "zero_offload": "ZeRO-Offload",
     "no_offload": "no offloading",
     "deepspeed": "DeepSpeed's ZenFlow",

@@ -178,7 +178,8 @@ class Evidence:
     step_ms: float
     """Median step time under it."""
     baseline: str
-    """Against which setting: "start", "planner", "zero_offload", "no_offload", "deepspeed"."""
+    """Against which setting: "start", "planner" (its choice where the quality or GPU memory did not allow the start),
+    "zero_offload", "no_offload", "deepspeed"."""
     baseline_step_ms: float
     gain_error: float | None = None
     """Two bootstrap standard errors of the gain, which is a share of the baseline's step time."""

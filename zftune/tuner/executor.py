@@ -206,7 +206,7 @@ class Executor:
         self.incumbent = incumbent
         """The best setting so far, as of the last answer."""
         self.gain: Gain | None = None
-        """Of it over what the search began from; None: it is that."""
+        """Of it over what the search began from, or over what had to take its place; None: it is one of these."""
         self.over = False
         """Whether the search has ended."""
         self.overhead_s = 0.0
@@ -375,7 +375,7 @@ class Executor:
 
     @property
     def gain_share(self) -> float:
-        """Of the step time that the search began with."""
+        """The same as a share of the step time that it is over; 0 where there is none."""
         return 0.0 if self.gain is None else self.gain.share
 
     def _adopt(self, incumbent: Setting, gain: Gain | None) -> None:

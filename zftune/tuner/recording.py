@@ -161,13 +161,8 @@ class Recording:
         with noting(self.notices):
             self._store.reap()
             rows = self._store.barred(self.key)
-        found = []
-        for row in rows:
-            try:
-                found.append(BarredSetting(Setting.from_knobs(row.knobs), row.kind))
-            except ZftuneError as error:  # of another version: this one cannot propose it
-                _logger.debug("A setting that is barred is not one of this version's: %s.", error)
-        return tuple(found)
+        found = ((_setting(row.knobs), row.kind) for row in rows)
+        return tuple(BarredSetting(setting, kind) for setting, kind in found if setting is not None)
 
     def preset(self) -> Match | None:
         """The preset to begin with; None: there is none. Where `ratios` is None, only one of the same key serves."""
@@ -387,9 +382,13 @@ class Recording:
         Raises:
             StoreError: it could not be written.
         """
-        for one in self._store.presets():
-            if one.key == self.key and one.knobs == setting.knobs() and not one.imported:
-                self._store.withdraw_preset(one.name, why)
+        for one in self._presets_of(setting):
+            self._store.withdraw_preset(one.name, why)
+
+    def _presets_of(self, setting: Setting) -> list[Preset]:
+        """Those of this key that were measured here."""
+        own = (one for one in self._store.presets() if one.key == self.key and not one.imported)
+        return [one for one in own if _setting(one.knobs) == setting]
 
     def _judge_preset(self, search: Search) -> None:
         """Write down whether the preset that was measured again was the best, if it was compared with anything."""
@@ -403,9 +402,7 @@ class Recording:
         gain, best = search.book.gain, search.book.incumbent
         if gain is None or not best.samples:  # a search that began again has forgotten the start, and keeps the gain
             return
-        knobs = best.setting.knobs()
-        same = (one for one in self._store.presets() if one.key == self.key and one.knobs == knobs)
-        if any(one.state is PresetState.ACTIVE and not one.imported for one in same):
+        if any(one.state is PresetState.ACTIVE for one in self._presets_of(best.setting)):
             return
         step_ms = score(best.samples) * search.book.tokens / 1e3
         evidence = Evidence(
@@ -420,7 +417,7 @@ class Recording:
         self._store.save_preset(
             Preset(
                 key=self.key,
-                knobs=knobs,
+                knobs=best.setting.knobs(),
                 evidence=evidence,
                 model=self._model,
                 hardware=self._hardware,
@@ -441,6 +438,15 @@ def search_settings(options: SearchOptions, space: Space) -> dict[str, Any]:
     names = ("seed", "sampler", "most_measurements", "patience")
     dimensions = {one.name: list(one.choices) for one in space.dimensions}
     return {**{name: getattr(options, name) for name in names}, "dimensions": dimensions}
+
+
+def _setting(knobs: Mapping[str, Any]) -> Setting | None:
+    """Of a row; None: of another version, which knows other knobs, so that this one cannot propose it."""
+    try:
+        return Setting.from_knobs(knobs)
+    except ZftuneError as error:
+        _logger.debug("A setting of the store is not one of this version's: %s.", error)
+        return None
 
 
 def stake_won(search: Search, setting: Setting) -> bool | None:

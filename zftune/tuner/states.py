@@ -268,8 +268,9 @@ class Adoption:
 class Gains:
     """What settings gain over the one that a search began from, as far as that was measured.
 
-    One that became the incumbent without a comparison, for the quality or for GPU memory, has no gain, unless it is the
-    starting point, or was adopted before and has its own. What is adopted after it gains over it.
+    One that became the incumbent without a comparison, for the quality or for GPU memory, has no gain, unless it was
+    adopted before and has its own. What is adopted after it gains over it. Neither it nor the starting point gains over
+    itself: one that comes back, by a comparison in other times, has none.
 
     Args:
         start: the starting point, in any form that settings are told apart by.
@@ -277,12 +278,12 @@ class Gains:
 
     def __init__(self, start: Hashable) -> None:
         self._rows: dict[Hashable, tuple[Hashable, tuple[Gain, ...]]] = {start: (start, ())}
-        self._incumbent = start
+        self._start = self._incumbent = start
 
     def adopt(self, setting: Hashable, found: Gain) -> None:
         """Take a setting as the incumbent, by its gain over the one before."""
         reference, gains = self._rows[self._incumbent]
-        self._rows[setting] = (reference, (*gains, found))
+        self._rows[setting] = (setting, ()) if setting in (reference, self._start) else (reference, (*gains, found))
         self._incumbent = setting
 
     def move_to(self, setting: Hashable) -> None:

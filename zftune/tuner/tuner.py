@@ -156,7 +156,10 @@ class Tuner:
 
     @property
     def gain(self) -> float:
-        """What the best settings so far save of the step time that the search began with, a share of it."""
+        """What the best settings so far save, a share of the step time.
+
+        It is that of the settings that the search began with, or of earlier ones that had to take their place.
+        """
         return 0.0 if self._live is None else self._live.gain_share
 
     def follows(self, optimizer: ZenFlowOptimizer) -> bool:

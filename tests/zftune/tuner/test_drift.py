@@ -468,10 +468,19 @@ def test_a_gain_is_that_of_the_setting_which_it_was_measured_for() -> None:
     assert (gain(), book.gain_share, book.gains_over_start) == (None, 0.0, False)
     adopt(last, 0.1)
     assert (gain(), book.gains_over_start) == (0.1, False)
+    adopt(room, 0.1)  # as in other times
+    assert (gain(), book.gains_over_start) == (None, False)
+    book.roll_back()
     book.roll_back()
     assert (book.incumbent.setting, gain()) == (room, None)
+    adopt(START, 0.1)  # that room was made in its place says nothing of it
+    assert (gain(), book.gains_over_start) == (None, True)
     book.move_to(second)
     assert gain() == 0.28
+    adopt(START, 0.1)  # in other times
+    assert (gain(), book.gain_share, book.gains_over_start) == (None, 0.0, True)
+    adopt(last, 0.3)
+    assert (gain(), book.gains_over_start) == (0.3, True)
     book.restore_start()
     assert gain() is None
 

@@ -11,6 +11,7 @@ import torch
 from tests.zftune.conftest import MINI_TIMELINE
 from tests.zftune.tuner.surfaces import START, make
 from zenflow import ZenFlowConfig
+from zftune.cli.presets import facts as shown
 from zftune.emulated import load_rig
 from zftune.planner.rates import Rates
 from zftune.profile.measure import Task, Training
@@ -61,6 +62,7 @@ def test_a_gain_becomes_a_preset_with_its_evidence(mini_model: Path, mini_rig: P
         recording.keep_preset(search)
         (kept,) = (one for one in store.presets() if one.knobs == better.setting.knobs())
         assert (kept.evidence.baseline, round(kept.evidence.gain, 6)) == ("planner", 0.1)
+        assert shown(kept)["against"].endswith(" ms, the setting that the quality or GPU memory asked for")
 
 
 def test_ratios_are_those_of_the_machine(mini_model: Path, mini_rig: Path) -> None:

@@ -16,13 +16,25 @@ from zftune.errors import StoreError
 from zftune.store import open_store
 from zftune.store.account import Counter
 from zftune.store.store import Store
-from zftune.store.types import Evidence, Hardware, Measurement, Model, Preset, PresetState, Ratios, RunState, TrialState
+from zftune.store.types import (
+    Evidence,
+    Hardware,
+    Measurement,
+    Model,
+    Preset,
+    PresetState,
+    Ratios,
+    RunState,
+    TrialState,
+    Withdrawal,
+)
 from zftune.tuner import messages
 from zftune.tuner.recording import Recording, RunFacts, stake_won
+from zftune.tuner.scores import Gain
 from zftune.tuner.search import Search, SearchOptions
-from zftune.tuner.setup import Prepared, ResumeFrom, SearchRequest, begin
-from zftune.tuner.space import Setting, Space, space_for
-from zftune.tuner.states import OF_INCUMBENT, Remark
+from zftune.tuner.setup import Prepared, SearchRequest, begin
+from zftune.tuner.space import Setting
+from zftune.tuner.states import OF_INCUMBENT, Remark, Trial
 
 FACTS = RunFacts(model=Model(model_id="a" * 16, dtype="bfloat16"), micro_batch=1, sequence=64, rig="made-up")
 RATIOS = Ratios(2.0, 1.0)
@@ -257,6 +269,23 @@ def test_knobs_that_no_search_changes_stay_the_users(world: World) -> None:
     begun = world.begin()
     assert "was measured with other fixed settings" in begun.sentence
     assert world.go(begun, most=2).requests[1].setting == best
+
+
+def test_a_preset_is_the_same_where_a_knob_without_effect_differs(world: World, store: Store) -> None:
+    synchronous = replace(START, overlap_step=False)
+    older = kept(world, replace(synchronous, apply_lag=1))
+    other = kept(world, replace(synchronous, topk_ratio=0.2))
+    begun = world.begin(presets=False)
+    book = begun.search.book
+    samples = Driver(world.surface, NOISE, np.random.default_rng(1))
+    samples.run(begun.search, 1)
+    book.adopt(book.append(Trial(len(book.trials), synchronous, "search")), Gain(0.1, 0.01), book.incumbent.samples)
+    assert world.recording is not None
+    world.recording.keep_preset(begun.search)
+    assert {one.name for one in store.presets()} == {older.name, other.name}
+    world.recording.withdraw_preset(synchronous, Withdrawal("guard"))
+    states = {one.name: one.state for one in store.presets()}
+    assert states == {older.name: PresetState.WITHDRAWN, other.name: PresetState.ACTIVE}
 
 
 # --- going on ---------------------------------------------------------------------------------------------------------
