@@ -132,6 +132,8 @@ class Replay:
         self._eras: dict[int, int] = {}
         self._tokens = 1
         self._since: list[tuple[Measured, Sample | None]] = []
+        self._other_life = False
+        """Whether what is known of the incumbent's times is of a training that has ended, as in the search."""
 
     @property
     def gain(self) -> Gain | None:
@@ -202,6 +204,8 @@ class Replay:
         if row.role != "hold":
             again = row.role == "start" and incumbent_ms is not None  # after a resumption
             self.measurements += status in ("measured", "aborted") and not again
+            if self._other_life and not challenged and status == "measured":
+                self._samples[trial.number], self._other_life = [], False
             self._keep(trial.number, status, sample_or_none, tokens, row.void_reason)
         one = Measured(
             number=len(self.measured) + 1, trial=trial.number, role=row.role, status=status, reason=row.void_reason,
@@ -285,6 +289,8 @@ class Replay:
             self._back_to(0)
         elif decision.kind == "rollback":
             self._back_to(int(decision.details.get("pinned", 0)))
+        elif decision.kind == "resume":
+            self._other_life = True
         elif decision.kind == "reopen":
             self._begin_again(decision)
 
@@ -302,7 +308,7 @@ class Replay:
         kept = self._new("start")
         self._samples.clear()
         self._samples[self.incumbent] = kept
-        self.measurements = 0
+        self.measurements, self._other_life = 0, False
         before, era = (
             self.eras[-1],
             Era(len(self.eras), decision.reason, _cause(self._decisions), self.at_s, decision.at_unix_s),

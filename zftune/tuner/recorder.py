@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -66,7 +66,8 @@ class StoreRecorder:
         self._notes = 0
         self._remarks: set[str] = set()
         """That were written down: one that comes back, as in each life of a run, says nothing new."""
-        self._life = 0
+        self.life = 0
+        """How often the run was resumed before, as far as something was measured then."""
         self._lease_until = time.monotonic() + LEASE_S
         self._runs = False
         """Whether a challenger was written down as in flight, and nothing was heard of it."""
@@ -117,14 +118,14 @@ class StoreRecorder:
         self.curve.join(self._store.curve(self._run.run_id))
         self._ids = [row.trial_id for row in rows]
         self._outcomes = sum(map(len, measurements.values()))
-        self._life = lives(measurements) - 1
+        self.life = lives(measurements) - 1
         for crash in followed.crashes:
             trial = search.book.trials[crash.trial]
             request = Request(trial.setting, "b" if crash.role == "b" else "explore", trial.number, 0, 0)
             self._measured(request, crash.outcome, None)
-        self._commands(search, decisions)
+        self._remarks.update(one.reason for one in decisions if one.kind == "remark")
         self._notes = len(search.notes)
-        self._life += 1
+        self.life += 1
         if self._account == Account():  # of an older version, which counted nothing but what the search saw
             cost = search.cost
             self._account = Account(before=Count(seconds=cost.elapsed_s, spent_s=cost.spent_s))
@@ -299,18 +300,6 @@ class StoreRecorder:
             self._store.save_curve(self._run, self.curve.curve())
             self._curve_version = version
 
-    def _commands(self, search: Search, decisions: Sequence[Decision]) -> None:
-        """What somebody asked for in an earlier life holds on."""
-        for one in decisions:
-            if one.kind == "remark":
-                self._remarks.add(one.reason)
-            elif one.kind == "rollback" and search.book.adoptions:
-                search.roll_back(str(one.details.get("by", "")), one.reason)
-            elif one.kind == "stop" and one.details.get("final"):
-                search.stop(one.reason, final=True)
-            elif one.kind == "guard":
-                search.guard(one.reason)
-
     def _hold(self, search: Search, request: Request) -> None:
         """Keep the lease until well after what is asked for will be measured."""
         step_ms = max(search.book.incumbent_step_ms, search.book.forecast(request.setting).step_ms)
@@ -349,7 +338,7 @@ class StoreRecorder:
         began_unix_s = time.time() - outcome.seconds
         account = self._kept
         row = measurement_row(
-            request, outcome, self._outcomes, began_unix_s=began_unix_s, life=self._life,
+            request, outcome, self._outcomes, began_unix_s=began_unix_s, life=self.life,
             cost=self._cost, at_s=None if account is None else account.total.seconds,
             stopped=self._stopped if request.role == "hold" else None, trials=len(self._ids),
         )  # fmt: skip

@@ -33,7 +33,7 @@ from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.scores import score
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import Setting, Space, feasible
-from zftune.tuner.states import LEARNING_RATE, BarredSetting
+from zftune.tuner.states import LATE, LEARNING_RATE, LIFE, BarredSetting
 
 if TYPE_CHECKING:
     from torch import dtype, nn
@@ -273,12 +273,15 @@ class Recording:
         Returns:
             What takes the place of the best settings so far, and why, a sentence; "": they hold.
         """
-        known, space, late = len(search.notes), search.book.space, search.book.incumbent.setting
+        known, space, late = len(search.notes), search.book.space, search.book.incumbent
+        life = 0 if self.recorder is None else self.recorder.life
         if here.movement_percent is not None:
-            search.bound(here.movement_percent, here.movement_rate)
-        elif own is not None and not space.fixed_because and space.cost(own) < space.cost(late):
-            search.go_on_with(own, messages.NOT_KNOWN_YET)
-            search.agenda.suggest(late, "planner")
+            search.book.space = space.moving(here.movement_percent, here.movement_rate)
+            search.bound(**{LIFE: life})
+        elif own is not None and not space.fixed_because and space.cost(own) < space.cost(late.setting):
+            trial = search.book.trial_of(own)
+            reason = messages.made_earlier(trial, late, messages.NOT_KNOWN_YET)
+            search.go_on_with(trial, reason, **{LIFE: life, LATE: late.number})
         if self.recorder is not None:
             with noting(self.notices):
                 self.recorder.write(search)

@@ -16,6 +16,8 @@ from zftune.tuner.scores import Gain, Pace, Sample, describe
 from zftune.tuner.search import Search
 from zftune.tuner.space import Setting
 from zftune.tuner.states import (
+    LATE,
+    LIFE,
     OF_INCUMBENT,
     Choosing,
     Comparing,
@@ -130,7 +132,7 @@ def rebuild(
         search: new, with the arguments of the one that wrote the rows.
         trials: of its run, in order.
         measurements: by the trials' ids.
-        decisions: of its run, in order: what was adopted, where a measurement does not follow.
+        decisions: of its run, in order: what no measurement tells of, and what was adopted where one does not follow.
 
     Raises:
         ZftuneError: the run began with another setting.
@@ -140,35 +142,66 @@ def rebuild(
     book = search.book
     if Setting.from_knobs(trials[0].knobs) != book.incumbent.setting:
         raise ZftuneError("the run in the store began with another setting than this one: it cannot go on from it")
-    life, lost = 0, 0
+    life, lost = -1, 0
     for told in _in_order(trials, measurements):
-        _take_in(search, trials[: max(told.trial + 1, told.trials)])
-        _charge(search, told)
+        thought_of = trials[: max(told.trial + 1, told.trials)]
         if told.life > life:
             life = told.life
+            moves = [one for one in decisions if one.details.get(LIFE) == life]
+            _take_in(search, _before(search, thought_of, moves))
             _repeat(search, trials)
-            search.begin_again()
-            if told.role in OF_INCUMBENT and told.trial != book.incumbent.number:
-                search.go_on_with(book.trials[told.trial].setting, "")
+            if life:
+                search.begin_again()
+            for one in moves:
+                _obey(search, trials, one)
+        _take_in(search, thought_of)
+        _charge(search, told)
         known = len(book.trials)
         follows = _follows(search, told)
         lost += not (_agrees(search, trials[known : len(book.trials)]) and follows)
-    _take_in(search, trials)
+    later = [one for one in decisions if one.details.get(LIFE, -1) > life]
+    _take_in(search, _before(search, trials, later))
     crashes = []
-    for row in trials:
+    for row in trials[: len(book.trials)]:
         if row.state is TrialState.CRASHED and book.trials[row.number].state is not TrialState.CRASHED:
             crashes.append(Told(row.number, _role(search, row.number), Outcome("crashed", reason=row.reason or "")))
             lost += not _follows(search, crashes[-1])
     if lost:
-        _restore(search, decisions)
+        _restore(search, [one for one in decisions if one not in later])
     _repeat(search, trials)
+    for one in decisions:
+        if one in later or one.kind != "movement":
+            _obey(search, trials, one)
+    _take_in(search, trials)
     return Followed(tuple(crashes), lost)
+
+
+def _before(search: Search, trials: Sequence[TrialRecord], moves: Sequence[Decision]) -> Sequence[TrialRecord]:
+    """Those that were thought of before a life of a run went back to earlier updates."""
+    known = len(search.book.trials)
+    return trials[: min((one.trial for one in moves if one.trial is not None and one.trial >= known), default=None)]
+
+
+def _obey(search: Search, trials: Sequence[TrialRecord], decision: Decision) -> None:
+    """What no measurement tells of holds on: earlier updates in a training that went on, what somebody asked for."""
+    about = decision.details
+    if decision.kind == "movement" and decision.trial is not None:
+        _take_in(search, trials[: decision.trial + 1])
+        kept = {name: about[name] for name in (LIFE, LATE) if name in about}
+        search.go_on_with(search.book.trials[decision.trial], decision.reason, **kept)
+    elif decision.kind == "rollback" and search.book.adoptions:
+        search.roll_back(str(about.get("by", "")), decision.reason)
+    elif decision.kind == "stop" and about.get("final"):
+        search.stop(decision.reason, final=True)
+    elif decision.kind == "guard":
+        search.guard(decision.reason)
 
 
 def _repeat(search: Search, trials: Sequence[TrialRecord]) -> None:
     """Have those proposed again that a life of the run did not come to."""
     for trial, row in zip(search.book.trials, trials, strict=False):  # one may not have been written down yet
-        if trial.number and row.state is TrialState.VOID and trial.state is TrialState.PLANNED:
+        left = row.state is TrialState.VOID and trial.state is TrialState.PLANNED
+        if trial.number and left and trial is not search.book.incumbent:
             if search.book.find(trial.setting) is trial:
                 search.agenda.repeat(trial)
             else:
@@ -283,17 +316,18 @@ def _follows(search: Search, told: Told) -> bool:
     if not isinstance(search.state, Choosing) and search.next() is not None:
         search.tell(told.outcome)
     elif told.role != "hold":
-        _keep(search, trial, told.outcome)
+        _keep(search, trial, told)
     return False
 
 
-def _keep(search: Search, trial: Trial, outcome: Outcome) -> None:
+def _keep(search: Search, trial: Trial, told: Told) -> None:
     """Keep what was measured, and decide nothing by it."""
+    outcome = told.outcome
     if outcome.status == "measured":
         search.book.keep(trial, outcome)
     elif outcome.status == "aborted":
         search.book.abort(trial, outcome)
-    elif outcome.status == "crashed":
+    elif outcome.status == "crashed" and told.role not in OF_INCUMBENT:  # else it says nothing against the setting
         search.book.crash(trial, outcome.reason)
     search.measurements += outcome.status in ("measured", "aborted")
 

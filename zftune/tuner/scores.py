@@ -563,6 +563,17 @@ class ChangePoint:
         self.reset()
         return True
 
+    def add_all(self, steps_ms: Sequence[float], interval: int) -> bool:
+        """Take in the whole windows of steps; whether times have changed in one of them.
+
+        Args:
+            steps_ms: in order, from the first of a window on.
+            interval: S.
+        """
+        windows = (steps_ms[begin : begin + interval] for begin in range(0, len(steps_ms) - interval + 1, interval))
+        changes = [self.add(sum(window) / interval) for window in windows]  # all of them are taken in
+        return any(changes)
+
     def reset(self) -> None:
         """Forget what was usual."""
         self._usual.clear()

@@ -31,6 +31,7 @@ from zftune.tuner.scores import (
 from zftune.tuner.space import Forecaster, Setting, Space
 from zftune.tuner.states import (
     AT_S,
+    LATE,
     OF_INCUMBENT,
     TOKENS,
     Choosing,
@@ -111,6 +112,8 @@ class Search:
         self._planning = planning
         self._changed = False
         """Whether the planner is to be asked again once the incumbent was measured."""
+        self._other_life = False
+        """Whether what is known of the incumbent's times is of a training that has ended."""
 
     # --- from outside -------------------------------------------------------------------------------------------------
 
@@ -186,8 +189,7 @@ class Search:
         assert isinstance(self.state, Comparing)
         let_go = self.book.trials[self.state.trial]
         seen = gain(self.book.incumbent.samples, let_go.samples, seed=self.options.seed)
-        reason = messages.outdone(let_go, self.book.trials[trial])
-        self._note("keep", reason, let_go.number, gain=seen.share)
+        self._note("keep", messages.outdone(let_go, self.book.trials[trial]), let_go.number, gain=seen.share)
         self.state = Exploring(trial)
 
     def pass_over(self, trial: int, reason: str) -> None:
@@ -257,11 +259,9 @@ class Search:
 
     def _choose(self) -> State:
         enough = self._enough()
-        if enough is not None:
-            return self._settle(enough)
-        trial = self.agenda.next_trial()
+        trial = self.agenda.next_trial() if enough is None else None
         if trial is None:
-            return self._settle("No setting is left to be tried that the quality allows.")
+            return self._settle(enough or "No setting is left to be tried that the quality allows.")
         return self._affordable(trial)
 
     def _affordable(self, trial: Trial) -> State:
@@ -324,29 +324,39 @@ class Search:
     def begin_again(self) -> None:
         """Training was ended and goes on: the incumbent is measured once more before anything is compared with it."""
         state = self.state
+        self._restarts = 0  # what made times unsteady may have ended with the process before
         if isinstance(state, Stopped):
             return
         then = state.then if isinstance(state, MeasuringBaseline) else state if isinstance(state, Comparing) else None
         then = None if then is None else replace(then, before=(), after=(), voids=0)
-        self._restarts = 0  # what made times unsteady may have ended with the process before
         self.state = MeasuringBaseline(again=bool(self.book.incumbent.samples), then=then)
+        self._other_life = True
         self._note("resume", messages.resumed(self.measurements), None)
 
-    def go_on_with(self, earlier: Setting, why: str) -> None:
-        """Make a setting the incumbent whose updates come earlier; why, without a full stop."""
-        late, trial = self.book.incumbent, self.book.move_to(earlier)
-        trial.pace = late.pace
-        self._note("movement", messages.made_earlier(trial, late, why), trial.number)
+    def go_on_with(self, trial: Trial, reason: str, **about: float) -> None:
+        """Make a trial the incumbent whose updates come earlier.
+
+        Args:
+            trial: of the book.
+            reason: a sentence.
+            about: `LIFE`, where no measurement tells of it, and `LATE`, where what comes later is to be tried again.
+        """
+        trial.pace = self.book.incumbent.pace
+        self.book.go_back_to(trial)
+        self._note("movement", reason, trial.number, **about)
+        if LATE in about:
+            self.agenda.try_again(self.book.trials[int(about[LATE])].setting)
         if not (isinstance(self.state, Stopped) and self.state.final):
             self._changed_times("With earlier updates the search begins again.")
 
-    def bound(self, movement_percent: float, rate: float | None) -> bool:
-        """Bound what may be late by how far the weights move; whether updates had to come earlier for that."""
-        late, self.book.space = self.book.incumbent.setting, self.book.space.moving(movement_percent, rate)
-        violation = self.book.space.violation(late)
+    def bound(self, **about: float) -> bool:
+        """Keep to what may be late by how far the weights move; whether updates had to come earlier for that."""
+        late = self.book.incumbent
+        violation = self.book.space.violation(late.setting)
         if violation is None or violation.excess <= _MOVEMENT_NOISE:
             return False
-        self.go_on_with(self.book.space.earlier(late), violation.reason)
+        trial = self.book.trial_of(self.book.space.earlier(late.setting))
+        self.go_on_with(trial, messages.made_earlier(trial, late, violation.reason), **about)
         return True
 
     # --- what came of it ---------------------------------------------------------------------------------------------
@@ -361,6 +371,8 @@ class Search:
         self.idle(outcome.between)
         self.cost.add(outcome.seconds, outcome.step_count, step_s)
         trial = self.book.trials[request.trial]
+        if outcome.movement_percent is not None:
+            self.book.space = self.book.space.moving(outcome.movement_percent, outcome.movement_rate)
         if self._counts_anew(outcome):
             self._changed_times(messages.other_tokens(outcome.tokens, self.book.tokens), **{TOKENS: outcome.tokens})
             self.book.tokens = outcome.tokens
@@ -379,7 +391,7 @@ class Search:
         if request.role in OF_INCUMBENT and outcome.status != "crashed" and not outcome.called_off:
             self._make_room(request, outcome)  # also where times do not count: the peak does
         if outcome.movement_percent is not None:
-            self._heed_movement(request, outcome, outcome.movement_percent)
+            self._heed_movement(request, outcome)
 
     def _counts_anew(self, outcome: Outcome) -> bool:
         """Whether steps have another number of tokens than before; what was called off or crashed does not know."""
@@ -397,23 +409,23 @@ class Search:
         self._note("memory", messages.made_room(trial, tight, outcome, self.book.device_limit_bytes), trial.number)
         self._changed_times("With another share of the state offloaded the search begins again.")
 
-    def _heed_movement(self, request: Request, outcome: Outcome, movement_percent: float) -> None:
+    def _heed_movement(self, request: Request, outcome: Outcome) -> None:
         """Bound what may be late from here on; a search that was ended for good stays as it is."""
-        if isinstance(self.state, Stopped) and self.state.final:
-            return
-        moved = self.bound(movement_percent, outcome.movement_rate)
+        moved = not (isinstance(self.state, Stopped) and self.state.final) and self.bound()
         if moved and request.role == "start" and outcome.status == "measured":
             self.book.incumbent.pace = None  # what the machine does now was learnt just before
 
     def _measured(self, trial: Trial, request: Request, outcome: Outcome) -> None:
         earlier, pace = list(trial.samples), trial.pace
         sample = self.book.keep(trial, outcome)
+        if self._other_life and request.role in OF_INCUMBENT:  # two trainings, such as beside other work, are not one
+            trial.samples, self._other_life = [sample], False
         if request.role in ("a1", "a2") and differs(earlier, sample, seed=self.options.seed):
             trial.pace = pace  # of the times before
             self._changed_times("The best settings so far take another time than before: the search begins again.")
             self.state = self._after_restart(self.state)
         elif isinstance(self.state, MeasuringBaseline):
-            self._opened(trial, sample, self.state)
+            self._opened(trial, earlier, sample, self.state)
             self._ask_planner(pace, outcome.pace)
         elif isinstance(self.state, Exploring):
             self._explored(trial, sample, outcome)
@@ -425,8 +437,7 @@ class Search:
             if len(self.state.before) > max(1, len(self.state.after)):
                 self._compared(self.state)
 
-    def _opened(self, trial: Trial, sample: Sample, state: MeasuringBaseline) -> None:
-        before = trial.samples[:-1]
+    def _opened(self, trial: Trial, before: list[Sample], sample: Sample, state: MeasuringBaseline) -> None:
         if not state.again or not before:
             self._note("start", messages.start(trial, self.book.incumbent_step_ms), trial.number)
             self.cost.begin(self.book.incumbent_step_ms / 1e3)
@@ -443,10 +454,8 @@ class Search:
 
     def _ask_planner(self, before: Pace | None, now: Pace | None) -> None:
         """Once the incumbent was measured in other times: what they say of the machine, and what is best on it."""
-        if not self._changed:
-            return
-        self._changed = False
-        if self._planning is None:
+        changed, self._changed = self._changed, False
+        if self._planning is None or not changed:
             return
         if now is not None:
             self._planning.learn(before, now)
@@ -464,11 +473,10 @@ class Search:
             self._note("keep", messages.slower(trial, incumbent, seen), trial.number, gain=seen.share)
             self.state = Choosing()
             return
-        comparing = self._comparing(trial, "gain")
+        self.state = self._comparing(trial, "gain")
         if trial.source == "peer" or (trial.source in _PLANNED and self._last_role == "start"):
             # Nobody picked it for its time here, and the incumbent was measured before: the first two are there.
-            comparing = replace(comparing, before=tuple(incumbent.samples[-1:]), after=(sample,))
-        self.state = comparing
+            self.state = replace(self.state, before=tuple(incumbent.samples[-1:]), after=(sample,))
 
     def _compared(self, done: Comparing) -> None:
         """Adopt or keep after incumbent, challenger, incumbent; measure once more where other work hides a gain."""
@@ -488,14 +496,8 @@ class Search:
         else:
             adopted = found.holds and min(against_each) > 0
             reason = messages.compared(trial, incumbent, found, adopted=adopted, hidden=hidden)
-        self._note(
-            "adopt" if adopted else "keep",
-            reason,
-            trial.number,
-            gain=found.share,
-            error=found.error,
-            needed=found.needed,
-        )
+        kind: DecisionKind = "adopt" if adopted else "keep"
+        self._note(kind, reason, trial.number, gain=found.share, error=found.error, needed=found.needed)
         if done.purpose == "gain":  # a tie's setting was tried, and counted, before
             self._misses = 0 if adopted else self._misses + 1
         if adopted:
@@ -515,21 +517,16 @@ class Search:
         challenger = trial if isinstance(state, MeasuringBaseline) else self.book.trials[state.trial]
         reason = messages.void(trial, challenger, MOST_VOIDS, outcome.reason)
         self._note("void", reason, challenger.number)
-        if isinstance(state, MeasuringBaseline):
-            self._give_up_opening(reason, trial)
+        if isinstance(state, MeasuringBaseline):  # the incumbent cannot be measured: later, where the search may wait
+            if self.options.hold:
+                self.state = WaitingForBudget(_HOLD_STEPS)
+            else:
+                self.stop(reason)
             return
         if not challenger.samples:
             challenger.state, challenger.reason = TrialState.VOID, outcome.reason
         self._misses += 1
         self.state = Choosing()
-
-    def _give_up_opening(self, reason: str, trial: Trial) -> None:
-        """The incumbent cannot be measured: later, where the search may wait."""
-        if self.options.hold:
-            self.state = WaitingForBudget(_HOLD_STEPS)
-        else:
-            self._note("stop", reason, trial.number)
-            self.state = Stopped(reason)
 
     def _failed(self, trial: Trial, request: Request, outcome: Outcome) -> None:
         """Aborted or crashed."""
@@ -552,15 +549,12 @@ class Search:
 
     def _held(self, request: Request, outcome: Outcome) -> None:
         known = bool(self.book.incumbent.samples)
-        if isinstance(self.state, WaitingForBudget) and not known:
-            self.state = MeasuringBaseline()
+        if isinstance(self.state, WaitingForBudget) and (not known or self._other_life):
+            self.state = MeasuringBaseline(again=known)
         if outcome.status == "void" or not known:
             return
-        window = request.setting.update_interval
-        changed = outcome.status == "aborted"  # by what is usual: see `Request.abort_reason`
-        for begin in range(0, len(outcome.steps_ms) - window + 1, window):
-            changed = self._change.add(sum(outcome.steps_ms[begin : begin + window]) / window) or changed
-        if changed:
+        changed = self._change.add_all(outcome.steps_ms, request.setting.update_interval)
+        if changed or outcome.status == "aborted":  # by what is usual: see `Request.abort_reason`
             waited = self._restarts >= _MOST_RESTARTS and isinstance(self.state, WaitingForBudget)
             what = " while the search waited." if waited else ": the search begins again."
             self._changed_times(f"Step times have changed{what}")
@@ -595,7 +589,7 @@ class Search:
         self._change.reset()
         self.measurements = self._misses = 0
         self._ties.clear()
-        self._tied = False
+        self._tied = self._other_life = False
         self._note("reopen", reason, incumbent.number, **details)
 
     def _note(self, kind: DecisionKind, reason: str, trial: int | None, **details: float | str) -> None:

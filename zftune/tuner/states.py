@@ -22,6 +22,10 @@ LEARNING_RATE = "learning_rate"
 """In a run's settings: of its first training, at its highest; in those of a remark: of the one that goes on."""
 TRAINED_ON = "trained_on"
 """In those of a remark: the tuning ended, and the training did not."""
+LIFE = "life"
+"""In those of a step to earlier updates: in which life of its run, before anything was measured in it."""
+LATE = "late"
+"""In the same: the trial whose updates came later, which is tried again."""
 TOKENS = "tokens"
 """In those of a decision to begin again: how many a step has from here on; elsewhere that is no reason for it."""
 
@@ -231,7 +235,8 @@ class MeasuringBaseline:
 
     voids: int = 0
     again: bool = False
-    """Since training was ended and goes on: it does not count as one of the search's measurements."""
+    """Since training was ended and goes on, or others may take long for the times' fault: it does not count as one of
+    the search's measurements."""
     then: Comparing | None = None
     """What comes next, with this as its first measurement; None: that is chosen then."""
 

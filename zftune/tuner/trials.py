@@ -124,14 +124,26 @@ class TrialTable:
         found = min(fitting, key=lambda one: self.forecast(one).step_ms, default=raised[-1] if raised else tight)
         return None if found == tight else found
 
-    def move_to(self, setting: Setting) -> Trial:
-        """Make a setting the incumbent that nobody has compared with it."""
+    def trial_of(self, setting: Setting) -> Trial:
+        """The trial of a setting that has to run; a new one where there is none that may."""
         trial = self.find(setting)
         if trial is None or trial.state in (TrialState.REJECTED, TrialState.VOID):
             trial = self.append(Trial(len(self.trials), setting, "planner", forecast=self.forecast(setting)))
-        self._incumbent = trial.number
-        self._gains.move_to(setting)
         return trial
+
+    def move_to(self, setting: Setting) -> Trial:
+        """Make a setting the incumbent that nobody has compared with it."""
+        trial = self.trial_of(setting)
+        self.go_back_to(trial)
+        return trial
+
+    def go_back_to(self, trial: Trial) -> None:
+        """The same with a trial; the one before is void where nobody came to measure it."""
+        left = self.incumbent
+        if left.number and left is not trial and left.state is TrialState.PLANNED:
+            left.state = TrialState.VOID
+        self._incumbent = trial.number
+        self._gains.move_to(trial.setting)
 
     def restore_start(self) -> None:
         """Make the starting point the incumbent again."""
@@ -420,6 +432,7 @@ class CandidateQueue:
         self._book, self._sampler, self._seed = book, sampler, seed
         start = book.trials[0].setting
         self._planned = [(setting, "planner") for setting in planned if setting != start]
+        self._again: set[Setting] = set()
         self._plan: Callable[[], Sequence[Setting]] | None = None
 
     def suggest(self, setting: Setting, source: str) -> None:
@@ -429,8 +442,13 @@ class CandidateQueue:
             setting: any; the planner judges it before it runs.
             source: who proposes it.
         """
-        if setting != self._book.trials[0].setting:
+        if setting != self._book.incumbent.setting:
             self._planned.insert(0, (setting, source))
+
+    def try_again(self, setting: Setting) -> None:
+        """Look first at what was the best in another training of the run, whatever the planner comes to think."""
+        self._again.add(setting)
+        self.suggest(setting, "planner")
 
     def suggest_peers(self, settings: Sequence[Setting]) -> None:
         """Look first at what other tuners of the study have adopted.
@@ -447,7 +465,7 @@ class CandidateQueue:
         Args:
             plan: gives its choices, best first; may take seconds.
         """
-        self._planned = [(setting, source) for setting, source in self._planned if source != "planner"]
+        self._planned = [one for one in self._planned if one[1] != "planner" or one[0] in self._again]
         self._plan = plan
 
     def repeat(self, trial: Trial) -> None:

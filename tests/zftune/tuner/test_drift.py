@@ -551,6 +551,33 @@ def test_updates_come_earlier_at_once_where_the_weights_move_too_far() -> None:
     )
 
 
+def test_what_had_to_run_and_was_not_measured_is_let_go() -> None:
+    world = World()
+    world.settle()
+    world.movement_percent = 0.1
+    world.run(1)
+    first = world.search.book.incumbent
+    world.movement_percent = 1.0
+    world.driver.fault = lambda request: replace(world.measure(request), status="void")
+    world.run(1)
+    book = world.search.book
+    assert (book.incumbent is first, first.state, book.waiting()) == (False, TrialState.VOID, book.incumbent)
+
+
+def test_room_is_made_by_what_the_same_measurement_tells_of_movement() -> None:
+    """What was known of it before is another process's, and not in the rows."""
+    found = []
+    for before in (0.01, 1.0):
+        world = World(limit_bytes=800)
+        book = world.search.book
+        book.space = book.space.moving(before)
+        world.more_bytes, world.movement_percent = 770, 0.05  # no share that is offloaded is enough
+        world.run(1)
+        assert "memory" in world.kinds
+        found.append([one.setting for one in book.trials])
+    assert found[0] == found[1]
+
+
 def test_a_little_beyond_the_bound_is_noise_and_what_moves_less_allows_more() -> None:
     world = World()
     world.settle()

@@ -21,15 +21,18 @@ from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import Barred, Hardware, Key, Model, Run, RunState, TrialState
 from zftune.tuner.recorder import StoreRecorder
+from zftune.tuner.recording import MachineInfo, Recording, RunFacts
 from zftune.tuner.rows import Followed, rebuild
-from zftune.tuner.search import Search, SearchOptions
-from zftune.tuner.space import Forecast, Setting, space_for
+from zftune.tuner.search import MOST_VOIDS, Search, SearchOptions
+from zftune.tuner.space import Forecast, Setting, Space, space_for
 from zftune.tuner.states import OF_INCUMBENT, Outcome, Request, Stopped
 
 KEY = Key(
     model_id="m" * 16, hw_id="h" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1, micro_batch=1,
     sequence=64, checkpointing=False, quality="published",
 )  # fmt: skip
+FACTS = RunFacts(model=Model(model_id=KEY.model_id, dtype="bfloat16"), micro_batch=1, sequence=64)
+HERE = MachineInfo(hardware=Hardware(hw_id=KEY.hw_id), usable_cores=None, versions={})
 
 
 @pytest.fixture
@@ -151,6 +154,15 @@ def watching(planned: Sequence[Setting] = (), **options: Any) -> Search:
     return Search(space, START, lambda setting: Forecast(100.0), planned, settings)
 
 
+def earlier(recorder: StoreRecorder, search: Search, here: Space, own: Setting) -> None:
+    """Have updates come earlier in a training that goes on, where that asks for it."""
+    recording = Recording(recorder._store, FACTS, "published", HERE)
+    recording.recorder = recorder
+    known = len(recording.notices)
+    recording.bound(search, here, own)
+    assert recording.notices[known:] == []
+
+
 class Written:
     """A search whose measurements take what they are told to, written down."""
 
@@ -165,7 +177,7 @@ class Written:
         assert self.recorder.before(self.search, request) is None
         counts = request.discard, request.steps
         discarded, steps = (tuple(ms * np.exp(0.01 * self.draw.standard_normal(count))) for count in counts)
-        outcome = Outcome("measured", steps, discarded, 64, **more)
+        outcome = Outcome(**{"status": "measured", "steps_ms": steps, "discarded_ms": discarded, "tokens": 64, **more})
         self.search.tell(outcome)
         self.recorder.after(self.search, request, outcome)
         return request
@@ -232,6 +244,45 @@ def test_a_step_back_to_what_an_earlier_life_did_not_come_to_is_read_back(store:
     read = watching([back])
     assert written.read_back(read) == Followed()
     assert known(read) == known(written.search)
+
+
+def test_a_step_back_of_a_search_that_had_ended_is_read_back(store: Store) -> None:
+    """Also where its training was killed before it measured anything."""
+    written = Written(store, watching())
+    while written.search._restarts == 0:
+        written.go(100.0 if len(written.search.notes) < 2 else 150.0)
+    assert written.go(status="crashed").role == "start"
+    assert isinstance(written.search.state, Stopped)
+    for _ in range(2):
+        written.recorder.finish(written.search, unfinished=True)
+        written.go_on(watching())
+        earlier(written.recorder, written.search, watching().book.space, replace(START, apply_lag=1))
+    assert written.go().role == "start"
+    read = watching()
+    assert written.read_back(read) == Followed()
+    assert known(read) == known(written.search)
+
+
+def test_a_crash_of_the_best_settings_in_rows_that_do_not_follow_bars_nothing(store: Store) -> None:
+    written = Written(store, watching())
+    written.go()
+    (row,) = store.trials(written.run.run_id)
+    (start,) = store.measurements(row.trial_id)
+    crash = replace(start, role="a1", aggregates={**start.aggregates, "status": "crashed", "sequence": 1})
+    read = watching()
+    assert rebuild(read, [row], {row.trial_id: [start, crash]}).lost == 1
+    assert (read.book._barred, read.book.incumbent.state) == ({}, TrialState.MEASURED)
+
+
+def test_another_training_measures_the_best_settings_before_it_chooses(store: Store) -> None:
+    written = Written(store, watching())
+    written.go()
+    written.recorder.finish(written.search, unfinished=True)
+    written.go_on(watching())
+    for _ in range(MOST_VOIDS):
+        assert written.go(status="void").role == "start"
+    assert [written.go(120.0).role for _ in range(2)] == ["hold", "start"]
+    assert written.search.book.incumbent_step_ms == pytest.approx(120.0, rel=0.01)
 
 
 def test_the_lease_outlasts_a_long_measurement(store: Store) -> None:
@@ -309,9 +360,7 @@ def known(search: Search) -> dict[str, Any]:
         "adopted": book.adoptions,
         "trials": trials,
         "tokens": book.tokens,
-        "bound": (book.space.budget, book.space.movement_percent)
-        if search.notes
-        else None,  # each process's own until then
+        "bound": (book.space.budget, book.space.movement_percent),
         "barred": book._barred,
         "state": search.state,
         "counted": (search.measurements, search._misses, search._restarts, search._last_role),
@@ -339,6 +388,8 @@ class Restless:
         self.noise = float(draw.choice([0.003, 0.02, 0.08]))
         self.movement_percent = float(draw.uniform(0.05, 0.4)) if draw.random() < 0.7 else None
         self.lives = 1
+        self.is_measured = False
+        """Whether a measurement has told how far weights move since the process began: until then it is its own."""
         self.is_torn = True
         """Whether it may be killed between a measurement's row and those of what came of it."""
         self.run = begin(store)
@@ -403,14 +454,25 @@ class Restless:
             return True
         outcome = self.measure(request)
         self.search.tell(outcome)
+        self.is_measured |= outcome.movement_percent is not None
         if self.is_torn and self.draw.random() < 0.02:
             self.kill_within(request, outcome)
             return True
         self.recorder.after(self.search, request, outcome)
         assert self.recorder.notices == []
         if self.draw.random() < 0.06:
-            assert known(self.rebuilt()) == known(self.search)
+            self.compare()
         return True
+
+    def compare(self, *, begins: bool = False) -> None:
+        """Read it back; it begins as the other one did that was read back before."""
+        rebuilt = self.rebuilt()
+        if begins:
+            rebuilt.begin_again()
+        read, live = known(rebuilt), known(self.search)
+        if not self.is_measured:
+            del read["bound"], live["bound"]
+        assert read == live
 
     def kill_within(self, request: Request, outcome: Outcome) -> None:
         """Once the measurement is written down, and nothing else of what came of it."""
@@ -421,8 +483,7 @@ class Restless:
         vars(self.recorder)["_trials"] = end
         with pytest.raises(SystemExit):
             self.recorder.after(self.search, request, outcome)
-        expected = known(self.search)
-        assert known(self.rebuilt()) == expected
+        self.compare()
         self.kill()
 
     def kill(self) -> None:
@@ -433,11 +494,25 @@ class Restless:
         self.search, self.recorder = self.make(), StoreRecorder(self.store, self.run)
         assert self.recorder.resume(self.search).lost == 0
         self.lives += 1
+        self.is_measured = False
+        if self.draw.random() < 0.4:
+            self.begin_earlier()
+            self.compare(begins=True)
+            if self.draw.random() < 0.4:
+                self.kill()
+
+    def begin_earlier(self) -> None:
+        """As another training does: by how far its weights move, or where that is not known with its own settings."""
+        here = space_for(START, "published", coverage=coverage, threads=(2, 4), offload_ratios=(0.9, 1.0))
+        if self.movement_percent is not None and self.draw.random() < 0.5:
+            here = here.moving(self.movement_percent * float(self.draw.uniform(0.5, 3.0)))
+        earlier(self.recorder, self.search, here, replace(START, apply_lag=int(self.draw.integers(1, 5))))
 
     def rebuilt(self) -> Search:
         search = self.make()
         rows = self.store.trials(self.run.run_id)
-        assert rebuild(search, rows, {row.trial_id: self.store.measurements(row.trial_id) for row in rows}).lost == 0
+        measurements = {row.trial_id: self.store.measurements(row.trial_id) for row in rows}
+        assert rebuild(search, rows, measurements, self.store.decisions(self.run.run_id)).lost == 0
         return search
 
 
