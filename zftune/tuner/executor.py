@@ -380,23 +380,22 @@ class Executor:
 
     def _adopt(self, incumbent: Setting, gain: Gain | None) -> None:
         """Take the best setting so far, and say so where it is another one."""
-        before, self.incumbent, self.gain = self.incumbent, incumbent, gain
+        (before, self.incumbent), (had, self.gain) = (self.incumbent, incumbent), (self.gain, gain)
         is_first, self._heard_best = not self._heard_best, True
         changes = incumbent.differences(before)
         if not changes:
             return
         self._of_incumbent_ms.clear()
+        what = "goes back to" if incumbent in self._left else "adopts"
         if incumbent == self._start:
             what = "goes back to the settings that it began with"
-        else:
-            what = "goes back to" if incumbent in self._left else "adopts"
         self._left.add(before)
-        if gain is not None and gain.share > 0:
-            why = f", which saves {gain} of the step time"
-        elif is_first:  # of a search that began elsewhere
-            what, why = "goes on with the best settings so far", ""
-        else:
-            what, why = ("changes to", ", for earlier updates or less memory") if what == "adopts" else (what, "")
+        saves = gain is not None and gain.share > 0
+        why = f", which saves {gain} of the step time that it began with" if saves else ""
+        if not saves and is_first:  # of a search that began elsewhere
+            what = "goes on with the best settings so far"
+        elif what == "adopts" and (gain is None or gain.share < (0.0 if had is None else had.share)):
+            what, why = "changes to", f", for earlier updates or less memory{why}"
         _logger.info("zftune %s: %s%s.", what, changes, why)
 
     def _ask(self, setting: Setting) -> None:

@@ -137,6 +137,17 @@ def made_earlier(trial: Trial, late: Trial, why: str) -> str:
 _WORTH = f"{100 * LEAST_GAIN:.0f}%"
 
 
+def none_left(fixed_because: str) -> str:
+    """Everything that is allowed was tried.
+
+    Args:
+        fixed_because: why settings that change the trajectory stay; "": they are free.
+    """
+    if fixed_because:
+        return f"No setting is left to be tried: those that change the trajectory stay, since {fixed_because}."
+    return "No setting is left to be tried that the quality allows."
+
+
 def slower(trial: Trial, incumbent: Trial, seen: Gain) -> str:
     """A look was not promising."""
     error = f" +/- {200 * seen.error:.1f}%"
@@ -390,7 +401,7 @@ def _lines(search: Search, count: Count, *, tried: int, measured: bool) -> Itera
     reason = search.notes[-1].reason if search.notes and search.notes[-1].kind != "guard" else ""
     nothing = nothing_adopted(measured=measured, tried=tried, kinds={note.kind for note in search.notes})
     yield from _kept(book.incumbent.setting, book.gain, count)
-    yield f"{_gained(book.gain, nothing)} {reason}".rstrip()
+    yield f"{_gained(book.gain, nothing, since=began_again(search))} {reason}".rstrip()
     if guarded:
         yield f"Guard: {' '.join(guarded)}"
 
@@ -404,8 +415,18 @@ def _kept(incumbent: Setting, gain: Gain | None, count: Count) -> Iterator[str]:
     yield f"Time spent: exploring took {more}."
 
 
-def _gained(gain: Gain | None, nothing: str) -> str:
-    return f"Gain: none. {nothing}." if gain is None else f"Gain: {gain} of the step time."
+def began_again(search: Search) -> int:
+    """How often, such as since step times changed, after it adopted its best setting."""
+    kinds = [note.kind for note in search.notes]
+    last = max((at for at, kind in enumerate(kinds) if kind == "adopt"), default=len(kinds))
+    return kinds[last:].count("reopen")
+
+
+def _gained(gain: Gain | None, nothing: str, since: int = 0) -> str:
+    if gain is None:
+        return f"Gain: none. {nothing}."
+    often = "" if since == 1 else f", {since} times since"
+    return f"Gain: {gain} of the step time{f', measured before the search began again{often}' if since else ''}."
 
 
 def counted_alone(incumbent: Setting | None, gain: Gain | None, count: Count, record: str | None) -> str:

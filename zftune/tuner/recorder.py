@@ -100,12 +100,13 @@ class StoreRecorder:
         if not process and self._heart is None:
             self._heart = Heart(self._store.pulse(self._run), counted)
 
-    def resume(self, search: Search, rate: float | None = None) -> Followed:
+    def resume(self, search: Search, rate: float | None = None, *, is_another: bool = False) -> Followed:
         """Bring a new search to where the store says that this run's was; its first request is the incumbent.
 
         Args:
             search: new.
             rate: the learning rate of the training that goes on, at its highest; None: not known.
+            is_another: that training begins with its first step, so that earlier ones' curve is none of its own.
 
         Raises:
             StoreError: the store could not be read or written.
@@ -115,7 +116,8 @@ class StoreRecorder:
         measurements = {row.trial_id: self._store.measurements(row.trial_id) for row in rows}
         decisions = self._store.decisions(self._run.run_id)
         followed = rebuild(search, rows, measurements, decisions)
-        self.curve.join(self._store.curve(self._run.run_id))
+        if not is_another:
+            self.curve.join(self._store.curve(self._run.run_id))
         self._ids = [row.trial_id for row in rows]
         self._outcomes = sum(map(len, measurements.values()))
         self.life = lives(measurements) - 1

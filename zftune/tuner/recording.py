@@ -31,7 +31,7 @@ from zftune.store.types import (
 from zftune.tuner import messages
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.scores import score
-from zftune.tuner.search import Search, SearchOptions
+from zftune.tuner.search import MOST_RESTARTS, Search, SearchOptions
 from zftune.tuner.space import Setting, Space, feasible
 from zftune.tuner.states import LATE, LEARNING_RATE, LIFE, BarredSetting
 
@@ -233,13 +233,16 @@ class Recording:
             self.notices.append(f"{error}.")
             return None
 
-    def resume(self, run: RunRecord, search: Search, learning_rate: float | None = None) -> StoreRecorder | None:
+    def resume(
+        self, run: RunRecord, search: Search, learning_rate: float | None = None, *, is_another: bool = False
+    ) -> StoreRecorder | None:
         """Go on with a run.
 
         Args:
             run: which.
             search: new, with the arguments of the one that ended; brought to where that was.
             learning_rate: of the training that goes on; None: not known.
+            is_another: another training goes on with it, from its first step: its loss curve is its own.
 
         Returns:
             Where it is written down; None where it could not be gone on with: `search` is of no use then.
@@ -248,7 +251,7 @@ class Recording:
         try:
             taken = self._store.resume_run(run.run_id)
             recorder = StoreRecorder(self._store, taken, self._study)
-            lost = recorder.resume(search, learning_rate).lost
+            lost = recorder.resume(search, learning_rate, is_another=is_another).lost
         except ZftuneError as error:
             self.notices.append(_anew(run, error))
             if taken is not None:
@@ -406,6 +409,10 @@ class Recording:
         if gain is None or not best.samples:  # a search that began again has forgotten the start, and keeps the gain
             return
         if any(one.state is PresetState.ACTIVE for one in self._presets_of(best.setting)):
+            return
+        often = messages.began_again(search)
+        if often >= MOST_RESTARTS:
+            self.notices.append(f"No preset is kept: the search began again {often} times since its gain was measured.")
             return
         step_ms = score(best.samples) * search.book.tokens / 1e3
         evidence = Evidence(

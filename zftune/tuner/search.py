@@ -59,7 +59,7 @@ _ONCE_MORE = 2  # of the challenger and of the incumbent
 LEAST_MEASUREMENTS = 2 + _COMPARISON
 """The start, a look at another setting, and its comparison: with fewer, nothing can be found."""
 _HOLD_STEPS = 200
-_MOST_RESTARTS = 4
+MOST_RESTARTS = 4
 """For changed times, before a search came to its end: from there on it waits, ever longer, or ends."""
 _LONGEST_HOLD = 32  # times as many steps
 _MOST_TIES = 2
@@ -261,7 +261,7 @@ class Search:
         enough = self._enough()
         trial = self.agenda.next_trial() if enough is None else None
         if trial is None:
-            return self._settle(enough or "No setting is left to be tried that the quality allows.")
+            return self._settle(enough or messages.none_left(self.book.space.fixed_because))
         return self._affordable(trial)
 
     def _affordable(self, trial: Trial) -> State:
@@ -555,7 +555,7 @@ class Search:
             return
         changed = self._change.add_all(outcome.steps_ms, request.setting.update_interval)
         if changed or outcome.status == "aborted":  # by what is usual: see `Request.abort_reason`
-            waited = self._restarts >= _MOST_RESTARTS and isinstance(self.state, WaitingForBudget)
+            waited = self._restarts >= MOST_RESTARTS and isinstance(self.state, WaitingForBudget)
             what = " while the search waited." if waited else ": the search begins again."
             self._changed_times(f"Step times have changed{what}")
             self.state = self._after_restart(self.state)
@@ -571,14 +571,14 @@ class Search:
     def _after_restart(self, state: State) -> State:
         """Begin again for changed times, unless that came to nothing too often: then wait first, or end."""
         self._restarts += 1
-        if self._restarts < _MOST_RESTARTS:
+        if self._restarts < MOST_RESTARTS:
             return state
         reason = messages.unsteady(self._restarts, waits=self.options.hold)
         if not self.options.hold:
             self.stop(reason)
             return self.state
-        steps = _HOLD_STEPS * min(_LONGEST_HOLD, 2 ** (self._restarts - _MOST_RESTARTS))
-        if self._restarts == _MOST_RESTARTS:
+        steps = _HOLD_STEPS * min(_LONGEST_HOLD, 2 ** (self._restarts - MOST_RESTARTS))
+        if self._restarts == MOST_RESTARTS:
             self.remark(reason)
         self._note("hold", messages.waits(steps), None)
         return WaitingForBudget(steps)

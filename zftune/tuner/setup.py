@@ -147,7 +147,8 @@ def _resumed(again: RunRecord | None, recording: Recording, wanted: SearchReques
     if run is None or start is None:
         return None
     search = make(start, wanted.options)
-    if recording.resume(run, search, wanted.learning_rate) is None:
+    is_another = again is None and wanted.begins_anew
+    if recording.resume(run, search, wanted.learning_rate, is_another=is_another) is None:
         return None
     rate = next((note.reason for note in reversed(search.notes) if LEARNING_RATE in note.details), "")
     earlier = ""

@@ -393,8 +393,7 @@ class Tuner:
             steps = tuple(self._optimizer.history()[-self._count.warm_up :])
             self._warn_of_coverage([one.coverage for one in steps if one.coverage is not None])
             config, asked = (counted(one) for one in (self._optimizer.config, self._optimizer.asked_config))
-            anew = self._count.followed == self._optimizer.steps
-            self._driver.prepare(WarmupStats(config, steps, self._has_loss, asked, anew))
+            self._driver.prepare(WarmupStats(config, steps, self._has_loss, asked, self._count.begins_anew))
 
     def _warn_of_coverage(self, known: Sequence[float]) -> None:
         warning = coverage_warning(fmean(known) if known else None, asdict(self._optimizer.config))

@@ -140,6 +140,14 @@ class StepCount:
         self.begins = self.followed + full + self.warm_up
         """After how many followed steps it is over."""
 
+    @property
+    def begins_anew(self) -> bool:
+        """Whether the training goes on from no saved state: all of its steps were seen, since the first."""
+        if self.followed == self._optimizer.steps:
+            return True
+        known = self._optimizer.history()  # steps that were taken before anybody followed them, too
+        return bool(known) and known[0].step == 1 and known[-1].step == len(known)
+
     def after_step(self) -> bool:
         """Count a step; whether it is the first after a saved state was loaded."""
         before, self._last = self._last, self._optimizer.steps

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from tests.zftune.tuner.surfaces import START, make
 from zftune.store.account import Count, saved_with_error
-from zftune.tuner.messages import compared, conclusion, failed, slower, tied
+from zftune.store.types import Decision
+from zftune.tuner.messages import compared, conclusion, failed, none_left, slower, tied
 from zftune.tuner.scores import Gain
 from zftune.tuner.search import Search
 from zftune.tuner.states import Outcome, Trial
@@ -69,6 +70,11 @@ def test_what_was_found_is_said() -> None:
         ),
         f"Gain: {search.book.gain} of the step time. {search.notes[-1].reason}",
     ]
+    for times, since in ((1, ""), (1, ", 2 times since")):
+        search.notes.insert(-1, Decision("reopen", "", 0, {}))
+        *_, told = said(search, over=True)[1].splitlines()
+        before = f"of the step time, measured before the search began again{since}. "
+        assert (before in told) == (times > 0)
     gain = {"share": search.book.gain.share, "error": 2 * search.book.gain.error}
     count = Count(seconds=50.0, spent_s=5.0, saved_s=20.0)
     _, sentence = conclusion(search, count, steps=60, begins=8, over=True)
@@ -142,3 +148,8 @@ def test_what_was_given_up_for_the_quality_gains_nothing() -> None:
     assert search.book.adoptions
     gain = said(search, over=True)[1].splitlines()[2]
     assert gain.startswith("Gain: none. What had been adopted was given up for the quality. ")
+
+
+def test_why_nothing_is_left_to_be_tried_is_what_holds_settings() -> None:
+    assert none_left("").endswith(" that the quality allows.")
+    assert none_left("no loss is known").endswith(": those that change the trajectory stay, since no loss is known.")

@@ -12,7 +12,7 @@ from tests.zftune.tuner.surfaces import START, Surface, coverage
 from tests.zftune.tuner.test_resume import World, kept, learning
 from zftune.explain.replay import replayed
 from zftune.store import open_store
-from zftune.store.types import TrialState
+from zftune.store.types import Curve, CurvePoint, TrialState
 from zftune.tuner import messages
 from zftune.tuner.scores import Pace
 from zftune.tuner.search import Search, SearchOptions
@@ -90,6 +90,20 @@ def test_until_it_is_known_how_far_weights_move_a_new_training_has_its_own_setti
     assert holds or asked == [START, LATE]  # what is measured with the first tells that it may be as late as that
     adopted.end(begun, unfinished=True)
     assert adopted.begin(space=unmoved(adopted.space), **more).sentence.startswith("Goes on with run")
+
+
+@pytest.mark.parametrize("begins_anew", [True, False])
+@pytest.mark.parametrize("is_same_training", [True, False])
+def test_a_loss_curve_is_that_of_one_training(adopted: World, begins_anew: bool, is_same_training: bool) -> None:
+    (run,) = adopted.store.runs()
+    earlier = Curve((CurvePoint(5, 5, 100.0, 4.9, None),), ())
+    ended = adopted.store.resume_run(run.run_id)
+    adopted.store.save_curve(ended, earlier)
+    adopted.store.interrupt_run(ended)
+    again = ResumeFrom(run.run_id) if is_same_training else None  # its daemon was killed
+    begun = adopted.begin(space=adopted.space, begins_anew=begins_anew, learning_rate=1e-5, again=again)
+    assert begun.recorder is not None
+    assert begun.recorder.curve.curve().points == (() if begins_anew and not is_same_training else earlier.points)
 
 
 @pytest.mark.parametrize("lives", [1, 2])

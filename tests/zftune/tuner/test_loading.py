@@ -61,18 +61,23 @@ def test_a_training_that_is_gone_on_with_is_warmed_up_and_counted_like_any(loops
     assert f"the training took {loop.optimizer.steps - 100 + taken} steps" in said
 
 
+@pytest.mark.parametrize("late", [0, 3])  # steps before anybody follows them
 @pytest.mark.parametrize("loads", [True, False])
 def test_a_training_begins_anew_where_no_state_was_loaded(
-    loops: list[Loop], monkeypatch: pytest.MonkeyPatch, loads: bool
+    loops: list[Loop], monkeypatch: pytest.MonkeyPatch, loads: bool, late: int
 ) -> None:
     seen: list[WarmupStats] = []
     monkeypatch.setattr(LocalDriver, "prepare", lambda _, stats: seen.append(stats))
     before, loop = loops
     for _ in range(5):
         before.step()
+    for _ in range(late):
+        loop.step()
+    if loads and late:
+        load(loop, saved(before))
     tuner = zftune.attach(loop.optimizer, store=False)
     loop.step()
-    if loads:
+    if loads and not late:
         load(loop, saved(before))
     loop.run(tuner, until=lambda: bool(seen))
     tuner.close()

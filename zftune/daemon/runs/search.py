@@ -88,7 +88,7 @@ class SearchHandle:
         self.incumbent = self.search.book.incumbent.setting
         """As of the last answer."""
         self.gain = self.search.book.gain
-        """Of it over the start; None: it is that."""
+        """Of it over the start, or over what had to take its place; None: it is one of these."""
         self.halted = False
         """Whether nobody thinks any more."""
         self.over = False
