@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.zftune.tuner.surfaces import START, TOKENS, Driver, make
 from zftune.explain.document import explain_document
 from zftune.store.store import Store
@@ -187,3 +189,31 @@ def _live_trial(search: Search, trial: Trial) -> dict[str, Any]:
         "quality_cost_steps": search.book.space.cost(trial.setting),
         "constraint": trial.constraint,
     }
+
+
+EXACT = ("start", "best", "trials", "measurements", "stopped")
+LATE_S = 60.0  # a busy machine may take that long for a search on a surface
+
+
+def same(found: dict[str, Any], live: dict[str, Any]) -> None:
+    """Found from the rows is what the search itself knows."""
+    unknown = {"quality_cost_steps", "predicted_step_ms", "earlier_step_ms", "era"}
+    for name in EXACT[:3]:
+        pairs = zip(found[name], live[name], strict=True) if name == "trials" else [(found[name], live[name])]
+        for one, other in pairs:
+            assert {k: v for k, v in one.items() if k not in unknown} == {
+                k: pytest.approx(v) if isinstance(v, float) else v for k, v in other.items() if k not in unknown
+            }
+            assert one["predicted_step_ms"] == (pytest.approx(other["predicted_step_ms"]) if one["number"] else None)
+            cost = one["quality_cost_steps"]
+            assert cost is None or cost == pytest.approx(other["quality_cost_steps"])
+    for name in EXACT[3:]:
+        assert found[name] == live[name]
+    notes = [note for note in found["decisions"] if note["kind"] in {one["kind"] for one in live["decisions"]}]
+    assert [{name: note[name] for name in NOTED} for note in notes] == live["decisions"]
+    if live["gain"] is None:
+        assert found["gain"] is None
+    else:
+        assert {**found["gain"], "era": 0} == pytest.approx({**live["gain"], "era": 0}, rel=1e-4)
+    assert found["cost"]["spent_s"] == pytest.approx(live["cost"]["spent_s"], abs=0.005)
+    assert live["cost"]["elapsed_s"] <= found["cost"]["elapsed_s"] + 0.005 <= live["cost"]["elapsed_s"] + LATE_S

@@ -380,3 +380,10 @@ def test_a_pause_needs_a_search_to_be_written_down_in(world: World, monkeypatch:
     world.registry.command(RUN, "resume")
     assert agent.last.incumbent == START
     assert agent.asked().role == "start"
+
+
+def test_another_session_has_to_say_hello(world: World) -> None:
+    agent = world.agent()
+    agent.session = "f" * 32
+    with pytest.raises(DaemonError, match="say Hello again"):
+        agent.report()

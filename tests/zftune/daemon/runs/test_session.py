@@ -23,7 +23,7 @@ from zftune.daemon.runs.sampler_pool import PooledSampler
 from zftune.daemon.runs.search import PooledWorker
 from zftune.daemon.runs.states import NotAllowedError
 from zftune.daemon.runs.views import GainView, RunDetails, run_details
-from zftune.errors import DaemonError, StoreError
+from zftune.errors import StoreError
 from zftune.explain.document import explain_document
 from zftune.explain.screen import render
 from zftune.store import open_store
@@ -594,10 +594,3 @@ def test_a_search_that_cannot_be_made_stops_the_tuning(world: World, monkeypatch
     agent.until(lambda: agent.last.kind == "stop")
     assert agent.last.incumbent is None
     assert agent.last.reason == "the search could not be made; see the daemon's log"
-
-
-def test_another_session_has_to_say_hello(world: World) -> None:
-    agent = world.agent()
-    agent.session = "f" * 32
-    with pytest.raises(DaemonError, match="say Hello again"):
-        agent.report()
