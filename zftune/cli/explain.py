@@ -25,6 +25,9 @@ def explain(
     html_path: Annotated[
         str | None, typer.Option("--html", metavar="PATH", help="Write it as a page with plots.")
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="With each decision of earlier parts of a long search.")
+    ] = False,
 ) -> None:
     """Say what a tuned run did: every decision with its measurements and its reason, what that cost and won."""
     Outputs(json_path, html_path, None).check()
@@ -40,5 +43,5 @@ def explain(
         chosen, which = chosen_run(store, run)
         document = explain_document(store, chosen)
     document["notices"] += [] if which is None else [which]
-    Console(stderr=json_path == STANDARD_OUTPUT, highlight=False).print(render(document))
+    Console(stderr=json_path == STANDARD_OUTPUT, highlight=False).print(render(document, verbose=verbose))
     write_files(document, json_path, html_path, search_page)

@@ -26,10 +26,21 @@ _STYLES = {
 }
 
 
-def render(document: Mapping[str, Any]) -> RenderableType:
-    """The document of a run as a screen; of `zftune explain` and of `zftune tune` alike."""
+_WHOLE_PARTS, _LONG = 2, 40
+"""The last parts of a search that are shown whole, where it has more and so many decisions."""
+_ALWAYS_TOLD = frozenset({"adopt", "memory", "movement", "rollback", "guard", "crash", "resume", "stop", "reopen"})
+
+
+def render(document: Mapping[str, Any], *, verbose: bool = False) -> RenderableType:
+    """The document of a run as a screen; of `zftune explain` and of `zftune tune` alike.
+
+    Args:
+        document: of the run.
+        verbose: every decision, also of earlier parts of a long search, in which nothing changed.
+    """
     parts: list[RenderableType] = [*_head(document), Text("")]
-    parts += [_decisions(document), Text("")] if document["decisions"] or document["history"] else []
+    if document["decisions"] or document["history"]:
+        parts += [_decisions(document, verbose=verbose), Text("")]
     unseen = list(_unseen(document))
     parts += [*unseen, Text("")] if unseen else []
     title = "cost and gain" if document["run"] is not None else "result"
@@ -69,24 +80,36 @@ def _head(document: Mapping[str, Any]) -> Iterator[Text]:
         yield _text(f"  {notice}", "yellow")
 
 
-def _decisions(document: Mapping[str, Any]) -> Table:
+def _decisions(document: Mapping[str, Any], *, verbose: bool) -> Table:
     """Each decision under the time of the search's clock, and under it what was measured."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
     table.add_column(justify="right", no_wrap=True, style="dim")
     table.add_column(overflow="fold", ratio=1)
-    eras = document["eras"]
+    eras, found = document["eras"], list(words.entries(document))
+    whole = 0 if verbose or len(found) <= _LONG else len(eras) - _WHOLE_PARTS
+    hidden = sum(one.era < whole and not _is_always_told(one) for one in found)
+    if hidden:
+        table.add_row(
+            "", _text(f"{hidden} decisions of earlier parts changed nothing: zftune explain -v has them", "dim")
+        )
     last = -1
     cause: str | None = None
-    for one in words.entries(document):
+    for one in found:
         if len(eras) > 1 and one.era != last:
             last = one.era
             table.add_row("", _text(words.era(document, eras[last]), "bold dim" if last < len(eras) - 1 else "bold"))
+        if one.era < whole and not _is_always_told(one):
+            continue
         what, style = ("", "") if one.note is None else (subject(document, one.note), _STYLES.get(one.note["kind"], ""))
         before, cause = cause, _cause_of_crash(document, one.note)
         reason = one.reason if cause is None or cause != before else _crashed_too(document, one.note)
         cell = _text(what, "bold").append(_text(reason, style))
         table.add_row(_text(seconds(one.at_s)), _with_measured(cell, one.measured))
     return table
+
+
+def _is_always_told(entry: words.Entry) -> bool:
+    return entry.note is not None and entry.note["kind"] in _ALWAYS_TOLD
 
 
 def _cause_of_crash(document: Mapping[str, Any], note: Mapping[str, Any] | None) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.zftune.explain.runs import HARDWARE, KEY, MODEL, ByHand, Clock, explained, finished
+from tests.zftune.explain.runs import HARDWARE, KEY, MODEL, ByHand, Clock, begin, explained, finished
 from tests.zftune.tuner.surfaces import START
 from zenflow import ZenFlowConfig
 from zftune.explain.document import tune_document
@@ -194,3 +194,34 @@ def test_a_setting_that_is_thought_of_again_is_one_that_was_never_applied() -> N
         {"reason": "it is 1.5 to 3.0 times too slow", "count": 2},
         {"reason": "it does not fit", "count": 1},
     ]
+
+
+def test_earlier_parts_of_a_long_search_are_shown_by_what_changed(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start = rows.trial("start")
+    best = rows.trial(topk_ratio=0.2)
+    for part in range(5):
+        rows.measure(start, "start", 400)
+        rows.decide("start", start, f"It begins, part {part}.")
+        for number in range(9):
+            rows.measure(best, "explore", 500)
+            rows.decide("keep", best, f"Not adopted, {part}.{number}.")
+        if part == 1:
+            rows.decide("adopt", best, "Adopted in part 1.", gain=0.1, error=0.01)
+        rows.decide("reopen", best, f"It begins again after part {part}.")
+    document = explained(timed, rows.run)
+
+    def lines(*, verbose: bool) -> str:
+        out = io.StringIO()
+        Console(width=140, file=out).print(render(document, verbose=verbose))
+        return out.getvalue()
+
+    short, long = lines(verbose=False), lines(verbose=True)
+    assert "Not adopted, 0.0." in long
+    assert "Not adopted, 0.0." not in short
+    assert "Not adopted, 4.8." in short
+    hidden = long.count("Not adopted,") + long.count("It begins, part") - short.count("Not adopted,")
+    hidden -= short.count("It begins, part")
+    assert f"{hidden} decisions of earlier parts changed nothing: zftune explain -v has them" in short
+    assert "Adopted in part 1." in short
+    assert all(f"It begins again after part {part}." in short for part in range(5))
