@@ -63,6 +63,11 @@ class CurveBuilder:
         self._first: int | None = None
         self._last = 0
 
+    @property
+    def last_step(self) -> int | None:
+        """The newest that was heard of, by the optimizer's own number; None: none was."""
+        return self._last or None
+
     def step(self, step: int, step_ms: float | None, coverage: float | None) -> None:
         """Take a step. Where it is not later than the last one, an earlier state was loaded, and what came after that
         is forgotten.

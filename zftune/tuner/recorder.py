@@ -364,7 +364,7 @@ class StoreRecorder:
                 known = {"elapsed_s": min(total.seconds, account.before.seconds + at_s)}
             rounded = {name: round(value, 3) for name, value in known.items()}
             decision = replace(decision, details={**decision.details, **rounded})
-        self._store.add_decision(self._run, decision, account=account)
+        self._store.add_decision(self._run, replace(decision, step=self.curve.last_step), account=account)
 
     @property
     def _kept(self) -> Account | None:

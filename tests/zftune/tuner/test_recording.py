@@ -38,10 +38,19 @@ def test_a_gain_becomes_a_preset_with_its_evidence(mini_model: Path, mini_rig: P
         search, driver = make(1, 0.03)
         recorder = recording.begin(search)
         assert recorder is not None
-        while (request := search.next()) is not None:
+        for step in range(20, 10_000, 20):
+            request = search.next()
+            if request is None:
+                break
             assert recorder.before(search, request) is None
             driver.run(search, most=1)
+            recorder.curve.step(step, 100.0, None)
             recorder.after(search, request, driver.outcomes[-1])
+        (run,) = store.runs()
+        steps = [one.step for one in store.decisions(run.run_id)]
+        assert len(steps) > 2
+        assert all(one is not None and one % 20 == 0 for one in steps)
+        assert steps == sorted(one or 0 for one in steps)
         recording.finish(search)
         assert [notice for notice in recording.notices if "preset" in notice] == []
         preset = store.find_preset(_query(recording))
