@@ -34,7 +34,8 @@ def predict(
     """
     if job.gpus > machine.gpus:
         raise BadInputError(
-            f"--gpus is {job.gpus}; it must be an integer from 1 to {machine.gpus}, which {machine.name} has"
+            f"--gpus is {job.gpus}; it must be an integer from 1 to {machine.gpus}, which {machine.name} has: a TOML "
+            "file with more is given as --hardware (docs/how-to/plan.md)"
         )
     rates = rates or Rates.of(model, machine, job)
     split = split_of(model, config)
