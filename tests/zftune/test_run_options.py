@@ -292,6 +292,9 @@ def test_a_dry_run_is_silent_where_a_rank_is_set(tmp_path: Path, monkeypatch: py
         ("torchrun --nproc-per-node 3 train.py", 8, ""),
         ("torchrun --nnodes 3 --nproc_per_node 1 train.py", 8, ""),
         ("deepspeed --num_gpus 2 train.py", 8, "train_batch_size 24, unless the script changes it: it must be"),
+        ("deepspeed --num_nodes 2 --num_gpus 2 train.py", 8, ""),
+        ("deepspeed -H hosts --num_gpus 2 train.py", 8, ""),
+        ("python train.py --num_gpus 2", 8, ""),  # the script's own option
     ],
 )
 def test_a_dry_run_tells_batch_sizes_that_deepspeed_refuses(
@@ -384,6 +387,12 @@ _PASSES = "import deepspeed\nfrom pathlib import Path\n"
         ("if not args.ds:\n    plain()\n    sys.exit()\ndeepspeed.initialize(config='own.json')\n", False),
         ("def made(): return deepspeed.initialize(config='own.json')\n{'ds': made}.get(how, plain)()\n", False),
         ("if big: deepspeed.initialize(config='big.json')\nelse: deepspeed.initialize(config='own.json')\n", False),
+        ("if __name__ == '__main__' and ds:\n    deepspeed.initialize(config='own.json')\n", False),
+        ("if __name__ == '__main__':\n    plain()\nelse:\n    deepspeed.initialize(config='own.json')\n", False),
+        ("def stop(): sys.exit()\nif plain: stop()\ndeepspeed.initialize(config='own.json')\n", False),
+        ("def main():\n    return\n    deepspeed.initialize(config='own.json')\nmain()\n", False),
+        ("if not args.ds: parser.exit()\ndeepspeed.initialize(config='own.json')\n", False),
+        ("def main():\n    deepspeed.initialize(config='own.json')\nsys.exit(main())\n", True),
         ("try:\n    plain()\nexcept OSError:\n    deepspeed.initialize(config='own.json')\n", False),
     ],
 )
@@ -404,9 +413,16 @@ def test_a_ds_config_whose_path_the_script_passes_is_judged_before_it_starts(
 @pytest.mark.parametrize("word", ["export X=" + 300 * "x" + "; python train.py", "cat a\0b.py", "folder.py"])
 def test_a_word_that_is_no_file_is_the_trainings_own_matter(tmp_path: Path, started: list[Any], word: str) -> None:
     (tmp_path / "folder.py").mkdir()
-    done = invoke("--dry-run", "--", "bash", "-c", word)
-    assert (done.exit_code, done.exception, started) == (0, None, [])
-    assert "It names no ds_config" in done.output
+    for told in (["-c", word], ["-lc", word], ["-c", "true", word]):
+        done = invoke("--dry-run", "--", "bash", *told)
+        assert (done.exit_code, done.exception, started) == (0, None, [])
+        assert "It names no ds_config" in done.output
+
+
+def test_a_script_that_cannot_be_read_is_the_trainings_own_matter(tmp_path: Path, started: list[Any]) -> None:
+    (tmp_path / "train.py").unlink()
+    (tmp_path / "train.py").symlink_to("/proc/self/mem")  # which is a file that root cannot read either
+    assert invoke("--dry-run", "--", "python", "train.py").exit_code == 0
 
 
 @pytest.mark.parametrize("dry", [True, False])

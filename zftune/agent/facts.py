@@ -108,7 +108,7 @@ class Facts:
         counted = [tokens for tokens, _ in self._in_step]
         if self._passes:
             counted = graded if len(graded) >= self._passes else counted
-            self._fewest = min(self._fewest or len(counted), len(counted))
+            self._fewest = len(counted) if self._fewest is None else min(self._fewest, len(counted))
             counted = counted[max(0, len(counted) - max(self._passes, self._fewest)) :]
         self._batches -= len(self._in_step) - len(counted)
         self.forget_batches()

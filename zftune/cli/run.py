@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import difflib
+import itertools
 import json
 import os
 import re
@@ -82,9 +83,9 @@ def _require_all_there(command: Sequence[str], environment: Mapping[str, str]) -
         raise BadInputError(f"CMD '{command[0]}': there is no such program")
     for option, value in missing(command):
         raise BadInputError(f"{option} '{value}': there is no such file")
-    before = ("", *command)  # what a shell or Python is told behind -c names no file
-    scripts = (word for last, word in zip(before, command, strict=False) if word.endswith(".py") and last != "-c")
-    script = next(scripts, None)
+    # What a shell or Python is told behind -c names no file.
+    words = itertools.takewhile(lambda word: not re.fullmatch(r"-[a-zA-Z]*c", word), command)
+    script = next((word for word in words if word.endswith(".py")), None)
     if script is not None and script_of(command) is None:
         raise BadInputError(f"CMD '{command[0]}': there is no script '{script}'")
 
@@ -100,7 +101,10 @@ def _launched_by_nobody(command: Sequence[str], environment: Mapping[str, str]) 
     is_plain = os.path.basename(command[0]).startswith("python") and "-m" not in command  # noqa: PTH119
     if script is None or not is_plain or find_spec("mpi4py") is not None:
         return
-    text = script.read_text(errors="replace")
+    try:
+        text = script.read_text(errors="replace")
+    except OSError:  # somebody else's: the training's own matter
+        return
     lacking = [name for name in _OF_A_RANK if name not in environment and not re.search(rf"\b{name}\b", text)]
     starts = re.search(r"^\s*(import|from)\s+deepspeed\b", text, re.MULTILINE) and "init_process_group" not in text
     if lacking and starts:
@@ -112,14 +116,22 @@ def _launched_by_nobody(command: Sequence[str], environment: Mapping[str, str]) 
         )
 
 
+_LAUNCHERS = ("torchrun", "deepspeed", "torch.distributed.run", "torch.distributed.launch")
+_SEVERAL_NODES = ("--nnodes", "--num-nodes", "--hostfile", "-H")
+
+
 def _ranks(command: Sequence[str], environment: Mapping[str, str]) -> int | None:
     """Of the training, where the command or a launcher before it tells; None: it does not."""
-    words = re.sub(r"[=_]", "-", " ".join(command))
-    told = re.search(r"--(?:nproc-per-node|num-gpus)[- ](\d+)(?!\S)", words)
-    if told is not None and not re.search(r"--(nnodes|hostfile)\b", words):
-        return int(told[1])
-    size = environment.get("WORLD_SIZE", "")
-    return int(size) if size.isdecimal() and told is None else None
+    own = itertools.takewhile(lambda word: not word.endswith(".py"), command)  # the script's own options come later
+    words = [part for word in own for part in word.split("=")]
+    names = [word.replace("_", "-") if word.startswith("-") else os.path.basename(word) for word in words]  # noqa: PTH119
+    if not any(name in _LAUNCHERS for name in names):
+        size = environment.get("WORLD_SIZE", "")
+        return int(size) if size.isdecimal() else None
+    if any(name in _SEVERAL_NODES for name in names) or os.path.exists("/job/hostfile"):  # noqa: PTH110
+        return None
+    told = [after for name, after in itertools.pairwise(names) if name in ("--nproc-per-node", "--num-gpus")]
+    return int(told[0]) if told and told[0].isdecimal() else None
 
 
 def _batch_sizes(source: Source, ranks: int | None) -> Iterator[str]:

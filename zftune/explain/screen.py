@@ -14,7 +14,7 @@ from rich.text import Text
 
 from zftune.explain import words
 from zftune.store.preset_file import escaped
-from zftune.words import RUN_STATES, TRAINED_ON, seconds
+from zftune.words import DECISIONS, RUN_STATES, TRAINED_ON, seconds
 
 _STYLES = {
     "adopt": "bold green",
@@ -28,7 +28,7 @@ _STYLES = {
 
 _WHOLE_PARTS, _LONG = 2, 40
 """The last parts of a search that are shown whole, where it has more and so many decisions."""
-_ALWAYS_TOLD = frozenset({"adopt", "memory", "movement", "rollback", "guard", "crash", "resume", "stop", "reopen"})
+_ALWAYS_TOLD = frozenset(DECISIONS) - {"start", "keep", "abort", "void", "hold"}
 
 
 def render(document: Mapping[str, Any], *, verbose: bool = False) -> RenderableType:

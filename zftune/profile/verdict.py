@@ -37,6 +37,7 @@ _WAITS = {
 _COMPUTE = "What is left is compute: a lower precision, torch.compile or a faster device shortens it."
 _IDLE_FOR_LAUNCHES = 0.5
 """Share of the time, stall left out, in which a device has nothing to run: from here on its speed bounds no step."""
+_LAUNCHING = ("forward", "backward", "optimizer")
 _FEWER_LAUNCHES = (
     "More tokens a step or torch.compile help against that; a faster device or a lower precision does not."
 )
@@ -74,10 +75,13 @@ def plain_verdict(document: Document) -> list[str]:
     if not known:
         return [*sentences, "What a step consists of was not recorded."]
     first = _longest(known)
-    sentences += [
-        f"{_share(known[first], document)} of a step is {_of_step(_PLAIN_WORK, first, known[first], document)}.",
-        _advice(first, document),
-    ]
+    sentences.append(
+        f"{_share(known[first], document)} of a step is {_of_step(_PLAIN_WORK, first, known[first], document)}."
+    )
+    launched = idle_for_launches(document) is not None
+    advice = _advice(first, document)
+    sentences += [] if launched and advice == _COMPUTE else [advice]
+    sentences += [f"{_launches(document)} {_FEWER_LAUNCHES}"] if launched else []
     more = [name for name in ("data", "optimizer", "other") if name != first and name in known]
     for name in sorted(more, key=lambda name: -known[name]):
         if known[name] >= _NOTABLE * document["step_ms"]["mean"]:
@@ -143,15 +147,19 @@ def _advice_on_compute(name: str, document: Document) -> str:
     idle = used is not None and used < _IDLE_PERCENT * len(document["ranks"])
     if document["stall"] is None and idle and _core_pressure(document) is None:  # else it waits for a core
         return _IDLE.format(cores=number((used or 0.0) / 100))
-    if name == "forward" and document["phases_ms"]["data"] is None:
-        return _NO_LOADER
-    return _COMPUTE if idle_for_launches(document) is None else f"{_launches(document)} {_FEWER_LAUNCHES}"
+    return _NO_LOADER if name == "forward" and document["phases_ms"]["data"] is None else _COMPUTE
 
 
 def idle_for_launches(document: Document) -> float | None:
-    """Share of the time in which the device ran nothing, beyond its stall; None: it is not what bounds the step."""
+    """Share of the time in which the device ran nothing, beyond its stall; None: launches do not bound the step."""
     busy, stall = (document["nvml"] or {}).get("utilisation_percent"), document["stall"]
     if busy is None or stall is None or document["rig"] is not None or stall["fraction"] >= _SMALL_STALL:
+        return None
+    phases = {name: value for name, value in (document["phases_ms"] or {}).items() if value is not None}
+    if not phases or _longest(phases) not in _LAUNCHING:
+        return None
+    seen = document.get("idle")
+    if seen is not None and seen["by_cause"]["launch"] < seen["ms_per_step"] / 2:  # torch.profiler knows another cause
         return None
     idle = 1 - float(busy) / 100 - float(stall["fraction"])
     return idle if idle >= _IDLE_FOR_LAUNCHES else None
@@ -401,7 +409,8 @@ def _bound(document: Document) -> str:
         resident = (document["baselines"] or {}).get("no_offload")
         step = "" if resident is None else f", {ms(resident['step_ms']['mean'])} a step without offloading"
         whole = f"What bounds the step now is the training thread{step}. {_launches(document)}"
-        return f"{whole} Offloading makes such calls for each weight. {_FEWER_LAUNCHES}"
+        calls = "Offloading makes such calls for each weight. " if document["knobs"]["offload_ratio"] else ""
+        return f"{whole} {calls}{_FEWER_LAUNCHES}"
     name, value = max(phases.items(), key=lambda item: item[1])
     return f"What bounds the step now is {_of_step(_OWN_WORK, name, value, document)}."
 

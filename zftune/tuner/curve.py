@@ -65,8 +65,8 @@ class CurveBuilder:
 
     @property
     def last_step(self) -> int | None:
-        """The newest that was heard of, by the optimizer's own number; None: none was."""
-        return self._last or None
+        """The newest that was heard of here, by the optimizer's own number; None: none was."""
+        return None if self._first is None else self._last
 
     def step(self, step: int, step_ms: float | None, coverage: float | None) -> None:
         """Take a step. Where it is not later than the last one, an earlier state was loaded, and what came after that

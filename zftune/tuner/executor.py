@@ -391,7 +391,7 @@ class Executor:
             what = "goes back to the settings that it began with"
         self._left.add(before)
         saves = gain is not None and gain.share > 0
-        why = f", which saves {gain} of the step time that it began with" if saves else ""
+        why = f", which saves {gain} of the step time" if saves else ""
         if not saves and is_first:  # of a search that began elsewhere
             what = "goes on with the best settings so far"
         elif what == "adopts" and (gain is None or gain.share < (0.0 if had is None else had.share)):

@@ -73,15 +73,17 @@ def not_back(why: str) -> str:
     return f"The settings stay that were tried when the checkpoint was saved: the best so far are refused ({why})."
 
 
-def other_rate(rate: float, before: float) -> str:
+def other_rate(rate: float, before: float, *, is_another: bool = False) -> str:
     """A training goes on with the run of one that learned at another rate.
 
     Args:
         rate: its learning rate at its highest.
         before: that of the other.
+        is_another: it begins with its first step, so that the curve is its own.
     """
     rates = f"The learning rate is {rate:.3g} from here on, it was {before:.3g}".replace("e-0", "e-")
-    return f"{rates}: the account, step times and losses of both are in this run (--fresh begins another one)."
+    has = "the account of both is in this run" if is_another else "the account and losses of both are in this run"
+    return f"{rates}: {has} (--fresh begins another one)."
 
 
 def parted(steps: int) -> str:
@@ -401,7 +403,7 @@ def _lines(search: Search, count: Count, *, tried: int, measured: bool) -> Itera
     reason = search.notes[-1].reason if search.notes and search.notes[-1].kind != "guard" else ""
     nothing = nothing_adopted(measured=measured, tried=tried, kinds={note.kind for note in search.notes})
     yield from _kept(book.incumbent.setting, book.gain, count)
-    yield f"{_gained(book.gain, nothing, since=began_again(search))} {reason}".rstrip()
+    yield f"{_gained(book.gain, nothing, since=book.gain_age)} {reason}".rstrip()
     if guarded:
         yield f"Guard: {' '.join(guarded)}"
 
@@ -413,13 +415,6 @@ def _kept(incumbent: Setting, gain: Gain | None, count: Count) -> Iterator[str]:
     saved = f"; {saved_with_error(count.saved_s, known)} were saved" if count.saved_s >= 0.05 else ""
     more = f"{count.spent_s:.1f} s more than the settings that were best so far{share}{saved}"
     yield f"Time spent: exploring took {more}."
-
-
-def began_again(search: Search) -> int:
-    """How often, such as since step times changed, after it adopted its best setting."""
-    kinds = [note.kind for note in search.notes]
-    last = max((at for at, kind in enumerate(kinds) if kind == "adopt"), default=len(kinds))
-    return kinds[last:].count("reopen")
 
 
 def _gained(gain: Gain | None, nothing: str, since: int = 0) -> str:

@@ -116,7 +116,9 @@ class StoreRecorder:
         measurements = {row.trial_id: self._store.measurements(row.trial_id) for row in rows}
         decisions = self._store.decisions(self._run.run_id)
         followed = rebuild(search, rows, measurements, decisions)
-        if not is_another:
+        if is_another:
+            self._store.save_curve(self._run, self.curve.curve())  # before a resumption could take the other one's up
+        else:
             self.curve.join(self._store.curve(self._run.run_id))
         self._ids = [row.trial_id for row in rows]
         self._outcomes = sum(map(len, measurements.values()))
@@ -136,7 +138,7 @@ class StoreRecorder:
         self._charge(search)
         search.begin_again()
         if rate is not None and total.highest_rate and not total.has_learned_at(rate):
-            search.remark(messages.other_rate(rate, total.highest_rate), **{LEARNING_RATE: rate})
+            search.remark(messages.other_rate(rate, total.highest_rate, is_another=is_another), **{LEARNING_RATE: rate})
         self._trials(search)
         self._decisions(search)
         return followed

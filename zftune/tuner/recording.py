@@ -410,7 +410,7 @@ class Recording:
             return
         if any(one.state is PresetState.ACTIVE for one in self._presets_of(best.setting)):
             return
-        often = messages.began_again(search)
+        often = search.book.gain_age
         if often >= MOST_RESTARTS:
             self.notices.append(f"No preset is kept: the search began again {often} times since its gain was measured.")
             return

@@ -289,6 +289,8 @@ def _asks(search: Search, told: Told) -> bool:
         if not search.book.incumbent.samples:
             return False  # nothing is chosen before it was measured
         search.resume_choice(told.trial, told.role, told.stopped)
+        if told.role == "explore":
+            search.agenda.taken(search.book.trials[told.trial].setting)
     elif isinstance(search.state, Comparing) and (told.role, search.book.trials[told.trial].source) == (
         "explore",
         "peer",

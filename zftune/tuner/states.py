@@ -282,13 +282,17 @@ class Gains:
     """
 
     def __init__(self, start: Hashable) -> None:
-        self._rows: dict[Hashable, tuple[Hashable, tuple[Gain, ...]]] = {start: (start, ())}
+        self._rows: dict[Hashable, tuple[Hashable, tuple[tuple[Gain, int], ...]]] = {start: (start, ())}
+        """By setting: what it was compared with, and each gain on the way from there with its era."""
         self._start = self._incumbent = start
+        self._era = 0
 
     def adopt(self, setting: Hashable, found: Gain) -> None:
         """Take a setting as the incumbent, by its gain over the one before."""
         reference, gains = self._rows[self._incumbent]
-        self._rows[setting] = (setting, ()) if setting in (reference, self._start) else (reference, (*gains, found))
+        self._rows[setting] = (
+            (setting, ()) if setting in (reference, self._start) else (reference, (*gains, (found, self._era)))
+        )
         self._incumbent = setting
 
     def move_to(self, setting: Hashable) -> None:
@@ -299,7 +303,16 @@ class Gains:
     @property
     def gain(self) -> Gain | None:
         """Of the incumbent over `reference`; None: it is that."""
-        return in_a_row(self._rows[self._incumbent][1])
+        return in_a_row([found for found, _ in self._rows[self._incumbent][1]])
+
+    @property
+    def age(self) -> int:
+        """How often the search began again since the oldest part of `gain` was measured."""
+        return self._era - min((era for _, era in self._rows[self._incumbent][1]), default=self._era)
+
+    def begin_again(self) -> None:
+        """Times are others from here on."""
+        self._era += 1
 
     @property
     def reference(self) -> Hashable:

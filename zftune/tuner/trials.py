@@ -79,6 +79,11 @@ class TrialTable:
         return self._gains.gain
 
     @property
+    def gain_age(self) -> int:
+        """How often the search began again, such as for other step times, since that was measured."""
+        return self._gains.age
+
+    @property
     def gains_over_start(self) -> bool:
         """Whether that is over the starting point."""
         return self._gains.reference == self.trials[0].setting
@@ -182,6 +187,7 @@ class TrialTable:
 
     def forget(self) -> None:
         """Forget all measured times, and what was rejected by them: they are no longer true."""
+        self._gains.begin_again()
         for trial in self.trials:
             trial.samples.clear()
             if trial.state is not TrialState.CRASHED and trial is not self.incumbent:
@@ -449,6 +455,10 @@ class CandidateQueue:
         """Look first at what was the best in another training of the run, whatever the planner comes to think."""
         self._again.add(setting)
         self.suggest(setting, "planner")
+
+    def taken(self, setting: Setting) -> None:
+        """It was looked at, by the store's rows: it is not planned any more."""
+        self._planned = [one for one in self._planned if one[0] != setting]
 
     def suggest_peers(self, settings: Sequence[Setting]) -> None:
         """Look first at what other tuners of the study have adopted.

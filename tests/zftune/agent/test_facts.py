@@ -147,6 +147,16 @@ def test_batches_that_come_while_gradients_are_off_are_an_evaluations() -> None:
     assert facts.step_ended() == 3 * 7
 
 
+def test_a_step_without_a_batch_makes_no_evaluation_count() -> None:
+    facts = Facts()
+    facts.look(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), WallClock())
+    for batches, told in ((1, 21), (0, 0), (6, 21), (0, 0)):  # a batch for two steps, an evaluation in between
+        for _ in range(batches):
+            facts.batch(IDS)
+        facts.backward_begins()
+        assert facts.step_ended() == told
+
+
 def test_several_batches_of_one_backward_all_count() -> None:
     facts = Facts()
     facts.look(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), WallClock())

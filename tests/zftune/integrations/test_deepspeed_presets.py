@@ -22,6 +22,7 @@ from zftune.integrations.deepspeed.choosing import Chosen, Training, choose, ins
 from zftune.integrations.deepspeed.section import Section
 from zftune.store import open_store
 from zftune.store.preset_file import document_of
+from zftune.store.types import PresetState
 
 OWN = (ZENFLOW["topk_ratio"], ZENFLOW["update_interval"])
 PROVEN, THEIRS = (0.4, 2), (0.3, 3)
@@ -190,13 +191,17 @@ def test_a_preset_that_nobody_asked_for_is_told_with_what_it_replaces(
 
 
 @pytest.mark.parametrize(
-    ("differs", "said"),
+    ("differs", "state", "said"),
     [
-        ({"quality": "exact"}, "are for quality published, not for exact"),
-        ({"stage": 3, "world_size": 2}, "are for another stage, dtype, batch or number of ranks"),
-        ({"model_id": 16 * "f"}, "no preset is for this model on this hardware yet (zftune tune makes one)"),
+        ({"quality": "exact"}, "active", "is of quality published instead of exact"),
+        ({"stage": 3, "world_size": 2}, "active", "is of ranks 1 instead of 2"),
+        ({"model_id": 16 * "f"}, "active", "no preset is for this model on this hardware yet (zftune tune makes one)"),
+        ({}, "withdrawn", "the presets for this model on this hardware are withdrawn (zftune tune makes one)"),
     ],
 )
-def test_that_no_preset_is_exactly_for_a_training_has_its_reason(differs: dict[str, Any], said: str) -> None:
-    assert PRESET.key.quality == "published"
-    assert choosing._why_none([PRESET], replace(PRESET.key, **differs)).endswith(said)
+def test_that_no_preset_is_exactly_for_a_training_has_its_reason(
+    differs: dict[str, Any], state: str, said: str
+) -> None:
+    preset = replace(PRESET, state=PresetState(state))
+    assert (preset.key.quality, preset.key.world_size) == ("published", 1)
+    assert choosing._why_none([preset], replace(PRESET.key, **differs)).endswith(said)

@@ -226,7 +226,20 @@ def test_a_device_that_has_nothing_to_run_is_not_bound_by_what_it_computes(
     assert ("What bounds the step now is the backward pass" in text) != idle
     assert ("NVML saw the device idle 40% of the time, the events saw 1.3% of stall" in text) != idle
     assert ("unless launches leave the device idle" in " ".join(figures._roofs(document))) == idle
+    assert "Offloading makes such calls" in text or not idle
+    document["knobs"]["offload_ratio"] = 0.0
+    assert "Offloading makes such calls" not in " ".join(verdict(document))
     document["knobs"] = document["idle"] = None  # somebody else's training
+    told = "NVML saw the device idle"
+    for longest, launches in (("backward", idle), ("optimizer", idle), ("other", False)):
+        document["phases_ms"] = dict.fromkeys(document["phases_ms"], 10.0) | {longest: 200.0}
+        text = " ".join(verdict(document))
+        assert ("a faster device or a lower precision does not." in text) == launches
+        assert text.count(told) == 1  # in either sentence
+    document["phases_ms"] |= {"other": 10.0, "backward": 200.0}
+    compute = "What is left is compute: a lower precision, torch.compile or a faster device shortens it."
+    assert (compute in " ".join(verdict(document))) != idle
+    document["idle"] = {"steps": 4, "ms_per_step": 700.0, "by_cause": {"stall": 0.0, "launch": 40.0, "other": 660.0}}
     text = " ".join(verdict(document))
-    assert ("What is left is compute: a lower precision, torch.compile or a faster device shortens it." in text) != idle
-    assert ("a faster device or a lower precision does not." in text) == idle
+    assert ("a faster device" in text, text.count(told)) == (True, 1)
+    assert "launches operations more slowly" not in text

@@ -103,7 +103,10 @@ def test_a_loss_curve_is_that_of_one_training(adopted: World, begins_anew: bool,
     again = ResumeFrom(run.run_id) if is_same_training else None  # its daemon was killed
     begun = adopted.begin(space=adopted.space, begins_anew=begins_anew, learning_rate=1e-5, again=again)
     assert begun.recorder is not None
-    assert begun.recorder.curve.curve().points == (() if begins_anew and not is_same_training else earlier.points)
+    own = () if begins_anew and not is_same_training else earlier.points
+    assert begun.recorder.curve.curve().points == own
+    assert adopted.store.curve(run.run_id).points == own  # also where this one is killed at once
+    assert begun.recorder.curve.last_step is None  # of this process
 
 
 @pytest.mark.parametrize("lives", [1, 2])
@@ -203,3 +206,11 @@ def test_what_had_to_run_is_not_proposed_once_more(adopted: World) -> None:
     assert earlier.setting not in [one.setting for one in others if one.role not in OF_INCUMBENT]
     (run,) = adopted.store.runs()
     assert [one.knobs for one in adopted.store.trials(run.run_id)].count(earlier.setting.knobs()) == 1
+
+
+def test_what_was_tried_again_is_not_planned_once_more(adopted: World) -> None:
+    begun = adopted.begin(space=unmoved(adopted.space), begins_anew=True, learning_rate=1e-5)
+    assert adopted.go(begun, 2, movement_percent=1e-3).requests[-1].setting == LATE
+    adopted.end(begun, unfinished=True)
+    begun = adopted.begin(space=unmoved(adopted.space), learning_rate=1e-5)
+    assert LATE not in [setting for setting, _ in begun.search.agenda._planned]

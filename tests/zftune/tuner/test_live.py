@@ -321,14 +321,14 @@ def test_a_rollback_is_not_told_as_an_adoption(make: Make, caplog: pytest.LogCap
     assert [
         one for one in caplog.messages if one.startswith(("zftune adopts", "zftune changes", "zftune goes back"))
     ] == [
-        "zftune adopts: topk_ratio 0.3, which saves 10.0 +/- 0.8% of the step time that it began with.",
-        "zftune adopts: topk_ratio 0.4, which saves 20.0 +/- 0.8% of the step time that it began with.",
-        "zftune goes back to: topk_ratio 0.3, which saves 10.2 +/- 0.8% of the step time that it began with.",
+        "zftune adopts: topk_ratio 0.3, which saves 10.0 +/- 0.8% of the step time.",
+        "zftune adopts: topk_ratio 0.4, which saves 20.0 +/- 0.8% of the step time.",
+        "zftune goes back to: topk_ratio 0.3, which saves 10.2 +/- 0.8% of the step time.",
         f"zftune goes back to the settings that it began with: topk_ratio {start.topk_ratio:g}.",
-        "zftune goes back to: topk_ratio 0.4, which saves 20.0 +/- 0.8% of the step time that it began with.",
+        "zftune goes back to: topk_ratio 0.4, which saves 20.0 +/- 0.8% of the step time.",
         (
-            "zftune changes to: topk_ratio 0.15, for earlier updates or less memory, which saves 19.0 +/- 0.8% of the "
-            "step time that it began with."
+            "zftune changes to: topk_ratio 0.15, for earlier updates or less memory, "
+            "which saves 19.0 +/- 0.8% of the step time."
         ),
         "zftune changes to: topk_ratio 0.2, for earlier updates or less memory.",
     ]

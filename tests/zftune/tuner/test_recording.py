@@ -16,7 +16,7 @@ from zftune.emulated import load_rig
 from zftune.planner.rates import Rates
 from zftune.profile.measure import Task, Training
 from zftune.store import open_store
-from zftune.store.types import Decision, Query, Ratios, RunState
+from zftune.store.types import Query, Ratios, RunState
 from zftune.tuner.recording import Recording, RunFacts
 from zftune.tuner.scores import Gain, Load, ratios_of
 from zftune.tuner.search import MOST_RESTARTS
@@ -75,13 +75,13 @@ def test_a_gain_becomes_a_preset_with_its_evidence(mini_model: Path, mini_rig: P
         assert shown(kept)["against"].endswith(" ms, the setting that the quality or GPU memory asked for")
         unproven = book.append(Trial(len(book.trials), replace(START, topk_ratio=0.3), "search"))
         book.adopt(unproven, Gain(0.8, 0.2), room.samples)
-        search.notes.append(Decision("adopt", "", unproven.number, {}))
-        for count, said in ((MOST_RESTARTS - 1, False), (1, True)):
-            search.notes += count * [Decision("reopen", "", unproven.number, {})]
-            if said:
-                recording.keep_preset(search)
-                assert recording.notices[-1].startswith("No preset is kept: the search began again 4 times since its")
-                assert len(store.presets()) == 2
+        samples = list(unproven.samples)
+        for _ in range(MOST_RESTARTS):
+            book.forget()
+        unproven.samples = samples
+        recording.keep_preset(search)
+        assert recording.notices[-1].startswith("No preset is kept: the search began again 4 times since its gain")
+        assert len(store.presets()) == 2
 
 
 def test_ratios_are_those_of_the_machine(mini_model: Path, mini_rig: Path) -> None:

@@ -381,6 +381,7 @@ def learning(begun: Prepared, *rates: float) -> None:
 RISES = (2e-5, 1.1e-4, 2e-4)
 
 
+@pytest.mark.parametrize("begins_anew", [True, False])
 @pytest.mark.parametrize(
     ("before", "rate", "told"),
     [
@@ -395,17 +396,18 @@ RISES = (2e-5, 1.1e-4, 2e-4)
     ],
 )
 def test_a_schedule_is_compared_at_its_highest(
-    world: World, before: list[tuple[float, ...]], rate: float, told: float | None
+    world: World, before: list[tuple[float, ...]], rate: float, told: float | None, begins_anew: bool
 ) -> None:
     for rates in before:
         begun = world.begin(learning_rate=rates[0] if rates else 3e-4)
         learning(begun, *rates)
         world.go(begun, 1)
         world.end(begun, unfinished=True)
-    sentence = world.begin(learning_rate=rate).sentence
+    sentence = world.begin(learning_rate=rate, begins_anew=begins_anew).sentence
     assert sentence.startswith("Goes on with run")
     assert ("The learning rate is" in sentence) == (told is not None)
-    assert told is None or messages.other_rate(rate, told) in sentence
+    assert told is None or messages.other_rate(rate, told, is_another=begins_anew) in sentence
+    assert "and losses of both" not in sentence or not begins_anew
 
 
 def test_where_nothing_is_kept_no_count_is_told(world: World) -> None:

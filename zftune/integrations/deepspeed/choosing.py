@@ -15,7 +15,7 @@ from zenflow.ranks import several_ranks
 from zenflow.sharded import ranks_with_rows
 from zftune.errors import BadInputError, StoreError
 from zftune.integrations.deepspeed.section import BEST, Section
-from zftune.store.types import STALENESS, Backend, Key, Preset, Quality, Query
+from zftune.store.types import STALENESS, Backend, Key, Preset, PresetState, Quality, Query
 from zftune.tuner.rank_channel import hosts_of_ranks
 from zftune.tuner.space import TRAJECTORY_KNOBS
 
@@ -128,14 +128,19 @@ def _best(store: Store, training: Training, *, asked: bool) -> Chosen:
 
 
 def _why_none(presets: Sequence[Preset], key: Key) -> str:
-    place = (key.model_id, key.hw_id)
-    near = [one for one in presets if (one.key.model_id, one.key.hw_id) == place]
-    if not near:
-        return "no preset is for this model on this hardware yet (zftune tune makes one)"
-    if any(one.key.quality == key.quality for one in near):
-        return "what presets are for this model on this hardware are for another stage, dtype, batch or number of ranks"
-    others = " and ".join(sorted({one.key.quality for one in near}))
-    return f"what presets are for this model on this hardware are for quality {others}, not for {key.quality}"
+    from zftune.store.presets import differences
+
+    here = [one for one in presets if (one.key.model_id, one.key.hw_id) == (key.model_id, key.hw_id)]
+    active = [differences(key, one.key) for one in here if one.state is PresetState.ACTIVE]
+    if active:
+        nearest = min(active, key=len)
+        return f"the nearest preset for this model on this hardware is of {', '.join(nearest) or 'another machine'}"
+    gone = (
+        "the presets for this model on this hardware are withdrawn"
+        if here
+        else "no preset is for this model on this hardware yet"
+    )
+    return f"{gone} (zftune tune makes one)"
 
 
 def _named(store: Store, training: Training, name: str) -> Chosen:

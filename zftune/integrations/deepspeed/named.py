@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -396,7 +397,7 @@ _JSON = (".json", ".hjson")
 _SUFFIXES = (".json", ".yaml", ".yml")
 _DEEPEST = 4  # names and calls that a path goes through, such as str(CONFIG)
 _WRITES = ("dump", "write", "write_text")
-_EXITS = ("exit", "quit", "sys.exit", "os._exit", "SystemExit", "SystemExit()")
+_EXITS = re.compile(r"(sys\.)?exit|quit|os\._exit|SystemExit(\(.*\))?|(\w*\.)?\w*parser\.(exit|error)")
 _MAYBE = (
     *(ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.For, ast.While, ast.ExceptHandler, ast.comprehension, ast.Lambda),
     *(ast.AsyncFunctionDef, ast.ClassDef),
@@ -465,39 +466,30 @@ def _handed(script: Path | None) -> Path | None:
 def _runs_always(tree: ast.AST, call: ast.Call) -> bool:
     """Whether a script calls it whatever is so: nothing that it stands in, or that comes before, may leave it out."""
     above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    if any(_is_exit(one) and _under(_MAYBE, one, above) for one in ast.walk(tree)):
-        return False
     node: ast.AST = call
-    reached = {call}
+    reached = {node}
     while node in above:
-        node = above[node]
-        if isinstance(node, _MAYBE) and not _is_guard(node):
+        below, node = node, above[node]
+        if isinstance(node, _MAYBE) and not _is_guarded(node, below):
             return False
         if isinstance(node, ast.FunctionDef):
             returns = [one for one in ast.walk(node) if isinstance(one, ast.Return) and one.lineno < call.lineno]
             ways = [one for one in ast.walk(tree) if isinstance(one, ast.Call) and ast.unparse(one.func) == node.name]
-            if len(ways) != 1 or ways[0] in reached or any(_under(_MAYBE, one, above) for one in returns):
+            if len(ways) != 1 or ways[0] in reached or returns:
                 return False
             node = call = ways[0]
-            reached.add(call)
-    return True
+        reached.add(node)
+    return not any(_is_exit(one) and one not in reached for one in ast.walk(tree))  # sys.exit(main()) is reached
 
 
-def _is_guard(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+def _is_guarded(node: ast.AST, below: ast.AST) -> bool:
+    """Whether this is what a script does where it is no module."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'" and below in node.body
 
 
 def _is_exit(node: ast.AST) -> bool:
     called = node.func if isinstance(node, ast.Call) else node.exc if isinstance(node, ast.Raise) else None
-    return called is not None and ast.unparse(called) in _EXITS
-
-
-def _under(kinds: tuple[type, ...], node: ast.AST, above: Mapping[ast.AST, ast.AST]) -> bool:
-    while node in above:
-        node = above[node]
-        if isinstance(node, kinds) and not _is_guard(node):
-            return True
-    return False
+    return called is not None and _EXITS.fullmatch(ast.unparse(called)) is not None
 
 
 def missing(command: Sequence[str]) -> Iterator[tuple[str, str]]:
