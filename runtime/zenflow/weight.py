@@ -199,8 +199,8 @@ class WeightState:
 
     @property
     def is_overwritten(self) -> bool:
-        """Whether somebody else may have written to it since `watch`."""
-        return self._split is not None and (self._writes.written() or self._split.is_replaced())
+        """Whether somebody else has written to it since `watch`, as far as it can be told; may wait for the device."""
+        return self._split is not None and (self._writes.changed() or self._split.is_replaced())
 
     def stop_watch(self) -> None:
         """Notice nothing more, whatever was written since."""

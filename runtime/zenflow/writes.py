@@ -97,6 +97,13 @@ class WriteWatch:
             return not _same(self._before, parameter.detach())
         return parameter._version != self._version
 
+    def changed(self) -> bool:
+        """Whether somebody has written something else, as far as it can be told; waits for the device where one may."""
+        before, now = self._before, self._parameter.detach()
+        if before is None or (before.device, before.dtype) != (now.device, now.dtype):
+            return self.written()
+        return self.written() and not torch.equal(before, now)
+
     def end(self) -> torch.Tensor | None:
         """Notice nothing more, before we write ourselves.
 

@@ -251,6 +251,13 @@ def after_a_checkpoint(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[str, A
     return plainly(model, optimizer)
 
 
+def after_a_look(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[str, Any]:
+    """As `save_pretrained` and some kernels, which ask for memory to write to and only read."""
+    for parameter in model.parameters():
+        parameter.data_ptr()
+    return plainly(model, optimizer)
+
+
 def after_a_flush(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[str, Any]:
     plainly(model, optimizer)
     optimizer.flush()
@@ -284,7 +291,7 @@ def beside_the_state_before(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[s
 
 
 def saved_at_the_end(
-    save: Save, caplog: pytest.LogCaptureFixture, config: ZenFlowConfig = LATE
+    save: Save, caplog: pytest.LogCaptureFixture, config: ZenFlowConfig = LATE, steps: int = 6
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """What was saved after the last step, the weights in the end, and what was said."""
     caplog.clear()
@@ -292,21 +299,26 @@ def saved_at_the_end(
     optimizer = ZenFlowAdamW(model.parameters(), lr=0.02, config=config, module=model)
     train(model, optimizer, 3)
     plainly(model, optimizer)  # in mid-run: it says nothing of the end
-    train(model, optimizer, 6)
+    train(model, optimizer, steps)
     saved = save(model, optimizer)
     del optimizer
     gc.collect()
     return saved, model.state_dict(), [record.getMessage() for record in caplog.records]
 
 
-@pytest.mark.parametrize("save", [plainly, within_a_wrapper, by_torchs_function, before_a_flush, after_a_checkpoint])
-def test_a_last_save_that_lacks_updates_is_told_at_the_end(save: Save, caplog: pytest.LogCaptureFixture) -> None:
-    saved, last, said = saved_at_the_end(save, caplog)
+@pytest.mark.parametrize("steps", [6, 8])  # within a window, and where one is closed: all of its updates are late then
+@pytest.mark.parametrize(
+    "save", [plainly, within_a_wrapper, by_torchs_function, before_a_flush, after_a_checkpoint, after_a_look]
+)
+def test_a_last_save_that_lacks_updates_is_told_at_the_end(
+    save: Save, steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved, last, said = saved_at_the_end(save, caplog, steps=steps)
     assert saved.keys() == last.keys()
     assert any(not torch.equal(saved[name], last[name]) for name in last)
     assert len(said) == 1
     assert said[0] == (
-        "what model.state_dict() gave after step 6, the last one, lacks updates that were still pending: "
+        f"what model.state_dict() gave after step {steps}, the last one, lacks updates that were still pending: "
         "call the optimizer's flush() before the last save, or save within its flushed_weights()"
     )
 
