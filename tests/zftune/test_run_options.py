@@ -239,6 +239,9 @@ def test_a_dry_run_has_the_settings_that_the_engine_begins_with(
         options += [tuned, "schedule.json"]
     done = invoke("--dry-run", *options, "--", "torchrun", "train.py", "--deepspeed", "ds.json")
     assert done.exit_code == 0, done.output
+    replayed = tuned == "--schedule"
+    assert ("late updates included: those of the schedule" in done.output) == replayed
+    assert ("ds.json: trains on zenflow.\n" in done.output) == replayed
     monkeypatch.setenv("ZFTUNE_ONLINE", "nobody" if tuned == "--schedule" else "")
     plan = backend.plan(config, Section(**asked, online=tuned == "--online"))
     begun = backend.Making(plan, backend.recipe_of(config, None), None, make_model("plain"), None)._chosen()

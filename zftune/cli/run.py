@@ -64,8 +64,10 @@ def sentences(
         )
     store = meant_by(environment).shown
     for source, done, section in found:
-        yield f"{source.path or source.through}: {done}."
+        yield f"{source.path or source.through}: {replace(done, quality=None) if replayed else done}."
         if done.kind == "trains":
+            if replayed:
+                yield "  settings, late updates included: those of the schedule, from its first change on; before that"
             yield from _knobs(source.config, done, section, store, is_tuned=online or replayed or section.online)
             yield from _batch_sizes(source, _ranks(command, environment))
     yield from _launched_by_nobody(command, environment)

@@ -251,6 +251,7 @@ def make_plan(
     baselines = {name: predict(model, machine, job, config) for name, config in BASELINES.items()}
     smallest = predict(model, machine, job, SMALLEST)
     device, host = limits(machine, headroom)
+    stage = {"stage": job.stage} if job.ranks > 1 else {}  # one rank has the same at any
     return {
         "schema": SCHEMA,
         "zftune": zftune.__version__,
@@ -259,12 +260,13 @@ def make_plan(
         "job": dataclasses.asdict(job),
         "quality": {"name": quality, "budget": budget, "coverage": "assumed: 88.9% of the energy in the top 1%"},
         "limits": {"device_bytes": round(device), "host_bytes": round(host), "headroom": headroom},
-        "proposal": _setting(*found[0], machine, headroom) if found else None,
-        "alternatives": [_setting(*choice, machine, headroom) for choice in found[1 : 1 + _ALTERNATIVES]],
+        "proposal": _setting(*found[0], machine, headroom, stage) if found else None,
+        "alternatives": [_setting(*choice, machine, headroom, stage) for choice in found[1 : 1 + _ALTERNATIVES]],
         "baselines": {
-            name: _setting(BASELINES[name], prediction, machine, headroom) for name, prediction in baselines.items()
+            name: _setting(BASELINES[name], prediction, machine, headroom, stage)
+            for name, prediction in baselines.items()
         },
-        "least": _setting(SMALLEST, smallest, machine, headroom),
+        "least": _setting(SMALLEST, smallest, machine, headroom, stage),
         "verdict": [
             *(
                 verdict(found, baselines, machine, headroom, calls_ms(model))
@@ -525,12 +527,14 @@ def _machine(machine: Machine) -> dict[str, Any]:
     return {**dataclasses.asdict(machine), "source": dict(machine.source)}
 
 
-def _setting(config: ZenFlowConfig, prediction: Prediction, machine: Machine, headroom: float) -> dict[str, Any]:
+def _setting(
+    config: ZenFlowConfig, prediction: Prediction, machine: Machine, headroom: float, stage: Mapping[str, int]
+) -> dict[str, Any]:
     memory = dataclasses.asdict(prediction.memory)
     return {
         "knobs": {name: getattr(config, name) for name in _KNOBS} | {"apply_lag": config.lag},
         "python": config.to_python(),
-        "ds_config": config.to_ds_config().get("zero_optimization", {}),
+        "ds_config": {**stage, **config.to_ds_config().get("zero_optimization", {})},
         "step_ms": prediction.step_ms,
         "compute_ms": prediction.compute_ms,
         "stall_ms_by_cause": dict(prediction.stall_ms_by_cause),

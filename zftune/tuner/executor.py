@@ -37,7 +37,7 @@ Change = Callable[[int, Mapping[str, Any]], None]
 REFUSALS = (ConfigError, HostMemoryError, HostThreadsError, RankError, MemoryError, torch.OutOfMemoryError)
 """Of knobs: nothing has changed then, and the training goes on."""
 
-_KEPT_STEPS = 32
+_KEPT_STEPS, _ENOUGH_STEPS = 32, 8
 """Of the incumbent, right before a challenger's: what is far slower than these is cut short."""
 _logger = logging.getLogger("zftune")
 
@@ -369,8 +369,10 @@ class Executor:
             self._worker.idle(self.outside.taken())
             self._end()
         else:
-            if self.request.role not in OF_INCUMBENT:
-                self._incumbent_step_s = (self.request.incumbent_step_ms or 0.0) / 1e3 or None
+            if self.request.role not in OF_INCUMBENT:  # beside other work its times change: the newest ones count
+                recent, known_ms = self._of_incumbent_ms, self.request.incumbent_step_ms or 0.0
+                known_ms = sum(recent) / len(recent) if len(recent) >= _ENOUGH_STEPS else known_ms
+                self._incumbent_step_s = known_ms / 1e3 or None
             self._ask(self.request.setting)
 
     @property
@@ -386,9 +388,8 @@ class Executor:
         if not changes:
             return
         self._of_incumbent_ms.clear()
-        what = "goes back to" if incumbent in self._left else "adopts"
-        if incumbent == self._start:
-            what = "goes back to the settings that it began with"
+        back = "goes back to the settings that it began with" if incumbent == self._start else "goes back to"
+        what = back if incumbent == self._start or incumbent in self._left else "adopts"
         self._left.add(before)
         saves = gain is not None and gain.share > 0
         why = f", which saves {gain} of the step time" if saves else ""

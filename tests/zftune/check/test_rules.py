@@ -111,6 +111,26 @@ def test_nvme_names_the_op_that_deepspeed_compiles(name: str, told: bool) -> Non
     assert [one.advice for one in notes] == ["ds_report tells whether it can"] * told
 
 
+@pytest.mark.parametrize("backend", ["zenflow", "deepspeed", None])
+@pytest.mark.parametrize(("value", "on"), [(True, True), ("true", True), (False, False)])
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_a_dtype_that_is_switched_on_by_a_truth_value_is_refused_and_mended(
+    name: str, value: object, on: bool, backend: Backend | None
+) -> None:
+    """A section that is none would be passed over, and the training would be of another dtype."""
+    config = {**safe("zero2-offload"), "bf16": {"enabled": False}, name: value}
+    assert check(Source(config), backend=backend, version="0.19.6").outcome.kind == "refused"
+    assert (name,) in {one.path for one in found(config, backend) if one.is_fault}
+    mended, _, left = fix(Source(config), backend=backend, version="0.19.6")
+    assert (mended[name], left.ok) == ({"enabled": on}, True)
+
+
+def test_where_a_version_scrambles_weights_it_is_refused_as_by_run() -> None:
+    config = safe("zenflow-sequential")
+    kinds = [check(config, backend="deepspeed", version=one).outcome.kind for one in ("0.19.6", "0.19.8")]
+    assert kinds == ["trains", "refused"]
+
+
 def test_a_refused_backend_in_the_file_is_mended() -> None:
     config = with_changes("zero3-offload", {f"{ZERO}.zero_hpz_partition_size": 4, "zftune": {"backend": "zenflow"}})
     mended, done, left = fix(Source(config), backend=None, version="0.19.6")

@@ -78,4 +78,5 @@ def test_who_has_late_knobs_or_a_tuner_keeps_them(
     monkeypatch.setenv("ZFTUNE_ONLINE", "nobody")
     making, _ = chosen(PLAIN, quality="published")
     assert not making.follows
+    assert "backend zenflow, late updates as the schedule has them; before its first change" in caplog.messages[-1]
     assert all(message.endswith("the settings are the ds_config's") for message in caplog.messages)

@@ -477,3 +477,11 @@ def test_bad_input_is_a_sentence(arguments: list[str], says: str) -> None:
     assert says in str(result.exception)
     assert "\n" not in str(result.exception)
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(("gpus", "stage"), [(1, None), (4, 3), (4, 2)])
+def test_the_section_has_the_stage_that_was_planned(gpus: int, stage: int | None) -> None:
+    job = Job(seq=512, gpus=gpus, stage=stage or 3)
+    found = make_plan(ModelFacts.from_name(MODEL), Machine.load("a100-40-sxm"), job, quality="published")
+    shown = (found["proposal"], *found["alternatives"], *found["baselines"].values())
+    assert {one["ds_config"].get("stage") for one in shown} == {stage}

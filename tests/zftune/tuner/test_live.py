@@ -19,7 +19,7 @@ from zftune.tuner.executor import Executor
 from zftune.tuner.guard import LossGuard
 from zftune.tuner.scores import Gain
 from zftune.tuner.space import Setting
-from zftune.tuner.states import OF_INCUMBENT
+from zftune.tuner.states import OF_INCUMBENT, Request
 from zftune.tuner.worker import Answer, DeskMaker, ThreadWorker
 
 
@@ -305,6 +305,19 @@ def test_the_best_setting_of_a_search_that_began_elsewhere_is_not_told_as_an_ado
     live = make(worker=SyncWorker).live
     live._adopt(replace(live.incumbent, topk_ratio=0.2), None)
     assert caplog.messages[-1] == "zftune goes on with the best settings so far: topk_ratio 0.2."
+
+
+@pytest.mark.parametrize(("recent", "expected_ms"), [([], 50.0), ([70.0] * 4, 50.0), ([90.0, 110.0] * 4, 100.0)])
+def test_what_a_try_costs_is_beside_the_newest_steps_of_the_best(
+    make: Make, recent: list[float], expected_ms: float
+) -> None:
+    """Beside other work these are others than when it was measured."""
+    live = make(worker=SyncWorker).live
+    live._of_incumbent_ms.clear()
+    live._of_incumbent_ms.extend(recent)
+    request = Request(replace(live.incumbent, topk_ratio=0.3), "explore", 1, 4, 20, 50.0, 10.0)
+    live._carry_out(Answer(request, live.incumbent))
+    assert live._incumbent_step_s == pytest.approx(expected_ms / 1e3)
 
 
 def test_a_rollback_is_not_told_as_an_adoption(make: Make, caplog: pytest.LogCaptureFixture) -> None:

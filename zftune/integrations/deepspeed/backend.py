@@ -385,7 +385,11 @@ class Making:
         elif ranks > 1:
             since = self._replicated_since or f"at stage {plan.stage} they are not shared out"
             sentence += f"; each of {ranks} ranks has the state and the host work of all, since {since}"
-        _logger.info("zftune: backend zenflow, quality %s; %s", PROMISES[plan.quality], sentence)
+        if os.environ.get(ONLINE) == NOBODY:
+            told, sentence = "late updates as the schedule has them", f"before its first change {sentence}"
+        else:
+            told = f"quality {PROMISES[plan.quality]}"
+        _logger.info("zftune: backend zenflow, %s; %s", told, sentence)
         return config
 
     @property

@@ -189,9 +189,10 @@ class Outcome:
             return f"is refused: {self.refusals[0]}"
         if self.kind == "left":
             return f"is left to DeepSpeed: {self.reason}"
+        quality = "" if self.quality is None else f", quality {self.quality}"
         if self.backend == "deepspeed":
-            return f"trains on DeepSpeed's own runtime, quality {self.quality}{self.reason}"
-        return f"trains on zenflow, quality {self.quality}"
+            return f"trains on DeepSpeed's own runtime{quality}{self.reason}"
+        return f"trains on zenflow{quality}"
 
 
 def outcome(config: Mapping[str, Any], asked: Section, faults: Sequence[Fault] = ()) -> Outcome:

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zftune.ds_config.reading import enabled, truth
+from zftune.ds_config.reading import enabled, shown, truth
 from zftune.integrations.deepspeed.section import Refusal, require_none
 from zftune.text import either, near
+
+SWITCHED = ("bf16", "bfloat16", "fp16")
+"""Sections that switch a dtype on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,12 @@ def refusals(config: Mapping[str, Any], *, scales: bool = True) -> list[Refusal]
 
 
 def _read(config: Mapping[str, Any], scales: bool) -> tuple[Precision, list[Refusal]]:
-    wrong: list[Refusal] = []
+    sections = {name: config.get(name) for name in SWITCHED}
+    wrong = [
+        Refusal(name, shown(section), f'a JSON object, such as {{"enabled": {"true" if truth(section) else "false"}}}')
+        for name, section in sections.items()
+        if not (section is None or isinstance(section, Mapping))
+    ]
     bf16, fp16 = enabled(config, "bf16", "bfloat16"), enabled(config, "fp16")
     if bf16 and fp16:
         wrong.append(Refusal("fp16.enabled", "True", "false where bf16.enabled is true"))

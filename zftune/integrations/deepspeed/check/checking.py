@@ -17,6 +17,7 @@ from zftune.integrations.deepspeed.check.rules_deepspeed import (
     PRECISION_RULES,
     STAGE,
     can_be_left_out,
+    switched,
 )
 from zftune.integrations.deepspeed.check.rules_offload import INTERVAL_RULES, OFFLOAD_RULES
 from zftune.integrations.deepspeed.check.rules_zenflow import ZENFLOW_NOTES, ZENFLOW_RULES
@@ -38,6 +39,8 @@ def zenflow(subject: Subject) -> Iterator[Finding]:
             mends = (number,)
         elif word := mistyped(subject.at(refusal.field), refusal.wanted):
             mends = (change(refusal.field, word),)
+        elif switch := switched(refusal.field, subject.at(refusal.field)):
+            mends = (switch,)
         elif refusal.field == STAGE:
             mends = (change(STAGE, 2),)
         elif refusal.instead and not refusal.near:

@@ -73,8 +73,8 @@ def _beside(change: Change) -> str:
     return change.sentence() + _IN_A_FILE
 
 
-_DESTROYS = ("update-interval-auto",)
-"""Rules about weights that become NaN."""
+_DESTROYS = ("update-interval-auto", "scrambled-weights")
+"""Rules about weights that become NaN, or noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class Finding:
 
     @property
     def ends_deepspeed(self) -> bool:
-        """Whether the training ends, or makes weights NaN, with DeepSpeed's own runtime; `zftune run` refuses it."""
+        """Whether the training ends, or its weights are lost, with DeepSpeed's own runtime: `zftune run` refuses it."""
         ends = self.severity == "crashes" or self.rule in _DESTROYS
         return self.is_fault and "deepspeed" in self.backends and ends
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from zenflow.config import is_number
 from zftune.ds_config.facts import OWN_KNOBS, SAFE_UPDATE_INTERVAL
-from zftune.ds_config.reading import FILLED, MISSING, at, is_hugging_face, leaves, offload_device, path_of
+from zftune.ds_config.reading import FILLED, MISSING, at, is_hugging_face, leaves, offload_device, path_of, truth
 from zftune.ds_config.tables import newest
 from zftune.integrations.deepspeed import named
 from zftune.integrations.deepspeed.check.findings import AUTO, THE_FILE, Change, Finding, Severity
@@ -25,6 +25,7 @@ from zftune.integrations.deepspeed.check.subject import (
     of_zenflow,
 )
 from zftune.integrations.deepspeed.outcome import A_NUMBER, TAKEN_OVER, divided_by
+from zftune.integrations.deepspeed.precision import SWITCHED
 from zftune.integrations.deepspeed.verdict import BATCH, NONE, Fault, meant, misspelt, mistyped
 
 _WORDS = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16", "half"), "fp32": ("fp32", "float32", "float")}
@@ -343,6 +344,12 @@ def can_be_left_out(dotted: str) -> bool:
     return dotted not in _WANTED and not meant(path_of(dotted))
 
 
+def switched(dotted: str, value: Any) -> Change | None:
+    """A section for a truth value in its place, where it switches a dtype on; None: it is none."""
+    meant_on = truth(value) if dotted in SWITCHED else None
+    return None if meant_on is None else change(dotted, {"enabled": meant_on})
+
+
 def _mends(subject: Subject, fault: Fault) -> Iterator[Change]:
     dotted, value = ".".join(fault.path), at(subject.config, fault.path)
     if number := subject.number_in(fault.path):
@@ -362,6 +369,8 @@ def _mends(subject: Subject, fault: Fault) -> Iterator[Change]:
         "nvme",
     ):
         yield change(dotted, {"device": value})
+    elif switch := switched(dotted, value):
+        yield switch
     elif fault.needs:
         yield change(fault.needs, True)
     elif fault.path[0] in BATCH:
