@@ -14,7 +14,14 @@ from zftune import __version__
 from zftune.errors import BadInputError
 from zftune.explain import words
 from zftune.explain.replay import Decided, Replay, replayed
-from zftune.quality import adopted_from, allowed_loss_percent, coverage_warning, selected_share, summary
+from zftune.quality import (
+    adopted_from,
+    allowed_loss_percent,
+    coverage_warning,
+    most_late_steps,
+    selected_share,
+    summary,
+)
 from zftune.store.preset_file import escaped
 from zftune.store.store import facts_of, goes_on, is_written_to
 from zftune.store.types import Curve, RunRecord, RunState, TrialRecord, TrialState
@@ -175,7 +182,9 @@ def _resumed(told: Replay) -> int:
 
 
 def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict[str, Any]:
-    budget = run.settings.get("budget_steps")
+    began_with = run.settings.get("budget_steps")
+    moves = told.movement_percent if run.settings.get("movement_percent") is not None else None
+    budget = began_with if moves is None else most_late_steps(run.key.quality, moves)
     rows = [_trial(run, row, told) for row in trials]
     ends = [one.decision for one in told.decided if one.decision.kind in (*_ENDS, *_GOES_ON)]
     stopped = ends[-1].reason if ends and ends[-1].kind in _ENDS else None
@@ -208,7 +217,7 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
         "decisions": [decision(one) for one in told.decided],
         "history": [asdict(one) for one in told.measured],
         "rejected": words.rejected(rows),
-        "feasible": _region(run, rows, budget),
+        "feasible": _region(run, rows, began_with, budget),
         "notices": [],
     }
 
@@ -292,11 +301,15 @@ def _quality_cost(run: RunRecord, row: TrialRecord) -> float | None:
     return (1 + row.constraint) * float(budget)
 
 
-def _region(run: RunRecord, rows: Sequence[Mapping[str, Any]], budget: float | None) -> list[dict[str, float]] | None:
-    if "feasible" in run.settings:
-        kept: list[dict[str, float]] | None = run.settings["feasible"]
-        return kept
-    return _feasible(rows, budget) if run.key.backend == "zenflow" else None
+def _region(
+    run: RunRecord, rows: Sequence[Mapping[str, Any]], began_with: float | None, budget: float | None
+) -> list[dict[str, float]] | None:
+    """What the budget allows now; a run keeps what its first one did."""
+    kept: list[dict[str, float]] | None = run.settings.get("feasible")
+    if not kept or not began_with or budget is None or budget == began_with:
+        return kept if "feasible" in run.settings else _feasible(rows, budget) if run.key.backend == "zenflow" else None
+    limits = [(one["topk_ratio"], one["with_any_lag"] * budget / began_with) for one in kept]
+    return [{"topk_ratio": k, "update_interval": 2 * stale - 1, "with_any_lag": stale} for k, stale in limits]
 
 
 def _feasible(rows: Sequence[Mapping[str, Any]], budget: float | None) -> list[dict[str, float]] | None:

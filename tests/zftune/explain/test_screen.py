@@ -159,6 +159,21 @@ def test_how_far_weights_move_is_told_with_what_it_allows(timed: Store) -> None:
     )
 
 
+def test_the_budget_in_steps_is_that_of_the_newest_movement(timed: Store, clock: Clock) -> None:
+    feasible = [{"topk_ratio": 0.0, "update_interval": 5.8, "with_any_lag": 3.4}]
+    settings = {"budget_steps": 3.4, "movement_percent": 0.05, "feasible": feasible}
+    rows = ByHand(timed, clock, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
+    start = rows.trial("start")
+    assert explained(timed, rows.run, clock)["feasible"] == feasible
+    rows.measure(start, "start", 100, movement_percent=0.1)
+    found = explained(timed, rows.run, clock)
+    steps = found["budget"]["steps"]
+    assert f"late updates may come {steps:.3g} steps" in f"late {lateness_bound(found).partition(': ')[2]}"
+    assert found["feasible"] == [
+        {"topk_ratio": 0.0, "update_interval": pytest.approx(2 * steps - 1), "with_any_lag": pytest.approx(steps)}
+    ]
+
+
 def test_a_movement_is_told_at_the_learning_rate_that_it_was_measured_with(timed: Store, clock: Clock) -> None:
     """Not at that of the training before, which began the run, nor at its highest where it has fallen since."""
     settings = {"budget_steps": 3.4, "movement_percent": 0.05, "movement_rate": 3e-5, "learning_rate": 3e-5}
