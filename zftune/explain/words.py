@@ -190,7 +190,7 @@ def cost_and_gain(document: Document) -> str:
     left_s = cost["remaining_s"] if cost["spent_s"] > 0 else None
     more = [] if left_s is None else [f"not yet broken even: {seconds(left_s)} more under these settings pay for it"]
     compared = document["gain"] is not None or not differences(document["best"]["knobs"], document["start"]["knobs"])
-    parts += _gained(document["gain"], cost["saved_s"]) if compared else []
+    parts += _gained(document["gain"], cost["saved_s"], len(document["eras"])) if compared else []
     return ", ".join([*parts, *saved_in_words(cost, document["gain"]), *more]) + "."
 
 
@@ -211,11 +211,13 @@ def runs_of_command(runs: int) -> str:
     return f"{runs} run{'' if runs == 1 else 's'} of the command"
 
 
-def _gained(gain: Mapping[str, float] | None, saved_s: float) -> list[str]:
+def _gained(gain: Mapping[str, float] | None, saved_s: float, parts: int = 1) -> list[str]:
+    """What the best settings gain, and whether that is older than the last of the search's parts."""
     if gain is None:  # what was saved before it was rolled back stays saved
         return [] if saved_s else ["gained nothing"]
     if gain["share"] >= 0:
-        return [f"gained {shares(gain['share'], gain['error'])}"]
+        old = " (measured before the search began again)" if gain["era"] < parts - 1 else ""
+        return [f"gained {shares(gain['share'], gain['error'])}{old}"]
     return [f"gave up {shares(-gain['share'], gain['error'])} for earlier updates or less memory"]
 
 

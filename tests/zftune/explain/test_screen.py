@@ -239,4 +239,5 @@ def test_earlier_parts_of_a_long_search_are_shown_by_what_changed(timed: Store, 
     hidden -= short.count("It begins, part")
     assert f"{hidden} decisions of earlier parts changed nothing: zftune explain -v has them" in short
     assert "Adopted in part 1." in short
+    assert re.search(r"gained [\d.]+ \+/- [\d.]+% \(measured before the search began again\)", said(document))
     assert all(f"It begins again after part {part}." in short for part in range(5))
