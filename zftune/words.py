@@ -66,9 +66,13 @@ LIVE_STATES: Mapping[str, str] = {
 NO_LONGER_TUNED = "not tuned"
 """In place of "ended" where the training went on."""
 TRAINED_ON = "no longer tuned, the training went on"
-"""In place of "finished" where the tuning ended before the training did."""
-RUN_STATES: Mapping[str, str] = {"running": "still running", "finished": "finished", "ended": "ended early"}
-"""States of a run: its search came to its end, or the training ended before it did."""
+"""In place of "search finished" where the tuning ended before the training did."""
+RUN_STATES: Mapping[str, str] = {
+    "running": "still running",
+    "finished": "search finished",
+    "ended": "search unfinished",
+}
+"""States of a run: its search came to its end, or the training ended, or was killed, before it did."""
 ERAS: Mapping[str, str] = {
     "times": "step times changed",
     "movement": "updates came earlier for the quality",

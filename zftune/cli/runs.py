@@ -5,21 +5,26 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from zftune.daemon import SHOWN
 from zftune.daemon.client import http
 from zftune.daemon.client.http import DaemonClient
-from zftune.errors import BadInputError, NoDaemonError
+from zftune.errors import NoDaemonError
 from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
 from zftune.store.location import meant_by
 from zftune.store.preset_file import escaped
 from zftune.words import RUN_STATES, seconds
 
+if TYPE_CHECKING:
+    from zftune.store.store import Store
+    from zftune.store.types import RunRecord
+
 RUN_SCHEMA = "zftune.daemon.run/1"
 RUNS_SCHEMA = "zftune.daemon.runs/1"
+STORED_SCHEMA = "zftune.store.runs/1"
 _FOLLOW_S = 1.0
 
 runs = typer.Typer(
@@ -49,10 +54,8 @@ def list_runs(
 ) -> None:
     """List the runs that the daemon follows, and the last that have ended, a line each."""
     check_output_path(json_path)
-    if every and json_path is not None:
-        raise BadInputError("--json must not be given with --all: zftune explain RUN --json has what is known of a run")
     if every:
-        _list_stored()
+        _list_stored(json_path)
         return
     with DaemonClient() as client:
         try:
@@ -74,26 +77,43 @@ def list_runs(
             typer.echo(told)
 
 
-def _list_stored() -> None:
-    """Print all runs of the store, without a daemon."""
+def _list_stored(json_path: str | None) -> None:
+    """Write or print all runs of the store, without a daemon."""
     from zftune.store import open_store
+
+    with open_store() as store:
+        found = [_stored(store, run) for run in store.runs()]
+        notices = store.notices
+    write_json({"schema": STORED_SCHEMA, "runs": found}, json_path)
+    for notice in notices:
+        typer.echo(f"zftune: {notice}", err=True)
+    if json_path == STANDARD_OUTPUT:
+        return
+    for one in found:
+        began = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["began_unix_s"]))
+        took = f"{one['steps']:,} steps in {seconds(one['elapsed_s'])}" if one["steps"] else "no step counted"
+        what = f"{escaped(one['model'])}, quality {one['quality']}, {took}"
+        typer.echo(f"{one['run_id'][:SHOWN]}  {began}  {RUN_STATES[one['state']]:<17}  {what}")
+    if not (found or notices):
+        typer.echo("The store has no runs yet; zftune run --online -- CMD makes one.")
+
+
+def _stored(store: Store, run: RunRecord) -> dict[str, Any]:
+    """A run of `STORED_SCHEMA`."""
     from zftune.store.account import Account
     from zftune.store.store import facts_of, goes_on
     from zftune.store.types import RunState
 
-    with open_store() as store:
-        found = store.runs()
-        for run in found:
-            lives, total = goes_on(store, run, time.time()), (store.account(run.run_id) or Account()).total
-            state = RUN_STATES["running" if lives else "finished" if run.state is RunState.FINISHED else "ended"]
-            began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began_unix_s))
-            model = escaped(facts_of(store, run.key)[0].name or run.key.model_id)
-            took = f"{total.steps:,} steps in {seconds(total.seconds)}" if total.steps else "no step counted"
-            typer.echo(f"{run.run_id[:SHOWN]}  {began}  {state:<13}  {model}, quality {run.key.quality}, {took}")
-        for notice in store.notices:
-            typer.echo(f"zftune: {notice}", err=True)
-        if not (found or store.notices):
-            typer.echo("The store has no runs yet; zftune run --online -- CMD makes one.")
+    lives, total = goes_on(store, run, time.time()), (store.account(run.run_id) or Account()).total
+    return {
+        "run_id": run.run_id,
+        "state": "running" if lives else "finished" if run.state is RunState.FINISHED else "ended",
+        "model": facts_of(store, run.key)[0].name or run.key.model_id,
+        "quality": run.key.quality,
+        "began_unix_s": run.began_unix_s,
+        "steps": total.steps,
+        "elapsed_s": total.seconds,
+    }
 
 
 def _trained_alone() -> str:

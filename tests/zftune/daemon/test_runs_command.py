@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from tests.zftune.daemon.daemons import short_folder
 from tests.zftune.daemon.runs.agents import faster
 from tests.zftune.daemon.scripted import EVIL, START, Training, training_under
+from tools.reference_pages import DOCUMENTS
 from zftune.cli.main import app
 from zftune.daemon.client import http
 from zftune.daemon.client.http import DaemonClient, among
@@ -250,15 +252,26 @@ def test_all_runs_of_the_store_are_listed_without_a_daemon(
         store.finish_run(runs[0], Account(process="p", now=Count(steps=1234, seconds=70.0)))
         store.interrupt_run(runs[1])
         code, out, _ = tell("runs", "list", "--all")
+        listed = tell("runs", "list", "--all", "--json", "-")
     assert code == 0
     newest, middle, oldest = out.splitlines()
-    for line, run, state in ((newest, 2, "still running"), (middle, 1, "ended early"), (oldest, 0, "finished")):
+    for line, run, state in (
+        (newest, 2, "still running"),
+        (middle, 1, "search unfinished"),
+        (oldest, 0, "search finished"),
+    ):
         assert re.match(rf"{runs[run].run_id[:8]}  \d{{4}}-\d\d-\d\d \d\d:\d\d  {state} +", line)
     assert oldest.endswith(", quality published, 1,234 steps in 70 s")
     assert middle.endswith("no step counted")
     assert "\x1b" not in out
-    code, _, err = tell("runs", "list", "--all", "--json", "-")
-    assert (code, err.count("\n")) == (2, 1)
+    assert (listed[0], listed[2]) == (0, "")
+    document = json.loads(listed[1])
+    assert [(one["run_id"], one["state"], one["steps"]) for one in document["runs"]] == [
+        (runs[2].run_id, "running", 0), (runs[1].run_id, "ended", 0), (runs[0].run_id, "finished", 1234),
+    ]  # fmt: skip
+    assert document["runs"][2]["elapsed_s"] == 70.0
+    schema = json.loads(DOCUMENTS.read_text(encoding="utf-8"))
+    Draft202012Validator({**schema, "$ref": "#/$defs/stored-runs"}).validate(document)
 
 
 def test_a_run_that_was_killed_is_listed_as_ended_and_a_store_that_cannot_be_read_is_named(
@@ -270,7 +283,7 @@ def test_a_run_that_was_killed_is_listed_as_ended_and_a_store_that_cannot_be_rea
     root = Path(__file__).resolve().parents[3]
     assert subprocess.run([sys.executable, "-c", killed], cwd=root, check=False).returncode == 9
     code, out, err = tell("runs", "list", "--all")
-    assert (code, err, out.count("ended early"), out.count("\n")) == (0, "", 1, 1)
+    assert (code, err, out.count("search unfinished"), out.count("\n")) == (0, "", 1, 1)
     (tmp_path / "broken.db").write_bytes(b"no database" * 100)
     monkeypatch.setenv("ZFTUNE_DB", str(tmp_path / "broken.db"))
     code, out, err = tell("runs", "list", "--all")
