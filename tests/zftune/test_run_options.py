@@ -484,6 +484,19 @@ def test_a_dry_run_says_where_there_is_no_best_preset(backend: Backend, is_there
     assert (told not in invoke(*command).output) == is_there
 
 
+def test_a_dry_run_names_the_presets_that_may_come_and_none_that_is_not_wanted(tmp_path: Path) -> None:
+    end, told = ("--", "deepspeed", "train.py", "--deepspeed", "ds.json"), "would come before them"
+    with open_store() as store:
+        here = replace(PRESET.hardware, hw_id=hw_id(hardware()))
+        name = store.save_preset(replace(PRESET, key=replace(PRESET.key, hw_id=here.hw_id), hardware=here)).name
+    shown = invoke("--dry-run", *end).output
+    assert f"{told} (for this hardware there are {name}; --preset none takes none)\n" in shown
+    for none in (("--preset", "none"), ("--online", "--fresh")):
+        shown = invoke("--dry-run", *none, *end).output
+        assert "  settings of the ds_config: topk_ratio 0.05" in shown
+        assert told not in shown
+
+
 def test_a_ds_config_that_is_not_there_is_named_before_deepspeed_ends(started: list[Any]) -> None:
     """It starts: the file may be where another machine runs it."""
     for option in ("--deepspeed_config", "--deepspeed"):

@@ -154,9 +154,9 @@ def _knobs(config: Mapping[str, Any], done: Outcome, section: Section, store: st
     from zenflow import ConfigError, ZenFlowConfig
     from zftune.integrations.deepspeed.choosing import is_planned, waited
     from zftune.integrations.deepspeed.outcome import has_zenflow
-    from zftune.integrations.deepspeed.section import BEST
+    from zftune.integrations.deepspeed.section import BEST, NO_PRESET
 
-    asked = section.preset not in (None, BEST)
+    asked = section.named_preset is not None
     try:
         own = ZenFlowConfig.from_ds_config({name: value for name, value in config.items() if name != "zftune"})
         knobs = waited(own, done.quality) if done.backend == "zenflow" and done.quality else own
@@ -175,12 +175,14 @@ def _knobs(config: Mapping[str, Any], done: Outcome, section: Section, store: st
             but = "" if knobs == own else f", with what quality {done.quality} needs"
             shown = {name: value for name in _SHOWN if (value := getattr(knobs, name)) is not None}
             yield f"  settings of the ds_config{but}: {_words(shown)}"
-    if section.preset == BEST and not _has_presets(done, here=True):
+    ours = _presets(done, here=True) if section.preset in (None, BEST) else []
+    if section.preset == BEST and not ours:
         yield f"  no preset for this hardware is in {store} yet (zftune tune makes one): it would train with these"
-    elif asked:
-        yield _of_preset(str(section.preset), config, done)
-    else:
-        yield f"  a preset for exactly this model and hardware in {store} would come before them"
+    elif section.named_preset is not None:
+        yield _of_preset(section.named_preset, config, done)
+    elif section.preset != NO_PRESET:
+        names = f" (for this hardware there are {', '.join(ours)}; --preset none takes none)" if ours else ""
+        yield f"  a preset for exactly this model and hardware in {store} would come before them{names}"
 
 
 _SHOWN = ("topk_ratio", "update_interval", "apply_lag", "select_interval", "offload_ratio", "overlap_step")
@@ -202,16 +204,17 @@ def _words(knobs: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {_word(value)}" for name, value in knobs.items())
 
 
-def _has_presets(done: Outcome, *, here: bool) -> bool:
-    """Whether a training may find a preset: one of its backend, and of this hardware where that is asked."""
+def _presets(done: Outcome, *, here: bool) -> list[str]:
+    """Names of those that a training may find: of its backend, and of this hardware where that is asked."""
     from zftune.store import open_store
     from zftune.store.types import PresetState
     from zftune.telemetry.fingerprint import hardware, hw_id
 
     with open_store() as store:
-        found = [one.key for one in store.presets() if one.state is PresetState.ACTIVE]
-    machines = {key.hw_id for key in found if key.backend == done.backend}
-    return hw_id(hardware()) in machines if here else bool(machines)
+        active = [one for one in store.presets() if one.state is PresetState.ACTIVE]
+    machine = hw_id(hardware()) if here else None
+    found = [one for one in active if one.key.backend == done.backend and machine in (None, one.key.hw_id)]
+    return sorted(one.name for one in found)
 
 
 def _preset(name: str) -> Any:
@@ -246,7 +249,7 @@ def run(
         str | None, typer.Option(help="zenflow (this package's runtime) or deepspeed (upstream's own ZenFlow).")
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(help='Settings to train with: a name, a file, or "best".', show_default=False)
+        str | None, typer.Option(help='Settings to train with: a name, a file, "best", or "none".', show_default=False)
     ] = None,
     quality: Annotated[
         str | None, typer.Option(help="exact, published or loose: which updates may come late.", show_default=False)
@@ -420,12 +423,14 @@ def _check(
     Raises:
         BadInputError: one is not allowed.
     """
-    from zftune.integrations.deepspeed.section import NAME, Section, require_preset
+    from zftune.integrations.deepspeed.section import NAME, NO_PRESET, Section, require_preset
 
     section, found = Section.of({NAME: asked}), []
     for source in _named(command, environment):
         done = _require_not_refused(source, section, command)
         section = section.over(Section.of(source.config))
+        if fresh and section.preset is None:
+            section = replace(section, preset=NO_PRESET)
         found.append((source, done, section))
     if fresh and not section.online:
         raise BadInputError("--fresh needs --online, whose search begins anew then")
@@ -442,9 +447,8 @@ def _require_kept(source: Source, done: Outcome, section: Section) -> None:
     Raises:
         BadInputError: it does.
     """
-    from zftune.integrations.deepspeed.section import BEST
-
-    if section.preset in (None, BEST) or done.kind != "trains" or done.backend != "zenflow" or done.quality is None:
+    preset = section.named_preset
+    if preset is None or done.kind != "trains" or done.backend != "zenflow" or done.quality is None:
         return
     from zenflow import ZenFlowConfig
     from zenflow.ds_config import modernized
@@ -452,7 +456,7 @@ def _require_kept(source: Source, done: Outcome, section: Section) -> None:
     from zftune.integrations.deepspeed.choosing import Chosen, waited, with_knobs
 
     own = ZenFlowConfig.from_ds_config(modernized(given(source)))
-    with_knobs(waited(own, done.quality), Chosen(_preset(str(section.preset)).knobs, ""), done.quality)
+    with_knobs(waited(own, done.quality), Chosen(_preset(preset).knobs, ""), done.quality)
 
 
 def _require_works(source: Source, done: Outcome, section: Section) -> None:
@@ -461,22 +465,21 @@ def _require_works(source: Source, done: Outcome, section: Section) -> None:
     Raises:
         BadInputError: it cannot, whatever preset may come before the ds_config's settings.
     """
-    from zftune.integrations.deepspeed.section import BEST
-
     if done.kind != "trains" or done.backend != "deepspeed":
         return
     from zftune.ds_config.reading import stage_of
     from zftune.integrations.deepspeed.presets import apply
+    from zftune.integrations.deepspeed.section import BEST
     from zftune.integrations.deepspeed.upstream import require_works
     from zftune.telemetry.fingerprint import installed
 
-    if section.preset not in (None, BEST):
-        knobs, stage = _preset(str(section.preset)).knobs, stage_of(source.config)
+    if section.named_preset is not None:
+        knobs, stage = _preset(section.named_preset).knobs, stage_of(source.config)
         source = replace(source, config=apply(source.config, knobs, stage=stage, backend="deepspeed").config)
     try:
         require_works(source, (installed("deepspeed") or "").partition("+")[0])
     except BadInputError as error:
-        if section.preset in (None, BEST) and _has_presets(done, here=False):
+        if section.preset in (None, BEST) and _presets(done, here=False):
             return  # with its settings it may work
         raise BadInputError(f"'{source.path or source.through}': {error}") from error
 

@@ -269,7 +269,7 @@ class Search:
         step_s, missing_s = self.book.incumbent_step_ms / 1e3, self._missing_s(trial)
         if missing_s <= 0:
             return Exploring(trial.number)
-        reason = messages.spent(self.cost)
+        reason = messages.spent(self.cost, missing_s, self._kept_s(trial))
         if not self.options.hold:
             return self._settle(reason)
         steps = min(_HOLD_STEPS, max(1, round(missing_s / self.cost.share / step_s)))
@@ -281,13 +281,12 @@ class Search:
         step_s = self.book.incumbent_step_ms / 1e3
         steps = trial.setting.update_interval + steps_of(trial.setting.update_interval)
         slower_s = step_s * steps * (self.book.relative(trial.setting) - 1.0)
-        return max(step_s, slower_s) + self._overhead_s(trial) - self.cost.left_s  # a step is lost in any case
+        needed_s = max(step_s, slower_s) + 4 * self.cost.change_s  # a step is lost in any case
+        return needed_s + self._kept_s(trial) - self.cost.left_s
 
-    def _overhead_s(self, trial: Trial) -> float:
-        """What the changes of knobs for a trial cost, and what has to be left."""
-        planned = trial.source in _PLANNED
-        kept_s = 0.0 if planned or not self.options.hold else _FOR_CHANGES * self.cost.allowed_s
-        return 4 * self.cost.change_s + kept_s
+    def _kept_s(self, trial: Trial) -> float:
+        """What has to be left."""
+        return 0.0 if trial.source in _PLANNED or not self.options.hold else _FOR_CHANGES * self.cost.allowed_s
 
     def _settle(self, reason: str) -> State:
         """Stop, once no setting that is as fast as the incumbent and better otherwise is left to be compared."""

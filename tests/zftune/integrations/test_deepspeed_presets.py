@@ -23,6 +23,7 @@ from zftune.integrations.deepspeed.section import Section
 from zftune.store import open_store
 from zftune.store.preset_file import document_of
 from zftune.store.types import PresetState
+from zftune.telemetry.fingerprint import hardware, hw_id
 
 OWN = (ZENFLOW["topk_ratio"], ZENFLOW["update_interval"])
 PROVEN, THEIRS = (0.4, 2), (0.3, 3)
@@ -42,6 +43,8 @@ CASES = {
     "nothing said": {"config": _config()},
     "best": {"config": _config(preset="best")},
     "by name": {"config": _config(preset="theirs")},
+    "none": {"config": _config(preset="none")},
+    "none instead": {"config": _config(preset="theirs"), "enable": {"preset": "none"}},
     "from a file": {"config": _config(preset="FILE")},
     "enable": {"config": _config(preset="theirs"), "enable": {"preset": "best"}},
     "another stage": {"config": {**_config(), "zero_optimization": {**_config()["zero_optimization"], "stage": 1}}},
@@ -104,6 +107,8 @@ def seen(folder: Path) -> dict[str, Any]:
         ("nothing said", PROVEN),
         ("best", PROVEN),
         ("by name", THEIRS),
+        ("none", OWN),
+        ("none instead", OWN),
         ("from a file", THEIRS),
         ("enable", PROVEN),
         ("another stage", PROVEN),
@@ -143,6 +148,21 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("ALTER TABLE preset RENAME COLUMN knobs TO other")
     monkeypatch.setenv("ZFTUNE_DB", str(path))
+
+
+@pytest.mark.parametrize("preset", [None, "best", "none"])
+def test_a_run_that_begins_anew_takes_no_preset_but_the_one_that_it_asks_for(
+    preset: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ZFTUNE_DB", str(tmp_path / "zftune.db"))
+    here = hw_id(hardware())
+    with open_store() as store:
+        key = replace(TRAINING.key(), hw_id=here, sequence=2048)
+        model, machine = replace(PRESET.model, model_id=key.model_id), replace(PRESET.hardware, hw_id=here)
+        store.save_preset(replace(PRESET, key=key, model=model, hardware=machine))
+    assert bool(choose(TRAINING, Section(preset=preset)).knobs) == (preset != "none")
+    monkeypatch.setenv("ZFTUNE_FRESH", "1")
+    assert bool(choose(TRAINING, Section(preset=preset)).knobs) == (preset == "best")
 
 
 @pytest.mark.usefixtures("broken")
@@ -186,7 +206,7 @@ def test_a_preset_that_nobody_asked_for_is_told_with_what_it_replaces(
 ) -> None:
     config = ZenFlowConfig(topk_ratio=0.4, update_interval=2)
     said = instead_of(given, config, Chosen({"topk_ratio": 0.4}, "of a preset"), asked=asked)
-    whole = f", instead of the ds_config's {told} (which holds without that preset: zftune presets rm)"
+    whole = f", instead of the ds_config's {told} (which --preset none keeps)"
     assert said == (whole if told else "")
 
 

@@ -27,8 +27,8 @@ def enable(
     Args:
         backend: "zenflow", this package's runtime, or "deepspeed", upstream's; None: as the ds_config says, "zenflow"
             where it does not.
-        preset: a name, a file or "best"; None: as the ds_config says, where it does not one that is exactly for the
-            training, if there is one.
+        preset: a name, a file, "best", or "none" for none; None: as the ds_config says, where it does not one that is
+            exactly for the training, if there is one.
         quality: "exact", "published" or "loose"; None: as the ds_config says, where it does not "published" with its
             "zenflow" section and "exact" without.
         online: tune while it trains.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,11 @@ from zenflow import ConfigError, ZenFlowConfig
 from zenflow.ranks import several_ranks
 from zenflow.sharded import ranks_with_rows
 from zftune.errors import BadInputError, StoreError
-from zftune.integrations.deepspeed.section import BEST, Section
+from zftune.integrations.deepspeed.section import BEST, NO_PRESET, Section
 from zftune.store.types import STALENESS, Backend, Key, Preset, PresetState, Quality, Query
 from zftune.tuner.rank_channel import hosts_of_ranks
 from zftune.tuner.space import TRAJECTORY_KNOBS
+from zftune.variables import FRESH
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
@@ -104,12 +106,15 @@ def choose(training: Training, section: Section) -> Chosen:
 def _choose(training: Training, section: Section) -> Chosen:
     from zftune.store import open_store
 
+    begins_anew = section.preset is None and os.environ.get(FRESH) == "1"
+    if section.preset == NO_PRESET or begins_anew:
+        return Chosen({}, "the settings are the ds_config's", "--fresh takes no preset" if begins_anew else "")
     with open_store() as store:
         for notice in store.notices:
             _logger.warning("%s", notice)
-        if section.preset in (None, BEST):
+        if section.named_preset is None:
             return _best(store, training, asked=section.preset == BEST)
-        return _named(store, training, str(section.preset))
+        return _named(store, training, section.named_preset)
 
 
 def _best(store: Store, training: Training, *, asked: bool) -> Chosen:
@@ -262,7 +267,7 @@ def instead_of(given: ZenFlowConfig | None, config: ZenFlowConfig, chosen: Chose
         return ""
     own = {name: getattr(given, name) for name in TRAJECTORY_KNOBS if getattr(given, name) != getattr(config, name)}
     told = ", ".join(f"{name} {value}" for name, value in own.items() if value is not None)
-    return f", instead of the ds_config's {told} (which holds without that preset: zftune presets rm)" if told else ""
+    return f", instead of the ds_config's {told} (which --preset none keeps)" if told else ""
 
 
 def with_knobs(own: ZenFlowConfig, chosen: Chosen, quality: Quality) -> ZenFlowConfig:

@@ -12,7 +12,7 @@ from zftune.text import either, near
 
 NAME = "zftune"
 
-BEST = "best"
+BEST, NO_PRESET = "best", "none"
 
 FIELDS = ("preset", "online", "quality", "backend")
 
@@ -74,7 +74,7 @@ class Section:
     """What is asked for; None: nothing is said about it."""
 
     preset: str | None = None
-    """A name, a file, or "best"."""
+    """A name, a file, "best", or "none": none is taken, also not one that was measured for exactly this training."""
     online: bool = False
     """Tune while it trains."""
     quality: Quality | None = None
@@ -91,6 +91,11 @@ class Section:
         """
         require_none(refusals(config))
         return cls(**(config.get(NAME) or {}))
+
+    @property
+    def named_preset(self) -> str | None:
+        """The name or the file; None: it says none."""
+        return None if self.preset in (BEST, NO_PRESET) else self.preset
 
     def over(self, other: Section) -> Section:
         """What this asks for, and what `other` does where this says nothing.
@@ -112,17 +117,18 @@ def require_preset(section: Section) -> None:
         BadInputError: it asks for a name that is not in the store, or for a file that is no preset.
         StoreError: the store could not be read.
     """
-    if section.preset in (None, BEST):
+    preset = section.named_preset
+    if preset is None:
         return
     from zftune.integrations.deepspeed.presets import is_file, named
     from zftune.store import open_store
     from zftune.store.preset_file import read_preset
 
-    if is_file(str(section.preset)):
-        read_preset(str(section.preset))
+    if is_file(preset):
+        read_preset(preset)
         return
     with open_store() as store:
-        named(store, str(section.preset))
+        named(store, preset)
 
 
 def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
@@ -153,6 +159,6 @@ def _allowed(name: str, value: object) -> str | None:
     if name == "online":
         return None if isinstance(value, bool) else "true or false"
     if name == "preset":
-        return None if isinstance(value, str) and value else f'"{BEST}", a name or a file'
+        return None if isinstance(value, str) and value else f'"{BEST}", "{NO_PRESET}", a name or a file'
     words = get_args(Quality if name == "quality" else Backend)
     return None if value in words else f"{either(words)}{near(value, words)}"

@@ -173,7 +173,7 @@ def zftune_section(subject: Subject) -> Iterator[Finding]:
 
 
 def _bad_section(subject: Subject, told: set[tuple[str, ...]]) -> Iterator[Finding]:
-    from zftune.integrations.deepspeed.section import BEST, refusals
+    from zftune.integrations.deepspeed.section import BEST, NO_PRESET, refusals
 
     wrong = list(refusals(subject.config))
     for refusal in wrong:
@@ -185,7 +185,7 @@ def _bad_section(subject: Subject, told: set[tuple[str, ...]]) -> Iterator[Findi
     fault = None if wrong or preset is MISSING or not subject.fault_of_preset else subject.fault_of_preset(preset)
     if fault is not None:
         reason = f"zftune run refuses it: {fault}."
-        advice = f'"{BEST}", a name that `zftune presets list` shows, or a preset\'s file'
+        advice = f'"{BEST}", "{NO_PRESET}", a name that `zftune presets list` shows, or a preset\'s file'
         yield subject.finding("zftune-preset", "zftune.preset", "crashes", reason, backends=BOTH, advice=advice)
 
 
