@@ -35,7 +35,7 @@ CONFIG = {
 BACKEND = "zftune: backend zenflow, quality "
 EXACT = f"{BACKEND}exact: the weights are those of the plain optimizer; the settings are the ds_config's"
 PUBLISHED = (
-    f"{BACKEND}published: updates of unimportant columns come late; the settings are the default of this quality "
+    f"{BACKEND}published: updates of unimportant columns may come late; the settings are the default of this quality "
     "(topk_ratio 0.1, update_interval 4, apply_lag 4, select_interval auto), since on a plain CPU there is nothing to "
     "plan; what they cost is not bounded here: compare the loss with that of quality exact"
 )

@@ -14,8 +14,8 @@ Quality = Literal["exact", "published", "loose"]
 QUALITIES: tuple[Quality, ...] = get_args(Quality)
 PROMISES: dict[Quality, str] = {
     "exact": "exact: the weights are those of the plain optimizer",
-    "published": "published: updates of unimportant columns come late",
-    "loose": "loose: updates of unimportant columns come late, twice as much as published",
+    "published": "published: updates of unimportant columns may come late",
+    "loose": "loose: updates of unimportant columns may come late, twice as much as published",
 }
 STALENESS: dict[Quality, int] = {"exact": 0, "published": 1, "loose": 2}
 """What a quality allows, as a multiple of the published setting's staleness or of the user's own."""
