@@ -172,9 +172,36 @@ class DeferredTier:
             bucket: one of the tier's.
             rows: [slots or more, rows], of its slots in order.
         """
-        count, every = len(bucket.slots), max(1, len(bucket.slots) * self._rows // _SAMPLED_ELEMENTS)
-        columns = self.slot_columns[bucket.slots.start : bucket.slots.stop : every]
-        return columns.clone(), rows[:count:every].to(torch.float32, copy=True)
+        count, every = len(bucket.slots), self._stride(bucket)
+        return self._sampled_columns(bucket).clone(), rows[:count:every].to(torch.float32, copy=True)
+
+    def _sampled_columns(self, bucket: Bucket) -> torch.Tensor:
+        return self.slot_columns[bucket.slots.start : bucket.slots.stop : self._stride(bucket)]
+
+    def _stride(self, bucket: Bucket) -> int:
+        return max(1, len(bucket.slots) * self._rows // _SAMPLED_ELEMENTS)
+
+    def differs(self, matrix: torch.Tensor) -> bool | None:
+        """Whether weights are not what we left of them, by samples; None: nothing is known. Waits for the device.
+
+        Args:
+            matrix: the weights, [rows, columns] on the device; nothing is in flight.
+        """
+        known = [one for bucket in self.buckets if (one := self._left(bucket)) is not None]
+        if not known:
+            return None
+        columns, masters = (torch.cat(parts) for parts in zip(*known, strict=True))
+        now = self.on_host(matrix, self._runtime.send_index(columns))
+        return not torch.equal(now, masters.to(now.dtype))
+
+    def _left(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The sample of a bucket that holds now; None: there is none."""
+        if bucket.sample is None:
+            has_read = bucket.reading is not None and bucket.reading.done()
+            return self._sample(bucket, bucket.result) if has_read else None
+        columns, masters = bucket.sample
+        same = columns == self._sampled_columns(bucket)
+        return columns[same], masters[same]
 
     def renumber(self, first_bucket: int) -> None:
         """Count the buckets from another number on: the model's plan has changed, but not for this weight."""

@@ -45,7 +45,10 @@ class LastSave:
             self._whole = training.clock.step
             return
         deferred = [weight for weight in training.model.weights if weight.deferred is not None]
-        if not all(weight.is_overwritten for weight in deferred):  # by the best weights so far, say
+        # The best weights so far, say, were loaded. Who only looks at memory, as many who save do, seems to write,
+        # and a layer that is not used is the same in all weights.
+        is_loaded = all(one.may_be_written for one in deferred) and any(one.differs() for one in deferred)
+        if not is_loaded:
             self._count(1)
 
     def of_state(self) -> None:

@@ -198,9 +198,21 @@ class WeightState:
         return OutsideWrite(before) if written else None
 
     @property
-    def is_overwritten(self) -> bool:
-        """Whether somebody else has written to it since `watch`, as far as it can be told; may wait for the device."""
-        return self._split is not None and (self._writes.changed() or self._split.is_replaced())
+    def may_be_written(self) -> bool:
+        """Whether somebody else may have written to it since `watch`."""
+        return self._split is not None and (self._writes.written() or self._split.is_replaced())
+
+    def differs(self) -> bool:
+        """Whether it holds something else than at `watch`, or may, where that cannot be told; waits for the device."""
+        if _form(self.parameter) != self._form:
+            return True
+        found = self._writes.differs()
+        if found is not None or self.deferred is None or self.in_flight:
+            return found is not False
+        try:
+            return self.deferred.differs(self.matrix()) is not False
+        except RuntimeError:  # other strides, which the next step refuses
+            return True
 
     def stop_watch(self) -> None:
         """Notice nothing more, whatever was written since."""

@@ -97,12 +97,9 @@ class WriteWatch:
             return not _same(self._before, parameter.detach())
         return parameter._version != self._version
 
-    def changed(self) -> bool:
-        """Whether somebody has written something else, as far as it can be told; waits for the device where one may."""
-        before, now = self._before, self._parameter.detach()
-        if before is None or (before.device, before.dtype) != (now.device, now.dtype):
-            return self.written()
-        return self.written() and not torch.equal(before, now)
+    def differs(self) -> bool | None:
+        """Whether the parameter holds something else than at `begin`; None: nothing was kept. Waits for the device."""
+        return None if self._before is None else not torch.equal(self._before, self._parameter.detach())
 
     def end(self) -> torch.Tensor | None:
         """Notice nothing more, before we write ourselves.

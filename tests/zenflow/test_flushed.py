@@ -366,6 +366,61 @@ def test_weights_that_were_loaded_after_the_last_step_lack_none_of_its_updates(
     assert len(saved_at_the_end(load_the_best, caplog)[2]) == 1
 
 
+IN_TIME = replace(LATE, overlap_step=False)
+WHOLE = replace(LATE, apply_lag=4, topk_ratio=0.5)
+
+
+@pytest.mark.parametrize("config", [LATE, IN_TIME, WHOLE], ids=["late", "in time", "lag"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("steps", [2, 3, 5, 7, 11])
+def test_who_has_only_looked_at_memory_has_loaded_nothing(
+    steps: int, dtype: torch.dtype, config: ZenFlowConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At a step where nothing is in flight, too, and nothing was kept of what the weights were."""
+
+    def lacking(change: Callable[[torch.Tensor], object]) -> tuple[bool, bool]:
+        """Whether what is saved after all weights were changed lacks updates, and whether that was told."""
+        caplog.clear()
+        model = seeded(Stack, dtype, depth=1)
+        optimizer = ZenFlowAdamW(model.parameters(), lr=0.02, config=config, module=model)
+        train(model, optimizer, steps)
+        for parameter in model.parameters():
+            change(parameter)
+        saved = plainly(model, optimizer)
+        pending = optimizer._training.model.has_pending
+        del optimizer
+        gc.collect()
+        lacks = pending and any(not torch.equal(saved[name], value) for name, value in model.state_dict().items())
+        return lacks, bool(caplog.records)
+
+    for look in (lambda _: None, torch.Tensor.data_ptr):
+        lacks, told = lacking(look)
+        assert told == lacks
+    for write in (lambda one: one.data.fill_(0.5), lambda one: setattr(one, "data", torch.ones_like(one))):
+        assert not lacking(write)[1]
+
+
+def test_the_best_weights_may_hold_a_layer_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    """One that is not used: in what is saved then, nothing is missing."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8), nn.Linear(8, 16))
+    optimizer = ZenFlowAdamW(model.parameters(), lr=0.02, weight_decay=0.0, config=LATE, module=model)
+    best: dict[str, Any] = {}
+    for step in range(6):
+        hidden = model[1](model[0](torch.randn(4, 16)))
+        (hidden.square().mean() + 0 * model[2](hidden).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            best = flushed_for_the_time(model, optimizer)
+    assert torch.equal(best["2.weight"], dict(model.named_parameters())["2.weight"])
+    model.load_state_dict(best)
+    plainly(model, optimizer)
+    assert optimizer._training.model.has_pending
+    del optimizer
+    gc.collect()
+    assert not caplog.records
+
+
 class OnceWaited(Transfer):
     """A transfer that has not arrived before somebody waits for it."""
 

@@ -37,7 +37,7 @@ Change = Callable[[int, Mapping[str, Any]], None]
 REFUSALS = (ConfigError, HostMemoryError, HostThreadsError, RankError, MemoryError, torch.OutOfMemoryError)
 """Of knobs: nothing has changed then, and the training goes on."""
 
-_KEPT_STEPS, _ENOUGH_STEPS = 32, 8
+_KEPT_STEPS = 32
 """Of the incumbent, right before a challenger's: what is far slower than these is cut short."""
 _logger = logging.getLogger("zftune")
 
@@ -370,8 +370,7 @@ class Executor:
             self._end()
         else:
             if self.request.role not in OF_INCUMBENT:  # beside other work its times change: the newest ones count
-                recent, known_ms = self._of_incumbent_ms, self.request.incumbent_step_ms or 0.0
-                known_ms = sum(recent) / len(recent) if len(recent) >= _ENOUGH_STEPS else known_ms
+                known_ms = self._before_ms or self.request.incumbent_step_ms or 0.0
                 self._incumbent_step_s = known_ms / 1e3 or None
             self._ask(self.request.setting)
 

@@ -366,9 +366,9 @@ class Search:
         if request is None:
             raise RuntimeError("the search is over: nothing was asked for")
         challenged = request.role not in OF_INCUMBENT
-        step_s = self.book.incumbent_step_ms / 1e3 if challenged else None
         self.idle(outcome.between)
-        self.cost.add(outcome.seconds, outcome.step_count, step_s)
+        before_s = (outcome.before_ms or self.book.incumbent_step_ms) / 1e3
+        self.cost.add(outcome.seconds, outcome.step_count, before_s if challenged else None)
         trial = self.book.trials[request.trial]
         if outcome.movement_percent is not None:
             self.book.space = self.book.space.moving(outcome.movement_percent, outcome.movement_rate)

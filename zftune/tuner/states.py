@@ -102,7 +102,7 @@ class Request:
             when = "right before it" if before_ms else "when that was measured last"
             return f"its steps take {factor:.2f} times the {number(usual_ms)} ms that the best so far took {when}"
         done = len(discarded_ms) + len(steps_ms)
-        excess_s = (sum(discarded_ms) + sum(steps_ms) - done * self.incumbent_step_ms) / 1e3
+        excess_s = (sum(discarded_ms) + sum(steps_ms) - done * usual_ms) / 1e3
         if self.allowance_s is None or excess_s <= self.allowance_s:
             return None
         return f"{excess_s:.1f} s more than the best so far would have taken is all that exploring may cost now"

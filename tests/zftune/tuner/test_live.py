@@ -307,12 +307,22 @@ def test_the_best_setting_of_a_search_that_began_elsewhere_is_not_told_as_an_ado
     assert caplog.messages[-1] == "zftune goes on with the best settings so far: topk_ratio 0.2."
 
 
-@pytest.mark.parametrize(("recent", "expected_ms"), [([], 50.0), ([70.0] * 4, 50.0), ([90.0, 110.0] * 4, 100.0)])
+@pytest.mark.parametrize(
+    ("interval", "recent", "expected_ms"),
+    [
+        (4, [], 50.0),
+        (4, [70.0] * 4, 50.0),
+        (4, [90.0, 110.0] * 4, 100.0),
+        (4, [100.0] * 31 + [60_100.0], 100.0),  # an evaluation lies between two steps
+        (64, [100.0] * 32, 50.0),  # no window is whole, and none of these closes one
+    ],
+)
 def test_what_a_try_costs_is_beside_the_newest_steps_of_the_best(
-    make: Make, recent: list[float], expected_ms: float
+    make: Make, interval: int, recent: list[float], expected_ms: float
 ) -> None:
     """Beside other work these are others than when it was measured."""
     live = make(worker=SyncWorker).live
+    live.incumbent = replace(live.incumbent, update_interval=interval)
     live._of_incumbent_ms.clear()
     live._of_incumbent_ms.extend(recent)
     request = Request(replace(live.incumbent, topk_ratio=0.3), "explore", 1, 4, 20, 50.0, 10.0)

@@ -71,6 +71,23 @@ def test_what_is_left_counts_down_to_the_end_where_nothing_faster_turns_up(grant
     assert search.left() == (0, 0)
 
 
+@pytest.mark.parametrize(("before_ms", "spent_s"), [(None, 0.5), (140.0, 0.1), (200.0, 0.0)])
+def test_what_exploring_costs_is_beside_what_the_best_took_right_before(
+    before_ms: float | None, spent_s: float
+) -> None:
+    """As in the account of the run."""
+    search, driver = make(1, 0.0)
+    driver.run(search, most=1)
+
+    def tried(request: Request) -> Outcome:
+        return Outcome("measured", (search.book.incumbent_step_ms + 50,) * 10, tokens=TOKENS, before_ms=told)
+
+    told = None if before_ms is None else search.book.incumbent_step_ms + before_ms - 100
+    driver.fault = tried
+    driver.run(search, most=1)
+    assert search.cost.spent_s == pytest.approx(spent_s)
+
+
 def test_it_waits_for_more_time_where_it_may() -> None:
     search, driver = make(5, 0.03, grant_s=0.2, grant_steps=2, hold=True)
     driver.run(search, most=4000)
