@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -475,7 +476,7 @@ def test_what_deepspeed_cannot_divide_by_never_starts(tmp_path: Path, started: l
 @pytest.mark.parametrize(("backend", "is_there"), [("zenflow", True), ("deepspeed", False)])
 def test_a_dry_run_says_where_there_is_no_best_preset(backend: Backend, is_there: bool) -> None:
     command = ("--dry-run", "--preset", "best", "--", "deepspeed", "train.py", "--deepspeed", "ds.json")
-    told = "  no preset for this hardware is in $ZFTUNE_DB yet (zftune tune makes one): it would train with these\n"
+    told = "  no preset for this hardware is in $ZFTUNE_DB yet (run --online makes one): it would train with these\n"
     assert told in invoke(*command).output
     with open_store() as store:
         here = replace(PRESET.hardware, hw_id=hw_id(hardware()))
@@ -495,6 +496,49 @@ def test_a_dry_run_names_the_presets_that_may_come_and_none_that_is_not_wanted(t
         shown = invoke("--dry-run", *none, *end).output
         assert "  settings of the ds_config: topk_ratio 0.05" in shown
         assert told not in shown
+
+
+def test_a_dry_run_names_no_preset_of_another_quality_and_makes_no_store(tmp_path: Path) -> None:
+    end, told = ("--", "deepspeed", "train.py", "--deepspeed", "ds.json"), "for this hardware there are"
+    assert told not in invoke("--dry-run", *end).output
+    assert not (tmp_path / "zftune.db").exists()
+    with open_store() as store:
+        here = replace(PRESET.hardware, hw_id=hw_id(hardware()))
+        store.save_preset(replace(PRESET, key=replace(PRESET.key, hw_id=here.hw_id), hardware=here))
+    assert told in invoke("--dry-run", *end).output
+    assert told not in invoke("--dry-run", "--quality", "loose", *end).output
+
+
+@pytest.mark.parametrize("option", ["--schedule", "--export-schedule"])
+def test_deepspeeds_own_runtime_takes_no_schedule_wherever_it_is_asked_for(
+    tmp_path: Path, started: list[Any], option: str
+) -> None:
+    (tmp_path / "s.json").write_text('{"zftune_schedule": 1, "steps": []}')
+    (tmp_path / "ds.json").write_text(json.dumps({**DS_CONFIG, "zftune": {"backend": "deepspeed"}}))
+    done = invoke(option, "s.json", "--", "python", "train.py", "--deepspeed", "ds.json")
+    assert isinstance(done.exception, BadInputError)
+    assert str(done.exception) == f"{option} 's.json' needs --backend zenflow, whose settings it holds"
+    assert started == []
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun --nproc-per-node 0"])
+def test_no_rank_at_all_is_not_divided_by(launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+    (tmp_path / "ds.json").write_text(json.dumps({**DS_CONFIG, **sizes}))
+    monkeypatch.setenv("WORLD_SIZE", "0")
+    done = invoke("--dry-run", "--", *launcher.split(), "train.py", "--deepspeed", "ds.json")
+    assert done.exit_code == 0, done.exception
+
+
+@pytest.mark.parametrize(
+    ("command", "is_refused"),
+    [("env -c 0 python no.py", True), ("bash -c 'python no.py'", False), ("python -c x.py", False)],
+)
+def test_what_a_shell_is_told_is_no_script_and_a_number_of_another_program_ends_no_look(
+    command: str, is_refused: bool
+) -> None:
+    done = invoke("--dry-run", "--", *shlex.split(command))
+    assert isinstance(done.exception, BadInputError) == is_refused
 
 
 def test_a_ds_config_that_is_not_there_is_named_before_deepspeed_ends(started: list[Any]) -> None:

@@ -67,7 +67,7 @@ def sentences(
         yield f"{source.path or source.through}: {replace(done, quality=None) if replayed else done}."
         if done.kind == "trains":
             if replayed:
-                yield "  settings, late updates included: those of the schedule, from its first change on; before that"
+                yield "  settings, late updates included: those of the schedule, from its first change on; before that:"
             yield from _knobs(source.config, done, section, store, is_tuned=online or replayed or section.online)
             yield from _batch_sizes(source, _ranks(command, environment))
     yield from _launched_by_nobody(command, environment)
@@ -85,13 +85,16 @@ def _require_all_there(command: Sequence[str], environment: Mapping[str, str]) -
         raise BadInputError(f"CMD '{command[0]}': there is no such program")
     for option, value in missing(command):
         raise BadInputError(f"{option} '{value}': there is no such file")
-    # What a shell or Python is told behind -c names no file.
-    words = itertools.takewhile(lambda word: not re.fullmatch(r"-[a-zA-Z]*c", word), command)
-    script = next((word for word in words if word.endswith(".py")), None)
+    # What a shell or Python is told behind -c names no file; -c of other programs, such as taskset, may be a number.
+    at = next((at for at, word in enumerate(command) if re.fullmatch(_TELLS, os.path.basename(word))), len(command))  # noqa: PTH119
+    words = itertools.takewhile(lambda word: not re.fullmatch(r"-[a-zA-Z]*c", word), command[at:])
+    script = next((word for word in (*command[:at], *words) if word.endswith(".py")), None)
     if script is not None and script_of(command) is None:
         raise BadInputError(f"CMD '{command[0]}': there is no script '{script}'")
 
 
+_TELLS = r"(python[0-9.]*|(ba|da|z)?sh)"
+"""Programs that take commands behind -c."""
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -129,11 +132,11 @@ def _ranks(command: Sequence[str], environment: Mapping[str, str]) -> int | None
     names = [word.replace("_", "-") if word.startswith("-") else os.path.basename(word) for word in words]  # noqa: PTH119
     if not any(name in _LAUNCHERS for name in names):
         size = environment.get("WORLD_SIZE", "")
-        return int(size) if size.isdecimal() else None
+        return int(size) or None if size.isdecimal() else None
     if any(name in _SEVERAL_NODES for name in names) or os.path.exists("/job/hostfile"):  # noqa: PTH110
         return None
     told = [after for name, after in itertools.pairwise(names) if name in ("--nproc-per-node", "--num-gpus")]
-    return int(told[0]) if told and told[0].isdecimal() else None
+    return int(told[0]) or None if told and told[0].isdecimal() else None
 
 
 def _batch_sizes(source: Source, ranks: int | None) -> Iterator[str]:
@@ -177,7 +180,7 @@ def _knobs(config: Mapping[str, Any], done: Outcome, section: Section, store: st
             yield f"  settings of the ds_config{but}: {_words(shown)}"
     ours = _presets(done, here=True) if section.preset in (None, BEST) else []
     if section.preset == BEST and not ours:
-        yield f"  no preset for this hardware is in {store} yet (zftune tune makes one): it would train with these"
+        yield f"  no preset for this hardware is in {store} yet (run --online makes one): it would train with these"
     elif section.named_preset is not None:
         yield _of_preset(section.named_preset, config, done)
     elif section.preset != NO_PRESET:
@@ -205,16 +208,23 @@ def _words(knobs: Mapping[str, Any]) -> str:
 
 
 def _presets(done: Outcome, *, here: bool) -> list[str]:
-    """Names of those that a training may find: of its backend, and of this hardware where that is asked."""
+    """Names of those that a training may find: of its backend and quality, and of this hardware where that is asked."""
     from zftune.store import open_store
+    from zftune.store.location import meant_by
     from zftune.store.types import PresetState
     from zftune.telemetry.fingerprint import hardware, hw_id
 
+    path = meant_by(os.environ).path
+    if path is not None and not path.exists():
+        return []  # and none is made
     with open_store() as store:
         active = [one for one in store.presets() if one.state is PresetState.ACTIVE]
-    machine = hw_id(hardware()) if here else None
-    found = [one for one in active if one.key.backend == done.backend and machine in (None, one.key.hw_id)]
-    return sorted(one.name for one in found)
+    machine, quality = hw_id(hardware()) if here else None, done.quality
+    return sorted(
+        one.name
+        for one in active
+        if one.key.backend == done.backend and machine in (None, one.key.hw_id) and quality in (None, one.key.quality)
+    )
 
 
 def _preset(name: str) -> Any:
@@ -258,7 +268,7 @@ def run(
         bool, typer.Option("--online", help="Tune while it trains, by the daemon; where there is none, one is started.")
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="With --online: begin neither from a preset nor where an earlier run ended.")
+        bool, typer.Option("--fresh", help="With --online: begin from no earlier run, and no preset but one asked for.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Tell what would train, with which settings, from where; start nothing.")
@@ -288,7 +298,7 @@ def run(
     environment = _settled(os.environ) if online else dict(os.environ)
     disabled = environment.get(variables.DISABLE) == "1"
     found = _check(asked, () if disabled else command, environment, fresh=fresh)
-    steering = _steering(asked, schedule, export_schedule)
+    steering = _steering(asked, found, schedule, export_schedule)
     _tell_unread(environment)
     _tell_of_no_use(command, {} if online or disabled else asked)
     if found:
@@ -387,7 +397,9 @@ def _require_daemon(environment: Mapping[str, str]) -> None:
         typer.echo(f"zftune: nothing is tuned until there is a daemon: {error}", err=True)
 
 
-def _steering(asked: dict[str, Any], schedule: str | None, export_schedule: str | None) -> dict[str, str]:
+def _steering(
+    asked: dict[str, Any], found: Sequence[Found], schedule: str | None, export_schedule: str | None
+) -> dict[str, str]:
     """Files of knobs, as a process in another folder finds them.
 
     Raises:
@@ -405,8 +417,9 @@ def _steering(asked: dict[str, Any], schedule: str | None, export_schedule: str 
         if os.path.lexists(export_schedule) and not os.path.isfile(export_schedule):  # noqa: PTH113
             # A pipe that nobody reads would stop the training.
             raise BadInputError(f"--export-schedule '{export_schedule}' is not a regular file")
+    backends = {asked.get("backend"), *(done.backend for _, done, _ in found if done.kind == "trains")}
     for name, path in given.items():
-        if path is not None and asked.get("backend") == "deepspeed":
+        if path is not None and "deepspeed" in backends:
             option = "--" + name.replace("_", "-")
             raise BadInputError(f"{option} '{path}' needs --backend zenflow, whose settings it holds")
     return {name: os.path.abspath(path) for name, path in given.items() if path is not None}  # noqa: PTH100

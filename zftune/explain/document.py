@@ -248,7 +248,7 @@ def eras(told: Replay) -> list[dict[str, Any]]:
 
 
 def _break_even(told: Replay) -> dict[str, float | None]:
-    share = 0.0 if told.gain is None else told.gain.share
+    share = 0.0 if told.gain is None else told.gain.saves
     account = told.account
     return {
         "saved_s": account.total.saved_s,
@@ -259,7 +259,7 @@ def _break_even(told: Replay) -> dict[str, float | None]:
 
 def _saved_ms_a_step(told: Replay) -> float | None:
     """By the incumbent, against the starting point; None: nothing is."""
-    share = 0.0 if told.gain is None else told.gain.share
+    share = 0.0 if told.gain is None else told.gain.saves
     step_ms = told.step_ms(told.incumbent) or told.earlier_step_ms(told.incumbent)
     return step_ms * share / (1 - share) if step_ms and share > 0 else None
 
@@ -352,7 +352,7 @@ def chosen_run(store: Store, name: str) -> tuple[RunRecord, str | None]:
     """
     runs = _by_end(store)
     if not runs:
-        raise BadInputError(f"RUN '{_cut(name)}': the store has no runs yet, `zftune tune` makes one")
+        raise BadInputError(f"RUN '{_cut(name)}': the store has no runs yet, `zftune run --online` makes one")
     if name == LAST:
         return _last(store, runs)
     found = [run for run in runs if name and run.run_id.startswith(name)]

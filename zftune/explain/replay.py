@@ -142,10 +142,8 @@ class Replay:
 
     @property
     def gain_era(self) -> int:
-        """That the incumbent was adopted in."""
-        adopted = (one for one in reversed(self.decided) if one.decision.kind == "adopt")
-        best = self._settings[self.incumbent] if self._settings else None
-        return next((one.era for one in adopted if self._settings[one.decision.trial or 0] == best), 0)
+        """That the oldest part of `gain` was measured in."""
+        return self.eras[-1].number - self._gains.age
 
     @property
     def trained_on(self) -> bool:
@@ -156,7 +154,7 @@ class Replay:
         return False
 
     def _take(self, seconds: float, incumbent_s: float) -> None:
-        share = 0.0 if self.gain is None else self.gain.share
+        share = 0.0 if self.gain is None else self.gain.saves
         counted = self.account.total.tried(seconds, incumbent_s, share)
         self.account = self.account.taken("", replace(counted, seconds=counted.seconds + seconds))
         if not self.counted:
@@ -192,7 +190,8 @@ class Replay:
         incumbent_ms = self.step_ms(self.incumbent)
         self._between(row, incumbent_ms)
         challenged = row.role not in OF_INCUMBENT
-        incumbent_s = seconds if incumbent_ms is None or not challenged else count * incumbent_ms / 1e3
+        before_ms = row.aggregates.get("before_ms") or incumbent_ms
+        incumbent_s = seconds if before_ms is None or not challenged else count * before_ms / 1e3
         self._take(seconds, incumbent_s)
         self.at_s = max(self.at_s, row.aggregates.get("at_s", 0.0))  # 0.0: of an older version
         self.ranks_ms = row.aggregates.get("ranks_ms", self.ranks_ms)
@@ -307,6 +306,7 @@ class Replay:
                 self._earlier[number] = step_ms
         kept = self._new("start")
         self._samples.clear()
+        self._gains.begin_again()
         self._samples[self.incumbent] = kept
         self.measurements, self._other_life = 0, False
         before, era = (

@@ -146,11 +146,19 @@ class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         quality: as of `zftune.attach`.
         sequence: tokens of a sequence, where all are padded to the same length: the planner then knows more.
         attach: other arguments of `zftune.attach`.
+
+    Raises:
+        BadInputError: a quality is given though it does not tune.
     """
 
     def __init__(
         self, tune: bool = True, quality: Quality | None = None, sequence: int | None = None, **attach: Any
     ) -> None:
+        if quality is not None and not tune:
+            raise BadInputError(
+                f"quality is {quality!r} with tune=False; it must be None: what is late is then up to the optimizer's "
+                "settings, such as zenflow_optimizer(model, args, ZenFlowConfig(update_interval=1, overlap_step=False))"
+            )
         self.tuner: Tuner | None = None
         """What follows the training that goes on, or followed the last one."""
         self._tune, self._attach = tune, {"quality": quality, "sequence": sequence, **attach}

@@ -370,14 +370,13 @@ class Executor:
             self._end()
         else:
             if self.request.role not in OF_INCUMBENT:  # beside other work its times change: the newest ones count
-                known_ms = self._before_ms or self.request.incumbent_step_ms or 0.0
-                self._incumbent_step_s = known_ms / 1e3 or None
+                self._incumbent_step_s = (self._before_ms or self.request.incumbent_step_ms or 0.0) / 1e3 or None
             self._ask(self.request.setting)
 
     @property
     def gain_share(self) -> float:
-        """The same as a share of the step time that it is over; 0 where there is none."""
-        return 0.0 if self.gain is None else self.gain.share
+        """Share of the step time that counts as saved; 0 where there is no gain."""
+        return 0.0 if self.gain is None else self.gain.saves
 
     def _adopt(self, incumbent: Setting, gain: Gain | None) -> None:
         """Take the best setting so far, and say so where it is another one."""
@@ -391,8 +390,10 @@ class Executor:
         what = back if incumbent == self._start or incumbent in self._left else "adopts"
         self._left.add(before)
         saves = gain is not None and gain.share > 0
-        why = f", which saves {gain} of the step time" if saves else ""
-        if not saves and is_first:  # of a search that began elsewhere
+        by_itself = f", which {'saved' if is_first else 'saves'} {gain} of the step time"
+        in_all = f"; all in all {gain} of the step time is saved"
+        why = "" if not saves else by_itself if had is None else in_all
+        if is_first:  # of a search that began elsewhere
             what = "goes on with the best settings so far"
         elif what == "adopts" and (gain is None or gain.share < (0.0 if had is None else had.share)):
             what, why = "changes to", f", for earlier updates or less memory{why}"

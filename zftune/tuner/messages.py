@@ -301,19 +301,18 @@ def enough_runs(runs: int) -> str:
     return f"The command was run {runs} times, as often as it may be."
 
 
-def spent(cost: ExplorationCost, missing_s: float | None = None, kept_s: float = 0.0) -> str:
-    """Exploring has cost what it may.
+def spent(cost: ExplorationCost, kept: float) -> str:
+    """Exploring has cost what it may, or so much that the next setting might cost too much.
 
     Args:
         cost: so far, and what it may be.
-        missing_s: by how much the next setting may cost more than is left for it; None: that is not known any more.
-        kept_s: of what is left, what is not for it.
+        kept: share of that which is not for settings that a search proposes.
     """
-    kept = f" beside the {kept_s:.1f} s that are kept for when step times change" if kept_s else ""
-    needs = "" if missing_s is None else f"; the next setting may need {missing_s:.1f} s more than is left{kept}"
+    keeps = f", since {kept:.0%} is kept for the planner's settings once step times change" if kept else ""
     return (
         f"Exploring has cost {cost.spent_s:.1f} s more than the best settings so far would have taken, of at most "
-        f"{cost.allowed_s:.1f} s ({100 * cost.share:g}% of the time so far, and an allowance to begin with){needs}."
+        f"{cost.allowed_s:.1f} s ({100 * cost.share:g}% of the time so far, and an allowance to begin with): the next "
+        f"setting may need more than is left{keeps}."
     )
 
 

@@ -350,10 +350,14 @@ def _agrees(search: Search, trials: Sequence[TrialRecord]) -> bool:
 
 def _restore(search: Search, decisions: Sequence[Decision]) -> None:
     """Take from the decisions what was adopted, and what is the best: measurements do not tell."""
-    search.book.restore(
-        (one.trial, Gain(one.details.get("gain", 0.0), one.details.get("error", 0.0)) if one.kind == "adopt" else None)
+    gains = (
+        Gain(one.details.get("gain", 0.0), one.details.get("error", 0.0)) if one.kind == "adopt" else None
         for one in decisions
-        if one.trial is not None and one.kind in ("adopt", "memory", "movement")
+    )
+    search.book.restore(
+        (None if one.kind == "reopen" else one.trial, found)
+        for one, found in zip(decisions, gains, strict=True)
+        if one.trial is not None and one.kind in ("adopt", "memory", "movement", "reopen")
     )
     if not (isinstance(search.state, Stopped) and search.book.incumbent.samples):
         search.state = Choosing()

@@ -252,6 +252,13 @@ class Gain:
     """Of the other's time that is saved; below 0: it is slower."""
     error: float
     """Standard error of it."""
+    counted: float | None = None
+    """What of `share` counts as saved, where times have changed since parts of it were measured; None: all of it."""
+
+    @property
+    def saves(self) -> float:
+        """Share of the time that counts as saved in a step that is taken now."""
+        return self.share if self.counted is None else self.counted
 
     @property
     def beyond_noise(self) -> bool:

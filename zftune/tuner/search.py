@@ -269,7 +269,7 @@ class Search:
         step_s, missing_s = self.book.incumbent_step_ms / 1e3, self._missing_s(trial)
         if missing_s <= 0:
             return Exploring(trial.number)
-        reason = messages.spent(self.cost, missing_s, self._kept_s(trial))
+        reason = messages.spent(self.cost, self._kept)
         if not self.options.hold:
             return self._settle(reason)
         steps = min(_HOLD_STEPS, max(1, round(missing_s / self.cost.share / step_s)))
@@ -282,11 +282,13 @@ class Search:
         steps = trial.setting.update_interval + steps_of(trial.setting.update_interval)
         slower_s = step_s * steps * (self.book.relative(trial.setting) - 1.0)
         needed_s = max(step_s, slower_s) + 4 * self.cost.change_s  # a step is lost in any case
-        return needed_s + self._kept_s(trial) - self.cost.left_s
+        kept_s = 0.0 if trial.source in _PLANNED else self._kept * self.cost.allowed_s
+        return needed_s + kept_s - self.cost.left_s
 
-    def _kept_s(self, trial: Trial) -> float:
-        """What has to be left."""
-        return 0.0 if trial.source in _PLANNED or not self.options.hold else _FOR_CHANGES * self.cost.allowed_s
+    @property
+    def _kept(self) -> float:
+        """Share of what exploring may cost that is not for what the sampler proposes."""
+        return _FOR_CHANGES if self.options.hold else 0.0
 
     def _settle(self, reason: str) -> State:
         """Stop, once no setting that is as fast as the incumbent and better otherwise is left to be compared."""
@@ -315,7 +317,7 @@ class Search:
         if role == "explore":
             self.state = Exploring(trial)
         elif ended is None:
-            self._note("hold", messages.spent(self.cost), None)
+            self._note("hold", messages.spent(self.cost, self._kept), None)
             self.state = WaitingForBudget(1)
         else:
             self.state = self._settle(ended)
@@ -365,10 +367,9 @@ class Search:
         request = self.next()
         if request is None:
             raise RuntimeError("the search is over: nothing was asked for")
-        challenged = request.role not in OF_INCUMBENT
         self.idle(outcome.between)
         before_s = (outcome.before_ms or self.book.incumbent_step_ms) / 1e3
-        self.cost.add(outcome.seconds, outcome.step_count, before_s if challenged else None)
+        self.cost.add(outcome.seconds, outcome.step_count, None if request.role in OF_INCUMBENT else before_s)
         trial = self.book.trials[request.trial]
         if outcome.movement_percent is not None:
             self.book.space = self.book.space.moving(outcome.movement_percent, outcome.movement_rate)

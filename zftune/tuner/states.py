@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from zftune.store.types import TrialState
@@ -303,7 +303,12 @@ class Gains:
     @property
     def gain(self) -> Gain | None:
         """Of the incumbent over `reference`; None: it is that."""
-        return in_a_row([found for found, _ in self._rows[self._incumbent][1]])
+        parts = self._rows[self._incumbent][1]
+        whole = in_a_row([found for found, _ in parts])
+        if whole is None or not self.age:
+            return whole
+        newest = in_a_row([found for found, era in parts if era == self._era])
+        return replace(whole, counted=0.0 if newest is None else newest.share)
 
     @property
     def age(self) -> int:

@@ -156,15 +156,19 @@ class TrialTable:
         self._incumbent = 0
         self._gains.move_to(self.incumbent.setting)
 
-    def restore(self, incumbents: Iterable[tuple[int, Gain | None]]) -> None:
+    def restore(self, incumbents: Iterable[tuple[int | None, Gain | None]]) -> None:
         """Take from the store what became the incumbent.
 
         Args:
-            incumbents: trials' numbers and their gains, in order; None: it was not compared with the one before.
+            incumbents: trials' numbers and their gains, in order; no gain: it was not compared with the one before;
+                no number: the search began again.
         """
         self.restore_start()
         self._gains = Gains(self.incumbent.setting)
         for number, found in incumbents:
+            if number is None:
+                self._gains.begin_again()
+                continue
             trial = self.trials[number]
             if found is None:
                 self._gains.move_to(trial.setting)

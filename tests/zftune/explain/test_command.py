@@ -148,7 +148,7 @@ def test_each_measurement_is_of_the_setting_that_is_named() -> None:
 
 
 def test_runs_that_are_not_there() -> None:
-    assert fails() == "RUN 'last': the store has no runs yet, `zftune tune` makes one"
+    assert fails() == "RUN 'last': the store has no runs yet, `zftune run --online` makes one"
     run_id = saved()
     assert fails("nothing-like-it") == (
         f"RUN 'nothing-like-it' is not in the store; give an id, its beginning or 'last' (near: {run_id[:8]})"

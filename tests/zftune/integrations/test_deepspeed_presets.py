@@ -215,8 +215,12 @@ def test_a_preset_that_nobody_asked_for_is_told_with_what_it_replaces(
     [
         ({"quality": "exact"}, "active", "is of quality published instead of exact"),
         ({"stage": 3, "world_size": 2}, "active", "is of ranks 1 instead of 2"),
-        ({"model_id": 16 * "f"}, "active", "no preset is for this model on this hardware yet (zftune tune makes one)"),
-        ({}, "withdrawn", "the presets for this model on this hardware are withdrawn (zftune tune makes one)"),
+        (
+            {"model_id": 16 * "f"},
+            "active",
+            "no preset is for this model on this hardware yet (zftune run --online makes one)",
+        ),
+        ({}, "withdrawn", "the presets for this model on this hardware are withdrawn (zftune run --online makes one)"),
     ],
 )
 def test_that_no_preset_is_exactly_for_a_training_has_its_reason(

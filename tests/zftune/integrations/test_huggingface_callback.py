@@ -222,3 +222,8 @@ def test_a_second_training_begins_anew(tmp_path: Path) -> None:
     assert callback.tuner is not first
     assert not first.searching
     assert not made.model._forward_hooks
+
+
+def test_a_quality_that_nobody_would_follow_is_refused() -> None:
+    with pytest.raises(BadInputError, match=r"quality is 'exact' with tune=False; it must be None"):
+        ZFTuneCallback(tune=False, quality="exact")

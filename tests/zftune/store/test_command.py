@@ -81,8 +81,8 @@ def ds_config(folder: Path, **more: Any) -> Path:
 def test_an_empty_store() -> None:
     assert "There are no presets yet." in call("list").output
     assert fails("show", "mine") == (
-        "preset 'mine': is not in the store, which has no presets yet: `zftune tune` makes one where it finds faster "
-        "settings"
+        "preset 'mine': is not in the store, which has no presets yet: `zftune run --online` makes one where it finds "
+        "faster settings"
     )
 
 
@@ -298,11 +298,11 @@ def test_best_is_of_this_hardware_and_model(tmp_path: Path) -> None:
         return ("apply", ds_config(tmp_path), "-o", tmp_path / "tuned.json", "--preset", "best", *options)
 
     assert fails(*best()) == (
-        "--preset 'best': the store has no presets yet: `zftune tune` makes one where it finds faster settings, "
-        "or give a preset's file"
+        "--preset 'best': the store has no presets yet: `zftune run --online` makes one where it finds faster "
+        "settings, or give a preset's file"
     )
     saved(PRESET)
-    assert "there is none for this hardware: give a name or a file; `zftune tune` makes one" in fails(*best())
+    assert "there is none for this hardware: give a name or a file; `zftune run --online` makes one" in fails(*best())
     elsewhere = local(name="opt", model=replace(MODEL, model_id="2" * 16, name="opt"))
     saved(local(name="mine"), replace(elsewhere, key=replace(elsewhere.key, model_id="2" * 16)))
     assert "--preset 'best' needs --model: Llama-2-7b-hf or opt" in fails(*best())

@@ -341,17 +341,15 @@ def test_a_rollback_is_not_told_as_an_adoption(make: Make, caplog: pytest.LogCap
         (first, 0.1), (second, 0.2), (first, 0.102), (start, None), (second, 0.2), (later, 0.19), (slower, -0.01),
     ):  # fmt: skip
         live._adopt(setting, None if gain is None else Gain(gain, 0.004))
-    assert [
-        one for one in caplog.messages if one.startswith(("zftune adopts", "zftune changes", "zftune goes back"))
-    ] == [
-        "zftune adopts: topk_ratio 0.3, which saves 10.0 +/- 0.8% of the step time.",
-        "zftune adopts: topk_ratio 0.4, which saves 20.0 +/- 0.8% of the step time.",
-        "zftune goes back to: topk_ratio 0.3, which saves 10.2 +/- 0.8% of the step time.",
+    assert [one for one in caplog.messages if one.startswith(("zftune adopts", "zftune changes", "zftune goes"))] == [
+        "zftune goes on with the best settings so far: topk_ratio 0.3, which saved 10.0 +/- 0.8% of the step time.",
+        "zftune adopts: topk_ratio 0.4; all in all 20.0 +/- 0.8% of the step time is saved.",
+        "zftune goes back to: topk_ratio 0.3; all in all 10.2 +/- 0.8% of the step time is saved.",
         f"zftune goes back to the settings that it began with: topk_ratio {start.topk_ratio:g}.",
         "zftune goes back to: topk_ratio 0.4, which saves 20.0 +/- 0.8% of the step time.",
         (
-            "zftune changes to: topk_ratio 0.15, for earlier updates or less memory, "
-            "which saves 19.0 +/- 0.8% of the step time."
+            "zftune changes to: topk_ratio 0.15, for earlier updates or less memory; "
+            "all in all 19.0 +/- 0.8% of the step time is saved."
         ),
         "zftune changes to: topk_ratio 0.2, for earlier updates or less memory.",
     ]

@@ -429,7 +429,8 @@ class Restless:
         if chance < 0.07 and request.role not in OF_INCUMBENT:
             return Outcome("crashed", reason="out of memory")
         usual = self.surface.ms(request.setting) * self.factor * float(np.exp(self.noise * draw.standard_normal()))
-        before_ms = None if request.role in OF_INCUMBENT else self.surface.ms(self.search.book.incumbent.setting)
+        best_ms = self.surface.ms(self.search.book.incumbent.setting) * self.factor
+        before_ms = None if request.role in OF_INCUMBENT else best_ms
         more: dict[str, Any] = {
             "tokens": self.tokens, "movement_percent": self.movement_percent, "before_ms": before_ms,
             "device_bytes": self.surface.forecast(request.setting).device_bytes - round(7e8) + self.more_bytes,
@@ -551,6 +552,7 @@ def test_rows_that_do_not_follow_cost_what_was_compared_and_nothing_else(store: 
         adopted, known_adopted = ([(one.trial, one.replaced) for one in of.adoptions] for of in (book, known_book))
         assert adopted == known_adopted
         assert book.gain_share == pytest.approx(known_book.gain_share, abs=1e-4)
+        assert book.gain_age == known_book.gain_age
     assert [one.setting.knobs() for one in book.trials[: len(rows)]] == [row.knobs for row in rows]
     read.begin_again()
     world.search = read

@@ -18,6 +18,7 @@ from zftune.tuner.scores import (
     steps_of,
     too_slow,
 )
+from zftune.tuner.states import Gains
 
 
 def lognormal(seed: int, middle: float, noise: float, count: int) -> list[float]:
@@ -195,3 +196,19 @@ def test_a_shift_is_found_soon_and_then_learnt(factor: float) -> None:
     found = [test.add(value) for value in lognormal(2, 100 * factor, 0.015, 200)]
     assert found.index(True) < 4
     assert sum(found) == 1
+
+
+def test_what_was_gained_before_times_changed_does_not_count_as_saved_now() -> None:
+    gains = Gains("start")
+    gains.adopt("first", Gain(0.5, 0.1))
+    assert gains.gain == Gain(0.5, 0.1)
+    assert gains.gain.saves == 0.5
+    gains.begin_again()
+    assert gains.gain == Gain(0.5, 0.1, 0.0)
+    gains.adopt("second", Gain(0.2, 0.1))
+    found = gains.gain
+    assert (found.share, found.saves) == pytest.approx((0.6, 0.2))
+    gains.move_to("first")
+    assert gains.gain.saves == 0.0
+    gains.move_to("start")
+    assert gains.gain is None

@@ -145,7 +145,7 @@ def _why_none(presets: Sequence[Preset], key: Key) -> str:
         if here
         else "no preset is for this model on this hardware yet"
     )
-    return f"{gone} (zftune tune makes one)"
+    return f"{gone} (zftune run --online makes one)"
 
 
 def _named(store: Store, training: Training, name: str) -> Chosen:

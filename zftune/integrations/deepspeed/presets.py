@@ -218,7 +218,7 @@ def _say_what_differs(applied: Applied, zero: Mapping[str, Any], config: ZenFlow
         applied.notes.append("at stage 3 with several ranks upstream fails when a selection changes a rank's share")
 
 
-_MAKES_ONE = "`zftune tune` makes one where it finds faster settings"
+_MAKES_ONE = "`zftune run --online` makes one where it finds faster settings"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
