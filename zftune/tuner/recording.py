@@ -188,18 +188,22 @@ class Recording:
             self.notices.append(f"{error}.")
             return None
 
-    def other_weights(self) -> str:
-        """A sentence where the newest run like this one, which ended before its search, trained other weights; else "".
+    def why_new(self) -> str:
+        """A sentence where the newest run like this one, which ended before its search, trained other weights or had
+        another quality; else "".
 
         Models are told apart by what they train; that it is the same one is known by its name alone.
         """
         from zftune.store.store import facts_of
 
         try:
-            same = (run for run in self._store.runs() if replace(run.key, model_id=self.key.model_id) == self.key)
-            newest = next(same, None)
+            own, quality = self.key.model_id, self.key.quality
+            alike = (one for one in self._store.runs() if replace(one.key, model_id=own, quality=quality) == self.key)
+            newest = next(alike, None)
             if newest is None or newest.state is not RunState.LOST or newest.key == self.key:
                 return ""
+            if newest.key.model_id == self.key.model_id:
+                return f"Begins a new run, since run {newest.run_id[:8]} had quality {newest.key.quality}."
             before = facts_of(self._store, newest.key)[0]
         except StoreError as error:
             self.notices.append(f"{error}.")

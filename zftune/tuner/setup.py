@@ -126,7 +126,7 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Pre
     resumed = _resumed(again, recording, wanted, make)
     if resumed is not None:
         return resumed
-    others = "" if wanted.fresh else recording.other_weights()
+    others = "" if wanted.fresh else recording.why_new()
     match = recording.preset() if wanted.presets and not wanted.fresh else None
     choice = _Choice("") if match is None else _choice(match, wanted)
     search = make(choice.start or own, wanted.options)

@@ -99,7 +99,7 @@ class Request:
         usual_ms = before_ms or self.incumbent_step_ms
         factor = too_slow(steps_ms, self.setting.update_interval, usual_ms)
         if factor is not None:
-            when = "right before it" if before_ms else "when that was measured last"
+            when = "right before it, in the median" if before_ms else "when that was measured last"
             return f"its steps take {factor:.2f} times the {number(usual_ms)} ms that the best so far took {when}"
         done = len(discarded_ms) + len(steps_ms)
         excess_s = (sum(discarded_ms) + sum(steps_ms) - done * usual_ms) / 1e3

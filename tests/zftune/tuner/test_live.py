@@ -240,7 +240,11 @@ class RestingDesk(SyncWorker):
     ("challenger_ms", "status", "reason"),
     [
         (133.0, "measured", ""),
-        (234.0, "aborted", "its steps take 2.00 times the 117 ms that the best so far took right before it"),
+        (
+            234.0,
+            "aborted",
+            "its steps take 2.00 times the 117 ms that the best so far took right before it, in the median",
+        ),
     ],
 )
 def test_a_setting_is_cut_short_by_the_incumbents_steps_right_before_it(

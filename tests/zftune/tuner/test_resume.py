@@ -135,7 +135,9 @@ def test_a_training_of_other_weights_is_told_why_its_run_is_new(world: World) ->
     (run,) = world.store.runs()
     told = f"Begins a new run, since run {run.run_id[:8]} trained other weights of Tiny (1,200 instead of 300)."
     for facts in (trains("a" * 16, 1200), trains("c" * 16, 300, "Another"), replace(trains("b" * 16, 300), sequence=9)):
-        assert Recording(world.store, facts, "published").other_weights() == ""
+        assert Recording(world.store, facts, "published").why_new() == ""
+    loose = Recording(world.store, trains("a" * 16, 1200), "loose").why_new()
+    assert loose == f"Begins a new run, since run {run.run_id[:8]} had quality published."
     assert world.begin(trains("b" * 16, 300)).sentence.startswith(told)
 
 
