@@ -199,15 +199,13 @@ def _movement(document: Document) -> list[str]:
     found = document.get("movement")
     if found is None:
         return []
-    late, when = found["late_percent"], "before late updates arrive"
-    if not late:
-        late, when = (
-            late_percent(found["percent"], *_PUBLISHED),
-            "before updates arrived that were as late as published",
-        )
+    is_late = bool(found["late_percent"])
+    late = found["late_percent"] or late_percent(found["percent"], *_PUBLISHED)
     moved = moved_in_a_step(found["percent"], document["workload"].get("learning_rate"))
-    parts = [f"{moved}, {number(late)}% {when}"]
-    return [*parts, loss_bound(expected_loss_percent(late), late / found["percent"] if late else 0.0)]
+    costs = loss_bound(expected_loss_percent(late), late / found["percent"] if late else 0.0)
+    if is_late:
+        return [f"{moved}, {number(late)}% before late updates arrive", costs]
+    return [f"{moved}, and no update is late", f"as late as published: {number(late)}% before they arrive, {costs}"]
 
 
 def _memory(document: Document) -> list[str]:
