@@ -294,7 +294,7 @@ def test_what_the_user_does_not_say_is_not_compared(tmp_path: Path) -> None:
 
 
 def test_a_preset_of_which_deepspeed_can_do_nothing_changes_nothing_and_says_so(tmp_path: Path) -> None:
-    told = "note: nothing has changed: DeepSpeed itself can do nothing of this preset"
+    told = "note: nothing has changed: DeepSpeed can do nothing of this preset"
     saved(local(name="mine"), local(name="late", knobs={**KNOBS, "topk_ratio": 0.0, "update_interval": 4}))
     assert told not in call("apply", ds_config(tmp_path), "-o", tmp_path / "tuned.json", "--preset", "mine").stderr
     result = call("apply", ds_config(tmp_path), "-o", tmp_path / "same.json", "--preset", "late")

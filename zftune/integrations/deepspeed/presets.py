@@ -307,9 +307,7 @@ def apply_preset(store: Store, ds_config: str, wish: Wish) -> AppliedPreset:
         )
     knobs, about_cores = knobs_here(preset, machine["usable_cores"])
     applied = apply(config, knobs, stage=preset.key.stage, backend=preset.key.backend)
-    reasons = (
-        ["nothing has changed: DeepSpeed itself can do nothing of this preset"] if applied.config == config else []
-    )
+    reasons = ["nothing has changed: DeepSpeed can do nothing of this preset"] if applied.config == config else []
     if others:
         reasons.append(f"provisional: the preset was proven for something else ({'; '.join(others)})")
     elif preset.imported:
