@@ -18,6 +18,7 @@ from tests.tiers import by_day
 from tests.zftune.conftest import MINI_POSITIONS, MINI_TIMELINE, rig_text
 from zftune import __version__
 from zftune.cli import main as cli
+from zftune.cli.main import main
 from zftune.errors import EXTRAS
 
 ZFTUNE = Path(sys.executable).with_name("zftune")
@@ -355,3 +356,16 @@ def test_a_rig_that_is_too_fast_is_named_with_its_cause(zftune: Run, folder: Pat
     assert "segments were late in each of 3 runs" in ended.err
     assert "larger scale" in ended.err
     assert contents(folder) == before
+
+
+def test_a_working_directory_that_is_gone_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr("sys.argv", ["zftune", "plan", "Qwen2.5-1.5B", "a100-80-sxm", "--json", "x.json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = "zftune: the working directory is gone or cannot be read: cd to one that is there\n"
+    assert (ended.value.code, capsys.readouterr().err) == (2, told)

@@ -6,6 +6,7 @@ Heavy packages are imported inside the commands, so that
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated, Any, NoReturn
 
@@ -108,6 +109,10 @@ app.command()(uninstall)
 
 def main() -> None:
     """Run the command line."""
+    try:
+        os.getcwd()  # noqa: PTH109
+    except OSError:
+        _fail("the working directory is gone or cannot be read: cd to one that is there", 2)
     app()
 
 

@@ -30,7 +30,7 @@ from zftune.store.types import (
 )
 from zftune.tuner import messages
 from zftune.tuner.recorder import StoreRecorder
-from zftune.tuner.scores import ERRORS, score
+from zftune.tuner.scores import score
 from zftune.tuner.search import MOST_RESTARTS, Search, SearchOptions
 from zftune.tuner.space import Setting, Space, feasible
 from zftune.tuner.states import LATE, LEARNING_RATE, LIFE, BarredSetting
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from zftune.store.store import Store
 
 _FINISH_S = 5.0
-_SURE = 1.5
-"""Times its error (of two standard errors) a gain is, for a preset: other trainings begin with it uncompared."""
 _logger = logging.getLogger("zftune")
 
 
@@ -419,9 +417,6 @@ class Recording:
         often = search.book.gain_age
         if often >= MOST_RESTARTS:
             self.notices.append(f"No preset is kept: the search began again {often} times since its gain was measured.")
-            return
-        if 0 < gain.share < _SURE * ERRORS * gain.error:
-            self.notices.append(f"No preset is kept: a gain of {gain} is too uncertain for other trainings.")
             return
         step_ms = score(best.samples) * search.book.tokens / 1e3
         evidence = Evidence(

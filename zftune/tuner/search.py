@@ -278,12 +278,12 @@ class Search:
 
     def _missing_s(self, trial: Trial) -> float:
         """What exploring a trial may cost beyond what is left."""
-        step_s = self.book.incumbent_step_ms / 1e3
-        steps = trial.setting.update_interval + steps_of(trial.setting.update_interval)
+        step_s, window = self.book.incumbent_step_ms / 1e3, trial.setting.update_interval
+        steps = window + steps_of(window)
         slower_s = step_s * steps * (self.book.relative(trial.setting) - 1.0)
         needed_s = max(step_s, slower_s) + 4 * self.cost.change_s  # a step is lost in any case
-        kept_s = 0.0 if trial.source in _PLANNED else self._kept * self.cost.allowed_s
-        return needed_s + kept_s - self.cost.left_s
+        keeps = self._kept and trial.source not in _PLANNED  # what is allowed may be infinite
+        return needed_s + (self._kept * self.cost.allowed_s if keeps else 0.0) - self.cost.left_s
 
     @property
     def _kept(self) -> float:

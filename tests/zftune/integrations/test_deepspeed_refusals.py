@@ -138,7 +138,7 @@ def test_what_is_done_is_not_refused(device: str) -> None:
             "zftune.presets is 'best'; it must be left out: the fields are preset, online, quality, backend",
         ),
         ({"preset": "auto"}, "zftune.preset is 'auto'; it must be another word: Hugging Face takes \"auto\""),
-        ({"preset": 3}, 'zftune.preset is 3; it must be "best", a name or a file'),
+        ({"preset": 3}, 'zftune.preset is 3; it must be "best", "none", a name or a file'),
         ({"online": "yes"}, "zftune.online is 'yes'; it must be true or false"),
         ({"quality": "best"}, "zftune.quality is 'best'; it must be exact, published or loose"),
         ({"backend": "torch"}, "zftune.backend is 'torch'; it must be zenflow or deepspeed"),

@@ -84,23 +84,6 @@ def test_a_gain_becomes_a_preset_with_its_evidence(mini_model: Path, mini_rig: P
         assert len(store.presets()) == 2
 
 
-@pytest.mark.parametrize(("error", "is_kept"), [(0.02, True), (0.06, True), (0.07, False), (0.09, False)])
-def test_a_gain_that_its_error_could_explain_is_no_preset(error: float, is_kept: bool) -> None:
-    """It was adopted in this training, and another one would begin with it uncompared."""
-    search, driver = make(1, 0.03)
-    driver.run(search, most=1)
-    book = search.book
-    found = book.append(Trial(len(book.trials), replace(START, topk_ratio=0.3), "search"))
-    book.adopt(found, Gain(0.2, error), book.trials[0].samples)
-    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
-        facts = RunFacts.of(torch.nn.Linear(8, 8), torch.float32, micro_batch=1, sequence=16, rig="mini")
-        recording = Recording(store, facts, "published")
-        recording.keep_preset(search)
-        assert len(store.presets()) == is_kept
-        told = [one for one in recording.notices if one.startswith("No preset is kept: a gain of 20.0")]
-        assert len(told) == (not is_kept)
-
-
 def test_ratios_are_those_of_the_machine(mini_model: Path, mini_rig: Path) -> None:
     task = Task(
         model=str(mini_model), corpus=load_text(None), dtype=torch.bfloat16, micro_batch=1, sequence=16, seed=0,
