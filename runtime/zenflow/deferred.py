@@ -422,8 +422,8 @@ class DeferredTier:
             not_before: the step that must be over, unless somebody waits for the result.
         """
         runtime = self._runtime
-        if bucket.reading is not None and bucket.reading.done():  # its result is not written before this window
-            bucket.sample = self._sample(bucket, bucket.result)
+        if bucket.reading is not None:  # its result is not written before this window
+            bucket.sample = self._left(bucket)
         bucket.reading = None
         entries, bucket.log = bucket.log, []
         places, bucket.places = bucket.places, []
