@@ -14,7 +14,7 @@ from zftune.explain.words import identity
 from zftune.store.account import Account
 from zftune.store.types import Decision, Measurement, TrialRecord, TrialState
 from zftune.tuner.scores import Gain, Sample, relative_error, score, spread
-from zftune.tuner.states import OF_INCUMBENT, TOKENS, TRAINED_ON, Gains
+from zftune.tuner.states import AGAINST_START, OF_INCUMBENT, TOKENS, TRAINED_ON, Gains, gain_of
 from zftune.words import ERAS
 
 if TYPE_CHECKING:
@@ -278,8 +278,9 @@ class Replay:
             looked = [] if self._new("a1") else self._new("explore")  # a comparison that began with the look
             self._samples[trial] = [*looked, *self._new("b")]
             self.incumbent = trial
-            found = Gain(decision.details.get("gain", 0.0), decision.details.get("error", 0.0))
-            self._gains.adopt(self._settings[trial], found)
+            self._gains.adopt(self._settings[trial], gain_of(decision))
+        elif AGAINST_START in decision.details:
+            self._gains.compare_with_start(gain_of(decision))
         elif decision.kind == "start" and self.start_step_ms is None:
             self.start_step_ms = self.step_ms(self.incumbent)
         elif decision.kind in ("memory", "movement") and trial is not None:

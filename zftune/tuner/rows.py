@@ -12,7 +12,7 @@ from typing import Any
 
 from zftune.errors import ZftuneError
 from zftune.store.types import Decision, Measurement, TrialRecord, TrialState
-from zftune.tuner.scores import Gain, Pace, Sample, describe
+from zftune.tuner.scores import Pace, Sample, describe
 from zftune.tuner.search import Search
 from zftune.tuner.space import Setting
 from zftune.tuner.states import (
@@ -307,7 +307,8 @@ def _follows(search: Search, told: Told) -> bool:
         return True
     book, trial = search.book, search.book.trials[told.trial]
     if told.role in OF_INCUMBENT:
-        book.restore([(told.trial, None)])  # what it gains is restored in the end
+        book.restore_start()
+        book.go_back_to(trial)  # what it gains is restored in the end
     if told.role == "start":
         search.reopen("A measurement of the best settings so far does not follow from those before it.", trial)
         search.state = MeasuringBaseline()
@@ -350,14 +351,6 @@ def _agrees(search: Search, trials: Sequence[TrialRecord]) -> bool:
 
 def _restore(search: Search, decisions: Sequence[Decision]) -> None:
     """Take from the decisions what was adopted, and what is the best: measurements do not tell."""
-    gains = (
-        Gain(one.details.get("gain", 0.0), one.details.get("error", 0.0)) if one.kind == "adopt" else None
-        for one in decisions
-    )
-    search.book.restore(
-        (None if one.kind == "reopen" else one.trial, found)
-        for one, found in zip(decisions, gains, strict=True)
-        if one.trial is not None and one.kind in ("adopt", "memory", "movement", "reopen")
-    )
+    search.book.restore(decisions)
     if not (isinstance(search.state, Stopped) and search.book.incumbent.samples):
         search.state = Choosing()

@@ -261,6 +261,12 @@ class Gain:
         return self.share if self.counted is None else self.counted
 
     @property
+    def reverse(self) -> Gain:
+        """Of the other over this one."""
+        left = 1 / (1 - self.share)
+        return Gain(1 - left, left**2 * self.error)
+
+    @property
     def beyond_noise(self) -> bool:
         """Whether the two differ by more than noise explains."""
         return abs(self.share) > ERRORS * self.error + 1e-9  # simulated times have rounding errors alone

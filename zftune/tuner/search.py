@@ -30,6 +30,7 @@ from zftune.tuner.scores import (
 )
 from zftune.tuner.space import Forecaster, Setting, Space
 from zftune.tuner.states import (
+    AGAINST_START,
     AT_S,
     LATE,
     OF_INCUMBENT,
@@ -64,12 +65,9 @@ MOST_RESTARTS = 4
 _LONGEST_HOLD = 32  # times as many steps
 _MOST_TIES = 2
 _PLANNED = ("planner", "preset", "peer")
-_FOR_CHANGES = 0.25
-"""Of what exploring may cost, where it may wait: for the planner's choices once times change, which gain the most."""
-_OTHER_TIMES = 0.05
-"""Of the step time: where the incumbent's differs by so much, what was measured before is no longer true."""
-_MOVEMENT_NOISE = 0.1
-"""Of the bound on lateness: by so much more the incumbent may be late before another takes its place."""
+_FOR_CHANGES = 0.25  # of what exploring may cost, where it may wait: the planner's choices once times change gain most
+_OTHER_TIMES = 0.05  # of the step time: where the incumbent's differs by so much, what was measured is no longer true
+_MOVEMENT_NOISE = 0.1  # of the bound on lateness: by so much more the incumbent may be late before another replaces it
 
 
 class Search:
@@ -258,10 +256,11 @@ class Search:
         return messages.patience(self._misses) if self._misses >= self.options.patience else None
 
     def _choose(self) -> State:
-        enough = self._enough()
-        trial = self.agenda.next_trial() if enough is None else None
+        if enough := self._enough():
+            return self._settle(enough)
+        trial = self.agenda.planned() or self.book.start_again(self._missing_s) or self.agenda.searched()
         if trial is None:
-            return self._settle(enough or messages.none_left(self.book.space.fixed_because))
+            return self._settle(messages.none_left(self.book.space.fixed_because))
         return self._affordable(trial)
 
     def _affordable(self, trial: Trial) -> State:
@@ -302,8 +301,8 @@ class Search:
         return self.state
 
     def _comparing(self, trial: Trial, purpose: Purpose) -> Comparing:
-        noise = spread(self.book.incumbent.samples)
-        return Comparing(trial.number, purpose, steps_for(noise, trial.setting.update_interval))
+        steps = steps_for(spread(self.book.incumbent.samples), trial.setting.update_interval)
+        return Comparing(trial.number, purpose, steps)
 
     def resume_choice(self, trial: int, role: str, stopped: str | None = None) -> None:
         """Take a choice from the store's rows: nothing is asked again.
@@ -468,13 +467,13 @@ class Search:
         seen = gain(incumbent.samples, [sample], seed=self.options.seed)
         step_ms = step_ms_of(outcome.steps_ms, trial.setting.update_interval)
         now = None if step_ms is None or outcome.before_ms is None else 1.0 - step_ms / outcome.before_ms
-        if seen.share < LEAST_GAIN and (now is None or now < LEAST_GAIN):
+        if trial.source != "start" and seen.share < LEAST_GAIN and (now is None or now < LEAST_GAIN):
             self._misses += 1
             self._note("keep", messages.slower(trial, incumbent, seen), trial.number, gain=seen.share)
             self.state = Choosing()
             return
         self.state = self._comparing(trial, "gain")
-        if trial.source == "peer" or (trial.source in _PLANNED and self._last_role == "start"):
+        if trial.source in ("peer", "start") or (trial.source in _PLANNED and self._last_role == "start"):
             # Nobody picked it for its time here, and the incumbent was measured before: the first two are there.
             self.state = replace(self.state, before=tuple(incumbent.samples[-1:]), after=(sample,))
 
@@ -497,8 +496,9 @@ class Search:
             adopted = found.holds and min(against_each) > 0
             reason = messages.compared(trial, incumbent, found, adopted=adopted, hidden=hidden)
         kind: DecisionKind = "adopt" if adopted else "keep"
-        self._note(kind, reason, trial.number, gain=found.share, error=found.error, needed=found.needed)
-        if done.purpose == "gain":  # a tie's setting was tried, and counted, before
+        anew = {AGAINST_START: 1.0} if not adopted and self.book.compared_with_start(trial, found) else {}
+        self._note(kind, reason, trial.number, gain=found.share, error=found.error, needed=found.needed, **anew)
+        if done.purpose == "gain" and not anew:  # a tie's setting was tried, and counted, before
             self._misses = 0 if adopted else self._misses + 1
         if adopted:
             self._tied = done.purpose == "tie"

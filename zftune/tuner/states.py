@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from zftune.store.types import TrialState
+from zftune.store.types import Decision, TrialState
 from zftune.text import number
 from zftune.tuner.scores import Gain, Pace, Sample, departure, in_a_row, too_slow
 from zftune.tuner.space import Forecast, Setting
@@ -28,6 +28,8 @@ LATE = "late"
 """In the same: the trial whose updates came later, which is tried again."""
 TOKENS = "tokens"
 """In those of a decision to begin again: how many a step has from here on; elsewhere that is no reason for it."""
+AGAINST_START = "against_start"
+"""In those of a comparison: it measured anew what the best so far gains over the starting point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +272,11 @@ class Adoption:
     """The trial that was the incumbent before: not always one that was adopted, see `TrialTable.move_to`."""
 
 
+def gain_of(decision: Decision) -> Gain:
+    """What a comparison has found, by what was written down of it."""
+    return Gain(decision.details.get("gain", 0.0), decision.details.get("error", 0.0))
+
+
 class Gains:
     """What settings gain over the one that a search began from, as far as that was measured.
 
@@ -294,6 +301,14 @@ class Gains:
             (setting, ()) if setting in (reference, self._start) else (reference, (*gains, (found, self._era)))
         )
         self._incumbent = setting
+
+    def compare_with_start(self, found: Gain) -> None:
+        """Measure anew what the incumbent gains over the starting point.
+
+        Args:
+            found: what the starting point gains over it, below 0 where it is slower.
+        """
+        self._rows[self._incumbent] = (self._start, ((found.reverse, self._era),))
 
     def move_to(self, setting: Hashable) -> None:
         """Take a setting as the incumbent that was not compared with the one before."""

@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 
 from zftune.errors import ZftuneError
-from zftune.store.types import PeerTrial, TrialState
+from zftune.store.types import Decision, PeerTrial, TrialState
 from zftune.tuner import messages
 from zftune.tuner.forecast import MOST_REJECTIONS, Evaluation, Observation, Proposer, propose
 from zftune.tuner.scores import LEAST_GAIN, Gain, Sample, score
 from zftune.tuner.space import Forecast, Forecaster, Setting, Space
-from zftune.tuner.states import Adoption, BarredSetting, Gains, Outcome, Sampler, Trial
+from zftune.tuner.states import AGAINST_START, Adoption, BarredSetting, Gains, Outcome, Sampler, Trial, gain_of
 
 SLOWEST = 1.3
 """A candidate is rejected where the planner predicts more than this factor of the incumbent's time."""
@@ -106,6 +106,42 @@ class TrialTable:
         self._gains.adopt(trial.setting, found)
         self._incumbent = trial.number
 
+    def compared_with_start(self, trial: Trial, found: Gain) -> bool:
+        """Take from a comparison what the incumbent gains, where what is known of that is of other times.
+
+        Args:
+            trial: that the incumbent was compared with, and kept.
+            found: what the trial gains over it.
+
+        Returns:
+            Whether it was so: the trial has the starting point's setting.
+        """
+        anew = self._gain_is_old and trial.setting == self.trials[0].setting and found.tells
+        if anew:
+            self._gains.compare_with_start(found)
+        return anew
+
+    def start_again(self, missing_s: Callable[[Trial], float]) -> Trial | None:
+        """A trial of the starting point, to be compared with the incumbent whose gain is of other times.
+
+        A gain that was found in several parts of a search has all their errors, and what the machine did in between.
+
+        Args:
+            missing_s: what a trial would cost beyond what it may.
+
+        Returns:
+            The trial, if it may run without waiting.
+        """
+        start = self.trials[0].setting
+        if not self._gain_is_old or self.find(start) is not None or self.judge(start).rejected:
+            return None
+        trial = Trial(len(self.trials), start, "start", forecast=self.forecast(start))
+        return None if missing_s(trial) > 0 else self.append(trial)
+
+    @property
+    def _gain_is_old(self) -> bool:
+        return self.gain_age > 0 and self.gains_over_start
+
     def roomier(self, peak_bytes: int | None) -> Setting | None:
         """What to run where the incumbent leaves too little device memory free; None: it may go on.
 
@@ -156,26 +192,26 @@ class TrialTable:
         self._incumbent = 0
         self._gains.move_to(self.incumbent.setting)
 
-    def restore(self, incumbents: Iterable[tuple[int | None, Gain | None]]) -> None:
-        """Take from the store what became the incumbent.
+    def restore(self, decisions: Iterable[Decision]) -> None:
+        """Take from the store what became the incumbent, and what it gains.
 
         Args:
-            incumbents: trials' numbers and their gains, in order; no gain: it was not compared with the one before;
-                no number: the search began again.
+            decisions: of a run, in order.
         """
         self.restore_start()
         self._gains = Gains(self.incumbent.setting)
-        for number, found in incumbents:
-            if number is None:
+        for one in decisions:
+            if one.kind == "reopen":
                 self._gains.begin_again()
-                continue
-            trial = self.trials[number]
-            if found is None:
-                self._gains.move_to(trial.setting)
-            else:
-                self.adoptions.append(Adoption(number, found, self._incumbent))
-                self._gains.adopt(trial.setting, found)
-            self._incumbent = number
+            elif AGAINST_START in one.details:
+                self._gains.compare_with_start(gain_of(one))
+            elif one.trial is not None and one.kind == "adopt":
+                self.adoptions.append(Adoption(one.trial, gain_of(one), self._incumbent))
+                self._gains.adopt(self.trials[one.trial].setting, gain_of(one))
+                self._incumbent = one.trial
+            elif one.trial is not None and one.kind in ("memory", "movement"):
+                self._gains.move_to(self.trials[one.trial].setting)
+                self._incumbent = one.trial
 
     def roll_back(self) -> Trial:
         """Make the setting before the last adoption the incumbent again.
@@ -488,10 +524,6 @@ class CandidateQueue:
         if (trial.setting, trial.source) not in self._planned:
             self._planned.insert(0, (trial.setting, trial.source))
 
-    def next_trial(self) -> Trial | None:
-        """The next one; None: everything that is allowed was tried."""
-        return self._planned_trial() or self._searched_trial()
-
     def _take_plan(self) -> None:
         """The first of the planner's new choices that may run; the incumbent is one that does."""
         plan, self._plan = self._plan, None
@@ -502,7 +534,8 @@ class CandidateQueue:
                 self._planned.append((setting, "planner"))
                 return
 
-    def _planned_trial(self) -> Trial | None:
+    def planned(self) -> Trial | None:
+        """The next one that somebody thought of; None: the search is asked."""
         self._take_plan()
         while self._planned:
             setting, source = self._planned[0]
@@ -518,7 +551,8 @@ class CandidateQueue:
                 return trial
         return None
 
-    def _searched_trial(self) -> Trial | None:
+    def searched(self) -> Trial | None:
+        """The next one of the search; None: everything that is allowed was tried."""
         waiting = self._book.waiting()
         if waiting is not None and not self._book.judge(waiting.setting).rejected:
             return waiting

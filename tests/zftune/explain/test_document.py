@@ -315,6 +315,24 @@ def test_a_gain_goes_with_its_setting(timed: Store, clock: Clock) -> None:
     assert verdict[1].startswith("Keep topk_ratio 0.01; ")
 
 
+def test_a_gain_that_was_measured_anew_is_of_the_newest_part(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start, best = rows.trial("start"), rows.trial(topk_ratio=0.2)
+    rows.measure(start, "start", 400)
+    rows.decide("start", start)
+    rows.decide("adopt", best, gain=0.5, error=0.01)
+    rows.decide("reopen", best)
+    again = rows.trial("start", topk_ratio=START.topk_ratio)
+    rows.decide("keep", again, gain=-0.25, error=0.0125)
+    gains = [explained(timed, rows.run, clock)["gain"]]
+    rows.decide("keep", again, gain=-0.25, error=0.0125, against_start=1.0)
+    gains.append(explained(timed, rows.run, clock)["gain"])
+    assert gains == [
+        {"share": 0.5, "error": 0.02, "era": 0},
+        {"share": pytest.approx(0.2), "error": pytest.approx(0.016), "era": 1},
+    ]
+
+
 def test_each_part_of_a_search_says_why_it_begins(timed: Store, clock: Clock) -> None:
     rows = ByHand(timed, clock, begin(timed))
     start = rows.trial("start")

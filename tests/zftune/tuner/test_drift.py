@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.zftune.tuner.surfaces import START, TOKENS, Driver, Surface, coverage
+from tests.zftune.tuner.drifting import FAST, World
+from tests.zftune.tuner.surfaces import START, TOKENS
 from zenflow import StepStats
 from zftune.planner.rates import Rates
 from zftune.store import open_store
@@ -19,11 +20,9 @@ from zftune.tuner import messages
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.rows import rebuild
 from zftune.tuner.scores import Gain, Pace, Sample, changed, departure, differs
-from zftune.tuner.search import Search, SearchOptions
-from zftune.tuner.space import Forecast, Forecaster, Setting, space_for
-from zftune.tuner.states import Choosing, MeasuringBaseline, Outcome, Request, Stopped, Trial
+from zftune.tuner.space import Setting
+from zftune.tuner.states import Choosing, MeasuringBaseline, Outcome, Stopped, Trial
 
-FAST = Setting(topk_ratio=0.2, update_interval=4, apply_lag=4)
 KEY = Key(
     model_id="m" * 16, hw_id="h" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1, micro_batch=1,
     sequence=64, checkpointing=False, quality="published",
@@ -97,76 +96,6 @@ def test_an_incumbent_differs_beyond_its_noise_only() -> None:
 
 
 # --- a search --------------------------------------------------------------------------------------------------------
-
-
-class World:
-    """Three settings whose times and memory one may change, and a planner that learns of it."""
-
-    def __init__(self, *, limit_bytes: int | None = None, **options: Any) -> None:
-        self.factor = 1.0
-        self.fast = 0.8
-        self.tokens = TOKENS
-        self.more_bytes = 0
-        self.movement_percent: float | None = None
-        self.learnt: list[tuple[Pace | None, Pace]] = []
-        self.plan: list[Setting] = []
-        world = self
-
-        class Known(Surface):
-            def ms(self, setting: Setting) -> float:
-                return 100.0 * world.factor * (world.fast if setting.topk_ratio == FAST.topk_ratio else 1.0)
-
-        self.known = Known(**vars(Surface.random(0)))
-        space = space_for(START, "published", coverage=coverage, offload_ratios=(0.6, 0.8, 1.0))
-        start = replace(START, offload_ratio=0.6) if limit_bytes is not None else START
-        settings: dict[str, Any] = {"sampler": "none", "hold": True, "watch": True, **options}
-        planned = [FAST] if limit_bytes is None else []
-        self.search = Search(space, start, self.forecast, planned, SearchOptions(**settings), self)
-        self.search.book.device_limit_bytes = limit_bytes
-        self.driver = Driver(self.known, 0.01, np.random.default_rng(1))
-        self.driver.fault = self.measure
-
-    def measure(self, request: Request) -> Outcome:
-        found = self.driver.measure(request)
-        pace = Pace(busy_ms=100.0 * self.factor)
-        peak = self.bytes_of(request.setting) + self.more_bytes
-        moved = self.movement_percent
-        found = replace(found, movement_percent=moved, movement_rate=2e-5 if moved else None)
-        return replace(found, tokens=self.tokens, device_bytes=peak, pace=pace)
-
-    @staticmethod
-    def bytes_of(setting: Setting) -> int:
-        return round(1000 * (1 - setting.offload_ratio * (1 - setting.topk_ratio)))
-
-    def _predicted(self, setting: Setting) -> Forecast:
-        return Forecast(100.0, self.bytes_of(setting))
-
-    # What a planner is asked.
-
-    @property
-    def forecast(self) -> Forecaster:
-        return self._predicted
-
-    def learn(self, before: Pace | None, now: Pace) -> None:
-        self.learnt.append((before, now))
-
-    def planned(self) -> Sequence[Setting]:
-        return self.plan
-
-    def run(self, most: int) -> None:
-        self.driver.run(self.search, most)
-
-    def settle(self) -> None:
-        """Until it has stopped."""
-        for _ in range(40):
-            if isinstance(self.search.state, Stopped):
-                return
-            self.run(1)
-        raise AssertionError(self.search.state)
-
-    @property
-    def kinds(self) -> list[str]:
-        return [note.kind for note in self.search.notes]
 
 
 def test_a_hold_ends_as_soon_as_steps_take_another_time() -> None:
@@ -251,6 +180,54 @@ def test_times_that_change_in_a_comparison_are_noticed() -> None:
     assert world.search.book.incumbent.setting == START
     world.settle()
     assert world.search.book.incumbent.setting == START  # its rival, measured in other times, has to be compared anew
+
+
+@pytest.mark.parametrize("fast", [0.9, 0.95, 1.3])
+def test_in_other_times_what_the_best_gains_is_measured_anew(fast: float) -> None:
+    world = World()
+    world.settle()
+    book = world.search.book
+    before = book.gain
+    assert before is not None
+    assert before.share == pytest.approx(0.2, abs=0.02)
+    world.factor, world.fast = 1.5, fast
+    world.run(2)
+    since = book.gain
+    assert since == replace(before, counted=0.0)
+    assert book.gain_age == 1
+    asked = len(world.driver.requests)
+    world.settle()
+    roles = [(one.role, one.setting) for one in world.driver.requests[asked:] if one.role != "hold"]
+    if fast == 1.3:  # the start is the faster one now, which gains nothing over itself
+        assert book.incumbent.setting == START
+        assert book.gain is None
+        return
+    assert roles == [("explore", START), ("a2", FAST)]
+    assert book.incumbent.setting == FAST
+    found = book.gain
+    assert found is not None
+    assert found.share == pytest.approx(1 - fast, abs=0.02)
+    assert (found.saves, book.gain_age) == (found.share, 0)
+    kept = [note for note in world.search.notes if "against_start" in note.details]
+    assert [(note.kind, note.trial) for note in kept] == [("keep", len(book.trials) - 1)]
+    again = "Compared with the starting point again, since the search began again: the best so far"
+    assert kept[0].reason == f"{again} gains {found}."
+    assert world.search._misses == 0  # it was no candidate
+
+
+def test_a_start_that_would_cost_too_much_is_not_compared_again() -> None:
+    world = World(grant_s=0.0, grant_steps=0, cost_share=0.0)
+    world.run(1)
+    world.search.cost.grant_s = 1e3
+    world.settle()
+    book = world.search.book
+    assert (book.incumbent.setting, book.gain_age) == (FAST, 0)
+    world.search.cost.grant_s = 0.0
+    world.factor = 1.5
+    world.run(6)
+    assert "reopen" in world.kinds
+    assert {one.role for one in world.driver.requests[-4:]} == {"hold"}  # nor is it waited for
+    assert isinstance(world.search.state, Stopped)
 
 
 def test_an_abort_casts_doubt_on_an_incumbent_that_was_not_measured_just_before() -> None:

@@ -198,6 +198,20 @@ def test_a_shift_is_found_soon_and_then_learnt(factor: float) -> None:
     assert sum(found) == 1
 
 
+def test_a_gain_follows_from_what_the_start_gains_over_the_best() -> None:
+    gains = Gains("start")
+    gains.adopt("first", Gain(0.5, 0.1))
+    gains.begin_again()
+    gains.compare_with_start(Gain(-0.25, 0.05))  # 100 ms against 80
+    found = gains.gain
+    assert found is not None
+    assert (found.share, found.error, found.saves, gains.age) == pytest.approx((0.2, 0.032, 0.2, 0))
+    gains.adopt("second", Gain(0.5, 0.0))
+    assert gains.gain is not None
+    assert gains.gain.share == pytest.approx(0.6)
+    assert (gains.age, gains.reference) == (0, "start")
+
+
 def test_what_was_gained_before_times_changed_does_not_count_as_saved_now() -> None:
     gains = Gains("start")
     gains.adopt("first", Gain(0.5, 0.1))
