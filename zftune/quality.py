@@ -138,14 +138,13 @@ def at_full_rate(
 
 
 def rate_at_full(groups: Sequence[Mapping[str, Any]], before: Sequence[float] = ()) -> float | None:
-    """The learning rate that `at_full_rate` tells a movement at; None: groups have several.
+    """The learning rate that `at_full_rate` tells a movement at, of several the highest; None: there are no groups.
 
     Args:
         groups: as there.
         before: as there.
     """
-    found = set(rates(groups) if _fell(groups, before) else (highest_rate([group]) for group in groups))
-    return found.pop() if len(found) == 1 else None
+    return max(rates(groups) if _fell(groups, before) else (highest_rate([group]) for group in groups), default=None)
 
 
 def _fell(groups: Sequence[Mapping[str, Any]], before: Sequence[float]) -> bool:

@@ -145,7 +145,10 @@ def test_a_movement_is_told_at_one_rate() -> None:
     falling = [{"lr": 1e-5, "initial_lr": 1e-4}] * 2
     assert rate_at_full(falling, (1.1e-5, 1.1e-5)) == 1e-5
     assert rate_at_full(falling, (0.9e-5, 0.9e-5)) == rate_at_full(falling) == 1e-4
-    assert rate_at_full([*falling, {"lr": 1e-3}]) is None  # groups have several
+    halves = [{"lr": 1e-5, "initial_lr": 1e-4}, {"lr": 5e-6, "initial_lr": 5e-5}]
+    assert rate_at_full(halves) == 1e-4
+    assert rate_at_full(halves, (1.1e-5, 5.5e-6)) == 1e-5  # a movement at the end of a schedule is not told without it
+    assert rate_at_full([]) is None
 
 
 def test_a_bound_on_lateness_is_one_on_the_loss() -> None:

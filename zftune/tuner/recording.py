@@ -33,7 +33,7 @@ from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.scores import score
 from zftune.tuner.search import MOST_RESTARTS, Search, SearchOptions
 from zftune.tuner.space import Setting, Space, feasible
-from zftune.tuner.states import LATE, LEARNING_RATE, LIFE, BarredSetting
+from zftune.tuner.states import AGAINST_START, LATE, LEARNING_RATE, LIFE, BarredSetting
 
 if TYPE_CHECKING:
     from torch import dtype, nn
@@ -417,6 +417,10 @@ class Recording:
         often = search.book.gain_age
         if often >= MOST_RESTARTS:
             self.notices.append(f"No preset is kept: the search began again {often} times since its gain was measured.")
+            return
+        if not gain.holds and any(AGAINST_START in note.details for note in search.notes):
+            what = "compared with the starting point again, the best settings gain"
+            self.notices.append(f"No preset is kept: {what} {gain}.")
             return
         step_ms = score(best.samples) * search.book.tokens / 1e3
         evidence = Evidence(

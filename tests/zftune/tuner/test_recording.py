@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.zftune.conftest import MINI_TIMELINE
+from tests.zftune.tuner.drifting import World
 from tests.zftune.tuner.surfaces import START, make
 from zenflow import ZenFlowConfig
 from zftune.cli.presets import facts as shown
@@ -16,7 +17,7 @@ from zftune.emulated import load_rig
 from zftune.planner.rates import Rates
 from zftune.profile.measure import Task, Training
 from zftune.store import open_store
-from zftune.store.types import Query, Ratios, RunState
+from zftune.store.types import Model, Query, Ratios, RunState
 from zftune.tuner.recording import Recording, RunFacts
 from zftune.tuner.scores import Gain, Load, ratios_of
 from zftune.tuner.search import MOST_RESTARTS
@@ -82,6 +83,23 @@ def test_a_gain_becomes_a_preset_with_its_evidence(mini_model: Path, mini_rig: P
         recording.keep_preset(search)
         assert recording.notices[-1].startswith("No preset is kept: the search began again 4 times since its gain")
         assert len(store.presets()) == 2
+
+
+@pytest.mark.parametrize(("fast", "kept"), [(0.9, 1), (0.99, 0)])
+def test_a_gain_that_is_none_in_other_times_makes_no_preset(fast: float, kept: int) -> None:
+    facts = RunFacts(model=Model(model_id="0" * 16, dtype="bfloat16"), micro_batch=1, sequence=64)
+    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
+        recording, world = Recording(store, facts, "published"), World(most_measurements=5)  # too few for a tie
+        recorder = recording.begin(world.search)
+        assert recorder is not None
+        world.settle()
+        world.factor, world.fast = 1.5, fast
+        world.run(2)
+        world.settle()
+        recording.keep_preset(world.search)
+        assert len(store.presets()) == kept
+        said = "No preset is kept: compared with the starting point again, the best settings gain"
+        assert sum(notice.startswith(said) for notice in recording.notices) == 1 - kept
 
 
 def test_ratios_are_those_of_the_machine(mini_model: Path, mini_rig: Path) -> None:
