@@ -191,8 +191,7 @@ def compared(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool, hidd
     if not found.tells:
         return f"Not adopted: {what} {_TOO_NOISY} whether it is faster than the best so far."
     if trial.source == "start":
-        what = "Compared with the starting point again, since the search began again"
-        return f"{what}: the best so far {_gains(found.reverse)}."
+        return f"Compared with the starting point again: the best so far {_gains(found.reverse)}."
     why = ", since measurements of the same setting differ by more than their steps explain" if hidden else ""
     return (
         f"Not adopted: {what} {_gains(found)} against the best so far, measured before and after it; a change must "

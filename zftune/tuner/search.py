@@ -473,7 +473,7 @@ class Search:
             self.state = Choosing()
             return
         self.state = self._comparing(trial, "gain")
-        if trial.source in ("peer", "start") or (trial.source in _PLANNED and self._last_role == "start"):
+        if trial.source == "peer" or (trial.source in (*_PLANNED, "start") and self._last_role == "start"):
             # Nobody picked it for its time here, and the incumbent was measured before: the first two are there.
             self.state = replace(self.state, before=tuple(incumbent.samples[-1:]), after=(sample,))
 

@@ -12,7 +12,7 @@ from zftune.errors import ZftuneError
 from zftune.store.types import Decision, PeerTrial, TrialState
 from zftune.tuner import messages
 from zftune.tuner.forecast import MOST_REJECTIONS, Evaluation, Observation, Proposer, propose
-from zftune.tuner.scores import LEAST_GAIN, Gain, Sample, score
+from zftune.tuner.scores import ERRORS, LEAST_GAIN, Gain, Sample, score
 from zftune.tuner.space import Forecast, Forecaster, Setting, Space
 from zftune.tuner.states import AGAINST_START, Adoption, BarredSetting, Gains, Outcome, Sampler, Trial, gain_of
 
@@ -23,6 +23,8 @@ _ABORTED = 1.5
 _NEWEST = 3  # measurements of a setting that count: older ones may no longer be true
 _SAME_STALENESS = 0.05  # steps
 _SAME_BYTES = 0.01
+_WELL_KNOWN = 0.03  # of the step time: so much of a gain may be noise before it is measured once more, or
+_WELL_KNOWN_SHARE = 0.25  # of the gain, where that is more
 
 
 class TrialTable:
@@ -107,7 +109,7 @@ class TrialTable:
         self._incumbent = trial.number
 
     def compared_with_start(self, trial: Trial, found: Gain) -> bool:
-        """Take from a comparison what the incumbent gains, where what is known of that is of other times.
+        """Take from a comparison what the incumbent gains over the starting point.
 
         Args:
             trial: that the incumbent was compared with, and kept.
@@ -116,31 +118,32 @@ class TrialTable:
         Returns:
             Whether it was so: the trial has the starting point's setting.
         """
-        anew = self._gain_is_old and trial.setting == self.trials[0].setting and found.tells
-        if anew:
+        is_start = self.gain is not None and self.gains_over_start and trial.setting == self.trials[0].setting
+        if is_start:
             self._gains.compare_with_start(found)
-        return anew
+        return is_start
 
     def start_again(self, missing_s: Callable[[Trial], float]) -> Trial | None:
-        """A trial of the starting point, to be compared with the incumbent whose gain is of other times.
+        """A trial of the starting point, to be compared with the incumbent whose gain is not well known.
 
-        A gain that was found in several parts of a search has all their errors, and what the machine did in between.
+        What is adopted was picked for its comparison, so that this is too good on average, the more the noisier times
+        are. A gain that was found in several parts of a search has all their errors, and what the machine did between.
 
         Args:
             missing_s: what a trial would cost beyond what it may.
 
         Returns:
-            The trial, if it may run without waiting.
+            The trial, if it may run without waiting; None also where the incumbent was compared with it before.
         """
         start = self.trials[0].setting
-        if not self._gain_is_old or self.find(start) is not None or self.judge(start).rejected:
+        known, found = self.find(start), self.gain
+        if found is None or not self.gains_over_start or (known is not None and known.number > self._incumbent):
+            return None
+        poorly_known = self.gain_age > 0 or ERRORS * found.error > max(_WELL_KNOWN, _WELL_KNOWN_SHARE * found.share)
+        if not poorly_known or self.judge(start).rejected:
             return None
         trial = Trial(len(self.trials), start, "start", forecast=self.forecast(start))
         return None if missing_s(trial) > 0 else self.append(trial)
-
-    @property
-    def _gain_is_old(self) -> bool:
-        return self.gain_age > 0 and self.gains_over_start
 
     def roomier(self, peak_bytes: int | None) -> Setting | None:
         """What to run where the incumbent leaves too little device memory free; None: it may go on.

@@ -210,9 +210,33 @@ def test_in_other_times_what_the_best_gains_is_measured_anew(fast: float) -> Non
     assert (found.saves, book.gain_age) == (found.share, 0)
     kept = [note for note in world.search.notes if "against_start" in note.details]
     assert [(note.kind, note.trial) for note in kept] == [("keep", len(book.trials) - 1)]
-    again = "Compared with the starting point again, since the search began again: the best so far"
-    assert kept[0].reason == f"{again} gains {found}."
+    assert kept[0].reason == f"Compared with the starting point again: the best so far gains {found}."
     assert world.search._misses == 0  # it was no candidate
+
+
+@pytest.mark.parametrize(("noise", "again"), [(0.01, 0), (0.2, 1)])
+def test_a_gain_that_noise_may_have_made_is_measured_once_more(noise: float, again: int) -> None:
+    world = World(grant_s=1e9, sampler="random", patience=2, watch=False)
+    world.fast, world.driver.noise = 0.9, noise
+    while "adopt" not in world.kinds:
+        world.run(1)
+    book = world.search.book
+    adopted = book.gain
+    assert adopted is not None
+    asked = len(world.driver.requests)
+    world.settle()
+    roles = [(one.role, one.setting) for one in world.driver.requests[asked:]]
+    picked, *_ = [note for note in world.search.notes if note.kind == "adopt"]
+    anew = [note for note in world.search.notes if "against_start" in note.details]
+    assert len(anew) == again
+    if not again:
+        assert ("explore", START) not in roles
+        return
+    # The look at the start is left out, and so is the comparison that the best was picked by.
+    assert roles[:4] == [("explore", START), ("a1", FAST), ("b", START), ("a2", FAST)]
+    assert anew[0].details["gain"] == pytest.approx(-0.11, abs=0.1)
+    assert picked.details["gain"] == pytest.approx(adopted.share, rel=1e-4)
+    assert book.gain not in (None, adopted)
 
 
 def test_a_start_that_would_cost_too_much_is_not_compared_again() -> None:
