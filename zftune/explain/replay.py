@@ -42,7 +42,7 @@ class Era:
     measurements: int = 0
     """That count; those of the incumbent while waiting left out."""
     settings: set[int] = field(default_factory=set)
-    """Trials of these measurements: those that were cut short, too."""
+    """The first trials of the settings of these measurements: those that were cut short, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,11 +322,10 @@ class Replay:
                 before.measurements -= _counts(moved)
                 self._count_in(era, moved)
 
-    @staticmethod
-    def _count_in(era: Era, one: Measured) -> None:
+    def _count_in(self, era: Era, one: Measured) -> None:
         if _counts(one):
             era.measurements += 1
-            era.settings.add(one.trial)
+            era.settings.add(self._settings.index(self._settings[one.trial]))
 
     def _new(self, role: str) -> list[Sample]:
         """Valid measurements since the last decision."""

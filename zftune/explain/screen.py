@@ -139,7 +139,8 @@ def subject(document: Mapping[str, Any], note: Mapping[str, Any]) -> str:
     trial, incumbent = (document["trials"][note[name]] for name in ("trial", "incumbent"))
     what = words.candidate(trial, incumbent)
     more = "" if what in note["reason"] else f", {what}"
-    return f"Setting {trial['number']} (from the {trial['source']}){more}. "
+    source = "the starting point" if trial["source"] == "start" else f"from the {trial['source']}"
+    return f"Setting {trial['number']} ({source}){more}. "
 
 
 def _unseen(document: Mapping[str, Any]) -> Iterator[Text]:

@@ -98,7 +98,8 @@ def is_measured(document: Document) -> bool:
 
 def nothing_adopted(document: Document) -> str:
     """What may be said where the best setting is the first one."""
-    others = [trial for trial in document["trials"] if trial["number"] != 0]
+    start = identity(document["start"]["knobs"]) if document["start"] is not None else None
+    others = [trial for trial in document["trials"] if identity(trial["knobs"]) != start]
     tried = distinct(trial for trial in others if trial["state"] in _TRIED)
     known = is_measured(document)
     kinds = {note["kind"] for note in document["decisions"]}
@@ -151,7 +152,7 @@ def _fate(document: Document, trial: Mapping[str, Any], decided: set[str]) -> st
         return TRIALS.get(trial["state"], str(trial["state"]))
     if trial["number"] == document["best"]["number"]:
         return "kept"
-    if trial["number"] == 0:
+    if trial["source"] == "start":
         return "start"
     if "rollback" in decided:
         return "rolled back"
@@ -218,6 +219,8 @@ def _gained(gain: Mapping[str, float] | None, saved_s: float, parts: int = 1) ->
     if gain["share"] >= 0:
         old = " (measured before the search began again)" if gain["era"] < parts - 1 else ""
         return [f"gained {shares(gain['share'], gain['error'])}{old}"]
+    if -gain["share"] <= gain["error"]:
+        return [f"gained nothing beyond noise ({shares(gain['share'], gain['error'])})"]
     return [f"gave up {shares(-gain['share'], gain['error'])} for earlier updates or less memory"]
 
 

@@ -220,10 +220,10 @@ def _figures(document: Document) -> Iterator[tuple[str, str, str]]:
     elif earlier is not None:
         yield "Step", ms(earlier), _BEFORE
     if gain is not None:
-        title = "Gained" if gain["share"] >= 0 else "Given up"
+        given_up = -gain["share"] > (gain["error"] or 0.0)
         error = "" if gain["error"] is None else f"± {100 * gain['error']:.1f}% of the step time"
         error += f", {_BEFORE}" if gain["era"] < len(document["eras"]) - 1 else ""
-        yield title, f"{100 * abs(gain['share']):.1f}%", error
+        yield "Given up" if given_up else "Gained", f"{100 * (-1 if given_up else 1) * gain['share']:.1f}%", error
     yield from _paid(cost) if document["run"]["backend"] == "zenflow" else _paid_for_runs(cost)
     yield "Measurements", *_counts(document)
 

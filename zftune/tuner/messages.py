@@ -396,7 +396,7 @@ def conclusion(
     if search is None:
         return logging.WARNING, f"{early} of preparation."
     book, start = search.book, search.book.trials[0].setting
-    tried = len({trial.setting for trial in book.trials[1:] if trial.state in _TRIED})
+    tried = len({trial.setting for trial in book.trials if trial.state in _TRIED} - {start})
     measured = book.trials[0].state is TrialState.MEASURED
     if not over and not measured:
         needed = start.update_interval + steps_of(start.update_interval)

@@ -331,6 +331,21 @@ def test_a_gain_that_was_measured_anew_is_of_the_newest_part(timed: Store, clock
         {"share": 0.5, "error": 0.02, "era": 0},
         {"share": pytest.approx(0.2), "error": pytest.approx(0.016), "era": 1},
     ]
+    rows.decide("keep", again, gain=0.02, error=0.03, against_start=1.0)
+    found = explained(timed, rows.run, clock)
+    assert "gained nothing beyond noise (-2 +/- 6%)" in found["verdict"][0]
+
+
+def test_a_start_that_is_compared_again_is_no_other_setting(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start, again = rows.trial("start"), rows.trial("start", topk_ratio=START.topk_ratio)
+    rows.measure(start, "start", 400)
+    rows.decide("start", start)
+    rows.measure(again, "explore", 400)
+    found = explained(timed, rows.run, clock)
+    assert [(one["measurements"], one["settings"]) for one in found["eras"]] == [(2, 1)]
+    assert words.nothing_adopted(found).startswith("No other setting was measured")
+    assert words.fates(found)[again] == "start"
 
 
 def test_each_part_of_a_search_says_why_it_begins(timed: Store, clock: Clock) -> None:

@@ -74,6 +74,9 @@ def test_what_was_saved_is_as_sure_as_the_comparison_behind_it() -> None:
     late = {**account, "saved_s": saved_s(-0.05), "break_even_s": None}
     (lost,) = saved_in_words(late, {"share": -0.05, "error": 0.01})
     assert lost == "gave up 13.4 +/- 2.5 s for earlier updates or less memory"
+    assert saved_in_words(
+        {**account, "saved_s": saved_s(-0.01), "break_even_s": None}, {"share": -0.01, "error": 0.02}
+    ) == ["saved nothing beyond noise"]
     assert saved_with_error(saved_s(0.102), {"share": -0.01, "error": 0.01}) == "about 31.9 s"  # of another gain
     assert saved_with_error(saved_s(0.102), None) == "about 31.9 s"
 
