@@ -345,7 +345,7 @@ def test_a_start_that_is_compared_again_is_no_other_setting(timed: Store, clock:
     found = explained(timed, rows.run, clock)
     assert [(one["measurements"], one["settings"]) for one in found["eras"]] == [(2, 1)]
     assert words.nothing_adopted(found).startswith("No other setting was measured")
-    assert words.fates(found)[again] == "start"
+    assert words.fates(found)[1] == "start"
 
 
 def test_each_part_of_a_search_says_why_it_begins(timed: Store, clock: Clock) -> None:
