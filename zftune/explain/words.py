@@ -103,7 +103,6 @@ def nothing_adopted(document: Document) -> str:
     tried = distinct(trial for trial in others if trial["state"] in _TRIED)
     known = is_measured(document)
     kinds = {note["kind"] for note in document["decisions"]}
-    said = of_search.nothing_adopted(measured=known, tried=tried, kinds=kinds)
     kept = setting(document["best"]["knobs"])
     crashed = distinct(trial for trial in others if trial["state"] == "crashed")
     if crashed and crashed == tried:
@@ -111,13 +110,7 @@ def nothing_adopted(document: Document) -> str:
         return f"{what} crashed, so that nothing is known of how fast others are. It began with: {kept}."
     found = fates(document)
     uncompared = distinct(trial for trial in others if found[trial["number"]] == _UNCOMPARED)
-    if uncompared and not ("adopt" in kinds and kinds & {"rollback", "guard", "memory", "movement"}):
-        not_compared = (
-            f"{'was' if uncompared == 1 else 'were'} measured, but not compared with those that it began with"
-        )
-        which = "one" if uncompared == 1 else str(uncompared)
-        alone = f"The one other setting that was tried {not_compared}"
-        said = alone if tried == 1 else f"{said}; {which} of them {not_compared}"
+    said = of_search.nothing_adopted(measured=known, tried=tried, kinds=kinds, uncompared=uncompared)
     return f"{said}. {'It began with' if uncompared or not tried else 'Keep what it began with'}: {kept}."
 
 

@@ -248,13 +248,14 @@ def void(trial: Trial, challenger: Trial, times: int, reason: str) -> str:
     return f"Given up: {challenger.setting} could not be compared, since {why}."
 
 
-def nothing_adopted(*, measured: bool, tried: int, kinds: Collection[str] = ()) -> str:
+def nothing_adopted(*, measured: bool, tried: int, kinds: Collection[str] = (), uncompared: int = 0) -> str:
     """What may be said of the settings where the first one is the best; without a full stop.
 
     Args:
         measured: whether anything was.
         tried: how many settings were measured, aborted or crashed, beside the one that the search began with.
         kinds: of the decisions.
+        uncompared: how many of those that were tried were measured and not decided about.
     """
     if "adopt" in kinds and "rollback" in kinds:
         return "What had been adopted was rolled back"
@@ -269,9 +270,11 @@ def nothing_adopted(*, measured: bool, tried: int, kinds: Collection[str] = ()) 
         return f"Settings were changed for {why}, none for speed"
     if tried == 0:
         return "No other setting was measured, so that nothing is known of them"
+    what = f"{'was' if uncompared == 1 else 'were'} measured, but not compared with those that it began with"
     if tried == 1:
-        return "The one other setting that was tried was not adopted"
-    return f"None of the {tried} other settings that were tried was adopted"
+        return f"The one other setting that was tried {what if uncompared else 'was not adopted'}"
+    said = f"None of the {tried} other settings that were tried was adopted"
+    return f"{said}; {'one' if uncompared == 1 else uncompared} of them {what}" if uncompared else said
 
 
 def patience(misses: int) -> str:
@@ -410,7 +413,11 @@ def _lines(search: Search, count: Count, *, tried: int, measured: bool) -> Itera
     book = search.book
     guarded = [note.reason for note in search.notes if note.kind == "guard"]
     reason = search.notes[-1].reason if search.notes and search.notes[-1].kind != "guard" else ""
-    nothing = nothing_adopted(measured=measured, tried=tried, kinds={note.kind for note in search.notes})
+    decided = {note.trial for note in search.notes if note.kind in ("adopt", "keep")}
+    measured_only = {trial.setting for trial in book.trials if trial.samples and trial.state is TrialState.MEASURED}
+    measured_only -= {trial.setting for trial in book.trials if trial.number in decided} | {book.trials[0].setting}
+    kinds = {note.kind for note in search.notes}
+    nothing = nothing_adopted(measured=measured, tried=tried, kinds=kinds, uncompared=len(measured_only))
     yield from _kept(book.incumbent.setting, book.gain, count)
     yield f"{_gained(book.gain, nothing, since=book.gain_age)} {reason}".rstrip()
     if guarded:

@@ -10,7 +10,7 @@ from zftune.store.account import Count, saved_with_error
 from zftune.tuner.messages import compared, conclusion, failed, none_left, slower, tied
 from zftune.tuner.scores import Gain
 from zftune.tuner.search import Search
-from zftune.tuner.states import Outcome, Trial
+from zftune.tuner.states import Comparing, Outcome, Trial
 
 
 def said(search: Search | None, *, over: bool = False, waited_s: float = 0.0) -> tuple[int, str]:
@@ -50,6 +50,16 @@ def test_nothing_is_claimed_of_settings_that_were_not_tried() -> None:
     assert sentence.endswith(
         "\nGain: none. No other setting was measured, so that nothing is known of them. That is enough."
     )
+
+
+def test_what_was_measured_and_not_compared_is_told_as_such() -> None:
+    search, driver = make(6, 0.05)
+    while not isinstance(search.state, Comparing):
+        driver.run(search, most=1)
+    not_compared = "measured, but not compared with those that it began with"
+    tried = len({note.trial for note in search.notes if note.kind == "keep"}) + 1
+    alone, several = f"The one other setting that was tried was {not_compared}.", f"; one of them was {not_compared}."
+    assert (alone if tried == 1 else several) in said(search)[1]
 
 
 def test_what_was_found_is_said() -> None:
