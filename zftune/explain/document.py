@@ -223,15 +223,21 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
 
 
 def _budget(run: RunRecord, steps: float, told: Replay) -> dict[str, Any]:
-    """What bounds lateness; the movement is the newest that was measured."""
+    """What bounds lateness; the movement is the newest that was measured, beside that at a higher learning rate."""
     movement, rate = run.settings.get("movement_percent"), run.settings.get("movement_rate")
+    known = [] if told.peak_movement is None else [told.peak_movement]
+    if movement is not None and rate is not None:
+        known.append((float(movement), float(rate)))
     if movement is not None and told.movement_percent is not None:
         movement, rate = told.movement_percent, told.movement_rate
+    peak = max((one for one in known if rate is not None and one[1] > rate), key=lambda one: one[1], default=None)
     return {
         "steps": steps,
         "fixed_because": run.settings.get("fixed_because"),
         "movement_percent": movement,
         "movement_learning_rate": rate,
+        "peak_movement_percent": None if peak is None else peak[0],
+        "peak_learning_rate": None if peak is None else peak[1],
         "expected_loss_percent": None if movement is None else allowed_loss_percent(run.key.quality, movement)[0],
     }
 

@@ -124,11 +124,16 @@ def lateness_bound(document: Document) -> str:
     budget = document["budget"]
     if budget is None or budget.get("movement_percent") is None:
         return ""
-    moved = moved_in_a_step(budget["movement_percent"], budget["movement_learning_rate"])
-    most = most_late_steps(document["quality"], budget["movement_percent"])
-    loss, why = allowed_loss_percent(document["quality"], budget["movement_percent"])
+    quality, now = document["quality"], (budget["movement_percent"], budget["movement_learning_rate"])
+    peak = budget["peak_movement_percent"], budget["peak_learning_rate"]
+    percent, rate = now if peak[0] is None else peak
+    most = most_late_steps(quality, percent)
+    loss, why = allowed_loss_percent(quality, percent)
     late = f"updates may come {number(most)} steps late on average" + (f" ({why})" if why else "")
-    return f"{moved}: {late}, which adds {loss_bound(loss, most)}"
+    said = f"{moved_in_a_step(percent, rate)}: {late}, which adds {loss_bound(loss, most)}"
+    if peak[0] is None:
+        return said
+    return f"{said}; at the last {moved_in_a_step(*now)}, which allows {number(most_late_steps(quality, now[0]))} steps"
 
 
 def fates(document: Document) -> dict[int, str]:

@@ -142,7 +142,7 @@ def test_how_far_weights_move_is_told_with_what_it_allows(timed: Store) -> None:
     found = explained(timed, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
     assert found["budget"] == {
         "steps": 3.4, "fixed_because": None, "movement_percent": 0.05, "movement_learning_rate": None,
-        "expected_loss_percent": pytest.approx(0.3),
+        "peak_movement_percent": None, "peak_learning_rate": None, "expected_loss_percent": pytest.approx(0.3),
     }  # fmt: skip
     assert lateness_bound(found) == (
         "weights move 0.05% in a step: updates may come 3.43 steps late on average, which adds up to about 0.3% of "
@@ -190,6 +190,22 @@ def test_a_movement_is_told_at_the_learning_rate_that_it_was_measured_with(timed
         "weights move 0.107% in a step at learning rate 0.001",
         "weights move 0.0158% in a step",
     ]
+
+
+def test_a_movement_at_the_end_of_a_schedule_is_told_beside_that_at_its_peak(timed: Store, clock: Clock) -> None:
+    settings = {"budget_steps": 3.4, "movement_percent": 0.04, "movement_rate": 1e-4}
+    rows = ByHand(timed, clock, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
+    start = rows.trial("start")
+    rows.measure(start, "start", 100, movement_percent=0.05, movement_rate=1e-4)  # the newest at that rate
+    assert "at the last" not in lateness_bound(explained(timed, rows.run, clock))
+    rows.measure(start, "start", 100, movement_percent=5e-5, movement_rate=7e-8)
+    found = explained(timed, rows.run, clock)
+    assert (found["budget"]["peak_movement_percent"], found["budget"]["peak_learning_rate"]) == (0.05, 1e-4)
+    assert lateness_bound(found) == (
+        "weights move 0.05% in a step at learning rate 0.0001: updates may come 3.43 steps late on average, which adds "
+        "up to about 0.3% of loss in a long fine-tuning, 0.746% in one of 1000 steps; more from scratch; at the last "
+        "weights move 0.00005% in a step at learning rate 7e-8, which allows 8 steps"
+    )
 
 
 def test_a_setting_that_is_thought_of_again_is_one_that_was_never_applied() -> None:
