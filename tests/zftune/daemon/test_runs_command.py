@@ -45,6 +45,8 @@ def tell(
 ) -> Callable[..., tuple[int, str, str]]:
     client = runs[0].transport
     assert isinstance(client, DaemonClient)
+    for one in runs:
+        one.report()  # on a busy machine the tests before took longer than a run may say nothing
     monkeypatch.setenv("ZFTUNE_SOCKET", str(client.path))
     return teller(capsys)
 

@@ -131,7 +131,9 @@ def _of(told: list[tuple[str, Any]], name: str) -> list[tuple[str, Any]]:
     return [(what, value) for what, value in told if what == name]
 
 
-def kill(context: ForkServerContext, lives: Lives, log: Path, given: dict[str, Any], moment: random.Random) -> None:
+def kill(
+    context: ForkServerContext, lives: Lives, log: Path, given: dict[str, Any], moment: random.Random, longest_s: float
+) -> None:
     """Let it search for a while, and kill it; now and then before it searches."""
     process = context.Process(target=killable.search, args=(str(lives.path), str(log), given))
     process.start()
@@ -140,7 +142,7 @@ def kill(context: ForkServerContext, lives: Lives, log: Path, given: dict[str, A
     until = time.monotonic() + 60
     while not {what for what, _ in killable.read(log)} & wanted and time.monotonic() < until and process.is_alive():
         time.sleep(0.005)
-    time.sleep(moment.uniform(0.0, 0.2 if early else _LONGEST_S))
+    time.sleep(moment.uniform(0.0, 0.2 if early else longest_s))
     process.kill()
     process.join()
 
@@ -154,7 +156,7 @@ def test_a_search_that_is_killed_at_any_moment_goes_on(
         if attempt >= KILLS and lives.seen["in flight"] and lives.seen["resumed"]:
             break
         log = tmp_path / f"log-{attempt}"
-        kill(context, lives, log, given, moment)
+        kill(context, lives, log, given, moment, _LONGEST_S * (1 + attempt / KILLS))  # a busy machine gets less done
         lives.look(killable.read(log))
     assert lives.seen["resumed"] > 0
     assert lives.seen["in flight"] > 0  # or it was never killed where it matters
