@@ -20,7 +20,7 @@ from zftune.errors import BadInputError
 from zftune.profile.schema import SCHEMA_NAME as PROFILE_SCHEMA
 from zftune.profile.schema import first_fault
 from zftune.quality import figure
-from zftune.report.tables import Setting, changed_settings, is_workload, warnings_about
+from zftune.report.tables import Setting, changed_settings, crowded, is_workload, warnings_about
 from zftune.report.values import Document, figures, shown
 from zftune.text import ms, number, percent
 from zftune.tuner.scores import ERRORS, Gain, Sample, error_of_mean, gain, score
@@ -221,7 +221,8 @@ def compare(a: Document, b: Document) -> Comparison:
     differences = [*_timed(a, b), *_loss(a, b, steps), *_others(a, b)]
     settings = changed_settings(a, b)
     same_work = not any(is_workload(one) for one in settings)
-    found = _verdict(differences, settings, steps) if same_work else _of_other_work(differences, settings)
+    busy = bool(crowded(a, b))
+    found = _verdict(differences, settings, steps, busy) if same_work else _of_other_work(differences, settings)
     return Comparison(differences, settings, warnings_about(a, b, settings), [*found], same_work)
 
 
@@ -354,11 +355,12 @@ def _is_number(value: Any) -> bool:
 # --- verdict ----------------------------------------------------------------------------------------------------------
 
 
-def _verdict(differences: list[Difference], settings: list[Setting], steps: Sequence[int]) -> Iterator[str]:
+def _verdict(differences: list[Difference], settings: list[Setting], steps: Sequence[int], busy: bool) -> Iterator[str]:
     by_name = {one.name: one for one in differences}
     step = by_name["step_ms.typical"]
     loss = by_name.get("loss")
-    yield _about_step(step)
+    unsure = " Other work on the machine may be why." if busy and step.finding == "beyond noise" else ""
+    yield f"{_about_step(step)}{unsure}"
     yield from _about_mean(by_name["step_ms.mean"], step)
     if loss is not None:
         yield _about_loss(loss, step, steps)

@@ -80,16 +80,21 @@ def _few(a: Document, b: Document) -> Iterator[str]:
             yield f"{name} has {steps} measured steps: its noise is a guess below {_FEW_STEPS}."
 
 
-def _busy(a: Document, b: Document) -> Iterator[str]:
+def crowded(a: Document, b: Document) -> str:
+    """Which of two profiles had to share its cores, with how much of the time tasks waited for one; "": neither."""
     waited = [(document["system"] or {}).get("psi_cpu_percent") for document in (a, b)]
-    crowded = [
+    return ", ".join(
         f"{name} {percent(share / 100)}"
         for name, share in zip("AB", waited, strict=True)
         if share is not None and share >= CROWDED_PERCENT
-    ]
-    if crowded:
+    )
+
+
+def _busy(a: Document, b: Document) -> Iterator[str]:
+    which = crowded(a, b)
+    if which:
         yield (
-            f"Tasks waited for a core much of the time ({', '.join(crowded)}): what differs may be other work on the "
+            f"Tasks waited for a core much of the time ({which}): what differs may be other work on the "
             "machine, so measure both again when it is quiet."
         )
 

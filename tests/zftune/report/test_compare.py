@@ -343,6 +343,12 @@ def test_a_crowded_machine_is_named_as_what_may_differ() -> None:
     a["system"] = (a["system"] or {}) | {"psi_cpu_percent": 97.0}
     assert [one for one in compare(a, b).warnings if "waited for a core much of the time (A 97%)" in one]
     assert not [one for one in compare(b, b).warnings if "waited for a core" in one]
+    assert "Other work" not in compare(a, b).verdict[0]  # nothing differs
+    for row in b["per_step"]:
+        row["step_ms"] *= 2
+    assert compare(a, b).verdict[0].endswith(" Other work on the machine may be why.")
+    a["system"]["psi_cpu_percent"] = 1.0
+    assert "Other work" not in compare(a, b).verdict[0]
 
 
 def test_losses_that_differ_by_less_than_their_noise() -> None:
