@@ -76,6 +76,7 @@ class Runs(PastRuns):
         usable_cores: float | None = None,
         lease_s: float = LEASE_S,
         elapsed_s: float = 0.0,
+        run_id: str | None = None,
     ) -> Run:
         """Write down that a run begins.
 
@@ -89,11 +90,14 @@ class Runs(PastRuns):
             usable_cores: by affinity and control group.
             lease_s: seconds until it counts as lost where no lock tells, unless the lease is renewed.
             elapsed_s: since it began.
+            run_id: 32 hexadecimal digits; None, or where the store has such a run: random ones.
 
         Raises:
-            StoreError: it could not be written.
+            StoreError: it could not be read or written.
         """
-        run = Run(secrets.token_hex(16), secrets.token_hex(16))
+        if run_id is None or self._database.read(lambda session: session.get(RunRow, run_id)) is not None:
+            run_id = secrets.token_hex(16)
+        run = Run(run_id, secrets.token_hex(16))
 
         def work(session: Session) -> Run:
             now = self._clock()

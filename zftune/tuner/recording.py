@@ -302,6 +302,7 @@ class Recording:
         settings: Mapping[str, Any] | None = None,
         stake: tuple[str, Setting] | None = None,
         learning_rate: float | None = None,
+        run_id: str | None = None,
     ) -> StoreRecorder | None:
         """Write down that the search begins; None where the store takes nothing.
 
@@ -311,6 +312,7 @@ class Recording:
             settings: of the search: what a run must share to go on with it; by default `search_settings`.
             stake: the name of the preset that is measured again, and its setting.
             learning_rate: of the training, at its highest; None: not known.
+            run_id: see `zftune.store.runs.Runs.begin_run`.
         """
         knobs = search.book.trials[0].setting.knobs() if knobs is None else knobs
         space = search.book.space
@@ -331,7 +333,7 @@ class Recording:
         with noting(self.notices, StoreError):
             run = self._store.begin_run(
                 self.key, self._model, self._hardware, knobs=knobs, settings=settings, versions=versions,
-                usable_cores=self._usable_cores, elapsed_s=self.elapsed_s,
+                usable_cores=self._usable_cores, elapsed_s=self.elapsed_s, run_id=run_id,
             )  # fmt: skip
             self._versions, self._stake = versions, stake
             self.recorder = StoreRecorder(self._store, run, self._study)

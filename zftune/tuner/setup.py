@@ -57,13 +57,6 @@ class Prepared:
         return None if self.recording is None else self.recording.recorder
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeFrom:
-    """The run of a training that lives."""
-
-    run_id: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRequest:
     """What a search is wanted for.
@@ -77,7 +70,8 @@ class SearchRequest:
         fresh: neither preset nor earlier run.
         presets: whether it may begin from a preset.
         crash_ends_training: whether a setting that crashed has cost a training; else one that is fresh tries it again.
-        again: the training lives, and its search was ended: it goes on, whatever else is wanted.
+        run_id: of the training that asks: where the store has it, its search was ended, and goes on whatever else is
+            wanted; else a run that begins is called so.
         learning_rate: of the training, at its highest; None: not known.
         begins_anew: whether the training goes on from no saved state.
     """
@@ -90,7 +84,7 @@ class SearchRequest:
     fresh: bool = False
     presets: bool = True
     crash_ends_training: bool = True
-    again: ResumeFrom | None = None
+    run_id: str | None = None
     learning_rate: float | None = None
     begins_anew: bool = False
 
@@ -118,7 +112,7 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Pre
     if recording is None:
         return Prepared(make(own, wanted.options), None)
     recording.ratios = wanted.ratios
-    again = None if wanted.again is None else recording.known(wanted.again.run_id)
+    again = None if wanted.run_id is None else recording.known(wanted.run_id)
     barred = recording.barred()
     if wanted.fresh and not wanted.crash_ends_training:
         barred = tuple(one for one in barred if one.kind != "crash")
@@ -134,7 +128,7 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Pre
         search.agenda.suggest(choice.candidate, "preset")
     setting = choice.start or choice.candidate
     stake = None if match is None or setting is None or match.distance else (match.preset.name, setting)
-    recording.begin(search, wanted.own.knobs(), stake=stake, learning_rate=wanted.learning_rate)
+    recording.begin(search, wanted.own.knobs(), stake=stake, learning_rate=wanted.learning_rate, run_id=wanted.run_id)
     return Prepared(search, recording, f"{others} {choice.sentence}".strip())
 
 
@@ -273,7 +267,7 @@ def prepare(
     store: Store | None,
     sampler_process: SamplerProcess,
     notices: list[str],
-    again: ResumeFrom | None = None,
+    run_id: str | None = None,
 ) -> Prepared:
     """Make the search of a training, here or where its facts were sent.
 
@@ -282,7 +276,7 @@ def prepare(
         store: open; None: nothing is remembered.
         sampler_process: where the planner works.
         notices: takes sentences: what could not be had.
-        again: the run of a training that lives.
+        run_id: of the training, which may have been tuned before; None: it was not, and its run gets some name.
     """
     wishes, base = facts.wishes, Setting.of(facts.config)
     space = space_for(
@@ -311,7 +305,7 @@ def prepare(
     wanted = SearchRequest(
         own=base, space=space, options=wishes.search, fresh=wishes.fresh,
         least_ratio=0.0 if wishes.tune_memory else base.offload_ratio,
-        ratios=None if rates is None else ratios_of(facts.load, rates), again=again,
+        ratios=None if rates is None else ratios_of(facts.load, rates), run_id=run_id,
         learning_rate=facts.learning_rate, begins_anew=facts.begins_anew,
     )  # fmt: skip
     prepared = begin(recording, wanted, make)

@@ -124,6 +124,13 @@ def test_resuming(store: Store, clock: Clock) -> None:
     assert store.add_trial(store.resume_run(before.run_id), KNOBS, source="search").number == 2
 
 
+def test_a_run_is_called_as_its_training_is_once(store: Store) -> None:
+    name = "ab" * 16
+    first, second, third = begun(store, run_id=name), begun(store, run_id=name), begun(store)
+    assert first.run_id == name
+    assert len({one.run_id for one in store.runs()} & {first.run_id, second.run_id, third.run_id}) == 3
+
+
 def test_how_long_a_run_counts_as_one_that_runs(store: Store, clock: Clock) -> None:
     run = begun(store)
     assert store.lease_left_s(run.run_id) == LEASE_S

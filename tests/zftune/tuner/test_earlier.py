@@ -16,7 +16,6 @@ from zftune.store.types import Curve, CurvePoint, TrialState
 from zftune.tuner import messages
 from zftune.tuner.scores import Pace
 from zftune.tuner.search import Search, SearchOptions
-from zftune.tuner.setup import ResumeFrom
 from zftune.tuner.space import Setting, Space, space_for
 from zftune.tuner.states import OF_INCUMBENT
 
@@ -100,8 +99,8 @@ def test_a_loss_curve_is_that_of_one_training(adopted: World, begins_anew: bool,
     ended = adopted.store.resume_run(run.run_id)
     adopted.store.save_curve(ended, earlier)
     adopted.store.interrupt_run(ended)
-    again = ResumeFrom(run.run_id) if is_same_training else None  # its daemon was killed
-    begun = adopted.begin(space=adopted.space, begins_anew=begins_anew, learning_rate=1e-5, again=again)
+    again = run.run_id if is_same_training else None  # its daemon was killed
+    begun = adopted.begin(space=adopted.space, begins_anew=begins_anew, learning_rate=1e-5, run_id=again)
     assert begun.recorder is not None
     own = () if begins_anew and not is_same_training else earlier.points
     assert begun.recorder.curve.curve().points == own
@@ -123,7 +122,7 @@ def test_a_step_back_holds_where_nothing_was_measured_after_it(
     assert back.setting == (space.earlier(LATE) if is_known else START)
     for _ in range(lives):
         adopted.end(begun, unfinished=True)
-        more: dict[str, Any] = {"again": ResumeFrom(run.run_id)} if is_same_training else {}
+        more: dict[str, Any] = {"run_id": run.run_id} if is_same_training else {}
         begun = adopted.begin(space=unmoved(adopted.space), learning_rate=1e-5, **more)
         book = begun.search.book
         assert (book.incumbent.number, book.incumbent.setting, book.gain) == (back.number, back.setting, None)
@@ -165,7 +164,7 @@ def test_what_comes_late_is_tried_again_where_a_planner_plans_anew(
 
 def test_a_training_that_lives_goes_on_as_it_was(adopted: World) -> None:
     (run,) = adopted.store.runs()
-    begun = adopted.begin(space=adopted.space.moving(0.05), begins_anew=True, again=ResumeFrom(run.run_id))
+    begun = adopted.begin(space=adopted.space.moving(0.05), begins_anew=True, run_id=run.run_id)
     assert begun.search.book.incumbent.setting == LATE
 
 

@@ -18,7 +18,7 @@ from zftune.daemon.runs.states import NotAllowedError
 from zftune.errors import ZftuneError
 from zftune.store.types import LEASE_S as STORE_LEASE_S
 from zftune.tuner.sampler_process import SamplerProcess, gentle_share
-from zftune.tuner.setup import Prepared, ResumeFrom, prepare
+from zftune.tuner.setup import Prepared, prepare
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
@@ -301,9 +301,9 @@ class Registry:
         facts = hello.training
         options = replace(facts.wishes.search, hold=True, watch=True)
         facts = replace(facts, wishes=replace(facts.wishes, search=options))
-        again = None if hello.again is None else ResumeFrom(hello.again.record)
-        if again is not None:
-            self._outwait(again.run_id)
+        # A daemon may have ended before the agent heard what its run is called: it is called as the agent is.
+        run_id = hello.run if hello.again is None else hello.again.record
+        self._outwait(run_id)
         self._outwait_killed()
         self._lose(hello)  # a training that was killed and started again goes on with its search
         with self._lock:
@@ -311,7 +311,7 @@ class Registry:
         if brain is None or brain.hello is not hello or brain.leaves:
             return None
         with self._thinkers.turns.working():
-            prepared = prepare(facts, self.store, sampler_process, notices, again)
+            prepared = prepare(facts, self.store, sampler_process, notices, run_id)
         return replace(prepared, paused=self._was_paused(prepared))
 
     def _outwait(self, record: str) -> None:

@@ -45,13 +45,13 @@ def document(message: Any) -> Any:
     return json.loads(encode(message))
 
 
-def hello(run: str = RUN, *, again: Reattach | None = None, **search: Any) -> Hello:
+def hello(run: str = RUN, *, again: Reattach | None = None, fresh: bool = False, **search: Any) -> Hello:
     found = facts()
     options = replace(found.wishes.search, **search)
     return Hello(
         protocol=PROTOCOL,
         run=run,
-        training=replace(found, wishes=replace(found.wishes, search=options)),
+        training=replace(found, wishes=replace(found.wishes, fresh=fresh, search=options)),
         pid=1,
         began_unix_s=1.0,
         argv=("train.py",),
@@ -75,6 +75,7 @@ class Agent:
         transport: asks the daemon.
         step_ms: of a setting.
         run: its identity.
+        fresh: whether it wants no earlier run.
         search: options of the search.
     """
 
@@ -85,6 +86,7 @@ class Agent:
         *,
         run: str = RUN,
         again: Reattach | None = None,
+        fresh: bool = False,
         **search: Any,
     ) -> None:
         self.transport, self.step_ms, self.run = transport, step_ms, run
@@ -94,7 +96,7 @@ class Agent:
         self.knobs: Setting | None = None
         self.done: Done | None = None
         self._sequence = 0
-        self._hello = hello(run, again=again, **search)
+        self._hello = hello(run, again=again, fresh=fresh, **search)
         self.session = ""
         self.last: Directive
         self.say_hello()

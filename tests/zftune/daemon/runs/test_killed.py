@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -65,6 +66,26 @@ def test_a_setting_in_flight_that_was_measured_before(world: World, *, knows: bo
     agent.report()
     assert reached.wait(SOON_S)
     go_on_after_a_kill(world, agent, record, trial=request.trial if knows else None)
+
+
+def test_a_daemon_that_is_killed_before_the_agent_has_heard_what_its_run_is_called(world: World) -> None:
+    agent = world.agent(fresh=True)
+    ends = time.monotonic() + SOON_S
+    while world.registry.brain(RUN).record is None:
+        assert time.monotonic() < ends
+        time.sleep(0.002)
+    record = world.registry.brain(RUN).record
+    world.kill()
+    world.begin()
+    agent.transport = world.transport
+    assert agent.forgotten()
+    agent.say_hello()
+    agent.run_until("frozen")
+    assert agent.last.record == record
+    assert [one.run_id for one in world.store.runs()] == [record]
+    other = world.agent(run="2" * 32, fresh=True)
+    other.asked()
+    assert other.last.record != record
 
 
 def test_a_training_that_died_is_still_a_crash_after_its_run_was_gone_on_with(world: World) -> None:
