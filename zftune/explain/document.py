@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "zftune.explain/1"
 TUNE_SCHEMA = "zftune.tune/2"
+_FAR_MORE = 1.25  # times the newest movement: less is noise, and no reason to name two
 _ENDS, _GOES_ON = ("stop", "guard"), ("resume", "reopen")
 _UNKNOWN = (
     "run",
@@ -223,14 +224,16 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
 
 
 def _budget(run: RunRecord, steps: float, told: Replay) -> dict[str, Any]:
-    """What bounds lateness; the movement is the newest that was measured, beside that at a higher learning rate."""
+    """What bounds lateness; the movement is the newest that was measured, beside the largest where that was far more.
+
+    That of the warm-up alone, over which a learning rate may have risen, is told where the search measured none.
+    """
     movement, rate = run.settings.get("movement_percent"), run.settings.get("movement_rate")
-    known = [] if told.peak_movement is None else [told.peak_movement]
-    if movement is not None and rate is not None:
-        known.append((float(movement), float(rate)))
     if movement is not None and told.movement_percent is not None:
         movement, rate = told.movement_percent, told.movement_rate
-    peak = max((one for one in known if rate is not None and one[1] > rate), key=lambda one: one[1], default=None)
+    peak = told.peak_movement
+    if peak is None or movement is None or peak[0] <= _FAR_MORE * movement:
+        peak = None
     return {
         "steps": steps,
         "fixed_because": run.settings.get("fixed_because"),

@@ -122,8 +122,8 @@ class Replay:
         """How far a step moves the deferred weights, by the newest measurement that tells; None: none does."""
         self.movement_rate: float | None = None
         """The learning rate that this is told at; None: not known."""
-        self.peak_movement: tuple[float, float] | None = None
-        """The newest movement at the highest learning rate that one was told at, and that rate; None: none is known."""
+        self.peak_movement: tuple[float, float | None] | None = None
+        """The largest movement that was measured, and the learning rate that it is told at; None: none was."""
         self.last_unix_s = 0.0
         """When the last row was written."""
         self._decisions: list[Decision] = []
@@ -199,9 +199,9 @@ class Replay:
         self.ranks_ms = row.aggregates.get("ranks_ms", self.ranks_ms)
         if "movement_percent" in row.aggregates:
             self.movement_percent = row.aggregates["movement_percent"]
-            self.movement_rate = rate = row.aggregates.get("movement_rate")
-            if rate is not None and (self.peak_movement is None or rate >= self.peak_movement[1]):
-                self.peak_movement = row.aggregates["movement_percent"], rate
+            self.movement_rate = row.aggregates.get("movement_rate")
+            if self.peak_movement is None or self.movement_percent > self.peak_movement[0]:
+                self.peak_movement = self.movement_percent, self.movement_rate
         sample = Sample.of(steps, _interval(trial.knobs), tokens)
         sample_or_none = sample if sample.token_us else None
         if row.role != "hold":

@@ -75,7 +75,8 @@ def verdict(document: Document) -> list[str]:
     sentences = [cost_and_gain(document)] if counted or is_measured(document) else []
     changed = differences(document["best"]["knobs"], document["start"]["knobs"])
     if changed:
-        sentences += [f"Keep {changed}; all else as it was at the start.", *to_copy(document)]
+        keep = [f"Keep {changed}; all else as it was at the start.", *too_late_at_the_peak(document)]
+        sentences += [" ".join(keep), *to_copy(document)]
     else:
         sentences.append(nothing_adopted(document))
     return [*sentences, *ending(document)]
@@ -134,6 +135,22 @@ def lateness_bound(document: Document) -> str:
     if peak[0] is None:
         return said
     return f"{said}; at the last {moved_in_a_step(*now)}, which allows {number(most_late_steps(quality, now[0]))} steps"
+
+
+def too_late_at_the_peak(document: Document) -> Iterator[str]:
+    """That the quality allows the best setting only with the steps of a training's end, which are small."""
+    budget, late = document["budget"] or {}, document["best"].get("quality_cost_steps")
+    percent = budget.get("peak_movement_percent")
+    if late is None or percent is None:
+        return
+    most = most_late_steps(document["quality"], percent)
+    if late > most * (1 + 1e-9):
+        small = moved_in_a_step(budget["movement_percent"], budget["movement_learning_rate"])
+        large = moved_in_a_step(percent, budget["peak_learning_rate"])
+        yield (
+            f"The quality allows it where {small}; where {large} it allows {number(most)} steps, and this comes "
+            f"{number(late)} late."
+        )
 
 
 def fates(document: Document) -> dict[int, str]:

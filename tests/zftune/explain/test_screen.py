@@ -180,7 +180,7 @@ def test_a_movement_is_told_at_the_learning_rate_that_it_was_measured_with(timed
     rows = ByHand(timed, clock, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
     start = rows.trial("start")
     told = [lateness_bound(explained(timed, rows.run, clock))]
-    moves: list[dict[str, Any]] = [{}, {"movement_percent": 0.107, "movement_rate": 1e-3}, {"movement_percent": 0.0158}]
+    moves: list[dict[str, Any]] = [{}, {"movement_percent": 0.107, "movement_rate": 1e-3}, {"movement_percent": 0.0958}]
     for moved in moves:
         rows.measure(start, "start", 100, **moved)  # the last is of an older version, which kept no rate
         told.append(lateness_bound(explained(timed, rows.run, clock)))
@@ -188,7 +188,7 @@ def test_a_movement_is_told_at_the_learning_rate_that_it_was_measured_with(timed
         "weights move 0.05% in a step at learning rate 3e-5",
         "weights move 0.05% in a step at learning rate 3e-5",
         "weights move 0.107% in a step at learning rate 0.001",
-        "weights move 0.0158% in a step",
+        "weights move 0.0958% in a step",
     ]
 
 
@@ -196,15 +196,37 @@ def test_a_movement_at_the_end_of_a_schedule_is_told_beside_that_at_its_peak(tim
     settings = {"budget_steps": 3.4, "movement_percent": 0.04, "movement_rate": 1e-4}
     rows = ByHand(timed, clock, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
     start = rows.trial("start")
-    rows.measure(start, "start", 100, movement_percent=0.05, movement_rate=1e-4)  # the newest at that rate
+    rows.measure(start, "start", 100, movement_percent=0.05, movement_rate=9e-5)
+    rows.measure(start, "start", 100, movement_percent=0.045, movement_rate=1e-4)
     assert "at the last" not in lateness_bound(explained(timed, rows.run, clock))
     rows.measure(start, "start", 100, movement_percent=5e-5, movement_rate=7e-8)
     found = explained(timed, rows.run, clock)
-    assert (found["budget"]["peak_movement_percent"], found["budget"]["peak_learning_rate"]) == (0.05, 1e-4)
+    assert (found["budget"]["peak_movement_percent"], found["budget"]["peak_learning_rate"]) == (0.05, 9e-5)
     assert lateness_bound(found) == (
-        "weights move 0.05% in a step at learning rate 0.0001: updates may come 3.43 steps late on average, which adds "
+        "weights move 0.05% in a step at learning rate 9e-5: updates may come 3.43 steps late on average, which adds "
         "up to about 0.3% of loss in a long fine-tuning, 0.746% in one of 1000 steps; more from scratch; at the last "
         "weights move 0.00005% in a step at learning rate 7e-8, which allows 8 steps"
+    )
+
+
+@pytest.mark.parametrize("interval", [2, 8])
+def test_a_setting_that_only_the_last_small_steps_allow_is_recommended_for_them(
+    timed: Store, clock: Clock, interval: int
+) -> None:
+    settings = {"budget_steps": 3.4, "movement_percent": 0.04, "movement_rate": 1e-4}
+    rows = ByHand(timed, clock, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
+    rows.measure(rows.trial("start"), "start", 100, movement_percent=0.05, movement_rate=1e-4)
+    best = rows.trial(update_interval=interval, apply_lag=interval)
+    rows.measure(best, "b", 50, movement_percent=0.01, movement_rate=2e-5)
+    rows.decide("adopt", best, gain=0.5, error=0.01)
+    keep = next(one for one in verdict(explained(timed, rows.run, clock)) if one.startswith("Keep"))
+    assert keep.removeprefix(
+        f"Keep update_interval {interval}, apply_lag {interval}; all else as it was at the start."
+    ) == (
+        ""
+        if interval == 2
+        else " The quality allows it where weights move 0.01% in a step at learning rate 2e-5; where "
+        "weights move 0.05% in a step at learning rate 0.0001 it allows 3.43 steps, and this comes 7.2 late."
     )
 
 
