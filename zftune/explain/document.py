@@ -245,10 +245,12 @@ def _budget(run: RunRecord, steps: float, told: Replay) -> dict[str, Any]:
     }
 
 
-def gain(told: Replay) -> dict[str, float] | None:
-    """Of the incumbent over the starting point, with two standard errors; None: nothing was adopted."""
+def gain(told: Replay) -> dict[str, Any] | None:
+    """Of the incumbent over its reference, with two standard errors; None: nothing was adopted."""
     found = told.gain
-    return None if found is None else {"share": found.share, "error": 2 * found.error, "era": told.gain_era}
+    if found is None:
+        return None
+    return {"share": found.share, "error": 2 * found.error, "era": told.gain_era, "reference": told.reference}
 
 
 def eras(told: Replay) -> list[dict[str, Any]]:

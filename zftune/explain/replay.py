@@ -6,7 +6,7 @@ Nothing is decided again: who the incumbent was and how much was gained follows 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from zftune.explain.words import identity
 from zftune.store.account import Account
 from zftune.store.types import Decision, Measurement, TrialRecord, TrialState
 from zftune.tuner.scores import Gain, Sample, relative_error, score, spread
-from zftune.tuner.states import AGAINST_START, OF_INCUMBENT, TOKENS, TRAINED_ON, Gains, gain_of
+from zftune.tuner.states import COMPARED_AGAIN, OF_INCUMBENT, TOKENS, TRAINED_ON, Gains, gain_of
 from zftune.words import ERAS
 
 if TYPE_CHECKING:
@@ -127,8 +127,9 @@ class Replay:
         self.last_unix_s = 0.0
         """When the last row was written."""
         self._decisions: list[Decision] = []
+        self._trials = trials
         self._settings = [identity(one.knobs) for one in trials]
-        self._gains = Gains(self._settings[0] if trials else None)
+        self._gains: Gains[Hashable] = Gains(self._settings[0] if trials else None)
         self._samples: dict[int, list[Sample]] = defaultdict(list)
         self._earlier: dict[int, float] = {}
         self._eras: dict[int, int] = {}
@@ -141,6 +142,12 @@ class Replay:
     def gain(self) -> Gain | None:
         """Of the incumbent over the starting point, or over what had to take its place; None: it is one of these."""
         return self._gains.gain
+
+    @property
+    def reference(self) -> dict[str, Any] | None:
+        """The knobs that `gain` is over; None: those of the starting point."""
+        number = self._settings.index(self._gains.reference)
+        return dict(self._trials[number].knobs) if number else None
 
     @property
     def gain_era(self) -> int:
@@ -283,8 +290,8 @@ class Replay:
             self._samples[trial] = [*looked, *self._new("b")]
             self.incumbent = trial
             self._gains.adopt(self._settings[trial], gain_of(decision))
-        elif AGAINST_START in decision.details:
-            self._gains.compare_with_start(gain_of(decision))
+        elif COMPARED_AGAIN in decision.details:
+            self._gains.compare_again(gain_of(decision))
         elif decision.kind == "start" and self.start_step_ms is None:
             self.start_step_ms = self.step_ms(self.incumbent)
         elif decision.kind in ("memory", "movement") and trial is not None:

@@ -26,6 +26,7 @@ _STYLES = {
 }
 
 
+_SOURCES = {"start": "the starting point", "reference": "what others gain over"}
 _WHOLE_PARTS, _LONG = 2, 40
 """The last parts of a search that are shown whole, where it has more and so many decisions."""
 _ALWAYS_TOLD = frozenset(DECISIONS) - {"start", "keep", "abort", "void", "hold"}
@@ -139,7 +140,7 @@ def subject(document: Mapping[str, Any], note: Mapping[str, Any]) -> str:
     trial, incumbent = (document["trials"][note[name]] for name in ("trial", "incumbent"))
     what = words.candidate(trial, incumbent)
     more = "" if what in note["reason"] else f", {what}"
-    source = "the starting point" if trial["source"] == "start" else f"from the {trial['source']}"
+    source = _SOURCES.get(trial["source"], f"from the {trial['source']}")
     return f"Setting {trial['number']} ({source}){more}. "
 
 

@@ -193,7 +193,7 @@ def cost_and_gain(document: Document) -> str:
     """What exploring cost, what it won, and when the one had paid for the other."""
     cost = document["cost"]
     if document["run"]["backend"] != "zenflow":
-        return _of_restarts(document["gain"], cost)
+        return _of_restarts(document)
     if cost["spent_s"] > 0 and cost["elapsed_s"] > 0:
         share, spent, elapsed = (
             cost["spent_s"] / cost["elapsed_s"],
@@ -206,14 +206,15 @@ def cost_and_gain(document: Document) -> str:
     left_s = cost["remaining_s"] if cost["spent_s"] > 0 else None
     more = [] if left_s is None else [f"not yet broken even: {seconds(left_s)} more under these settings pay for it"]
     compared = document["gain"] is not None or not differences(document["best"]["knobs"], document["start"]["knobs"])
-    parts += _gained(document["gain"], cost["saved_s"], len(document["eras"])) if compared else []
+    parts += _gained(document, len(document["eras"])) if compared else []
     return ", ".join([*parts, *saved_in_words(cost, document["gain"]), *more]) + "."
 
 
-def _of_restarts(gain: Mapping[str, float] | None, cost: Mapping[str, Any]) -> str:
+def _of_restarts(document: Document) -> str:
     """The same where a search runs a command again and again, which trains nothing for anybody: all of it is cost."""
+    cost = document["cost"]
     parts = [f"took {waiting_time(cost['elapsed_s'])}", runs_of_command(cost["runs"])] if cost["runs"] else []
-    parts += _gained(gain, cost["saved_s"])
+    parts += _gained(document)
     if cost["saved_ms_a_step"] is not None:
         parts.append(f"saves {number(cost['saved_ms_a_step'])} ms a step")
     if cost["paid_after_steps"] is not None:
@@ -227,16 +228,23 @@ def runs_of_command(runs: int) -> str:
     return f"{runs} run{'' if runs == 1 else 's'} of the command"
 
 
-def _gained(gain: Mapping[str, float] | None, saved_s: float, parts: int = 1) -> list[str]:
-    """What the best settings gain, and whether that is older than the last of the search's parts."""
+def _gained(document: Document, parts: int = 1) -> list[str]:
+    """What the best settings gain, over what, and whether that is older than the last of the search's parts."""
+    gain = document["gain"]
     if gain is None:  # what was saved before it was rolled back stays saved
-        return [] if saved_s else ["gained nothing"]
+        return [] if document["cost"]["saved_s"] else ["gained nothing"]
     if gain["share"] >= 0:
         old = " (measured before the search began again)" if gain["era"] < parts - 1 else ""
-        return [f"gained {shares(gain['share'], gain['error'])}{old}"]
+        return [f"gained {shares(gain['share'], gain['error'])}{over(document)}{old}"]
     if -gain["share"] <= gain["error"]:
         return [f"gained nothing beyond noise ({shares(gain['share'], gain['error'])})"]
     return [f"gave up {shares(-gain['share'], gain['error'])} for earlier updates or less memory"]
+
+
+def over(document: Document) -> str:
+    """What a gain is over, where that is not the starting point; else ""."""
+    reference = document["gain"].get("reference")
+    return f" over {of_search.in_its_place(differences(reference, document['start']['knobs']))}" if reference else ""
 
 
 def era(document: Document, one: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from zenflow.errors import HostThreadsError, RankError
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.quality import at_full_rate, movement_percent, rate_at_full, rates
 from zftune.store.account import Counter
+from zftune.tuner import messages
 from zftune.tuner.guard import Losses, LossGuard
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.scores import Gain, Pace, step_ms_of
@@ -382,22 +383,15 @@ class Executor:
         """Take the best setting so far, and say so where it is another one."""
         (before, self.incumbent), (had, self.gain) = (self.incumbent, incumbent), (self.gain, gain)
         is_first, self._heard_best = not self._heard_best, True
-        changes = incumbent.differences(before)
-        if not changes:
+        if not incumbent.differences(before):
             return
         self._of_incumbent_ms.clear()
-        back = "goes back to the settings that it began with" if incumbent == self._start else "goes back to"
-        what = back if incumbent == self._start or incumbent in self._left else "adopts"
+        is_start, was_before = incumbent == self._start, incumbent in self._left
         self._left.add(before)
-        saves = gain is not None and gain.share > 0
-        by_itself = f", which {'saved' if is_first else 'saves'} {gain} of the step time"
-        in_all = f"; all in all {gain} of the step time is saved"
-        why = "" if not saves else by_itself if had is None else in_all
-        if is_first:  # of a search that began elsewhere
-            what = "goes on with the best settings so far"
-        elif what == "adopts" and (gain is None or gain.share < (0.0 if had is None else had.share)):
-            what, why = "changes to", f", for earlier updates or less memory{why}"
-        _logger.info("zftune %s: %s%s.", what, changes, why)
+        told = messages.other_best(
+            incumbent, before, gain, had, is_first=is_first, is_start=is_start, was_before=was_before
+        )
+        _logger.info("zftune %s.", told)
 
     def _ask(self, setting: Setting) -> None:
         """Change knobs; where they run already, wait for the window's end: to watch a training is not to alter it."""

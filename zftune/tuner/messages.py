@@ -10,10 +10,11 @@ from zftune.store.account import Count, saved_with_error
 from zftune.store.types import TrialState
 from zftune.tuner.scores import ERRORS, LEAST_GAIN, ExplorationCost, Gain, steps_of
 from zftune.tuner.space import Setting
-from zftune.tuner.states import Outcome, Trial
+from zftune.tuner.states import REFERENCES, Outcome, Trial
 
 if TYPE_CHECKING:
     from zftune.tuner.search import Search
+    from zftune.tuner.trials import TrialTable
 
 
 _TRIED = (TrialState.MEASURED, TrialState.ABORTED, TrialState.CRASHED)
@@ -190,13 +191,64 @@ def compared(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool, hidd
         )
     if not found.tells:
         return f"Not adopted: {what} {_TOO_NOISY} whether it is faster than the best so far."
-    if trial.source == "start":
-        return f"Compared with the starting point again: the best so far {_gains(found.reverse)}."
+    if trial.source in REFERENCES:
+        with_what = "the starting point" if trial.source == "start" else in_its_place(_what(trial, incumbent))
+        return f"Compared with {with_what} again: the best so far {_gains(found.reverse)}."
     why = ", since measurements of the same setting differ by more than their steps explain" if hidden else ""
     return (
         f"Not adopted: {what} {_gains(found)} against the best so far, measured before and after it; a change must "
         f"gain more than {needed}{why}."
     )
+
+
+def other_best(
+    incumbent: Setting,
+    before: Setting,
+    gain: Gain | None,
+    had: Gain | None,
+    *,
+    is_first: bool,
+    is_start: bool,
+    was_before: bool,
+) -> str:
+    """What a training does where other settings are the best so far, without a full stop.
+
+    Args:
+        incumbent: those.
+        before: the best until now.
+        gain: of the one.
+        had: of the other.
+        is_first: nothing was heard of the search before, which began elsewhere than the training.
+        is_start: the search began from them.
+        was_before: they were the best before that.
+    """
+    what, why = "adopts", ""
+    if gain is not None and gain.share > 0:
+        by_itself = f", which {'saved' if is_first else 'saves'} {gain} of the step time"
+        why = by_itself if had is None else f"; all in all {gain} of the step time is saved"
+    if is_first:
+        what = "begins with" if is_start else "goes on with the best settings so far"
+    elif is_start or was_before:
+        what = f"goes back to{' the settings that it began with' if is_start else ''}"
+    elif gain is None or gain.share < (0.0 if had is None else had.share):
+        is_earlier = incumbent.mean_staleness_steps < before.mean_staleness_steps
+        what, why = "changes to", f", for {'earlier updates' if is_earlier else 'less memory'}{why}"
+    return f"{what}: {incumbent.differences(before)}{why}"
+
+
+def reference(book: TrialTable) -> str:
+    """What the best settings gain over, in words."""
+    start = book.trials[0].setting
+    return "the starting point" if book.reference == start else in_its_place(book.reference.differences(start))
+
+
+def in_its_place(what: str) -> str:
+    """What became the incumbent for the quality or for GPU memory, and is what others gain over.
+
+    Args:
+        what: it has that something else has not, in words.
+    """
+    return f"what had to take the starting point's place ({what})"
 
 
 def _gains(found: Gain) -> str:
@@ -419,7 +471,8 @@ def _lines(search: Search, count: Count, *, tried: int, measured: bool) -> Itera
     kinds = {note.kind for note in search.notes}
     nothing = nothing_adopted(measured=measured, tried=tried, kinds=kinds, uncompared=len(measured_only))
     yield from _kept(book.incumbent.setting, book.gain, count)
-    yield f"{_gained(book.gain, nothing, since=book.gain_age)} {reason}".rstrip()
+    over = "" if book.reference == book.trials[0].setting else f" of {reference(book)}"
+    yield f"{_gained(book.gain, nothing, since=book.gain_age, over=over)} {reason}".rstrip()
     if guarded:
         yield f"Guard: {' '.join(guarded)}"
 
@@ -433,11 +486,11 @@ def _kept(incumbent: Setting, gain: Gain | None, count: Count) -> Iterator[str]:
     yield f"Time spent: exploring took {more}."
 
 
-def _gained(gain: Gain | None, nothing: str, since: int = 0) -> str:
+def _gained(gain: Gain | None, nothing: str, since: int = 0, over: str = "") -> str:
     if gain is None:
         return f"Gain: none. {nothing}."
     often = "" if since == 1 else f", {since} times since"
-    return f"Gain: {gain} of the step time{f', measured before the search began again{often}' if since else ''}."
+    return f"Gain: {gain} of the step time{over}{f', measured before the search began again{often}' if since else ''}."
 
 
 def counted_alone(incumbent: Setting | None, gain: Gain | None, count: Count, record: str | None) -> str:

@@ -16,7 +16,7 @@ from zftune.tuner import messages
 from zftune.tuner.curve import CurveBuilder
 from zftune.tuner.rows import Followed, lives, measurement_row, rebuild
 from zftune.tuner.search import Search
-from zftune.tuner.states import AT_S, LEARNING_RATE, OF_INCUMBENT, TRAINED_ON, Outcome, Request, Stopped
+from zftune.tuner.states import AT_S, LEARNING_RATE, OF_INCUMBENT, REFERENCES, TRAINED_ON, Outcome, Request, Stopped
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 30.0
 """For so long a search waits for a database server that is away; its training does not."""
-_SHARED = ("start", "peer")
+_SHARED = (*REFERENCES, "peer")
 """Who proposes what every tuner of a study measures."""
 _MAY_COME_BACK = frozenset((TRAINED_ON, LEARNING_RATE))
 """In the details of remarks that say something new each time."""

@@ -33,7 +33,7 @@ from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.scores import score
 from zftune.tuner.search import MOST_RESTARTS, Search, SearchOptions
 from zftune.tuner.space import Setting, Space, feasible
-from zftune.tuner.states import AGAINST_START, LATE, LEARNING_RATE, LIFE, BarredSetting
+from zftune.tuner.states import COMPARED_AGAIN, LATE, LEARNING_RATE, LIFE, BarredSetting
 
 if TYPE_CHECKING:
     from torch import dtype, nn
@@ -420,14 +420,14 @@ class Recording:
         if often >= MOST_RESTARTS:
             self.notices.append(f"No preset is kept: the search began again {often} times since its gain was measured.")
             return
-        if not gain.holds and any(AGAINST_START in note.details for note in search.notes):
-            what = "compared with the starting point again, the best settings gain"
+        if not gain.holds and any(COMPARED_AGAIN in note.details for note in search.notes):
+            what = f"compared with {messages.reference(search.book)} again, the best settings gain"
             self.notices.append(f"No preset is kept: {what} {gain}.")
             return
         step_ms = score(best.samples) * search.book.tokens / 1e3
         evidence = Evidence(
             step_ms=step_ms,
-            baseline="start" if search.book.gains_over_start else "planner",
+            baseline="start" if search.book.reference == search.book.trials[0].setting else "planner",
             baseline_step_ms=step_ms / (1 - gain.share),
             gain_error=2 * gain.error,
             measurements=search.measurements,

@@ -30,10 +30,11 @@ from zftune.tuner.scores import (
 )
 from zftune.tuner.space import Forecaster, Setting, Space
 from zftune.tuner.states import (
-    AGAINST_START,
     AT_S,
+    COMPARED_AGAIN,
     LATE,
     OF_INCUMBENT,
+    REFERENCES,
     TOKENS,
     Choosing,
     Comparing,
@@ -55,8 +56,7 @@ from zftune.tuner.trials import CandidateQueue, TrialTable
 
 __all__ = ["MOST_VOIDS", "Search", "SearchOptions"]
 MOST_VOIDS = 3
-_COMPARISON = 3  # measurements
-_ONCE_MORE = 2  # of the challenger and of the incumbent
+_COMPARISON, _ONCE_MORE = 3, 2  # measurements; the latter of the challenger and of the incumbent
 LEAST_MEASUREMENTS = 2 + _COMPARISON
 """The start, a look at another setting, and its comparison: with fewer, nothing can be found."""
 _HOLD_STEPS = 200
@@ -258,7 +258,7 @@ class Search:
     def _choose(self) -> State:
         if enough := self._enough():
             return self._settle(enough)
-        trial = self.agenda.planned() or self.book.start_again(self._missing_s) or self.agenda.searched()
+        trial = self.agenda.planned() or self.book.reference_again(self._missing_s) or self.agenda.searched()
         if trial is None:
             return self._settle(messages.none_left(self.book.space.fixed_because))
         return self._affordable(trial)
@@ -467,13 +467,13 @@ class Search:
         seen = gain(incumbent.samples, [sample], seed=self.options.seed)
         step_ms = step_ms_of(outcome.steps_ms, trial.setting.update_interval)
         now = None if step_ms is None or outcome.before_ms is None else 1.0 - step_ms / outcome.before_ms
-        if trial.source != "start" and seen.share < LEAST_GAIN and (now is None or now < LEAST_GAIN):
+        if trial.source not in REFERENCES and seen.share < LEAST_GAIN and (now is None or now < LEAST_GAIN):
             self._misses += 1
             self._note("keep", messages.slower(trial, incumbent, seen), trial.number, gain=seen.share)
             self.state = Choosing()
             return
         self.state = self._comparing(trial, "gain")
-        if trial.source == "peer" or (trial.source in (*_PLANNED, "start") and self._last_role == "start"):
+        if trial.source == "peer" or (trial.source in (*_PLANNED, *REFERENCES) and self._last_role == "start"):
             # Nobody picked it for its time here, and the incumbent was measured before: the first two are there.
             self.state = replace(self.state, before=tuple(incumbent.samples[-1:]), after=(sample,))
 
@@ -496,7 +496,7 @@ class Search:
             adopted = found.holds and min(against_each) > 0
             reason = messages.compared(trial, incumbent, found, adopted=adopted, hidden=hidden)
         kind: DecisionKind = "adopt" if adopted else "keep"
-        anew = {AGAINST_START: 1.0} if not adopted and self.book.compared_with_start(trial, found) else {}
+        anew = {COMPARED_AGAIN: 1.0} if not adopted and self.book.compared_again(trial, found) else {}
         self._note(kind, reason, trial.number, gain=found.share, error=found.error, needed=found.needed, **anew)
         if done.purpose == "gain" and not anew:  # a tie's setting was tried, and counted, before
             self._misses = 0 if adopted else self._misses + 1

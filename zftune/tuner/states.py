@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from zftune.store.types import Decision, TrialState
 from zftune.text import number
 from zftune.tuner.scores import Gain, Pace, Sample, departure, in_a_row, too_slow
 from zftune.tuner.space import Forecast, Setting
 
+Named = TypeVar("Named", bound=Hashable)
 Role = Literal["start", "explore", "a1", "b", "a2", "hold"]
 """What a measurement is for: the starting point, a look at a setting, a comparison, or nothing but waiting."""
 OF_INCUMBENT: tuple[Role, ...] = ("start", "a1", "a2", "hold")
@@ -28,8 +29,10 @@ LATE = "late"
 """In the same: the trial whose updates came later, which is tried again."""
 TOKENS = "tokens"
 """In those of a decision to begin again: how many a step has from here on; elsewhere that is no reason for it."""
-AGAINST_START = "against_start"
-"""In those of a comparison: it measured anew what the best so far gains over the starting point."""
+COMPARED_AGAIN = "compared_again"
+"""In those of a comparison: it measured anew what the best so far gains over its reference (see `Gains`)."""
+REFERENCES = ("start", "reference")
+"""Who proposes what the best so far gains over: the starting point, or what had to take its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +280,7 @@ def gain_of(decision: Decision) -> Gain:
     return Gain(decision.details.get("gain", 0.0), decision.details.get("error", 0.0))
 
 
-class Gains:
+class Gains(Generic[Named]):
     """What settings gain over the one that a search began from, as far as that was measured.
 
     One that became the incumbent without a comparison, for the quality or for GPU memory, has no gain, unless it was
@@ -288,13 +291,13 @@ class Gains:
         start: the starting point, in any form that settings are told apart by.
     """
 
-    def __init__(self, start: Hashable) -> None:
-        self._rows: dict[Hashable, tuple[Hashable, tuple[tuple[Gain, int], ...]]] = {start: (start, ())}
+    def __init__(self, start: Named) -> None:
+        self._rows: dict[Named, tuple[Named, tuple[tuple[Gain, int], ...]]] = {start: (start, ())}
         """By setting: what it was compared with, and each gain on the way from there with its era."""
         self._start = self._incumbent = start
         self._era = 0
 
-    def adopt(self, setting: Hashable, found: Gain) -> None:
+    def adopt(self, setting: Named, found: Gain) -> None:
         """Take a setting as the incumbent, by its gain over the one before."""
         reference, gains = self._rows[self._incumbent]
         self._rows[setting] = (
@@ -302,15 +305,15 @@ class Gains:
         )
         self._incumbent = setting
 
-    def compare_with_start(self, found: Gain) -> None:
-        """Measure anew what the incumbent gains over the starting point.
+    def compare_again(self, found: Gain) -> None:
+        """Measure anew what the incumbent gains over `reference`.
 
         Args:
-            found: what the starting point gains over it, below 0 where it is slower.
+            found: what that gains over it, below 0 where it is slower.
         """
-        self._rows[self._incumbent] = (self._start, ((found.reverse, self._era),))
+        self._rows[self._incumbent] = (self.reference, ((found.reverse, self._era),))
 
-    def move_to(self, setting: Hashable) -> None:
+    def move_to(self, setting: Named) -> None:
         """Take a setting as the incumbent that was not compared with the one before."""
         self._rows.setdefault(setting, (setting, ()))
         self._incumbent = setting
@@ -335,6 +338,6 @@ class Gains:
         self._era += 1
 
     @property
-    def reference(self) -> Hashable:
+    def reference(self) -> Named:
         """What the incumbent was compared with: the starting point, or what had to take its place."""
         return self._rows[self._incumbent][0]

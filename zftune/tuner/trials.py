@@ -14,7 +14,7 @@ from zftune.tuner import messages
 from zftune.tuner.forecast import MOST_REJECTIONS, Evaluation, Observation, Proposer, propose
 from zftune.tuner.scores import ERRORS, LEAST_GAIN, Gain, Sample, score
 from zftune.tuner.space import Forecast, Forecaster, Setting, Space
-from zftune.tuner.states import AGAINST_START, Adoption, BarredSetting, Gains, Outcome, Sampler, Trial, gain_of
+from zftune.tuner.states import COMPARED_AGAIN, Adoption, BarredSetting, Gains, Outcome, Sampler, Trial, gain_of
 
 SLOWEST = 1.3
 """A candidate is rejected where the planner predicts more than this factor of the incumbent's time."""
@@ -48,7 +48,7 @@ class TrialTable:
         self._barred = {one.setting: one.kind for one in barred}
         self._newest: dict[Setting, Trial] = {start: self.trials[0]}
         self._incumbent = 0
-        self._gains = Gains(start)
+        self._gains: Gains[Setting] = Gains(start)
         self.tokens = 1
         """Of a step."""
         self.peers: Mapping[Setting, float | None] = {}
@@ -86,9 +86,9 @@ class TrialTable:
         return self._gains.age
 
     @property
-    def gains_over_start(self) -> bool:
-        """Whether that is over the starting point."""
-        return self._gains.reference == self.trials[0].setting
+    def reference(self) -> Setting:
+        """What the incumbent gains over: the starting point, or what had to take its place."""
+        return self._gains.reference
 
     @property
     def gain_share(self) -> float:
@@ -108,23 +108,23 @@ class TrialTable:
         self._gains.adopt(trial.setting, found)
         self._incumbent = trial.number
 
-    def compared_with_start(self, trial: Trial, found: Gain) -> bool:
-        """Take from a comparison what the incumbent gains over the starting point.
+    def compared_again(self, trial: Trial, found: Gain) -> bool:
+        """Take from a comparison what the incumbent gains over its reference.
 
         Args:
             trial: that the incumbent was compared with, and kept.
             found: what the trial gains over it.
 
         Returns:
-            Whether it was so: the trial has the starting point's setting.
+            Whether it was so: the trial has the reference's setting.
         """
-        is_start = self.gain is not None and self.gains_over_start and trial.setting == self.trials[0].setting
-        if is_start:
-            self._gains.compare_with_start(found)
-        return is_start
+        is_reference = self.gain is not None and trial.setting == self.reference
+        if is_reference:
+            self._gains.compare_again(found)
+        return is_reference
 
-    def start_again(self, missing_s: Callable[[Trial], float]) -> Trial | None:
-        """A trial of the starting point, to be compared with the incumbent whose gain is not well known.
+    def reference_again(self, missing_s: Callable[[Trial], float]) -> Trial | None:
+        """A trial of the reference, to be compared with the incumbent whose gain is not well known.
 
         What is adopted was picked for its comparison, so that this is too good on average, the more the noisier times
         are. A gain that was found in several parts of a search has all their errors, and what the machine did between.
@@ -135,14 +135,15 @@ class TrialTable:
         Returns:
             The trial, if it may run without waiting; None also where the incumbent was compared with it before.
         """
-        start = self.trials[0].setting
-        known, found = self.find(start), self.gain
-        if found is None or not self.gains_over_start or (known is not None and known.number > self._incumbent):
+        setting = self.reference
+        known, found = self.find(setting), self.gain
+        if found is None or (known is not None and known.number > self._incumbent):
             return None
         poorly_known = self.gain_age > 0 or ERRORS * found.error > max(_WELL_KNOWN, _WELL_KNOWN_SHARE * found.share)
-        if not poorly_known or self.judge(start).rejected:
+        if not poorly_known or self.judge(setting).rejected:
             return None
-        trial = Trial(len(self.trials), start, "start", forecast=self.forecast(start))
+        source = "start" if setting == self.trials[0].setting else "reference"
+        trial = Trial(len(self.trials), setting, source, forecast=self.forecast(setting))
         return None if missing_s(trial) > 0 else self.append(trial)
 
     def roomier(self, peak_bytes: int | None) -> Setting | None:
@@ -206,8 +207,8 @@ class TrialTable:
         for one in decisions:
             if one.kind == "reopen":
                 self._gains.begin_again()
-            elif AGAINST_START in one.details:
-                self._gains.compare_with_start(gain_of(one))
+            elif COMPARED_AGAIN in one.details:
+                self._gains.compare_again(gain_of(one))
             elif one.trial is not None and one.kind == "adopt":
                 self.adoptions.append(Adoption(one.trial, gain_of(one), self._incumbent))
                 self._gains.adopt(self.trials[one.trial].setting, gain_of(one))

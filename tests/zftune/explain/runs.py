@@ -164,10 +164,13 @@ def live_document(search: Search) -> dict[str, Any]:
     """What a search itself knows of what is told from its rows."""
     book, space, gain = search.book, search.book.space, search.book.gain
     again = sum(note.kind == "reopen" for note in search.notes)
+    over = None if book.reference == book.trials[0].setting else book.reference.knobs()
     return {
         "start": _live_trial(search, book.trials[0]),
         "best": _live_trial(search, book.incumbent),
-        "gain": None if gain is None else {"share": gain.share, "error": 2 * gain.error, "era": again - book.gain_age},
+        "gain": None
+        if gain is None
+        else {"share": gain.share, "error": 2 * gain.error, "era": again - book.gain_age, "reference": over},
         "cost": {"spent_s": search.cost.spent_s, "elapsed_s": search.cost.elapsed_s},
         "measurements": search.measurements,
         "stopped": next((note.reason for note in reversed(search.notes) if note.kind in ("stop", "guard")), None),
@@ -215,6 +218,7 @@ def same(found: dict[str, Any], live: dict[str, Any]) -> None:
     if live["gain"] is None:
         assert found["gain"] is None
     else:
-        assert found["gain"] == pytest.approx(live["gain"], rel=1e-4)
+        figures = {name: pytest.approx(live["gain"][name], rel=1e-4) for name in ("share", "error", "era")}
+        assert found["gain"] == {**figures, "reference": live["gain"]["reference"]}
     assert found["cost"]["spent_s"] == pytest.approx(live["cost"]["spent_s"], abs=0.005)
     assert live["cost"]["elapsed_s"] <= found["cost"]["elapsed_s"] + 0.005 <= live["cost"]["elapsed_s"] + LATE_S

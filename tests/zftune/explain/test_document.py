@@ -29,6 +29,7 @@ from zftune.cli import top
 from zftune.explain import words
 from zftune.explain.document import _quality
 from zftune.explain.screen import render
+from zftune.report.tune import tune_page
 from zftune.store.store import Store
 from zftune.store.types import Curve, CurvePoint, Decision, DecisionKind, KnobChange, TrialState
 from zftune.tuner.recorder import StoreRecorder
@@ -77,7 +78,7 @@ def test_rows_by_hand(timed: Store, clock: Clock) -> None:
     assert cost["elapsed_s"] == pytest.approx(52, abs=0.05)
     assert cost["saved_s"] == pytest.approx(10, abs=0.05)
     assert cost["break_even_s"] == pytest.approx(44, abs=0.05)  # two seconds after it was adopted
-    assert found["gain"] == {"share": pytest.approx(0.5), "error": pytest.approx(0.02), "era": 0}
+    assert found["gain"] == {"share": pytest.approx(0.5), "error": pytest.approx(0.02), "era": 0, "reference": None}
     assert found["best"]["step_ms"] == pytest.approx(200)
     assert found["verdict"][:2] == [
         "Spent 3.8% of the run (2 s of 52 s), gained 50 +/- 2%, saved 10.00 +/- 0.80 s, broke even after 44 s.",
@@ -325,15 +326,29 @@ def test_a_gain_that_was_measured_anew_is_of_the_newest_part(timed: Store, clock
     again = rows.trial("start", topk_ratio=START.topk_ratio)
     rows.decide("keep", again, gain=-0.25, error=0.0125)
     gains = [explained(timed, rows.run, clock)["gain"]]
-    rows.decide("keep", again, gain=-0.25, error=0.0125, against_start=1.0)
+    rows.decide("keep", again, gain=-0.25, error=0.0125, compared_again=1.0)
     gains.append(explained(timed, rows.run, clock)["gain"])
     assert gains == [
-        {"share": 0.5, "error": 0.02, "era": 0},
-        {"share": pytest.approx(0.2), "error": pytest.approx(0.016), "era": 1},
+        {"share": 0.5, "error": 0.02, "era": 0, "reference": None},
+        {"share": pytest.approx(0.2), "error": pytest.approx(0.016), "era": 1, "reference": None},
     ]
-    rows.decide("keep", again, gain=0.02, error=0.03, against_start=1.0)
+    rows.decide("keep", again, gain=0.02, error=0.03, compared_again=1.0)
     found = explained(timed, rows.run, clock)
     assert "gained nothing beyond noise (-2 +/- 6%)" in found["verdict"][0]
+
+
+def test_a_gain_over_what_the_quality_required_says_so(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start, earlier, best = rows.trial("start"), rows.trial("planner", update_interval=2), rows.trial(topk_ratio=0.2)
+    rows.measure(start, "start", 400)
+    rows.decide("start", start)
+    rows.decide("movement", earlier)
+    rows.decide("adopt", best, gain=0.5, error=0.01)
+    found = explained(timed, rows.run, clock)
+    assert found["gain"]["reference"] == {**START.knobs(), "update_interval": 2}
+    over = "over what had to take the starting point's place (update_interval 2)"
+    assert f"gained 50 +/- 2% {over}." in found["verdict"][0]
+    assert f"of the step time {over}".replace("'", "&#x27;") in tune_page(found)
 
 
 def test_a_start_that_is_compared_again_is_no_other_setting(timed: Store, clock: Clock) -> None:

@@ -21,7 +21,7 @@ from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.rows import rebuild
 from zftune.tuner.scores import Gain, Pace, Sample, changed, departure, differs
 from zftune.tuner.space import Setting
-from zftune.tuner.states import Choosing, MeasuringBaseline, Outcome, Stopped, Trial
+from zftune.tuner.states import Choosing, MeasuringBaseline, Outcome, Trial
 
 KEY = Key(
     model_id="m" * 16, hw_id="h" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1, micro_batch=1,
@@ -180,78 +180,6 @@ def test_times_that_change_in_a_comparison_are_noticed() -> None:
     assert world.search.book.incumbent.setting == START
     world.settle()
     assert world.search.book.incumbent.setting == START  # its rival, measured in other times, has to be compared anew
-
-
-@pytest.mark.parametrize("fast", [0.9, 0.95, 1.3])
-def test_in_other_times_what_the_best_gains_is_measured_anew(fast: float) -> None:
-    world = World()
-    world.settle()
-    book = world.search.book
-    before = book.gain
-    assert before is not None
-    assert before.share == pytest.approx(0.2, abs=0.02)
-    world.factor, world.fast = 1.5, fast
-    world.run(2)
-    since = book.gain
-    assert since == replace(before, counted=0.0)
-    assert book.gain_age == 1
-    asked = len(world.driver.requests)
-    world.settle()
-    roles = [(one.role, one.setting) for one in world.driver.requests[asked:] if one.role != "hold"]
-    if fast == 1.3:  # the start is the faster one now, which gains nothing over itself
-        assert book.incumbent.setting == START
-        assert book.gain is None
-        return
-    assert roles == [("explore", START), ("a2", FAST)]
-    assert book.incumbent.setting == FAST
-    found = book.gain
-    assert found is not None
-    assert found.share == pytest.approx(1 - fast, abs=0.02)
-    assert (found.saves, book.gain_age) == (found.share, 0)
-    kept = [note for note in world.search.notes if "against_start" in note.details]
-    assert [(note.kind, note.trial) for note in kept] == [("keep", len(book.trials) - 1)]
-    assert kept[0].reason == f"Compared with the starting point again: the best so far gains {found}."
-    assert world.search._misses == 0  # it was no candidate
-
-
-@pytest.mark.parametrize(("noise", "again"), [(0.01, 0), (0.2, 1)])
-def test_a_gain_that_noise_may_have_made_is_measured_once_more(noise: float, again: int) -> None:
-    world = World(grant_s=1e9, sampler="random", patience=2, watch=False)
-    world.fast, world.driver.noise = 0.9, noise
-    while "adopt" not in world.kinds:
-        world.run(1)
-    book = world.search.book
-    adopted = book.gain
-    assert adopted is not None
-    asked = len(world.driver.requests)
-    world.settle()
-    roles = [(one.role, one.setting) for one in world.driver.requests[asked:]]
-    picked, *_ = [note for note in world.search.notes if note.kind == "adopt"]
-    anew = [note for note in world.search.notes if "against_start" in note.details]
-    assert len(anew) == again
-    if not again:
-        assert ("explore", START) not in roles
-        return
-    # The look at the start is left out, and so is the comparison that the best was picked by.
-    assert roles[:4] == [("explore", START), ("a1", FAST), ("b", START), ("a2", FAST)]
-    assert anew[0].details["gain"] == pytest.approx(-0.11, abs=0.1)
-    assert picked.details["gain"] == pytest.approx(adopted.share, rel=1e-4)
-    assert book.gain not in (None, adopted)
-
-
-def test_a_start_that_would_cost_too_much_is_not_compared_again() -> None:
-    world = World(grant_s=0.0, grant_steps=0, cost_share=0.0)
-    world.run(1)
-    world.search.cost.grant_s = 1e3
-    world.settle()
-    book = world.search.book
-    assert (book.incumbent.setting, book.gain_age) == (FAST, 0)
-    world.search.cost.grant_s = 0.0
-    world.factor = 1.5
-    world.run(6)
-    assert "reopen" in world.kinds
-    assert {one.role for one in world.driver.requests[-4:]} == {"hold"}  # nor is it waited for
-    assert isinstance(world.search.state, Stopped)
 
 
 def test_an_abort_casts_doubt_on_an_incumbent_that_was_not_measured_just_before() -> None:
@@ -442,48 +370,6 @@ def test_a_rollback_returns_to_what_ran_and_never_to_what_took_too_much_memory()
     assert book.incumbent is room
     assert (book.judge(adopted.setting).reason, book.adoptions) == ("somebody has rolled it back", [])
     assert book.gain_share == 0
-
-
-def test_a_gain_is_that_of_the_setting_which_it_was_measured_for() -> None:
-    world = World()
-    world.run(1)
-    book, samples = world.search.book, list(world.search.book.incumbent.samples)
-    first, second, room, last = (replace(START, topk_ratio=ratio) for ratio in (0.15, 0.2, 0.3, 0.4))
-
-    def adopt(setting: Setting, share: float) -> None:
-        book.adopt(book.append(Trial(len(book.trials), setting, "planner")), Gain(share, 0.01), samples)
-
-    def gain() -> float | None:
-        return None if book.gain is None else round(book.gain.share, 6)
-
-    adopt(first, 0.2)
-    adopt(second, 0.1)
-    assert gain() == 0.28
-    book.forget()  # trials are others from here on, and settings the same
-    number = next(trial.number for trial in book.trials if trial.setting == first)
-    assert book.move_to(first).number != number
-    assert (gain(), book.gains_over_start) == (0.2, True)
-    book.move_to(START)
-    assert (gain(), book.gain_share, book.gains_over_start) == (None, 0.0, True)
-    book.move_to(room)
-    assert (gain(), book.gain_share, book.gains_over_start) == (None, 0.0, False)
-    adopt(last, 0.1)
-    assert (gain(), book.gains_over_start) == (0.1, False)
-    adopt(room, 0.1)  # as in other times
-    assert (gain(), book.gains_over_start) == (None, False)
-    book.roll_back()
-    book.roll_back()
-    assert (book.incumbent.setting, gain()) == (room, None)
-    adopt(START, 0.1)  # that room was made in its place says nothing of it
-    assert (gain(), book.gains_over_start) == (None, True)
-    book.move_to(second)
-    assert gain() == 0.28
-    adopt(START, 0.1)  # in other times
-    assert (gain(), book.gain_share, book.gains_over_start) == (None, 0.0, True)
-    adopt(last, 0.3)
-    assert (gain(), book.gains_over_start) == (0.3, True)
-    book.restore_start()
-    assert gain() is None
 
 
 def test_a_search_that_began_again_is_rebuilt_from_its_rows() -> None:

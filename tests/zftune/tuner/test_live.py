@@ -302,13 +302,16 @@ def test_a_trial_is_measured_once_its_memory_is_pinned_and_pays_for_that(make: M
     assert outcome.between.late_steps == first - asked
 
 
+@pytest.mark.parametrize(("begins", "told"), [(False, "goes on with the best settings so far"), (True, "begins with")])
 def test_the_best_setting_of_a_search_that_began_elsewhere_is_not_told_as_an_adoption(
-    make: Make, caplog: pytest.LogCaptureFixture
+    make: Make, caplog: pytest.LogCaptureFixture, begins: bool, told: str
 ) -> None:
     caplog.set_level(logging.INFO, logger="zftune")
     live = make(worker=SyncWorker).live
-    live._adopt(replace(live.incumbent, topk_ratio=0.2), None)
-    assert caplog.messages[-1] == "zftune goes on with the best settings so far: topk_ratio 0.2."
+    other = replace(live.incumbent, topk_ratio=0.2)
+    live._start = other if begins else live.incumbent
+    live._adopt(other, None)
+    assert caplog.messages[-1] == f"zftune {told}: topk_ratio 0.2."
 
 
 @pytest.mark.parametrize(
@@ -341,8 +344,10 @@ def test_a_rollback_is_not_told_as_an_adoption(make: Make, caplog: pytest.LogCap
     first, second = replace(start, topk_ratio=0.3), replace(start, topk_ratio=0.4)
     slower = replace(start, topk_ratio=0.2)
     later = replace(start, topk_ratio=0.15)
+    earlier = replace(slower, update_interval=1, apply_lag=1)
     for setting, gain in (
-        (first, 0.1), (second, 0.2), (first, 0.102), (start, None), (second, 0.2), (later, 0.19), (slower, -0.01),
+        (first, 0.1), (second, 0.2), (first, 0.102), (start, None), (second, 0.2), (later, 0.19),
+        (slower, -0.01), (earlier, -0.02),
     ):  # fmt: skip
         live._adopt(setting, None if gain is None else Gain(gain, 0.004))
     assert [one for one in caplog.messages if one.startswith(("zftune adopts", "zftune changes", "zftune goes"))] == [
@@ -351,9 +356,7 @@ def test_a_rollback_is_not_told_as_an_adoption(make: Make, caplog: pytest.LogCap
         "zftune goes back to: topk_ratio 0.3; all in all 10.2 +/- 0.8% of the step time is saved.",
         f"zftune goes back to the settings that it began with: topk_ratio {start.topk_ratio:g}.",
         "zftune goes back to: topk_ratio 0.4, which saves 20.0 +/- 0.8% of the step time.",
-        (
-            "zftune changes to: topk_ratio 0.15, for earlier updates or less memory; "
-            "all in all 19.0 +/- 0.8% of the step time is saved."
-        ),
-        "zftune changes to: topk_ratio 0.2, for earlier updates or less memory.",
+        ("zftune changes to: topk_ratio 0.15, for less memory; all in all 19.0 +/- 0.8% of the step time is saved."),
+        "zftune changes to: topk_ratio 0.2, for less memory.",
+        "zftune changes to: update_interval 1, apply_lag 1, for earlier updates.",
     ]

@@ -202,7 +202,7 @@ def test_a_gain_follows_from_what_the_start_gains_over_the_best() -> None:
     gains = Gains("start")
     gains.adopt("first", Gain(0.5, 0.1))
     gains.begin_again()
-    gains.compare_with_start(Gain(-0.25, 0.05))  # 100 ms against 80
+    gains.compare_again(Gain(-0.25, 0.05))  # 100 ms against 80
     found = gains.gain
     assert found is not None
     assert (found.share, found.error, found.saves, gains.age) == pytest.approx((0.2, 0.032, 0.2, 0))
