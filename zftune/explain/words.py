@@ -15,7 +15,7 @@ from zftune.store.account import saved_in_words
 from zftune.text import number, percent
 from zftune.tuner import messages as of_search
 from zftune.tuner.space import Setting
-from zftune.tuner.states import OF_INCUMBENT
+from zftune.tuner.states import OF_INCUMBENT, REFERENCES
 from zftune.words import ERAS, ROLES, TRIALS, seconds, shares, value, waiting_time
 
 Document = Mapping[str, Any]
@@ -167,8 +167,8 @@ def _fate(document: Document, trial: Mapping[str, Any], decided: set[str]) -> st
         return TRIALS.get(trial["state"], str(trial["state"]))
     if trial["number"] == document["best"]["number"]:
         return "kept"
-    if trial["source"] == "start":
-        return "start"
+    if trial["source"] in REFERENCES:
+        return "start" if trial["source"] == "start" else "compared again"
     if "rollback" in decided:
         return "rolled back"
     if "adopt" in decided or "keep" in decided:

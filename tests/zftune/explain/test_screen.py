@@ -120,6 +120,8 @@ def test_a_setting_that_was_only_looked_at_is_not_called_anything_else(document:
     found = fates({**document, "decisions": notes})
     assert (found[best], found[start]) == ("kept", "start")
     assert (found[looked_at], found[kept]) == ("not compared", "not adopted")
+    again = [{**one, "source": "reference"} if one["number"] == kept else one for one in document["trials"]]
+    assert fates({**document, "trials": again})[kept] == "compared again"
     at_start = {**document, "decisions": notes, "gain": None, "best": document["start"]}
     unlike = "measured, but not compared with those that it began with. It began with: "
     assert f"was adopted; one of them was {unlike}" in said(at_start)
