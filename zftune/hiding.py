@@ -45,8 +45,8 @@ from zftune.variables import NOBODY, ONLINE
 SMALL_GAIN = 1.05
 """Speed, as a multiple, from which a win is worth naming."""
 NOTHING_TO_HIDE_BEHIND = (
-    "on a plain CPU there is nothing to hide the updates behind: host and device are the same cores, so "
-    "`--quality published` would win little, which a comparison alone can tell"
+    "on a plain CPU there is nothing to hide the updates behind: host and device are the same cores, so what "
+    "`--quality published` would win cannot be estimated; a search (`--online`) or a comparison measures it"
 )
 
 

@@ -267,8 +267,8 @@ def coverage_warning(
     advice = f"Raise topk_ratio, {shorter}or use {exact}, and compare the losses."
     if adopted:
         advice = (
-            f"The search adopted {adopted}, which its quality allows at the coverage that it measured: compare the "
-            f"losses with those of {exact}."
+            f"The search adopted {adopted}, which its quality allows by what it measured: compare the losses with "
+            f"those of {exact}."
         )
     return (
         f"The selected columns hold {measured:.0%} of the gradient energy, where {assumed:.0%} is assumed at "

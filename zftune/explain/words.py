@@ -89,7 +89,7 @@ def to_copy(document: Document) -> list[str]:
         return []
     config = best.config(ZenFlowConfig())
     section = json.dumps(config.to_ds_config().get("zero_optimization", {}))
-    return [f"in Python: {config.to_python()}", f'in a ds_config: "zero_optimization": {section}']
+    return [f"in Python: {config.to_python()}", f'in a ds_config for zftune run: "zero_optimization": {section}']
 
 
 def is_measured(document: Document) -> bool:
@@ -146,10 +146,11 @@ def too_late_at_the_peak(document: Document) -> Iterator[str]:
     most = most_late_steps(document["quality"], percent)
     if late > most * (1 + 1e-9):
         small = moved_in_a_step(budget["movement_percent"], budget["movement_learning_rate"])
+        at_last = most_late_steps(document["quality"], budget["movement_percent"])
         large = moved_in_a_step(percent, budget["peak_learning_rate"])
         yield (
-            f"The quality allows it where {small}; where {large} it allows {number(most)} steps, and this comes "
-            f"{number(late)} late."
+            f"For the beginning of another training it may come too late: {number(late)} steps, where the quality "
+            f"allows {number(most)} while {large}, and {number(at_last)} while {small}."
         )
 
 
@@ -167,10 +168,12 @@ def _fate(document: Document, trial: Mapping[str, Any], decided: set[str]) -> st
         return TRIALS.get(trial["state"], str(trial["state"]))
     if trial["number"] == document["best"]["number"]:
         return "kept"
-    if trial["source"] in REFERENCES:
-        return "start" if trial["source"] == "start" else "compared again"
+    if trial["source"] == "start":
+        return "start"
     if "rollback" in decided:
         return "rolled back"
+    if trial["source"] in REFERENCES and "keep" in decided:
+        return "compared again"
     if "adopt" in decided or "keep" in decided:
         return "adopted before" if "adopt" in decided else "not adopted"
     return _UNCOMPARED if trial["step_ms"] is not None else "measured earlier"
@@ -235,16 +238,22 @@ def _gained(document: Document, parts: int = 1) -> list[str]:
         return [] if document["cost"]["saved_s"] else ["gained nothing"]
     if gain["share"] >= 0:
         old = " (measured before the search began again)" if gain["era"] < parts - 1 else ""
-        return [f"gained {shares(gain['share'], gain['error'])}{over(document)}{old}"]
+        what = f" over {over(gain, document['start']['knobs'])}" if gain.get("reference") else ""
+        return [f"gained {shares(gain['share'], gain['error'])}{what}{old}"]
     if -gain["share"] <= gain["error"]:
         return [f"gained nothing beyond noise ({shares(gain['share'], gain['error'])})"]
     return [f"gave up {shares(-gain['share'], gain['error'])} for earlier updates or less memory"]
 
 
-def over(document: Document) -> str:
-    """What a gain is over, where that is not the starting point; else ""."""
-    reference = document["gain"].get("reference")
-    return f" over {of_search.in_its_place(differences(reference, document['start']['knobs']))}" if reference else ""
+def over(gain: Mapping[str, Any], start: Mapping[str, Any]) -> str:
+    """What a gain is over, in words.
+
+    Args:
+        gain: of a document.
+        start: the knobs that the search began with.
+    """
+    reference = gain.get("reference")
+    return of_search.required(differences(reference, start)) if reference else "the settings at the start"
 
 
 def era(document: Document, one: Mapping[str, Any]) -> str:

@@ -303,7 +303,7 @@ class TrialRecord:
     """0, 1, .. in its run."""
     knobs: Mapping[str, Any]
     source: str
-    """Who proposed it: "planner", "search", "preset", "start"."""
+    """Who proposed it: "start", "planner", "search", "preset", "peer" or "reference"."""
     state: TrialState
     reason: str | None
     predicted_step_ms: float | None

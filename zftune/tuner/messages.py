@@ -192,7 +192,7 @@ def compared(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool, hidd
     if not found.tells:
         return f"Not adopted: {what} {_TOO_NOISY} whether it is faster than the best so far."
     if trial.source in REFERENCES:
-        with_what = "the starting point" if trial.source == "start" else in_its_place(_what(trial, incumbent))
+        with_what = "the starting point" if trial.source == "start" else required(_what(trial, incumbent))
         return f"Compared with {with_what} again: the best so far {_gains(found.reverse)}."
     why = ", since measurements of the same setting differ by more than their steps explain" if hidden else ""
     return (
@@ -232,23 +232,24 @@ def other_best(
         what = f"goes back to{' the settings that it began with' if is_start else ''}"
     elif gain is None or gain.share < (0.0 if had is None else had.share):
         is_earlier = incumbent.mean_staleness_steps < before.mean_staleness_steps
-        what, why = "changes to", f", for {'earlier updates' if is_earlier else 'less memory'}{why}"
+        better = "earlier updates" if is_earlier else "" if gain is None else "less memory"
+        what, why = "changes to", (f", for {better}" if better else "") + why
     return f"{what}: {incumbent.differences(before)}{why}"
 
 
 def reference(book: TrialTable) -> str:
     """What the best settings gain over, in words."""
     start = book.trials[0].setting
-    return "the starting point" if book.reference == start else in_its_place(book.reference.differences(start))
+    return "the starting point" if book.reference == start else required(book.reference.differences(start))
 
 
-def in_its_place(what: str) -> str:
+def required(what: str) -> str:
     """What became the incumbent for the quality or for GPU memory, and is what others gain over.
 
     Args:
         what: it has that something else has not, in words.
     """
-    return f"what had to take the starting point's place ({what})"
+    return f"what quality or GPU memory required ({what})"
 
 
 def _gains(found: Gain) -> str:

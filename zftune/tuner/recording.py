@@ -420,7 +420,8 @@ class Recording:
         if often >= MOST_RESTARTS:
             self.notices.append(f"No preset is kept: the search began again {often} times since its gain was measured.")
             return
-        if not gain.holds and any(COMPARED_AGAIN in note.details for note in search.notes):
+        about_gain = (note for note in reversed(search.notes) if note.kind == "adopt" or COMPARED_AGAIN in note.details)
+        if not gain.holds and COMPARED_AGAIN in getattr(next(about_gain, None), "details", ()):
             what = f"compared with {messages.reference(search.book)} again, the best settings gain"
             self.notices.append(f"No preset is kept: {what} {gain}.")
             return

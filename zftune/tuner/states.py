@@ -185,7 +185,7 @@ class Trial:
     number: int
     setting: Setting
     source: str
-    """Who proposed it: "start", "preset", "planner", "search"."""
+    """Who proposed it: "start", "planner", "search", "preset", "peer" or "reference"."""
     state: TrialState = TrialState.PLANNED
     reason: str = ""
     forecast: Forecast | None = None

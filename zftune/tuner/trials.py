@@ -14,7 +14,17 @@ from zftune.tuner import messages
 from zftune.tuner.forecast import MOST_REJECTIONS, Evaluation, Observation, Proposer, propose
 from zftune.tuner.scores import ERRORS, LEAST_GAIN, Gain, Sample, score
 from zftune.tuner.space import Forecast, Forecaster, Setting, Space
-from zftune.tuner.states import COMPARED_AGAIN, Adoption, BarredSetting, Gains, Outcome, Sampler, Trial, gain_of
+from zftune.tuner.states import (
+    COMPARED_AGAIN,
+    REFERENCES,
+    Adoption,
+    BarredSetting,
+    Gains,
+    Outcome,
+    Sampler,
+    Trial,
+    gain_of,
+)
 
 SLOWEST = 1.3
 """A candidate is rejected where the planner predicts more than this factor of the incumbent's time."""
@@ -137,8 +147,11 @@ class TrialTable:
         """
         setting = self.reference
         known, found = self.find(setting), self.gain
-        if found is None or (known is not None and known.number > self._incumbent):
+        if found is None:
             return None
+        if known is not None and known.number > self._incumbent:
+            waits = known.source in REFERENCES and known.state is TrialState.PLANNED  # a void one, which was too dear
+            return known if waits and missing_s(known) <= 0 else None
         poorly_known = self.gain_age > 0 or ERRORS * found.error > max(_WELL_KNOWN, _WELL_KNOWN_SHARE * found.share)
         if not poorly_known or self.judge(setting).rejected:
             return None

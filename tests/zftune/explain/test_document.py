@@ -346,9 +346,9 @@ def test_a_gain_over_what_the_quality_required_says_so(timed: Store, clock: Cloc
     rows.decide("adopt", best, gain=0.5, error=0.01)
     found = explained(timed, rows.run, clock)
     assert found["gain"]["reference"] == {**START.knobs(), "update_interval": 2}
-    over = "over what had to take the starting point's place (update_interval 2)"
+    over = "over what quality or GPU memory required (update_interval 2)"
     assert f"gained 50 +/- 2% {over}." in found["verdict"][0]
-    assert f"of the step time {over}".replace("'", "&#x27;") in tune_page(found)
+    assert f"of the step time {over}" in tune_page(found)
 
 
 def test_a_start_that_is_compared_again_is_no_other_setting(timed: Store, clock: Clock) -> None:

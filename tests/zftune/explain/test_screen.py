@@ -65,8 +65,8 @@ def test_the_screen_shows_what_was_measured_and_what_was_kept(document: dict[str
     for note in document["decisions"]:
         assert note["reason"] in unwrapped
     config = Setting.from_knobs(document["best"]["knobs"]).config(ZenFlowConfig())
-    assert f"in Python: {config.to_python()} in a ds_config:" in unwrapped
-    section = re.search(r'in a ds_config: ("zero_optimization": \{.*\}\}) ', unwrapped)
+    assert f"in Python: {config.to_python()} in a ds_config for zftune run:" in unwrapped
+    section = re.search(r'in a ds_config for zftune run: ("zero_optimization": \{.*\}\}) ', unwrapped)
     assert section is not None
     assert ZenFlowConfig.from_ds_config({"gradient_clipping": 0, **json.loads(f"{{{section[1]}}}")}) == config
 
@@ -227,8 +227,9 @@ def test_a_setting_that_only_the_last_small_steps_allow_is_recommended_for_them(
     ) == (
         ""
         if interval == 2
-        else " The quality allows it where weights move 0.01% in a step at learning rate 2e-5; where "
-        "weights move 0.05% in a step at learning rate 0.0001 it allows 3.43 steps, and this comes 7.2 late."
+        else " For the beginning of another training it may come too late: 7.2 steps, where the quality allows 3.43 "
+        "while weights move 0.05% in a step at learning rate 0.0001, and 8 while weights move 0.01% in a step at "
+        "learning rate 2e-5."
     )
 
 

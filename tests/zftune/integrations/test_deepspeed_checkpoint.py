@@ -158,3 +158,41 @@ def test_the_loss_scale_is_made_where_the_gradients_are() -> None:
         optimizer.zero_grad()
     assert scaler.overflows == [False] * 3
     optimizer.close()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_late_settings_of_a_checkpoint_end_where_nothing_may_be_late(
+    caplog: pytest.LogCaptureFixture, waits: bool
+) -> None:
+    """They were set by a search: whoever saved and whoever loads has made the optimizer alike."""
+    recipe = optimizers.from_config(ds_config(optimizer=ADAMW))
+    assert recipe is not None
+    exact = ZenFlowConfig(topk_ratio=0.25, update_interval=1, overlap_step=False)
+
+    def made() -> tuple[nn.Linear, EngineOptimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        return model, EngineOptimizer(list(model.parameters()), recipe, exact, model, None)
+
+    def train(model: nn.Linear, optimizer: EngineOptimizer, steps: int) -> None:
+        for _ in range(steps):
+            model(torch.randn(2, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, saving = made()
+    saving.set_knobs(update_interval=4, overlap_step=True)
+    train(model, saving, 6)
+    state, weights = saving.state_dict(), {name: one.clone() for name, one in model.state_dict().items()}
+    saving.close()
+    again, going_on = made()
+    going_on.waits = waits
+    again.load_state_dict(weights)
+    going_on.load_state_dict(state)
+    train(again, going_on, 5)  # the first closes the window that was saved, whose updates the second may show
+    found = (going_on.config.update_interval, going_on.config.overlap_step)
+    told = [one for one in caplog.messages if "saved with late updates (update_interval 4, overlap_step True)" in one]
+    assert (found, len(told)) == (((1, False), 1) if waits else ((4, True), 0))
+    late = [one.staleness_max_steps or 0 for one in going_on.history(wait=True)[-3:]]
+    assert any(late) is not waits
+    going_on.close()

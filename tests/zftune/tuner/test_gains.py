@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.zftune.tuner.drifting import FAST, World
-from tests.zftune.tuner.surfaces import START
+from tests.zftune.tuner.surfaces import START, TOKENS
 from zftune.tuner.scores import Gain
 from zftune.tuner.space import Setting
-from zftune.tuner.states import Stopped, Trial
+from zftune.tuner.states import Outcome, Stopped, Trial, WaitingForBudget
 
 
 @pytest.mark.parametrize("fast", [0.9, 0.95, 1.3])
@@ -66,7 +66,7 @@ def test_what_is_gained_over_settings_that_the_quality_required_is_measured_anew
     assert found.share == pytest.approx(0.1, abs=0.02)
     assert (found.saves, book.gain_age, book.reference) == (found.share, 0, required)
     (kept,) = [note for note in world.search.notes if "compared_again" in note.details]
-    what = f"what had to take the starting point's place ({required.differences(FAST)})"
+    what = f"what quality or GPU memory required ({required.differences(FAST)})"
     assert kept.reason == f"Compared with {what} again: the best so far gains {found}."
     assert book.trials[kept.trial or 0].source == "reference"
 
@@ -154,3 +154,24 @@ def test_a_gain_is_that_of_the_setting_which_it_was_measured_for() -> None:
     assert (gain(), over_start()) == (0.3, True)
     book.restore_start()
     assert gain() is None
+
+
+def test_a_comparison_that_became_too_dear_is_made_once_it_is_not() -> None:
+    world = World(grant_s=0.0, grant_steps=0, cost_share=1e-9)  # what is missing is waited for
+    world.run(1)
+    world.search.cost.grant_s = 1e3
+    world.settle()
+    world.factor = 1.5
+    world.run(2)
+    request = world.search.next()
+    assert request is not None
+    assert (request.role, request.setting) == ("explore", START)
+    world.search.cost.grant_s = 0.0
+    world.search.tell(Outcome("void", tokens=TOKENS))
+    assert isinstance(world.search.state, WaitingForBudget)
+    world.search.cost.grant_s = 1e3
+    asked = len(world.driver.requests)
+    world.settle()
+    roles = [(one.role, one.setting) for one in world.driver.requests[asked:] if one.role != "hold"]
+    assert ("explore", START) in roles
+    assert world.search.book.gain_age == 0

@@ -126,6 +126,7 @@ class DaemonSession:
         self._session: str | None = None
         self._last_session: str | None = None
         self._record: str | None = None
+        self._database: str | None = None
         self._lease_s = SLOW_S * _REPORTS_A_LEASE
         self._may_be_followed = False
         """Whether Hello was said and nobody has answered: the daemon may have heard it all the same."""
@@ -353,11 +354,12 @@ class DaemonSession:
 
     def _take_record(self, directive: Directive) -> None:
         """Say beside the run's rows that it is trained, from now on."""
-        if directive.record is None or directive.record == self._record:
+        if directive.record is None or (directive.record, directive.database) == (self._record, self._database):
             return
-        called = directive.record[:SHOWN]
-        _logger.info("zftune tunes this training as run %s, watch it with: zftune top %s", called, called)
-        self._record = directive.record
+        if directive.record != self._record:
+            called = directive.record[:SHOWN]
+            _logger.info("zftune tunes this training as run %s, watch it with: zftune top %s", called, called)
+        self._record, self._database = directive.record, directive.database
         if self._pulse is not None:
             self._pulse.close(remove=True)
         self._pulse = None

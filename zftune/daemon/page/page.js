@@ -187,7 +187,7 @@ function showFigures({ run, gain, steps, trials, decisions, eras }) {
     ["step", String(run.step), run.silent_s > 5 ? `not heard of for ${run.silent_s.toFixed(0)} s` : `${run.ranks}, pid ${run.pid}`],
     ["step time", msText(run.step_ms ?? stepMean(steps), " ms"), "median of the last steps"],
     ["waiting", known ? shareText(waiting) : NONE, run.gpu ? run.gpu.sentence : known ? "of the step" : "not known without a GPU stream"],
-    ["gain", gain ? gain.text : NONE, gain ? `against the settings at the start${old ? `, measured before ${AGAIN_BEGUN}` : ""}` : none],
+    ["gain", gain ? gain.text : NONE, gain ? `against ${gain.over}${old ? `, measured before ${AGAIN_BEGUN}` : ""}` : none],
     ["exploring cost", secondsText(run.account.spent_s), `of ${secondsText(run.account.elapsed_s)} so far; ${run.account.saved}`],
     ["loss", run.loss === null ? NONE : run.loss.toPrecision(4), run.losses ? TRENDS[run.losses.trend] : "none is reported"],
     ["settings measured", String(measured), eras.length > 1 ? `${now} of them since ${AGAIN_BEGUN}` : "with the one at the start"],

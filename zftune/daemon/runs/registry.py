@@ -151,8 +151,8 @@ class Registry:
         """
         with self._lock:
             found = self._brains.get(run)
-        if found is None and len(run) >= SHOWN:
-            found = next((one for one in reversed(self.brains()) if (one.record or "").startswith(run)), None)
+        if (found is None or found.over) and len(run) >= SHOWN:  # another training may have gone on with its record
+            found = next((one for one in reversed(self.brains()) if (one.record or "").startswith(run)), found)
         if found is None:
             raise UnknownRunError(f"this daemon follows no run {run[:40]!r}")
         return found
@@ -198,7 +198,7 @@ class Registry:
             UnknownRunError: its agent has not said Hello.
             NotAllowedError: that takes its time; it may be said again.
         """
-        brain = self.brain(run)
+        brain = self._brain_of(run)
         if brain.session != message.session:
             raise UnknownRunError(f"the session of run {run} is another one; say Hello again")
         farewell = brain.goodbye(message)
@@ -268,8 +268,15 @@ class Registry:
     def _keeps_elsewhere(self, hello: Hello) -> bool:
         return None not in (hello.store, self.kept_in) and hello.store != self.kept_in
 
+    def _brain_of(self, agent: str) -> RunSession:
+        with self._lock:
+            found = self._brains.get(agent)
+        if found is None:
+            raise UnknownRunError(f"this daemon follows no run {agent[:40]!r}")
+        return found
+
     def _followed(self, run: str, session: str) -> RunSession:
-        brain = self.brain(run)
+        brain = self._brain_of(run)
         if brain.session != session or (brain.over and not brain.failed):
             raise UnknownRunError(f"the session of run {run} is over; say Hello again")
         return brain

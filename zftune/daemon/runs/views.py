@@ -15,6 +15,7 @@ from zftune.errors import StoreError
 from zftune.explain import document
 from zftune.explain.replay import replayed
 from zftune.explain.words import fates as fates_of
+from zftune.explain.words import over
 from zftune.quality import adopted_from, assumed_coverage, coverage_warning, summary
 from zftune.store.account import Account, saved_with_error
 from zftune.store.types import Curve, CurvePoint, KnobChange, ranks_in_words
@@ -186,7 +187,7 @@ class DecisionView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GainView:
-    """Of the incumbent over the knobs that the search began from."""
+    """Of the incumbent over the knobs that the search began from, or what quality or GPU memory put in their place."""
 
     share: float
     """Of the step time that is saved."""
@@ -196,6 +197,8 @@ class GainView:
     """Share and error, with no more digits than the error leaves."""
     era: int | None = None
     """That the last setting was adopted in; null in `run`: the search knows it, and the store is not asked."""
+    over: str | None = None
+    """What it is over, in words; null in `run`, as before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +232,7 @@ class AccountView:
     spent_s: float
     """By exploring: beyond what the incumbent would have taken."""
     saved_s: float
-    """By the incumbents, against the knobs that the search began from."""
+    """By the incumbents, against what they gain over."""
     saved: str
     """The same in words: with the error of the gain, where it is known."""
     break_even_s: float | None
@@ -331,8 +334,8 @@ def _account_view(account: Account, gain: Mapping[str, float] | None) -> Account
     return _shown(AccountView, found, saved=saved, break_even_s=account.break_even_s)
 
 
-def _gain_view(gain: Mapping[str, Any]) -> GainView:
-    return _shown(GainView, gain, text=shares(gain["share"], gain["error"], "±"))
+def _gain_view(gain: Mapping[str, Any], **more: str) -> GainView:
+    return _shown(GainView, gain, text=shares(gain["share"], gain["error"], "±"), **more)
 
 
 def _gpu_view(brain: RunSession, found: tuple[str, Seen] | None) -> GpuView | None:
@@ -395,7 +398,7 @@ def run_details(brain: RunSession, silent_s: float, store: Store | None, node: N
     gain = document.gain(told)
     return RunDetails(
         run=view,
-        gain=None if gain is None else _gain_view(gain),
+        gain=None if gain is None else _gain_view(gain, over=over(gain, trials[0]["knobs"])),
         steps=steps,
         **curve,
         trials=[_shown(TrialView, one, fate=fates[one["number"]]) for one in trials],

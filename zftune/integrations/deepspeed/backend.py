@@ -330,6 +330,7 @@ class Making:
         scaler = None if scaling is None else loss_scaler(scaling)
         try:
             made = EngineOptimizer(list(_copied(given)), recipe, config, self._module, scaler, self._partition)
+            made.waits = self._plan.quality == "exact" and os.environ.get(ONLINE) != NOBODY
             made.give_masters(self._masters)
         except ZenFlowError as error:
             raise BadInputError(str(error)) from error

@@ -244,6 +244,10 @@ def knobs_on_host(config: ZenFlowConfig, quality: Quality, topk_ratio: object) -
     return changed, f", but for topk_ratio 0{window}, since no column of weights on the host is selected"
 
 
+WAITED: Mapping[str, Any] = {"update_interval": 1, "overlap_step": False, "apply_lag": None}
+"""Knobs under which nothing is late."""
+
+
 def waited(own: ZenFlowConfig, quality: Quality) -> ZenFlowConfig:
     """The ds_config's knobs as a promise has them: with "exact", every update is waited for.
 
@@ -251,7 +255,7 @@ def waited(own: ZenFlowConfig, quality: Quality) -> ZenFlowConfig:
         own: of the ds_config.
         quality: what is promised.
     """
-    return replace(own, update_interval=1, overlap_step=False, apply_lag=None) if quality == "exact" else own
+    return replace(own, **WAITED) if quality == "exact" else own
 
 
 def instead_of(given: ZenFlowConfig | None, config: ZenFlowConfig, chosen: Chosen, *, asked: bool) -> str:

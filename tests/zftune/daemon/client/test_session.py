@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,11 @@ from zftune.daemon import PROTOCOL
 from zftune.daemon.client import session as couriers
 from zftune.daemon.client.session import DaemonSession
 from zftune.daemon.client.worker import RemoteWorker
-from zftune.daemon.protocol.messages import Farewell, Goodbye
+from zftune.daemon.protocol.codec import decode
+from zftune.daemon.protocol.messages import Directive, Farewell, Goodbye
 from zftune.errors import DaemonError, NoDaemonError
-from zftune.store.account import Counter
+from zftune.store.account import Count, Counter
+from zftune.store.locks import RunLocks
 from zftune.tuner import tuner
 from zftune.tuner.space import Setting
 
@@ -346,3 +349,16 @@ def test_arguments_of_another_encoding_are_sent_all_the_same(
     monkeypatch.setattr("sys.argv", ["train.py", "data/\udcff"])
     daemon_session._exchange()
     assert daemon.documents[0]["argv"] == ["train.py", "data/?"]
+
+
+def test_a_run_that_another_daemon_keeps_under_the_same_name_is_beaten_for_in_its_store(
+    daemon_session: DaemonSession, tmp_path: Path
+) -> None:
+    for name in ("first.db", "second.db"):
+        locks = RunLocks(tmp_path / name)  # as the daemon that has begun the run
+        assert locks.hold(RECORD)
+        daemon_session._take_record(decode(Directive, {**HOLD, "database": str(tmp_path / name)}))
+        assert daemon_session._pulse is not None
+        assert daemon_session._pulse.beat(Count(steps=1), None)
+        assert [one.name for one in (tmp_path / f"{name}.runs").glob("*.training")] == [f"{RECORD}.training"]
+    assert list((tmp_path / "first.db.runs").glob("*.training")) == []

@@ -123,7 +123,8 @@ def test_a_training_that_was_killed_and_begins_again_goes_on_with_its_search_at_
     later.measure()
     assert world.registry.live_runs == 1
     assert later.last.record == record
-    assert world.registry.brain(RUN).state == Ended("the training was killed, or has crashed")
+    assert world.registry.brains()[0].state == Ended("the training was killed, or has crashed")
+    assert world.registry.brain(record).hello.run == later.run
 
 
 def test_a_training_that_begins_again_the_moment_it_was_killed_goes_on_with_its_run(
