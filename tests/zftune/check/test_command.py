@@ -154,7 +154,7 @@ def test_fix_writes_plain_json_where_that_is_all(zftune: Run, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("preset", "sentence"),
     [
-        ("bset", "preset 'bset': is not in the store"),
+        ("bset", "preset 'bset' is not in the store"),
         ("./nowhere.json", "nowhere.json"),
     ],
 )

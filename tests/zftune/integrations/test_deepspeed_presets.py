@@ -131,7 +131,7 @@ def test_quality_exact_never_trains_late(seen: dict[str, Any]) -> None:
 
 
 def test_a_misspelt_name_is_a_sentence_with_the_near_ones(seen: dict[str, Any]) -> None:
-    assert seen["misspelt"]["error"] == "BadInputError: preset 'thiers': is not in the store; there are theirs"
+    assert seen["misspelt"]["error"] == "BadInputError: preset 'thiers' is not in the store; there are theirs"
 
 
 def test_what_is_found_online_is_kept_where_the_next_training_looks(seen: dict[str, Any], folder: Path) -> None:

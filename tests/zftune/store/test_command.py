@@ -81,7 +81,7 @@ def ds_config(folder: Path, **more: Any) -> Path:
 def test_an_empty_store() -> None:
     assert "There are no presets yet." in call("list").output
     assert fails("show", "mine") == (
-        "preset 'mine': is not in the store, which has no presets yet: `zftune run --online` makes one where it finds "
+        "preset 'mine' is not in the store, which has no presets yet: `zftune run --online` makes one where it finds "
         "faster settings"
     )
 
@@ -108,7 +108,7 @@ def test_markup_in_a_name_of_a_model_is_text() -> None:
 def test_an_unknown_name_gives_the_near_ones() -> None:
     saved(*(replace(PRESET, name=name) for name in ("llama-a100", "llama-h100", "qwen-l40s", "opt")))
     sentence = fails("show", "llama-a10")
-    assert sentence == "preset 'llama-a10': is not in the store; there are llama-a100, llama-h100"
+    assert sentence == "preset 'llama-a10' is not in the store; there are llama-a100, llama-h100"
     assert "those that `zftune presets list` shows" in fails("rm", "zzzzz", "--yes")
 
 

@@ -272,7 +272,7 @@ def named(store: Store, name: str) -> Preset:
     found = {preset.name: preset for preset in store.presets()}
     if name in found:
         return found[name]
-    what = f"preset '{escaped(name)[:80]}': is not in the store"
+    what = f"preset '{escaped(name)[:80]}' is not in the store"
     if not found:
         raise BadInputError(f"{what}, which has no presets yet: {_MAKES_ONE}")
     from zenflow.names import near_names
