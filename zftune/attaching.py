@@ -32,6 +32,7 @@ from zenflow.ranks import several_ranks
 from zftune import losses
 from zftune.daemon.client.autostart import START_S
 from zftune.errors import BadInputError
+from zftune.exactness import is_exact, keep_exact
 from zftune.store.types import PROMISES, QUALITIES, Quality, check_study
 from zftune.text import one_of
 from zftune.tuner.drivers import LocalDriver, NullDriver, SearchDriver
@@ -121,7 +122,6 @@ def _lead(exchange: GlooChannel, consensus: KnobConsensus, begin: Begin) -> Tune
 __all__ = ["Tuner", "attach", "log_loss", "log_tokens", "stats"]
 
 _SEARCHES = ("", "process", "daemon", NOBODY)
-_EXACT = {"update_interval": 1, "apply_lag": None, "overlap_step": False}
 _logger = logging.getLogger("zftune")
 
 
@@ -238,10 +238,8 @@ def start_tuner(
         raise BadInputError("eval_fn must be None on several ranks: its flushes are one rank's")
 
     back = go_back(optimizer, on_change)
-    config = optimizer.config.changed(optimizer.kept_knobs or {})
-    if wishes.quality == "exact" and default_quality(config) != "exact":
-        # Not with the search, which begins later: all steps are promised.
-        optimizer.set_knobs(**_EXACT)
+    # Not with the search, which begins later: all steps are promised.
+    if wishes.quality == "exact" and keep_exact(optimizer):
         _logger.info("Quality exact: every update is on time, with update_interval 1 and overlap_step off.")
 
     def begin(company: WorldInfo, consensus: KnobConsensus | None) -> Tuner:
@@ -359,4 +357,4 @@ def _check_counts(**counts: Any) -> None:
 
 def default_quality(config: ZenFlowConfig) -> Quality:
     """A user of a plain offloaded optimizer has not asked for staleness."""
-    return "exact" if config.update_interval == 1 and not config.overlap_step else "published"
+    return "exact" if is_exact(config) else "published"

@@ -317,6 +317,8 @@ class ZenFlowOptimizer(Optimizer):
         self._own = training
         training.gradients.watch(self._groups, training.model.weights)
         training.cover_weights()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -349,8 +351,6 @@ class ZenFlowOptimizer(Optimizer):
         raise UnsupportedError(
             "a ZenFlow optimizer cannot be copied or pickled: make a new optimizer for the copied model"
         )
-
-    # --- beyond torch ----------------------------------------------------------------------------------------------
 
     @undivided
     def full_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:

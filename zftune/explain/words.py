@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from zenflow import ZenFlowConfig
 from zftune.errors import BadInputError
 from zftune.quality import allowed_loss_percent, loss_bound, most_late_steps, moved_in_a_step
-from zftune.store.account import saved_in_words
+from zftune.store.account import saved_in_words, within_noise
 from zftune.text import number, percent
 from zftune.tuner import messages as of_search
 from zftune.tuner.space import Setting
@@ -206,7 +206,7 @@ def cost_and_gain(document: Document) -> str:
         parts = [f"Spent {percent(share)} of the run ({spent} of {elapsed})"]
     else:
         parts = [f"Spent nothing in {seconds(cost['elapsed_s'])}"]
-    left_s = cost["remaining_s"] if cost["spent_s"] > 0 else None
+    left_s = cost["remaining_s"] if cost["spent_s"] > 0 and not within_noise(document["gain"]) else None
     more = [] if left_s is None else [f"not yet broken even: {seconds(left_s)} more under these settings pay for it"]
     compared = document["gain"] is not None or not differences(document["best"]["knobs"], document["start"]["knobs"])
     parts += _gained(document, len(document["eras"])) if compared else []
@@ -236,24 +236,19 @@ def _gained(document: Document, parts: int = 1) -> list[str]:
     gain = document["gain"]
     if gain is None:  # what was saved before it was rolled back stays saved
         return [] if document["cost"]["saved_s"] else ["gained nothing"]
+    if within_noise(gain):
+        return [f"gained nothing beyond noise ({shares(gain['share'], gain['error'])})"]
     if gain["share"] >= 0:
         old = " (measured before the search began again)" if gain["era"] < parts - 1 else ""
-        what = f" over {over(gain, document['start']['knobs'])}" if gain.get("reference") else ""
+        what = f" over {over(gain)}" if gain.get("reference") else ""
         return [f"gained {shares(gain['share'], gain['error'])}{what}{old}"]
-    if -gain["share"] <= gain["error"]:
-        return [f"gained nothing beyond noise ({shares(gain['share'], gain['error'])})"]
     return [f"gave up {shares(-gain['share'], gain['error'])} for earlier updates or less memory"]
 
 
-def over(gain: Mapping[str, Any], start: Mapping[str, Any]) -> str:
-    """What a gain is over, in words.
-
-    Args:
-        gain: of a document.
-        start: the knobs that the search began with.
-    """
+def over(gain: Mapping[str, Any]) -> str:
+    """What a gain of a document is over, in words."""
     reference = gain.get("reference")
-    return of_search.required(differences(reference, start)) if reference else "the settings at the start"
+    return of_search.required(setting(reference)) if reference else "the settings at the start"
 
 
 def era(document: Document, one: Mapping[str, Any]) -> str:

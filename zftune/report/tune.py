@@ -222,7 +222,7 @@ def _figures(document: Document) -> Iterator[tuple[str, str, str]]:
     if gain is not None:
         given_up = -gain["share"] > (gain["error"] or 0.0)
         error = "" if gain["error"] is None else f"± {100 * gain['error']:.1f}% of the step time"
-        error += f" over {words.over(gain, start['knobs'])}" if gain.get("reference") else ""
+        error += f" over {words.over(gain)}" if gain.get("reference") else ""
         error += f", {_BEFORE}" if gain["era"] < len(document["eras"]) - 1 else ""
         yield "Given up" if given_up else "Gained", f"{100 * (-1 if given_up else 1) * gain['share']:.1f}%", error
     yield from _paid(cost) if document["run"]["backend"] == "zenflow" else _paid_for_runs(cost)

@@ -201,15 +201,20 @@ def saved_in_words(found: Mapping[str, Any], gain: Mapping[str, float] | None) -
     """
     spent_s, saved_s, even_s = found["spent_s"], found["saved_s"], found["break_even_s"]
     parts = []
-    if saved_s < 0 and gain is not None and abs(gain["share"]) <= gain["error"]:
-        parts.append("saved nothing beyond noise")
-    elif abs(saved_s) >= 0.001:
+    if saved_s and within_noise(gain):
+        return ["saved nothing beyond noise"]
+    if abs(saved_s) >= 0.001:
         text = saved_with_error(saved_s, gain)
         parts.append(f"saved {text}" if saved_s > 0 else f"gave up {text} for earlier updates or less memory")
     if saved_s and spent_s and even_s is not None:
         probably = "probably " if (_ends_s(saved_s, gain) or (saved_s,))[0] < spent_s else ""
         parts.append(probably + (f"broke even after {seconds(even_s)}" if even_s else "broke even at once"))
     return parts
+
+
+def within_noise(gain: Mapping[str, Any] | None) -> bool:
+    """Whether noise may explain a gain."""
+    return gain is not None and abs(gain["share"]) <= gain["error"]
 
 
 def saved_with_error(saved_s: float, gain: Mapping[str, float] | None) -> str:

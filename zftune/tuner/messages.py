@@ -192,7 +192,7 @@ def compared(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool, hidd
     if not found.tells:
         return f"Not adopted: {what} {_TOO_NOISY} whether it is faster than the best so far."
     if trial.source in REFERENCES:
-        with_what = "the starting point" if trial.source == "start" else required(_what(trial, incumbent))
+        with_what = "the starting point" if trial.source == "start" else required(str(trial.setting))
         return f"Compared with {with_what} again: the best so far {_gains(found.reverse)}."
     why = ", since measurements of the same setting differ by more than their steps explain" if hidden else ""
     return (
@@ -240,16 +240,12 @@ def other_best(
 def reference(book: TrialTable) -> str:
     """What the best settings gain over, in words."""
     start = book.trials[0].setting
-    return "the starting point" if book.reference == start else required(book.reference.differences(start))
+    return "the starting point" if book.reference == start else required(str(book.reference))
 
 
-def required(what: str) -> str:
-    """What became the incumbent for the quality or for GPU memory, and is what others gain over.
-
-    Args:
-        what: it has that something else has not, in words.
-    """
-    return f"what quality or GPU memory required ({what})"
+def required(setting: str) -> str:
+    """A setting that became the incumbent for the quality or for GPU memory, and that others gain over."""
+    return f"what quality or GPU memory required ({setting})"
 
 
 def _gains(found: Gain) -> str:

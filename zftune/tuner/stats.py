@@ -28,8 +28,8 @@ def stats(optimizer: Any = None) -> dict[str, float]:
     yet) it is the mean, of this rank: `zenflow_step_ms`, `zenflow_stall_ms` and its causes (`zenflow_stall_host_ms` and
     so on), `zenflow_hidden_ms`, `zenflow_coverage` (share of the gradient energy in the selected columns),
     `zenflow_staleness_steps`, `zenflow_movement_percent` (how far a step moves the deferred weights, in percent of
-    their norm). `zenflow_gain` is the share of the first step time that the tuner's knobs save. What is not known has
-    no entry, such as a stall on a plain CPU.
+    their norm). `zenflow_gain` is the share of the step time that the tuner's knobs save, as measured since
+    step times changed last. What is not known has no entry, such as a stall on a plain CPU.
 
     Args:
         optimizer: of zenflow, or what Accelerate or DeepSpeed made of one; None: the one that this process trains with.

@@ -346,7 +346,7 @@ def test_a_gain_over_what_the_quality_required_says_so(timed: Store, clock: Cloc
     rows.decide("adopt", best, gain=0.5, error=0.01)
     found = explained(timed, rows.run, clock)
     assert found["gain"]["reference"] == {**START.knobs(), "update_interval": 2}
-    over = "over what quality or GPU memory required (update_interval 2)"
+    over = f"over what quality or GPU memory required ({words.setting({**START.knobs(), 'update_interval': 2})})"
     assert f"gained 50 +/- 2% {over}." in found["verdict"][0]
     assert f"of the step time {over}" in tune_page(found)
 

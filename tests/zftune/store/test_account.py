@@ -77,6 +77,8 @@ def test_what_was_saved_is_as_sure_as_the_comparison_behind_it() -> None:
     assert saved_in_words(
         {**account, "saved_s": saved_s(-0.01), "break_even_s": None}, {"share": -0.01, "error": 0.02}
     ) == ["saved nothing beyond noise"]
+    noisy = {"spent_s": 7.7, "saved_s": 11.0, "break_even_s": 176.0}
+    assert saved_in_words(noisy, {"share": 0.03, "error": 0.41}) == ["saved nothing beyond noise"]
     assert saved_with_error(saved_s(0.102), {"share": -0.01, "error": 0.01}) == "about 31.9 s"  # of another gain
     assert saved_with_error(saved_s(0.102), None) == "about 31.9 s"
 

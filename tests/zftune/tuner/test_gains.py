@@ -66,7 +66,7 @@ def test_what_is_gained_over_settings_that_the_quality_required_is_measured_anew
     assert found.share == pytest.approx(0.1, abs=0.02)
     assert (found.saves, book.gain_age, book.reference) == (found.share, 0, required)
     (kept,) = [note for note in world.search.notes if "compared_again" in note.details]
-    what = f"what quality or GPU memory required ({required.differences(FAST)})"
+    what = f"what quality or GPU memory required ({required})"
     assert kept.reason == f"Compared with {what} again: the best so far gains {found}."
     assert book.trials[kept.trial or 0].source == "reference"
 

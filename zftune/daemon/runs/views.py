@@ -398,7 +398,7 @@ def run_details(brain: RunSession, silent_s: float, store: Store | None, node: N
     gain = document.gain(told)
     return RunDetails(
         run=view,
-        gain=None if gain is None else _gain_view(gain, over=over(gain, trials[0]["knobs"])),
+        gain=None if gain is None else _gain_view(gain, over=over(gain)),
         steps=steps,
         **curve,
         trials=[_shown(TrialView, one, fate=fates[one["number"]]) for one in trials],

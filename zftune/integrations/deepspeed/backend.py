@@ -21,6 +21,7 @@ from zenflow.ranks import several_ranks
 from zenflow.sharded import rows_of
 from zftune.ds_config.reading import MISSING, at, micro_batch_of, stage_of, truth
 from zftune.errors import BadInputError
+from zftune.exactness import keep_exact
 from zftune.integrations import fsdp2
 from zftune.integrations.deepspeed import optimizers, sharded_files
 from zftune.integrations.deepspeed.choosing import (
@@ -330,8 +331,9 @@ class Making:
         scaler = None if scaling is None else loss_scaler(scaling)
         try:
             made = EngineOptimizer(list(_copied(given)), recipe, config, self._module, scaler, self._partition)
-            made.waits = self._plan.quality == "exact" and os.environ.get(ONLINE) != NOBODY
             made.give_masters(self._masters)
+            if self._plan.quality == "exact" and os.environ.get(ONLINE) != NOBODY:
+                keep_exact(made)
         except ZenFlowError as error:
             raise BadInputError(str(error)) from error
         self._masters = {}

@@ -15,6 +15,7 @@ from zenflow import ConfigError, ZenFlowConfig
 from zenflow.ranks import several_ranks
 from zenflow.sharded import ranks_with_rows
 from zftune.errors import BadInputError, StoreError
+from zftune.exactness import EXACT
 from zftune.integrations.deepspeed.section import BEST, NO_PRESET, Section
 from zftune.store.types import STALENESS, Backend, Key, Preset, PresetState, Quality, Query
 from zftune.tuner.rank_channel import hosts_of_ranks
@@ -244,10 +245,6 @@ def knobs_on_host(config: ZenFlowConfig, quality: Quality, topk_ratio: object) -
     return changed, f", but for topk_ratio 0{window}, since no column of weights on the host is selected"
 
 
-WAITED: Mapping[str, Any] = {"update_interval": 1, "overlap_step": False, "apply_lag": None}
-"""Knobs under which nothing is late."""
-
-
 def waited(own: ZenFlowConfig, quality: Quality) -> ZenFlowConfig:
     """The ds_config's knobs as a promise has them: with "exact", every update is waited for.
 
@@ -255,7 +252,7 @@ def waited(own: ZenFlowConfig, quality: Quality) -> ZenFlowConfig:
         own: of the ds_config.
         quality: what is promised.
     """
-    return replace(own, **WAITED) if quality == "exact" else own
+    return replace(own, **EXACT) if quality == "exact" else own
 
 
 def instead_of(given: ZenFlowConfig | None, config: ZenFlowConfig, chosen: Chosen, *, asked: bool) -> str:

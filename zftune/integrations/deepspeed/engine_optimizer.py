@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +19,9 @@ from zenflow.sharded import are_sharded
 from zftune.checkpoint.sources import IN_FOLDER, STEPS
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed.accessors import link, unlink
-from zftune.integrations.deepspeed.choosing import WAITED
 from zftune.integrations.deepspeed.optimizers import Recipe
 from zftune.integrations.deepspeed.sharded_files import load_folder
 
-_logger = logging.getLogger("zftune")
 _SCALER = "loss_scaler"
 _SAVED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -58,8 +55,6 @@ class EngineOptimizer(ZenFlowOptimizer):
             recipe.client.param_groups[:] = self.param_groups  # the same dictionaries: its scheduler drives both
         self.loss_scaler = scaler
         """DeepSpeed's; None where the loss is not scaled."""
-        self.waits = False
-        """Whether no update may come late (quality exact), whatever a checkpoint was saved with."""
         self.given_stage: int | None = None
         """The ZeRO stage of the user's ds_config; the engine itself has none. None: not known."""
         self._overflow = False
@@ -175,7 +170,7 @@ class EngineOptimizer(ZenFlowOptimizer):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | None, **_: Any) -> None:
-        """Go on from a saved state; where nothing may be late, its late settings end with the window that it is in.
+        """Go on from a saved state.
 
         Args:
             state_dict: as `state_dict()` gave it.
@@ -195,21 +190,8 @@ class EngineOptimizer(ZenFlowOptimizer):
         else:
             super().load_state_dict({name: value for name, value in state_dict.items() if name != _SCALER})
             self.gather()
-            self._wait()
         for name, value in scaler.items() if self.loss_scaler is not None else ():
             setattr(self.loss_scaler, name, value)
-
-    def _wait(self) -> None:
-        """End late settings that were saved, where nothing may be late."""
-        late = {name: getattr(self.config, name) for name in WAITED}
-        if not self.waits or late == WAITED:
-            return
-        self.set_knobs(**WAITED)
-        _logger.warning(
-            "zftune: the checkpoint was saved with late updates (%s); quality exact closes the open window with the "
-            "next step, and waits for every update from then on.",
-            ", ".join(f"{name} {value}" for name, value in late.items() if value != WAITED[name]),
-        )
 
 
 def _trained(params: Iterable[Any]) -> list[Any]:
