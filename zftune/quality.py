@@ -246,7 +246,7 @@ def allowed_loss_percent(quality: str, movement: float) -> tuple[float, str]:
 
 
 def coverage_warning(
-    measured: float | None, knobs: Mapping[str, Any], start: Mapping[str, Any] | None = None
+    measured: float | None, knobs: Mapping[str, Any], start: Mapping[str, Any] | None = None, *, tuned: bool = False
 ) -> str | None:
     """What to turn where the selected columns hold far less of the gradient than is assumed; None: nothing.
 
@@ -254,6 +254,7 @@ def coverage_warning(
         measured: share of the gradient energy in the selected columns; None: not known.
         knobs: that it was measured under.
         start: of the search that adopted these; None: they are nobody's choice but the user's.
+        tuned: whether a search is about to begin, which turns them.
     """
     ratio, interval = knobs.get("topk_ratio"), knobs.get("update_interval")
     synchronous = interval == 1 and knobs.get("overlap_step") is False
@@ -262,10 +263,13 @@ def coverage_warning(
     assumed = assumed_coverage(ratio)
     if assumed - measured < _FAR_BELOW:
         return None
-    adopted, exact = _adopted(knobs, start), "quality exact (update_interval 1 with overlap_step off)"
+    adopted = _adopted(knobs, start)
+    exact = "quality exact (update_interval 1 with overlap_step off)"
     shorter = "" if interval == 1 else "lower update_interval, "
     advice = f"Raise topk_ratio, {shorter}or use {exact}, and compare the losses."
-    if adopted:
+    if tuned:
+        advice = "The search tries only what the quality allows."
+    elif adopted:
         advice = (
             f"The search adopted {adopted}, which its quality allows by what it measured: compare the losses with "
             f"those of {exact}."

@@ -65,6 +65,9 @@ def test_a_coverage_far_below_what_is_assumed_names_what_to_turn() -> None:
     assert warning is not None
     assert "13% of the gradient energy, where 89% is assumed at topk_ratio 0.01" in warning
     assert "Raise topk_ratio, lower update_interval, or use quality exact" in warning
+    searching = coverage_warning(0.13, knobs, tuned=True)
+    assert searching is not None
+    assert searching.endswith("may cost loss. The search tries only what the quality allows.")
 
 
 def test_the_advice_does_not_contradict_what_a_search_adopted() -> None:
@@ -74,8 +77,8 @@ def test_the_advice_does_not_contradict_what_a_search_adopted() -> None:
     assert warning is not None
     assert "ower update_interval" not in warning
     assert warning.endswith(
-        "The search adopted topk_ratio 0.1, update_interval 16, apply_lag 8, which its quality allows at the coverage "
-        "that it measured: compare the losses with those of quality exact (update_interval 1 with overlap_step off)."
+        "The search adopted topk_ratio 0.1, update_interval 16, apply_lag 8, which its quality allows by what it "
+        "measured: compare the losses with those of quality exact (update_interval 1 with overlap_step off)."
     )
     assert coverage_advice(adopted, start).startswith("topk_ratio 0.1, update_interval 16, apply_lag 8 was adopted")
     assert coverage_advice(start) == "raise topk_ratio, lower update_interval"

@@ -75,7 +75,8 @@ def verdict(document: Document) -> list[str]:
     sentences = [cost_and_gain(document)] if counted or is_measured(document) else []
     changed = differences(document["best"]["knobs"], document["start"]["knobs"])
     if changed:
-        keep = [f"Keep {changed}; all else as it was at the start.", *too_late_at_the_peak(document)]
+        keeps = "It ended with" if within_noise(document["gain"]) else "Keep"
+        keep = [f"{keeps} {changed}; all else as it was at the start.", *too_late_at_the_peak(document)]
         sentences += [" ".join(keep), *to_copy(document)]
     else:
         sentences.append(nothing_adopted(document))

@@ -396,11 +396,9 @@ class Tuner:
             self._driver.prepare(WarmupStats(config, steps, self._has_loss, asked, self._count.begins_anew))
 
     def _warn_of_coverage(self, known: Sequence[float]) -> None:
-        warning = coverage_warning(fmean(known) if known else None, asdict(self._optimizer.config))
+        warning = coverage_warning(fmean(known) if known else None, asdict(self._optimizer.config), tuned=True)
         if warning is not None:
-            # No notice: what shows a run tells of its coverage as it is then.
-            counted_in = "The search counts that in: it tries only what the quality allows at this coverage."
-            _logger.warning("%s %s", warning, counted_in)
+            _logger.warning("%s", warning)  # no notice: what shows a run tells of its coverage as it is then
 
     def _watch(self) -> bool:
         """Whether training goes wrong before the search begins, so that there is none."""

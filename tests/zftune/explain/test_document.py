@@ -335,6 +335,7 @@ def test_a_gain_that_was_measured_anew_is_of_the_newest_part(timed: Store, clock
     rows.decide("keep", again, gain=0.02, error=0.03, compared_again=1.0)
     found = explained(timed, rows.run, clock)
     assert "gained nothing beyond noise (-2 +/- 6%)" in found["verdict"][0]
+    assert found["verdict"][1] == "It ended with topk_ratio 0.2; all else as it was at the start."
 
 
 def test_a_gain_over_what_the_quality_required_says_so(timed: Store, clock: Clock) -> None:
