@@ -39,8 +39,8 @@ def _loaded(optimizer: Any) -> None:
     late = _end_lateness(optimizer)
     if late:
         _logger.warning(
-            "zftune: the checkpoint brings late updates (%s); quality exact closes the open window with the next step, "
-            "and waits for every update from then on.",
+            "zftune: updates would be late after what was loaded (%s): quality exact closes the open window with the "
+            "next step, after which its last updates arrive, and waits for every update from then on.",
             late,
         )
 

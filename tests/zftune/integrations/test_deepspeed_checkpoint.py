@@ -193,7 +193,7 @@ def test_late_settings_of_a_checkpoint_end_where_nothing_may_be_late(
     going_on.load_state_dict(state)
     train(again, going_on, 5)  # the first closes the window that was saved, whose updates the second may show
     found = (going_on.config.update_interval, going_on.config.overlap_step)
-    told = [one for one in caplog.messages if "brings late updates (update_interval 4, overlap_step True" in one]
+    told = [one for one in caplog.messages if "late after what was loaded (update_interval 4, overlap_step True" in one]
     assert (found, len(told)) == (((1, False), 1) if waits else ((4, True), 0))
     late = [one.staleness_max_steps or 0 for one in going_on.history(wait=True)[-3:]]
     assert any(late) is not waits
