@@ -46,23 +46,27 @@ def flushed(training: Training) -> Iterator[int]:
         return
     training.model.stop_watch()
     training.shows_flushed = True
-    changed: list[tuple[WeightState, Bucket]] = []
+    changed: list[tuple[WeightState, Bucket, torch.Tensor | None]] = []
     try:
         for weight in training.model.weights:
-            if not weight.restored:  # else it was loaded, perhaps like that, and not used yet
+            if not weight.restored:
                 weight.shown = {}
-                for place, bucket in _pending(weight, weight.in_flight):
-                    changed.append((weight, bucket))
-                    if bucket.index in weight.in_flight:
-                        weight.shown[place] = _tier(weight).on_host(weight.matrix(), bucket.columns)
-                    _show(weight, bucket, _preview(training, weight, bucket))
+            for place, bucket in _pending(weight, weight.in_flight):
+                rows = _preview(training, weight, bucket)
+                held = None  # the masters round to it
+                if weight.restored:  # it may not be loaded yet, or be loaded again: what is not as saved stays
+                    held = _held(weight, bucket)
+                    rows = torch.where(held == _trained(weight, place, bucket), rows, held)
+                elif bucket.index in weight.in_flight:
+                    assert weight.shown is not None
+                    held = weight.shown[place] = _held(weight, bucket)
+                changed.append((weight, bucket, held))
+                _show(weight, bucket, rows)
         training.gather()
         yield training.pending_steps
     finally:
-        for weight, bucket in changed:
-            assert weight.shown is not None
-            place = bucket.index - weight.plan.first_bucket
-            _show(weight, bucket, weight.shown.get(place, _tier(weight).rounded(bucket)))
+        for weight, bucket, held in changed:
+            _show(weight, bucket, _tier(weight).rounded(bucket) if held is None else held)
         for weight in training.model.weights:
             if not weight.restored:
                 weight.shown = None
@@ -103,7 +107,7 @@ class Unflush:
     def __call__(self) -> bool:
         """Look at the weight; false, since it may be loaded again."""
         with torch.inference_mode(False), torch.no_grad():
-            if self._state() != self._seen:
+            if not self._training.shows_flushed and self._state() != self._seen:
                 self._compare()
                 self._seen = self._state()
         return False
@@ -115,11 +119,9 @@ class Unflush:
     def _compare(self) -> None:
         weight, found, alike, elements = self._weight, [], 0, 0
         for place, bucket in _pending(weight, weight.in_flight):
-            tier = _tier(weight)
-            held = tier.on_host(weight.matrix(), bucket.columns)
-            seen = (weight.shown or {}).get(place, tier.rounded(bucket))
+            held = _held(weight, bucket)
             from_file = held == _preview(self._training, weight, bucket)
-            found.append((bucket, torch.where(from_file, seen, held)))
+            found.append((bucket, torch.where(from_file, _trained(weight, place, bucket), held)))
             alike += int(from_file.sum())
             elements += held.numel()
         if 2 * alike > elements:  # in 16 bits, what a model holds before it is loaded is alike by chance here and there
@@ -136,6 +138,17 @@ def _pending(weight: WeightState, in_flight: Container[int]) -> list[tuple[int, 
 def _tier(weight: WeightState) -> DeferredTier:
     assert weight.deferred is not None
     return weight.deferred
+
+
+def _held(weight: WeightState, bucket: Bucket) -> torch.Tensor:
+    """[slots, rows] in the model's dtype, in host memory: what the weight holds."""
+    return _tier(weight).on_host(weight.matrix(), bucket.columns)
+
+
+def _trained(weight: WeightState, place: int, bucket: Bucket) -> torch.Tensor:
+    """The same: what training has of a restored weight, whatever it holds."""
+    shown = (weight.shown or {}).get(place)
+    return _tier(weight).rounded(bucket) if shown is None else shown
 
 
 def _preview(training: Training, weight: WeightState, bucket: Bucket) -> torch.Tensor:

@@ -441,6 +441,7 @@ class ZenFlowOptimizer(Optimizer):
 
         Afterwards the weights are what they were, and training goes on as if nothing had been. A `state_dict()` that is
         taken within bears a mark, and resumes bit for bit together with the model's file, loaded in either order.
+        What was written between `load_state_dict()` and here stays as written.
 
         Yields:
             How many steps of deferred gradients were pending, which the weights hold now.

@@ -96,9 +96,10 @@ def resumed(run: Run, name: str, ranks: int, stop: int) -> dict[str, Any]:
 def saved(name: str, rank: int) -> dict[str, Any]:
     """What it comes to where it is not interrupted, what was open at each stop, and what differs where it was."""
     ranks, begin = torch.distributed.get_world_size(), partial(begun, name, rank, shards=name not in WHOLE)
-    run, files, open_at = begin(), {}, {}
+    run, files, flushed, open_at = begin(), {}, {}, {}
     for stop in save_at_stops(name, run, ranks):
         files[stop] = _own_file(run)
+        flushed[stop] = _flushed(run)
         training = run.optimizer._training
         flying = sum(len(weight.in_flight) for weight in training.model.weights)
         pending = any(weight.pending for weight in training.model.weights) or training.coming is not None
@@ -110,6 +111,8 @@ def saved(name: str, rank: int) -> dict[str, Any]:
     other = begin()
     other.model.load_state_dict(weights)
     other.optimizer.load_state_dict(state)
+    if any(not torch.equal(value, flushed[last][key]) for key, value in _flushed(other).items()):
+        differing.append("flushed, before its first step")
     if not same(found, other.steps(last + 1, STEPS).found()):
         differing.append("from a file of its own")
     return {**found, "differing": differing, "open": open_at}
@@ -121,6 +124,12 @@ def _own_file(run: Run) -> bytes:
         warnings.simplefilter("ignore")  # that torch.distributed.checkpoint could not load it
         torch.save([run.optimizer.state_dict(), run.model.state_dict()], buffer)
     return buffer.getvalue()
+
+
+def _flushed(run: Run) -> dict[str, Tensor]:
+    with run.optimizer.flushed_weights() as steps:
+        assert steps
+        return run.weights()
 
 
 def same(found: dict[str, Any], other: dict[str, Any]) -> bool:

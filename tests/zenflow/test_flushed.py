@@ -118,6 +118,93 @@ def test_a_run_goes_on_bit_for_bit_from_a_file_that_can_be_used_alone(
         assert same(weights_of(model), weights_of(plain))
 
 
+def both(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[str, Any]:
+    return {"optimizer": optimizer.state_dict(), "model": copy.deepcopy(model.state_dict())}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "first", "model_file"),
+    by_day(
+        [(torch.bfloat16, "model", "flushed"), (torch.float32, "optimizer", "as training sees it")],
+        all_of=combinations(
+            dtype=[torch.bfloat16, torch.float32],
+            first=["optimizer", "model"],
+            model_file=["flushed", "as training sees it"],
+        ),
+    ),
+)
+def test_nothing_is_missing_in_a_file_that_is_saved_before_the_first_step_after_loading(
+    setting: Setting, with_module: bool, dtype: torch.dtype, first: str, model_file: str
+) -> None:
+    """As one does to take the weights out of a checkpoint; what is saved then resumes as well."""
+    plain, plain_optimizer = begun(setting, STEPS, with_module=with_module, dtype=dtype)
+    plain_optimizer.close()
+    for last in (2, 5, 6, 7):
+        model, optimizer = begun(setting, last, with_module=with_module, dtype=dtype)
+        seen = copy.deepcopy(model.state_dict())
+        with optimizer.flushed_weights() if model_file == "flushed" else nullcontext():
+            saved = both(model, optimizer)
+        optimizer.flush()
+        flushed = weights_of(model)
+        optimizer.close()
+        model, optimizer = resumed(setting, saved, with_module=with_module, dtype=dtype, first=first)
+        for _ in range(2):
+            with optimizer.flushed_weights():
+                assert same(weights_of(model), flushed)
+            assert same(weights_of(model), list(seen.values()))
+        with optimizer.flushed_weights():
+            again = both(model, optimizer)
+        optimizer.close()
+        model, optimizer = resumed(setting, again, with_module=with_module, dtype=dtype, first=first)
+        train(model, optimizer, STEPS)
+        optimizer.close()
+        assert same(weights_of(model), weights_of(plain))
+
+
+@pytest.mark.parametrize("model_file", ["flushed", "as training sees it"])
+def test_a_file_that_is_saved_before_the_model_is_loaded_changes_nothing(setting: Setting, model_file: str) -> None:
+    plain, plain_optimizer = begun(setting, STEPS, with_module=True, dtype=torch.bfloat16)
+    plain_optimizer.close()
+    model, optimizer = begun(setting, 6, with_module=True, dtype=torch.bfloat16)
+    with optimizer.flushed_weights() if model_file == "flushed" else nullcontext():
+        saved = both(model, optimizer)
+    optimizer.close()
+    model = Stack(depth=1).to(torch.bfloat16)
+    optimizer = ours(setting, with_module=True)(model)
+    other = weights_of(model)
+    optimizer.load_state_dict(saved["optimizer"])
+    with optimizer.flushed_weights():
+        pass
+    assert same(weights_of(model), other)
+    model.load_state_dict(saved["model"])
+    train(model, optimizer, STEPS)
+    optimizer.close()
+    assert same(weights_of(model), weights_of(plain))
+
+
+@pytest.mark.parametrize("model_file", ["flushed", "as training sees it"])
+def test_what_is_written_after_loading_is_in_a_file_that_is_saved_then(setting: Setting, model_file: str) -> None:
+    """And what was saved then trains on with it, as if nothing had been saved."""
+    results = []
+    for saves in (True, False):
+        model, optimizer = begun(setting, 6, with_module=True, dtype=torch.float32)
+        with optimizer.flushed_weights() if model_file == "flushed" else nullcontext():
+            saved = both(model, optimizer)
+        optimizer.close()
+        model, optimizer = resumed(setting, saved, with_module=True, dtype=torch.float32, first="optimizer")
+        first_rows = [weight[:1].zero_() for weight in map(Tensor.detach, model.parameters())]
+        if saves:
+            with optimizer.flushed_weights():
+                assert not any(bool(row.count_nonzero()) for row in first_rows)
+                saved = both(model, optimizer)
+            optimizer.close()
+            model, optimizer = resumed(setting, saved, with_module=True, dtype=torch.float32, first="optimizer")
+        train(model, optimizer, STEPS)
+        optimizer.close()
+        results.append(weights_of(model))
+    assert same(*results)
+
+
 def test_a_state_that_is_saved_again_before_the_model_is_loaded_keeps_the_mark(setting: Setting) -> None:
     """As Accelerate does, which saves and loads an optimizer where it prepares one."""
     plain, plain_optimizer = begun(setting, STEPS, with_module=True, dtype=torch.float32)

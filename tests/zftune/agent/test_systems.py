@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import statistics
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -205,12 +204,16 @@ RUNTIME = """
             device.attach(model)
         config = ZenFlowConfig(topk_ratio=0, update_interval=1, overlap_step=False, select_interval=4)
         optimizer = ZenFlowAdamW(model.parameters(), lr=1e-3, config=config, module=model, device=device)
-        for (ids,) in loader(14):
-            time.sleep(0.01)  # else a step on the CPU is shorter than what two clocks may differ by
+        began, slept_ms = time.perf_counter(), {}
+        for step, (ids,) in enumerate(loader(14), start=1):
+            slept_ms[step] = 20 * (1 + step % 4)
+            time.sleep(slept_ms[step] / 1000)
             loss_of(model, ids).backward()
             optimizer.step()
             optimizer.zero_grad()
-        truth = {stats.step: [stats.step_ms, stats.stall_ms] for stats in optimizer.history(wait=True)}
+        truth = {stats.step: [stats.step_ms, stats.stall_ms, slept_ms[stats.step]]
+                 for stats in optimizer.history(wait=True)}
+        truth["all_ms"] = (time.perf_counter() - began) * 1000
         optimizer.close()
         print(json.dumps(truth))
         """
@@ -230,19 +233,17 @@ def test_this_packages_runtime(tmp_path: Path, device: str) -> None:
     assert model["knobs"]["update_interval"] == 1
     assert model["systems"][0] == "zenflow runtime"
     measured = [step for step in child.steps if step["measured"]]
-    apart = []
     for step in measured:
         number = str(step["index"] + 1)
         assert step["runtime"]["step"] == int(number)
-        own_ms, stall_ms = child.said[number]
-        apart.append(abs(step["step_ms"] - own_ms) / (0.5 + 0.02 * own_ms))
+        own_ms, stall_ms, slept_ms = child.said[number]
+        assert min(step["step_ms"], own_ms) >= slept_ms  # neither is told of another step's
         if device != "None":
             assert {cause: step["stall_ms"][cause] for cause in stall_ms} == stall_ms
             assert sum(stall_ms.values()) > 20
         else:
             assert step["stall_ms"] is None
-    # The processor may be taken away between the two clocks' readings, which spoils this step and the next.
-    assert statistics.median(apart) < 1, apart
+    assert sum(step["step_ms"] for step in measured) <= child.said["all_ms"]
     assert "timeline" not in measured[-2]["runtime"]
     assert measured[-1]["runtime"]["host_memory"]["state"] > 0
     timeline = measured[-1]["runtime"]["timeline"]
