@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, overload
@@ -279,12 +280,17 @@ class ZenFlowOptimizer(Optimizer):
             HostEngineError: host work failed.
             ConfigError: within `torch_state()`, updates are pending.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         self._follow_sharding()
         save = torch_state.save if self._speaks_torch else functools.partial(checkpoint.save, room=self._saves_room)
-        return save(self._training, self._groups)
+        saved = save(self._training, self._groups)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            saved = after(self, saved) or saved
+        return saved
 
     @undivided
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state, bit for bit; load the model of the same moment before or after.
 
         The saved knobs go on, those set while it trained included. Live knobs in which this optimizer was constructed
@@ -299,15 +305,18 @@ class ZenFlowOptimizer(Optimizer):
             HostMemoryError: the host has less memory.
             RankError: another rank could not load it.
         """
+        state_dict = copy.copy(state_dict)  # which hooks may change
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
         self._follow_sharding()
         saved = checkpoint.read_on_all(self._training, state_dict, self._groups, of_torch=self._speaks_torch)
-        before = [dict(group) for group in self.param_groups]
+        own = [dict(group) for group in self.param_groups]
         for group, values in zip(self.param_groups, saved.groups, strict=True):
             group.update(values)
         try:
             training = checkpoint.resumed(self._training, saved, self._groups)
         except BaseException:
-            for group, values in zip(self.param_groups, before, strict=True):
+            for group, values in zip(self.param_groups, own, strict=True):
                 group.clear()
                 group.update(values)
             raise
@@ -317,8 +326,8 @@ class ZenFlowOptimizer(Optimizer):
         self._own = training
         training.gradients.watch(self._groups, training.model.weights)
         training.cover_weights()
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -343,14 +352,8 @@ class ZenFlowOptimizer(Optimizer):
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse copies: they would share the state or lose it.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            "a ZenFlow optimizer cannot be copied or pickled: make a new optimizer for the copied model"
-        )
+        """Refuse copies, which would share the state or lose it, with `UnsupportedError`."""
+        raise UnsupportedError("a ZenFlow optimizer cannot be copied or pickled: make a new one for the copied model")
 
     @undivided
     def full_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -439,9 +442,8 @@ class ZenFlowOptimizer(Optimizer):
     def flushed_weights(self) -> Iterator[int]:
         """Let the model hold the weights that a flush would make, for a file that is used without the optimizer.
 
-        Afterwards the weights are what they were, and training goes on as if nothing had been. A `state_dict()` that is
-        taken within bears a mark, and resumes bit for bit together with the model's file, loaded in either order.
-        What was written between `load_state_dict()` and here stays as written.
+        Afterwards all is as it was. A `state_dict()` that is taken within bears a mark, and resumes bit for bit with
+        the model's file, loaded in either order. What was written since `load_state_dict()` stays as written.
 
         Yields:
             How many steps of deferred gradients were pending, which the weights hold now.
@@ -490,8 +492,7 @@ class ZenFlowOptimizer(Optimizer):
             The number of the step after which they hold (before the first step: that with which they do).
 
         Raises:
-            ConfigError: a knob cannot be changed or has a value that is not allowed. As with the others, nothing has
-                changed then.
+            ConfigError: a knob cannot be changed or has a value that is not allowed; nothing has changed then.
             HostMemoryError: the host has less memory than they need.
             HostEngineError: threads could not be started, or host work failed.
         """
@@ -555,9 +556,7 @@ class ZenFlowOptimizer(Optimizer):
         return self._training.ledger()
 
     def host_bytes(self) -> dict[str, int]:
-        """Host memory by use, from its allocations: "state", "log", "staging", "migration"; "spare", which
-        is kept of the log of longer windows until somebody needs it; and "peak" of their sum.
-        """
+        """Host memory by use: "state", "log", "staging", "migration"; "spare", kept of longer logs; "peak" of all."""
         runtime = self._training.runtime
         by_use, spare = runtime.memory.bytes_by_use, runtime.log.spare_bytes
         return {**by_use, "log": by_use["log"] - spare, "spare": spare, "peak": runtime.memory.peak_bytes}

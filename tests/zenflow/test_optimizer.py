@@ -278,6 +278,27 @@ def test_host_memory_by_use() -> None:
 # The end.
 
 
+@pytest.mark.parametrize("made", [torch.optim.AdamW, ZenFlowAdamW])
+def test_hooks_of_saving_and_loading_run_as_torchs(made: Any) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = made(model.parameters(), lr=0.1)
+    called: list[Any] = []
+    optimizer.register_state_dict_pre_hook(lambda owner: called.append((owner is optimizer, "saves")))
+    optimizer.register_state_dict_post_hook(lambda _, state: called.append("saved"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {"mine": state})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: called.append(sorted(state)))
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: state.pop("note", None) and None)
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: state["mine"])
+    optimizer.register_load_state_dict_post_hook(lambda owner: called.append(owner.param_groups[0]["lr"]))
+    saved = optimizer.state_dict()
+    assert sorted(saved) == ["mine"]
+    optimizer.param_groups[0]["lr"] = 0.2
+    saved["note"] = "of a hook"
+    optimizer.load_state_dict(saved)
+    assert sorted(saved) == ["mine", "note"]
+    assert called == [(True, "saves"), "saved", ["mine", "note"], 0.1]
+
+
 def test_dropping_the_optimizer_ends_its_thread() -> None:
     before = threads()
     module = nn.Sequential(nn.Linear(4, 4))

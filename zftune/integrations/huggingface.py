@@ -73,7 +73,7 @@ class AccelerateAdamW(ZenFlowAdamW):
                 "is to be tuned)"
             ) from error
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         with self.torch_state() if are_sharded(self.param_groups) else contextlib.nullcontext():
             super().load_state_dict(state_dict)
 
