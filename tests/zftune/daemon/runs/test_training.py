@@ -232,7 +232,7 @@ def test_in_simulated_time_a_run_with_a_daemon_repeats_to_the_last_digit(loop: C
             for _ in range(260):
                 training.step()
             training.close()
-            times = [stats.step_ms for stats in training.optimizer.history()]
+            times = [stats.step_ms for stats in training.optimizer.history(wait=True)]
             seen.append((training.changes, times, [one.reason for one in store.decisions(store.runs()[0].run_id)]))
     first, second = seen
     assert len(first[0]) >= 2  # something was tried
