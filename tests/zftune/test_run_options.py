@@ -323,6 +323,8 @@ def test_a_lock_with_which_the_training_may_hang_is_told_before_it_starts(
     assert told in invoke(*trains).stderr
     assert len(started) == 1
     assert told not in invoke("--", "python", "train.py").stderr  # not one of DeepSpeed's
+    (tmp_path / "own.py").write_text("import deepspeed\ndeepspeed.initialize(config=made())\n")
+    assert told in invoke("--", "python", "own.py").stderr
     monkeypatch.setenv("RANK", "1")
     assert told not in invoke(*trains).stderr
 

@@ -301,7 +301,7 @@ def run(
     steering = _steering(asked, found, schedule, export_schedule)
     _tell_unread(environment)
     _tell_of_no_use(command, {} if online or disabled else asked)
-    if found:
+    if found or _may_hand_one(command):
         _tell_left_locks(environment)
     if dry_run:
         for sentence in sentences(command, found, environment, online=online, replayed=schedule is not None):
