@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,10 +30,12 @@ from torch import nn
 
 import zftune
 from zenflow import ConfigError, ZenFlowAdamW, ZenFlowConfig
+from zenflow.checkpoint_format import HEADER
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.sharded import are_sharded
 from zftune.errors import BadInputError, MissingPackageError
-from zftune.store.types import Quality
+from zftune.store.types import QUALITIES, Quality
+from zftune.text import one_of
 from zftune.tuner.stats import Figures, innermost
 from zftune.tuner.tuner import Tuner
 
@@ -45,6 +48,7 @@ except ModuleNotFoundError as error:
 __all__ = ["AccelerateAdamW", "ZFTuneCallback", "zenflow_class", "zenflow_optimizer"]
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
+_logger = logging.getLogger("zftune")
 
 
 class AccelerateAdamW(ZenFlowAdamW):
@@ -74,8 +78,18 @@ class AccelerateAdamW(ZenFlowAdamW):
             ) from error
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        with self.torch_state() if are_sharded(self.param_groups) else contextlib.nullcontext():
+        """As the runtime's; what torch's AdamW has saved is taken up as well, so that its training is gone on with."""
+        sharded = are_sharded(self.param_groups)
+        is_torchs = sharded or _is_torchs(state_dict)
+        with self.torch_state() if is_torchs else contextlib.nullcontext():
             super().load_state_dict(state_dict)
+        if is_torchs and not sharded:
+            _logger.info("The checkpoint is of torch's AdamW: its moments and its step count go on.")
+
+
+def _is_torchs(state_dict: object) -> bool:
+    groups = state_dict.get("param_groups", []) if isinstance(state_dict, Mapping) else []
+    return bool(groups) and not any(HEADER in group for group in groups)
 
 
 def zenflow_class(
@@ -148,12 +162,18 @@ class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         attach: other arguments of `zftune.attach`.
 
     Raises:
-        BadInputError: a quality is given though it does not tune.
+        BadInputError: an argument is not allowed, or a quality is given though it does not tune.
+        TypeError: `zftune.attach` has no such argument.
     """
 
     def __init__(
         self, tune: bool = True, quality: Quality | None = None, sequence: int | None = None, **attach: Any
     ) -> None:
+        inspect.signature(zftune.attach).bind(None, quality=quality, sequence=sequence, **attach)
+        if not isinstance(tune, bool):
+            raise BadInputError(f"tune is {tune!r}; it must be True or False")
+        if quality is not None:
+            one_of("quality", quality, QUALITIES)
         if quality is not None and not tune:
             raise BadInputError(
                 f"quality is {quality!r} with tune=False; it must be None: what is late is then up to the optimizer's "

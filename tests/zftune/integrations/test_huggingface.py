@@ -12,7 +12,7 @@ from torch import nn
 
 pytest.importorskip("transformers", reason="the huggingface extra is not installed")
 
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from tests.tiers import by_day
 from tests.zftune.integrations.trainers import (
@@ -29,7 +29,7 @@ from tests.zftune.integrations.trainers import (
     trainer,
     weights,
 )
-from zenflow import ZenFlowAdamW, ZenFlowConfig
+from zenflow import CheckpointError, ZenFlowAdamW, ZenFlowConfig
 from zftune.errors import BadInputError
 from zftune.integrations.huggingface import AccelerateAdamW, zenflow_optimizer
 
@@ -108,6 +108,57 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, dtype: torch.dty
         of.optimizer.optimizer.flush()
     assert same(weights(resumed.model), weights(whole.model))
     assert not same(weights(whole.model), seen)  # something was pending in both
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_run_of_the_trainers_own_optimizer_is_gone_on_with(
+    tmp_path: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    more: dict[str, Any] = {"dtype": dtype, "save_strategy": "steps", "save_steps": 6, "max_grad_norm": 0.0}
+    whole = trained(tmp_path, None, **more)
+    (tmp_path / "checkpoint-10").rename(tmp_path / "last")
+    resumed = trainer(tmp_path, lambda model, args: zenflow_optimizer(model, args, EXACT), **more)
+    with caplog.at_level("INFO", "zftune"):
+        resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 10
+    assert resumed.optimizer.optimizer.steps == 10
+    assert rates(resumed) == rates(whole)
+    assert losses(resumed) == pytest.approx(losses(whole), rel=1e-6 if dtype == torch.float32 else 1e-2)
+    if dtype == torch.float32:  # torch's AdamW rounds bf16 weights at every step
+        assert furthest(weights(resumed.model), weights(whole.model)) < 1e-4 * LR
+    assert caplog.messages == ["The checkpoint is of torch's AdamW: its moments and its step count go on."]
+
+
+def test_the_trainers_own_optimizer_goes_on_with_a_run_of_ours(tmp_path: Path) -> None:
+    """As the page on Hugging Face has it."""
+    whole = trained(tmp_path / "whole", None)
+    half = trainer(tmp_path, lambda model, args: zenflow_optimizer(model, args, EXACT), save_strategy="steps")
+
+    class Stops(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
+        def on_step_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+            control.should_save = control.should_training_stop = state.global_step == 6
+
+    half.add_callback(Stops())
+    half.train()
+    folder, optimizer = tmp_path / "checkpoint-6", half.optimizer.optimizer
+    optimizer.flush()
+    half.save_model(str(folder))
+    with optimizer.torch_state():
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    resumed = trainer(tmp_path, None)
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert resumed.state.global_step == 10
+    assert losses(resumed) == pytest.approx(losses(whole), rel=1e-6)
+    assert furthest(weights(resumed.model), weights(whole.model)) < 1e-4 * LR
+
+
+def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
+    model = tiny_model()
+    optimizer = zenflow_optimizer(model, arguments(tmp_path), EXACT)
+    with pytest.raises(CheckpointError, match="has groups of"):
+        optimizer.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
+    with pytest.raises(CheckpointError, match='has no "state" and "param_groups"'):
+        optimizer.load_state_dict({"param_groups": []})
 
 
 def test_the_optimizer_is_made_as_the_trainer_makes_its_own(tmp_path: Path) -> None:

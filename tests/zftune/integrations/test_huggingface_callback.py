@@ -227,3 +227,12 @@ def test_a_second_training_begins_anew(tmp_path: Path) -> None:
 def test_a_quality_that_nobody_would_follow_is_refused() -> None:
     with pytest.raises(BadInputError, match=r"quality is 'exact' with tune=False; it must be None"):
         ZFTuneCallback(tune=False, quality="exact")
+
+
+def test_arguments_are_checked_before_a_training_begins() -> None:
+    with pytest.raises(BadInputError, match="tune is 'no'; it must be True or False"):
+        ZFTuneCallback(tune="no")  # type: ignore[arg-type]
+    with pytest.raises(BadInputError, match="quality is 'exat'; it must be exact, published or loose"):
+        ZFTuneCallback(quality="exat")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'qualty'"):
+        ZFTuneCallback(qualty="exact")
