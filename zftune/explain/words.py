@@ -8,14 +8,14 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from zenflow import ZenFlowConfig
+from zenflow import ConfigError, ZenFlowConfig
 from zftune.errors import BadInputError
 from zftune.quality import allowed_loss_percent, loss_bound, most_late_steps, moved_in_a_step
 from zftune.store.account import saved_in_words, within_noise
 from zftune.text import number, percent
 from zftune.tuner import messages as of_search
 from zftune.tuner.space import Setting
-from zftune.tuner.states import OF_INCUMBENT, REFERENCES
+from zftune.tuner.states import OF_INCUMBENT, REFERENCES, UNSEARCHED
 from zftune.words import ERAS, ROLES, TRIALS, seconds, shares, value, waiting_time
 
 Document = Mapping[str, Any]
@@ -88,9 +88,17 @@ def to_copy(document: Document) -> list[str]:
     best = _setting(document["best"]["knobs"])
     if best is None or document["run"]["backend"] != "zenflow":
         return []
-    config = best.config(ZenFlowConfig())
+    config = best.config(_base(document))
     section = json.dumps(config.to_ds_config().get("zero_optimization", {}))
     return [f"in Python: {config.to_python()}", f'in a ds_config for zftune run: "zero_optimization": {section}']
+
+
+def _base(document: Document) -> ZenFlowConfig:
+    """What no search changes of the training's configuration, and else the defaults."""
+    try:
+        return ZenFlowConfig(**document["run"]["settings"].get(UNSEARCHED, {}))
+    except (ConfigError, TypeError):  # of another version
+        return ZenFlowConfig()
 
 
 def is_measured(document: Document) -> bool:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _JOIN_S = 5.0
 _OPEN_S = 120.0  # longer than a lock is waited for, or a server
-_WARNING = 30
+_INFO, _WARNING = 20, 30
 _logger = logging.getLogger("zftune")
 
 
@@ -104,8 +104,13 @@ class SearchDriver(ABC):
     def live(self, scene: TuningContext) -> Executor | None:
         """The search in a training, once it is there; None: not yet. Raises what making it raised."""
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether what the run finds can be read after it, as far as is known."""
+        return True
+
     @abstractmethod
-    def said(self) -> list[str]:
+    def said(self) -> list[Said]:
         """What is to be told since this was asked last."""
 
     @abstractmethod
@@ -134,7 +139,7 @@ class NullDriver(SearchDriver):
     def live(self, scene: TuningContext) -> None:
         return None
 
-    def said(self) -> list[str]:
+    def said(self) -> list[Said]:
         return []
 
     def end(self, ended: Ended) -> Iterator[Said]:
@@ -238,7 +243,7 @@ class LocalDriver(SearchDriver):
         self._preparing: Background[Prepared] | None = None
         self._prepared: Prepared | None = None
         self._counter: Counter | None = None
-        self._told: set[str] = set()
+        self._told: set[Said] = set()
         self._finalizer: weakref.finalize[Any, Any] | None = None
         _close_at_exit()
 
@@ -275,12 +280,26 @@ class LocalDriver(SearchDriver):
         self._take(prepared)
         return live_search(scene, prepared.search, recorder=prepared.recorder, worker=self._worker)
 
-    def said(self) -> list[str]:
-        found = list(self._preparation.notices)
+    @property
+    def is_kept(self) -> bool:
+        recorder = None if self._prepared is None else self._prepared.recorder
+        return recorder is None or recorder.is_kept
+
+    def said(self) -> list[Said]:
+        found = [(_INFO, one) for one in self._preparation.notices]
         if self._prepared is not None and self._prepared.sentence:
-            found.append(self._prepared.sentence)
+            found.append((_INFO, self._prepared.sentence))
         if self._sampler_process.waited_s:
-            found += self._sampler_process.notices
+            found += [(_INFO, one) for one in self._sampler_process.notices]
+        return self._new([*found, *((_WARNING, one) for one in self._wrong)])
+
+    @property
+    def _wrong(self) -> list[str]:
+        """What the store could not do."""
+        recording = None if self._prepared is None else self._prepared.recording
+        return [] if recording is None else recording.wrong
+
+    def _new(self, found: list[Said]) -> list[Said]:
         new = [one for one in dict.fromkeys(found) if one not in self._told]
         self._told.update(new)
         return new
@@ -307,7 +326,7 @@ class LocalDriver(SearchDriver):
         if prepared is not None and prepared.recording is not None:
             if not prepared.recording.finish_soon(prepared.search, unfinished=not ended.over):
                 yield _WARNING, "The database server does not answer: the end of the run is not kept."
-            yield from ((_WARNING, notice) for notice in prepared.recording.notices)
+            yield from self._new([(_WARNING, one) for one in self._wrong])
 
     def close(self) -> None:
         self._sampler_process.close()

@@ -83,6 +83,11 @@ class StoreRecorder:
         return self._store.path
 
     @property
+    def is_kept(self) -> bool:
+        """Whether what is written outlives this process."""
+        return self._store.is_kept
+
+    @property
     def account(self) -> Account:
         """What the run took, spent and gained, by now."""
         if self._process:

@@ -33,7 +33,7 @@ from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.scores import score
 from zftune.tuner.search import MOST_RESTARTS, Search, SearchOptions
 from zftune.tuner.space import Setting, Space, feasible
-from zftune.tuner.states import COMPARED_AGAIN, LATE, LEARNING_RATE, LIFE, BarredSetting
+from zftune.tuner.states import COMPARED_AGAIN, LATE, LEARNING_RATE, LIFE, UNSEARCHED, BarredSetting
 
 if TYPE_CHECKING:
     from torch import dtype, nn
@@ -151,6 +151,11 @@ class Recording:
         )  # fmt: skip
         self._model = facts.model
         self._hardware, self._usable_cores = self._here.hardware, self._here.usable_cores
+
+    @property
+    def wrong(self) -> list[str]:
+        """Sentences: what the store could not do by now."""
+        return [*self.notices, *(() if self.recorder is None else self.recorder.notices)]
 
     def barred(self) -> tuple[BarredSetting, ...]:
         """Settings that earlier runs did not survive, or that were rolled back.
@@ -303,6 +308,7 @@ class Recording:
         stake: tuple[str, Setting] | None = None,
         learning_rate: float | None = None,
         run_id: str | None = None,
+        unsearched: Mapping[str, Any] | None = None,
     ) -> StoreRecorder | None:
         """Write down that the search begins; None where the store takes nothing.
 
@@ -313,6 +319,7 @@ class Recording:
             stake: the name of the preset that is measured again, and its setting.
             learning_rate: of the training, at its highest; None: not known.
             run_id: see `zftune.store.runs.Runs.begin_run`.
+            unsearched: what the training's configuration sets besides (`zftune.tuner.space.unsearched`).
         """
         knobs = search.book.trials[0].setting.knobs() if knobs is None else knobs
         space = search.book.space
@@ -324,6 +331,7 @@ class Recording:
             "feasible": feasible(space),
             "fixed_because": space.fixed_because or None,
             LEARNING_RATE: learning_rate,
+            UNSEARCHED: dict(unsearched or {}),
         }
         if self._study:
             settings["study"] = self._study

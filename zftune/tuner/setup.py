@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from zenflow import ConfigError, ZenFlowConfig
@@ -19,7 +19,7 @@ from zftune.tuner.recording import Recording, search_settings
 from zftune.tuner.sampler_process import SamplerError, SamplerProcess
 from zftune.tuner.scores import Pace, changed, ratios_of
 from zftune.tuner.search import Search, SearchOptions
-from zftune.tuner.space import TRAJECTORY_KNOBS, Forecast, Forecaster, Setting, Space, space_for
+from zftune.tuner.space import TRAJECTORY_KNOBS, Forecast, Forecaster, Setting, Space, space_for, unsearched
 from zftune.tuner.states import LEARNING_RATE
 from zftune.tuner.training_info import SINGLE_RANK, Reader, TrainingFacts, TuneRequest, WarmupStats, WorldInfo
 from zftune.words import shares
@@ -74,6 +74,7 @@ class SearchRequest:
             wanted; else a run that begins is called so.
         learning_rate: of the training, at its highest; None: not known.
         begins_anew: whether the training goes on from no saved state.
+        unsearched: what the user's knobs set besides.
     """
 
     own: Setting
@@ -87,6 +88,7 @@ class SearchRequest:
     run_id: str | None = None
     learning_rate: float | None = None
     begins_anew: bool = False
+    unsearched: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,10 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Pre
         search.agenda.suggest(choice.candidate, "preset")
     setting = choice.start or choice.candidate
     stake = None if match is None or setting is None or match.distance else (match.preset.name, setting)
-    recording.begin(search, wanted.own.knobs(), stake=stake, learning_rate=wanted.learning_rate, run_id=wanted.run_id)
+    recording.begin(
+        search, wanted.own.knobs(), stake=stake, learning_rate=wanted.learning_rate, run_id=wanted.run_id,
+        unsearched=wanted.unsearched,
+    )  # fmt: skip
     return Prepared(search, recording, f"{others} {choice.sentence}".strip())
 
 
@@ -306,7 +311,7 @@ def prepare(
         own=base, space=space, options=wishes.search, fresh=wishes.fresh,
         least_ratio=0.0 if wishes.tune_memory else base.offload_ratio,
         ratios=None if rates is None else ratios_of(facts.load, rates), run_id=run_id,
-        learning_rate=facts.learning_rate, begins_anew=facts.begins_anew,
+        learning_rate=facts.learning_rate, begins_anew=facts.begins_anew, unsearched=unsearched(facts.config),
     )  # fmt: skip
     prepared = begin(recording, wanted, make)
     notices.extend(_of_lateness(space, base, prepared))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from zenflow import ZenFlowConfig
@@ -140,6 +140,14 @@ class Setting:
 
 
 _NAMES = tuple(Setting.__dataclass_fields__)
+_OF_AUTO = ("select_strategy", "steps_per_epoch", "max_update_interval", "auto_ratio")
+"""Say what a setting's own values follow from."""
+
+
+def unsearched(config: ZenFlowConfig) -> dict[str, Any]:
+    """What a configuration sets otherwise than by default, and no setting has."""
+    others = (one for one in fields(config) if one.name not in (*_NAMES, *_OF_AUTO))
+    return {one.name: value for one in others if (value := getattr(config, one.name)) != one.default}
 
 
 PUBLISHED = Setting.of(choosing.PUBLISHED)

@@ -20,6 +20,7 @@ Sampler = Literal["gp", "tpe", "random", "none"]
 AT_S = "at_s"
 """In the details of a remark that is written down later: what the process that trains had counted when it was made."""
 LEARNING_RATE = "learning_rate"
+UNSEARCHED = "unsearched"
 """In a run's settings: of its first training, at its highest; in those of a remark: of the one that goes on."""
 TRAINED_ON = "trained_on"
 """In those of a remark: the tuning ended, and the training did not."""

@@ -427,7 +427,7 @@ class Tuner:
         )
         self._tell_early_losses()
         self._listen()
-        if self._live is not None and self.run_id is not None:
+        if self._live is not None and self.run_id is not None and self._driver.is_kept:
             called = self.run_id[:8]
             watch = f"its decisions: zftune explain {called} (live, with ZFTUNE_ONLINE=daemon: zftune top)"
             _logger.info("zftune tunes this training as run %s; %s", called, watch)
@@ -446,8 +446,8 @@ class Tuner:
         self._early_losses = []
 
     def _listen(self) -> None:
-        for sentence in self._driver.said():
-            self.say(sentence, logging.INFO)
+        for level, sentence in self._driver.said():
+            self.say(sentence, level)
 
     # --- the staleness probe -----------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from tests.zftune.tuner.surfaces import START
 from zenflow import ZenFlowConfig
 from zftune.explain.document import tune_document
 from zftune.explain.screen import render
-from zftune.explain.words import fates, lateness_bound, rejected, verdict
+from zftune.explain.words import fates, lateness_bound, rejected, to_copy, verdict
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.tuner.space import Setting
@@ -69,6 +69,18 @@ def test_the_screen_shows_what_was_measured_and_what_was_kept(document: dict[str
     section = re.search(r'in a ds_config for zftune run: ("zero_optimization": \{.*\}\}) ', unwrapped)
     assert section is not None
     assert ZenFlowConfig.from_ds_config({"gradient_clipping": 0, **json.loads(f"{{{section[1]}}}")}) == config
+
+
+def test_settings_to_copy_have_what_no_search_changes(document: dict[str, Any]) -> None:
+    others: dict[str, Any] = {"max_grad_norm": 1.0, "pipeline": "none", "stream": False}
+    run = {**document["run"], "settings": {**document["run"]["settings"], "unsearched": others}}
+    python, section = to_copy({**document, "run": run})
+    best = Setting.from_knobs(document["best"]["knobs"])
+    assert python == f"in Python: {best.config(ZenFlowConfig(**others)).to_python()}"
+    assert "max_grad_norm=1.0" in python
+    assert '"pipeline": "none"' in section
+    run["settings"]["unsearched"] = {"of a later version": 1}
+    assert to_copy({**document, "run": run}) == to_copy(document)
 
 
 def test_a_tuned_command_has_its_sections(document: dict[str, Any]) -> None:

@@ -134,10 +134,7 @@ def test_a_loop_is_tuned_and_remembered(attach: Attach, store: Store, caplog: py
     assert 0 < (search.book.space.movement_percent or 0.0) < 0.02  # measured
     assert {Setting.from_knobs(knobs) for _, knobs in changes} >= {search.book.trials[0].setting}
     (run,) = store.runs()
-    named = f"zftune tunes this training as run {run.run_id[:8]}; its decisions: zftune explain {run.run_id[:8]} "
-    assert [one for one in caplog.messages if one.startswith("zftune tunes this")] == [
-        f"{named}(live, with ZFTUNE_ONLINE=daemon: zftune top)"
-    ]
+    assert run.settings["unsearched"] == {"ledger": True}
     assert run.state is RunState.FINISHED
     assert run.key.micro_batch == 4
     reasons = [decision.reason for decision in store.decisions(run.run_id)]
@@ -151,6 +148,39 @@ def test_a_loop_is_tuned_and_remembered(attach: Attach, store: Store, caplog: py
     assert any(reason.startswith("Staleness probe after step") for reason in reasons)
     assert all(balance.balanced for balance in loop.optimizer.ledger().values())
     loop.step()  # nobody follows any more
+
+
+def test_where_a_run_can_be_looked_at_is_said_before_anything_is_measured(
+    attach: Attach, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="zftune")
+    loop = Loop()
+    with open_store(str(tmp_path / "zftune.db"), environment={"HOME": "/nowhere"}) as store:
+        tuner = attach(loop, store=store)
+        loop.run(tuner, until=lambda: tuner.live is not None)
+        called = store.runs()[0].run_id[:8]
+        assert caplog.messages[-1] == (
+            f"zftune tunes this training as run {called}; its decisions: zftune explain {called} "
+            "(live, with ZFTUNE_ONLINE=daemon: zftune top)"
+        )
+        tuner.close()
+
+
+def test_that_nothing_is_kept_is_said_before_anything_is_measured_and_once(
+    attach: Attach, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="zftune")
+    (tmp_path / "bad.db").write_bytes(b"no database" * 100)
+    loop = Loop()
+    with open_store(str(tmp_path / "bad.db"), environment={"HOME": "/nowhere"}) as store:
+        tuner = attach(loop, store=store)
+        loop.run(tuner, until=lambda: tuner.live is not None)
+        (said,) = [one for one in caplog.records if "what zftune learns is kept in memory until it ends" in one.message]
+        assert said.levelno == logging.WARNING
+        assert said.message in tuner.notices
+        tuner.close()
+    assert [one for one in caplog.messages if "kept in memory" in one] == [said.message]
+    assert not [one for one in caplog.messages if "zftune explain" in one]
 
 
 def test_without_a_loss_the_trajectory_stays(attach: Attach, store: Store) -> None:

@@ -85,10 +85,10 @@ class DaemonDriver(SearchDriver):
         own = self._worker.own = Setting.of(scene.optimizer.config)
         return Executor(scene, self._worker, start=own, incumbent=own)
 
-    def said(self) -> list[str]:
+    def said(self) -> list[Said]:
         found = [*self._reader.notices, *(() if self._daemon_session is None else self._daemon_session.notices)]
         new, self._told = found[self._told :], len(found)
-        return new
+        return [(logging.INFO, one) for one in new]
 
     def end(self, ended: Ended) -> Iterator[Said]:
         wrong = self._worker.wrong
