@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from pathlib import Path
 
@@ -15,15 +14,20 @@ from tests.zftune.agent.children import Line, environ, run, script, train
 PLAIN = """
     model = Small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    ends = []
+    around = []
     for (ids,) in loader(12):
         optimizer.zero_grad()
         loss_of(model, ids).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        before = time.monotonic_ns()
         optimizer.step()
-        ends.append(time.monotonic_ns())
-    print(json.dumps({"ends": ends, "checksum": checksum(model)}))
+        around.append([before, time.monotonic_ns()])
+    print(json.dumps({"around": around, "checksum": checksum(model)}))
 """
+
+
+NS_IN_MS = 1e-5
+"""Room for rounding: records have milliseconds with six decimals."""
 
 
 def adds_up(step: Line) -> bool:
@@ -62,10 +66,12 @@ def test_a_plain_script_is_recorded(tmp_path: Path) -> None:
 
 def test_steps_are_those_of_the_scripts_own_stopwatch(tmp_path: Path) -> None:
     child = train(tmp_path, PLAIN)
-    ends = child.said["ends"]
-    own = {index: (end - begin) / 1e6 for index, (begin, end) in enumerate(itertools.pairwise(ends), start=1)}
-    measured = {step["index"]: step["step_ms"] for step in child.steps}
-    assert sum(measured.values()) == pytest.approx(sum(own[index] for index in measured), rel=0.02)
+    around = child.said["around"]
+    assert child.steps
+    for step in child.steps:  # from within one call of the optimizer to within the next one, however long they take
+        (last_before, last_after), (before, after) = around[step["index"] - 1], around[step["index"]]
+        assert (before - last_after) / 1e6 <= step["step_ms"] + NS_IN_MS
+        assert step["step_ms"] <= (after - last_before) / 1e6 + NS_IN_MS
 
 
 def test_the_training_is_what_it_is_without_us(tmp_path: Path) -> None:
@@ -101,23 +107,24 @@ SLEEPY = """
 
         model = Small()
         optimizer = Rest(model.parameters(), lr=1e-3)
+        began = time.perf_counter()
         for (ids,) in DataLoader(Slow(torch.randint(0, 50, (10, 9)))):
             Sleepy.apply(loss_of(model, ids)).backward()
             optimizer.step()
             time.sleep(0.050)
+        print(json.dumps({"all_ms": 1000 * (time.perf_counter() - began)}))
 """
 
 
 def test_phases_are_where_they_belong(tmp_path: Path) -> None:
-    """Each phase sleeps for its own time."""
+    """Each phase sleeps for its own time: one that had another's would leave that one with less than it slept."""
     child = train(tmp_path, SLEEPY)
     slept = {"data": 10, "forward": 20, "backward": 30, "optimizer": 40, "other": 50}
     for step in child.steps:
         assert adds_up(step)
         for lane, milliseconds in slept.items():
             assert step["phases_ms"][lane] >= milliseconds, lane
-    least = {lane: min(step["phases_ms"][lane] for step in child.steps) for lane in slept}
-    assert least == pytest.approx(slept, abs=5)
+    assert sum(step["step_ms"] for step in child.steps) <= child.said["all_ms"]
 
 
 def test_without_a_data_loader_forward_begins_with_the_step(tmp_path: Path) -> None:
