@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -30,6 +31,8 @@ print("ready", flush=True)
 spin()
 """
 
+RATE_HZ = 20
+SOON_S = 30.0
 NO_PSI = "the kernel keeps no pressure stall information"
 
 
@@ -62,25 +65,48 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
+def cpu_s(process: subprocess.Popen[str]) -> float:
+    return sum(psutil.Process(process.pid).cpu_times()[:2])
+
+
+def wait_for_samples(sampler: HostSampler, count: int) -> None:
+    ends = time.monotonic() + SOON_S
+    while len(sampler.series(0, time.monotonic_ns())) < count:
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
 def test_a_process_that_works() -> None:
     with burning() as process:
-        sampler = HostSampler(lambda: [process.pid], rate_hz=10)
-        begin_cpu_s = sum(psutil.Process(process.pid).cpu_times()[:2])
-        begin, end = watch(sampler, 1.5)
-        used_s = sum(psutil.Process(process.pid).cpu_times()[:2]) - begin_cpu_s
-        figures, missing = sampler.summary(begin, end)
+        sampler = HostSampler(lambda: [process.pid], rate_hz=RATE_HZ)
+        began_s, before_s = time.monotonic(), cpu_s(process)
+        sampler.start()
+        wait_for_samples(sampler, 1)
+        from_s = cpu_s(process)
+        wait_for_samples(sampler, 2 * RATE_HZ)
+        until_s = cpu_s(process)
+        sampler.stop()
+        after_s, took_s = cpu_s(process), time.monotonic() - began_s
+        rows = sampler.series(0, time.monotonic_ns())
+        # Times since 0: those of the first and of the last reading, between which the process worked for `worked_s`.
+        at_ns = [round((row["at_ms"] or 0) * 1e6) for row in rows]
+        worked_s = sum(
+            (row["cpu_percent"] or 0) / 100 * (at - before) / 1e9
+            for row, (before, at) in zip(rows[1:], itertools.pairwise(at_ns), strict=True)
+        )
+        figures, missing = sampler.summary(at_ns[0], at_ns[-1])
         assert figures is not None
-        # Against the process's own account: another process may have the core.
-        assert figures["cpu_percent"] == pytest.approx(100 * used_s / 1.5, rel=0.15)
+        # By the process's own account, whose readings lie within and around those of the sampler.
+        assert until_s - from_s - 1e-3 <= worked_s <= after_s - before_s + 1e-3
+        assert figures["cpu_percent"] == pytest.approx(100 * worked_s / ((at_ns[-1] - at_ns[0]) / 1e9), rel=1e-3)
         assert figures["rss_bytes"] > 64 << 20
         assert figures["threads"] == 4
         assert figures["affinity_cores"] == len(os.sched_getaffinity(process.pid))
         assert 0 < figures["machine_cpu_percent"] <= 100
-        assert 10 <= figures["samples"] <= 20
-        rows = sampler.series(begin, end)
+        assert 2 * RATE_HZ - 1 <= figures["samples"] <= took_s * RATE_HZ + 2  # none is made up for one that was late
     assert {name for name, value in figures.items() if value is None} == set(missing)
     assert all(set(row) == {"at_ms", *SERIES_FIELDS} for row in rows)
-    assert [row["at_ms"] for row in rows] == sorted(row["at_ms"] or 0 for row in rows)
+    assert at_ns == sorted(at_ns)
     json.dumps([figures, rows], allow_nan=False)
 
 
@@ -236,7 +262,15 @@ def test_its_thread_ends() -> None:
 
 
 def test_it_costs_little() -> None:
-    sampler = HostSampler(lambda: [os.getpid()], rate_hz=10)
-    begin_s = time.process_time()
-    watch(sampler, 1.0)
-    assert time.process_time() - begin_s < 0.1
+    """By the account of its own thread, which asks for the processes once a tick."""
+    used_s: list[float] = []
+
+    def pids() -> list[int]:
+        used_s.append(time.thread_time())
+        return [os.getpid()]
+
+    sampler = HostSampler(pids, rate_hz=RATE_HZ)
+    sampler.start()
+    wait_for_samples(sampler, RATE_HZ)
+    sampler.stop()
+    assert min(later - earlier for earlier, later in itertools.pairwise(used_s)) < 0.01
