@@ -7,9 +7,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from zftune.daemon.runs import sampler_pool
 from zftune.daemon.runs.sampler_pool import _LONGEST_REST_S, _REST, FairLock, SamplerPool, queued_s
 from zftune.tuner.sampler_process import SamplerError, SamplerProcess
 
@@ -24,33 +26,44 @@ def work(seconds: float) -> None:
         pass
 
 
-def test_after_work_the_next_begins_late() -> None:
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long each turn waits before it begins: no time passes by the clock that counts them."""
+    slept: list[float] = []
+    stands = SimpleNamespace(monotonic=lambda: 100.0, sleep=slept.append, thread_time=time.thread_time)
+    monkeypatch.setattr(sampler_pool, "time", stands)
+    return slept
+
+
+def test_after_work_the_next_begins_late(pauses: list[float]) -> None:
     turns = FairLock()
+    began_s = time.thread_time()
     with turns.working():
         work(WORK_S)
-    ended_s = time.monotonic()
+    most_s = time.thread_time() - began_s
     with turns.working():
-        assert time.monotonic() - ended_s > 0.9 * _REST * WORK_S
+        pass
+    assert pauses[0] == 0
+    assert min(_REST * WORK_S, _LONGEST_REST_S) <= pauses[1] + 1e-9
+    assert pauses[1] <= _REST * most_s + 1e-9
 
 
-def test_who_only_waited_leaves_no_pause() -> None:
+def test_who_only_waited_leaves_no_pause(pauses: list[float]) -> None:
     turns = FairLock()
     with turns.working():
-        time.sleep(10 * _LONGEST_REST_S)
-    ended_s = time.monotonic()
+        time.sleep(2 * _LONGEST_REST_S)
     with turns.working():
-        assert time.monotonic() - ended_s < _LONGEST_REST_S
+        pass
+    assert pauses[1] < _LONGEST_REST_S
 
 
-def test_no_pause_is_longer_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr("zftune.daemon.runs.sampler_pool.time.sleep", slept.append)
+def test_no_pause_is_longer_than_allowed(pauses: list[float]) -> None:
     turns = FairLock()
     with turns.working():
         work(2 * _LONGEST_REST_S / _REST)
     with turns.working():
         pass
-    assert 0.5 * _LONGEST_REST_S < slept[-1] <= _LONGEST_REST_S
+    assert pauses[1] == pytest.approx(_LONGEST_REST_S)
 
 
 def test_one_works_at_a_time_and_others_while_it_waits() -> None:
