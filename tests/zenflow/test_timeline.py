@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -25,6 +24,7 @@ from zenflow import (
     ZenFlowAdamW,
     ZenFlowConfig,
 )
+from zenflow.clock import SimulatedClock
 from zenflow.history import Span
 
 FORWARD_MS, BACKWARD_MS = 8.0, 16.0
@@ -292,17 +292,29 @@ def test_a_plain_cpu_has_neither_copies_nor_stalls() -> None:
 class OwnClock(CpuDevice):
     """Marks on a clock of its own, as a GPU's: it began at another time than the host's."""
 
+    def __init__(self, clock: SimulatedClock) -> None:
+        super().__init__()
+        self.clock = clock
+
     def mark(self) -> float:
-        return time.monotonic() - 1000.0
+        return self.clock.now() - 1000.0
 
     def host_time_s(self, mark: Any) -> float | None:
         return None
 
 
 def test_a_device_with_a_clock_of_its_own_is_related_to_the_hosts() -> None:
-    run = Run(OVERLAPPED, OwnClock(), seeded(Stack))
-    timeline = recorded(run)
+    clock, model = SimulatedClock(), seeded(Stack)
+    model.register_forward_hook(lambda *_: clock.sleep(0.008))
+    run = Run(OVERLAPPED, OwnClock(clock), model)
+    run.steps(WARM_UP - 1)
+    run.recorder = run.optimizer.record_timeline(None)
+    for _ in range(run.optimizer.config.longest_window + 2):
+        run.step(wait_for_data_s=0.06)
+    timeline = run.timeline()
     run.optimizer.close()
+    clock.close()
     rows = timeline.lanes["data"], [span for span in timeline.lanes["compute"] if span.label == "forward"]
     for batch, forward in zip(*rows, strict=True):
-        assert batch.end_ms == pytest.approx(forward.begin_ms, abs=1.0)
+        assert batch.end_ms - batch.begin_ms == pytest.approx(60)
+        assert batch.end_ms == pytest.approx(forward.begin_ms, abs=CLOSE)
