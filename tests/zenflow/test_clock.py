@@ -280,11 +280,13 @@ def test_a_forked_child_can_end_its_copy(clock: SimulatedClock) -> None:
 @pytest.mark.parametrize("outside", [False, True])
 def test_an_interrupt_leaves_the_clock_as_it_should_be(clock: SimulatedClock, outside: bool) -> None:
     """The worker runs, in the machine's time, while the main thread is interrupted."""
-    runs, work, main = threading.Event(), clock.queue("work"), threading.main_thread().ident
+    runs, struck = threading.Event(), threading.Event()
+    work, main = clock.queue("work"), threading.main_thread().ident
 
     def serve() -> None:
         while (wait_s := work.get()) is not None:
             runs.set()
+            struck.wait(SOON_S)
             time.sleep(wait_s)
             clock.sleep(1)
 
@@ -292,6 +294,7 @@ def test_an_interrupt_leaves_the_clock_as_it_should_be(clock: SimulatedClock, ou
         runs.wait(SOON_S)
         assert main is not None
         signal.pthread_kill(main, signal.SIGINT)
+        struck.set()
 
     thread = clock.thread(serve, "worker")
     thread.start()
@@ -302,7 +305,7 @@ def test_an_interrupt_leaves_the_clock_as_it_should_be(clock: SimulatedClock, ou
         if not outside:
             clock.event("what never happens").wait()
         with clock.outside():
-            time.sleep(0.15)
+            time.sleep(SOON_S)
 
     with pytest.raises(KeyboardInterrupt):
         wait()
