@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -323,11 +324,12 @@ def test_a_setting_that_cannot_be_applied_is_a_crash_of_that_setting(loop: Calla
 
 
 def test_a_slow_daemon_delays_no_step(transport: Direct, loop: Callable[..., Loop]) -> None:
-    release = threading.Event()
+    release, answered = threading.Event(), threading.Event()
 
     class Slow(Direct):
         def post(self, route: str, document: Any = None, *, timeout_s: float | None = None) -> Any:
             release.wait(ENDS_S)
+            answered.set()
             return super().post(route, document)
 
     training = loop(Slow(transport.registry))
@@ -335,13 +337,13 @@ def test_a_slow_daemon_delays_no_step(transport: Direct, loop: Callable[..., Loo
         training.run(lambda: training.tuner is not None and training.tuner.live is not None)
         assert training.tuner is not None
         assert training.tuner.live is not None
-        live, worst_s = training.tuner.live, 0.0
+        live, took_s = training.tuner.live, []
         for _ in range(300):
             before_s = live.overhead_s
             training.step()
-            worst_s = max(worst_s, live.overhead_s - before_s)
-        assert live.overhead_s / 300 < 1e-3
-        assert worst_s < 0.1  # a machine that is busy with other things takes its share
+            took_s.append(live.overhead_s - before_s)
+        assert not answered.is_set()
+        assert statistics.median(took_s) < 1e-3
         assert training.changes == []
     finally:
         release.set()
