@@ -119,7 +119,7 @@ def test_two_ranks_under_torchrun(tmp_path: Path, every_fault: None) -> None:
             loss = loss_of(model, ids)
             loss.backward()
             if dist.get_rank() == 1:
-                time.sleep(0.02)
+                time.sleep(0.1)
             dist.all_reduce(loss.detach())
             optimizer.step()
         dist.destroy_process_group()
@@ -139,9 +139,8 @@ def test_two_ranks_under_torchrun(tmp_path: Path, every_fault: None) -> None:
         assert (model["model"], model["systems"]) == ("Small", ["DistributedDataParallel"])
         missing = {line["field"]: line["reason"] for line in lines if line["kind"] == "missing"}
         assert "in part" in missing["waits_ms"]
-        if header["rank"] == 0:  # which waits for the other one
-            waits = [step["waits_ms"]["comm"] for step in steps_of(lines)]
-            assert sorted(waits)[len(waits) // 2] >= 15
+        if header["rank"] == 0:  # which waits for the other one, unless it is later itself on a busy machine
+            assert max(step["waits_ms"]["comm"] for step in steps_of(lines)) >= 50
 
 
 def test_a_model_that_is_fully_sharded_is_named(tmp_path: Path) -> None:
