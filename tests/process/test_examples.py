@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import statistics
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
@@ -56,10 +55,13 @@ def test_an_example(profile: Run, tmp_path: Path, env: dict[str, str | None], na
     assert given.items() <= (document["command"] | {"systems": []}).items()
     stopwatch = stopwatch_ms(ended.out)
     assert len(stopwatch) == ALL_STEPS
-    steps = [row["step"] for row in document["per_step"]]
-    assert document["step_ms"]["mean"] == pytest.approx(
-        statistics.fmean(stopwatch[step - 1] for step in steps), rel=0.02
-    )
+    # The example looks at its watch between a step's end and the next one's: each step lies within two of its times,
+    # and two of ours have one of its within them (`test_children.py` has closer bounds).
+    steps_ms = {row["step"]: row["step_ms"] for row in document["per_step"]}
+    assert list(steps_ms) == list(range(min(steps_ms), min(steps_ms) + STEPS))
+    for step, step_ms in steps_ms.items():
+        assert step_ms <= stopwatch[step - 2] + stopwatch[step - 1] + 0.001
+        assert step + 1 not in steps_ms or step_ms + steps_ms[step + 1] + 0.001 >= stopwatch[step - 1]
     for run in (document, *document["ranks"]):
         assert sum(run["phases_ms"].values()) == pytest.approx(run["step_ms"]["mean"], rel=1e-6)
     for row in document["per_step"]:
