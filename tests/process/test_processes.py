@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ import pytest
 
 from tests.process.conftest import PYTHON, Run, command_line, environment, is_running, wait_for
 
-# Each writes its own process number into the file, then does what its name says.
-STAY = "open('stays', 'a').write(f'{os.getpid()}\\n'); time.sleep(100)"
+# Each writes its own process number into the file, then does what its name says: for longer than a profile may take.
+STAY = "open('stays', 'a').write(f'{os.getpid()}\\n'); time.sleep(600)"
 LEAVE = {
     "fork": f"pid = os.fork()\nif pid == 0:\n    {STAY}",
     "daemon": f"if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        {STAY}\n    os._exit(0)",
@@ -24,8 +23,8 @@ LEAVE = {
     "many": f"for _ in range(20):\n    if os.fork() == 0:\n        {STAY}",
     "stopped": "pid = os.fork()\nif pid == 0:\n    open('stays', 'a').write(f'{os.getpid()}\\n')\n"
     "    os.kill(os.getpid(), signal.SIGSTOP)",
-    "shell": "subprocess.Popen(['sh', '-c', 'echo $$ >> stays; sleep 100 & wait'])",
-    "session": "subprocess.Popen(['sh', '-c', 'echo $$ >> stays; exec sleep 100'], start_new_session=True)",
+    "shell": "subprocess.Popen(['sh', '-c', 'echo $$ >> stays; sleep 600 & wait'])",
+    "session": "subprocess.Popen(['sh', '-c', 'echo $$ >> stays; exec sleep 600'], start_new_session=True)",
 }
 WAIT = "\nuntil = time.time() + 30\nwhile not os.path.exists('stays') and time.time() < until: time.sleep(0.01)\n"
 IMPORTS = "import os, signal, subprocess, sys, time, steps\n"
@@ -37,12 +36,10 @@ def left(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("kind", LEAVE)
 def test_what_is_left_behind_is_ended(python: Run, tmp_path: Path, kind: str) -> None:
-    began = time.monotonic()
     ended = python(f"{IMPORTS}steps.train()\n{LEAVE[kind]}\n{WAIT}sys.exit(3)").is_clean()
     assert ended.code == 3
     assert ended.document is not None
     assert not [pid for pid in left(tmp_path) if is_running(pid)]
-    assert time.monotonic() - began < 10
 
 
 def test_children_that_are_waited_for_are_left_alone(python: Run, tmp_path: Path) -> None:
@@ -131,7 +128,7 @@ def test_nothing_outlives_a_profile_that_was_killed(tmp_path: Path, victim: str)
     (grandchild,) = left(tmp_path)
     os.kill(running.process.pid if victim == "profile" else keeper, signal.SIGKILL)
     code, error, document = running.end()
-    wait_for(lambda: not any(map(is_running, (command, keeper, grandchild))), 20)
+    wait_for(lambda: not any(map(is_running, (command, keeper, grandchild))), 60)
     assert not Path(running.wait_for("folder").strip()).exists()
     if victim == "keeper":  # the profile itself goes on, and tells what it knows
         assert (code, document is not None) == (137, True), error
