@@ -127,7 +127,7 @@ def test_behind_a_wrapper_it_is_said_why(folder: Path, name: str) -> None:
 
 
 def test_what_goes_on_in_the_background_is_not_judged(folder: Path) -> None:
-    done = run(folder, "bash", "-c", "sleep 5 > /dev/null 2>&1 &")
+    done = run(folder, "bash", "-c", "sleep 60 > /dev/null 2>&1 &")
     assert (done.returncode, done.stderr) == (0, sitecustomize.GOES_ON)
 
 
