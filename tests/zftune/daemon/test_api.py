@@ -127,7 +127,7 @@ def test_an_answer_that_does_not_begin_is_not_waited_for(served: Daemon) -> None
     begun_s = time.monotonic()
     status, sentence = refusal(exchange(served.path, get("/v1/test/held")))
     assert (status, sentence) == (503, f"no answer within {ANSWER_S:g} s, try again later")
-    assert ANSWER_S <= time.monotonic() - begun_s < 10 * ANSWER_S
+    assert time.monotonic() - begun_s >= ANSWER_S  # `exchange` waits for ten times as long at most
 
 
 def test_an_answer_that_has_begun_may_take_its_time(served: Daemon) -> None:

