@@ -25,7 +25,7 @@ if not everything():
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(upstream_ops.folder()))
 
 _THREADS = "zenflow-"
-_JOIN_S = 5.0
+_JOIN_S = 30.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ)
 _left_out = 0  # tests, in the workers
 

@@ -15,7 +15,7 @@ from zenflow.host.tasks import Task
 from zenflow.rules import Rule
 from zenflow.state import ColumnState
 
-SOON_S = 10.0  # a hang, on however busy a machine
+SOON_S = 30.0  # a hang, on however busy a machine
 
 
 class Calls(Backend):

@@ -23,7 +23,7 @@ from typing import Any
 
 from tests import zygote
 
-_JOIN_S = 5.0
+_JOIN_S = 30.0
 
 _process: Any = None
 _link: Connection | None = None

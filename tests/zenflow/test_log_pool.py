@@ -19,7 +19,7 @@ from zenflow import ZenFlowError
 from zenflow.host.log_pool import Extents, LogPool
 from zenflow.host.places import ALIGN_BYTES, padded
 
-SOON_S = 10.0  # a hang, on however busy a machine
+SOON_S = 30.0  # a hang, on however busy a machine
 A_WHILE_S = 0.05  # long enough that a thread which should not wait is through
 KB = 1024
 

@@ -17,7 +17,7 @@ from tests.zenflow.small import Stack, seeded, tokens_of
 from zenflow import CpuDevice, HostMemoryError, ZenFlowAdamW, ZenFlowConfig
 from zenflow.host.memory import HostMemory
 
-SOON_S = 20.0
+SOON_S = 30.0
 PART_BYTES = 4096
 CONFIG = ZenFlowConfig(topk_ratio=0.2, update_interval=4, bucket_bytes=1024, host_threads=1)
 
