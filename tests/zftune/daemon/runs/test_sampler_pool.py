@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
 
@@ -26,16 +25,30 @@ def work(seconds: float) -> None:
         pass
 
 
+class Pauses:
+    """Stands for the clock of the turns, which goes on as a test says, and keeps how long each turn waited to begin."""
+
+    thread_time = staticmethod(time.thread_time)
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.slept_s: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_s.append(seconds)
+
+
 @pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long each turn waits before it begins: no time passes by the clock that counts them."""
-    slept: list[float] = []
-    stands = SimpleNamespace(monotonic=lambda: 100.0, sleep=slept.append, thread_time=time.thread_time)
-    monkeypatch.setattr(sampler_pool, "time", stands)
-    return slept
+def pauses(monkeypatch: pytest.MonkeyPatch) -> Pauses:
+    made = Pauses()
+    monkeypatch.setattr(sampler_pool, "time", made)
+    return made
 
 
-def test_after_work_the_next_begins_late(pauses: list[float]) -> None:
+def test_after_work_the_next_begins_late(pauses: Pauses) -> None:
     turns = FairLock()
     began_s = time.thread_time()
     with turns.working():
@@ -43,27 +56,27 @@ def test_after_work_the_next_begins_late(pauses: list[float]) -> None:
     most_s = time.thread_time() - began_s
     with turns.working():
         pass
-    assert pauses[0] == 0
-    assert min(_REST * WORK_S, _LONGEST_REST_S) <= pauses[1] + 1e-9
-    assert pauses[1] <= _REST * most_s + 1e-9
+    assert pauses.slept_s[0] == 0
+    assert min(_REST * WORK_S, _LONGEST_REST_S) <= pauses.slept_s[1] + 1e-9
+    assert pauses.slept_s[1] <= _REST * most_s + 1e-9
 
 
-def test_who_only_waited_leaves_no_pause(pauses: list[float]) -> None:
+def test_who_only_waited_leaves_no_pause(pauses: Pauses) -> None:
     turns = FairLock()
     with turns.working():
-        time.sleep(2 * _LONGEST_REST_S)
+        pauses.now_s += 10 * _LONGEST_REST_S
     with turns.working():
         pass
-    assert pauses[1] < _LONGEST_REST_S
+    assert pauses.slept_s[1] < 0.5 * _LONGEST_REST_S
 
 
-def test_no_pause_is_longer_than_allowed(pauses: list[float]) -> None:
+def test_no_pause_is_longer_than_allowed(pauses: Pauses) -> None:
     turns = FairLock()
     with turns.working():
         work(2 * _LONGEST_REST_S / _REST)
     with turns.working():
         pass
-    assert pauses[1] == pytest.approx(_LONGEST_REST_S)
+    assert pauses.slept_s[1] == pytest.approx(_LONGEST_REST_S)
 
 
 def test_one_works_at_a_time_and_others_while_it_waits() -> None:
