@@ -427,22 +427,20 @@ def test_a_search_that_cannot_be_prepared_is_none_and_closing_says_nothing_more(
 
 
 def test_closing_does_not_wait_for_an_answer_that_nobody_needs(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
-    asks, gave_up = threading.Event(), threading.Event()
+    asks = threading.Event()
 
     def think(self: Preparation, *_: object) -> None:
         asks.set()
-        try:
-            self._sampler_process.ask(time.sleep, 3600.0)
-        finally:
-            gave_up.set()
+        self._sampler_process.ask(time.sleep, 3600.0)
 
     monkeypatch.setattr(Preparation, "prepare", think)
     monkeypatch.setattr(drivers, "_JOIN_S", 60.0)
     loop = Loop()
     tuner = attach(loop)
     loop.run(tuner, until=asks.is_set)
+    began_s = time.monotonic()
     tuner.close()
-    assert gave_up.is_set()
+    assert time.monotonic() - began_s < 30
 
 
 def test_an_optimizer_that_is_closed_while_a_setting_is_tried_blames_no_setting(attach: Attach, store: Store) -> None:
