@@ -295,9 +295,14 @@ class OwnClock(CpuDevice):
     def __init__(self, clock: SimulatedClock) -> None:
         super().__init__()
         self.clock = clock
+        self.late_s = 0.003
+        """By which it is known that a mark was passed."""
 
     def mark(self) -> float:
         return self.clock.now() - 1000.0
+
+    def wait_for(self, mark: Any) -> None:
+        self.clock.sleep(self.late_s)
 
     def host_time_s(self, mark: Any) -> float | None:
         return None
@@ -306,15 +311,18 @@ class OwnClock(CpuDevice):
 def test_a_device_with_a_clock_of_its_own_is_related_to_the_hosts() -> None:
     clock, model = SimulatedClock(), seeded(Stack)
     model.register_forward_hook(lambda *_: clock.sleep(0.008))
-    run = Run(OVERLAPPED, OwnClock(clock), model)
+    device = OwnClock(clock)
+    run = Run(OVERLAPPED, device, model)
     run.steps(WARM_UP - 1)
     run.recorder = run.optimizer.record_timeline(None)
-    for _ in range(run.optimizer.config.longest_window + 2):
-        run.step(wait_for_data_s=0.06)
+    waits_s = [0.01 * (number + 1) for number in range(run.optimizer.config.longest_window + 2)]
+    for wait_s in waits_s:
+        run.step(wait_for_data_s=wait_s)
+    device.late_s = 0.0  # once is enough
     timeline = run.timeline()
     run.optimizer.close()
     clock.close()
     rows = timeline.lanes["data"], [span for span in timeline.lanes["compute"] if span.label == "forward"]
-    for batch, forward in zip(*rows, strict=True):
-        assert batch.end_ms - batch.begin_ms == pytest.approx(60)
+    for wait_s, batch, forward in zip(waits_s[1:-1], *rows, strict=True):
+        assert batch.end_ms - batch.begin_ms == pytest.approx(1e3 * wait_s)
         assert batch.end_ms == pytest.approx(forward.begin_ms, abs=CLOSE)
