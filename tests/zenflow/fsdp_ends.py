@@ -22,7 +22,7 @@ LAST, EVERY = 24, 2
 """Steps, and how many there are between two checkpoints."""
 FOLDER = "ZENFLOW_TEST_ENDS"
 """The environment's: where the checkpoint is."""
-TIMEOUT = timedelta(seconds=6)
+TIMEOUT = timedelta(seconds=12)
 """After which a rank gives up the others."""
 
 

@@ -60,6 +60,9 @@ def test_what_was_measured_and_not_compared_is_told_as_such() -> None:
     tried = len({note.trial for note in search.notes if note.kind == "keep"}) + 1
     alone, several = f"The one other setting that was tried was {not_compared}.", f"; one of them was {not_compared}."
     assert (alone if tried == 1 else several) in said(search)[1]
+    for trial in search.book.trials[1:]:
+        trial.samples.clear()  # as where the search begins again
+    assert (alone if tried == 1 else several) in said(search)[1]
 
 
 def test_what_was_found_is_said() -> None:
