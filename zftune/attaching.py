@@ -19,6 +19,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -281,8 +282,10 @@ def log_loss(loss: torch.Tensor | float) -> None:
         loss: a scalar on any device, or a number.
 
     Raises:
-        BadInputError: it is more than one number.
+        BadInputError: it is no number, or more than one.
     """
+    if not isinstance(loss, (torch.Tensor, Real)):
+        raise BadInputError(f"loss is {loss!r}; it must be a number, or a tensor of one")
     for hear in tuple(losses.listeners):
         hear(loss)
     for tuner in open_tuners():
@@ -301,6 +304,7 @@ def log_tokens(tokens: int) -> None:
     Raises:
         BadInputError: it is no number of tokens.
     """
+    _check_counts(tokens=tokens)
     for tuner in open_tuners():
         tuner.log_tokens(tokens)
 

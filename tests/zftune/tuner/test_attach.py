@@ -373,6 +373,10 @@ def test_what_is_refused(attach: Attach) -> None:
         zftune.attach(loop.optimizer, quality=wrong)
     with pytest.raises(BadInputError, match="tokens is 0; it must be an integer >= 1"):
         zftune.attach(loop.optimizer, tokens=0)
+    with pytest.raises(BadInputError, match="tokens is -4; it must be an integer >= 1"):
+        zftune.log_tokens(-4)  # also where nobody listens
+    with pytest.raises(BadInputError, match="loss is 'x'; it must be a number, or a tensor of one"):
+        zftune.log_loss("x")  # type: ignore[arg-type]
     attach(loop)
     with pytest.raises(BadInputError, match="optimizer is followed by a tuner already"):
         zftune.attach(loop.optimizer)
