@@ -105,7 +105,9 @@ def _saved_weight(training: Training, weight: WeightState) -> SavedWeight:
 def _flights(training: Training, weight: WeightState) -> list[SavedUpdate]:
     windows = [(flight.window, flight.due) for flight in training.model.windows.in_flight if flight.weight is weight]
     return [
-        SavedUpdate(window.bucket.index - weight.plan.first_bucket, due, window.decay(), window.passed_over)
+        SavedUpdate(
+            window.bucket.index - weight.plan.first_bucket, due, window.decay(), window.passed_over, window.steps
+        )
         for window, due in windows
     ]
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,8 @@ class SavedUpdate:
     """What its updates multiplied a weight with."""
     passed_over: list[int]
     """The bucket's slots that it did not update."""
+    steps: list[int] = field(default_factory=list)
+    """Whose gradients it has applied; empty in files that do not tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,7 @@ class BucketJob:
     gradients: Transfer | None
     """The last of the gradients that the job waits for; None where it was restored."""
     restored_decay: float = 1.0
+    restored_steps: tuple[int, ...] = ()
 
     @property
     def passed_over(self) -> list[int]:
@@ -87,6 +88,11 @@ class BucketJob:
         """What its updates multiply a weight with, only once the job is done."""
         factors = (entry.hyper.decay for entry in self.entries if entry.live()[1])
         return math.prod(factors, start=self.restored_decay)
+
+    @property
+    def steps(self) -> list[int]:
+        """Whose gradients it has applied, only once the job is done."""
+        return [*self.restored_steps, *(entry.step for entry in self.entries if entry.live()[1])]
 
 
 class DeferredTier:
@@ -311,13 +317,14 @@ class DeferredTier:
             bucket.places.append(place)
             bucket.log.append(LogEntry(step, pieces, transfer, hyper, control))
 
-    def restore_window(self, number: int, slots: range | torch.Tensor, decay: float) -> BucketJob:
+    def restore_window(self, number: int, slots: range | torch.Tensor, decay: float, steps: Sequence[int]) -> BucketJob:
         """A bucket's window that the host has applied and that is not visible yet.
 
         Args:
             number: of the bucket, counted in this weight.
             slots: those that the window updated, [n] int64 where they are not all of the bucket's.
             decay: what its updates multiplied a weight with.
+            steps: whose gradients it has applied.
         """
         bucket = self.buckets[number]
         if isinstance(slots, range):
@@ -327,7 +334,7 @@ class DeferredTier:
         result = bucket.result[: len(slots)]
         result.copy_(masters)
         job = Job(f"restoring {self._name}", self._runtime.device, None, nbytes=0, inputs=[], result=result)
-        return BucketJob(bucket, slots, columns, self._runtime.engine.submit(job), [], None, decay)
+        return BucketJob(bucket, slots, columns, self._runtime.engine.submit(job), [], None, decay, tuple(steps))
 
     def rewrite_window(self, window: BucketJob, before: torch.Tensor, matrix: torch.Tensor) -> BucketJob:
         """Let a window's updates count on top of weights that somebody wrote while it was in flight.
@@ -355,7 +362,7 @@ class DeferredTier:
         bucket.sample = None
         if window.job.transfer is not None:
             window.job.transfer.wait()
-        return self.restore_window(bucket.index - self.buckets[0].index, slots, window.decay())
+        return self.restore_window(bucket.index - self.buckets[0].index, slots, window.decay(), window.steps)
 
     def on_host(self, matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """Columns of a matrix in host memory; waits for them.

@@ -55,12 +55,16 @@ class ModelState:
         for entry in entries:
             if entry.control is not None:
                 entry.control.transfer.wait()
-        return any(entry.may_count for entry in entries)
+        return any(entry.may_count for entry in entries) or self._restored_flies()
 
     @property
     def may_lack_updates(self) -> bool:
         """`has_pending`, as far as is known: waits for nothing, so that ranks may differ."""
-        return any(entry.may_count for entry in self._pending())
+        return any(entry.may_count for entry in self._pending()) or self._restored_flies()
+
+    def _restored_flies(self) -> bool:
+        """Whether something is in flight whose entries are not here: it was restored, or written under."""
+        return any(flight.window.restored_steps for flight in self.windows.in_flight if not flight.late)
 
     def _pending(self) -> Iterator[LogEntry]:
         for weight in self.weights:

@@ -507,8 +507,8 @@ class Training:
     def pending_steps(self) -> int:
         """How many steps have gradients of which the weights show nothing yet, or not everywhere."""
         entries = [entry for weight in self.model.weights for entry in weight.pending_entries()]
-        entries += [entry for flight in self.model.windows.in_flight for entry in flight.window.entries]
-        return len({entry.step for entry in entries if entry.live()[1]})
+        flying = (step for flight in self.model.windows.in_flight for step in flight.window.steps)
+        return len({*flying, *(entry.step for entry in entries if entry.live()[1])})
 
     def before_use(self, parameter: nn.Parameter, do: Callable[[], bool]) -> None:
         """Have something done before each use of a weight until it returns true or a step begins."""

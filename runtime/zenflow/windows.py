@@ -128,7 +128,8 @@ class Windows:
         slots: range | torch.Tensor = weight.deferred.buckets[saved.bucket].slots
         if saved.passed_over:
             slots = torch.tensor(sorted({*slots} - {*saved.passed_over}), device="cpu")
-        flight = PendingUpdate(weight, weight.deferred.restore_window(saved.bucket, slots, saved.decay), saved.due)
+        window = weight.deferred.restore_window(saved.bucket, slots, saved.decay, saved.steps)
+        flight = PendingUpdate(weight, window, saved.due)
         weight.in_flight.add(flight.window.bucket.index)
         self._in_flight.append(flight)
 

@@ -144,15 +144,19 @@ def test_nothing_is_missing_in_a_file_that_is_saved_before_the_first_step_after_
         seen = copy.deepcopy(model.state_dict())
         with optimizer.flushed_weights() if model_file == "flushed" else nullcontext():
             saved = both(model, optimizer)
+        with optimizer.flushed_weights() as pending:
+            pass
         optimizer.flush()
         flushed = weights_of(model)
         optimizer.close()
         model, optimizer = resumed(setting, saved, with_module=with_module, dtype=dtype, first=first)
         for _ in range(2):
-            with optimizer.flushed_weights():
+            with optimizer.flushed_weights() as steps:
+                assert steps == pending
                 assert same(weights_of(model), flushed)
             assert same(weights_of(model), list(seen.values()))
-        with optimizer.flushed_weights():
+        with optimizer.flushed_weights() as steps:
+            assert steps == pending
             again = both(model, optimizer)
         optimizer.close()
         model, optimizer = resumed(setting, again, with_module=with_module, dtype=dtype, first=first)

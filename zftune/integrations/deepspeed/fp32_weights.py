@@ -51,7 +51,8 @@ def _with_flushed(original: Callable[..., Any], optimizer: EngineOptimizer) -> C
     def save(*args: Any, **kwargs: Any) -> Any:
         with optimizer.flushed_weights() as steps:
             if steps:
-                _logger.warning("the saved weights hold the updates of %d steps that training has yet to see", steps)
+                number = f"{steps} step{'' if steps == 1 else 's'}"
+                _logger.warning("the saved weights hold the updates of %s that training has yet to see", number)
             return original(*args, **kwargs)
 
     return save
