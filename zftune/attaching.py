@@ -267,8 +267,8 @@ def _needs(tuner: Tuner, options: SearchOptions) -> str:
     window, most = tuner.incumbent.update_interval, options.most_measurements
     steps = tuner.begins + most * (window + steps_of(window))
     return (
-        f"Measuring begins after {tuner.begins} steps; a search makes at most {most} measurements: about {steps} steps "
-        "where step times are steady, several times as many on a busy machine."
+        f"Measuring begins after {tuner.begins} steps and some seconds of preparation; a search makes at most {most} "
+        f"measurements: about {steps} steps where step times are steady, several times as many on a busy machine."
     )
 
 

@@ -430,7 +430,7 @@ class ZenFlowOptimizer(Optimizer):
 
     @undivided
     def flush(self) -> None:
-        """Close the window and apply every pending host update now.
+        """Close the window and apply every pending host update now; after `close()` there is none.
 
         Raises:
             HostEngineError: host work failed.

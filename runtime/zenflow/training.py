@@ -342,7 +342,7 @@ class Training:
             HostEngineError: host work failed.
             UnsupportedError: a parameter was given another shape, dtype or device.
         """
-        if not self.begun:
+        if not self.begun or not self.open:
             return
         try:
             self._flush()

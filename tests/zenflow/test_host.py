@@ -241,6 +241,7 @@ def test_after_the_end_step_is_a_sentence(end: str) -> None:
     getattr(optimizer, end)()
     getattr(optimizer, end)()
     optimizer.close()
+    optimizer.flush()
     with pytest.raises(ZenFlowError, match=r"step\(\) was called after close\(\): make a new optimizer"):
         optimizer.step()
 

@@ -124,7 +124,8 @@ def facts(preset: Preset) -> dict[str, str]:
         "step": f"{number(evidence.step_ms)} ms",
         "against": f"{number(evidence.baseline_step_ms)} ms, {_BASELINES[evidence.baseline]}",
         "gain": gain(preset),
-        "measured": f"{_day(evidence.measured_unix_s)}, {evidence.measurements} measurements, {evidence.steps} steps",
+        "measured": f"{_day(evidence.measured_unix_s)}, {evidence.steps} steps, in a search of {evidence.measurements} "
+        "measurements",
     }
     if preset.usable_cores is not None:
         found["usable cores"] = f"{preset.usable_cores:g}"

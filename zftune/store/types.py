@@ -184,7 +184,9 @@ class Evidence:
     gain_error: float | None = None
     """Two bootstrap standard errors of the gain, which is a share of the baseline's step time."""
     measurements: int
+    """Of the whole search."""
     steps: int
+    """That were measured under this setting."""
     measured_unix_s: float
 
     @property

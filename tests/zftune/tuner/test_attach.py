@@ -119,7 +119,8 @@ def test_a_loop_is_tuned_and_remembered(attach: Attach, store: Store, caplog: py
     for _ in range(30):
         loop.step()
     assert caplog.messages[0].startswith("zftune tunes with quality published")
-    needs = f"Measuring begins after {tuner.begins} steps; a search makes at most 5 measurements: about "
+    preparing = f"Measuring begins after {tuner.begins} steps and some seconds of preparation"
+    needs = f"{preparing}; a search makes at most 5 measurements: about "
     assert f". {needs}{tuner.begins + 5 * (4 + 20)} steps where step times are steady, " in caplog.messages[0]
     assert loop.knobs == tuner.incumbent
     tuner.close()
