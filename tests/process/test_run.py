@@ -132,8 +132,8 @@ def test_ranks_beyond_the_first_are_silent(fake: Path) -> None:
 
 
 BAD: list[tuple[tuple[str, ...], dict[str, Any] | None, str]] = [
-    (("--backend", "torch"), None, "zftune.backend is 'torch'; it must be zenflow or deepspeed"),
-    (("--quality", "best"), None, "zftune.quality is 'best'; it must be exact, published or loose"),
+    (("--backend", "torch"), None, "--backend is 'torch'; it must be zenflow or deepspeed"),
+    (("--quality", "best"), None, "--quality is 'best'; it must be exact, published or loose"),
     (("--preset", "mine"), None, "preset 'mine' is not in the store, which has no presets yet: `zftune tune`"),
     (("--fresh",), None, "--fresh needs --online, whose search begins anew then"),
     (("--preset", "./mine.json"), None, "mine.json"),

@@ -438,7 +438,7 @@ def _check(
     """
     from zftune.integrations.deepspeed.section import NAME, NO_PRESET, Section, require_preset
 
-    section, found = Section.of({NAME: asked}), []
+    section, found = Section.of({NAME: asked}, given_as="--"), []
     for source in _named(command, environment):
         done = _require_not_refused(source, section, command)
         section = section.over(Section.of(source.config))

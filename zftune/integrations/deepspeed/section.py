@@ -83,13 +83,17 @@ class Section:
     """"zenflow", or "deepspeed" for DeepSpeed's own ZenFlow."""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Section:
+    def of(cls, config: Mapping[str, Any], *, given_as: str = f"{NAME}.") -> Section:
         """Read the section of a ds_config, which may have none.
+
+        Args:
+            config: the ds_config.
+            given_as: what stands before a field's name where the user gave it.
 
         Raises:
             BadInputError: a field or its value is not allowed.
         """
-        require_none(refusals(config))
+        require_none(one._replace(field=one.field.replace(f"{NAME}.", given_as)) for one in refusals(config))
         return cls(**(config.get(NAME) or {}))
 
     @property
