@@ -20,7 +20,7 @@ from zftune.words import ERAS, ROLES, TRIALS, seconds, shares, value, waiting_ti
 
 Document = Mapping[str, Any]
 
-_UNCOMPARED = "not compared"
+_UNCOMPARED, _EARLIER = "not compared", "measured earlier"
 _TRIED = ("measured", "aborted", "crashed")
 _FIGURE = re.compile(r"\d+(?:\.\d+)?")
 
@@ -119,7 +119,10 @@ def nothing_adopted(document: Document) -> str:
         what = "The one other setting that was tried" if tried == 1 else f"All {tried} other settings that were tried"
         return f"{what} crashed, so that nothing is known of how fast others are. It began with: {kept}."
     found = fates(document)
-    uncompared = distinct(trial for trial in others if found[trial["number"]] == _UNCOMPARED)
+    decided = {note["trial"] for note in document["decisions"] if note["kind"] in ("adopt", "keep")}
+    compared = {identity(trial["knobs"]) for trial in others if trial["number"] in decided}
+    open_ones = (one for one in others if found[one["number"]] in (_UNCOMPARED, _EARLIER))
+    uncompared = distinct(trial for trial in open_ones if identity(trial["knobs"]) not in compared)
     said = of_search.nothing_adopted(measured=known, tried=tried, kinds=kinds, uncompared=uncompared)
     return f"{said}. {'It began with' if uncompared or not tried else 'Keep what it began with'}: {kept}."
 
@@ -185,7 +188,7 @@ def _fate(document: Document, trial: Mapping[str, Any], decided: set[str]) -> st
         return "compared again"
     if "adopt" in decided or "keep" in decided:
         return "adopted before" if "adopt" in decided else "not adopted"
-    return _UNCOMPARED if trial["step_ms"] is not None else "measured earlier"
+    return _UNCOMPARED if trial["step_ms"] is not None else _EARLIER
 
 
 def ending(document: Document) -> list[str]:

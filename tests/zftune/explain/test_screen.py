@@ -137,6 +137,11 @@ def test_a_setting_that_was_only_looked_at_is_not_called_anything_else(document:
     at_start = {**document, "decisions": notes, "gain": None, "best": document["start"]}
     unlike = "measured, but not compared with those that it began with. It began with: "
     assert f"was adopted; one of them was {unlike}" in said(at_start)
+    before = [{**one, "step_ms": None} if one["number"] == looked_at else one for one in document["trials"]]
+    assert fates({**at_start, "trials": before})[looked_at] == "measured earlier"
+    assert f"was adopted; one of them was {unlike}" in said({**at_start, "trials": before})
+    twice = [*document["trials"], {**document["trials"][kept], "number": len(document["trials"])}]
+    assert f"was adopted; one of them was {unlike}" in said({**at_start, "trials": twice})
     two = [document["start"], document["trials"][looked_at]]
     alone = {**at_start, "trials": sorted(two, key=lambda one: one["number"])}
     assert f"The one other setting that was tried was {unlike}" in said(alone)
