@@ -371,7 +371,8 @@ class StoreRecorder:
                 known = {"elapsed_s": min(total.seconds, account.before.seconds + at_s)}
             rounded = {name: round(value, 3) for name, value in known.items()}
             decision = replace(decision, details={**decision.details, **rounded})
-        self._store.add_decision(self._run, replace(decision, step=self.curve.last_step), account=account)
+        step = self.curve.last_step if decision.step is None else decision.step
+        self._store.add_decision(self._run, replace(decision, step=step), account=account)
 
     @property
     def _kept(self) -> Account | None:

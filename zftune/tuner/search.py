@@ -129,7 +129,7 @@ class Search:
 
     def remember(self, remark: Remark) -> None:
         """Write down what was found out before, where it belongs; it changes nothing."""
-        self.notes.append(Decision("remark", remark.reason, None, {AT_S: remark.at_s}, at_unix_s=remark.at_unix_s))
+        self.notes.append(Decision("remark", remark.reason, None, {AT_S: remark.at_s}, remark.step, remark.at_unix_s))
 
     def stop(self, reason: str, *, final: bool = False, **about: str | bool) -> None:
         """End the search; the incumbent stays.

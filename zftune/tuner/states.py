@@ -177,6 +177,8 @@ class Remark:
     at_s: float
     """What the process that trains had counted by then."""
     at_unix_s: float
+    step: int = 0
+    """The last by then."""
 
 
 @dataclass(slots=True)

@@ -516,7 +516,8 @@ class Tuner:
         if not sentence:
             return
         self.notices.append(sentence)
-        self._remarks.append(Remark(sentence, self._counter.count.seconds, time.time()))
+        now = self._counter.count.seconds, time.time(), self._counter.last_step
+        self._remarks.append(Remark(sentence, *now))
         _logger.log(level, "%s", sentence)
 
 

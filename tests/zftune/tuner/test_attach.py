@@ -147,7 +147,10 @@ def test_a_loop_is_tuned_and_remembered(attach: Attach, store: Store, caplog: py
     assert curve.points[len(curve.points) // 2].step_ms is not None  # of the last steps the loss alone is known
     assert curve.changes
     assert len(probes) in (2, 4, 6)
-    assert any(reason.startswith("Staleness probe after step") for reason in reasons)
+    after = re.compile(r"Staleness probe after step (\d+) ")
+    told = [(found, one) for one in store.decisions(run.run_id) if (found := after.match(one.reason))]
+    assert told
+    assert [int(found[1]) - (one.step or 0) in (0, 1) for found, one in told] == [True] * len(told)
     assert all(balance.balanced for balance in loop.optimizer.ledger().values())
     loop.step()  # nobody follows any more
 

@@ -51,11 +51,12 @@ def _speaks(protocol: int) -> int:
 
 
 def _is_of_a_run(remark: Remark) -> Remark:
-    if len(remark.reason) <= _MOST_REASON and 0 <= remark.at_s <= _LONGEST_S and 0 <= remark.at_unix_s <= _LONGEST_S:
+    figures = remark.at_s, remark.at_unix_s, remark.step
+    if len(remark.reason) <= _MOST_REASON and all(0 <= one <= _LONGEST_S for one in figures):
         return remark
     raise WireError(
-        f"a remark has {len(remark.reason)} characters and times of {remark.at_s} and {remark.at_unix_s} s; at most "
-        f"{_MOST_REASON} characters and {_LONGEST_S:g} s can be written down"
+        f"a remark has {len(remark.reason)} characters, times of {remark.at_s} and {remark.at_unix_s} s and step "
+        f"{remark.step}; at most {_MOST_REASON} characters and {_LONGEST_S:g} can be written down"
     )
 
 
