@@ -31,7 +31,8 @@ def keep_exact(optimizer: ZenFlowOptimizer) -> bool:
     Raises:
         HostEngineError: host work failed.
     """
-    optimizer.register_load_state_dict_post_hook(_loaded)
+    if _loaded not in optimizer._optimizer_load_state_dict_post_hooks.values():
+        optimizer.register_load_state_dict_post_hook(_loaded)
     return bool(_end_lateness(optimizer))
 
 

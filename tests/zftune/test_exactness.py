@@ -57,6 +57,7 @@ def test_no_update_is_late_after_a_state_was_loaded(
     caplog.set_level(logging.WARNING, logger="zftune")
     if not loads_first:
         assert keep_exact(optimizer) is (made is LATE)
+        keep_exact(optimizer)  # a backend and a tuner both promise it
     module.load_state_dict(weights)
     optimizer.load_state_dict(state)
     is_late = then != {} or before is LATE
@@ -65,8 +66,8 @@ def test_no_update_is_late_after_a_state_was_loaded(
     train(module, optimizer, SAVED_AFTER, STEPS)
     assert {name: getattr(optimizer.config, name) for name in EXACT} == EXACT
     assert not any(one.staleness_max_steps for one in optimizer.history(wait=True)[2:])  # those two close the window
-    told = "updates would be late after what was loaded" in caplog.text
-    assert told is (not loads_first and (is_late or made is LATE))
+    told = caplog.text.count("updates would be late after what was loaded")
+    assert told == (not loads_first and (is_late or made is LATE))
     optimizer.close()
     if is_late:
         return

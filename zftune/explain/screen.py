@@ -76,7 +76,7 @@ def _head(document: Mapping[str, Any]) -> Iterator[Text]:
     if bound:
         yield _text(f"  {bound}")
     if document.get("loss") is not None:
-        yield _text(f"  loss {document['loss']['sentence']}")
+        yield _text(f"  loss {document['loss']['sentence']} (means of the first and the last quarter)")
     for notice in document["notices"]:
         yield _text(f"  {notice}", "yellow")
 

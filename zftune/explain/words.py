@@ -119,7 +119,7 @@ def nothing_adopted(document: Document) -> str:
         what = "The one other setting that was tried" if tried == 1 else f"All {tried} other settings that were tried"
         return f"{what} crashed, so that nothing is known of how fast others are. It began with: {kept}."
     found = fates(document)
-    decided = {note["trial"] for note in document["decisions"] if note["kind"] in ("adopt", "keep")}
+    decided = {note["trial"] for note in document["decisions"] if note["kind"] in ("adopt", "keep", "abort")}
     compared = {identity(trial["knobs"]) for trial in others if trial["number"] in decided}
     open_ones = (one for one in others if found[one["number"]] in (_UNCOMPARED, _EARLIER))
     uncompared = distinct(trial for trial in open_ones if identity(trial["knobs"]) not in compared)

@@ -462,7 +462,7 @@ def _lines(search: Search, count: Count, *, tried: int, measured: bool) -> Itera
     book = search.book
     guarded = [note.reason for note in search.notes if note.kind == "guard"]
     reason = search.notes[-1].reason if search.notes and search.notes[-1].kind != "guard" else ""
-    decided = {note.trial for note in search.notes if note.kind in ("adopt", "keep")}
+    decided = {note.trial for note in search.notes if note.kind in ("adopt", "keep", "abort")}
     measured_only = {trial.setting for trial in book.trials if trial.state is TrialState.MEASURED}
     measured_only -= {trial.setting for trial in book.trials if trial.number in decided} | {book.trials[0].setting}
     kinds = {note.kind for note in search.notes}

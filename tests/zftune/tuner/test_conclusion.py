@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from tests.zftune.tuner.surfaces import START, make
 from zftune.store.account import Count, saved_with_error
+from zftune.store.types import Decision
 from zftune.tuner.messages import compared, conclusion, failed, none_left, slower, tied
 from zftune.tuner.scores import Gain
 from zftune.tuner.search import Search
@@ -63,6 +64,8 @@ def test_what_was_measured_and_not_compared_is_told_as_such() -> None:
     for trial in search.book.trials[1:]:
         trial.samples.clear()  # as where the search begins again
     assert (alone if tried == 1 else several) in said(search)[1]
+    search.notes.append(Decision("abort", "Cut short.", search.state.trial))  # when it was tried again, say
+    assert not_compared not in said(search)[1]
 
 
 def test_what_was_found_is_said() -> None:
