@@ -446,8 +446,8 @@ class Tuner:
         self._early_losses = []
 
     def _listen(self) -> None:
-        for level, sentence in self._driver.said():
-            self.say(sentence, level)
+        for level, sentence in self._driver.said():  # a warning is of the store, and no remark to be written down there
+            self.say(sentence, level, is_remark=level < logging.WARNING)
 
     # --- the staleness probe -----------------------------------------------------------------------------------------
 
@@ -511,13 +511,14 @@ class Tuner:
             self._live.stop(reason)
         self._finish()
 
-    def say(self, sentence: str, level: int = logging.WARNING) -> None:
+    def say(self, sentence: str, level: int = logging.WARNING, *, is_remark: bool = True) -> None:
         """Log a sentence, and keep it for who looks at the search; "": there is nothing to be said."""
         if not sentence:
             return
         self.notices.append(sentence)
-        now = self._counter.count.seconds, time.time(), self._counter.last_step
-        self._remarks.append(Remark(sentence, *now))
+        if is_remark:
+            now = self._counter.count.seconds, time.time(), self._counter.last_step
+            self._remarks.append(Remark(sentence, *now))
         _logger.log(level, "%s", sentence)
 
 
