@@ -33,6 +33,8 @@ _LOSS_OF_A_PERCENT = 10.2
 _LOSS_OF_A_PERCENT_OF_THE_RUN = 1.3
 """Percent of the loss at most for updates that are late by 1% of the run's steps; it comes on top (study 023)."""
 _SHORT_RUN_STEPS = 1000
+_FEW_LOSSES = 7
+"""Of which a quarter is one."""
 MOST_MEASURED_LOSS_PERCENT = 35
 """Percent of the loss at most that late updates have cost a fine-tuning (study 003); no bound was tested above."""
 
@@ -57,6 +59,11 @@ class LossSummary:
         noise = f" ± {figure(self.error or 0.0, self.error)}"
         what = words.TRENDS[self.trend]
         return f"{figure(self.first, self.error)} → {figure(self.last, self.error)}{noise}, {what}"
+
+
+def summarized(count: int) -> str:
+    """What the first and the last figure are of so many losses, in words."""
+    return "means of the first and the last quarter" if count > _FEW_LOSSES else "the first and the last"
 
 
 def summary(losses: Sequence[float]) -> LossSummary | None:

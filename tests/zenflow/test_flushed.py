@@ -150,6 +150,7 @@ def test_nothing_is_missing_in_a_file_that_is_saved_before_the_first_step_after_
         flushed = weights_of(model)
         optimizer.close()
         model, optimizer = resumed(setting, saved, with_module=with_module, dtype=dtype, first=first)
+        assert optimizer._training.model.has_pending == optimizer._training.model.may_lack_updates == (pending > 0)
         for _ in range(2):
             with optimizer.flushed_weights() as steps:
                 assert steps == pending

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zftune.explain import words
+from zftune.quality import summarized
 from zftune.store.preset_file import escaped
 from zftune.words import DECISIONS, RUN_STATES, TRAINED_ON, seconds
 
@@ -76,7 +77,8 @@ def _head(document: Mapping[str, Any]) -> Iterator[Text]:
     if bound:
         yield _text(f"  {bound}")
     if document.get("loss") is not None:
-        yield _text(f"  loss {document['loss']['sentence']} (means of the first and the last quarter)")
+        loss = document["loss"]
+        yield _text(f"  loss {loss['sentence']} ({summarized(loss['count'])})")
     for notice in document["notices"]:
         yield _text(f"  {notice}", "yellow")
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zftune.profile.verdict import idle_for_launches, phase_names
-from zftune.quality import LossSummary, expected_loss_percent, late_percent, loss_bound, moved_in_a_step
+from zftune.quality import LossSummary, expected_loss_percent, late_percent, loss_bound, moved_in_a_step, summarized
 from zftune.text import ms, number, percent, size
 
 Document = Mapping[str, Any]
@@ -162,10 +162,6 @@ def _host(document: Document) -> list[str]:
     return parts
 
 
-_FEW_LOSSES = 7
-"""Of which a quarter is one."""
-
-
 def _loss(document: Document) -> list[str]:
     found, steps = document.get("loss"), document["steps"]
     if found is None:
@@ -173,8 +169,7 @@ def _loss(document: Document) -> list[str]:
     whole = {name: found[name] for name in ("first", "last", "error", "trend", "count")}
     more = [f"not a finite number in {found['not_finite']} steps"] if found["not_finite"] else []
     first, last = steps["discarded"] + 1, steps["discarded"] + steps["measured"]
-    which = "means of the first and the last quarter" if found["count"] > _FEW_LOSSES else "the first and the last"
-    return [f"{LossSummary(**whole)} ({which} of steps {first} to {last})", *more]
+    return [f"{LossSummary(**whole)} ({summarized(found['count'])} of steps {first} to {last})", *more]
 
 
 def _selection(document: Document) -> list[str]:
