@@ -91,10 +91,10 @@ class CurveBuilder:
             self._bucket(step).loss.add(loss)
 
     def change(self, step: int, knobs: Mapping[str, Any]) -> None:
-        """Take knobs that hold from a step on."""
+        """Take knobs that hold from a step on. What was known of it and of later steps is forgotten: it comes again."""
         with self._lock:
             self.version += 1
-            self._changes.append(KnobChange(step, dict(knobs)))
+            self._change(KnobChange(step, dict(knobs)))
 
     def join(self, curve: Curve) -> None:
         """Take in what was kept of earlier steps, but for what a state that was loaded since has taken back."""
@@ -108,9 +108,9 @@ class CurveBuilder:
                 for name in ("step_ms", "loss", "coverage"):
                     getattr(known, name).add(getattr(point, name), max(1, point.steps))
                 self._bucket(point.step).join(known)
-            earlier = (one for one in curve.changes if first is None or one.step < first)
-            changes = sorted((*earlier, *self._changes), key=lambda one: one.step)
-            self._changes = deque(changes, maxlen=_MOST_CHANGES)
+            since, self._changes = tuple(self._changes), deque(maxlen=_MOST_CHANGES)
+            for change in (*(one for one in curve.changes if first is None or one.step < first), *since):
+                self._change(change)
 
     def curve(self) -> Curve:
         """All of it so far."""
@@ -127,6 +127,12 @@ class CurveBuilder:
         found = self._buckets.setdefault(at, _Bucket())
         found.last = max(found.last, step)
         return found
+
+    def _change(self, change: KnobChange) -> None:
+        while self._changes and self._changes[-1].step >= change.step:
+            self._changes.pop()
+        if not self._changes or self._changes[-1].knobs != change.knobs:
+            self._changes.append(change)
 
     def _thin(self) -> None:
         """Double the stride until half of the points are free."""

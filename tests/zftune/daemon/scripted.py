@@ -17,7 +17,7 @@ from typing import Any
 from tests.zftune.daemon.daemons import COMMAND, Daemon, serving
 from tests.zftune.daemon.runs.agents import SOON_S, Agent, facts, faster
 from zftune.daemon.client.http import DaemonClient
-from zftune.daemon.protocol.messages import Applied, Done, Reattach, StepFigures
+from zftune.daemon.protocol.messages import Applied, Change, Done, Reattach, StepFigures
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome
 
@@ -60,14 +60,15 @@ class Training(Agent):
         times = tuple(self.step_ms(setting) * (1 + 0.01 * self._noise.random()) for _ in range(count))
         decision = self.last.decision
         if request is None:
-            self.report(knobs=setting)
+            self.report(changes=(Change(self.step, setting),))
         applied = None if request is None else Applied(decision, self.step)
         figures = tuple(StepFigures(self.step + place + 1, ms, _stalls(ms)) for place, ms in enumerate(times))
+        began = self.step
         self.step += count
         self.report(
             steps=figures,
             losses=((self.step, 2.5 + 1 / (1 + self.step / 200)),),
-            knobs=setting,
+            changes=(Change(began, setting),),
             applied=applied,
         )
         if request is not None:

@@ -13,7 +13,16 @@ from dataclasses import replace
 
 from zenflow import StepStats
 from zenflow.clock import REAL_CLOCK, Clock, Event
-from zftune.daemon.protocol.messages import MOST_STEPS, Applied, Directive, Done, Report, StepFigures
+from zftune.daemon.protocol.messages import (
+    MOST_CHANGES,
+    MOST_STEPS,
+    Applied,
+    Change,
+    Directive,
+    Done,
+    Report,
+    StepFigures,
+)
 from zftune.errors import ZftuneError
 from zftune.store.account import Counter
 from zftune.tuner.space import Setting
@@ -52,9 +61,13 @@ class RemoteWorker(SearchWorker):
         self._lock = threading.Lock()
         self._steps: deque[StepFigures] = deque(maxlen=MOST_STEPS)
         self._losses: deque[tuple[int, float]] = deque(maxlen=MOST_STEPS)
+        self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
+        """Of the knobs, the last ones."""
+        self._untold: deque[Change] = deque(maxlen=MOST_CHANGES)
+        """Those of them that are in no report to this daemon."""
         self._dropped = 0
         self._sequence = 0
-        self._unheard: tuple[Sequence[StepFigures], Sequence[tuple[int, float]]] | None = None
+        self._unheard: tuple[Sequence[StepFigures], Sequence[tuple[int, float]], Sequence[Change]] | None = None
         """Of the last report, until the daemon has answered it: the next one says the same, and nothing newer."""
         self._current: int | None = None
         """The decision that is carried out."""
@@ -69,7 +82,6 @@ class RemoteWorker(SearchWorker):
         self._guard: str | None = None
         self._idle = False
         """Whether the last directive said that nobody thinks of anything to be measured soon."""
-        self._knobs: Setting | None = None
         self._answer: Answer | None = None
         self._recall: Withdraw | None = None
         self._incumbent: Setting | None = None
@@ -117,7 +129,7 @@ class RemoteWorker(SearchWorker):
 
     def applied(self, step: int, setting: Setting) -> None:
         with self._lock:
-            self._knobs = setting
+            self._change(Change(step, setting))
             decided = self._current is not None
             if self._current is not None:
                 self._applied = Applied(self._current, step)
@@ -188,10 +200,10 @@ class RemoteWorker(SearchWorker):
         with self._lock:
             if self._unheard is None:
                 self._sequence += 1
-                self._unheard = tuple(self._steps), tuple(self._losses)
-                self._steps.clear()
-                self._losses.clear()
-            steps, losses = self._unheard
+                self._unheard = tuple(self._steps), tuple(self._losses), tuple(self._untold)
+                for told in (self._steps, self._losses, self._untold):
+                    told.clear()
+            steps, losses, changes = self._unheard
             return Report(
                 protocol=protocol,
                 session=session,
@@ -203,7 +215,7 @@ class RemoteWorker(SearchWorker):
                 applied=self._applied,
                 done=self._done,
                 guard=self._guard,
-                knobs=self._knobs,
+                changes=tuple(changes),
                 count=None if self.counter is None else self.counter.count,
             )
 
@@ -222,6 +234,11 @@ class RemoteWorker(SearchWorker):
             self._recall = Withdraw(reason) if self._current is not None or self._answer is not None else None
             self._current = self._answer = self._done = self._applied = None
             self._offered = 0
+            self._untold = deque(self._changes, maxlen=MOST_CHANGES)
+            if self._unheard is not None:
+                steps, losses, _ = self._unheard
+                self._unheard = steps, losses, tuple(self._untold)
+                self._untold.clear()
 
     def obey(self, directive: Directive) -> None:
         """Take what the daemon says."""
@@ -248,6 +265,15 @@ class RemoteWorker(SearchWorker):
         """There is nothing to be had any more; the training thread hears of it."""
         with self._lock:
             self._broken = error
+
+    def _change(self, change: Change) -> None:
+        last = self._changes[-1] if self._changes else None
+        if last is not None and last.step < change.step and last.knobs == change.knobs:
+            return  # they held already
+        for changes in (self._changes, self._untold):
+            while changes and changes[-1].step >= change.step:  # an earlier state was loaded
+                changes.pop()
+            changes.append(change)
 
     def _check(self) -> None:
         if self._broken is not None:

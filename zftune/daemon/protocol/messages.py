@@ -28,6 +28,8 @@ from zftune.tuner.training_info import TrainingFacts
 
 MOST_STEPS = 1024
 """Statistics in one report."""
+MOST_CHANGES = 64
+"""Of the knobs, in one report."""
 Identity = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 """Random, as `secrets.token_hex(16)` gives it; it may become the name of a file."""
 Milliseconds = Annotated[float, Field(ge=0, le=1e9)]
@@ -132,6 +134,15 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """Knobs that hold from a step on."""
+
+    step: Natural
+    """After which they do."""
+    knobs: Setting
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """What came of a decision; sent until it was taken."""
 
@@ -146,7 +157,7 @@ class Report:
     protocol: Protocol
     session: Identity
     sequence: Natural
-    """1, 2, ..; the same again, with the same steps and losses, where nobody has answered."""
+    """1, 2, ..; the same again, with the same steps, losses and changes, where nobody has answered."""
     step: Natural = 0
     """The last that is over, whose figures come later; 0: that is not known."""
     steps: Annotated[tuple[StepFigures, ...], Field(max_length=MOST_STEPS)] = ()
@@ -159,8 +170,8 @@ class Report:
     done: Done | None = None
     guard: Sentence | None = None
     """Training goes wrong: the settings at the start are back, and the search is over."""
-    knobs: Setting | None = None
-    """That hold."""
+    changes: Annotated[tuple[Change, ...], Field(max_length=MOST_CHANGES)] = ()
+    """Of the knobs, in the order of their steps; at a session's beginning those of before too."""
     count: Count | None = None
     """Of this process, since it was attached."""
 

@@ -81,7 +81,7 @@ class RunSession:
         self.dropped = 0
         """Statistics that the agent had no room for."""
         self.knobs: Setting | None = None
-        """That hold, by the last report."""
+        """That hold, by the last change that was reported."""
         self.count = Count()
         """What the process that trains has counted."""
         self.heard_at_s = clock()
@@ -200,16 +200,16 @@ class RunSession:
                 self.curve.step(one.step, one.step_ms, one.coverage)
             for step, loss in report.losses:
                 self.curve.loss(step, loss)
+            for change in report.changes:
+                self.knobs = change.knobs
+                self.curve.change(change.step, change.knobs.knobs())
         self.dropped = report.dropped
         # Figures of a step come two steps later: what holds now has nothing to do with those that are still to come.
-        self.step = last = report.step or (self.steps[-1].step if self.steps else 0)
+        self.step = report.step or (self.steps[-1].step if self.steps else 0)
         if report.applied is not None and report.applied.decision > self._applied:
-            self._applied, last = report.applied.decision, report.applied.step
+            self._applied = report.applied.decision
             if report.done is None or report.done.decision != self._applied:
                 self._disturbance()  # what was before does not count
-        if report.knobs is not None and report.knobs != self.knobs:
-            self.knobs = report.knobs
-            self.curve.change(last, self.knobs.knobs())
 
     def _take_count(self, count: Count | None) -> None:
         if count is not None and count.seconds >= self.count.seconds:

@@ -12,7 +12,7 @@ from zenflow import ZenFlowError
 from zftune.daemon import PROTOCOL
 from zftune.daemon.client.worker import RemoteWorker
 from zftune.daemon.protocol.codec import WireError
-from zftune.daemon.protocol.messages import Directive
+from zftune.daemon.protocol.messages import MOST_CHANGES, Change, Directive
 from zftune.tuner.scores import Gain
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome, Request
@@ -172,13 +172,44 @@ def test_what_is_applied_is_said_at_once_and_with_its_step(measuring: RemoteWork
     report = measuring.report(PROTOCOL, SESSION)
     assert report.applied is not None
     assert (report.applied.decision, report.applied.step) == (1, 7)
-    assert report.knobs == OTHER
+    assert report.changes == (Change(7, OTHER),)
+    measuring.heard()
     measuring.hand(MEASURED)
     measuring.applied(9, OWN)
     report = measuring.report(PROTOCOL, SESSION)
     assert report.applied is not None
     assert report.applied.step == 7
-    assert report.knobs == OWN
+    assert report.changes == (Change(9, OWN),)
+
+
+def test_another_daemon_hears_of_all_changes_and_the_same_one_of_each_once(worker: RemoteWorker) -> None:
+    def told() -> list[tuple[int, Setting]]:
+        found = worker.report(PROTOCOL, SESSION).changes
+        return [(one.step, one.knobs) for one in found]
+
+    worker.applied(1, OWN)
+    assert told() == told() == [(1, OWN)]  # it was not answered
+    worker.applied(5, OTHER)
+    worker.heard()
+    assert told() == [(5, OTHER)]
+    worker.heard()
+    worker.applied(7, OTHER)  # they held already
+    worker.begin_session("another daemon")
+    assert told() == [(1, OWN), (5, OTHER)]
+    worker.applied(9, OWN)
+    worker.begin_session("yet another")
+    assert told() == [(1, OWN), (5, OTHER), (9, OWN)]
+    worker.heard()
+    assert told() == []
+    worker.heard()
+    worker.applied(4, OWN)  # after a state of before was loaded
+    assert told() == [(4, OWN)]
+    worker.begin_session("a third one")
+    assert told()[-1] == (4, OWN)
+    for step in range(10, 10 + 2 * MOST_CHANGES):
+        worker.applied(step, OTHER if step % 2 else OWN)
+    worker.begin_session("a last one")
+    assert [step for step, _ in told()] == list(range(10 + MOST_CHANGES, 10 + 2 * MOST_CHANGES))
 
 
 def test_a_loss_that_is_not_finite_is_not_sent(worker: RemoteWorker) -> None:

@@ -18,6 +18,7 @@ from zftune.daemon import PROTOCOL
 from zftune.daemon.protocol.codec import WireError, decode, encode
 from zftune.daemon.protocol.messages import (
     Applied,
+    Change,
     Directive,
     Done,
     Farewell,
@@ -43,7 +44,7 @@ MESSAGES: list[Any] = [
         protocol=PROTOCOL, session=SESSION, sequence=7,
         steps=(StepFigures(1, 2.5, {"host": 0.5}), StepFigures(2, None)), losses=((1, 0.25), (2, -3.0)), dropped=4,
         applied=Applied(2, 9), done=Done(2, Outcome("void")),
-        guard="the loss is nan", knobs=Setting(), count=Count(steps=3, seconds=1.5),
+        guard="the loss is nan", changes=(Change(7, Setting()),), count=Count(steps=3, seconds=1.5),
     ),
     Directive(
         protocol=PROTOCOL, session=SESSION, decision=3, kind="apply", state="searching", reason="a look",
@@ -108,6 +109,10 @@ def test_whatever_arrives_is_a_message_or_refused(document: Any) -> None:
             decode(kind, document)
 
 
+def _knob(name: str, value: Any) -> dict[str, Any]:
+    return {"changes": [{"step": 1, "knobs": {name: value}}]}
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -119,11 +124,11 @@ def test_whatever_arrives_is_a_message_or_refused(document: Any) -> None:
         ({"session": "a" * 31 + "\n"}, "it must match pattern"),
         ({"session": "a" * 32 + "\n"}, "it must match pattern"),
         ({"guard": "half \udcff"}, r"report.guard is 'half \\udcff'; it must be a valid string"),
-        ({"knobs": {"a\nb": 1}}, r"^report.knobs has no field 'a\\nb'$"),
-        ({"knobs": {"\ud800": 1}}, r"^report.knobs is '\\ud800'; it must be a valid string"),
-        ({"knobs": {"topk_ratio": True}}, "report.knobs.topk_ratio is True; it must be a valid number"),
-        ({"knobs": {"topk_ratio": 1e301}}, r"report.knobs.topk_ratio is 1e\+301; it must be less than or equal to 1e"),
-        ({"knobs": {"host_threads": 2**63}}, "report.knobs.host_threads is an integer beyond 64 bits; it must be less"),
+        (_knob("a\nb", 1), r"^report.changes\[0\].knobs has no field 'a\\nb'$"),
+        (_knob("\ud800", 1), r"^report.changes\[0\].knobs is '\\ud800'; it must be a valid string"),
+        (_knob("topk_ratio", True), r"changes\[0\].knobs.topk_ratio is True; it must be a valid number"),
+        (_knob("topk_ratio", 1e301), r"changes\[0\].knobs.topk_ratio is 1e\+301; it must be less than or equal to 1e"),
+        (_knob("host_threads", 2**63), r"changes\[0\].knobs.host_threads is an integer beyond 64 bits; it must be"),
         ({"losses": [[1, math.nan]]}, r"report.losses\[0\]\[1\] is nan; it must be a finite number"),
         ({"losses": [[1, -math.inf]]}, r"report.losses\[0\]\[1\] is -inf; it must be a finite number"),
         ({"sequence": -1}, "report.sequence is -1; it must be greater than or equal to 0"),
@@ -219,4 +224,4 @@ def test_another_field_is_another_protocol() -> None:
     """Each side refuses fields that it does not have: a new zftune and an old daemon must see that they differ."""
     found = sorted(set().union(*(names(type(one), type(one).__name__) for one in MESSAGES)))
     digest = hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
-    assert (PROTOCOL, digest) == (12, "c3c5a42a48cc6753"), f"fields have changed: count PROTOCOL up, note {digest}"
+    assert (PROTOCOL, digest) == (13, "88fa851a723b207b"), f"fields have changed: count PROTOCOL up, note {digest}"

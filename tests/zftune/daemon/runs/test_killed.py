@@ -14,7 +14,9 @@ import pytest
 from tests.zftune.daemon.runs.agents import RUN, SOON_S, START_MS, Agent, faster, same
 from tests.zftune.daemon.runs.loops import Direct, registry_of
 from tests.zftune.daemon.runs.worlds import START, World
-from zftune.daemon.protocol.messages import Applied, Done, Reattach, StepFigures
+from zftune.daemon import PROTOCOL
+from zftune.daemon.client.worker import RemoteWorker
+from zftune.daemon.protocol.messages import Applied, Change, Done, Reattach, StepFigures
 from zftune.daemon.runs.registry import _BETWEEN_S
 from zftune.daemon.runs.states import Ended
 from zftune.daemon.runs.views import run_details
@@ -301,7 +303,7 @@ def test_how_a_training_goes_outlives_the_daemon(world: World) -> None:
     knobs = replace(START, topk_ratio=0.01, update_interval=8)
     steps = [StepFigures(step, 100.0, coverage=0.13) for step in range(1, 33)]
     losses = [(step, 4.0 - step / 16) for step in range(1, 33)]
-    agent.report(steps=tuple(steps[:16]), losses=tuple(losses[:16]), knobs=knobs)
+    agent.report(steps=tuple(steps[:16]), losses=tuple(losses[:16]), changes=(Change(16, knobs),))
     agent.measure()
     agent.asked()
     before = run_details(world.registry.brain(RUN), 0.0, world.store)
@@ -312,8 +314,8 @@ def test_how_a_training_goes_outlives_the_daemon(world: World) -> None:
     agent.transport = world.transport
     agent.say_hello(Reattach(record, None))
     agent.until(lambda: agent.last.record == record)
-    agent.report(step=18, steps=tuple(steps[16:18]), losses=tuple(losses[16:18]), knobs=knobs)
-    agent.report(step=32, steps=tuple(steps[18:]), losses=tuple(losses[18:]), knobs=knobs)
+    agent.report(step=18, steps=tuple(steps[16:18]), losses=tuple(losses[16:18]), changes=(Change(16, knobs),))
+    agent.report(step=32, steps=tuple(steps[18:]), losses=tuple(losses[18:]))
     details = run_details(world.registry.brain(RUN), 0.0, world.store)
     assert [(one.step, one.loss) for one in details.curve] == losses
     assert details.changes[0].step == 16
@@ -329,6 +331,41 @@ def test_how_a_training_goes_outlives_the_daemon(world: World) -> None:
     kept = world.store.curve(record)
     assert [(one.step, one.loss) for one in kept.points] == losses
     assert kept.points[0].coverage == 0.13
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["heard", "unheard"])
+def test_settings_stand_at_the_steps_where_they_changed_though_the_daemon_was_killed(
+    world: World, *, lost: bool
+) -> None:
+    agent, worker = world.agent(same), RemoteWorker(tokens=8)
+    knobs = [replace(START, topk_ratio=ratio) for ratio in (0.1, 0.4, 0.1, 0.2)]
+
+    def told() -> tuple[Change, ...]:
+        return worker.report(PROTOCOL, agent.session).changes
+
+    worker.applied(10, knobs[0])
+    agent.report(changes=told())
+    worker.heard()
+    agent.measure()
+    agent.asked()
+    record = agent.last.record or ""
+    worker.applied(20, knobs[1])
+    if lost:
+        told()
+    world.kill()  # one change is written down, one is not, two come while there is no daemon
+    worker.applied(30, knobs[2])
+    worker.applied(40, knobs[3])
+    world.begin()
+    agent.transport = world.transport
+    agent.say_hello(Reattach(record, None))
+    worker.begin_session("the daemon was started again")
+    agent.report(step=52, steps=(StepFigures(50, 100.0),), changes=told())
+    agent.until(lambda: agent.last.record == record)
+    found = run_details(world.registry.brain(RUN), 0.0, world.store).changes
+    wanted = [(10 * place, one.knobs()) for place, one in enumerate(knobs, 1)]
+    assert [(one.step, one.knobs) for one in found] == wanted
+    agent.goodbye()
+    assert [(one.step, one.knobs) for one in world.store.curve(record).changes] == wanted
 
 
 def test_how_a_training_goes_that_was_killed_and_went_on_from_its_checkpoint(world: World) -> None:

@@ -15,7 +15,7 @@ from tests.zftune.daemon.runs.agents import RUN, SOON_S, START_MS, document, fac
 from tests.zftune.daemon.runs.worlds import START, World
 from zftune.cli import top
 from zftune.daemon.protocol.codec import WireError
-from zftune.daemon.protocol.messages import Done, Reattach, StepFigures
+from zftune.daemon.protocol.messages import Change, Done, Reattach, StepFigures
 from zftune.daemon.runs import registry, states
 from zftune.daemon.runs.api import Runs
 from zftune.daemon.runs.registry import UnknownRunError
@@ -176,11 +176,14 @@ def test_a_report_whose_answer_was_lost_is_heard_once(world: World) -> None:
     agent = world.agent(same)
     brain = world.registry.brain(RUN)
     steps = (StepFigures(1, 100.0), StepFigures(2, 100.0))
-    agent.report(steps=steps, losses=((1, 0.5),))
+    changes = (Change(1, START),)
+    agent.report(steps=steps, losses=((1, 0.5),), changes=changes)
     sequence = agent._sequence
-    agent.report(sequence=sequence, steps=steps, losses=((1, 0.5),), knobs=START)
+    agent.report(sequence=sequence, steps=steps, losses=((1, 0.5),), changes=changes)
     assert ([one.step for one in brain.steps], list(brain.losses), brain.knobs) == ([1, 2], [(1, 0.5)], START)
-    agent.report(sequence=sequence - 1, steps=(StepFigures(3, 100.0),), knobs=replace(START, topk_ratio=0.5))
+    assert [one.step for one in brain.curve.curve().changes] == [1]
+    late = (Change(3, replace(START, topk_ratio=0.5)),)
+    agent.report(sequence=sequence - 1, steps=(StepFigures(3, 100.0),), changes=late)
     assert ([one.step for one in brain.steps], brain.knobs) == ([1, 2], START)  # that one came too late
 
 
@@ -195,15 +198,16 @@ def test_a_run_is_shown_at_its_last_step_whose_figures_are_still_to_come(world: 
 def test_a_coverage_is_told_with_the_settings_that_it_was_measured_under(world: World) -> None:
     agent = world.agent(same)
     wide, narrow = replace(START, topk_ratio=0.4), replace(START, topk_ratio=0.1)
-    agent.report(step=4, steps=tuple(StepFigures(step, 100.0, None, 0.5) for step in range(1, 5)), knobs=wide)
+    four = tuple(StepFigures(step, 100.0, None, 0.5) for step in range(1, 5))
+    agent.report(step=4, steps=four, changes=(Change(4, wide),))
     assert shown(world).run.coverage is None  # of before
-    agent.report(step=8, steps=tuple(StepFigures(step, 100.0, None, 0.5) for step in range(5, 7)), knobs=wide)
+    agent.report(step=8, steps=tuple(StepFigures(step, 100.0, None, 0.5) for step in range(5, 7)))
     found = shown(world).run.coverage
     assert found is not None
     assert (found.measured, round(found.assumed, 2)) == (0.5, 0.98)
     later = [StepFigures(step, 100.0, None, 0.5) for step in (7, 8)]  # figures come two steps late
-    agent.report(step=8, knobs=narrow)
-    agent.report(step=10, steps=(*later, StepFigures(9, 100.0, None, 0.15)), knobs=narrow)
+    agent.report(step=8, changes=(Change(8, narrow),))
+    agent.report(step=10, steps=(*later, StepFigures(9, 100.0, None, 0.15)))
     found = shown(world).run.coverage
     assert found is not None
     assert (found.measured, round(found.assumed, 2)) == (0.15, 0.94)
