@@ -84,17 +84,17 @@ def resumed(
     return model, optimizer
 
 
-@pytest.mark.parametrize(
-    ("dtype", "first", "model_file"),
-    by_day(
-        [(torch.bfloat16, "optimizer", "flushed"), (torch.float32, "model", "as training sees it")],
-        all_of=combinations(
-            dtype=[torch.bfloat16, torch.float32],
-            first=["optimizer", "model"],
-            model_file=["flushed", "as training sees it"],
-        ),
-    ),
-)
+def resuming(*few: tuple[torch.dtype, str, str]) -> pytest.MarkDecorator:
+    """In which type, what is loaded first, and how the model's file was saved."""
+    every = combinations(
+        dtype=[torch.bfloat16, torch.float32],
+        first=["optimizer", "model"],
+        model_file=["flushed", "as training sees it"],
+    )
+    return pytest.mark.parametrize(("dtype", "first", "model_file"), by_day([*few], all_of=every))
+
+
+@resuming((torch.bfloat16, "optimizer", "flushed"), (torch.float32, "model", "as training sees it"))
 def test_a_run_goes_on_bit_for_bit_from_a_file_that_can_be_used_alone(
     setting: Setting, with_module: bool, dtype: torch.dtype, first: str, model_file: str
 ) -> None:
@@ -122,17 +122,7 @@ def both(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[str, Any]:
     return {"optimizer": optimizer.state_dict(), "model": copy.deepcopy(model.state_dict())}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "first", "model_file"),
-    by_day(
-        [(torch.bfloat16, "model", "flushed"), (torch.float32, "optimizer", "as training sees it")],
-        all_of=combinations(
-            dtype=[torch.bfloat16, torch.float32],
-            first=["optimizer", "model"],
-            model_file=["flushed", "as training sees it"],
-        ),
-    ),
-)
+@resuming((torch.bfloat16, "model", "flushed"), (torch.float32, "optimizer", "as training sees it"))
 def test_nothing_is_missing_in_a_file_that_is_saved_before_the_first_step_after_loading(
     setting: Setting, with_module: bool, dtype: torch.dtype, first: str, model_file: str
 ) -> None:

@@ -174,6 +174,8 @@ class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             raise BadInputError(f"tune is {tune!r}; it must be True or False")
         if quality is not None:
             one_of("quality", quality, QUALITIES)
+        if sequence is not None and (isinstance(sequence, bool) or not isinstance(sequence, int) or sequence < 1):
+            raise BadInputError(f"sequence is {sequence!r}; it must be an integer >= 1")
         if quality is not None and not tune:
             raise BadInputError(
                 f"quality is {quality!r} with tune=False; it must be None: what is late is then up to the optimizer's "

@@ -234,5 +234,8 @@ def test_arguments_are_checked_before_a_training_begins() -> None:
         ZFTuneCallback(tune="no")  # type: ignore[arg-type]
     with pytest.raises(BadInputError, match="quality is 'exat'; it must be exact, published or loose"):
         ZFTuneCallback(quality="exat")  # type: ignore[arg-type]
+    for sequence in ("a", 0, 2.0, True):
+        with pytest.raises(BadInputError, match=rf"sequence is {sequence!r}; it must be an integer >= 1"):
+            ZFTuneCallback(sequence=sequence)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="unexpected keyword argument 'qualty'"):
         ZFTuneCallback(qualty="exact")
