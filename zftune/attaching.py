@@ -46,7 +46,7 @@ from zftune.tuner.search import SearchOptions
 from zftune.tuner.space import Setting
 from zftune.tuner.stats import stats
 from zftune.tuner.training_info import SINGLE_RANK, TuneRequest, WorldInfo
-from zftune.tuner.tuner import Tuner, closed_tuner, open_tuners
+from zftune.tuner.tuner import Tuner, asked_config, closed_tuner, open_tuners
 from zftune.tuner.warm_up import go_back
 from zftune.variables import FRESH, NOBODY, ONLINE, READ, RUN
 
@@ -187,9 +187,9 @@ def attach(
         return closed_tuner(optimizer)
     if daemon is None:
         daemon = searches == "daemon" and store is None  # who brings a store has no daemon in mind
-    _check_counts(tokens=tokens, micro_batch=micro_batch, sequence=sequence, most_measurements=most_measurements)
+    check_counts(tokens=tokens, micro_batch=micro_batch, sequence=sequence, most_measurements=most_measurements)
     wishes = TuneRequest(
-        quality=quality or default_quality(optimizer.asked_config),
+        quality=quality or default_quality(asked_config(optimizer)),
         micro_batch=micro_batch or 0,
         sequence=sequence or tokens or 0,
         zero_stage=zero_stage,
@@ -304,7 +304,7 @@ def log_tokens(tokens: int) -> None:
     Raises:
         BadInputError: it is no number of tokens.
     """
-    _check_counts(tokens=tokens)
+    check_counts(tokens=tokens)
     for tuner in open_tuners():
         tuner.log_tokens(tokens)
 
@@ -353,7 +353,8 @@ def _searches() -> str:
     return value
 
 
-def _check_counts(**counts: Any) -> None:
+def check_counts(**counts: Any) -> None:
+    """Raises `BadInputError` where one of them is given and is no count, with its name."""
     for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise BadInputError(f"{name} is {value!r}; it must be an integer >= 1")

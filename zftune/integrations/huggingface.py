@@ -33,6 +33,7 @@ from zenflow import ConfigError, ZenFlowAdamW, ZenFlowConfig
 from zenflow.checkpoint_format import HEADER
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.sharded import are_sharded
+from zftune.attaching import check_counts
 from zftune.errors import BadInputError, MissingPackageError
 from zftune.store.types import QUALITIES, Quality
 from zftune.text import one_of
@@ -105,12 +106,14 @@ def zenflow_class(
         config: the knobs; None takes the defaults. Where FSDP keeps the weights on the host, `topk_ratio` has to be 0.
 
     Raises:
-        BadInputError: the arguments ask for another optimizer, or for several GPUs in one process.
+        BadInputError: the arguments ask for another optimizer, or for several GPUs in one process; the config is none.
     """
     optim = str(getattr(args.optim, "value", args.optim))
     if optim not in _ADAMW:
         raise BadInputError(f"optim is {optim!r}; it must be {' or '.join(_ADAMW)}: the optimizer is an AdamW")
     _refuse_data_parallel(args)
+    if config is not None and not isinstance(config, ZenFlowConfig):
+        raise BadInputError(f"config is a {type(config).__name__}; it must be a zenflow.ZenFlowConfig")
     config = config or ZenFlowConfig()
     if config.gradient_accumulation_steps == 1:
         config = dataclasses.replace(config, gradient_accumulation_steps=args.gradient_accumulation_steps)
@@ -131,7 +134,8 @@ def zenflow_optimizer(model: nn.Module, args: Any, config: ZenFlowConfig | None 
         config: the knobs; None takes the defaults.
 
     Raises:
-        BadInputError: the arguments ask for another optimizer, for several GPUs in one process, or for FSDP.
+        BadInputError: the arguments ask for another optimizer, for several GPUs in one process, or for FSDP; or the
+            config is none.
     """
     if args.fsdp:
         raise BadInputError(
@@ -174,8 +178,7 @@ class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             raise BadInputError(f"tune is {tune!r}; it must be True or False")
         if quality is not None:
             one_of("quality", quality, QUALITIES)
-        if sequence is not None and (isinstance(sequence, bool) or not isinstance(sequence, int) or sequence < 1):
-            raise BadInputError(f"sequence is {sequence!r}; it must be an integer >= 1")
+        check_counts(sequence=sequence)
         if quality is not None and not tune:
             raise BadInputError(
                 f"quality is {quality!r} with tune=False; it must be None: what is late is then up to the optimizer's "

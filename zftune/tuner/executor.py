@@ -175,6 +175,8 @@ class TuningContext:
     optimizer: ZenFlowOptimizer
     tokens: int
     """Of a step."""
+    since: int = 0
+    """After which step the knobs hold that there are; 0: since the training began."""
     disturbance: Disturbance = lambda: None
     """Tells why a measurement does not count, or None."""
     guard: LossGuard | None = None
@@ -236,6 +238,8 @@ class Executor:
         self._applied: Setting | None = Setting.of(optimizer.config)
         """None: windows have no known length."""
         self._from = self._seen = optimizer.steps
+        if scene.since and self._applied is not None:
+            worker.applied(scene.since, self._applied)
         self._discarded: list[float] = []
         self._steps: list[float] = []
         self._stats: list[StepStats] = []

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zenflow import ZenFlowError
+from zenflow import ZenFlowConfig, ZenFlowError
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.errors import BadInputError
 from zftune.quality import coverage_warning, highest_rate
@@ -43,6 +43,8 @@ _DEPART_S = 1.0
 _MOST_EARLY_LOSSES = 512
 _RATES_EVERY = 16  # steps in which all groups are looked at, which may be hundreds
 _open: weakref.WeakSet[Tuner] = weakref.WeakSet()
+_left: weakref.WeakKeyDictionary[ZenFlowOptimizer, tuple[ZenFlowConfig, ZenFlowConfig]] = weakref.WeakKeyDictionary()
+"""The knobs that a closed tuner has left, and those that the script had asked for before."""
 
 
 def open_tuners() -> list[Tuner]:
@@ -81,6 +83,9 @@ class Tuner:
         self.conclusion = ""
         """What was found, or why nothing was, in up to four lines; there after `close()`."""
         self._optimizer, self._tokens, self._eval_fn, self._on_change = optimizer, tokens, eval_fn, on_change
+        self._asked = asked_config(optimizer)
+        self._since = optimizer.steps
+        """After which step the knobs hold that the search finds."""
         self._driver, self._disturbance, self._consensus = driver, disturbance, consensus
         self._guard = LossGuard()
         self._early_losses: list[tuple[int, float]] = []
@@ -226,6 +231,7 @@ class Tuner:
         finally:
             self._let_go()
             self._note_best()
+            self._note_left()
 
     def part(self) -> None:
         """Say goodbye in the middle of a step, in another thread than the training's: its knobs stay as they are."""
@@ -310,6 +316,12 @@ class Tuner:
         if best is not None and optimizer.kept_knobs is not best:  # which a change of knobs has forgotten
             optimizer.kept_knobs = best
 
+    def _note_left(self) -> None:
+        """Have the next tuner of the optimizer know that the knobs are not the script's, if the search has set them."""
+        asked = self._optimizer.asked_config
+        if self._live is not None and holds(asked, self._live.incumbent.knobs()):
+            _left[self._optimizer] = asked, self._asked
+
     def _go_on_from_saved(self) -> None:
         """A saved state was loaded: what was seen before is of another course, and this one's first steps are slow."""
         for losses in (self._losses, None if self._live is None else self._live.losses):
@@ -317,6 +329,8 @@ class Tuner:
                 losses.forget()
         if not self._driver.begun:
             self._count.begin_warm_up()
+        if self._live is None:
+            self._since = self._optimizer.steps
         if self._live is None and self._consensus is None:
             self.say(go_back(self._optimizer, self._on_change), logging.INFO)
         elif self._live is not None and self._consensus is None:
@@ -392,7 +406,8 @@ class Tuner:
         if not self._watch() and self._count.followed >= self._count.begins:
             steps = tuple(self._optimizer.history()[-self._count.warm_up :])
             self._warn_of_coverage([one.coverage for one in steps if one.coverage is not None])
-            config, asked = (counted(one) for one in (self._optimizer.config, self._optimizer.asked_config))
+            self._asked = asked_config(self._optimizer)
+            config, asked = (counted(one) for one in (self._optimizer.config, self._asked))
             self._driver.prepare(WarmupStats(config, steps, self._has_loss, asked, self._count.begins_anew))
 
     def _warn_of_coverage(self, known: Sequence[float]) -> None:
@@ -418,6 +433,7 @@ class Tuner:
             TuningContext(
                 optimizer=self._optimizer,
                 tokens=self._tokens,
+                since=self._since,
                 disturbance=self._disturbance,
                 guard=self._guard if self._has_loss else None,
                 on_change=None if self._consensus is not None else self._on_change,  # which tells itself
@@ -520,6 +536,13 @@ class Tuner:
             now = self._counter.count.seconds, time.time(), self._counter.last_step
             self._remarks.append(Remark(sentence, *now))
         _logger.log(level, "%s", sentence)
+
+
+def asked_config(optimizer: ZenFlowOptimizer) -> ZenFlowConfig:
+    """The knobs that the script asks for, which are not those that an earlier tuner has left."""
+    left, before = _left.get(optimizer, (None, None))
+    asked = optimizer.asked_config
+    return before if before is not None and asked == left else asked
 
 
 def closed_tuner(optimizer: ZenFlowOptimizer) -> Tuner:

@@ -212,6 +212,8 @@ def test_what_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="optim is 'adafactor'; it must be adamw_torch or adamw_torch_fused"):
         zenflow_optimizer(tiny_model(), args)
     args = arguments(tmp_path)
+    with pytest.raises(BadInputError, match=r"config is a dict; it must be a zenflow\.ZenFlowConfig"):
+        zenflow_optimizer(tiny_model(), args, {"topk_ratio": 0.1})  # type: ignore[arg-type]
     args._n_gpu = 2  # as TrainingArguments finds them
     with pytest.raises(BadInputError, match=r"args\.n_gpu is 2; it must be 1"):
         zenflow_optimizer(tiny_model(), args)

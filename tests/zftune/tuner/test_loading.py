@@ -17,7 +17,9 @@ import zftune
 from tests.zftune.tuner.scene import Make, SyncWorker, assert_whole
 from tests.zftune.tuner.test_attach import BEGIN, Loop
 from zenflow import HostMemoryError, ZenFlowAdamW
+from zftune.exactness import EXACT
 from zftune.quality import highest_rate
+from zftune.store import open_store
 from zftune.tuner.drivers import LocalDriver
 from zftune.tuner.executor import UnmeasuredCounter
 from zftune.tuner.guard import LossGuard
@@ -227,6 +229,49 @@ def test_a_setting_that_was_tried_when_the_state_was_saved_gives_way_to_the_best
     assert said in tuner.notices
     assert [(step, knobs["topk_ratio"]) for step, knobs in changes] == [(loop.optimizer.steps, 0.2)]
     tuner.close()
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_curve_has_the_settings_that_hold_since_a_state_was_loaded(loops: list[Loop], attached: bool) -> None:
+    before, loop = loops
+    state = tried(before, {"topk_ratio": 0.4}, {"topk_ratio": 0.2})
+    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
+        if not attached:
+            load(loop, state)
+        tuner = zftune.attach(loop.optimizer, store=store, most_measurements=5)
+        if attached:
+            load(loop, state)
+        loop.run(tuner, until=lambda: tuner.live is not None)
+        tuner.close()
+        assert tuner.run_id is not None
+        first = store.curve(tuner.run_id).changes[0]
+    # Going back is asked for after the first step where that has shown that a state was loaded.
+    assert (first.step, first.knobs["topk_ratio"]) == (before.optimizer.steps + attached, 0.2)
+
+
+@pytest.mark.parametrize("steps", [0, 2])  # before and after it holds
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_what_a_search_has_left_is_not_what_the_script_asks_for(
+    loops: list[Loop], caplog: pytest.LogCaptureFixture, by_hand: bool, steps: int
+) -> None:
+    caplog.set_level("INFO", logger="zftune")
+    loop = loops[0]
+    tuner = zftune.attach(loop.optimizer, store=False)
+    loop.run(tuner, until=lambda: tuner.live is not None)
+    assert tuner.live is not None
+    if not by_hand:
+        tuner.live.incumbent = replace(tuner.live.incumbent, update_interval=1, apply_lag=1, overlap_step=False)
+    tuner.close()
+    if by_hand:
+        loop.optimizer.set_knobs(**EXACT)
+    for _ in range(steps):
+        loop.step()
+    assert loop.optimizer.asked_config.update_interval == 1
+    later = zftune.attach(loop.optimizer, store=False)
+    assert f"tunes with quality {'exact' if by_hand else 'published'}" in caplog.messages[-1]
+    loop.run(later, until=lambda: later.live is not None)
+    assert later.incumbent.update_interval == (1 if by_hand else 4)
+    later.close()
 
 
 @pytest.mark.parametrize("best", [{"topk_ratio": 0.4}, {"topk_ratio": 0.2}])
