@@ -179,6 +179,13 @@ def attach(
     optimizer = _check_optimizer(optimizer)
     if quality is not None:
         one_of("quality", quality, QUALITIES)
+    if store is True or isinstance(store, (str, os.PathLike)):
+        raise BadInputError(
+            f"store is {store!r}; it must be an open store, False or None: a path belongs in $ZFTUNE_DB"
+        )
+    for name, function in {"eval_fn": eval_fn, "on_change": on_change}.items():
+        if function is not None and not callable(function):
+            raise BadInputError(f"{name} is {function!r}; it must be a function")
     if daemon and store is not None:
         raise BadInputError("store must be None where the daemon searches: it has its own")
     searches = _searches()

@@ -13,7 +13,10 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING
 
+import torch
+
 from zenflow.errors import ZenFlowError
+from zenflow.signals import HeldSignals
 
 if TYPE_CHECKING:
     from zenflow.optimizer import ZenFlowOptimizer
@@ -107,6 +110,14 @@ def take_over(taking: ZenFlowOptimizer) -> None:
             other.close()
 
 
+def let_go(optimizer: ZenFlowOptimizer) -> None:
+    """Apply what is pending, since nobody can ask for it any more, and end the host engine."""
+    training: Training | None = getattr(optimizer, "_own", None)
+    if training is not None and training.open and optimizer._process.is_this:
+        with HeldSignals(), torch.inference_mode(False), torch.no_grad():
+            training.let_go(optimizer._save_advice)
+
+
 @functools.cache
 def _register() -> None:
     atexit.register(_end_all)
@@ -118,7 +129,7 @@ def _end_all() -> None:
     """At the end of the process, leave nothing pending for what is called later, unless an error ends it."""
     for optimizer in list(_living):
         if getattr(sys, "last_value", None) is None:
-            optimizer._let_go()
+            let_go(optimizer)
         else:
             optimizer.abandon()
 
@@ -127,4 +138,6 @@ def _before_fork() -> None:
     """Let weights arrive that are late: the child has them, but not the threads that bring them."""
     for optimizer in list(_living):
         with contextlib.suppress(ZenFlowError):  # which the next step raises again
-            optimizer._arrive()
+            if optimizer._process.is_this and optimizer._own.open:
+                with HeldSignals(), torch.inference_mode(False), torch.no_grad():
+                    optimizer._own.finish_late()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, overload
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from zenflow import checkpoint, full_state, living, torch_state
 from zenflow.config import ZenFlowConfig
@@ -75,8 +77,8 @@ class ZenFlowOptimizer(Optimizer):
     ) -> None:
         self._rule = rule
         self._partition = partition
-        self._built = False
-        self._speaks_torch = False
+        self._built = self._speaks_torch = False
+        self._close_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()
         self._process = OwnProcess()
         super().__init__(params, defaults)
         if not self._parameters:
@@ -214,10 +216,7 @@ class ZenFlowOptimizer(Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """0-dim fp32 on the device: L2 norm of the last step's gradient, unscaled and not clipped yet.
-
-        None where the knobs ask for none (`max_grad_norm` or `skip_nonfinite` do).
-        """
+        """0-dim fp32 on the device: L2 norm of the last unscaled and unclipped gradient, where the knobs ask for it."""
         return self._training.grad_norm
 
     def give_masters(self, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
@@ -232,9 +231,7 @@ class ZenFlowOptimizer(Optimizer):
             ConfigError: a step was taken, or a tensor has another shape than its parameter.
         """
         if self._training.begun:
-            raise ConfigError(
-                f"give_masters() was called after step {self.steps}; it can be called only before the first"
-            )
+            raise ConfigError(f"give_masters() was called after step {self.steps}; it must be called before the first")
         self._training.runtime.masters.give({self._rows(p): self.own_rows(p, one) for p, one in masters.items()})
 
     # --- torch.optim.Optimizer -------------------------------------------------------------------------------------
@@ -567,7 +564,12 @@ class ZenFlowOptimizer(Optimizer):
         backend = self._training.engine.backend
         return backend.name, backend.threads
 
-    @undivided
+    def register_close_hook(self, hook: Callable[[], None]) -> RemovableHandle:
+        """Have a function called when `close()` begins: knobs can still be changed."""
+        handle = RemovableHandle(self._close_hooks)
+        self._close_hooks[handle.id] = hook
+        return handle
+
     def close(self) -> None:
         """Apply what is pending and end the host engine; afterwards `step()` fails.
 
@@ -576,24 +578,20 @@ class ZenFlowOptimizer(Optimizer):
         """
         if self._training.open:
             try:
-                self.flush()
+                for hook in tuple(self._close_hooks.values()):
+                    hook()
             finally:
-                self.abandon()
+                self._flush_and_abandon()
+
+    @undivided
+    def _flush_and_abandon(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self.abandon()
 
     def __del__(self) -> None:
-        self._let_go()
-
-    def _arrive(self) -> None:
-        if self._process.is_this and self._own.open:
-            with HeldSignals(), torch.inference_mode(False), torch.no_grad():
-                self._own.finish_late()
-
-    def _let_go(self) -> None:
-        """Apply what is pending, since nobody can ask for it any more, and end the host engine."""
-        training: Training | None = getattr(self, "_own", None)
-        if training is not None and training.open and self._process.is_this:
-            with HeldSignals(), torch.inference_mode(False), torch.no_grad():
-                training.let_go(self._save_advice)
+        living.let_go(self)
 
     def abandon(self) -> None:
         """End the host engine, applying nothing that is pending; in a forked child, take the hooks off its model."""

@@ -106,6 +106,7 @@ class Tuner:
         self._over = self._closed = self._given_up = False
         self._pid = os.getpid()
         self._hook = optimizer.register_step_post_hook(self._after_step)
+        self._close_hook = optimizer.register_close_hook(self.depart)
         if not _open:
             atexit.register(_close_all)
         _open.add(self)
@@ -246,12 +247,13 @@ class Tuner:
         self._end_search()
 
     def depart(self) -> None:
-        """Close it at the end of the process, where no step comes any more."""
+        """Close it at the end of the process or of its optimizer, where no step comes any more."""
         self.close()
         if self._consensus is not None and not self._is_elsewhere:
             self._consensus.close(_DEPART_S)
 
     def _let_go(self) -> None:
+        self._close_hook.remove()
         _open.discard(self)
         if not _open:
             atexit.unregister(_close_all)

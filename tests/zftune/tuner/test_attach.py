@@ -375,6 +375,14 @@ def test_what_is_refused(attach: Attach) -> None:
     wrong: Any = "best"
     with pytest.raises(BadInputError, match="quality is 'best'; it must be exact, published or loose"):
         zftune.attach(loop.optimizer, quality=wrong)
+    for store in ("/tmp/z.db", Path("z.db"), True):
+        with pytest.raises(
+            BadInputError, match=r"store is .*; it must be an open store, False or None: a path belongs"
+        ):
+            attach(Loop(), store=store)
+    for name in ("on_change", "eval_fn"):
+        with pytest.raises(BadInputError, match=f"{name} is 3; it must be a function"):
+            attach(Loop(), **{name: 3})
     with pytest.raises(BadInputError, match="tokens is 0; it must be an integer >= 1"):
         zftune.attach(loop.optimizer, tokens=0)
     with pytest.raises(BadInputError, match="tokens is -4; it must be an integer >= 1"):
