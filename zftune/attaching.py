@@ -179,13 +179,7 @@ def attach(
     optimizer = _check_optimizer(optimizer)
     if quality is not None:
         one_of("quality", quality, QUALITIES)
-    if store is True or isinstance(store, (str, os.PathLike)):
-        raise BadInputError(
-            f"store is {store!r}; it must be an open store, False or None: a path belongs in $ZFTUNE_DB"
-        )
-    for name, function in {"eval_fn": eval_fn, "on_change": on_change}.items():
-        if function is not None and not callable(function):
-            raise BadInputError(f"{name} is {function!r}; it must be a function")
+    _check_kinds(store, eval_fn=eval_fn, on_change=on_change)
     if daemon and store is not None:
         raise BadInputError("store must be None where the daemon searches: it has its own")
     searches = _searches()
@@ -314,6 +308,16 @@ def log_tokens(tokens: int) -> None:
     check_counts(tokens=tokens)
     for tuner in open_tuners():
         tuner.log_tokens(tokens)
+
+
+def _check_kinds(store: object, **functions: object) -> None:
+    if store is True or isinstance(store, (str, os.PathLike)):
+        raise BadInputError(
+            f"store is {store!r}; it must be an open store, False or None: a path belongs in $ZFTUNE_DB"
+        )
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise BadInputError(f"{name} is {function!r}; it must be a function")
 
 
 def _check_optimizer(optimizer: Optimizer) -> ZenFlowOptimizer:
