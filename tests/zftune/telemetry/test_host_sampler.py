@@ -128,27 +128,31 @@ def test_the_cores_of_all_threads_count() -> None:
 def test_processes_come_and_go() -> None:
     """One that ends is no failure, and what it holds no longer counts."""
     alive: list[int] = []
-    sampler = HostSampler(lambda: alive, rate_hz=20)
+    sampler = HostSampler(lambda: alive, rate_hz=RATE_HZ)
+
+    def rows() -> list[dict[str, float | None]]:
+        return sampler.series(0, time.monotonic_ns())
+
     with burning() as first:
         alive.append(first.pid)
-        begin = time.monotonic_ns()
         sampler.start()
-        time.sleep(0.5)
+        wait_for_samples(sampler, 3)
     alive.append(4194305)  # no such process
-    time.sleep(0.3)
-    middle = time.monotonic_ns()
-    time.sleep(0.2)
+    ended = len(rows()) + 1  # what is being read may have seen it
+    wait_for_samples(sampler, ended + 2)
+    nobody = rows()[ended:]
     with burning() as second:
         alive.append(second.pid)
-        time.sleep(0.5)
-        end = time.monotonic_ns()
+        came = len(rows()) + 1
+        wait_for_samples(sampler, came + 2)
         sampler.stop()
-    nobody = sampler.series(middle, middle + 150_000_000)
-    assert nobody
     assert all(row["rss_bytes"] is None and row["cpu_percent"] is None for row in nobody)
-    figures, _ = sampler.summary(begin, end)
+    for held in (*rows()[1:3], *rows()[came:]):
+        assert (held["rss_bytes"] or 0) > 64 << 20
+    figures, _ = sampler.summary(0, time.monotonic_ns())
     assert figures is not None
-    assert figures["rss_bytes"] > 64 << 20
+    known = [row["rss_bytes"] for row in rows() if row["rss_bytes"] is not None]
+    assert min(known) < figures["rss_bytes"] <= max(known)  # the mean of those that lived
 
 
 def test_a_process_that_comes_brings_no_cpu_time_with_it() -> None:
