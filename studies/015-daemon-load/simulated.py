@@ -76,6 +76,8 @@ class Training:
         self.applied: dict[str, int] | None = None
         self.figures: list[dict[str, Any]] = []
         """Not yet reported."""
+        self.changes: list[dict[str, Any]] = []
+        """Of the knobs, not yet reported."""
         self.step = 0
         self._noise, self._name = random.Random(name), name
         self._usual_ms = 50.0
@@ -101,6 +103,8 @@ class Training:
 
     def hold(self, knobs: dict[str, Any]) -> None:
         """Go on with some knobs."""
+        if knobs != self.knobs:
+            self.changes.append({"step": self.step, "knobs": knobs})
         self.knobs = knobs
         key = f"{self._name} {sorted(knobs.items())}"
         self._usual_ms = 50.0 * random.Random(key).uniform(0.7, 1.1)
@@ -215,6 +219,7 @@ class Run:
         self._sequence += 1
         most = 1 if self._single else MOST_STEPS
         steps, training.figures = training.figures[:most], training.figures[most:]
+        changes, training.changes = training.changes, []
         message = {
             "protocol": PROTOCOL,
             "session": self._session,
@@ -223,7 +228,7 @@ class Run:
             "losses": [[one["step"], 2.5] for one in steps],
             "done": training.done,
             "applied": training.applied,
-            "knobs": training.knobs,
+            "changes": changes,
         }
         self._sent = len(steps)
         self._send(f"/v1/runs/{self.name}/report", message, due_s)
