@@ -216,7 +216,9 @@ class ZenFlowOptimizer(Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """0-dim fp32 on the device: L2 norm of the last unscaled and unclipped gradient, where the knobs ask for it."""
+        """0-dim fp32 on the device: L2 norm of the last step's gradient, unscaled and not clipped yet.
+
+        None where the knobs ask for none (`max_grad_norm` or `skip_nonfinite` do)."""
         return self._training.grad_norm
 
     def give_masters(self, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
