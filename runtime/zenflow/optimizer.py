@@ -216,7 +216,7 @@ class ZenFlowOptimizer(Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """0-dim fp32: L2 norm of the last gradient, unscaled and unclipped, if `max_grad_norm` or `skip_nonfinite` is on."""
+        """0-dim fp32: L2 norm of the unscaled, unclipped gradient, where `max_grad_norm` or `skip_nonfinite` is on."""
         return self._training.grad_norm
 
     def give_masters(self, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
