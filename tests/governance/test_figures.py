@@ -50,7 +50,7 @@ def table(name: str, head: str) -> list[str]:
 @pytest.mark.parametrize("study", QUOTED, ids=lambda study: str(study.name))
 def test_pages_quote_the_figures(study: Path) -> None:
     found = document(study)
-    used = set()
+    used: set[str] = set()
     for page, templates in found["quotes"].items():
         text = words((ROOT / page).read_text(encoding="utf-8"))
         for template in templates:
