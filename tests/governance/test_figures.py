@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests import zygote
 from tests.governance.documents import ROOT
-from tests.tiers import by_day
 
 STUDIES = sorted(path.parent for path in (ROOT / "studies").glob("*/README.md"))
 QUOTED = [study for study in STUDIES if (study / "figures.json").is_file()]
-RUNS = sorted((ROOT / "studies").glob("[0-9]*/run.py"))
 WITHOUT_SCRIPT = {"026-fleet"}
 """Its script needs a feature that was given up."""
 _TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
@@ -109,13 +106,6 @@ def test_a_study_is_whole(study: Path) -> None:
     assert re.search(rf"`git archive 6a9c4c73 (studies/\S+ )*studies/{study.name}(/results)?[ `]", text)
     for name in re.findall(r"`?(results/[\w.-]+\.(?:md|svg))", text):
         assert (study / name).is_file(), name
-
-
-@pytest.mark.parametrize("script", by_day(RUNS[:1], all_of=RUNS), ids=lambda path: str(path.parent.name))
-def test_a_study_has_the_common_options(script: Path) -> None:
-    done = zygote.run([script, "--help"])
-    assert done.returncode == 0, done.stderr
-    assert all(option in done.stdout for option in ("--quick", "--json PATH", "--again"))
 
 
 def test_tests_that_a_page_names_are_there() -> None:
