@@ -23,6 +23,8 @@ from zftune.telemetry import hardware, software
 
 ROOT = Path(__file__).parents[1]
 SCHEMA = "zftune.study/1"
+RECORDED_AT = "6a9c4c73"
+"""The last commit with the records of full runs: in `results/`, only tables and pictures are under version control."""
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -106,6 +108,12 @@ def done(
     return [json.loads(json.dumps(record["figures"])) for record in records if record is not None]
 
 
+def missing(*studies: str) -> str:
+    """Says which studies have no records here, and how to get those of the last full run."""
+    folders = [f"studies/{name}/results" for name in studies]
+    return f"no records in {', '.join(folders)}: git archive {RECORDED_AT} {' '.join(folders)} | tar x restores them"
+
+
 def of_study(study: str, module: str) -> Any:
     """A module of another study, by its dotted name."""
     folder = str(ROOT / "studies" / study)
@@ -117,7 +125,7 @@ def of_study(study: str, module: str) -> Any:
 def write_json(path: Path, document: Any) -> None:
     """Write a file in one go."""
     partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     partial.replace(path)
 
 

@@ -8,11 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def flags_of(address: int) -> list[str]:
-    """The kernel's flags of a mapping, `VmFlags` in proc(5); none where nothing is mapped."""
-    return next((flags for addresses, flags in _mappings() if address in addresses), [])
-
-
 def pages_kept_from_children() -> set[int]:
     """Addresses of the pages that a forked child would not have (`MADV_DONTFORK`)."""
     return {page for addresses, flags in _mappings() if "dc" in flags for page in addresses[:: mmap.PAGESIZE]}

@@ -28,7 +28,7 @@ from convergence.store import Store  # noqa: E402
 from convergence.train import Scale, World, train  # noqa: E402
 from convergence.upstream import run_apart  # noqa: E402
 from rich.console import Console  # noqa: E402
-from studykit import ROOT, parser, provenance, write_json  # noqa: E402
+from studykit import ROOT, missing, parser, provenance, write_json  # noqa: E402
 
 QUICK = Scale(steps=24, pretrain_steps=60, sequences=64, on_the_way=32)
 CACHE = ROOT / "build" / "003-convergence"
@@ -130,6 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     world = World(QUICK if arguments.quick else Scale(), texts(), CACHE)
     store = Store(folder / "runs.jsonl", world.describe())
+    if arguments.report and not store.runs:
+        print(missing(HERE.name), file=sys.stderr)
+        return 2
     names = ["quick"] if arguments.quick else arguments.only or list(PARTS)
     with Console(stderr=True).status("") as status:
         measure(world, store, [] if arguments.report else names, arguments.again, status.update)

@@ -23,7 +23,7 @@ from accuracy.tasks import TASKS, bag_of_words  # noqa: E402
 from accuracy.training import LANGUAGE, SHORTER, VARIANTS, Scale, Variant, World, describe, train  # noqa: E402
 from accuracy.upstream import run_apart  # noqa: E402
 from rich.console import Console  # noqa: E402
-from studykit import ROOT, Results, code_digest, parser, write_json  # noqa: E402
+from studykit import ROOT, Results, code_digest, missing, parser, write_json  # noqa: E402
 
 CACHE = ROOT / "build" / HERE.name
 SEEDS, LANGUAGE_SEEDS, QUICK_SEEDS = (0, 1, 2, 3, 4), (0, 1), (0, 1)
@@ -166,6 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         scale = replace(scale, steps=arguments.steps)
     if arguments.lr is not None:
         scale = replace(scale, lr=arguments.lr)
+    if arguments.report and not any(results.folder.glob("*.json")):
+        console.print(missing(HERE.name), soft_wrap=True)
+        return 2
     world = World(scale, arguments.cache / "quick" if quick else arguments.cache, encoder)
     problems = (SMALL, LANGUAGE) if quick else (*TASKS, LANGUAGE)
     wanted = [] if arguments.report else [name for name in problems if quick or name in (arguments.only or problems)]

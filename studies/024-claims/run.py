@@ -10,7 +10,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from claims import both, rigs, selection, shapes, tables, traffic, tuned, twinflow, upstream  # noqa: E402
+from claims import both, page, rigs, selection, shapes, tables, traffic, tuned, twinflow, upstream  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 from studykit import Job, Results, done, parser, write_json  # noqa: E402
@@ -53,7 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser(__doc__ or "")
     options.add_argument("--part", choices=PARTS, action="append", help="only this one; may be given again")
     options.add_argument("--workers", type=int, default=1, help="processes at a time")
+    options.add_argument("--figures", action="store_true", help="write figures.json from the records, measure nothing")
     arguments = options.parse_args(argv)
+    if arguments.figures:
+        try:
+            page.write_rows(HERE / "figures.json")
+        except LookupError as error:
+            print(error.args[0], file=sys.stderr)
+            return 2
+        return 0
     results = Results.of(HERE, arguments)
     jobs = [one for part in arguments.part or PARTS for one in jobs_of(part, quick=arguments.quick)]
     with Progress(console=Console(stderr=True)) as progress:

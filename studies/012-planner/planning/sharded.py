@@ -112,15 +112,6 @@ def _more_machines() -> Step:
     return Step("FSDP2, 128 H100: Llama-3.1-8B", many_ms, planned_ms(model, machine, many, "FSDP2"), None, note)
 
 
-def memory_falls_by() -> float:
-    """Bytes that a GPU needs less on 128 H100 than on 8, of the model above."""
-    machine, model = Machine.load("h100-sxm"), ModelFacts.from_name("Llama-3-8B")
-    one = Job(seq=8192, micro_batch=2, gpus=8)
-    jobs = (one, replace(one, nodes=16, network_gbps=320.0))
-    few, many = (predict(model, machine, job, SYSTEMS["FSDP2"]).memory.device_bytes for job in jobs)
-    return few - many
-
-
 # --- DeepSpeed, whose steps are not this runtime's -------------------------------------------------------------------
 
 

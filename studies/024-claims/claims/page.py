@@ -1,4 +1,4 @@
-"""The claims as rows of docs/claims.md and README, every figure from a record; a test compares them."""
+"""The claims as rows of docs/claims.md and README, every figure from a record."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from studykit import ROOT, of_study
+from studykit import ROOT, missing, of_study, write_json
 
 from claims.rigs import FROM_PUBLISHED
 from claims.tables import (
@@ -30,19 +30,17 @@ from claims.tables import (
 from claims.twinflow import TOKENS
 
 HOLDS, PART, NOT = "holds", "holds in part", "does not hold"
-HEADS = ("claim", "what we found", "on", "verdict")
-PAGE_HEADS = (*HEADS, "measured again by")
 RIGS, PLANNED, COUNTED, CPU, GPU = "rigs", "planned", "counted", "this CPU", "one H200"
 SEARCHES, SIDE_BY_SIDE = "004-tuner-regret", "005-upstream-side-by-side"
 ACCURACY, LONGER = "023-accuracy", "023-accuracy/results/480-steps"
-ON_GPU = "gpu/results/h200"
+ON_GPU = "gpu"
 _ON_GPU_AGAIN = "gpu/run_all.py --size 1B"
 _ON_GPU_OF = "1.16B parameters, 4 x 1,024 tokens a step"
 _RATIOS_ON_GPU_AGAIN = "gpu/run_all.py --parts link adamw ratios"
 SAME = 0.01
 """Steps that differ by less are as long."""
-STUDIES = ("024-claims", SEARCHES, SIDE_BY_SIDE, ACCURACY, LONGER, ON_GPU)
-"""Whose records the rows are made of; those of fine-tuning for four times as many steps and of the GPU lie deeper."""
+STUDIES = ("024-claims", SEARCHES, SIDE_BY_SIDE, ACCURACY, LONGER)
+"""Sources of the rows, besides the figures of the GPU; longer fine-tuning has a folder of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +75,22 @@ def records(folder: Path) -> dict[str, Any]:
 
 
 def every_record() -> dict[str, Figures]:
-    """Those of all studies that the rows are made of, by study."""
+    """The records of all studies that the rows are made of, by study; LookupError if a study has none here."""
     folders = {name: ROOT / "studies" / name for name in STUDIES}
-    return {name: records(path if "/" in name else path / "results") for name, path in folders.items()}
+    found = {name: records(path if "/" in name else path / "results") for name, path in folders.items()}
+    if lost := sorted({name.partition("/")[0] for name, one in found.items() if not one}):
+        raise LookupError(missing(*lost))
+    gpu = json.loads((ROOT / "studies" / ON_GPU / "figures.json").read_text(encoding="utf-8"))
+    return {**found, ON_GPU: gpu["h200"]}
+
+
+def write_rows(path: Path) -> None:
+    """Put the rows into figures.json, with which a test compares docs/claims.md and README."""
+    rows = claims(every_record())
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document["quotes"]["docs/claims.md"] = [one.row for one in rows]
+    document["quotes"]["README.md"] = [one.short_row for one in rows if one.short]
+    write_json(path, document)
 
 
 def claims(found: Mapping[str, Figures]) -> list[Claim]:
@@ -109,11 +120,6 @@ def claims(found: Mapping[str, Figures]) -> list[Claim]:
 def _parts(*names: str) -> str:
     """Of this study; a measurement that is there already is left out without --again."""
     return f"024-claims/run.py {' '.join(f'--part {name}' for name in names)} --again"
-
-
-def head(names: Sequence[str]) -> str:
-    """The first line of a table."""
-    return f"| {' | '.join(names)} |"
 
 
 def series(values: Sequence[str]) -> str:

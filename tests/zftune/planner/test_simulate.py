@@ -20,7 +20,7 @@ from zftune.planner.resources import Log, Server, StagingBytes
 from zftune.planner.simulate import Steady, simulate
 from zftune.planner.split import split_of
 
-STUDIES = Path(__file__).parents[3] / "studies"
+ROOT = Path(__file__).parents[3]
 
 
 def windows(interval: int, **knobs: Any) -> ZenFlowConfig:
@@ -226,43 +226,32 @@ def test_over_gloo_nothing_is_hidden_and_gradients_are_sent_twice() -> None:
 # --- measured ---------------------------------------------------------------------------------------------------------
 
 
-def rig_rates(values: dict[str, float] | None, name: str) -> Rates:
-    spec = RigSpec.load(STUDIES.parent / "zftune" / "rigs" / f"{name}.toml")
-    if values is not None:
-        assert dict(spec.values) == values  # the record is of this rig
+def rig_rates(name: str) -> Rates:
+    spec = RigSpec.load(ROOT / "zftune" / "rigs" / f"{name}.toml")
     model = ModelFacts.from_name("tiny")
     return Rates.of_rig(spec.for_elements(sum(math.prod(shape) for shape in model.weights if len(shape) > 1)))
 
 
-RECORDS = sorted((STUDIES / "009-stall-formula" / "results").glob("*.json"))
+def emulated_steps(study: str) -> list[dict[str, Any]]:
+    """Steps that a study measured on rigs."""
+    document = json.loads((ROOT / "studies" / study / "figures.json").read_text(encoding="utf-8"))
+    steps: list[dict[str, Any]] = document["emulated_steps"]
+    return steps
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: str(path.stem))
-def test_stalls_are_those_that_study_009_measured(path: Path) -> None:
-    record = json.loads(path.read_text())
-    inputs, figures = record["inputs"], record["figures"]
-    config = ZenFlowConfig(topk_ratio=inputs["topk_ratio"], update_interval=inputs["update_interval"])
-    rates = rig_rates(inputs["rig_values"], inputs["rig"])
-    found = simulate(rates, split_of(ModelFacts.from_name("tiny"), config), config)
-    off = 3e-3 if inputs["update_interval"] == 9 else 1e-4  # S_min, where the log gets ever tighter for a while
-    assert found.step_ms == pytest.approx(figures["step_ms"]["mean"], rel=off)
-    assert sum(found.stall_ms.values()) == pytest.approx(figures["stall_ms"], abs=off * figures["step_ms"]["mean"])
+@pytest.mark.parametrize("measured", emulated_steps("009-stall-formula"))
+def test_stalls_are_those_that_study_009_measured(measured: dict[str, Any]) -> None:
+    config = ZenFlowConfig(topk_ratio=measured["topk_ratio"], update_interval=measured["update_interval"])
+    found = simulate(rig_rates(measured["rig"]), split_of(ModelFacts.from_name("tiny"), config), config)
+    off = 3e-3 if measured["update_interval"] == 9 else 1e-4  # S_min, where the log gets ever tighter for a while
+    assert found.step_ms == pytest.approx(measured["step_ms"], rel=off)
+    assert sum(found.stall_ms.values()) == pytest.approx(measured["stall_ms"], abs=off * measured["step_ms"])
 
 
-SETTINGS = sorted((STUDIES / "012-planner" / "results").glob("*--*.json"))
-
-
-@pytest.mark.parametrize("path", SETTINGS, ids=lambda path: str(path.stem))
-def test_steps_are_those_that_study_012_measured(path: Path) -> None:
-    record = json.loads(path.read_text())
-    inputs, figures = record["inputs"], record["figures"]
-    config = ZenFlowConfig(**inputs["knobs"])
-    rates = rig_rates(inputs["values"], inputs["rig"])
-    found = simulate(rates, split_of(ModelFacts.from_name("tiny"), config), config)
+@pytest.mark.parametrize("measured", emulated_steps("012-planner"), ids=lambda one: f"{one['rig']}-{one['setting']}")
+def test_steps_are_those_that_study_012_measured(measured: dict[str, Any]) -> None:
+    config = ZenFlowConfig(**measured["knobs"])
+    found = simulate(rig_rates(measured["rig"]), split_of(ModelFacts.from_name("tiny"), config), config)
     # Where the log is tight, which cycle a run falls into depends on how it began.
-    tight = path.stem in ("slow-link--s2-k0.05", "slow-link--s2-k0.2")
-    assert found.step_ms == pytest.approx(figures["step_ms"], rel=5e-3 if tight else 1e-4)
-
-
-def test_there_is_something_measured() -> None:
-    assert (len(RECORDS), len(SETTINGS)) == (8, 63)
+    tight = measured["rig"] == "slow-link" and measured["setting"] in ("s2-k0.05", "s2-k0.2")
+    assert found.step_ms == pytest.approx(measured["step_ms"], rel=5e-3 if tight else 1e-4)
