@@ -45,7 +45,7 @@ def tuned(store: Store) -> dict[str, Any]:
     workload = {"model": None, "parameters": None, "micro_batch": None, "sequence": None}
     about = {
         "device": "cpu", "rig": {"name": "mini", "source": "made up"}, "workload": workload, "quality": "published",
-        "interrupted": False, "command": {"script": "train.py"},
+        "interrupted": False,
     }  # fmt: skip
     return tune_document(store, run.run_id, about, ["the store is in memory"], "")
 
