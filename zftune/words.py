@@ -147,16 +147,6 @@ def seconds(time_s: float) -> str:
     return f"{number(time_s) if time_s >= 0.01 else f'{time_s:.3f}'} s"
 
 
-def waiting_time(time_s: float) -> str:
-    """A time that somebody waits for: as `seconds` has it up to a hundred of them, then "8 min 48 s" or "2 h 5 min"."""
-    whole = round(time_s)
-    if whole < 100:
-        return seconds(time_s)
-    if whole < 6000:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
 COLOURS: Mapping[str, str] = {
     "host": "#D55E00",
     "h2d": "#E69F00",

@@ -124,9 +124,7 @@ def test_the_options_of_run_are_these() -> None:
     assert all(option.help.endswith(".") for option in command.params if option.param_type_name == "option")
 
 
-@pytest.mark.parametrize(
-    "words", ["", "profile", "run", "daemon", "daemon open", "runs", "runs logs", "presets list", "uninstall"]
-)
+@pytest.mark.parametrize("words", ["", "profile", "run", "daemon", "daemon open", "runs", "runs logs", "presets list"])
 def test_h_is_help(words: str) -> None:
     shown = CliRunner().invoke(app, [*words.split(), "-h"])
     assert shown.exit_code == 0

@@ -304,7 +304,6 @@ def test_every_setting_and_every_public_variable_has_a_sentence() -> None:
         variables.WARMUP,
         variables.STEPS,
         variables.STOP,
-        variables.TRIAL,
         variables.RUN,
         variables.RUN_TOP,
         variables.FRESH,

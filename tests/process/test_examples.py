@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 RANKS = "fsdp2_zenflow.py"
 HUGGING_FACE = ["accelerate_zenflow.py", "hf_trainer_zenflow.py"]
 EXAMPLES = ["deepspeed_zenflow.py", "deepspeed_zero_offload.py", "hf_trainer.py", "plain_pytorch.py"]
+RESTARTS = "tune_by_restarts.py"
 RUN_ELSEWHERE = {
     "deepspeed_minimal.py": "tests/process/test_run_examples.py",
     "tune_plain_loop.py": "tests/zftune/tuner/test_attach.py",
@@ -34,7 +35,7 @@ def env() -> dict[str, str | None]:
 
 
 def test_every_example_is_run_somewhere() -> None:
-    run = [*EXAMPLES, *RUN_ELSEWHERE, *HUGGING_FACE, RANKS]
+    run = [*EXAMPLES, *RUN_ELSEWHERE, *HUGGING_FACE, RANKS, RESTARTS]
     assert sorted(path.name for path in (ROOT / "examples").glob("*.py")) == sorted(run)
     for place in RUN_ELSEWHERE.values():
         assert (ROOT / place).exists()
@@ -138,6 +139,41 @@ def test_the_launchers_begin_them() -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 0, done.stderr[-4000:]
         assert len(stopwatch_ms(done.stdout.encode())) == 1
+
+
+TRAINING = """
+import argparse, json, time
+import torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--deepspeed")
+with open(parser.parse_args().deepspeed) as file:
+    settings = json.load(file)["zero_optimization"]["zenflow"]
+weight = torch.nn.Parameter(torch.zeros(4))
+optimizer = torch.optim.SGD([weight])
+for step in range(100):
+    weight.sum().backward()
+    time.sleep(0.001 if settings["topk_ratio"] == 0.1 else 0.05)
+    optimizer.step()
+"""
+
+
+def test_tuning_by_restarts_finds_the_fastest_setting(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    given = {"stage": 2, "zenflow": {"topk_ratio": 0.05, "update_interval": 2, "overlap_step": True}}
+    (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": given}))
+    command: list[str | Path] = [PYTHON, ROOT / "examples" / RESTARTS, "ds.json", "--trials", "3", "--steps", "4"]
+    command += ["--seed", "3", "--output", "best.json", "--", PYTHON, "train.py", "--deepspeed", "ds.json"]
+    path = os.pathsep.join((str(Path(PYTHON).parent), os.environ["PATH"]))
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    first, *_, last = done.stdout.splitlines()
+    assert first.startswith("trial 0: {'topk_ratio': 0.05, 'update_interval': 2, 'overlap_step': True}: ")
+    assert "'topk_ratio': 0.1" in last
+    best = json.loads((tmp_path / "best.json").read_text())
+    assert best["bf16"] == {"enabled": True}
+    assert best["zero_optimization"]["zenflow"]["topk_ratio"] == 0.1
 
 
 def said_on(ranks: int, name: str, *words: str, steps: int = 11) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import zftune
 from zftune.errors import BadInputError
-from zftune.variables import DIR, STEPS, STOP, TRIAL, VERSION, WARMUP
+from zftune.variables import DIR, STEPS, STOP, VERSION, WARMUP
 
 PROTOCOL = 1
 """Of the records."""
@@ -40,7 +40,7 @@ def armed(base: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment(
-    folder: Path, *, warmup: int, steps: int, base: Mapping[str, str], trial: bool = False, stop: bool = False
+    folder: Path, *, warmup: int, steps: int, base: Mapping[str, str], stop: bool = False
 ) -> dict[str, str]:
     """The environment under which a command is recorded.
 
@@ -49,7 +49,6 @@ def environment(
         warmup: steps to discard; the process's first one never counts, since its beginning is not known.
         steps: steps to measure, after which the agent detaches.
         base: the environment that the command would have had.
-        trial: whether it is a trial (see `zftune.agent.trial`).
         stop: whether it is ended by SIGTERM when all steps are measured.
     """
     return {
@@ -58,7 +57,6 @@ def environment(
         VERSION: zftune.__version__,
         WARMUP: str(warmup),
         STEPS: str(steps),
-        **({TRIAL: "1"} if trial else {}),
         **({STOP: "1"} if stop else {}),
     }
 

@@ -34,10 +34,6 @@ def arm(when_imported: WhenImported, stop: Callable[[], None]) -> None:
     session = make_session(settings)
     session.undo.append(stop)
     hook(session, when_imported)
-    if settings.trial:
-        from zftune.agent.trial import Trial, install
-
-        install(Trial(settings.folder, session), when_imported)
     if settings.stop:
         end_in_order()
     atexit.register(session.close)

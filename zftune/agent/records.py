@@ -4,7 +4,6 @@
     model    what is trained, by which systems; once, before the first measured step
     restart  another training began: it and its device replace the model, the steps and what is missing so far
     step     a `StepRow`
-    trial    of a trial only: whether a loss is known; at its end the losses and the peak of GPU memory
     missing  a field of the profile document that this process cannot fill, and why
     end      "measured" (all steps were seen, the agent is gone), "exit" or "failed", which has an error beside it
 
@@ -36,8 +35,6 @@ class Settings:
     """Steps to discard."""
     steps: int
     """Steps to measure."""
-    trial: bool = False
-    """Whether it is a trial of a search."""
     stop: bool = False
     """Whether it is ended by SIGTERM when all steps are measured."""
 
@@ -53,7 +50,6 @@ class Settings:
             Path(environ[variables.DIR]),
             int(environ[variables.WARMUP]),
             int(environ[variables.STEPS]),
-            environ.get(variables.TRIAL) == "1",
             environ.get(variables.STOP) == "1",
         )
 

@@ -135,8 +135,6 @@ class Session:
         """Fields that stay empty because an installed package lacks what a hook needs, and what that is."""
         self.sums_losses = False
         """Whether a step's loss is the sum of what its backward passes begin from, rather than their mean."""
-        self.after_step: Callable[[int], None] | None = None
-        """Called with a step's number when it is over, but not the first one's."""
         self._settings = settings
         self._facts = facts
         self._backend_for = backend_for
@@ -366,8 +364,6 @@ class Session:
             if self._runtime is not None:
                 self._runtime.end_step(self._recorder.index)
             self._recorder.end_step()
-            if self.after_step is not None:
-                self.after_step(self._recorder.index - 1)
             if self._emitted >= self._last_index():
                 self._end("measured")
         else:
@@ -456,16 +452,6 @@ class Session:
                 self._end("exit")
         except Exception as error:  # noqa: BLE001 - as in _guarded
             self.fail(error)
-
-    def finish(self) -> None:
-        """End the recording with the step that is over, whatever was asked for; waits for the device."""
-        if self._recorder is not None:
-            self._recorder.drain()
-        self._end("measured")
-
-    def tell(self, kind: str, **values: Any) -> None:
-        """Append a line of another kind."""
-        self._records.write(kind, **values)
 
     def fail(self, error: BaseException) -> None:
         """Record what went wrong in the agent, once, and record nothing else."""

@@ -10,18 +10,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from zftune.checkpoint.ours import first_knobs, our_documents, our_state_dict, read_ours
 from zftune.checkpoint.plain import plain_document, read_plain
-from zftune.checkpoint.sources import LATEST, Rest, Source, load, open_source, rest_of
+from zftune.checkpoint.sources import LATEST, Source, load, open_source
 from zftune.checkpoint.state import TrainingState
 from zftune.checkpoint.zero import ds_config as ds_config_of
-from zftune.checkpoint.zero import read_zero, zero_documents
+from zftune.checkpoint.zero import read_zero
 from zftune.errors import BadInputError, ZftuneError
-from zftune.text import one_of
 
 
 def check_target(path: str) -> Path:
@@ -58,14 +57,13 @@ def save_file(document: Any, target: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def save_folder(documents: Mapping[str, Any], tag: str, target: Path, rest: Rest) -> None:
+def save_folder(documents: Mapping[str, Any], tag: str, target: Path) -> None:
     """Write a folder as DeepSpeed's engine does: a folder of that tag, and a file that says it is the latest.
 
     Args:
         documents: by file name.
         tag: the inner folder's name.
         target: the outer folder.
-        rest: what else belongs into it.
 
     Raises:
         ZftuneError: it cannot be written; nothing is there then.
@@ -76,7 +74,6 @@ def save_folder(documents: Mapping[str, Any], tag: str, target: Path, rest: Rest
         inner.mkdir(parents=True)
         for name, document in documents.items():
             _save(document, inner / name)
-        rest.copy_to(partial)
         (partial / LATEST).write_text(tag, encoding="utf-8")
         partial.replace(target)
     except (OSError, RuntimeError) as error:
@@ -97,7 +94,6 @@ def _unwritten(target: Path, error: Exception) -> ZftuneError:
     return ZftuneError(f"--output '{target}': cannot be written ({reason})")
 
 
-To = Literal["plain", "zero"]
 _FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -114,7 +110,7 @@ class Converted:
     weights: int
     elements: int
     copied: tuple[str, ...]
-    """Files of a folder, or what else a file holds, that are there as they were."""
+    """What else a file holds, which is in the new file as it was."""
     notes: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
@@ -151,30 +147,24 @@ def import_checkpoint(source: str, output: str, *, ds_config: str | None = None,
     opened = open_source(source, trust=trust)
     if opened.form == "ours":
         raise BadInputError(f"{opened.what}: is a checkpoint of ours already; it must be ZeRO-1, ZeRO-2 or plain")
-    is_file = target.suffix in _FILE_SUFFIXES
-    rest = Rest() if is_file else rest_of(opened.folder, opened.tag)
     with _reading(opened.what):
         training = read_zero(opened, trust=trust) if opened.form == "zero" else read_plain(opened.document, opened.what)
     optimizer = our_state_dict(training, first_knobs(ds_config or _own_config(opened.document)))
-    if is_file:
+    if target.suffix in _FILE_SUFFIXES:
         if training.loss_scaler:
             training.notes.append(f"the loss scale, {training.loss_scaler['cur_scale']:g}, is not in a file")
         save_file({**opened.beside, "model": training.tensors(masters=False), "optimizer": optimizer}, target)
     else:
-        save_folder(our_documents(training, optimizer), _tag(opened, training), target, rest)
-    return _converted(training, opened, "ours", target, rest)
+        save_folder(our_documents(training, optimizer), _tag(opened, training), target)
+    return _converted(training, opened, "ours", target)
 
 
-def export_checkpoint(
-    source: str, output: str, *, to: To = "plain", ranks: int = 1, model: str | None = None, trust: bool = False
-) -> Converted:
-    """Make a plain checkpoint, or one of ZeRO-2, from one of ours; what is pending in it is applied.
+def export_checkpoint(source: str, output: str, *, model: str | None = None, trust: bool = False) -> Converted:
+    """Make a plain checkpoint from one of ours; what is pending in it is applied.
 
     Args:
         source: a file {"model", "optimizer"}, an optimizer's own `state_dict`, or a folder of DeepSpeed's engine.
-        output: a file; for ZeRO a folder.
-        to: the form.
-        ranks: of ZeRO: how many ranks go on with it.
+        output: a file.
         model: a file with the model's `state_dict`, where the source has none.
         trust: whether code in the source may run.
 
@@ -182,27 +172,18 @@ def export_checkpoint(
         BadInputError: the source cannot be converted, or something is at `output` already.
         ZftuneError: it cannot be written.
     """
-    one_of("--to", to, ("plain", "zero"))
-    if ranks < 1 or (ranks > 1 and to == "plain"):
-        raise BadInputError.of("--ranks", ranks, "an integer >= 1, and it needs --to zero")
     target = check_target(output)
     opened = open_source(source, trust=trust)
     if opened.form != "ours":
         raise BadInputError(f"{opened.what}: is not a checkpoint of ours: export what our optimizers saved")
-    rest = Rest() if to == "plain" else rest_of(opened.folder, opened.tag)
     tensors = None if model is None else _model(model, trust=trust)
     with _reading(opened.what):
         training = read_ours(opened, tensors)
-    if to == "plain":
-        save_file({**opened.beside, **plain_document(training)}, target)
-    else:
-        if "loss_scaler" in opened.document["optimizer"]:
-            training.notes.append("the loss scale is not taken over: DeepSpeed begins with that of its configuration")
-        save_folder(zero_documents(training, ranks), _tag(opened, training), target, rest)
-    return _converted(training, opened, to, target, rest)
+    save_file({**opened.beside, **plain_document(training)}, target)
+    return _converted(training, opened, "plain", target)
 
 
-def _converted(training: TrainingState, source: Source, target_form: str, target: Path, rest: Rest) -> Converted:
+def _converted(training: TrainingState, source: Source, target_form: str, target: Path) -> Converted:
     weights, beside = list(training.weights), tuple(map(str, source.beside))
     if beside and target.is_dir():
         training.notes.append(f"{', '.join(beside)}: left out, for which a folder of DeepSpeed's has no place")
@@ -215,8 +196,8 @@ def _converted(training: TrainingState, source: Source, target_form: str, target
         groups=len(training.groups),
         weights=len(weights),
         elements=sum(weight.master.numel() for weight in weights),
-        copied=tuple(rest.found) if target.is_dir() else beside,
-        notes=(*training.notes, *rest.notes),
+        copied=() if target.is_dir() else beside,
+        notes=tuple(training.notes),
     )
 
 

@@ -104,7 +104,7 @@ def our_documents(training: TrainingState, optimizer: dict[str, Any]) -> dict[st
         torch.cat([torch.empty(0), *(weight.master.reshape(-1) for weight in group.weights)])
         for group in training.groups
     ]
-    engine = engine_state(training, training.groups, model, ranks=1)
+    engine = engine_state(training, model)
     return {
         MODEL_STATES: {**engine, "optimizer": optimizer},
         optimizer_file(0, bf16=in_bf16(training)): masters_alone(masters, engine["ds_config"], engine["ds_version"]),
@@ -165,7 +165,6 @@ def read_ours(source: Source, model: Mapping[str, torch.Tensor] | None) -> Train
         _fill(training, saved, names, parameters)
     except ZenFlowError as error:
         raise BadInputError(f"{what}: its optimizer cannot be read: {error}") from error
-    training.engine = {key: value for key, value in document.items() if key not in ("module", "model", "optimizer")}
     return training
 
 

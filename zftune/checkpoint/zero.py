@@ -7,14 +7,14 @@ the order of the ranks are the group's parameters behind each other, in the orde
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zftune.checkpoint.plain import check_settings
-from zftune.checkpoint.sources import MODEL_STATES, Source, load
+from zftune.checkpoint.sources import Source, load
 from zftune.checkpoint.state import MOMENTS, Group, TrainingState, Weight, tied
 from zftune.ds_config.facts import FILES_SINCE
 from zftune.ds_config.reading import read_given
@@ -25,16 +25,12 @@ STAGE = 2
 """That files say they are of: those of stage 1 are alike."""
 
 
-def engine_state(
-    training: TrainingState, groups: Iterable[Group], model: dict[str, torch.Tensor], ranks: int
-) -> dict[str, Any]:
+def engine_state(training: TrainingState, model: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What DeepSpeed's engine saves of itself and the model, and of whose the masters are; the optimizer is left out.
 
     Args:
         training: the run.
-        groups: the parameters that have masters, in their order.
         model: the model's `state_dict`.
-        ranks: how many ranks it is for.
     """
     return {
         "buffer_names": [],
@@ -50,15 +46,15 @@ def engine_state(
         **training.engine,
         "module": model,
         "optimizer": None,
-        **_shapes(training, groups, model),
-        "dp_world_size": ranks,
-        "ds_version": deepspeed_version(training),
+        **_shapes(training, model),
+        "dp_world_size": 1,
+        "ds_version": str(training.engine.get("ds_version") or installed("deepspeed") or FILES_SINCE),
     }
 
 
-def _shapes(training: TrainingState, groups: Iterable[Group], model: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _shapes(training: TrainingState, model: dict[str, torch.Tensor]) -> dict[str, Any]:
     aliases = tied(model)
-    names = [[weight.name for weight in group.weights] for group in groups]
+    names = [[weight.name for weight in group.weights] for group in training.groups]
     known = {*aliases, *(training.engine.get("buffer_names") or ()), *(name for of in names for name in of)}
     frozen = {name: tensor for name, tensor in model.items() if name not in known}
     return {
@@ -100,89 +96,6 @@ def masters_alone(masters: Sequence[torch.Tensor], config: object, version: str,
         "ds_version": version,
     }
     return {"optimizer_state_dict": part, "ds_config": config, "ds_version": version}
-
-
-def deepspeed_version(training: TrainingState) -> str:
-    """DeepSpeed's, as the run was saved with or else as it is installed."""
-    return str(training.engine.get("ds_version") or installed("deepspeed") or FILES_SINCE)
-
-
-_OWN = ("param_names", "decoupled_weight_decay", "maximize", "foreach", "capturable", "differentiable", "fused")
-"""Settings of torch's optimizers that DeepSpeed's do not have."""
-
-
-def zero_documents(training: TrainingState, ranks: int) -> dict[str, Any]:
-    """The files of a checkpoint, by name.
-
-    Args:
-        training: the run.
-        ranks: how many ranks it is for.
-    """
-    model = training.tensors(masters=False)
-    groups = _trained(training)
-    for group in groups if shuffles(ds_config(training.engine)) else ():
-        group.weights = shuffled(group.weights, ranks)
-    version = deepspeed_version(training)
-    files: dict[str, Any] = {MODEL_STATES: engine_state(training, groups, model, ranks)}
-    flats = [_flat(group, ranks) for group in groups]
-    for rank in range(ranks):
-        files[optimizer_file(rank, bf16=in_bf16(training))] = {
-            "optimizer_state_dict": _rank_state(groups, flats, rank, ranks, version),
-            "ds_config": training.engine.get("ds_config", {}),
-            "ds_version": version,
-        }
-    return files
-
-
-def _trained(training: TrainingState) -> list[Group]:
-    """The groups as DeepSpeed has them, without what is frozen: what has no state, where anything has."""
-    return [
-        Group(group.settings, [weight for weight in group.weights if weight.moments or not training.steps])
-        for group in training.groups
-    ]
-
-
-def _flat(group: Group, ranks: int) -> list[torch.Tensor]:
-    """Master and moments of a group behind each other, padded so that the ranks' parts are equally long."""
-    total = sum(weight.master.numel() for weight in group.weights)
-    alignment = 2 * ranks
-    padded = -(-total // alignment) * alignment
-    flats = [torch.zeros(padded) for _ in range(1 + len(MOMENTS))]
-    low = 0
-    for weight in group.weights:
-        high = low + weight.master.numel()
-        for flat, stream in zip(flats, (weight.master, *weight.moments), strict=False):
-            flat[low:high] = stream.reshape(-1)
-        low = high
-    return flats
-
-
-def _rank_state(
-    groups: list[Group], flats: list[list[torch.Tensor]], rank: int, ranks: int, version: str
-) -> dict[str, Any]:
-    state: dict[int, dict[str, Any]] = {}
-    masters, paddings, settings = [], [], []
-    for number, (group, streams) in enumerate(zip(groups, flats, strict=True)):
-        length = streams[0].numel() // ranks
-        master, *moments = (stream[rank * length : (rank + 1) * length].clone() for stream in streams)
-        total = sum(weight.master.numel() for weight in group.weights)
-        padding = min(length, max(0, (rank + 1) * length - total))
-        masters.append(master[: length - padding].clone())
-        paddings.append(padding)
-        step = max((weight.count for weight in group.weights), default=0)
-        if step:
-            state[number] = {"step": step, **dict(zip(MOMENTS, moments, strict=True))}
-        own = {key: value for key, value in group.settings.items() if key not in _OWN}
-        settings.append({"bias_correction": True, "amsgrad": False, **own, "step": step, "params": [number]})
-    return {
-        "overflow": False,
-        "base_optimizer_state": {"state": state, "param_groups": settings},
-        "single_partition_of_fp32_groups": masters,
-        "zero_stage": STAGE,
-        "group_paddings": paddings,
-        "partition_count": [ranks] * len(groups),
-        "ds_version": version,
-    }
 
 
 _OF_ENGINE = ("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
@@ -240,11 +153,6 @@ def shuffles(config: Mapping[str, Any]) -> bool:
     """Whether DeepSpeed lays the parameters of a group out in turns, one for each rank."""
     zero = _section(config, "zero_optimization")
     return zero.get("stage") == 2 and bool(zero.get("round_robin_gradients", False))
-
-
-def shuffled(weights: Sequence[Weight], ranks: int) -> list[Weight]:
-    """A group's weights in the order in which DeepSpeed lays them out then."""
-    return [weight for first in range(ranks) for weight in weights[first::ranks]]
 
 
 def _unshuffled(weights: Sequence[Weight], ranks: int) -> list[Weight]:

@@ -1,8 +1,8 @@
-"""`zftune checkpoint`: from DeepSpeed's ZeRO or a plain AdamW to ours, and back."""
+"""`zftune checkpoint`: from DeepSpeed's ZeRO or a plain AdamW to ours, and from ours to a plain AdamW."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,11 +12,11 @@ from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from zftune.checkpoint.converting import Converted, To
+    from zftune.checkpoint.converting import Converted
 
 checkpoint = typer.Typer(
     name="checkpoint",
-    help="Take a run from DeepSpeed's ZeRO or torch's AdamW to this runtime, and back.",
+    help="Convert a checkpoint of DeepSpeed's ZeRO or torch's AdamW for this runtime, or one of ours for AdamW.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -43,7 +43,7 @@ def import_(
     """Make a checkpoint of ours from a folder of ZeRO-1 or ZeRO-2, or a file {"model", "optimizer"} of torch's AdamW.
 
     TO is such a file where it ends in .pt, else a folder that DeepSpeed's engine loads under `zftune run`. What else
-    lies in FROM, such as a Trainer's state or a scheduler's, is copied: from a folder to a folder, a file to a file.
+    a file holds, such as a scheduler's state, is copied; other files of a folder are not.
     """
     check_output_path(json_path)
 
@@ -59,25 +59,23 @@ def import_(
 def export(
     source: _From,
     output: _Output,
-    to: Annotated[str, typer.Option("--to", metavar="plain|zero", help="The form.")] = "plain",
-    ranks: Annotated[int, typer.Option(help="Of ZeRO: how many ranks go on with it.")] = 1,
     model: Annotated[
         str | None, typer.Option(metavar="FILE", help="The model's state_dict, where FROM has only the optimizer's.")
     ] = None,
     trust: _Trust = False,
     json_path: _Json = None,
 ) -> None:
-    """Make a plain checkpoint, or a folder of ZeRO-2, from one of ours; pending updates are applied.
+    """Make a plain checkpoint from one of ours; pending updates are applied.
 
-    Plain is a file {"model": fp32 masters by name, "optimizer": a state_dict of torch.optim.AdamW}. What else lies in
-    FROM is copied from a folder to one of ZeRO-2, from a file to a file.
+    Plain is a file {"model": fp32 masters by name, "optimizer": a state_dict of torch.optim.AdamW}, with what else a
+    file FROM holds.
     """
     check_output_path(json_path)
 
     def convert() -> Converted:
         from zftune.checkpoint.converting import export_checkpoint
 
-        return export_checkpoint(source, output, to=cast("To", to), ranks=ranks, model=model, trust=trust)
+        return export_checkpoint(source, output, model=model, trust=trust)
 
     _report(convert, json_path)
 
@@ -99,8 +97,7 @@ def _report(convert: Callable[[], Converted], json_path: str | None) -> None:
         err=to_stderr,
     )
     if done.copied:
-        names = dict.fromkeys(name.partition("/")[0] for name in done.copied)
-        typer.echo(f"Copied as they were: {', '.join(names)}.", err=to_stderr)
+        typer.echo(f"Copied unchanged: {', '.join(done.copied)}.", err=to_stderr)
     for note in done.notes:
         typer.echo(f"note: {note}", err=True)
     write_json(done.document(), json_path)

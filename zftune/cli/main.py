@@ -26,7 +26,6 @@ from zftune.cli.run import run
 from zftune.cli.runs import runs
 from zftune.cli.top import top
 from zftune.cli.tune import tune
-from zftune.cli.uninstall import uninstall
 from zftune.errors import BadInputError, MissingPackageError, ZftuneError
 
 UsageError: Any = typer.BadParameter.__base__  # of the click that typer brings with it, or of the installed one
@@ -97,14 +96,13 @@ app.command()(compare)
 app.command()(doctor)
 app.command()(explain)
 app.command()(plan)
-app.command(cls=ProfileCommand, context_settings={"allow_interspersed_args": False})(tune)
+app.command()(tune)
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.add_typer(presets)
 app.add_typer(checkpoint)
 app.add_typer(runs)
 app.add_typer(daemon)
 app.command()(top)
-app.command()(uninstall)
 
 
 def main() -> None:

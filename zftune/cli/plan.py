@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zftune.cli.outputs import Outputs, write_files
 from zftune.errors import BadInputError
-from zftune.output import STANDARD_OUTPUT
+from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
 from zftune.store.types import QUALITIES, Quality
 from zftune.text import byte_count, one_of
 
@@ -83,12 +81,9 @@ def plan(
     json_path: Annotated[
         str | None, typer.Option("--json", metavar="PATH", help="Write the plan as JSON; '-': standard output.")
     ] = None,
-    html_path: Annotated[
-        str | None, typer.Option("--html", metavar="PATH", help="Write a page with a plot of step time over S.")
-    ] = None,
 ) -> None:
     """Predict step time, stall and memory of a model on a machine, and the settings that suit them."""
-    Outputs(json_path, html_path, None).check()
+    check_output_path(json_path)
     one_of("--dtype", dtype, _DTYPES)
     promised = one_of("--quality", quality, QUALITIES)
     _check_ranks(gpus, nodes, stage, reshard=reshard, replicate=replicate)
@@ -105,10 +100,10 @@ def plan(
         compute_ms=compute_ms,
     )
     facts, machine = _inputs(model, hardware, dtype, gpu_memory, host_memory)
-    document = _document(facts, machine, job, promised, with_curves=json_path is not None or html_path is not None)
+    document = _document(facts, machine, job, promised, with_curves=json_path is not None)
     if json_path != STANDARD_OUTPUT:
         _show(document)
-    write_files(document, json_path, html_path, _page)
+    write_json(document, json_path)
     if document["proposal"] is None:
         raise SystemExit(1)
 
@@ -191,12 +186,6 @@ def _document(facts: ModelFacts, machine: Machine, job: Job, quality: Quality, *
         if with_curves:
             document["curves"] = curves(facts, machine, job, document["proposal"])
     return document
-
-
-def _page(document: Mapping[str, Any]) -> str:
-    from zftune.report.plan import plan_html
-
-    return plan_html(document)
 
 
 def _show(document: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`zftune tune`: the knobs that are fastest for a model here, found while it trains or by running it repeatedly."""
+"""`zftune tune`: the knobs that are fastest for a built-in model here, found while it trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zftune.cli.outputs import Outputs, search_page, write_files
-from zftune.errors import BadInputError, ProfileError
+from zftune.errors import BadInputError
 from zftune.output import STANDARD_OUTPUT
 from zftune.store.types import check_study
 from zftune.text import one_of, time_left
@@ -31,25 +31,16 @@ _REDRAWN_S = 0.2
 _PRINTED_S = 10.0
 _LONGEST_THOUGHT_S = 3600.0
 _SAMPLERS = ("gp", "tpe", "random")
-_WORKLOAD = ("config", "rig", "ranks", "real_time", "thinking_s", "model", "text", "steps", "tune_memory")
-_COMMAND = {"trial_steps": "steps", "timeout": "timeout_s"}  # and what the options of restarting call them
 
 
 def _workload(text: str, *flags: str) -> Any:
-    return typer.Option(*flags, help=text, rich_help_panel="Built-in workload (without CMD)")
-
-
-def _trials(*flags: str, text: str) -> Any:
-    return typer.Option(*flags, help=text, rich_help_panel="Your own training (--restartable -- CMD)")
+    return typer.Option(*flags, help=text, rich_help_panel="Built-in workload")
 
 
 def _file(option: str, text: str) -> Any:
     return typer.Option(option, metavar="PATH", help=text)
 
 
-_Command = Annotated[
-    list[str] | None, typer.Argument(metavar="-- CMD", help="Your training command; none: a built-in one.")
-]
 _Quality = Annotated[
     str | None,
     typer.Option(
@@ -59,11 +50,7 @@ _Quality = Annotated[
 ]
 _Fresh = Annotated[
     bool,
-    typer.Option(
-        "--fresh",
-        help="Begin anew: neither from a preset nor from a run that was not finished. With --restartable, "
-        "settings that have crashed are tried again, too.",
-    ),
+    typer.Option("--fresh", help="Start a new search; ignore presets and unfinished runs."),
 ]
 _Study = Annotated[
     str | None,
@@ -94,21 +81,14 @@ _Text = Annotated[str | None, _workload("File or folder to train on. Default: Py
 _Memory = Annotated[
     bool,
     typer.Option(
-        "--tune-memory",
-        help="Lower offload_ratio too, which takes GPU memory.",
-        rich_help_panel="Built-in workload (without CMD)",
+        "--tune-memory", help="Lower offload_ratio too, which takes GPU memory.", rich_help_panel="Built-in workload"
     ),
 ]
 _Json = Annotated[str | None, _file("--json", "Write the result as JSON; '-': standard output.")]
 _Html = Annotated[str | None, _file("--html", "Write a page with the search's plots.")]
-_Restartable = Annotated[
-    bool, _trials("--restartable", text="CMD may be run again and again, in scratch copies of its folder.")
-]
 
 
 def tune(
-    ctx: typer.Context,
-    command: _Command = None,
     quality: _Quality = None,
     seed: Annotated[int, typer.Option(help="Of the weights, the batches and the search.")] = 0,
     sampler: Annotated[str, typer.Option(help="gp, tpe or random.")] = "gp",
@@ -117,9 +97,6 @@ def tune(
     study: _Study = None,
     json_path: _Json = None,
     html_path: _Html = None,
-    restartable: _Restartable = False,
-    trial_steps: Annotated[int | None, _trials(text="Steps of a run that count. Default: 30.")] = None,
-    timeout: Annotated[float | None, _trials(text="Most seconds of a run. Default: 1800.")] = None,
     config: Annotated[str | None, _workload("A ds_config.json whose settings to begin with.")] = None,
     rig: _Rig = None,
     ranks: _Ranks = 1,
@@ -130,34 +107,22 @@ def tune(
     steps: Annotated[int, _workload("Training steps at most.")] = 2000,
     tune_memory: _Memory = False,
 ) -> None:
-    """Find the fastest settings: for the built-in workload while it trains, or for your command by running it again."""
-    given = {name: value for name, value in locals().items() if name != "ctx"}  # before anything else is local
+    """Find the fastest settings for the built-in workload while it trains.
+
+    For your own training: zftune run, or zftune.attach(optimizer) in its loop.
+    """
+    given = dict(locals())  # before anything else is local
     _check(given)
-    if restartable:
-        _refuse(ctx, _WORKLOAD, "only without a command, it is of the built-in workload")
-        document = _restarting(given)
-    else:
-        _refuse(ctx, tuple(_COMMAND), "only with --restartable")
-        document = _live(given)
+    document = _live(given)
     write_files(document, json_path, html_path, search_page)
     if document["interrupted"]:
         raise SystemExit(_INTERRUPTED)
-    ended = document.get("command") or {}
-    if ended.get("too_short") is not None:  # after what was measured before it
-        raise BadInputError(ended["too_short"])
-    if ended.get("crashed") is not None:
-        raise ProfileError(ended["crashed"])
 
 
 def _check(given: Mapping[str, Any]) -> None:
     """Refuse at once what is wrong: searching takes minutes."""
     from zftune.tuner.search import LEAST_MEASUREMENTS
 
-    command = " ".join(given["command"] or ())
-    if command and not given["restartable"]:
-        raise BadInputError(_not_live(given["command"]))
-    if given["restartable"] and not command:
-        raise BadInputError("--restartable: allowed with a command (zftune tune --restartable -- CMD ...)")
     Outputs(given["json_path"], given["html_path"], None).check()
     one_of("--sampler", given["sampler"], _SAMPLERS)
     if given["thinking_s"] is not None and not 0 <= given["thinking_s"] <= _LONGEST_THOUGHT_S:
@@ -166,27 +131,6 @@ def _check(given: Mapping[str, Any]) -> None:
         check_study("--study", given["study"])
     if given["measurements"] < LEAST_MEASUREMENTS:
         raise BadInputError(f"--measurements is {given['measurements']}; it must be an integer >= {LEAST_MEASUREMENTS}")
-
-
-def _not_live(command: list[str]) -> str:
-    from zftune.integrations.deepspeed.named import own_loop, uses_trainer
-    from zftune.restarts.document import ATTACH, ATTACH_TRAINER
-
-    shown = " ".join(command)
-    attach = ATTACH_TRAINER if uses_trainer(command) else ATTACH
-    how = f"its settings cannot be changed from outside; {attach}"
-    if own_loop(command) is None:
-        how = "add --restartable, which runs it again with other settings: those of a running command "
-        how += f"cannot be changed from outside ({attach})"
-    return f"command '{shown if len(shown) <= 60 else f'{shown[:59]}…'}': {how}"
-
-
-def _refuse(ctx: typer.Context, names: tuple[str, ...], allowed: str) -> None:
-    """Options that would be ignored: better said."""
-    for parameter in ctx.command.params:
-        source = ctx.get_parameter_source(str(parameter.name))
-        if parameter.name in names and source is not None and source.name == "COMMANDLINE":
-            raise BadInputError(f"{parameter.opts[0]} '{ctx.params[parameter.name]}': allowed {allowed}")
 
 
 def _live(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,32 +152,6 @@ def _live(given: Mapping[str, Any]) -> dict[str, Any]:
     with open_store() as store, _log_lines(console), _progress(console, given["steps"]) as on_step:
         _check_shared(given["study"], store)
         document = tune(options, on_step, store)
-    console.print(render(document))
-    return document
-
-
-def _restarting(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Tune a command, and show what came of it."""
-    from rich.console import Console
-
-    from zftune.explain.screen import render
-    from zftune.restarts.document import RestartOptions, run_restarting
-    from zftune.store import open_store
-
-    own = {theirs: given[ours] for ours, theirs in _COMMAND.items() if given[ours] is not None}
-    options = RestartOptions(
-        quality=given["quality"], seed=given["seed"], sampler=given["sampler"], fresh=given["fresh"],
-        study=given["study"] or "", most_measurements=given["measurements"], **own,
-    )  # fmt: skip
-    console = Console(stderr=given["json_path"] == STANDARD_OUTPUT)
-
-    def on_progress(sentence: str, _: Search | None) -> None:
-        if sentence:
-            console.print(sentence, markup=False, soft_wrap=True)
-
-    with open_store() as store:
-        _check_shared(given["study"], store)
-        document = run_restarting(given["command"], options, store, on_progress)
     console.print(render(document))
     return document
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import re
@@ -27,42 +26,28 @@ from zftune.telemetry.fingerprint import installed
 _FOLDER = "TORCH_EXTENSIONS_DIR"
 _LOCKS_BY_FLOCK = "2.14"
 """The first torch whose lock of an extension's folder is not the file itself."""
+_LONGEST_S = 600.0
+"""That compiling an op takes."""
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtensionLock:
-    """A lock file that is there."""
+    """A lock file of a compilation: torch before 2.14 waits as long as it is there, whoever made it."""
 
-    extension: str
-    """Such as "cpu_adam"."""
     shown: str
     """The file as a shell understands it, without the user's name."""
-    age_s: float | None
-    """Since when it has been locked; None: not known, since the file outlives each lock."""
-    holder: int | None
-    """The process that has it open, and compiles; None: no process that can be seen here."""
-    is_foreign: bool
-    """Whether it is another user's, whose processes cannot be seen."""
+    age_s: float
 
     @property
     def is_left_over(self) -> bool:
-        """Whether nobody compiles any more, as far as this machine shows, and torch waits nevertheless."""
-        return self.holder is None and not self.is_foreign and self.age_s is not None
+        """Whether it is older than a compilation takes."""
+        return self.age_s > _LONGEST_S
 
     @property
     def sentence(self) -> str:
-        """Who holds it up, for how long."""
-        if self.age_s is None:
-            who = "a process that cannot be seen from here" if self.holder is None else f"process {self.holder}"
-            return f"{who} is compiling {self.extension}"
-        age = _age(self.age_s)
-        if self.holder is not None:
-            return f"process {self.holder} has been compiling {self.extension} for {age}"
-        if self.is_foreign:
-            return f"another user has locked {self.extension} for {age} ({self.shown})"
-        who = f"an interrupted compilation of {self.extension}, or a newer torch,"
-        return f"{who} left {self.shown} {age} ago, and no process has it open"
+        """Which it is, and its age."""
+        return f"the compilation lock {self.shown} is {_age(self.age_s)} old"
 
     @property
     def removal(self) -> str:
@@ -71,14 +56,15 @@ class ExtensionLock:
 
 
 def extension_locks(environment: Mapping[str, str]) -> list[ExtensionLock]:
-    """What the installed torch waits for in its folder of extensions, what nobody holds first.
+    """What the installed torch waits for in its folder of extensions, the oldest first.
 
-    Before 2.14 the lock is a file: as long as it is there, torch waits, whoever made it. Since then it is an flock,
-    which ends with its process, on a file that stays after good compilations too.
+    Since 2.14 the lock is an flock, which ends with its process.
 
     Args:
         environment: $TORCH_EXTENSIONS_DIR and $XDG_CACHE_HOME tell the folder, as they tell torch.
     """
+    if at_least(installed("torch") or "", _LOCKS_BY_FLOCK):
+        return []
     given = environment.get(_FOLDER)
     if given is not None:
         folder, shown = Path(given), f'"${_FOLDER}"'
@@ -86,53 +72,14 @@ def extension_locks(environment: Mapping[str, str]) -> list[ExtensionLock]:
         folder, shown = Path(environment["XDG_CACHE_HOME"]) / "torch_extensions", '"$XDG_CACHE_HOME"/torch_extensions'
     else:
         folder, shown = Path("~/.cache/torch_extensions").expanduser(), "~/.cache/torch_extensions"
-    paths = sorted((*folder.glob("*/lock"), *folder.glob("*/*/lock")))  # by default a folder for each build of torch
-    by_file = not at_least(installed("torch") or "", _LOCKS_BY_FLOCK)
-    found = list(_looked_at(paths, folder, shown, by_file=by_file))
-    return sorted(found, key=lambda lock: not lock.is_left_over)
-
-
-def _looked_at(paths: list[Path], folder: Path, shown: str, *, by_file: bool) -> Iterator[ExtensionLock]:
-    for path in paths:
+    found = []
+    for path in (*folder.glob("*/lock"), *folder.glob("*/*/lock")):  # by default a folder for each build of torch
         try:
-            facts = path.stat()
-            if not by_file and not _flocked(path):
-                continue
+            age_s = max(0.0, time.time() - path.stat().st_mtime)
         except OSError:  # just removed, or nobody but another user may look
             continue
-        yield ExtensionLock(
-            extension=path.parent.name,
-            shown=f"{shown}/{shlex.quote(str(path.relative_to(folder)))}",
-            age_s=max(0.0, time.time() - facts.st_mtime) if by_file else None,
-            holder=_holder(facts),
-            is_foreign=os.geteuid() not in (0, facts.st_uid),
-        )
-
-
-def _flocked(path: Path) -> bool:
-    """Whether somebody holds an exclusive flock: on this kernel, whichever container or user.
-
-    Raises:
-        OSError: it cannot be opened, or its file system has no locks.
-    """
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-def _holder(facts: os.stat_result) -> int | None:
-    """A process that has a file open; torch's own descriptor is closed in the compilers that it starts."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            for descriptor in (process / "fd").iterdir():
-                if os.path.samestat(descriptor.stat(), facts):
-                    return int(process.name)
-        except OSError:  # it has ended, or is another user's
-            continue
-    return None
+        found.append(ExtensionLock(shown=f"{shown}/{shlex.quote(str(path.relative_to(folder)))}", age_s=age_s))
+    return sorted(found, key=lambda lock: -lock.age_s)
 
 
 def _age(seconds: float) -> str:
@@ -342,14 +289,13 @@ def left_locks(environment: Mapping[str, str]) -> Iterator[Check]:
         environment: tells where they are.
     """
     for lock in extension_locks(environment):
-        finding = f"{lock.sentence[0].upper()}{lock.sentence[1:]}"
-        figures = {} if lock.age_s is None else {"age_s": lock.age_s}
+        finding, figures = f"{lock.sentence[0].upper()}{lock.sentence[1:]}", {"age_s": lock.age_s}
         if lock.is_left_over:
             finding += ": every run that needs it waits without end."
             fix = f"{lock.removal} (unless a machine or container that shares the folder is compiling)"
             yield Check(name="op lock", status="broken", finding=finding, fix=fix, stops_training=True, figures=figures)
         else:
-            finding += "; runs that need it wait until then."
+            finding += "; runs that need it wait until it is gone."
             yield Check(name="op lock", status="note", finding=finding, figures=figures)
 
 

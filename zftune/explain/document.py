@@ -148,8 +148,7 @@ def read(store: Store, run: RunRecord, clock: Callable[[], float]) -> tuple[list
         return trials, told
     now = clock()
     until = now if goes_on(store, run, now) else run.ended_unix_s if run.state is RunState.FINISHED else None
-    trains_on = run.key.backend == "zenflow"  # others train nothing but trials
-    if until is not None and told.measured and trains_on and facts_of(store, run.key)[1].rig is None:
+    if until is not None and told.measured and facts_of(store, run.key)[1].rig is None:
         told.go_on(max(0.0, until - told.last_unix_s))
     return trials, told
 
@@ -193,7 +192,6 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
     cost = ExplorationCost(
         spent_s=total.spent_s, elapsed_s=total.seconds, start_step_s=(told.start_step_ms or 0.0) / 1e3
     )
-    saved_ms = _saved_ms_a_step(told)
     return {
         "budget": None if budget is None else _budget(run, budget, told),
         "interrupted": stopped is not None and run.state is RunState.LOST,
@@ -202,14 +200,11 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
         "gain": gain(told),
         "cost": {
             "spent_s": cost.spent_s,
-            "allowed_s": cost.allowed_s if run.key.backend == "zenflow" else None,  # others count measurements
+            "allowed_s": cost.allowed_s,
             "elapsed_s": cost.elapsed_s,
-            "runs": total.runs or None,
             "steps": total.steps or None,
             "tokens": total.tokens_told,
             **_break_even(told),
-            "saved_ms_a_step": saved_ms,
-            "paid_after_steps": math.ceil(1e3 * cost.elapsed_s / saved_ms) if saved_ms and total.runs else None,
         },
         "measurements": told.measurements,
         "eras": eras(told),
@@ -268,19 +263,10 @@ def _break_even(told: Replay) -> dict[str, float | None]:
     }
 
 
-def _saved_ms_a_step(told: Replay) -> float | None:
-    """By the incumbent, against the starting point; None: nothing is."""
-    share = 0.0 if told.gain is None else told.gain.saves
-    step_ms = told.step_ms(told.incumbent) or told.earlier_step_ms(told.incumbent)
-    return step_ms * share / (1 - share) if step_ms and share > 0 else None
-
-
 def _trial(run: RunRecord, row: TrialRecord, told: Replay) -> dict[str, Any]:
-    plans = run.key.backend == "zenflow"  # others have no planner
     return {
         **trial(row, told),
-        "predicted_step_ms": row.predicted_step_ms if plans else None,
-        "staleness_steps": words.staleness_steps(row.knobs, run.key.backend),
+        "staleness_steps": words.staleness_steps(row.knobs),
         "quality_cost_steps": _quality_cost(run, row),
         "constraint": row.constraint,
     }
@@ -304,7 +290,7 @@ def trial(row: TrialRecord, told: Replay) -> dict[str, Any]:
 def _quality_cost(run: RunRecord, row: TrialRecord) -> float | None:
     """The weighted staleness; None: not known, as where it was rejected, by whichever limit."""
     budget = run.settings.get("budget_steps")
-    late, ratio = words.staleness_steps(row.knobs, run.key.backend), row.knobs.get("topk_ratio")
+    late, ratio = words.staleness_steps(row.knobs), row.knobs.get("topk_ratio")
     if run.settings.get("movement_percent") is not None and late is not None and isinstance(ratio, int | float):
         return (1 - selected_share(ratio)) * late
     if row.number == 0 or not budget or row.constraint is None or row.state is TrialState.REJECTED:
@@ -318,7 +304,7 @@ def _region(
     """What the budget allows now; a run keeps what its first one did."""
     kept: list[dict[str, float]] | None = run.settings.get("feasible")
     if not kept or not began_with or budget is None or budget == began_with:
-        return kept if "feasible" in run.settings else _feasible(rows, budget) if run.key.backend == "zenflow" else None
+        return kept if "feasible" in run.settings else _feasible(rows, budget)
     limits = [(one["topk_ratio"], one["with_any_lag"] * budget / began_with) for one in kept]
     return [{"topk_ratio": k, "update_interval": 2 * stale - 1, "with_any_lag": stale} for k, stale in limits]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -47,22 +46,14 @@ def render(document: Mapping[str, Any], *, verbose: bool = False) -> RenderableT
     parts += [*unseen, Text("")] if unseen else []
     title = "cost and gain" if document["run"] is not None else "result"
     parts.append(Panel(_text("\n".join(document["verdict"])), title=title, title_align="left"))
-    if document.get("ds_config") is not None:
-        parts.append(Panel(_text(_config(document["ds_config"])), title="for your ds_config", title_align="left"))
     return Group(*parts)
-
-
-def _config(found: Mapping[str, Any]) -> str:
-    """What to write into the ds_config of a command that was tuned by restarts."""
-    text = json.dumps({name: value for name, value in found.items() if name != "notes"}, indent=2)
-    return "\n".join([text, *found["notes"]])
 
 
 def _head(document: Mapping[str, Any]) -> Iterator[Text]:
     run, work = document["run"], document["workload"]
     head = _text("zftune explain" if run is not None else "zftune tune", "bold")
     name = f"  {escaped(run['run_id'][:8])}" if run is not None else ""
-    yield head.append(f"{name}  {escaped(work['model'] or 'your command')} on {escaped(document['device'])}")
+    yield head.append(f"{name}  {escaped(work['model'] or 'your model')} on {escaped(document['device'])}")
     if document["rig"] is not None:
         yield _text(f"  emulated hardware (rig {document['rig']['name']}): times do not come from a GPU")
     if run is not None:

@@ -16,7 +16,7 @@ from zftune.text import number, percent
 from zftune.tuner import messages as of_search
 from zftune.tuner.space import Setting
 from zftune.tuner.states import OF_INCUMBENT, REFERENCES, UNSEARCHED
-from zftune.words import ERAS, ROLES, TRIALS, seconds, shares, value, waiting_time
+from zftune.words import ERAS, ROLES, TRIALS, seconds, shares, value
 
 Document = Mapping[str, Any]
 
@@ -45,14 +45,10 @@ def differences(knobs: Mapping[str, Any], others: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value(knobs[name])}" for name in changed)
 
 
-def staleness_steps(knobs: Mapping[str, Any], backend: str) -> float | None:
-    """Mean staleness, by the backend's schedule; None: the knobs do not tell."""
+def staleness_steps(knobs: Mapping[str, Any]) -> float | None:
+    """Mean staleness; None: the knobs do not tell."""
     known = _setting(knobs)
-    if known is None or backend == "zenflow":
-        return None if known is None else known.mean_staleness_steps
-    from zftune.tuner.space import upstream_staleness_steps
-
-    return upstream_staleness_steps(known)
+    return None if known is None else known.mean_staleness_steps
 
 
 def _setting(knobs: Mapping[str, Any]) -> Setting | None:
@@ -86,7 +82,7 @@ def verdict(document: Document) -> list[str]:
 def to_copy(document: Document) -> list[str]:
     """The best knobs of our optimizer as code and as a section of a ds_config."""
     best = _setting(document["best"]["knobs"])
-    if best is None or document["run"]["backend"] != "zenflow":
+    if best is None:
         return []
     config = best.config(_base(document))
     section = json.dumps(config.to_ds_config().get("zero_optimization", {}))
@@ -207,8 +203,6 @@ def ending(document: Document) -> list[str]:
 def cost_and_gain(document: Document) -> str:
     """What exploring cost, what it won, and when the one had paid for the other."""
     cost = document["cost"]
-    if document["run"]["backend"] != "zenflow":
-        return _of_restarts(document)
     if cost["spent_s"] > 0 and cost["elapsed_s"] > 0:
         share, spent, elapsed = (
             cost["spent_s"] / cost["elapsed_s"],
@@ -221,29 +215,11 @@ def cost_and_gain(document: Document) -> str:
     left_s = cost["remaining_s"] if cost["spent_s"] > 0 and not within_noise(document["gain"]) else None
     more = [] if left_s is None else [f"not yet broken even: {seconds(left_s)} more under these settings pay for it"]
     compared = document["gain"] is not None or not differences(document["best"]["knobs"], document["start"]["knobs"])
-    parts += _gained(document, len(document["eras"])) if compared else []
+    parts += _gained(document) if compared else []
     return ", ".join([*parts, *saved_in_words(cost, document["gain"]), *more]) + "."
 
 
-def _of_restarts(document: Document) -> str:
-    """The same where a search runs a command again and again, which trains nothing for anybody: all of it is cost."""
-    cost = document["cost"]
-    parts = [f"took {waiting_time(cost['elapsed_s'])}", runs_of_command(cost["runs"])] if cost["runs"] else []
-    parts += _gained(document)
-    if cost["saved_ms_a_step"] is not None:
-        parts.append(f"saves {number(cost['saved_ms_a_step'])} ms a step")
-    if cost["paid_after_steps"] is not None:
-        parts[-1] += f" and so has paid for itself after {cost['paid_after_steps']:,} steps"
-    text = ", ".join(parts)
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def runs_of_command(runs: int) -> str:
-    """How often a command was run, such as "7 runs of the command"."""
-    return f"{runs} run{'' if runs == 1 else 's'} of the command"
-
-
-def _gained(document: Document, parts: int = 1) -> list[str]:
+def _gained(document: Document) -> list[str]:
     """What the best settings gain, over what, and whether that is older than the last of the search's parts."""
     gain = document["gain"]
     if gain is None:  # what was saved before it was rolled back stays saved
@@ -251,7 +227,7 @@ def _gained(document: Document, parts: int = 1) -> list[str]:
     if within_noise(gain):
         return [f"gained nothing beyond noise ({shares(gain['share'], gain['error'])})"]
     if gain["share"] >= 0:
-        old = " (measured before the search began again)" if gain["era"] < parts - 1 else ""
+        old = " (measured before the search began again)" if gain["era"] < len(document["eras"]) - 1 else ""
         what = f" over {over(gain)}" if gain.get("reference") else ""
         return [f"gained {shares(gain['share'], gain['error'])}{what}{old}"]
     return [f"gave up {shares(-gain['share'], gain['error'])} for earlier updates or less memory"]

@@ -16,7 +16,7 @@ from zftune.report.tune_knobs import importance_chart, knobs_chart, plane_chart
 from zftune.report.values import Chart, axis, layout
 from zftune.text import amount, ms, number, percent
 from zftune.tuner.states import OF_INCUMBENT
-from zftune.words import DECISIONS, seconds, waiting_time
+from zftune.words import DECISIONS, seconds
 
 KINDS = {
     "best so far": ("#8C8C8C", "circle", 8),
@@ -184,8 +184,8 @@ def _title(document: Document) -> str:
 
 
 def _subject(document: Document) -> str:
-    work, command = document["workload"], document.get("command") or {}
-    name = work.get("model") or command.get("script") or "a command"
+    work = document["workload"]
+    name = work.get("model") or "a model"
     return f"{name}, {amount(work['parameters'])} parameters" if work.get("parameters") else str(name)
 
 
@@ -225,16 +225,8 @@ def _figures(document: Document) -> Iterator[tuple[str, str, str]]:
         error += f" over {words.over(gain)}" if gain.get("reference") else ""
         error += f", {_BEFORE}" if gain["era"] < len(document["eras"]) - 1 else ""
         yield "Given up" if given_up else "Gained", f"{100 * (-1 if given_up else 1) * gain['share']:.1f}%", error
-    yield from _paid(cost) if document["run"]["backend"] == "zenflow" else _paid_for_runs(cost)
+    yield from _paid(cost)
     yield "Measurements", *_counts(document)
-
-
-def _paid_for_runs(cost: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Of a search that runs a command again and again."""
-    if cost["runs"]:
-        yield "Took", waiting_time(cost["elapsed_s"]), words.runs_of_command(cost["runs"])
-    if cost["paid_after_steps"] is not None:
-        yield "Has paid after", f"{cost['paid_after_steps']:,} steps", f"each saves {ms(cost['saved_ms_a_step'])}"
 
 
 def _paid(cost: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -55,15 +55,13 @@ class Count:
     """By exploring: beyond what the incumbent would have taken."""
     saved_s: float = 0.0
     """By the incumbents, against the setting that the search began from."""
-    runs: int = 0
-    """Of the command, where a search starts it: all of its time is spent then."""
     lowest_rate: float = 0.0
     """Of the learning rates of its steps, each at its highest as far as the optimizer keeps that."""
     highest_rate: float = 0.0
     """Of the same; 0: none is known."""
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.seconds, self.tokens, self.spent_s, self.runs) < 0:
+        if min(self.steps, self.seconds, self.tokens, self.spent_s) < 0:
             raise ValueError("a count is below 0")
 
     def __add__(self, other: Count) -> Count:

@@ -271,19 +271,6 @@ def failed(trial: Trial, incumbent: Trial, outcome: Outcome) -> str:
     return f"Crashed, and not tried again: {trial.setting}: {outcome.reason}."
 
 
-def crashed_before(settings: int) -> str:
-    """Of a search by restarts: what is left out, and what tries it again; "": nothing is.
-
-    Args:
-        settings: that crashed in earlier searches of the same.
-    """
-    if not settings:
-        return ""
-    one = settings == 1
-    count = "1 setting that has crashed here is" if one else f"{settings} settings that have crashed here are"
-    return f"{count} not tried again; --fresh begins anew and tries {'it' if one else 'them'}."
-
-
 def incumbent_failed(trial: Trial, reason: str) -> str:
     """The incumbent itself could not be measured."""
     return f"The search ends: the best settings so far ({trial.setting}) could not go on: {reason}."
@@ -348,11 +335,6 @@ def enough(made: int, most: int, needed: int) -> str:
         return f"{count}."
     verb = "is" if left == 1 else "are"
     return f"{count}: another setting may take {needed} with its comparison, and {left} {verb} left."
-
-
-def enough_runs(runs: int) -> str:
-    """The command was run as often as it may be."""
-    return f"The command was run {runs} times, as often as it may be."
 
 
 def spent(cost: ExplorationCost, kept: float) -> str:

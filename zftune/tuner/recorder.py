@@ -49,8 +49,6 @@ class StoreRecorder:
         """How the training goes; written with what is measured."""
         self._store, self._run, self._study = store, run, study
         self._hurried = threading.Event()
-        self.predicts = True
-        """Whether forecasts are somebody's predictions."""
         self._curve_version = 0
         self._account = store.account(run.run_id) or Account()
         self._process = ""
@@ -332,7 +330,7 @@ class StoreRecorder:
                 self._run,
                 trial.setting.knobs(),
                 source=trial.source,
-                predicted_step_ms=trial.forecast.step_ms if trial.forecast is not None and self.predicts else None,
+                predicted_step_ms=trial.forecast.step_ms if trial.forecast is not None else None,
                 constraint=trial.constraint,
                 rejected=rejected,
                 claim=bool(self._study) and trial.source not in _SHARED,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from zftune.errors import StoreError, ZftuneError, noting
 from zftune.store.types import (
-    Backend,
     Barred,
     Evidence,
     Hardware,
@@ -55,7 +54,6 @@ class RunFacts:
     """Tokens a sequence."""
     rig: str | None = None
     """Name of the emulated accelerator."""
-    backend: Backend = "zenflow"
     stage: int = 0
     """ZeRO stage; 0 where there is no ZeRO."""
     world_size: int = 1
@@ -144,7 +142,7 @@ class Recording:
         self._study = study
         self._here = here or MachineInfo.now(facts.rig)
         self.key = Key(
-            model_id=facts.model.model_id, hw_id=self._here.hardware.hw_id, backend=facts.backend, stage=facts.stage,
+            model_id=facts.model.model_id, hw_id=self._here.hardware.hw_id, backend="zenflow", stage=facts.stage,
             dtype=facts.model.dtype or "unknown", world_size=facts.world_size, nodes=facts.nodes,
             shards=facts.shards, micro_batch=facts.micro_batch, sequence=facts.sequence,
             checkpointing=facts.checkpointing, quality=quality,

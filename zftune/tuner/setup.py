@@ -68,8 +68,6 @@ class SearchRequest:
         ratios: for presets of other machines; None: none of these.
         least_ratio: offload ratio at least: a lower one takes more GPU memory.
         fresh: neither preset nor earlier run.
-        presets: whether it may begin from a preset.
-        crash_ends_training: whether a setting that crashed has cost a training; else one that is fresh tries it again.
         run_id: of the training that asks: where the store has it, its search was ended, and goes on whatever else is
             wanted; else a run that begins is called so.
         learning_rate: of the training, at its highest; None: not known.
@@ -83,8 +81,6 @@ class SearchRequest:
     ratios: Ratios | None = None
     least_ratio: float = 0.0
     fresh: bool = False
-    presets: bool = True
-    crash_ends_training: bool = True
     run_id: str | None = None
     learning_rate: float | None = None
     begins_anew: bool = False
@@ -115,15 +111,12 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Pre
         return Prepared(make(own, wanted.options), None)
     recording.ratios = wanted.ratios
     again = None if wanted.run_id is None else recording.known(wanted.run_id)
-    barred = recording.barred()
-    if wanted.fresh and not wanted.crash_ends_training:
-        barred = tuple(one for one in barred if one.kind != "crash")
-    wanted = replace(wanted, options=replace(wanted.options, barred=barred))
+    wanted = replace(wanted, options=replace(wanted.options, barred=recording.barred()))
     resumed = _resumed(again, recording, wanted, make)
     if resumed is not None:
         return resumed
     others = "" if wanted.fresh else recording.why_new()
-    match = recording.preset() if wanted.presets and not wanted.fresh else None
+    match = None if wanted.fresh else recording.preset()
     choice = _Choice("") if match is None else _choice(match, wanted)
     search = make(choice.start or own, wanted.options)
     if choice.candidate is not None:

@@ -418,11 +418,3 @@ def _costs(space: Space, share: float, interval: int, overlaps: Sequence[bool] |
         for overlap in (overlaps or (space.base.overlap_step,))
     ]
     return min(costs), max(costs)
-
-
-def upstream_staleness_steps(setting: Setting) -> float:
-    """Steps from a deferred gradient's production to its application, on average."""
-    if setting.topk_ratio == 0:
-        return 0.0
-    window = setting.update_interval
-    return (window - 1) / 2 + (window if setting.overlap_step else 0)

@@ -87,32 +87,6 @@ def test_parameters_in_turns_come_back_in_the_order_of_their_group(saved_by: Sav
     )
     for number, name in enumerate(names):  # DeepSpeed's own account of masters is wrong there
         assert torch.equal(document["optimizer"]["state"][number]["master"].bfloat16(), saved["module"][name])
-    export_checkpoint(str(tmp_path / "ours.pt"), str(tmp_path / "without"), to="zero", ranks=2)  # knows no ds_config
-    assert [name for shapes in model_file(tmp_path / "without")["param_shapes"] for name in shapes] == names
-    import_checkpoint(str(folder / "zero2_robin"), str(tmp_path / "ours"))
-    export_checkpoint(str(tmp_path / "ours"), str(tmp_path / "with"), to="zero", ranks=2)
-    assert [name for shapes in model_file(tmp_path / "with")["param_shapes"] for name in shapes] == in_turns
-    assert [part["optimizer_state_dict"]["single_partition_of_fp32_groups"] for part in parts(tmp_path / "with")] == [
-        [Exactly(tensor) for tensor in part["optimizer_state_dict"]["single_partition_of_fp32_groups"]]
-        for part in parts(folder / "zero2_robin")
-    ]
-
-
-class Exactly:
-    """Equal to a tensor of the same numbers."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Tensor) and torch.equal(self._tensor, other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def parts(folder: Path) -> list[dict[str, Any]]:
-    """Each rank's file."""
-    return [load(path, trust=False) for path in sorted(folder.glob("*/*_optim_states.pt"))]
 
 
 @pytest.mark.parametrize("knobs", KNOBS)
@@ -151,17 +125,8 @@ def test_torchs_adamw_goes_on_from_the_plain_form(saved_by: Saved, tmp_path: Pat
     close(train(model, optimizer, MORE), found_in(folder, "zero2_fp32")["weights"], ulp=4)
 
 
-@pytest.mark.parametrize(("ranks", "name"), [*((1, name) for name in BACK), (2, "zero2_bf16")])
-def test_upstream_goes_on_from_what_was_exported(saved_by: Saved, ranks: int, name: str) -> None:
-    found = found_in(saved_by(ranks), name)
-    for weight, streams in found["state"].items():
-        for stream, tensor in streams.items():
-            assert torch.equal(found["back"]["state"][weight][stream], tensor), (weight, stream)
-    close(found["back"]["weights"], found["weights"], ulp=4 if "fp32" in name else 1)
-
-
 @pytest.mark.parametrize("name", BACK)
-def test_upstreams_own_script_reads_what_was_exported(saved_by: Saved, name: str) -> None:
+def test_upstreams_own_script_reads_what_was_imported(saved_by: Saved, name: str) -> None:
     found = found_in(saved_by(1), name)
     assert found["fp32"].keys() == Tiny().state_dict().keys()
     for weight, streams in found["state"].items():
@@ -172,12 +137,22 @@ def test_upstreams_own_script_reads_what_was_exported(saved_by: Saved, name: str
 def test_what_the_engine_needs_is_kept(saved_by: Saved) -> None:
     folder = saved_by(1)
     before, after = model_file(folder / "zero2_bf16"), model_file(folder / "zero2_bf16_ours")
-    back = model_file(folder / "zero2_bf16_back")
     assert (folder / "zero2_bf16_ours" / "latest").read_text() == "global_step3"
     for key in ("global_steps", "global_samples", "lr_scheduler", "skipped_steps", "buffer_names", "ds_config"):
-        assert before[key] == after[key] == back[key], key
+        assert before[key] == after[key], key
     for key in ("param_shapes", "frozen_param_shapes", "shared_params"):
-        assert before[key] == back[key], key
+        assert before[key] == after[key], key
+
+
+def test_the_inner_folder_keeps_its_name(saved_by: Saved, tmp_path: Path) -> None:
+    """Accelerate's is called pytorch_model."""
+    source = tmp_path / "accelerate"
+    shutil.copytree(saved_by(1) / "zero2_bf16", source)
+    (source / "global_step3").rename(source / "pytorch_model")
+    (source / "latest").write_text("pytorch_model\n")
+    assert import_checkpoint(str(source), str(tmp_path / "new")).copied == ()
+    assert (tmp_path / "new" / "latest").read_text() == "pytorch_model"
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["latest", "pytorch_model"]
 
 
 def test_the_loss_scale_of_fp16_is_kept_for_the_engine(saved_by: Saved, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's own ZeRO, in processes of its own: trains, saves, goes on, and goes on from what we made of it.
+"""DeepSpeed's own ZeRO, in processes of its own: trains, saves, goes on, and its engine from what we made of it.
 
 python -m tests.zftune.checkpoint.upstream FOLDER RANK RANKS PORT
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 CASES_OF = {1: [name for name in CASES if name != "zero2_robin"], 2: ["zero2_bf16", "zero2_robin"]}
 """By the number of ranks."""
 BACK = ("zero2_bf16", "zero2_fp32", "zero1_client")
-"""Those that go on, and go on from what became of them on the way to ours and back."""
+"""Those that go on, and whose import DeepSpeed's engine goes on with."""
 
 
 def start(folder: Path) -> None:
@@ -111,8 +110,6 @@ def _state(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _run(name: str, folder: Path, rank: int, ranks: int) -> None:
-    from deepspeed import comm
-
     case = CASES[name]
     found: dict[str, Any] = {}
     engine = _engine(case)
@@ -122,36 +119,16 @@ def _run(name: str, folder: Path, rank: int, ranks: int) -> None:
     engine.save_checkpoint(str(folder / name))
     if name in BACK:
         found["weights"] = _train(engine, MORE, rank)
-        if rank == 0:
-            _round_trip(folder, name, ranks)
-        comm.barrier()
-        back = _engine(case, seed=1)
-        back.load_checkpoint(str(folder / f"{name}_back"))
-        found["back"] = {"state": _state(back), "weights": _train(back, MORE, rank)}
     if name in BACK and ranks == 1:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        found["fp32"] = dict(get_fp32_state_dict_from_zero_checkpoint(str(folder / f"{name}_back")))
+        from zftune.checkpoint.converting import import_checkpoint
+
+        import_checkpoint(str(folder / name), str(folder / f"{name}_ours"))
+        found["fp32"] = dict(get_fp32_state_dict_from_zero_checkpoint(str(folder / f"{name}_ours")))
         found["under_engine"] = _under_engine(folder, name)
     if rank == 0:
         torch.save(found, folder / f"{name}.pt")
-
-
-def _round_trip(folder: Path, name: str, ranks: int) -> None:
-    """The checkpoint through ours and back; where there are several ranks, in a process that is none of them."""
-    if ranks == 1:
-        convert(folder, name, ranks)
-    else:
-        command = [sys.executable, "-m", "tests.zftune.checkpoint.upstream", "convert", str(folder), name, str(ranks)]
-        subprocess.run(command, check=True)
-
-
-def convert(folder: Path, name: str, ranks: int) -> None:
-    from zftune.checkpoint.converting import export_checkpoint, import_checkpoint
-
-    ours = str(folder / f"{name}_ours")
-    import_checkpoint(str(folder / name), ours)
-    export_checkpoint(ours, str(folder / f"{name}_back"), to="zero", ranks=ranks)
 
 
 def _under_engine(folder: Path, name: str) -> list[dict[str, torch.Tensor]]:
@@ -208,7 +185,4 @@ def _rank(folder: Path, rank: int, ranks: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "convert":
-        convert(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
-    else:
-        main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]))

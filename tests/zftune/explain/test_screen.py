@@ -83,13 +83,6 @@ def test_settings_to_copy_have_what_no_search_changes(document: dict[str, Any]) 
     assert to_copy({**document, "run": run}) == to_copy(document)
 
 
-def test_a_tuned_command_has_its_sections(document: dict[str, Any]) -> None:
-    found = {"zero_optimization": {"stage": 2}, "notes": ["Upstream [waits]."]}
-    text = shown({**document, "ds_config": found})
-    assert '"stage": 2' in text
-    assert "Upstream [waits]." in text
-
-
 def test_where_nothing_was_written_down_the_last_words_are_shown(kept: Store) -> None:
     document = tune_document(kept, None, ABOUT, ["No space left."], "zftune tuned nothing.\nIt was short.")
     json.dumps(document, allow_nan=False)

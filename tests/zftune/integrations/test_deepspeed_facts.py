@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from zftune.ds_config import facts
 from zftune.ds_config.tables import table, versions
 from zftune.planner.choosing import budget_of
 from zftune.quality import assumed_coverage
-from zftune.restarts import upstream
 from zftune.store.types import QUALITIES
 from zftune.tuner.space import PUBLISHED, space_for
 
@@ -71,7 +69,6 @@ def test_no_other_file_names_a_release_of_deepspeed() -> None:
 
 
 def test_there_is_one_published_setting() -> None:
-    assert replace(upstream.PUBLISHED, deferred_update="replay") == PUBLISHED
     for quality in QUALITIES:
         space = space_for(PUBLISHED, quality, coverage=assumed_coverage, zenflow_section=False)
         assert space.budget == pytest.approx(budget_of(quality))

@@ -24,7 +24,6 @@ from zftune.planner.closed_form import predict
 from zftune.planner.model import Job, Machine, ModelFacts, model_facts
 from zftune.planner.plan import CALLS_MS_PER_WEIGHT, SCHEMA, SMALLEST, curves, make_plan, of_nothing, of_ranks, remedies
 from zftune.planner.screen import render
-from zftune.report.plan import curves_chart, plan_html
 from zftune.text import byte_count, ms, size, size_up
 
 APP = typer.Typer()
@@ -205,27 +204,6 @@ def test_replicas_have_a_machine_each_and_send_gradients_alone() -> None:
     assert "HSDP" in told.output
 
 
-def test_the_page_needs_nothing_else(document: dict[str, Any]) -> None:
-    page = plan_html(document)
-    assert page.count("<script>") == 2
-    outside = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
-    assert not re.search(r"(src|href)=\"(?!data:)", outside)
-    assert "k = 0.05" in page
-    assert "estimate: 80%" in page
-    chart = curves_chart(document)
-    names = [trace.name for trace in chart.figure.data]
-    assert len(names) == 8 + 1 + (document["proposal"]["knobs"]["offload_ratio"] > 0)
-    assert {"k = 0", "k = 0.05", "k = 0.1", "k = 0.2"} == set(chart.legend)
-    assert all(len(trace.y) == len(trace.x) for trace in chart.figure.data)
-
-
-def test_a_name_cannot_become_markup(document: dict[str, Any]) -> None:
-    named = {**document, "model": {**document["model"], "name": "<script>alert(1)</script>"}}
-    outside = re.sub(r"<script[ >].*?</script>\n", "", plan_html(named).replace("\\u003c", ""), flags=re.DOTALL)
-    assert "<script>alert" not in outside
-    assert "&lt;script&gt;alert(1)" in plan_html(named)
-
-
 def test_longer_windows_are_no_slower(document: dict[str, Any]) -> None:
     for curve in document["curves"]:
         steps = curve["step_ms"]
@@ -234,12 +212,11 @@ def test_longer_windows_are_no_slower(document: dict[str, Any]) -> None:
 
 
 def test_the_command_prints_and_writes(tmp_path: Path) -> None:
-    target, page = tmp_path / "plan.json", tmp_path / "plan.html"
-    result = run("--seq", "512", "--json", str(target), "--html", str(page))
+    target = tmp_path / "plan.json"
+    result = run("--seq", "512", "--json", str(target))
     assert result.exit_code == 0, result.output
     assert "zftune plan" in result.output
     assert json.loads(target.read_text())["model"]["name"] == MODEL
-    assert page.read_text().startswith("<!DOCTYPE html>")
 
 
 def test_json_to_standard_output_is_all_of_it() -> None:
@@ -468,7 +445,6 @@ def test_memory_that_is_given_counts_instead_of_the_machines() -> None:
         (["--gpu", "2 x 4090"], "must be a machine without a number: --hardware rtx4090 --gpus 2"),
         (["--model", "abacus"], "--model 'abacus'"),
         (["--json", "/no/such/folder/x.json"], "--json '/no/such/folder/x.json'"),
-        (["--html", "-"], "--html '-'"),
     ],
 )
 def test_bad_input_is_a_sentence(arguments: list[str], says: str) -> None:

@@ -278,7 +278,7 @@ def test_a_preset_is_the_same_where_a_knob_without_effect_differs(world: World, 
     synchronous = replace(START, overlap_step=False)
     older = kept(world, replace(synchronous, apply_lag=1))
     other = kept(world, replace(synchronous, topk_ratio=0.2))
-    begun = world.begin(presets=False)
+    begun = world.begin(fresh=True)
     book = begun.search.book
     samples = Driver(world.surface, NOISE, np.random.default_rng(1))
     samples.run(begun.search, 1)

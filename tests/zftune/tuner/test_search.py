@@ -87,14 +87,6 @@ def test_what_exploring_costs_is_beside_what_the_best_took_right_before(
     assert search.cost.spent_s == pytest.approx(spent_s)
 
 
-def test_a_search_whose_exploring_may_cost_whatever_it_likes_goes_on() -> None:
-    """As one by restarts, whose measurements are counted."""
-    search, driver = make(5, 0.03, grant_s=math.inf, patience=3)
-    driver.run(search)
-    assert len([request for request in driver.requests if request.role == "explore"]) >= 3
-    assert "Exploring has cost" not in search.notes[-1].reason
-
-
 def test_it_waits_for_more_time_where_it_may() -> None:
     search, driver = make(5, 0.03, grant_s=0.2, grant_steps=2, hold=True)
     driver.run(search, most=4000)

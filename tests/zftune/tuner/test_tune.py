@@ -20,10 +20,8 @@ from zenflow import ZenFlowConfig
 from zftune.builtin import OnStep, TuneOptions, _task_of, _tuner, start_of, tune
 from zftune.cli import main as cli
 from zftune.cli.tune import ProgressLine
-from zftune.explain.document import tune_document
 from zftune.explain.screen import render
 from zftune.profile.measure import Training
-from zftune.restarts.document import RestartOptions
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import Evidence, Hardware, Model, Preset, RunState
@@ -263,26 +261,6 @@ def test_ctrl_c_before_it_began(mini_model: Path, mini_rig: Path, store: Store) 
         ("--html -", "--html '-'"),
         ("--json /tmp/both --html /tmp/both", "--html '/tmp/both': is the file of --json too"),
         ("--config /nowhere.json", "ds_config '/nowhere.json' cannot be read"),
-        (
-            "-- python train.py",
-            "command 'python train.py': add --restartable, which runs it again with other settings: ",
-        ),
-        (
-            "-- python hf_trainer.py",
-            (
-                "command 'python hf_trainer.py': add --restartable, which runs it again with other settings: those of "
-                "a running command cannot be changed from outside (a Trainer without DeepSpeed is tuned while it "
-            ),
-        ),
-        (
-            "-- python plain_pytorch.py",
-            "command 'python plain_pytorch.py': its settings cannot be changed from outside; ",
-        ),
-        ("--restartable", "--restartable: allowed with a command (zftune tune --restartable -- CMD ...)"),
-        ("--restartable --", "command '': nothing stands behind --"),
-        ("--restartable --steps 9 -- x", "--steps '9': allowed only without a command, it is of the built-in workload"),
-        ("--trial-steps 9", "--trial-steps '9': allowed only with --restartable"),
-        ("--restartable --trial-steps 1 -- x", "--trial-steps is 1; it must be a number >= 4"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(
@@ -299,37 +277,6 @@ def test_bad_input_is_refused_in_a_sentence(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"zftune: {message}")
-
-
-def test_a_command_is_run_again_and_again_where_that_is_allowed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: list[Any] = []
-    about = {
-        "workload": {"model": None}, "device": "cpu", "rig": None, "quality": "exact", "interrupted": True,
-        "ds_config": {"zero_optimization": {"stage": 2}, "notes": ["Upstream waits."]},
-    }  # fmt: skip
-    with open_store("sqlite://") as store:
-        document = tune_document(store, None, about, [], "The search had not begun.")
-
-    def run_restarting(argv: Any, options: RestartOptions, store: Any, on_progress: Any) -> dict[str, Any]:
-        asked.extend((argv, options))
-        on_progress("Runs the command.", None)
-        return document
-
-    monkeypatch.setattr("zftune.restarts.document.run_restarting", run_restarting)
-    monkeypatch.setenv("ZFTUNE_DB", "sqlite://")
-    given = ["--restartable", "--seed", "3", "--fresh", "--trial-steps", "8", "--json", str(tmp_path / "x.json")]
-    monkeypatch.setattr(sys, "argv", ["zftune", "tune", *given, "--", "python", "train.py", "--steps", "9"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 130
-    assert asked == [["python", "train.py", "--steps", "9"], RestartOptions(seed=3, steps=8, fresh=True)]
-    assert json.loads((tmp_path / "x.json").read_text()) == document
-    out = capsys.readouterr().out
-    assert "Runs the command." in out
-    assert '"stage": 2' in out
-    assert "Upstream waits." in out
 
 
 def test_quality_follows_the_config(tmp_path: Path) -> None:

@@ -45,24 +45,13 @@ class SupervisedProcess:
         command: what to run, found as `execvp` does it.
         environment: for the command.
         mask: signals that are blocked in the command.
-        cwd: where it runs; None: here.
-        output: file that takes what it writes; it then reads nothing, and has no terminal. None: its streams are this
-            process's own.
 
     Raises:
         BadInputError: it cannot be run.
         ProfileError: no process can be started.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        mask: Iterable[int],
-        *,
-        cwd: Path | None = None,
-        output: int | None = None,
-    ) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], mask: Iterable[int]) -> None:
         self._adopted_before = adopts_orphans()
         self._foreign = set(descendants(os.getpid()))
         adopt_orphans()  # should the keeper be killed, what it kept comes to us
@@ -76,11 +65,6 @@ class SupervisedProcess:
                 [sys.executable, "-I", "-S", "-c", _KEEPER, str(Path(zftune.__file__).parents[1]), *arguments],
                 env=dict(environment),
                 close_fds=False,
-                cwd=cwd,
-                stdin=None if output is None else subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=output is not None,
             )
         except OSError as error:
             raise ProfileError(f"no process can be started ({error.strerror})") from error

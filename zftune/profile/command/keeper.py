@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import glob
 import json
 import os
 import select
@@ -200,7 +199,6 @@ class Supervisor:
         if not part:
             end_all(self._below, over=self._reap, wait_s=0.0, term_s=ABANDONED_S)
             if os.getppid() != self._parent:  # it was killed, and cannot remove what it made
-                release_locks(os.environ.get(_FOLDER, ""))
                 shutil.rmtree(os.environ.get(_FOLDER, ""), ignore_errors=True)
             return False
         *lines, self._unread = (self._unread + part).split(b"\n")
@@ -243,20 +241,6 @@ class Supervisor:
             os.write(self._status, json.dumps(message).encode() + b"\n")
         except BrokenPipeError:  # nobody listens any more: the control pipe says so too
             return
-
-
-def release_locks(folder: str) -> None:
-    """Remove what ended processes held of torch's compilation locks: whoever compiles next would wait for ever.
-
-    Args:
-        folder: of the agents; a trial's keep files there that name the locks (see `zftune.agent.trial`).
-    """
-    for note in glob.glob(os.path.join(glob.escape(folder), "lock-*")):  # noqa: PTH118, PTH207
-        with contextlib.suppress(OSError, ValueError):  # it was released, or is not to be read
-            with open(note) as file:  # noqa: PTH123
-                lock = file.read()
-            if os.path.basename(lock) == "lock":  # noqa: PTH119
-                os.unlink(lock)  # noqa: PTH108
 
 
 def _wake_on_child() -> int:

@@ -43,8 +43,6 @@ class Rank:
     """"measured", "exit" or "failed"; None where the process was killed."""
     error: str | None = None
     """Why the agent failed."""
-    trial: Row = field(default_factory=dict)
-    """What a trial of a search tells beside its steps."""
     unreadable: int = 0
     """Lines that are no records."""
 
@@ -145,8 +143,6 @@ def _take(rank: Rank, row: Row) -> bool:
                 rank.seen += 1
         case "missing" if _DOTTED.fullmatch(str(row.get("field"))) and _is_text(row.get("reason")):
             rank.missing[row["field"]] = row["reason"]
-        case "trial":
-            rank.trial |= row
         case "end" if _is_text(row.get("reason")):
             rank.end = row["reason"]
             rank.error = row["error"] if _is_text(row.get("error")) else None
