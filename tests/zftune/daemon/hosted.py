@@ -39,12 +39,15 @@ class Knobs(BaseModel):
 
 
 class Hosted(Service):
-    """Routes that are slow, fail, stream, take input; and runs that come and go."""
+    """Routes that are slow, fail, stream, take input; and runs that come and go.
 
-    def __init__(self) -> None:
-        self._runs = 0
+    Args:
+        pause_s: in the midst of what streams.
+    """
+
+    def __init__(self, pause_s: float = 3.0) -> None:
+        self._runs, self._pause_s = 0, pause_s
         self._release = asyncio.Event()
-        self.events: list[str] = []
 
     def live_runs(self) -> int:
         return self._runs
@@ -101,7 +104,7 @@ class Hosted(Service):
         async def streams() -> StreamingResponse:
             async def parts() -> object:
                 yield b"one "
-                await asyncio.sleep(1.5 * ANSWER_S)
+                await asyncio.sleep(self._pause_s)
                 yield b"two"
 
             return StreamingResponse(parts())  # type: ignore[arg-type]

@@ -29,7 +29,6 @@ from zftune.store.store import Store
 from zftune.store.types import RunState, TrialState
 from zftune.tuner.drivers import LocalDriver
 from zftune.tuner.space import Setting
-from zftune.tuner.training_info import WarmupStats
 
 HOSTED = "tests.zftune.daemon.runs.hosted"
 
@@ -194,22 +193,6 @@ def test_commands_reach_a_training(
     assert named == [f"zftune tunes this training as run {called}, watch it with: zftune top {called}"]
 
 
-def test_the_planner_knows_the_emulated_accelerator_that_a_training_has(
-    transport: Direct, store: Store, loop: Callable[..., Loop]
-) -> None:
-    training = loop(transport, emulated=True, thinking_s=0.05)
-    training.run(lambda: training.requested)
-    (run,) = store.runs()
-    training.run(lambda: training.live_role == "explore")
-    looked_at = [one for one in store.trials(run.run_id) if one.number > 0]
-    assert looked_at[0].predicted_step_ms is not None
-    assert looked_at[0].predicted_step_ms > 1
-    assert not [one for one in transport.registry.brains()[0].notices if "predicted" in one]
-    here = transport.registry.brains()[0].hello.training.here
-    assert here is not None
-    assert run.key.hw_id == here.hardware.hw_id
-
-
 class Quick(Direct):
     """A daemon that thinks faster than it answers."""
 
@@ -364,21 +347,6 @@ def test_a_loss_that_is_not_finite_ends_it(transport: Direct, store: Store, loop
     assert run.state is RunState.FINISHED
 
 
-def test_a_training_that_ends_before_its_search_is_there_to_be_resumed(
-    transport: Direct, store: Store, loop: Callable[..., Loop]
-) -> None:
-    training = loop(transport)
-    training.run(lambda: training.requested and training.live_role == "explore")
-    training.close()
-    (run,) = store.runs()
-    assert run.state is RunState.LOST
-    assert TrialState.CRASHED not in {one.state for one in store.trials(run.run_id)}
-    later = loop(transport, fresh=False)
-    later.run(lambda: later.requested)
-    assert [one.run_id for one in store.runs()] == [run.run_id]
-    later.close()
-
-
 def test_what_the_daemon_hears_while_nobody_answers_is_bounded(transport: Direct, loop: Callable[..., Loop]) -> None:
     training = loop(transport)
     training.run(lambda: training.requested)
@@ -414,14 +382,3 @@ def test_which_searches_is_said_by_the_environment(monkeypatch: pytest.MonkeyPat
             assert tuner.search is None
     finally:
         training.close()
-
-
-@pytest.mark.parametrize("fresh", [False, True])
-def test_a_run_that_is_to_be_fresh_is_so_for_whoever_attaches(monkeypatch: pytest.MonkeyPatch, *, fresh: bool) -> None:
-    monkeypatch.setenv("ZFTUNE_FRESH", str(int(fresh)))
-    training = Loop(None)
-    with zftune.attach(training.optimizer, store=False, daemon=False) as tuner:
-        driver = tuner._driver
-        assert isinstance(driver, LocalDriver)
-        assert driver._preparation.reader.facts(WarmupStats(training.optimizer.config, (), False)).wishes.fresh == fresh
-    training.close()
