@@ -19,7 +19,7 @@ from tests.zftune.daemon.scripted import Training
 from tests.zftune.daemon.test_page import NO_COOKIE, USED
 from zftune.daemon.client.http import DaemonClient
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.usefixtures("every_fault")]
 
 HOSTED = "tests.zftune.daemon.runs.hosted"
 EVIL = "evil.test"

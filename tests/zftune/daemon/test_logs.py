@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.zftune.daemon.daemons import serving
 from zftune.daemon.process import HumanFormatter, JsonFormatter, log_to
 
 
@@ -80,23 +79,3 @@ def test_the_journal_is_known_by_its_stream(tmp_path: Path) -> None:
             stream.seek(0)
             assert stream.read().startswith("<4>{" if same else '{"time"')
     log_to(io.StringIO(), {"JOURNAL_STREAM": "1:1"})  # what has no descriptor is no journal
-
-
-def test_without_a_name_the_socket_is_in_the_runtime_folder(folder: Path) -> None:
-    with serving(folder, more={"ZFTUNE_SOCKET": "", "XDG_RUNTIME_DIR": str(folder)}) as daemon:
-        assert (folder / "zftune" / "zftune.sock").is_socket()
-        assert (folder / "zftune").stat().st_mode & 0o777 == 0o700
-        daemon.signal()
-        assert daemon.ends() == 0
-    assert "warning" not in daemon.log.read_text()
-    assert list((folder / "zftune").iterdir()) == []
-
-
-def test_a_socket_in_the_folder_for_temporary_files_is_told(folder: Path) -> None:
-    with serving(folder, more={"ZFTUNE_SOCKET": "", "XDG_RUNTIME_DIR": "", "TMPDIR": str(folder)}) as daemon:
-        assert (folder / f"zftune-{os.getuid()}" / "zftune.sock").is_socket()
-        daemon.signal()
-        assert daemon.ends() == 0
-    first = json.loads(daemon.log.read_text().splitlines()[0])
-    assert first["level"] == "warning"
-    assert first["message"].startswith("$XDG_RUNTIME_DIR is no folder of this user")

@@ -6,14 +6,16 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx2
 import pytest
 
 from tests.zftune.daemon.hosted import Hosted
 from tests.zftune.daemon.in_process import PORT, Application, Client, hosting
-from zftune.words import CAUSES, page_words
+from zftune.words import CAUSES, COLOURS, page_words
 
+PAGE = Path(__file__).parents[3] / "zftune" / "daemon" / "page"
 ORIGIN = f"http://127.0.0.1:{PORT}"
 NO_COOKIE = "the cookie is missing or has expired; open the page with: zftune daemon open"
 USED = "this link was used or has expired; get another one with: zftune daemon open"
@@ -183,3 +185,16 @@ def test_a_fetch_of_another_site_gets_nothing(browser: Browser, site: str) -> No
 @pytest.mark.parametrize("path", ["/v1/page", "/v1/expect", "/v1/stop"])
 def test_the_page_can_neither_stop_the_daemon_nor_make_links(browser: Browser, path: str) -> None:
     assert browser.refusal("POST", path) == (403, "this can be asked only over the daemon's own socket")
+
+
+def test_nothing_reads_text_as_markup() -> None:
+    for name in ("page.js", "plots.js", "words.js"):
+        text = (PAGE / name).read_text()
+        for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
+            assert way not in text
+
+
+def test_colours_are_those_of_every_report() -> None:
+    found = dict(re.findall(r"--(\w+): (#\w{6})", (PAGE / "page.css").read_text().partition("@media")[0]))
+    for name in ("host", "h2d", "d2h", "select", "comm", "data", "other", "compute"):
+        assert found[name] == COLOURS[name]

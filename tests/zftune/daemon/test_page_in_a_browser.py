@@ -6,18 +6,18 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
+
 from tests.zftune.daemon.chromium import Chromium, chromium, needs_chromium
 from tests.zftune.daemon.daemons import Daemon
 from tests.zftune.daemon.runs.agents import faster
 from tests.zftune.daemon.scripted import EVIL, START, Training, training_under
 from zftune.daemon.client.http import DaemonClient
-from zftune.words import COLOURS
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.usefixtures("every_fault")]
 
 STEP = "Number(document.querySelector('#figures dd').firstChild.data)"
 STATE = "document.querySelector('#state .state').textContent"
-PAGE = Path(__file__).parents[3] / "zftune" / "daemon" / "page"
 
 
 def button(command: str) -> str:
@@ -181,16 +181,3 @@ def test_a_run_without_steps_and_a_daemon_without_runs(folder: Path) -> None:
             assert not browser.run("document.querySelector('#steps').checkVisibility()")
             assert not browser.run("document.querySelector('#no-run').checkVisibility()")
         assert browser.complaints == []
-
-
-def test_colours_are_those_of_every_report() -> None:
-    found = dict(re.findall(r"--(\w+): (#\w{6})", (PAGE / "page.css").read_text().partition("@media")[0]))
-    for name in ("host", "h2d", "d2h", "select", "comm", "data", "other", "compute"):
-        assert found[name] == COLOURS[name]
-
-
-def test_nothing_reads_text_as_markup() -> None:
-    for name in ("page.js", "plots.js", "words.js"):
-        text = (PAGE / name).read_text()
-        for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
-            assert way not in text

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiers import by_day
 from tests.zftune.daemon.runs.agents import RUN, SOON_S, Agent, faster, same
 from tests.zftune.daemon.runs.loops import Direct, registry_of
 from tests.zftune.daemon.runs.worlds import START, World
@@ -37,8 +38,13 @@ def go_on_after_a_kill(world: World, agent: Agent, record: str, *, trial: int | 
     assert TrialState.CRASHED not in world.trial_states(record)
 
 
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("write", ["mark_in_flight", "add_measurement", "add_decision", "add_trial"])
+@pytest.mark.parametrize(
+    ("write", "after"),
+    by_day(
+        [("mark_in_flight", True), ("add_decision", False)],
+        all_of=[("mark_in_flight", True), ("add_measurement", True), ("add_decision", False), ("add_trial", False)],
+    ),
+)
 def test_a_daemon_that_is_killed_while_it_writes(world: World, write: str, *, after: bool) -> None:
     agent = world.agent()
     agent.measure()  # of the start: the first setting is thought of when it is heard of

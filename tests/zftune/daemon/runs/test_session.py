@@ -230,6 +230,16 @@ def test_a_stop_ends_the_tuning_with_the_incumbent(world: World) -> None:
         world.registry.command("x", "stop")
 
 
+def test_a_measurement_that_was_disturbed_is_void(world: World) -> None:
+    agent = world.agent()
+    agent.measure()
+    hot = "the GPU was slowed down because it was hot"
+    world.disturbed = lambda: hot
+    assert agent.asked().role == "start"
+    trial = world.store.trials(agent.last.record or "")[0]
+    assert world.store.measurements(trial.trial_id)[0].void_reason == hot
+
+
 def test_a_run_that_is_silent_is_lost_and_its_trial_crashed(world: World) -> None:
     agent = world.agent()
     agent.measure()
