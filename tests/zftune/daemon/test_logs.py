@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zftune.daemon.process import HumanFormatter, JsonFormatter, log_to
+from zftune.daemon.process import JsonFormatter, log_to
 
 
 def record(level: int, message: str, *arguments: object, **fields: object) -> logging.LogRecord:
@@ -51,12 +51,6 @@ def test_an_exception_stays_on_its_line() -> None:
 )
 def test_the_journal_gets_priorities(level: int, priority: int) -> None:
     assert JsonFormatter(journal=True).format(record(level, "m")).startswith(f'<{priority}>{{"time"')
-
-
-def test_people_get_a_short_line() -> None:
-    formatter = HumanFormatter()
-    assert formatter.format(record(logging.INFO, "fine"))[8:] == " fine"
-    assert formatter.format(record(logging.WARNING, "odd", run_id="r1"))[8:] == " odd [warning] run_id=r1"
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import pytest
 
 from tests.zftune.daemon.chromium import Chromium, chromium, needs_chromium
 from tests.zftune.daemon.daemons import Daemon
-from tests.zftune.daemon.runs.agents import faster
 from tests.zftune.daemon.scripted import EVIL, START, Training, training_under
 from zftune.daemon.client.http import DaemonClient
 
@@ -129,33 +128,6 @@ def rolls_back_when_it_is_meant(browser: Chromium, training: Training) -> None:
     browser.run(f"{button('stop')}.click()")
     browser.until("document.querySelector('#state').textContent.includes('Rolled back')")
     training.until(lambda: training.last.kind == "stop")
-
-
-def test_a_search_that_begins_again_keeps_its_history_apart(folder: Path) -> None:
-    slow = [1.0]
-    with training_under(folder) as (daemon, _), chromium(folder) as browser, DaemonClient(daemon.path) as client:
-        training = Training(client, run="c1" * 16, step_ms=lambda setting: slow[0] * faster(setting))
-        training.report()
-        training.train_until("frozen")
-        slow[0] = 1.5
-        training.train_until("drifted")
-        opened(browser, daemon)
-        browser.until("document.querySelectorAll('#trials tr.era').length === 2")
-        details = client.get(f"/v1/runs/{training.run}")
-        rows = browser.run("[...document.querySelectorAll('#trials tr')].map(one => one.className)")
-        assert rows[0] == "era"
-        earlier = rows.index("era", 1)
-        assert "best" in rows[:earlier]
-        assert set(rows[earlier + 1 :]) == {"earlier"}
-        measured = sum((one["step_ms"] or one["earlier_step_ms"]) is not None for one in details["trials"])
-        assert f"settings measured\n{measured}\n" in browser.text("#figures")
-        assert "of them since the search began again" in browser.text("#figures")
-        assert "measured before the search began again" in browser.text("#figures")  # the gain
-        titles = browser.run(
-            "[...document.querySelectorAll('#decisions li:not(.earlier) .kind')].map(one => one.innerText)"
-        )
-        assert titles[-1] == "began again"  # the oldest of those that still hold
-        assert browser.complaints == []
 
 
 def fits(browser: Chromium) -> None:

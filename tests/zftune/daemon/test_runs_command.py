@@ -93,17 +93,6 @@ def test_a_run_is_shown_with_its_decisions_and_trials(tell: Tell) -> None:
         assert one["step_ms"] == pytest.approx(faster(Setting.from_knobs(held[-1])), rel=0.02), one
 
 
-def test_logs_are_the_decisions(tell: Tell) -> None:
-    code, out, _ = tell("runs", "logs", "a1")
-    assert code == 0
-    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
-    lines = out.splitlines()
-    assert re.match(stamp + "start        The search begins", lines[0])
-    assert re.match(stamp + "adopted      Adopted: ", lines[1])
-    document = json.loads(tell("runs", "logs", "a1", "--json", "-")[1])
-    assert len(document["decisions"]) == len(lines)
-
-
 @pytest.mark.parametrize("answers", [True, False])
 def test_trainings_that_no_daemon_follows_are_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, answers: bool

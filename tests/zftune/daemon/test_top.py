@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import re
 import select
 import struct
 import subprocess
@@ -13,7 +12,6 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from fcntl import ioctl
 from io import StringIO
 from pathlib import Path
@@ -24,7 +22,7 @@ from rich.console import Console
 
 from tests.zftune.daemon.daemons import SOON_S, environment
 from tests.zftune.daemon.in_process import Application, Client, answers, teller, trainings
-from tests.zftune.daemon.scripted import EVIL, START, Training, training_under
+from tests.zftune.daemon.scripted import EVIL, Training, training_under
 from zftune.cli.top import Frame, frame, look
 from zftune.daemon.client.http import DaemonClient
 
@@ -76,15 +74,6 @@ def test_a_small_terminal_shows_what_matters(client: DaemonClient, runs: list[Tr
         "◆ ",
     ):
         assert expected in below, below
-
-
-def test_a_wide_terminal_has_reasons_beside_their_runs(client: DaemonClient, runs: list[Training]) -> None:
-    found = look(client, None, 50)
-    lines = drawn(found, 200, 50)
-    assert "last decision" in lines[1]
-    assert lines[2].startswith(f"{runs[0].called} ")
-    assert found.shown[0]["decisions"][-1]["reason"][:60] in lines[2]
-    assert lines[3].startswith(f"{runs[1].called} ")
 
 
 def many(found: Frame) -> Frame:
@@ -205,20 +194,3 @@ def test_it_goes_on_until_ctrl_c_and_leaves_the_terminal_as_it_was(folder: Path,
             assert b"Traceback" not in terminal.seen
         finally:
             terminal.close()
-
-
-def test_a_runs_loss_and_what_its_speed_may_cost(client: DaemonClient, runs: list[Training]) -> None:
-    found = look(client, None, 50)
-    one: dict[str, Any] = json.loads(json.dumps(found.looked_at))
-    one["run"]["losses"] = {"sentence": "3.54 → 2.18 ± 0.05, falling"}
-    one["run"]["coverage"] = {"measured": 0.13, "assumed": 0.89, "warning": "A sentence."}
-    below = "\n".join(drawn(replace(found, looked_at=one), 80, 50))
-    assert "loss  3.54 → 2.18 ± 0.05, falling" in below
-    assert re.search(r"coverage  13% where 89% is assumed: update_interval \d+.* was adopted", below)
-    one["run"]["knobs"] = START.knobs()  # as while it is measured again
-    below = "\n".join(drawn(replace(found, looked_at=one), 80, 50))
-    assert "coverage  13% where 89% is assumed: raise topk_ratio, lower update_interval" in below
-    one["run"]["coverage"]["warning"] = one["run"]["losses"] = None
-    below = "\n".join(drawn(replace(found, looked_at=one), 80, 50))
-    assert "loss  " not in below
-    assert "coverage" not in below

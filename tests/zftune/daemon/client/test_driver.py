@@ -66,16 +66,6 @@ def test_without_a_daemon_the_guard_tells_what_it_did(training: Loop, daemon: Sc
     assert training.knobs == Setting.of(facts().config)
 
 
-def test_a_daemon_hears_of_the_guard_while_it_makes_the_search(training: Loop, daemon: Scripted) -> None:
-    daemon.answers["report"] = [{**HOLD, "state": "warming", "record": None}]
-    go_wrong(training)
-    (sentence,) = guarded(training)
-    reports = [one for name, one in zip(daemon.asked, daemon.documents, strict=True) if name == "report"]
-    assert reports[-1]["guard"] == sentence
-    assert daemon.documents[-1]["reason"] == sentence  # of goodbye
-    assert daemon.asked[-1] == "goodbye"
-
-
 def test_a_state_that_is_saved_while_a_setting_is_tried_names_the_best(training: Loop, daemon: Scripted) -> None:
     """Without a search what was tried stays, as every knob that a state has."""
     tried = {**OWN, "topk_ratio": 0.4}

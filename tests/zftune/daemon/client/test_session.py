@@ -6,8 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +17,6 @@ from zftune.daemon.client.session import DaemonSession
 from zftune.daemon.client.worker import RemoteWorker
 from zftune.daemon.protocol.messages import Farewell, Goodbye
 from zftune.errors import DaemonError, NoDaemonError
-from zftune.store.account import Counter
-from zftune.tuner import tuner
 from zftune.tuner.space import Setting
 
 SESSION = "a" * 32
@@ -185,17 +181,6 @@ def test_a_daemon_that_was_started_again_is_told_goodbye_as_well(met: DaemonSess
     assert daemon.documents[-1]["session"] == "c" * 32
 
 
-def test_what_was_taken_for_dead_since_its_last_report_comes_back_to_say_goodbye(
-    met: DaemonSession, daemon: Scripted, worker: RemoteWorker
-) -> None:
-    daemon.answers["goodbye"] = [DaemonError("unknown", status=404), FAREWELL]
-    daemon.answers["report"] = [{**HOLD, "record": "d" * 32}]
-    farewell = last_words(met)
-    assert farewell is not None
-    assert farewell.sentence == "it was nice"
-    assert daemon.asked[-5:] == ["report", "goodbye", "runs", "report", "goodbye"]
-
-
 def test_a_report_that_was_not_heard_comes_again(met: DaemonSession, daemon: Scripted, worker: RemoteWorker) -> None:
     worker.hear_loss(1, 0.5)
     daemon.answers["report"] = [DaemonError("has not answered in time"), daemon.answers["report"][0]]
@@ -221,15 +206,6 @@ def test_without_a_daemon_there_are_no_last_words(daemon_session: DaemonSession,
     assert notice.startswith("The daemon cannot be reached (no daemon serves 'x'): ")
 
 
-def test_it_says_which_store_it_means(
-    daemon_session: DaemonSession, daemon: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ZFTUNE_DB", "/srv/zftune.db")
-    daemon_session._exchange()
-    told = daemon.documents[0]
-    assert (told["store"], told["store_named"]) == ("/srv/zftune.db", True)
-
-
 @pytest.mark.parametrize(
     ("directive", "pause_s"),
     [
@@ -244,30 +220,3 @@ def test_it_asks_often_only_while_somebody_thinks(
 ) -> None:
     daemon.answers["report"] = [directive]
     assert daemon_session._exchange() == pause_s
-
-
-def test_who_is_interrupted_while_it_waits_for_the_daemon_ends_quietly(
-    met: DaemonSession, worker: RemoteWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    beats: list[int | None] = []
-    worker.counter = Counter(0.0)
-    met._pulse = SimpleNamespace(beat=lambda _, trial: beats.append(trial), close=lambda **_: None)  # type: ignore[assignment]
-    monkeypatch.setattr(met, "_join", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        last_words(met)
-    assert beats[-1] is None  # and so what ran is taken for no crash
-    tuners = [SimpleNamespace(depart=partial(last_words, met)), SimpleNamespace(depart=pytest.fail)]
-    monkeypatch.setattr(tuner, "open_tuners", lambda: tuners)
-    try:
-        tuner._close_all()
-        monkeypatch.setattr(couriers, "_couriers", [SimpleNamespace(leave=interrupted)])
-        couriers._leave_all()
-    except KeyboardInterrupt:  # it would end all tests
-        pytest.fail("who ends a process once more sees a traceback")
-    finally:
-        monkeypatch.undo()
-    (said,) = caplog.messages
-    assert said == "Interrupted while the end of the tuning was being written down."

@@ -81,25 +81,6 @@ def test_what_is_measured_is_given_up_where_it_is_not_wanted_any_more(measuring:
     assert measuring.poll() == (Answer(None, OWN, OWN) if kind == "stop" else None)
 
 
-@pytest.mark.parametrize(
-    ("kind", "state", "waits"),
-    [
-        ("hold", "warming", True), ("hold", "searching", True), ("hold", "drifted", True),
-        ("pause", "paused", False), ("hold", "frozen", False), ("stop", "ended", False),
-    ],
-)  # fmt: skip
-def test_an_answer_is_waited_for_where_somebody_thinks(
-    worker: RemoteWorker, kind: str, state: str, *, waits: bool
-) -> None:
-    worker.own = OWN
-    worker.hand(None)
-    worker.obey(orders(kind, decision=0, state=state))
-    assert worker.waits is waits
-    if kind != "stop":
-        worker.obey(orders(decision=0))
-        assert worker.waits
-
-
 def test_another_session_begins_from_nothing(measuring: RemoteWorker) -> None:
     measuring.begin_session("the daemon was started again")
     recall = measuring.recall()
@@ -109,14 +90,6 @@ def test_another_session_begins_from_nothing(measuring: RemoteWorker) -> None:
     assert said(measuring) is None  # it was nothing of this session
     measuring.obey(orders("apply", decision=1))
     assert measuring.poll() is not None
-
-
-def test_where_training_goes_wrong_nothing_more_is_obeyed(measuring: RemoteWorker) -> None:
-    measuring.guard("the loss is nan")
-    measuring.obey(orders("apply", decision=2))
-    assert measuring.poll() is None
-    assert measuring.report(PROTOCOL, SESSION).guard == measuring.wrong == "the loss is nan"
-    assert not measuring.waits
 
 
 def test_another_daemon_hears_of_all_changes_and_the_same_one_of_each_once(worker: RemoteWorker) -> None:

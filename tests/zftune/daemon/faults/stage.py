@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -212,16 +211,6 @@ class Stage:
         assert found is not None
         return found
 
-    def freeze(self, training: Training) -> None:
-        """Wait for the search, and stop it by hand; its agent says goodbye soon after."""
-        run = self.until_state("baseline", "searching", "confirming", "frozen", training=training)["run"]
-        self.client.post(f"/v1/runs/{run}/stop", timeout_s=SOON_S)
-        until(lambda: self._state_of(run) in ("frozen", "ended"), self.log)
-
-    def _state_of(self, run: str) -> str | None:
-        states = {one["run"]: one["state"] for one in self.client.get("/v1/runs")}
-        return states.get(run)
-
     def acknowledge(self) -> dict[str, Any]:
         """Keep what the daemon says now of its run: from now on it must not be lost."""
         until(lambda: self.live_run() is not None, self.log)  # one that was silent for too long comes again
@@ -263,22 +252,15 @@ class Stage:
             return  # one was killed, or had no run
         assert sum(one.total.steps for one in accounts) == sum(one.result["tuned_steps"] for one in self._trainings)
 
-    def look_at_leftovers(self, *, readable: bool = True) -> None:
-        """No process, no socket, no lock.
-
-        Of a run that ended while its database could not be read, the lock's file stays: it says that its process has
-        ended, to whoever rescues the database. Nobody holds it.
-        """
+    def look_at_leftovers(self) -> None:
+        """No process, no socket, no lock."""
         sessions = {one.pid for one in self._processes}
         until(lambda: not alive_in(sessions), lambda: alive_in(sessions))
         assert not self.socket.exists()
         assert not self.socket.with_name("z.sock.lock").exists()
         runs = self.database.with_name(f"{self.database.name}.runs")
         files = list(runs.iterdir()) if runs.exists() else []
-        assert not files or not readable
-        for file in files:
-            with file.open() as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert not files
 
     def close(self) -> None:
         """End what a failure has left."""

@@ -89,23 +89,6 @@ def test_training_that_goes_wrong_before_its_search_begins(
     assert last.last.record != record
 
 
-def test_training_that_went_wrong_is_not_tuned_by_the_next_daemon_either(world: World) -> None:
-    agent = world.agent()
-    agent.run_until("frozen")
-    agent.report(guard=WRONG)
-    record = agent.last.record or ""
-    until(lambda: "guard" in world.kinds(record))
-    world.kill()
-    world.begin()
-    agent.transport = world.transport
-    agent.say_hello(Reattach(record))
-    agent.until(lambda: agent.last.kind == "stop")
-    assert agent.last.incumbent == START
-    agent.report(guard=WRONG)
-    agent.goodbye(over=True)
-    assert world.kinds(record).count("guard") == 1
-
-
 def test_a_search_that_fails_is_over(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise ArithmeticError("a bug")
@@ -154,16 +137,6 @@ def test_nothing_is_tried_any_more_once_goodbye_was_said(world: World, monkeypat
     assert not marked.is_set()
     assert world.store.runs()[0].state is RunState.LOST
     assert not {TrialState.IN_FLIGHT, TrialState.CRASHED} & set(world.trial_states(agent.last.record))
-
-
-def test_who_is_told_goodbye_after_it_was_taken_for_dead_says_so(world: World) -> None:
-    agent = world.agent()
-    agent.run_until("frozen")
-    world.now_s = 60.0
-    assert world.registry.look_after_leases() == [RUN]
-    with pytest.raises(DaemonError, match="say Hello again") as refused:
-        agent.goodbye()
-    assert refused.value.status == 404
 
 
 # --- nobody is heard of -----------------------------------------------------------------------------------------------

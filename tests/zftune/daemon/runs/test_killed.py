@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from zftune.daemon.runs.views import run_details
 from zftune.store import open_store
 from zftune.store.account import Count, Pulse
 from zftune.store.locks import RunLocks
-from zftune.store.types import RunState, TrialState
+from zftune.store.types import TrialState
 from zftune.tuner.recording import Recording
 from zftune.tuner.search import MOST_VOIDS
 from zftune.tuner.states import Outcome
@@ -106,29 +105,6 @@ def test_two_trainings_that_find_one_run(world: World, monkeypatch: pytest.Monke
             refused = [notice for notice in one.last.notices if "is still running" in notice]
             assert len(refused) == (one.last.record != record)
             assert "crash" not in world.kinds(one.last.record)
-
-
-@pytest.fixture
-def leased() -> Iterator[Any]:
-    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
-        yield store
-
-
-def test_where_only_a_lease_tells_the_next_daemon_waits_for_its_end(leased: Any) -> None:
-    with registry_of(leased) as first, registry_of(leased) as second:
-        agent = Agent(Direct(first), same)
-        agent.measure()
-        request, record = agent.asked(), agent.last.record or ""
-        first.brain(RUN).renew(0.5)  # killed; its last words
-        agent.transport = Direct(second)
-        agent.say_hello(Reattach(record, request.trial))
-        assert agent.report().state == "warming"
-        agent.until(lambda: agent.last.record is not None)
-        assert agent.last.record == record
-        agent.measure()
-        assert agent.asked().setting == request.setting
-        assert len(leased.runs()) == 1
-        assert leased.runs()[0].state is RunState.RUNNING
 
 
 # --- what comes twice, at once, or not at all -------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from zftune.daemon.runs import sampler_pool
-from zftune.daemon.runs.sampler_pool import _LONGEST_REST_S, _REST, FairLock, SamplerPool
+from zftune.daemon.runs.sampler_pool import FairLock, SamplerPool
 from zftune.tuner.sampler_process import SamplerProcess
 
 WORK_S = 0.02
@@ -48,19 +48,6 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> Pauses:
     return made
 
 
-def test_after_work_the_next_begins_late(pauses: Pauses) -> None:
-    turns = FairLock()
-    began_s = time.thread_time()
-    with turns.working():
-        work(WORK_S)
-    most_s = time.thread_time() - began_s
-    with turns.working():
-        pass
-    assert pauses.slept_s[0] == 0
-    assert min(_REST * WORK_S, _LONGEST_REST_S) <= pauses.slept_s[1] + 1e-9
-    assert pauses.slept_s[1] <= _REST * most_s + 1e-9
-
-
 def test_one_works_at_a_time_and_others_while_it_waits() -> None:
     turns = FairLock()
     at_work: list[int] = []
@@ -87,22 +74,6 @@ def test_one_works_at_a_time_and_others_while_it_waits() -> None:
     for thread in threads:
         thread.join(SOON_S)
     assert (len(waits), max(most), len(most)) == (3, 1, 6)
-
-
-def test_who_fails_gives_its_turn_back() -> None:
-    turns = FairLock()
-    with pytest.raises(OSError, match="disk"), turns.working():
-        raise OSError("disk full")
-    taken = threading.Event()
-
-    def take() -> None:
-        with turns.working():
-            taken.set()
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join(SOON_S)
-    assert taken.is_set()
 
 
 @pytest.fixture

@@ -50,21 +50,6 @@ def test_a_search_goes_through_its_states_and_its_knobs_are_kept(world: World) -
     assert agent.goodbye()["sentence"] == farewell["sentence"]  # said twice
 
 
-def test_what_came_of_a_request_counts_once_however_often_it_is_said(world: World) -> None:
-    agent = world.agent(same)
-    agent.measure()
-    done = agent.done
-    for _ in range(5):
-        agent.report(done=done)
-    request = agent.asked()
-    assert request.role == "explore"
-    agent.report(done=done)
-    assert agent.last.kind == "apply"
-    assert world.store.measurements(world.store.trials(agent.last.record or "")[0].trial_id).__len__() == 1
-    assert agent.last.taken == 1
-    assert agent.last.decision == 2
-
-
 def test_a_report_whose_answer_was_lost_is_heard_once(world: World) -> None:
     agent = world.agent(same)
     brain = world.registry.brain(RUN)
@@ -263,23 +248,6 @@ def test_a_run_that_is_silent_is_lost_and_its_trial_crashed(world: World) -> Non
     assert request.setting not in {one.setting for one in later.requests}
 
 
-def test_a_run_that_was_taken_for_dead_goes_on(world: World) -> None:
-    agent = world.agent()
-    agent.measure()
-    request = agent.asked()
-    record = agent.last.record
-    assert record is not None
-    world.now_s = 60.0
-    world.registry.look_after_leases()
-    agent.say_hello(Reattach(record, request.trial))
-    assert agent.asked().role == "start"  # once more, after all that time
-    assert agent.last.record == record
-    agent.measure()
-    assert agent.asked().setting == request.setting
-    assert "crash" not in world.kinds(record)
-    agent.run_until("frozen")
-
-
 @pytest.mark.parametrize("reaped", [False, True])
 def test_a_daemon_that_was_killed_loses_nothing(world: World, *, reaped: bool) -> None:
     agent = world.agent()
@@ -385,16 +353,3 @@ def test_where_the_store_takes_nothing_the_baseline_stays(world: World, monkeypa
     with pytest.raises(Exception, match="the disk is full"):
         world.registry.command(RUN, "pause")
     assert agent.report().state == "frozen"  # not acknowledged, not done
-
-
-def test_a_search_that_cannot_be_made_stops_the_tuning(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zftune.daemon.runs import registry
-
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("a bug")
-
-    monkeypatch.setattr(registry, "prepare", fail)
-    agent = world.agent()
-    agent.until(lambda: agent.last.kind == "stop")
-    assert agent.last.incumbent is None
-    assert agent.last.reason == "the search could not be made; see the daemon's log"

@@ -19,7 +19,6 @@ from tests.zftune.daemon.runs.agents import facts
 from tests.zftune.daemon.runs.loops import ENDS_S, Direct, Loop, registry_of
 from zftune.daemon import PROTOCOL
 from zftune.daemon.client import session
-from zftune.daemon.client.http import DaemonClient
 from zftune.daemon.runs.registry import Registry
 from zftune.errors import BadInputError, DaemonError
 from zftune.store import open_store
@@ -159,18 +158,6 @@ def test_in_simulated_time_a_run_with_a_daemon_repeats_to_the_last_digit(loop: C
     assert first[2] == second[2]
     differing = [(step, *ms) for step, ms in enumerate(zip(first[1], second[1], strict=True)) if ms[0] != ms[1]]
     assert differing == []
-
-
-def test_no_daemon_changes_nothing(tmp_path: Path, loop: Callable[..., Loop]) -> None:
-    training = loop(DaemonClient(tmp_path / "none.sock"))
-    training.run(lambda: training.optimizer.steps >= 60)
-    training.close()
-    assert training.changes == []
-    assert training.tuner is not None
-    first, last = training.tuner.notices
-    assert first.startswith("The daemon cannot be reached (no daemon serves '")
-    assert last == "zftune tuned nothing: no daemon has answered."
-    assert training.knobs == Setting.of(facts().config)
 
 
 class Odd:
