@@ -226,7 +226,7 @@ FULL = """
     from zftune.errors import StoreError
     from zftune.store import open_store
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, LIMIT))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST, MOST))
     store = open_store(PATH)
     print(len(store.notices), store.is_kept)
     try:
@@ -240,7 +240,7 @@ FULL = """
 
 def limited(path: Path, limit_bytes: int) -> list[str]:
     """The program's lines, where no file may grow beyond a limit: as on a disk that is full."""
-    code = textwrap.dedent(FULL).replace("PATH", repr(str(path))).replace("LIMIT", str(limit_bytes))
+    code = textwrap.dedent(FULL).replace("PATH", repr(str(path))).replace("MOST", str(limit_bytes))
     return zygote.run(["-c", code], check=True, cwd=ROOT).stdout.splitlines()
 
 

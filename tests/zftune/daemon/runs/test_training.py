@@ -57,6 +57,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session that tries again soon."""
     monkeypatch.setattr(session, "_LONGEST_BACKOFF_S", 0.2)
     monkeypatch.setattr(session, "QUICK_S", 0.01)
+    monkeypatch.setattr(session, "_SILENCE_S", 0.2)  # so that goodbye is given up soon
 
 
 def replayed(loop: Loop) -> Loop:
@@ -264,7 +265,9 @@ def test_a_loss_that_is_not_finite_ends_it(transport: Direct, store: Store, loop
     assert run.state is RunState.FINISHED
 
 
-def test_what_the_daemon_hears_while_nobody_answers_is_bounded(transport: Direct, loop: Callable[..., Loop]) -> None:
+def test_what_the_daemon_hears_while_nobody_answers_is_bounded(
+    transport: Direct, loop: Callable[..., Loop], quick: None
+) -> None:
     training = loop(transport)
     training.run(lambda: training.requested)
     transport.away.set()
