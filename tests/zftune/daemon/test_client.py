@@ -71,15 +71,6 @@ def test_health(served: Daemon) -> None:
         assert client.post("/v1/test/echo/7", document) == document
 
 
-def test_the_environment_names_the_socket(served: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZFTUNE_SOCKET", str(served.path))
-    with DaemonClient() as client:
-        assert client.get("/v1/health")["pid"] == served.process.pid
-    monkeypatch.setenv("ZFTUNE_SOCKET", "x" * 200)
-    with DaemonClient() as client, pytest.raises(DaemonError, match="more than the 107"):
-        client.get("/v1/health")
-
-
 def test_a_connection_is_kept_and_made_again(served: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     connect = client_module._UnixConnection.connect

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,12 +17,11 @@ import pytest
 from tests.zftune.daemon.daemons import SOON_S, environment
 from tests.zftune.daemon.hosted import Hosted
 from tests.zftune.daemon.in_process import Client, answers, hosting
-from zftune.daemon import PROTOCOL
 from zftune.daemon.client import autostart
 from zftune.daemon.client.autostart import ensure_daemon, environment_of, log_of, revive_daemon
 from zftune.daemon.client.http import DaemonClient
 from zftune.daemon.client.location import locate
-from zftune.errors import DaemonError, NoDaemonError, OtherStoreError, StrangerError
+from zftune.errors import DaemonError, NoDaemonError, OtherStoreError
 
 LIMITED = (
     "import os, resource as r; r.setrlimit(r.RLIMIT_NOFILE, (200, r.getrlimit(r.RLIMIT_NOFILE)[1])); "
@@ -182,26 +180,6 @@ def test_why_it_ended_is_said(folder: Path, every_fault: None) -> None:
     with pytest.raises(DaemonError, match=r"the private daemon ended at once \('.*z\.sock' is not a socket"):
         ensure_daemon(environment(folder))
     assert (folder / "z.sock").read_text() == "mine"
-
-
-def test_what_will_never_be_one_is_not_waited_for(folder: Path) -> None:
-    """A server of something else has the socket."""
-    with socket.socket(socket.AF_UNIX) as other:
-        other.bind(str(folder / "z.sock"))
-        other.listen()
-
-        def answer() -> None:
-            connection, _ = other.accept()
-            with connection:
-                connection.recv(4096)
-                connection.sendall(b"HTTP/1.1 200 OK\r\nzftune-protocol: 99\r\ncontent-length: 2\r\n\r\n{}")
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with pytest.raises(StrangerError, match=f"speaks protocol '99'; this zftune needs protocol {PROTOCOL}"):
-            ensure_daemon(environment(folder))
-        thread.join()
-    assert not log_of(locate(environment(folder))).exists()
 
 
 @pytest.mark.usefixtures("every_fault")  # by day faults/test_daemon.py kills one

@@ -15,8 +15,8 @@ from zftune.daemon.protocol.messages import Reattach
 from zftune.daemon.runs import registry, session
 from zftune.daemon.runs.states import NotAllowedError
 from zftune.errors import DaemonError
-from zftune.store.types import PresetState, RunState, TrialState
-from zftune.tuner import setup, worker
+from zftune.store.types import PresetState, RunState
+from zftune.tuner import setup
 from zftune.tuner.search import Search
 
 WRONG = "Stopped at step 9: the loss is nan."
@@ -101,42 +101,6 @@ def test_a_search_that_fails_is_over(world: World, monkeypatch: pytest.MonkeyPat
     agent.report(guard=WRONG)
     agent.goodbye(over=True)
     assert "guard" in world.kinds(agent.last.record)
-
-
-def held_at_a_measurement(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """From now on a measurement is written down once the second is set; the first tells that one waits."""
-    add, reached, go_on = world.store.add_measurement, threading.Event(), threading.Event()
-
-    def slow(*given: Any, **more: Any) -> None:
-        reached.set()
-        go_on.wait(SOON_S)
-        add(*given, **more)
-
-    monkeypatch.setattr(world.store, "add_measurement", slow)
-    monkeypatch.setattr(worker, "_JOIN_S", 0.05)
-    return reached, go_on
-
-
-# --- goodbye ----------------------------------------------------------------------------------------------------------
-
-
-def test_nothing_is_tried_any_more_once_goodbye_was_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    agent = world.agent()
-    agent.measure()
-    reached, go_on = held_at_a_measurement(world, monkeypatch)
-    monkeypatch.setattr(session, "_ANSWER_S", 0.05)
-    agent.report()
-    assert reached.wait(SOON_S)
-    with pytest.raises(DaemonError, match="still being written down; try again") as refused:
-        agent.goodbye()
-    assert refused.value.status == 409
-    marked = world.stop_at("mark_in_flight")
-    go_on.set()
-    monkeypatch.setattr(session, "_ANSWER_S", SOON_S)
-    agent.goodbye()
-    assert not marked.is_set()
-    assert world.store.runs()[0].state is RunState.LOST
-    assert not {TrialState.IN_FLIGHT, TrialState.CRASHED} & set(world.trial_states(agent.last.record))
 
 
 # --- nobody is heard of -----------------------------------------------------------------------------------------------
