@@ -143,6 +143,7 @@ def test_its_files_may_not_grow(stage: Callable[..., Stage], chance: random.Rand
 def test_it_is_locked(stage: Callable[..., Stage], chance: random.Random) -> None:
     world = stage()
     daemon, training = world.daemon(busy_s=1.0), world.train(most=12)
+    world.until_state(*AT_WORK[1:], "frozen", training=training)
     at_work(world, training, chance)
     with contextlib.closing(sqlite3.connect(world.database, isolation_level=None, timeout=30)) as other:
         other.execute("BEGIN EXCLUSIVE")
@@ -165,6 +166,7 @@ def test_it_is_locked(stage: Callable[..., Stage], chance: random.Random) -> Non
 def test_it_is_deleted(stage: Callable[..., Stage], chance: random.Random) -> None:
     world = stage()
     daemon, training = world.daemon(), world.train(most=12)
+    world.until_state(*AT_WORK[1:], "frozen", training=training)
     record = at_work(world, training, chance)["run"]["record"]  # type: ignore[index]
     world.socket.unlink()
     if chance.random() < 0.5:
@@ -187,6 +189,7 @@ def test_it_is_deleted(stage: Callable[..., Stage], chance: random.Random) -> No
 def test_another_daemon_has_taken_its_place(stage: Callable[..., Stage], chance: random.Random) -> None:
     world = stage()
     first, training = world.daemon(), world.train(most=12)
+    world.until_state(*AT_WORK[1:], "frozen", training=training)
     at_work(world, training, chance)
     first.signal(signal.SIGSTOP)
     for name in ("z.sock", "z.sock.lock"):
